@@ -1,0 +1,392 @@
+"""Every training option, once: its name, type, range, unit, default and one sentence of help.
+
+The command line, the YAML files, the page and the reference table are all made from `TrainConfig`.
+How the options are read (flags, YAML, presets) is in `trainers/options.py`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+
+EMBEDDED = "embedded"
+COLUMN_ROLES = ("messages", "conversations", "prompt", "completion", "instruction", "input", "output", "system", "text")
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
+
+
+class ConfigError(ValueError):
+    """One or more mistakes of the user, a line each: what, the value, the way out."""
+
+    def __init__(self, mistakes: str | list[str]):
+        self.mistakes = [mistakes] if isinstance(mistakes, str) else list(mistakes)
+        super().__init__("\n".join(self.mistakes))
+
+
+def _split_commas(value: Any) -> Any:
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _pairs(value: Any) -> Any:
+    """`prompt=question,completion=answer` as a mapping; a mapping passes through."""
+    if not isinstance(value, str):
+        return value
+    pairs = [part.partition("=") for part in _split_commas(value)]
+    return {key.strip(): column.strip() for key, _, column in pairs}
+
+
+def _none_word(value: Any) -> Any:
+    return None if isinstance(value, str) and value.lower() in ("", "none", "null") else value
+
+
+Names = Annotated[list[str], BeforeValidator(_split_commas)]
+Optionally = BeforeValidator(_none_word)
+
+
+def _option(section: str, default: Any = ..., unit: str = "", **constraints: Any) -> Any:
+    extra = {"section": section, "unit": unit}
+    return Field(default=default, json_schema_extra=extra, **constraints)
+
+
+class TrainConfig(BaseModel):
+    """A complete description of one fine-tuning run, apart from its strategy (the Accelerate file says that).
+
+    Raises:
+        pydantic.ValidationError: on unknown keys or values; `build` turns it into a `ConfigError`.
+    """
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_control_characters(cls, value: Any) -> Any:
+        if isinstance(value, str) and any(ord(letter) < 32 or 0x202A <= ord(letter) <= 0x202E for letter in value):
+            raise ValueError("control characters are not allowed")
+        return value
+
+    # Model
+    preset: Annotated[str | None, Optionally] = _option("model", None)
+    """Preset whose values stand under the ones given here."""
+    model_name_or_path: str = _option("model", min_length=1)
+    """Hub id or local folder of the base model; `embedded` is the small one that ships with Tunesmith."""
+    model_revision: Annotated[str | None, Optionally] = _option("model", None)
+    """Branch, tag or commit of the base model on the Hub."""
+    trust_remote_code: bool = _option("model", False)
+    """Run model code that comes with the weights; leave off unless you have read that code."""
+    random_init: bool = _option("model", False)
+    """Start from seeded random weights of the model's shape and not from its pretrained ones."""
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = _option("model", "sdpa")
+    """Attention kernel; each keeps packed documents apart."""
+
+    # Method
+    method: Literal["full", "lora"] = _option("method", "lora")
+    """Train all weights, or low-rank adapters on a frozen base."""
+    lora_r: int = _option("method", 16, ge=1, le=4096)
+    """Rank of the adapters."""
+    lora_alpha: float = _option("method", 32.0, gt=0)
+    """Scale of the adapters; their output is multiplied by alpha / r."""
+    lora_dropout: float = _option("method", 0.0, ge=0, lt=1)
+    """Dropout on the adapters' input; above 0 the run leaves the parity promise."""
+    lora_target_modules: Names = _option("method", ["all-linear"], min_length=1)
+    """Modules that get an adapter: `all-linear`, or the ends of their names, comma-separated."""
+    use_rslora: bool = _option("method", False)
+    """Scale adapters by alpha / sqrt(r), which keeps high ranks stable."""
+
+    # Data
+    dataset_name: str = _option("data", min_length=1)
+    """Training data: a file, folder, glob or Hub id; `embedded` is the set that ships with Tunesmith."""
+    dataset_config_name: Annotated[str | None, Optionally] = _option("data", None)
+    """Configuration (subset) of a Hub data set."""
+    dataset_split: str = _option("data", "train", min_length=1)
+    """Split of a Hub data set to train on."""
+    eval_dataset_name: Annotated[str | None, Optionally] = _option("data", None)
+    """Evaluation data, named like `dataset_name`."""
+    eval_split: str = _option("data", "eval", min_length=1)
+    """Split of `eval_dataset_name` when that is a Hub data set."""
+    eval_share: float = _option("data", 0.0, ge=0, lt=1)
+    """Share of the training rows held out for evaluation when no `eval_dataset_name` is given."""
+    dataset_format: Literal["auto", "chat", "sharegpt", "alpaca", "prompt_completion", "text"] = _option("data", "auto")
+    """Row format; `auto` recognises it by the columns."""
+    columns: Annotated[dict[str, str], BeforeValidator(_pairs)] = _option("data", {})
+    """Your column for each role, such as `prompt=question,completion=answer`."""
+    sample_by: Literal["line", "paragraph", "document"] = _option("data", "line")
+    """What one document is in a plain text file."""
+    chat_template: Annotated[str | None, Optionally] = _option("data", None)
+    """Jinja file that replaces the tokenizer's chat template."""
+    assistant_only_loss: bool = _option("data", True)
+    """Train on the assistant's (or completion's) tokens alone; plain text always trains on all."""
+    max_length: int = _option("data", 1024, "tokens", ge=8)
+    """Longest training row."""
+    overlong: Literal["truncate", "drop", "split", "refuse"] = _option("data", "truncate")
+    """What happens to a row longer than `max_length`; it is counted and printed."""
+    packing: bool = _option("data", True)
+    """Fill rows of `max_length` with several documents, none of which sees another."""
+    group_by_length: bool = _option("data", True)
+    """Without packing, put rows of like length into one global batch to save padding."""
+    bad_rows: Literal["refuse", "skip"] = _option("data", "refuse")
+    """Refuse data with rows that cannot be read, or skip and list them."""
+    max_train_samples: Annotated[int | None, Optionally] = _option("data", None, "rows", ge=1)
+    """Use only the first rows of the training data."""
+    max_eval_samples: Annotated[int | None, Optionally] = _option("data", None, "rows", ge=1)
+    """Use only the first rows of the evaluation data."""
+    dataset_num_proc: Annotated[int | None, Optionally] = _option("data", None, "processes", ge=1)
+    """Processes that tokenise; default: the machine's cores, one for small data."""
+    cache_dir: Annotated[str | None, Optionally] = _option("data", None)
+    """Folder of tokenised data; default: `tunesmith` in the user's cache folder."""
+
+    # Batch
+    global_batch_size: int = _option("batch", 16, "rows", ge=1)
+    """Rows per optimizer step over all processes; accumulation is derived from it."""
+    per_device_train_batch_size: int = _option("batch", 1, "rows", ge=1)
+    """Rows per micro-batch on each process; changes speed and memory, not the result."""
+    per_device_eval_batch_size: int = _option("batch", 8, "rows", ge=1)
+    """Rows per evaluation batch on each process."""
+    num_train_epochs: float = _option("batch", 1.0, "epochs", gt=0)
+    """Passes over the training data."""
+    max_steps: Annotated[int | None, Optionally] = _option("batch", None, "steps", ge=1)
+    """Optimizer steps; overrides `num_train_epochs`."""
+
+    # Optimizer
+    learning_rate: float = _option("optimizer", 2e-4, gt=0, le=10)
+    """Peak learning rate of AdamW."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = _option("optimizer", "none")
+    """Scale the rate by global_batch_size / lr_scaling_batch_size, or by its square root."""
+    lr_scaling_batch_size: Annotated[int | None, Optionally] = _option("optimizer", None, "rows", ge=1)
+    """Global batch size for which `learning_rate` was chosen."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine", "inverse_sqrt"] = _option("optimizer", "cosine")
+    """Shape of the rate after warm-up."""
+    min_lr_ratio: float = _option("optimizer", 0.0, ge=0, le=1)
+    """Lowest rate of the linear and cosine shapes, as a share of the peak."""
+    warmup_steps: int = _option("optimizer", 0, "steps", ge=0)
+    """Steps over which the rate rises from 0."""
+    warmup_ratio: float = _option("optimizer", 0.0, ge=0, le=1)
+    """Warm-up as a share of all steps."""
+    weight_decay: float = _option("optimizer", 0.0, ge=0)
+    """Decoupled weight decay of matrices; norms and biases have none."""
+    adam_beta1: float = _option("optimizer", 0.9, ge=0, lt=1)
+    """Decay of the gradient's running mean."""
+    adam_beta2: float = _option("optimizer", 0.999, ge=0, lt=1)
+    """Decay of the squared gradient's running mean."""
+    adam_epsilon: float = _option("optimizer", 1e-8, gt=0)
+    """Term that keeps the update finite."""
+    max_grad_norm: float = _option("optimizer", 1.0, ge=0)
+    """Clip the global gradient norm to this; 0 measures it and clips nothing."""
+
+    # Precision and memory
+    mixed_precision: Literal["no", "fp16", "bf16"] = _option("precision", "no")
+    """Dtype of matrix products; trained weights, norms, softmax and loss stay fp32."""
+    gradient_checkpointing: bool = _option("precision", False)
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    torch_compile: bool = _option("precision", False)
+    """Compile the decoder blocks; pays off on GPUs with packed rows."""
+    tf32: bool = _option("precision", False)
+    """Allow TF32 matrix products on GPUs; outside the parity promise."""
+    deterministic: bool = _option("precision", False)
+    """Bit-exact kernels on GPUs, at some cost in speed; the CPU always is."""
+
+    # Data parallel
+    ddp_comm_hook: Literal["none", "fp16", "bf16", "power_sgd"] = _option("ddp", "none")
+    """Compress gradients on the wire under DDP; outside the parity promise."""
+    ddp_bucket_cap_mb: int = _option("ddp", 25, "MiB", ge=1)
+    """Size of the buckets in which DDP reduces gradients."""
+
+    # Evaluation
+    eval_steps: int = _option("evaluation", 0, "steps", ge=0)
+    """Evaluate every so many steps; 0: only at the end."""
+    eval_on_start: bool = _option("evaluation", False)
+    """Evaluate once before the first step."""
+    load_best_model_at_end: bool = _option("evaluation", False)
+    """Export the weights of the best evaluation and not the last ones."""
+    metric_for_best_model: Literal["eval_loss", "eval_token_accuracy"] = _option("evaluation", "eval_loss")
+    """What best means."""
+    early_stopping_patience: Annotated[int | None, Optionally] = _option("evaluation", None, "evaluations", ge=1)
+    """Stop after so many evaluations without improvement."""
+    early_stopping_threshold: float = _option("evaluation", 0.0, ge=0)
+    """Smallest change that counts as an improvement."""
+
+    # Run
+    run_name: Annotated[str | None, Optionally] = _option("run", None, max_length=100)
+    """Name that trackers and lists show."""
+    runs_dir: str = _option("run", "runs", min_length=1)
+    """Folder of run folders."""
+    output_dir: Annotated[str | None, Optionally] = _option("run", None)
+    """Run folder itself; default: a new one in `runs_dir`."""
+    resume_from_checkpoint: Annotated[str | None, Optionally] = _option("run", None)
+    """`auto` for the newest good checkpoint of `output_dir`, or the path of one."""
+    seed: int = _option("run", 42, ge=0, le=2**32 - 1)
+    """Seed of initialisation, data order and dropout."""
+    logging_steps: int = _option("run", 10, "steps", ge=1)
+    """Write a metrics row every so many steps."""
+    save_steps: int = _option("run", 500, "steps", ge=0)
+    """Write a checkpoint every so many steps; 0: only at the end."""
+    save_total_limit: int = _option("run", 2, "checkpoints", ge=2)
+    """Checkpoints to keep besides the best one."""
+    report_to: Names = _option("run", [])
+    """Trackers beside `metrics.jsonl`: tensorboard, wandb, trackio, mlflow; comma-separated."""
+    merge_adapter: bool = _option("run", False)
+    """Export the adapters merged into the base, as full weights."""
+
+    def scaled_learning_rate(self) -> float:
+        """The peak rate after the scaling rule."""
+        if self.lr_scaling == "none" or self.lr_scaling_batch_size is None:
+            return self.learning_rate
+        factor = self.global_batch_size / self.lr_scaling_batch_size
+        return self.learning_rate * (factor if self.lr_scaling == "linear" else math.sqrt(factor))
+
+    def accumulation_steps(self, data_parallel_size: int) -> int:
+        """Micro-batches per step on each of `data_parallel_size` ranks.
+
+        Raises:
+            ConfigError: when the global batch does not divide; the message has the arithmetic.
+        """
+        micro = self.per_device_train_batch_size
+        rows, total = micro * data_parallel_size, self.global_batch_size
+        if total % rows == 0:
+            return total // rows
+        ways = [f"use {max(1, round(total / rows)) * rows}"]
+        ways += [f"{n} processes" for n in range(data_parallel_size, 0, -1) if total % (micro * n) == 0][:1]
+        raise ConfigError(
+            f"global_batch_size={total} does not divide by per_device_train_batch_size={micro} x "
+            f"{data_parallel_size} data-parallel ranks = {rows}; {', or '.join(ways)}"
+        )
+
+    def has_evaluation(self) -> bool:
+        """Whether any evaluation data is named or held out."""
+        return self.eval_dataset_name is not None or self.eval_share > 0
+
+    def outside_parity(self) -> list[str]:
+        """The choices that leave the promise that the strategy never changes the model."""
+        rules = {
+            f"ddp_comm_hook={self.ddp_comm_hook}": self.ddp_comm_hook != "none",
+            f"lora_dropout={self.lora_dropout}": self.method == "lora" and self.lora_dropout > 0,
+            "tf32=true": self.tf32,
+            f"mixed_precision={self.mixed_precision} (its own measured band)": self.mixed_precision != "no",
+        }
+        return [name for name, applies in rules.items() if applies]
+
+
+def sections() -> dict[str, dict[str, Any]]:
+    """Options by section, in the order of `TrainConfig`: `{section: {name: FieldInfo}}`."""
+    grouped: dict[str, dict[str, Any]] = {}
+    for name, field in TrainConfig.model_fields.items():
+        extra: Any = field.json_schema_extra
+        grouped.setdefault(extra["section"], {})[name] = field
+    return grouped
+
+
+def build(values: dict[str, Any]) -> TrainConfig:
+    """A validated config from plain values.
+
+    Raises:
+        ConfigError: with every mistake at once, a line each.
+    """
+    try:
+        config = TrainConfig.model_validate(values)
+        mistakes = []
+    except ValidationError as error:
+        mistakes = [_explain(dict(detail)) for detail in error.errors()]
+        bad = {str(detail["loc"][0]) for detail in error.errors()}
+        required = {name: "x" for name, field in TrainConfig.model_fields.items() if field.is_required()}
+        good = {name: value for name, value in values.items() if name not in bad}
+        config = TrainConfig.model_validate({**required, **good})
+    mistakes += _clashes(config)
+    if mistakes:
+        raise ConfigError(mistakes)
+    return config
+
+
+def _defaults() -> dict[str, Any]:
+    return {name: field.get_default() for name, field in TrainConfig.model_fields.items() if not field.is_required()}
+
+
+def _explain(detail: dict[str, Any]) -> str:
+    """One line for one pydantic error: what, the value, the way out."""
+    name, value, context = str(detail["loc"][0]), detail["input"], detail.get("ctx", {})
+    shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
+    if detail["type"] == "extra_forbidden":
+        return unknown_option(name)
+    if detail["type"] == "missing":
+        return f"{name} is missing; give --{name} or pick a preset (`tunesmith presets`)"
+    if detail["type"] == "literal_error":
+        return f"{name}={shown} is not one of its values; use {context['expected']}"
+    field = TrainConfig.model_fields.get(name)
+    extra: Any = field.json_schema_extra if field else {}
+    unit = f" ({extra['unit']})" if extra.get("unit") else ""
+    return f"{name}={shown} is refused: {detail['msg'][0].lower()}{detail['msg'][1:]}{unit}; {_default_hint(name)}"
+
+
+def _default_hint(name: str) -> str:
+    field = TrainConfig.model_fields[name]
+    return f"its default is {field.get_default()!r}" if not field.is_required() else "it must be given"
+
+
+def unknown_option(name: str, known: list[str] | None = None) -> str:
+    """The line for a name that no option has, with the nearest one."""
+    near = difflib.get_close_matches(name, known or list(TrainConfig.model_fields), n=1, cutoff=0.6)
+    way = f"did you mean {near[0]}?" if near else "`tunesmith train --help` lists all options"
+    return f"unknown option {name}; {way}"
+
+
+def _clashes(config: TrainConfig) -> list[str]:
+    """Options that cannot stand together, a line each."""
+    evaluates, warmup_ratio = config.has_evaluation(), config.warmup_ratio
+    rules = {
+        "load_best_model_at_end=true without evaluation data; set eval_dataset_name or eval_share": (
+            config.load_best_model_at_end and not evaluates
+        ),
+        "early_stopping_patience needs evaluations; set eval_steps, and eval_dataset_name or eval_share": (
+            config.early_stopping_patience is not None and not (evaluates and config.eval_steps)
+        ),
+        f"eval_dataset_name and eval_share={config.eval_share} are both set; keep one": (
+            config.eval_dataset_name is not None and config.eval_share > 0
+        ),
+        f"warmup_steps={config.warmup_steps} and warmup_ratio={warmup_ratio} are both set; keep one": (
+            config.warmup_steps > 0 and warmup_ratio > 0
+        ),
+        f"lr_scaling={config.lr_scaling} needs lr_scaling_batch_size, the batch that learning_rate was chosen for": (
+            config.lr_scaling != "none" and config.lr_scaling_batch_size is None
+        ),
+        "merge_adapter=true with method=full: there is no adapter; leave it out": (
+            config.merge_adapter and config.method == "full"
+        ),
+        "resume_from_checkpoint=auto needs output_dir, the run folder to resume (or `tunesmith resume RUN`)": (
+            config.resume_from_checkpoint == "auto" and config.output_dir is None
+        ),
+    }
+    found = [line for line, applies in rules.items() if applies]
+    roles = [f"columns.{role}" for role in COLUMN_ROLES]
+    found += [unknown_option(f"columns.{role}", roles) for role in config.columns if role not in COLUMN_ROLES]
+    strange = [name for name in config.report_to if name not in TRACKERS]
+    return found + [f"report_to={name} is not a tracker; use {', '.join(TRACKERS)}" for name in strange]
+
+
+def ignored_choices(config: TrainConfig) -> list[str]:
+    """A warning for each choice of the user's that the other choices make idle."""
+    changed = {name for name in config.model_fields_set if getattr(config, name) != _defaults().get(name)}
+    idle = []
+    if config.method == "full":
+        idle += [f"{name} is ignored: method=full has no adapters" for name in sorted(changed) if "lora" in name]
+    if config.max_steps is not None and "num_train_epochs" in changed:
+        idle.append(f"num_train_epochs={config.num_train_epochs} is ignored: max_steps={config.max_steps} decides")
+    if config.random_init and config.method == "lora":
+        idle.append("random_init=true with method=lora: the frozen base is noise; use method=full to train it")
+    if config.lr_scaling == "none" and "lr_scaling_batch_size" in changed:
+        idle.append("lr_scaling_batch_size is ignored: lr_scaling=none")
+    return idle
+
+
+def absolute_paths(config: TrainConfig) -> TrainConfig:
+    """The config with each local path made absolute, so that a saved one works from any folder."""
+    names = ("model_name_or_path", "dataset_name", "eval_dataset_name", "chat_template")
+    local = {name: value for name in names if (value := getattr(config, name)) and value != EMBEDDED}
+    found = {name: str(Path(value).expanduser().absolute()) for name, value in local.items() if _is_local(value)}
+    return config.model_copy(update=found)
+
+
+def _is_local(value: str) -> bool:
+    """Whether the value names files here: it exists, or its glob matches."""
+    path = Path(value).expanduser()
+    return path.exists() or (any(mark in value for mark in "*?[") and not value.startswith("hf://"))

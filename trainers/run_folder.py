@@ -1,0 +1,198 @@
+"""The run folder: its names, its states, and writers that never leave half a file. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import socket
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from trainers.config import ConfigError
+
+LIVE_STATES = ("queued", "starting", "running", "stopping")
+END_STATES = ("done", "stopped", "failed")
+STATES = LIVE_STATES + END_STATES
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replaces `path` by `text` in one step: a reader sees the old file or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`write_atomic` of one JSON document."""
+    write_atomic(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The JSON object in `path`; None when there is no file or no whole object in it."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def now() -> str:
+    """UTC time as ISO 8601 with milliseconds."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def new_run_id(name: str, started: float, number: int) -> str:
+    """`20261121-101530-tiny-lora-2s1`: time, name, and a number that tells apart two runs of one second.
+
+    Args:
+        name: preset or model; what a path cannot hold is taken out.
+        started: seconds since the epoch.
+        number: e.g. the process id of the launcher, so that all ranks derive the same id alone.
+    """
+    word = re.sub(r"[^A-Za-z0-9._]+", "-", Path(name).name).strip("-.")[:40] or "run"
+    stamp = datetime.fromtimestamp(started).strftime("%Y%m%d-%H%M%S")
+    return f"{stamp}-{word}-{number:x}"
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of a run, told apart from a later one of the same pid by its start time."""
+
+    role: str
+    rank: int | None
+    pid: int
+    started: float
+
+    @classmethod
+    def of(cls, role: str, rank: int | None = None, pid: int | None = None) -> Process:
+        """The process `pid` (default: this one) in a role: supervisor, launcher or rank."""
+        process = psutil.Process(pid)
+        return cls(role, rank, process.pid, process.create_time())
+
+    def as_json(self) -> dict[str, Any]:
+        return {"role": self.role, "rank": self.rank, "pid": self.pid, "started": self.started}
+
+    def alive(self) -> bool:
+        """Whether that very process still runs (a zombie does not)."""
+        try:
+            process = psutil.Process(self.pid)
+            same = abs(process.create_time() - self.started) < 1.0
+            return same and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
+
+
+class RunFolder:
+    """Paths and state of one run.
+
+    Args:
+        path: the run folder; need not exist yet.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path).absolute()
+        self.config = self.path / "config.yaml"
+        self.accelerate = self.path / "accelerate.yaml"
+        self.command = self.path / "command.txt"
+        self.state_file = self.path / "state.json"
+        self.heartbeats = self.path / "heartbeat"
+        self.metrics = self.path / "metrics.jsonl"
+        self.log = self.path / "log.txt"
+        self.checkpoints = self.path / "checkpoints"
+        self.model = self.path / "model"
+        self.stop_request = self.path / "stop"
+
+    @property
+    def id(self) -> str:
+        return self.path.name
+
+    def exists(self) -> bool:
+        """Whether a run is here."""
+        return self.state_file.exists() or self.config.exists()
+
+    def create(self) -> None:
+        """Makes the folder and its fixed subfolders.
+
+        Raises:
+            ConfigError: when that is not possible, with the reason.
+        """
+        try:
+            self.heartbeats.mkdir(parents=True, exist_ok=True)
+            self.checkpoints.mkdir(exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"output_dir={self.path} cannot be made: {error.strerror}; choose another output_dir or runs_dir"
+            ) from None
+
+    def refuse_used(self) -> None:
+        """Raises ConfigError when a run is here already: it must be resumed, not written over."""
+        if self.exists():
+            raise ConfigError(
+                f"output_dir={self.path} holds a run; resume it with resume_from_checkpoint=auto, or name another folder"
+            )
+
+    def read_state(self) -> dict[str, Any] | None:
+        """What the state file says, unchecked; None when there is none."""
+        return read_json(self.state_file)
+
+    def write_state(self, **changes: Any) -> dict[str, Any]:
+        """Replaces the given keys of the state file. Only the run's one writer may call this."""
+        fresh = {
+            "id": self.id, "state": "starting", "cause": None, "step": 0, "total_steps": None, "attempt": 0,
+            "host": socket.gethostname(), "processes": [], "started_at": now(), "updated_at": now(),
+            "export_dir": None,
+        }  # fmt: skip
+        state = {**fresh, **(self.read_state() or {}), **changes, "updated_at": now()}
+        if state["state"] not in STATES:
+            raise AssertionError(f"no such state: {state['state']}")
+        write_json(self.state_file, state)
+        return state
+
+    def processes(self) -> list[Process]:
+        """The processes that the state file names."""
+        named = (self.read_state() or {}).get("processes") or []
+        return [Process(entry["role"], entry["rank"], entry["pid"], entry["started"]) for entry in named]
+
+    def ask_stop(self) -> None:
+        """Asks the ranks to save and stop at the next step; asking twice is the same."""
+        write_atomic(self.stop_request, now() + "\n")
+
+
+class Heartbeat:
+    """Writes `heartbeat/rank-N.json`: the step and the section that this rank is in.
+
+    Args:
+        folder: the run folder.
+        rank: global rank.
+        interval: least seconds between two writes; a step may be much shorter.
+    """
+
+    def __init__(self, folder: RunFolder, rank: int, interval: float = 1.0):
+        self.path = folder.heartbeats / f"rank-{rank}.json"
+        self.interval = interval
+        self.beat = {**Process.of("rank", rank).as_json(), "host": socket.gethostname(), "step": 0, "section": "start"}
+        self.written = 0.0
+
+    def at(self, section: str, step: int) -> None:
+        """Notes where this rank is."""
+        self.beat.update(section=section, step=step)
+        if time.monotonic() - self.written >= self.interval:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes now."""
+        write_json(self.path, {**self.beat, "time": now()})
+        self.written = time.monotonic()
