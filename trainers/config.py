@@ -47,7 +47,7 @@ Optionally = BeforeValidator(_none_word)
 
 
 def _option(section: str, default: Any = ..., unit: str = "", **constraints: Any) -> Any:
-    extra = {"section": section, "unit": unit}
+    extra: dict[str, Any] = {"section": section, "unit": unit}
     return Field(default=default, json_schema_extra=extra, **constraints)
 
 

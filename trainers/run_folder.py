@@ -8,6 +8,7 @@ import re
 import secrets
 import socket
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -65,6 +66,29 @@ def new_run_id(name: str, started: float, number: int) -> str:
     word = re.sub(r"[^A-Za-z0-9._]+", "-", Path(name).name).strip("-.")[:40] or "run"
     stamp = datetime.fromtimestamp(started).strftime("%Y%m%d-%H%M%S")
     return f"{stamp}-{word}-{number:x}"
+
+
+_SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|CREDENTIAL|ACCESS_KEY)", re.IGNORECASE)
+
+
+def secrets_in(environment: Mapping[str, str]) -> list[str]:
+    """Values of the variables whose names say that they are secret, longest first; short values are no secrets."""
+    values = {value for name, value in environment.items() if _SECRET_NAME.search(name) and len(value) >= 8}
+    return sorted(values, key=len, reverse=True)
+
+
+def log_line(who: str, text: str, hidden: Sequence[str] = ()) -> str:
+    """One line of `log.txt`: time, who printed it (`rank 0`, `launcher`), text with secrets taken out.
+
+    Args:
+        who: the printer.
+        text: one line; of several drawn over each other with carriage returns the last is kept.
+        hidden: values that must not appear, from `secrets_in`.
+    """
+    text = text.rstrip("\r\n").rpartition("\r")[2]
+    for value in hidden:
+        text = text.replace(value, "***")
+    return f"{now()} [{who}] {text}\n"
 
 
 @dataclass(frozen=True)
@@ -141,7 +165,7 @@ class RunFolder:
         """Raises ConfigError when a run is here already: it must be resumed, not written over."""
         if self.exists():
             raise ConfigError(
-                f"output_dir={self.path} holds a run; resume it with resume_from_checkpoint=auto, or name another folder"
+                f"output_dir={self.path} holds a run; resume it with resume_from_checkpoint=auto, or use another"
             )
 
     def read_state(self) -> dict[str, Any] | None:
@@ -150,7 +174,7 @@ class RunFolder:
 
     def write_state(self, **changes: Any) -> dict[str, Any]:
         """Replaces the given keys of the state file. Only the run's one writer may call this."""
-        fresh = {
+        fresh: dict[str, Any] = {
             "id": self.id, "state": "starting", "cause": None, "step": 0, "total_steps": None, "attempt": 0,
             "host": socket.gethostname(), "processes": [], "started_at": now(), "updated_at": now(),
             "export_dir": None,
