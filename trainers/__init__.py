@@ -1,0 +1,1 @@
+"""What runs inside every rank: one training script and its parts."""

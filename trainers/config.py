@@ -78,7 +78,7 @@ class TrainConfig(BaseModel):
     """Run model code that comes with the weights; leave off unless you have read that code."""
     random_init: bool = _option("model", False)
     """Start from seeded random weights of the model's shape and not from its pretrained ones."""
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = _option("model", "sdpa")
+    attn_implementation: Literal["sdpa", "eager"] = _option("model", "sdpa")
     """Attention kernel; each keeps packed documents apart."""
 
     # Method

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,6 +17,19 @@ from typing import Any
 import psutil
 
 from trainers.config import ConfigError
+from trainers.log_tee import log_line, secrets_in
+
+__all__ = [
+    "Heartbeat",
+    "Process",
+    "RunFolder",
+    "log_line",
+    "new_run_id",
+    "now",
+    "read_json",
+    "secrets_in",
+    "write_json",
+]
 
 LIVE_STATES = ("queued", "starting", "running", "stopping")
 END_STATES = ("done", "stopped", "failed")
@@ -66,29 +79,6 @@ def new_run_id(name: str, started: float, number: int) -> str:
     word = re.sub(r"[^A-Za-z0-9._]+", "-", Path(name).name).strip("-.")[:40] or "run"
     stamp = datetime.fromtimestamp(started).strftime("%Y%m%d-%H%M%S")
     return f"{stamp}-{word}-{number:x}"
-
-
-_SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|CREDENTIAL|ACCESS_KEY)", re.IGNORECASE)
-
-
-def secrets_in(environment: Mapping[str, str]) -> list[str]:
-    """Values of the variables whose names say that they are secret, longest first; short values are no secrets."""
-    values = {value for name, value in environment.items() if _SECRET_NAME.search(name) and len(value) >= 8}
-    return sorted(values, key=len, reverse=True)
-
-
-def log_line(who: str, text: str, hidden: Sequence[str] = ()) -> str:
-    """One line of `log.txt`: time, who printed it (`rank 0`, `launcher`), text with secrets taken out.
-
-    Args:
-        who: the printer.
-        text: one line; of several drawn over each other with carriage returns the last is kept.
-        hidden: values that must not appear, from `secrets_in`.
-    """
-    text = text.rstrip("\r\n").rpartition("\r")[2]
-    for value in hidden:
-        text = text.replace(value, "***")
-    return f"{now()} [{who}] {text}\n"
 
 
 @dataclass(frozen=True)
@@ -220,3 +210,28 @@ class Heartbeat:
         """Writes now."""
         write_json(self.path, {**self.beat, "time": now()})
         self.written = time.monotonic()
+
+
+def registry() -> Path:
+    """Folder in the user's state folder with one small file for each run outside its `runs_dir`."""
+    home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(home).expanduser().absolute() / "tunesmith" / "runs"
+
+
+def register_outside(run: RunFolder, runs_dir: str | Path) -> None:
+    """Notes a run folder that is not in `runs_dir`, so that lists find it; one inside needs no note."""
+    if run.path.resolve().parent == Path(runs_dir).expanduser().resolve():
+        return
+    name = hashlib.sha256(str(run.path.resolve()).encode()).hexdigest()[:24]
+    try:
+        registry().mkdir(parents=True, exist_ok=True)
+        write_json(registry() / f"{name}.json", {"run_dir": str(run.path.resolve())})
+    except OSError:
+        return  # a run that lists do not find is better than no run
+
+
+def registered_runs() -> list[Path]:
+    """The noted run folders that are still there."""
+    entries = (read_json(path) or {} for path in sorted(registry().glob("*.json")))
+    paths = [Path(str(entry["run_dir"])) for entry in entries if entry.get("run_dir")]
+    return [path for path in paths if path.is_dir()]

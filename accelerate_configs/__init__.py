@@ -1,0 +1,1 @@
+"""Strategies: one Accelerate YAML file each."""

@@ -1,0 +1,152 @@
+"""The chunked loss equals each model's own forward pass, and packed documents never see one another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trainers.attention import KERNELS
+from trainers.objectives import sft
+from trainers.objectives.sft import LINEAR_HEADS, SupervisedLoss, linear_cross_entropy
+
+TINY = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+EXTRA: dict[str, dict[str, Any]] = {
+    "gemma2": {"sliding_window": 4, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 3.0},
+    "gemma3_text": {"sliding_window": 4, "query_pre_attn_scalar": 8},
+    "mistral": {"sliding_window": 4},
+    "cohere": {"logit_scale": 0.3},
+    "granite": {"logits_scaling": 3.0},
+    "phi": {"num_key_value_heads": 4},
+}
+
+
+def tiny_model(family: str, kernel: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**TINY, **EXTRA.get(family, {})})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=kernel)
+    for weight in model.parameters():  # large enough that caps, scales and biases matter
+        torch.nn.init.normal_(weight, std=0.3)
+    return model.eval()
+
+
+def packed_inputs(documents: list[list[int]]) -> dict[str, Any]:
+    ids = torch.tensor([sum(documents, [])])
+    place = torch.tensor([[index for one in documents for index in range(len(one))]])
+    number = torch.tensor([[index for index, one in enumerate(documents) for _ in one]])
+    starts = [sum(len(one) for one in documents[:index]) for index in range(len(documents))]
+    positions = [start + index for start, one in zip(starts, documents, strict=True) for index in range(len(one) - 1)]
+    chosen = torch.tensor(positions)
+    return {"input_ids": ids, "position_ids": place, "documents": number, "positions": chosen,
+            "labels": ids[0, chosen + 1]}  # fmt: skip
+
+
+def some_documents(seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 97, (size,), generator=generator).tolist() for size in (9, 5, 12)]
+
+
+@pytest.mark.parametrize("family", sorted(LINEAR_HEADS))
+@pytest.mark.parametrize("kernel", sorted(KERNELS.values()))
+def test_equals_the_models_own_forward_pass(family: str, kernel: str) -> None:
+    ours = SupervisedLoss(tiny_model(family, kernel))
+    assert ours.chunked
+    stock = tiny_model(family, "eager")
+    documents = some_documents()
+    loss, _ = ours(**packed_inputs(documents))
+    loss.backward()
+    expected = torch.zeros(())
+    for one in documents:
+        logits = stock(torch.tensor([one])).logits[0, :-1].float()
+        expected = expected + functional.cross_entropy(logits, torch.tensor(one[1:]), reduction="sum")
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=2e-6, atol=0)
+    for (name, mine), other in zip(ours.model.named_parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=2e-4, atol=2e-4, msg=name)
+
+
+def test_own_forward_of_other_models_is_the_same_number() -> None:
+    module = SupervisedLoss(tiny_model("llama", KERNELS["sdpa"]))
+    chunked, _ = module(**packed_inputs(some_documents()))
+    module.chunked = False
+    own, _ = module(**packed_inputs(some_documents()))
+    torch.testing.assert_close(chunked, own, rtol=1e-6, atol=0)
+
+
+def logits_of_second(documents: list[list[int]], family: str, kernel: str, numbers: bool = True) -> torch.Tensor:
+    model = tiny_model(family, kernel)
+    inputs = packed_inputs(documents)
+    sft.use_documents(inputs["documents"] if numbers else None)
+    logits = model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False).logits
+    start = len(documents[0])
+    return logits[0, start : start + len(documents[1])]
+
+
+@pytest.mark.parametrize("family", sorted(LINEAR_HEADS))
+@pytest.mark.parametrize("kernel", sorted(KERNELS.values()))
+def test_no_document_sees_another(family: str, kernel: str) -> None:
+    first, second, third = some_documents()
+    changed = [(token + 7) % 90 + 3 for token in first]
+    before = logits_of_second([first, second, third], family, kernel)
+    after = logits_of_second([changed, second, third], family, kernel)
+    assert torch.equal(before, after)
+
+
+def test_contamination_would_be_seen() -> None:
+    """Negative control: without document numbers the second document's logits move."""
+    first, second, third = some_documents()
+    changed = [(token + 7) % 90 + 3 for token in first]
+    before = logits_of_second([first, second, third], "llama", KERNELS["sdpa"], numbers=False)
+    after = logits_of_second([changed, second, third], "llama", KERNELS["sdpa"], numbers=False)
+    assert (before - after).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("cap", [None, 5.0])
+@pytest.mark.parametrize("bias", [False, True])
+def test_gradients_by_finite_differences(cap: float | None, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients taken in the forward pass, against torch's own of the plain formula; several chunks."""
+    monkeypatch.setattr(sft, "LOGITS_PER_CHUNK", 1)
+    torch.manual_seed(1)
+    hidden = torch.randn(150, 8, requires_grad=True)
+    weight = torch.randn(11, 8, requires_grad=True)
+    offset = torch.randn(11, requires_grad=True) if bias else None
+    labels = torch.randint(0, 11, (150,))
+    leaves = [hidden, weight] + ([offset] if offset is not None else [])
+
+    loss, _ = linear_cross_entropy(hidden, weight, offset, labels, 0.7, cap)
+    mine = torch.autograd.grad(loss * 1.5, leaves)
+    logits = (hidden @ weight.t() + (offset if offset is not None else 0)) * 0.7
+    logits = torch.tanh(logits / cap) * cap if cap else logits
+    plain = functional.cross_entropy(logits, labels, reduction="sum")
+    expected = torch.autograd.grad(plain * 1.5, leaves)
+    torch.testing.assert_close(loss, plain, rtol=1e-6, atol=0)
+    for one, other in zip(mine, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_row_of_weight_zero_has_zero_gradients() -> None:
+    """A rank without rows still takes part in the backward pass, and adds nothing."""
+    module = SupervisedLoss(tiny_model("llama", KERNELS["sdpa"]))
+    nothing = torch.zeros(0, dtype=torch.int64)
+    one = torch.zeros(1, 1, dtype=torch.int64)
+    loss, _ = module(one, one, None, nothing, nothing)
+    loss.backward()
+    assert loss.item() == 0
+    assert all(weight.grad is not None and not weight.grad.any() for weight in module.parameters())
+
+
+def test_predicted_right_is_counted_in_evaluation() -> None:
+    module = SupervisedLoss(tiny_model("llama", KERNELS["sdpa"]))
+    inputs = packed_inputs(some_documents())
+    with torch.no_grad():
+        _, correct = module(**inputs)
+        logits = module.model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"]).logits[0]
+    expected = (logits[inputs["positions"]].argmax(-1) == inputs["labels"]).sum()
+    assert correct == expected

@@ -1,0 +1,146 @@
+"""Puts the parts of a run together: Accelerator, wrapped model, optimizer, checkpoints, reports."""
+
+from __future__ import annotations
+
+import gc
+import os
+from datetime import timedelta
+from typing import Any, TextIO
+
+import torch
+from accelerate import Accelerator, DDPCommunicationHookType, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.utils import DistributedType
+from torch import nn
+from tqdm import tqdm
+from transformers import set_seed
+
+from trainers.checkpoint import Checkpoints, Origin
+from trainers.config import TrainConfig
+from trainers.export import versions
+from trainers.metrics import MetricsFile
+from trainers.models import build_model, build_optimizer
+from trainers.objectives.sft import SupervisedLoss
+from trainers.parallel.cpu import adapt_to_cpu
+from trainers.parallel.ranks import Ranks
+from trainers.run_folder import Process, RunFolder
+from trainers.strategies import Strategy
+
+_HOOKS = {
+    "none": DDPCommunicationHookType.NO,
+    "fp16": DDPCommunicationHookType.FP16,
+    "bf16": DDPCommunicationHookType.BF16,
+    "power_sgd": DDPCommunicationHookType.POWER_SGD,
+}
+_TIMEOUT = timedelta(minutes=30)
+
+
+def accelerator(config: TrainConfig, run: RunFolder) -> tuple[Accelerator, Ranks]:
+    """The process group and the Accelerator of this run, seeded; what it does was said by the Accelerate file."""
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.tf32
+    adapt_to_cpu()
+    ddp = DistributedDataParallelKwargs(
+        bucket_cap_mb=config.ddp_bucket_cap_mb,
+        gradient_as_bucket_view=True,
+        broadcast_buffers=False,
+        comm_hook=_HOOKS[config.ddp_comm_hook],
+    )
+    made = Accelerator(
+        mixed_precision=config.mixed_precision,
+        log_with=config.report_to or None,
+        project_dir=str(run.path),
+        kwargs_handlers=[ddp, InitProcessGroupKwargs(timeout=_TIMEOUT)],
+    )
+    set_seed(config.seed)
+    return made, Ranks(made.device)
+
+
+def model(config: TrainConfig, made: Accelerator) -> tuple[nn.Module, nn.Module, Any]:
+    """The wrapped module, the model inside it, and the optimizer."""
+    bare = build_model(config)
+    loss = SupervisedLoss(bare).to(made.device)
+    wrapped, optimizer = made.prepare(loss, build_optimizer(loss, config))
+    return wrapped, bare, optimizer
+
+
+def checkpoints(
+    config: TrainConfig, strategy: Strategy, run: RunFolder, ranks: Ranks, fingerprint: str, attempt: int
+) -> Checkpoints:
+    """The run's checkpoints, each of which will tell where it comes from."""
+    place = {"output_dir", "resume_from_checkpoint", "runs_dir"}
+    origin = Origin(strategy.name, config.model_dump(exclude=place), fingerprint, versions())
+    return Checkpoints(run.checkpoints, ranks, origin, config.save_total_limit, attempt)
+
+
+def metrics_file(run: RunFolder, attempt: int) -> MetricsFile:
+    """The metrics file, opened for appending."""
+    return MetricsFile(run.metrics, attempt)
+
+
+class Reporter:
+    """What rank 0 tells the world while it trains: state file, progress bar, trackers. Other ranks say nothing.
+
+    Args:
+        console: the terminal from before the log took over; a bar is drawn only if it is one.
+        processes: launcher and ranks, for the state file; the supervisor's entry is kept.
+    """
+
+    def __init__(
+        self,
+        run: RunFolder,
+        made: Accelerator,
+        config: TrainConfig,
+        main_rank: bool,
+        console: TextIO,
+        processes: list[Process],
+    ):
+        self.run, self.made, self.main_rank, self.trackers = run, made, main_rank, bool(config.report_to)
+        supervisor = [process for process in run.processes() if process.role == "supervisor"]
+        self.processes = [process.as_json() for process in [*supervisor, *processes]]
+        self.bar = tqdm(file=console, unit="step", disable=not (main_rank and console.isatty()))
+        if self.trackers:
+            settings = config.model_dump(exclude={"columns", "lora_target_modules", "report_to"})
+            plain = {key: value for key, value in settings.items() if value is not None}
+            name = {"name": config.run_name or run.id}
+            made.init_trackers("tunesmith", config=plain, init_kwargs={"wandb": name, "trackio": name})
+
+    def state(self, **changes: Any) -> None:
+        """Writes changes of the state file."""
+        if not self.main_rank:
+            return
+        if changes.get("state") == "running" and self.run.stop_request.exists():
+            changes["state"] = "stopping"
+        self.run.write_state(processes=self.processes, **changes)
+        if changes.get("total_steps"):
+            self.bar.reset(total=changes["total_steps"])
+        if "step" in changes:
+            self.bar.update(changes["step"] - self.bar.n)
+
+    def row(self, row: dict[str, Any]) -> None:
+        """Shows a metrics row."""
+        numbers = {key: value for key, value in row.items() if isinstance(value, int | float) and key != "step"}
+        shown = {
+            key: f"{row[key]:.4g}" for key in ("loss", "eval_loss", "tokens_per_second") if row.get(key) is not None
+        }
+        self.bar.set_postfix(shown)
+        print(f"step {row['step']} " + " ".join(f"{key} {value}" for key, value in shown.items()), flush=True)
+        if self.trackers:
+            self.made.log(numbers, step=row["step"])
+
+    def close(self, **ending: Any) -> None:
+        """Ends bar and trackers, then writes the final state."""
+        self.bar.close()
+        if self.trackers:
+            self.made.end_training()
+        self.state(**ending)
+
+
+def tear_down(made: Accelerator, ranks: Ranks, job: Any) -> None:
+    """Leaves the process group in order; gloo is known to abort when the wrapper outlives it."""
+    if made.distributed_type is not DistributedType.NO:
+        job.model = job.bare = job.optimizer = None
+        made.free_memory()
+        gc.collect()
+    ranks.close()

@@ -1,0 +1,349 @@
+"""Checkpoints: save, verify, publish, prune, load. Safetensors and JSON only; no pickle is written or read.
+
+A checkpoint is written beside its final name, hashed, and renamed when it is whole; only then are older ones pruned.
+Tensors are keyed by the names that transformers and peft give them, so that any layout can read them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+from transformers import set_seed
+
+from trainers.parallel.ranks import Ranks, TrainingError
+from trainers.run_folder import read_json, write_json
+
+FORMAT = 1
+_GIB = 2**30
+
+
+@dataclass
+class Progress:
+    """What a run knows besides tensors; it is saved and comes back with a checkpoint.
+
+    Args:
+        step: optimizer steps done.
+        elapsed_s: seconds of training over all attempts.
+        tokens: real tokens trained on.
+        best_step, best_score: the best evaluation so far.
+        stale_evaluations: evaluations since the best one.
+    """
+
+    step: int = 0
+    elapsed_s: float = 0.0
+    tokens: int = 0
+    best_step: int | None = None
+    best_score: float | None = None
+    stale_evaluations: int = 0
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a checkpoint comes from; kept in its manifest."""
+
+    layout: str
+    config: dict[str, Any]
+    data_fingerprint: str
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What a checkpoint keeps of a model: trained weights, and buffers where all weights are trained."""
+    weights: dict[str, torch.Tensor] = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    if len(weights) == sum(1 for _ in model.parameters()):
+        names = set(model.state_dict()) - {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        weights |= {name: buffer for name, buffer in model.named_buffers() if name in names}
+    return weights
+
+
+def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    state: Any = optimizer.state
+    return {
+        f"optim.state.{name}.{key}": value
+        for name, weight in model.named_parameters()
+        if weight in state
+        for key, value in state[weight].items()
+    }
+
+
+def _random_state() -> dict[str, torch.Tensor]:
+    """The generators of this rank as tensors: torch, CUDA, NumPy, Python."""
+    numpy_state: Any = np.random.get_state()
+    _, python_words, python_gauss = random.getstate()
+    states = {
+        "rng.torch": torch.get_rng_state(),
+        "rng.numpy": torch.from_numpy(numpy_state[1].astype(np.int64)),
+        "rng.numpy_position": torch.tensor(numpy_state[2]),
+        "rng.python": torch.tensor(python_words, dtype=torch.int64),
+    }
+    if python_gauss is not None:
+        states["rng.python_gauss"] = torch.tensor(python_gauss, dtype=torch.float64)
+    if torch.cuda.is_available():
+        states["rng.cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_random_state(states: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(states["rng.torch"])
+    words = states["rng.numpy"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", words, int(states["rng.numpy_position"]), 0, 0.0))
+    gauss = float(states["rng.python_gauss"]) if "rng.python_gauss" in states else None
+    random.setstate((3, tuple(int(word) for word in states["rng.python"]), gauss))
+    if "rng.cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["rng.cuda"])
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file, read in pieces."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """Makes a file's or folder's content survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _seal(manifest: dict[str, Any]) -> str:
+    """Digest of a manifest without its own seal, so that a flipped bit in it is seen too."""
+    body = {key: value for key, value in manifest.items() if key != "seal"}
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint.
+
+    Raises:
+        ValueError: when it is missing, damaged or of another format.
+    """
+    manifest = read_json(folder / "manifest.json")
+    if manifest is None:
+        raise ValueError("its manifest is missing or no JSON")
+    if manifest.get("seal") != _seal(manifest):
+        raise ValueError("its manifest was changed after it was written")
+    if manifest.get("format") != FORMAT:
+        raise ValueError(f"its format is {manifest.get('format')}, this version reads {FORMAT}")
+    return manifest
+
+
+def verify(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint whose every file is as it was written.
+
+    Raises:
+        ValueError: naming the first file that is missing, of another size, or of another content.
+    """
+    manifest = read_manifest(folder)
+    for name, expected in manifest["files"].items():
+        path = folder / name
+        if not path.is_file():
+            raise ValueError(f"{name} is missing")
+        if path.stat().st_size != expected["bytes"]:
+            raise ValueError(f"{name} has {path.stat().st_size} bytes, {expected['bytes']} were written")
+        if sha256(path) != expected["sha256"]:
+            raise ValueError(f"{name} was changed after it was written")
+    return manifest
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        folder: `checkpoints/` of the run folder.
+        ranks: the processes that save together.
+        origin: kept in every manifest.
+        limit: how many to keep besides the best one.
+        attempt: number of this start of the run; part of the temporary name.
+    """
+
+    def __init__(self, folder: Path, ranks: Ranks, origin: Origin, limit: int = 2, attempt: int = 0):
+        self.folder, self.ranks, self.origin = folder, ranks, origin
+        self.limit, self.attempt = max(limit, 2), attempt
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step is."""
+        return self.folder / f"step-{step:08d}"
+
+    def published(self) -> list[Path]:
+        """Whole checkpoints, oldest first."""
+        return sorted(path for path in self.folder.glob("step-" + "[0-9]" * 8) if path.is_dir())
+
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> Path:
+        """Writes and publishes the checkpoint of `progress.step`; returns its folder. Collective.
+
+        Raises:
+            TrainingError: on every rank when any could not write; the checkpoints before it stand.
+        """
+        final = self.path(progress.step)
+        temporary = self.folder / f"{final.name}.tmp-{self.attempt}"
+        mine = self._share(model, optimizer)
+        error, entry = None, {}
+        try:
+            self._check_room(mine)
+            temporary.mkdir(parents=True, exist_ok=True)
+            entry = self._write_share(temporary, mine)
+        except (OSError, SafetensorError) as problem:
+            error = problem
+        try:
+            self.ranks.agree(error, f"saving the checkpoint of step {progress.step}")
+        except TrainingError:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        entries = self.ranks.gather(entry)
+        error = None
+        if self.ranks.is_main:
+            try:
+                self._publish(temporary, final, progress, entries)
+            except OSError as problem:
+                error = problem
+        self.ranks.agree(error, f"publishing the checkpoint of step {progress.step}")
+        return final
+
+    def _share(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        """This rank's part of what every rank holds alike, and its own random state."""
+        everything = {f"model.{name}": tensor for name, tensor in saved_tensors(model).items()}
+        everything |= _optimizer_tensors(model, optimizer)
+        names = sorted(everything)[self.ranks.rank :: self.ranks.world]
+        mine = {name: everything[name].detach().cpu().contiguous() for name in names}
+        return mine | {f"{name}.{self.ranks.rank}": state for name, state in _random_state().items()}
+
+    def _check_room(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) * self.ranks.world
+        free = shutil.disk_usage(self.folder).free
+        if free < needed * 1.01 + 2**20:
+            raise OSError(
+                f"{self.folder} has {free / _GIB:.3f} GiB free, a checkpoint needs {needed / _GIB:.3f} GiB; "
+                "make room, then resume from the last one"
+            )
+
+    def _write_share(self, temporary: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Writes one file and tells what is in it: name, bytes, sha256, tensors."""
+        path = temporary / f"rank-{self.ranks.rank:05d}.safetensors"
+        save_file(tensors, path)
+        _sync(path)
+        shapes = {name: {"shape": list(one.shape), "dtype": str(one.dtype)[6:]} for name, one in tensors.items()}
+        return {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256(path), "tensors": shapes}
+
+    def _publish(self, temporary: Path, final: Path, progress: Progress, entries: list[dict[str, Any]]) -> None:
+        manifest = {
+            "format": FORMAT,
+            "step": progress.step,
+            "world": self.ranks.world,
+            "progress": asdict(progress),
+            **asdict(self.origin),
+            "files": {entry["file"]: {"bytes": entry["bytes"], "sha256": entry["sha256"]} for entry in entries},
+            "tensors": {
+                name: {**shape, "file": entry["file"]} for entry in entries for name, shape in entry["tensors"].items()
+            },
+        }
+        write_json(temporary / "manifest.json", {**manifest, "seal": _seal(manifest)})
+        _sync(temporary)
+        if final.exists():
+            # Computed again after a resume from an older one: the fresh one takes its place.
+            final.rename(final.with_name(f"bad-{final.name}-{self.attempt}"))
+        os.replace(temporary, final)
+        _sync(self.folder)
+        self._prune(progress)
+
+    def _prune(self, progress: Progress) -> None:
+        best = self.path(progress.best_step) if progress.best_step is not None else None
+        old = [path for path in self.published() if path != best][: -self.limit]
+        for path in [*old, *self.folder.glob("step-*.tmp-*"), *self.folder.glob("bad-step-*")]:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def newest(self) -> Path | None:
+        """The newest checkpoint that verifies; bad ones are set aside by name and reported. Collective."""
+        found = None
+        if self.ranks.is_main:
+            for path in reversed(self.published()):
+                try:
+                    verify(path)
+                    found = path
+                    break
+                except (ValueError, OSError) as problem:
+                    aside = path.with_name(f"bad-{path.name}")
+                    shutil.rmtree(aside, ignore_errors=True)
+                    path.rename(aside)
+                    print(f"checkpoint {path.name} is bad: {problem}; set aside as {aside.name}", flush=True)
+        found = self.ranks.broadcast(None if found is None else str(found))
+        return None if found is None else Path(found)
+
+    def load(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> Progress:
+        """Puts a checkpoint into model, optimizer and random generators. Collective.
+
+        Raises:
+            TrainingError: on every rank, when the checkpoint is bad or belongs to another model.
+        """
+        error, progress = None, Progress()
+        try:
+            manifest = verify(folder) if self.ranks.is_main else read_manifest(folder)
+            load_weights(folder, model)
+            self._load_optimizer(folder, model, optimizer)
+            self._load_random_state(folder, manifest, seed)
+            progress = Progress(**manifest["progress"])
+        except (ValueError, KeyError, OSError, SafetensorError, RuntimeError) as problem:
+            error = problem
+        self.ranks.agree(error, f"loading {folder}")
+        return progress
+
+    def _load_optimizer(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        weights = dict(model.named_parameters())
+        state: Any = optimizer.state
+        for name, tensor in _read(folder, "optim.state."):
+            weight_name, _, key = name.rpartition(".")
+            weight = weights[weight_name]
+            state[weight][key] = tensor.to(weight.device)
+
+    def _load_random_state(self, folder: Path, manifest: dict[str, Any], seed: int) -> None:
+        """The saved generators on the same number of ranks; derived from seed and step on another."""
+        if manifest["world"] != self.ranks.world:
+            set_seed((seed + 1_000_003 * (manifest["step"] + 1) + self.ranks.rank) % 2**32)
+            return
+        ending = f".{self.ranks.rank}"
+        states = {f"rng.{name}": tensor for name, tensor in _read(folder, "rng.")}
+        _set_random_state({name.removesuffix(ending): one for name, one in states.items() if name.endswith(ending)})
+
+
+def _read(folder: Path, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor whose name starts with `prefix`, the prefix taken off, as the manifest lists them."""
+    for file in sorted(read_manifest(folder)["files"]):
+        with safe_open(folder / file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - a safetensors handle is no dict
+                if name.startswith(prefix):
+                    yield name.removeprefix(prefix), tensors.get_tensor(name)
+
+
+def load_weights(folder: Path, model: nn.Module) -> None:
+    """Copies the weights of a checkpoint into a model that has the same ones.
+
+    Raises:
+        ValueError: naming a weight that only one of the two has, or whose shape differs.
+    """
+    wanted = saved_tensors(model)
+    with torch.no_grad():
+        for name, tensor in _read(folder, "model."):
+            if name not in wanted:
+                raise ValueError(f"{name} is in the checkpoint and not in the model; was it made by another config?")
+            target = wanted.pop(name)
+            if target.shape != tensor.shape:
+                raise ValueError(f"{name} is {list(tensor.shape)} there and {list(target.shape)} here")
+            target.copy_(tensor)
+    if wanted:
+        raise ValueError(f"{len(wanted)} weights are not in the checkpoint, among them {next(iter(wanted))}")

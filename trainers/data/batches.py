@@ -1,0 +1,212 @@
+"""The batch of step `s`: a pure function of (data, seed, `s`), then cut across data-parallel ranks.
+
+There is no loader state to save: any rank can compute any step's rows at any time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from trainers.config import ConfigError, TrainConfig
+from trainers.data.packing import pack
+
+if TYPE_CHECKING:  # the pre-flight check plans batches without waiting for torch
+    import torch
+
+_GROUPED_BATCHES = 50  # global batches per length-sorted block: enough to save padding, few enough to stay shuffled
+
+
+class Documents(Protocol):
+    """What the plan needs of a `trainers.data.prepare.TokenSet`."""
+
+    lengths: np.ndarray
+    trained: np.ndarray
+    fingerprint: str
+
+    def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids and the mask of trained tokens of one document."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Tensors of one forward pass on one rank; the fields of `SupervisedLoss.forward`.
+
+    Args:
+        tokens: real input tokens in it.
+        slots: tokens with padding.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    documents: torch.Tensor | None
+    positions: torch.Tensor
+    labels: torch.Tensor
+    tokens: int
+    slots: int
+
+    def inputs(self, device: torch.device) -> dict[str, Any]:
+        """The model's arguments on its device."""
+        names = ("input_ids", "position_ids", "documents", "positions", "labels")
+        tensors = {name: getattr(self, name) for name in names}
+        return {name: None if one is None else one.to(device, non_blocking=True) for name, one in tensors.items()}
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One rank's share of one step.
+
+    Args:
+        micro: its micro-batches, as many on every rank.
+        trained_tokens: trained tokens of the whole global batch, the divisor of the loss.
+        tokens: real tokens of the whole global batch.
+        squared_lengths: sum of the squared document lengths of the whole global batch, for counting FLOPs.
+    """
+
+    micro: list[MicroBatch]
+    trained_tokens: int
+    tokens: int
+    squared_lengths: int
+
+
+class Rows:
+    """Training rows: several documents each when packed, one each otherwise.
+
+    Args:
+        documents: the tokenised data.
+        max_length: tokens per row at most.
+        packing: whether rows hold several documents.
+        pad_token_id: fills the rest of a row.
+        fixed_length: pad every row to `max_length` (for compiled models), not to the longest of its micro-batch.
+    """
+
+    def __init__(
+        self, documents: Documents, max_length: int, packing: bool, pad_token_id: int, fixed_length: bool = False
+    ):
+        self.documents, self.packing, self.pad_token_id = documents, packing, pad_token_id
+        self.fixed_length = max_length if fixed_length else None
+        count = len(documents.lengths)
+        if packing:
+            packed = pack(documents.lengths, max_length)
+            self.members, self.offsets = packed.documents, packed.offsets
+        else:
+            self.members, self.offsets = np.arange(count), np.arange(count + 1)
+        self.lengths = self._sums(documents.lengths)
+        self.trained = self._sums(documents.trained)
+        self.squared_lengths = self._sums(documents.lengths**2)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def _sums(self, values: np.ndarray) -> np.ndarray:
+        running = np.concatenate([[0], np.cumsum(values[self.members], dtype=np.int64)])
+        return running[self.offsets[1:]] - running[self.offsets[:-1]]
+
+    def collate(self, rows: np.ndarray) -> MicroBatch:
+        """The tensors of some rows; without any, one row of weight zero, so that every rank does as many passes."""
+        import torch
+
+        longest = int(self.lengths[rows].max()) if len(rows) else 1
+        shape = (max(len(rows), 1), self.fixed_length or longest)
+        ids = np.full(shape, self.pad_token_id, dtype=np.int64)
+        place = np.zeros(shape, dtype=np.int64)
+        document = np.full(shape, -1, dtype=np.int64)
+        trained = np.zeros(shape, dtype=bool)
+        for line, row in enumerate(rows):
+            start = 0
+            for number, member in enumerate(self.members[self.offsets[row] : self.offsets[row + 1]]):
+                tokens, mask = self.documents.document(int(member))
+                end = start + len(tokens)
+                ids[line, start:end], place[line, start:end] = tokens, np.arange(len(tokens))
+                document[line, start:end], trained[line, start + 1 : end] = number, mask[1:]
+                start = end
+        flat = np.flatnonzero(trained)
+        parts = (ids, place, document, flat - 1, ids.reshape(-1)[flat])
+        ids_t, place_t, document_t, positions, labels = (torch.from_numpy(part) for part in parts)
+        documents = document_t if self.packing else None
+        real = int(self.lengths[rows].sum()) if len(rows) else 0
+        return MicroBatch(ids_t, place_t, documents, positions, labels, real, ids.size)
+
+
+class TrainPlan:
+    """Which rows each rank trains on at each step.
+
+    Args:
+        rows: the training rows.
+        config: batch sizes, seed, epochs.
+        data_parallel_size: ranks that share a global batch.
+
+    Raises:
+        ConfigError: when the global batch does not divide, or is larger than the data.
+    """
+
+    def __init__(self, rows: Rows, config: TrainConfig, data_parallel_size: int):
+        self.rows, self.config, self.world = rows, config, data_parallel_size
+        self.accumulation = config.accumulation_steps(data_parallel_size)
+        size, kind = config.global_batch_size, "packed rows" if config.packing else "rows"
+        if len(rows) < size:
+            way = ", or packing=false" if config.packing and len(rows.documents.lengths) >= size else ""
+            raise ConfigError(
+                f"global_batch_size={size} is larger than the data: {len(rows)} {kind} of "
+                f"{len(rows.documents.lengths)} documents; use at most global_batch_size={max(len(rows), 1)}{way}"
+            )
+        self.steps_per_epoch = math.ceil(len(rows) / size)
+        self.total_steps = config.max_steps or math.ceil(config.num_train_epochs * self.steps_per_epoch)
+        self._epoch = -1
+        self._order = np.empty(0, dtype=np.int64)
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        if epoch != self._epoch:
+            rng = np.random.Generator(np.random.PCG64([self.config.seed, epoch]))
+            order = rng.permutation(len(self.rows))
+            if self.config.group_by_length and not self.config.packing:
+                order = self._grouped(order, rng)
+            self._epoch, self._order = epoch, order
+        return self._order
+
+    def _grouped(self, order: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """Rows of like length in one batch, batches in random order, the partial batch last."""
+        size = self.config.global_batch_size
+        block = size * _GROUPED_BATCHES
+        blocks = [order[start : start + block] for start in range(0, len(order), block)]
+        ordered = np.concatenate([part[np.argsort(-self.rows.lengths[part], kind="stable")] for part in blocks])
+        full = len(ordered) // size
+        batches = ordered[: full * size].reshape(full, size)
+        return np.concatenate([batches[rng.permutation(full)].reshape(-1), ordered[full * size :]])
+
+    def rows_of(self, step: int) -> np.ndarray:
+        """Row numbers of the global batch of `step`, counted from 0; fewer in an epoch's last one."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        size = self.config.global_batch_size
+        return self._order_of(epoch)[place * size : (place + 1) * size]
+
+    def batch(self, step: int, rank: int) -> StepBatch:
+        """The share of `rank` in the global batch of `step`."""
+        chosen, size = self.rows_of(step), self.config.per_device_train_batch_size
+        starts = [(number * self.world + rank) * size for number in range(self.accumulation)]
+        micro = [self.rows.collate(chosen[start : start + size]) for start in starts]
+        rows = self.rows
+        counts = (int(values[chosen].sum()) for values in (rows.trained, rows.lengths, rows.squared_lengths))
+        return StepBatch(micro, *counts)
+
+    def batches(self, rank: int, first_step: int) -> Generator[StepBatch]:
+        """The batches of `rank` from `first_step` on; the next one is made while the step in hand computes."""
+        with ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
+            coming = pool.submit(self.batch, first_step, rank)
+            for step in range(first_step, self.total_steps):
+                ready = coming.result()
+                if step + 1 < self.total_steps:
+                    coming = pool.submit(self.batch, step + 1, rank)
+                yield ready
+
+
+def evaluation_batches(rows: Rows, batch_size: int, rank: int, world: int) -> Iterator[MicroBatch]:
+    """Every row once over all ranks, as many micro-batches on each, rows of weight zero filling the last."""
+    for start in range(0, len(rows), batch_size * world):
+        first = start + rank * batch_size
+        yield rows.collate(np.arange(first, min(first + batch_size, len(rows))))

@@ -1,0 +1,312 @@
+"""The loop.
+
+load a checkpoint, if resuming                                  -> START
+evaluate, if eval_on_start
+for step in steps:
+    take the batch that was prepared meanwhile                  -> data
+    for each micro-batch:                                          (only the last one sums gradients over ranks)
+        loss = sum over trained tokens                          -> forward
+        gradients of loss / trained tokens of the global batch  -> backward
+    sum loss and stop requests over the ranks                   -> all-reduce  (every rank now decides alike)
+    stop here, before the update, if a number is not finite     -> FAILED
+    clip, set the rate of this step, update                     -> step
+    log a row, every logging_steps                              -> LOG
+    evaluate, every eval_steps; save if it is the best          -> evaluation, SAVE
+    save, every save_steps                                      -> SAVE
+    save and leave, if any rank was asked to stop               -> SAVE, STOPPED
+    leave, if evaluations stopped improving
+evaluate and save, unless the last step did
+load the best weights, if load_best_model_at_end                -> DONE
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainers.checkpoint import Checkpoints, Progress, load_weights
+from trainers.config import TrainConfig
+from trainers.data.batches import Rows, StepBatch, TrainPlan, evaluation_batches
+from trainers.metrics import MetricsFile, Window, memory_gib, peak_flops, step_flops
+from trainers.models import compute_dtype, matmul_parameters
+from trainers.parallel.ranks import Ranks, TrainingError
+from trainers.run_folder import Heartbeat, RunFolder
+from trainers.schedule import learning_rate
+
+
+@dataclass
+class Job:
+    """All that the loop works with.
+
+    Args:
+        model: the wrapped module, called for the loss.
+        bare: the transformers or peft model inside it, for names and weights.
+        metrics: the metrics file, on rank 0 only.
+        report: called on rank 0 with changes of the run's state (`step=…`, `state=…`).
+        show: called on rank 0 with each metrics row, for progress bar and trackers.
+    """
+
+    config: TrainConfig
+    run: RunFolder
+    ranks: Ranks
+    accelerator: Any
+    model: nn.Module
+    bare: nn.Module
+    optimizer: Any
+    plan: TrainPlan
+    eval_rows: Rows | None
+    checkpoints: Checkpoints
+    heartbeat: Heartbeat
+    metrics: MetricsFile | None
+    report: Callable[..., None]
+    show: Callable[[dict[str, Any]], None]
+
+
+@dataclass
+class Outcome:
+    """How the loop ended: `done` or `stopped`, why, and the last numbers."""
+
+    state: str
+    cause: str | None
+    progress: Progress
+    results: dict[str, Any] = field(default_factory=dict)
+
+
+class StopRequest:
+    """Whether this rank was asked to stop: a signal, or the control file (seen by rank 0)."""
+
+    def __init__(self, job: Job):
+        self.job, self.signal = job, ""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.signal = signal.Signals(number).name
+
+    def asked(self) -> bool:
+        """True once asked; stays true."""
+        return bool(self.signal) or (self.job.ranks.is_main and self.job.run.stop_request.exists())
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Numbers of one step, alike on every rank."""
+
+    loss: float
+    grad_norm: float
+    rate: float
+    stop: bool
+
+
+def train_step(job: Job, batch: StepBatch, step: int, stop: StopRequest) -> StepResult:
+    """One optimizer step on this rank's share of the global batch.
+
+    Raises:
+        TrainingError: on every rank, before the update, when loss or gradient norm is not finite.
+    """
+    device, world = job.ranks.device, job.plan.world
+    # The strategies average gradients over ranks; times the ranks, over the global count, makes it the true mean.
+    share = world / max(batch.trained_tokens, 1)
+    total = torch.zeros((), dtype=torch.float32, device=device)
+    for number, micro in enumerate(batch.micro):
+        last = number == len(batch.micro) - 1
+        with nullcontext() if last else job.accelerator.no_sync(job.model):
+            job.heartbeat.at("forward", step)
+            loss, _ = job.model(**micro.inputs(device))
+            total += loss.detach()
+            job.heartbeat.at("backward", step)
+            job.accelerator.backward(loss * share)
+    job.heartbeat.at("all-reduce", step)
+    summed = job.ranks.sum(torch.stack([total, torch.full_like(total, float(stop.asked()))]))
+    limit = job.config.max_grad_norm or math.inf
+    norm = job.accelerator.clip_grad_norm_(job.model.parameters(), limit)
+    # The one host sync of the step: loss, stop requests and norm come over together.
+    loss_sum, stops, grad_norm = torch.cat([summed, torch.as_tensor(norm, device=device).float().reshape(1)]).tolist()
+    loss_mean = loss_sum / max(batch.trained_tokens, 1)
+    _refuse_not_finite(job, step, loss_mean, grad_norm)
+    job.heartbeat.at("step", step)
+    rate = learning_rate(job.config, step, job.plan.total_steps)
+    for group in job.optimizer.param_groups:
+        group["lr"] = rate
+    job.optimizer.step()
+    job.optimizer.zero_grad(set_to_none=True)
+    return StepResult(loss_mean, grad_norm, rate, stops > 0)
+
+
+def _refuse_not_finite(job: Job, step: int, loss: float, grad_norm: float) -> None:
+    scaled = job.config.mixed_precision == "fp16"  # its loss scaling meets infinite gradients and skips the step
+    if math.isfinite(loss) and (scaled or math.isfinite(grad_norm)):
+        return
+    rows = ", ".join(str(row) for row in job.plan.rows_of(step)[:8])
+    raise TrainingError(
+        f"step {step + 1}: loss {loss}, gradient norm {grad_norm}, in the batch of rows {rows}, …; no weight was "
+        "updated; lower learning_rate, look at those rows, or use mixed_precision bf16 or no"
+    )
+
+
+@torch.no_grad()
+def evaluate(job: Job, step: int) -> dict[str, float]:
+    """Loss, perplexity and token accuracy over all trained tokens of the evaluation data, exact over all ranks."""
+    assert job.eval_rows is not None
+    rows, device = job.eval_rows, job.ranks.device
+    job.model.eval()
+    sums = torch.zeros(2, dtype=torch.float64)
+    for micro in evaluation_batches(rows, job.config.per_device_eval_batch_size, job.ranks.rank, job.ranks.world):
+        job.heartbeat.at("evaluation", step)
+        loss, correct = job.model(**micro.inputs(device))
+        sums += torch.stack([loss.double().cpu(), correct.double().cpu()])
+    job.model.train()
+    loss_sum, correct_sum = (sum(values) for values in zip(*job.ranks.gather(sums.tolist()), strict=True))
+    count = max(int(rows.trained.sum()), 1)
+    mean = loss_sum / count
+    return {
+        "eval_loss": mean,
+        "eval_perplexity": math.exp(mean) if mean < 700 else math.inf,
+        "eval_token_accuracy": correct_sum / count,
+    }
+
+
+class Fit:
+    """The state of one run of the loop. `run()` is the loop."""
+
+    def __init__(self, job: Job, resume: str | None):
+        self.job, self.window, self.results = job, Window(), dict[str, Any]()
+        self.progress, self.evaluated_at, self.saved_at = Progress(), -1, -1
+        self.flops_parameters = matmul_parameters(job.bare)
+        shape = getattr(job.bare, "config", None)
+        self.hidden_layers = int(getattr(shape, "hidden_size", 0) * getattr(shape, "num_hidden_layers", 0))
+        peak = peak_flops(job.ranks.device, compute_dtype(job.config))
+        self.peak = peak * job.ranks.world if peak else None
+        if resume is not None:
+            self._resume(resume)
+
+    def _resume(self, where: str) -> None:
+        checkpoints = self.job.checkpoints
+        folder = checkpoints.newest() if where == "auto" else Path(where)
+        if folder is None:
+            return
+        self.progress = checkpoints.load(folder, self.job.bare, self.job.optimizer, self.job.config.seed)
+        self.saved_at = self.progress.step
+        if self.job.ranks.is_main:
+            print(f"resumed from {folder} at step {self.progress.step}", flush=True)
+
+    def run(self) -> Outcome:
+        """Trains from the progress in hand to the end, or until asked to stop."""
+        job, plan = self.job, self.job.plan
+        stop = StopRequest(job)
+        job.model.train()
+        job.report(state="running", step=self.progress.step, total_steps=plan.total_steps)
+        if job.config.eval_on_start and job.eval_rows is not None and self.progress.step == 0:
+            self._evaluate()
+        batches = plan.batches(job.ranks.rank, self.progress.step)
+        self.window.reset()
+        for step in range(self.progress.step, plan.total_steps):
+            job.heartbeat.at("data", step)
+            with self.window.waiting():
+                batch = next(batches)
+            result = train_step(job, batch, step, stop)
+            self._after_step(batch, result)
+            if result.stop:
+                batches.close()
+                return self._stop(stop.signal)
+            if self._worn_out():
+                batches.close()
+                return self._finish(f"no better {job.config.metric_for_best_model} in {self.progress.stale_evaluations}"
+                                    f" evaluations; stopped early at step {self.progress.step}")  # fmt: skip
+        return self._finish(None)
+
+    def _after_step(self, batch: StepBatch, result: StepResult) -> None:
+        config, progress = self.job.config, self.progress
+        progress.step += 1
+        progress.tokens += batch.tokens
+        flops = step_flops(batch.tokens, self.flops_parameters, self.hidden_layers, batch.squared_lengths)
+        self.window.count(batch.tokens, batch.trained_tokens, flops)
+        if progress.step % config.logging_steps == 0 or progress.step in (1, self.job.plan.total_steps) or result.stop:
+            self._log(result)
+        if config.eval_steps and progress.step % config.eval_steps == 0 and self.job.eval_rows is not None:
+            self._evaluate()
+        if config.save_steps and progress.step % config.save_steps == 0:
+            self._save()
+
+    def _log(self, result: StepResult) -> None:
+        job, window, progress = self.job, self.window, self.progress
+        seconds, steps = window.seconds(), max(window.steps, 1)
+        progress.elapsed_s += seconds
+        memory = job.ranks.gather(round(memory_gib(job.ranks.device), 4))
+        row = {
+            "step": progress.step,
+            "epoch": progress.step / job.plan.steps_per_epoch,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "learning_rate": result.rate,
+            **window.rates(self.peak),
+            "memory_gib": max(memory),
+            "memory_gib_by_rank": memory,
+            "tokens": progress.tokens,
+            "elapsed_s": progress.elapsed_s,
+            "eta_s": (job.plan.total_steps - progress.step) * seconds / steps,
+        }
+        self._emit(row)
+        self.results |= {"train_loss": result.loss, "tokens_per_second": row["tokens_per_second"]}
+        job.report(state="stopping" if result.stop else "running", step=progress.step)
+        window.reset()
+
+    def _emit(self, row: dict[str, Any]) -> None:
+        if self.job.metrics is not None:
+            self.job.metrics.write(row)
+            self.job.show(row)
+
+    def _evaluate(self) -> None:
+        job, progress = self.job, self.progress
+        with self.window.pause():
+            found = evaluate(job, progress.step)
+        self.evaluated_at = progress.step
+        self.results |= found
+        self._emit({"step": progress.step, **found})
+        name = job.config.metric_for_best_model
+        better = found[name] if name == "eval_token_accuracy" else -found[name]
+        before = progress.best_score
+        if before is None or better > before + job.config.early_stopping_threshold:
+            progress.best_score, progress.best_step, progress.stale_evaluations = better, progress.step, 0
+            if job.config.load_best_model_at_end and progress.step > 0:
+                self._save()
+        else:
+            progress.stale_evaluations += 1
+
+    def _worn_out(self) -> bool:
+        patience = self.job.config.early_stopping_patience
+        return patience is not None and self.progress.stale_evaluations >= patience
+
+    def _save(self) -> None:
+        if self.saved_at == self.progress.step:
+            return
+        self.job.heartbeat.at("save", self.progress.step)
+        with self.window.pause():
+            self.job.checkpoints.save(self.job.bare, self.job.optimizer, self.progress)
+        self.saved_at = self.progress.step
+
+    def _stop(self, by: str) -> Outcome:
+        self._save()
+        step, total = self.progress.step, self.job.plan.total_steps
+        asked = self.job.ranks.gather(by)
+        who = next((f"{name} on rank {rank}" for rank, name in enumerate(asked) if name), "a stop request")
+        cause = f"stopped by {who} at step {step} of {total}; its checkpoint is saved; resume goes on from there"
+        return Outcome("stopped", cause, self.progress, self.results)
+
+    def _finish(self, cause: str | None) -> Outcome:
+        job, progress = self.job, self.progress
+        if job.eval_rows is not None and self.evaluated_at != progress.step:
+            self._evaluate()
+        self._save()
+        if job.config.load_best_model_at_end and progress.best_step not in (None, progress.step):
+            load_weights(job.checkpoints.path(int(progress.best_step or 0)), job.bare)
+            self.results |= {"exported_step": progress.best_step}
+        return Outcome("done", cause, progress, self.results)

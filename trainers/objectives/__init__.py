@@ -1,0 +1,1 @@
+"""One file per objective: its columns, its collation, its loss."""

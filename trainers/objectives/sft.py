@@ -1,0 +1,178 @@
+"""Supervised fine-tuning: the next trained token, summed over the micro-batch, in fp32.
+
+The loss is computed inside the wrapped module, so that whatever shards the weights has gathered the output head.
+The caller divides by the number of trained tokens of the whole global batch; nothing here averages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from trainers.attention import use_documents
+
+# 32M fp32 logits (128 MiB) at once; it depends on the vocabulary alone, so that all strategies chunk alike.
+LOGITS_PER_CHUNK = 2**25
+
+# Models whose logits are head(decoder(x)), then scaled, then capped, as `_head_rule` reads it from their config.
+# tests/unit/test_sft_loss.py compares each with its own forward pass; any other model uses its own.
+LINEAR_HEADS = {
+    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3"),
+    *("olmo", "olmo2", "smollm3", "granite", "cohere", "stablelm"),
+}
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Linear head and cross-entropy, chunk by chunk, with the gradients taken in the forward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        rule: tuple[float, float | None],
+        want_gradients: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scale, cap = rule
+        compute = weight.to(hidden.dtype)
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
+        hidden_gradient = torch.zeros_like(hidden) if want_gradients and ctx.needs_input_grad[0] else None
+        head_needs = want_gradients and ctx.needs_input_grad[1]
+        weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if head_needs else None
+        bias_gradient = torch.zeros_like(bias, dtype=torch.float32) if head_needs and bias is not None else None
+        size = max(64, LOGITS_PER_CHUNK // weight.shape[0])
+        for start in range(0, hidden.shape[0], size):
+            rows, wanted = hidden[start : start + size], labels[start : start + size, None]
+            logits = rows @ compute.t()
+            logits = logits.float() if bias is None else logits.float() + bias.float()
+            logits = logits * scale if scale != 1.0 else logits
+            capped = torch.tanh(logits / cap) if cap is not None else None
+            logits = capped * cap if capped is not None and cap is not None else logits
+            total = logits.logsumexp(-1, keepdim=True)
+            loss += (total - logits.gather(1, wanted)).sum()
+            if not want_gradients:
+                correct += (logits.argmax(-1, keepdim=True) == wanted).sum()
+                continue
+            gradient = (logits - total).exp_()
+            gradient.scatter_add_(1, wanted, torch.full_like(total, -1.0))
+            gradient = gradient * (1 - capped**2) if capped is not None else gradient
+            gradient = gradient * scale if scale != 1.0 else gradient
+            if bias_gradient is not None:
+                bias_gradient += gradient.sum(0)
+            gradient = gradient.to(hidden.dtype)
+            if hidden_gradient is not None:
+                hidden_gradient[start : start + size] = gradient @ compute
+            if weight_gradient is not None:
+                weight_gradient += gradient.t() @ rows
+        ctx.gradients = (hidden_gradient, weight_gradient, bias_gradient)
+        ctx.mark_non_differentiable(correct)
+        return loss, correct
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
+        factor = upstream[0]
+        hidden, weight, bias = ((part * factor.to(part.dtype)) if part is not None else None for part in ctx.gradients)
+        del ctx.gradients
+        return hidden, weight, bias, None, None, None
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    scale: float = 1.0,
+    cap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Summed cross-entropy of `cap * tanh(scale * (hidden @ weight.T + bias) / cap)` without all logits at once.
+
+    Args:
+        hidden: `[tokens, hidden size]`, in the compute dtype.
+        weight: `[vocabulary, hidden size]`, in its master dtype.
+        bias: `[vocabulary]` or None.
+        labels: `[tokens]`, every one a trained token.
+        scale: factor on the logits.
+        cap: softcap of the logits (Gemma 2), None for none.
+
+    Returns:
+        The summed loss (fp32 scalar) and the number of tokens predicted right (counted without gradients only).
+    """
+    want = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    return _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, (scale, cap), want)
+
+
+def _head_rule(config: Any) -> tuple[float, float | None]:
+    """Scale and softcap of the logits, as the model's config has them."""
+    scale = float(getattr(config, "logit_scale", None) or 1.0)
+    if getattr(config, "logits_scaling", None):
+        scale /= float(config.logits_scaling)
+    cap = getattr(config, "final_logit_softcapping", None)
+    return scale, float(cap) if cap else None
+
+
+def inner_model(model: Any) -> Any:
+    """The transformers model, taken out of peft's wrapper where there is one."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+class SupervisedLoss(nn.Module):
+    """The model and its loss as one module, which the strategy wraps.
+
+    Args:
+        model: a transformers or peft causal language model; its parameters are the only ones here.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+        base = inner_model(model)
+        head = base.get_output_embeddings()
+        self.chunked = base.config.model_type in LINEAR_HEADS and isinstance(head, nn.Linear)
+        self.rule = _head_rule(base.config)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        documents: torch.Tensor | None,
+        positions: torch.Tensor,
+        labels: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Summed loss over the trained tokens.
+
+        Args:
+            input_ids: `[batch, sequence]`.
+            position_ids: `[batch, sequence]`, restarting at each document.
+            documents: `[batch, sequence]` document numbers of packed rows, None for one document per row.
+            positions: `[trained]` index into the flattened batch of the token before each trained one.
+            labels: `[trained]` the trained tokens.
+
+        Returns:
+            Loss (fp32 scalar, a sum) and tokens predicted right (int64 scalar; 0 while gradients are on).
+        """
+        use_documents(documents)
+        base = inner_model(self.model)
+        if not self.chunked:
+            return self._own_forward(input_ids, position_ids, positions, labels)
+        decoder = base.get_decoder()
+        hidden = decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+        picked = hidden.flatten(0, 1).index_select(0, positions)
+        head = base.get_output_embeddings()
+        if torch.is_autocast_enabled(picked.device.type):
+            picked = picked.to(torch.get_autocast_dtype(picked.device.type))
+        with torch.autocast(picked.device.type, enabled=False):
+            return linear_cross_entropy(picked, head.weight, head.bias, labels, *self.rule)
+
+    def _own_forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+        picked = logits.flatten(0, 1).index_select(0, positions).float()
+        correct = (picked.detach().argmax(-1) == labels).sum()
+        return functional.cross_entropy(picked, labels, reduction="sum"), correct

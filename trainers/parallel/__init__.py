@@ -1,0 +1,1 @@
+"""One file per kind of parallelism, and what they share."""

@@ -1,0 +1,70 @@
+"""The processes of a run and the few things they agree on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import distributed
+
+
+class TrainingError(RuntimeError):
+    """The run cannot go on; the message says why and what to do, in one sentence."""
+
+
+class Ranks:
+    """This process among the run's processes; works alike for one process and without a process group.
+
+    Args:
+        device: where collectives take their tensors.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.grouped = distributed.is_available() and distributed.is_initialized()
+        self.rank = distributed.get_rank() if self.grouped else 0
+        self.world = distributed.get_world_size() if self.grouped else 1
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """`values` summed over all ranks, in place."""
+        if self.grouped:
+            distributed.all_reduce(values)
+        return values
+
+    def gather(self, value: Any) -> list[Any]:
+        """The small object of every rank, in order of rank, on every rank."""
+        if not self.grouped:
+            return [value]
+        gathered: list[Any] = [None] * self.world
+        distributed.all_gather_object(gathered, value)
+        return gathered
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's small object on every rank."""
+        if not self.grouped:
+            return value
+        box = [value]
+        distributed.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+    def agree(self, error: Exception | None, doing: str) -> None:
+        """Raises on all ranks when any failed, so that none is left waiting in a collective.
+
+        Raises:
+            TrainingError: naming the ranks and what they said.
+        """
+        failures = {rank: text for rank, text in enumerate(self.gather(None if error is None else str(error))) if text}
+        if failures:
+            said = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
+            raise TrainingError(f"{doing} failed: {said}") from error
+
+    def close(self) -> None:
+        """Leaves the process group in order: nobody goes while another still talks."""
+        if self.grouped:
+            distributed.barrier()
+            distributed.destroy_process_group()
+            self.grouped = False

@@ -1,0 +1,145 @@
+"""What can go wrong before any process is launched: model, data, arithmetic, precision, trackers.
+
+It tokenises the data too, so that the ranks find it in the cache. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+from trainers.config import EMBEDDED, ConfigError, TrainConfig
+from trainers.data.batches import Rows, TrainPlan
+from trainers.data.prepare import TokenSet, prepare
+from trainers.embedded import BASE_DIR
+
+
+def check(config: TrainConfig, data_parallel_size: int, has_gpu: bool) -> list[str]:
+    """The lines that tell what would be trained.
+
+    Args:
+        config: the validated config.
+        data_parallel_size: ranks that share a global batch.
+        has_gpu: whether the run will be on GPUs.
+
+    Raises:
+        ConfigError: with every mistake that can be found without loading weights.
+    """
+    mistakes = _precision(config, has_gpu) + _trackers(config) + _arithmetic(config, data_parallel_size)
+    mistakes += check_model(config)
+    if mistakes:
+        raise ConfigError(mistakes)
+    train = prepare(config, "train")
+    plan = plan_training(config, train, data_parallel_size, pad_token_id=0)
+    lines = [*train.report.lines(), describe_plan(plan)]
+    if config.has_evaluation():
+        lines += prepare(config, "eval").report.lines()
+    return lines
+
+
+def plan_training(config: TrainConfig, train: TokenSet, data_parallel_size: int, pad_token_id: int) -> TrainPlan:
+    """The batches of a run.
+
+    Raises:
+        ConfigError: when the global batch does not divide, or is larger than the data.
+    """
+    return TrainPlan(make_rows(config, train, pad_token_id), config, data_parallel_size)
+
+
+def make_rows(config: TrainConfig, documents: TokenSet, pad_token_id: int) -> Rows:
+    """Rows of the data as the config wants them: packed or one document each."""
+    fixed = config.torch_compile and config.packing  # one shape, one compiled graph
+    return Rows(documents, config.max_length, config.packing, pad_token_id, fixed)
+
+
+def describe_plan(plan: TrainPlan) -> str:
+    """One line: rows, steps, accumulation, tokens per step."""
+    rows, config = plan.rows, plan.config
+    kind = f"packed rows of {config.max_length}" if config.packing else "rows"
+    tokens = int(rows.lengths.sum())
+    fill = f" ({tokens / (len(rows) * config.max_length):.1%} full)" if config.packing else ""
+    return (
+        f"{len(rows)} {kind}{fill}; {plan.total_steps} steps of {config.global_batch_size} rows = {plan.accumulation} "
+        f"micro-batches x {config.per_device_train_batch_size} rows x {plan.world} ranks; "
+        f"about {tokens * config.global_batch_size // len(rows)} tokens per step"
+    )
+
+
+def _precision(config: TrainConfig, has_gpu: bool) -> list[str]:
+    if config.mixed_precision == "fp16" and not has_gpu:
+        return ["mixed_precision=fp16 needs a GPU and there is none; use bf16 or no"]
+    if config.tf32 and not has_gpu:
+        return ["tf32=true needs a GPU and there is none; leave it out"]
+    return []
+
+
+def _trackers(config: TrainConfig) -> list[str]:
+    missing = [name for name in config.report_to if importlib.util.find_spec(name) is None]
+    return [f"report_to={name} is not installed; `pip install {name}`, or leave it out" for name in missing]
+
+
+def _arithmetic(config: TrainConfig, data_parallel_size: int) -> list[str]:
+    try:
+        config.accumulation_steps(data_parallel_size)
+    except ConfigError as error:
+        return error.mistakes
+    return []
+
+
+def check_model(config: TrainConfig) -> list[str]:
+    """Mistakes in the base model's name, folder or files, without loading it."""
+    name = config.model_name_or_path
+    folder = BASE_DIR if name == EMBEDDED else Path(name).expanduser()
+    if folder.is_dir():
+        files, named = {path.name for path in folder.iterdir()}, f"model_name_or_path={name}"
+        problem = _check_config_file(folder / "config.json", named)
+        return problem or _check_files(files, named, config)
+    if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        return [f"model_name_or_path={name} is no model folder; name a folder with config.json, or a Hub id"]
+    return _check_hub(config)
+
+
+def _check_config_file(path: Path, named: str) -> list[str]:
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return [f"{named} has no config.json; name the folder that save_pretrained wrote"]
+    except (OSError, ValueError) as error:
+        return [f"{named}: config.json cannot be read: {error}; download or save the model again"]
+    return []
+
+
+def _check_files(files: set[str], named: str, config: TrainConfig) -> list[str]:
+    mistakes = []
+    if not config.random_init and not any(file.endswith(".safetensors") for file in files):
+        pickles = sorted(file for file in files if file.endswith((".bin", ".pt", ".pth")))
+        what = f"only {', '.join(pickles)}, which would run code when read" if pickles else "no weights"
+        mistakes.append(f"{named} has {what}; it needs *.safetensors (`save_pretrained` of transformers writes them)")
+    if any(file.startswith("modeling_") for file in files) and not config.trust_remote_code:
+        mistakes.append(
+            f"{named} brings its own code; read it, then pass --trust_remote_code true, or use another model"
+        )
+    return mistakes
+
+
+def _check_hub(config: TrainConfig) -> list[str]:
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+
+    name, revision = config.model_name_or_path, config.model_revision
+    named = f"model_name_or_path={name}" + (f" at revision {revision}" if revision else "")
+    try:
+        if isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
+            return []  # downloaded before; works offline
+        siblings = HfApi().model_info(name, revision=revision, timeout=20).siblings or []
+        return _check_files({file.rfilename for file in siblings}, named, config)
+    except HFValidationError:
+        return [f"{named} is neither a folder nor a Hub id (owner/name); check the spelling"]
+    except GatedRepoError:
+        return [f"{named} is gated; accept its terms on its Hub page, then set HF_TOKEN or run `hf auth login`"]
+    except RepositoryNotFoundError:
+        return [f"{named} is not on the Hub, or is private; check the spelling, or set HF_TOKEN"]
+    except (HfHubHTTPError, OSError) as error:
+        first = str(error).partition("\n")[0][:200]
+        return [f"{named} is no folder here and the Hub cannot be reached ({first}); name a local folder, or go online"]

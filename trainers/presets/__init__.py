@@ -1,0 +1,1 @@
+"""Presets: one YAML file each, a complete `TrainConfig`."""

@@ -1,0 +1,121 @@
+"""How a rank finds out what it is part of: its launcher, the strategy asked for, and the run folder. No torch."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from trainers.config import ConfigError, TrainConfig, absolute_paths
+from trainers.options import dump_yaml
+from trainers.run_folder import Process, RunFolder, new_run_id, write_atomic
+from trainers.strategies import Strategy, from_launcher, resolve
+
+SUPERVISED = "TUNESMITH_SUPERVISED"
+SCRIPT = "train.py"
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What started this rank.
+
+    Args:
+        launcher: the `accelerate launch` process.
+        strategy: what its command line and Accelerate file ask for.
+        supervised: whether Tunesmith's supervisor made the run folder and writes the first and last state.
+    """
+
+    launcher: Process
+    strategy: Strategy
+    supervised: bool
+
+
+def rank_of_environment() -> int:
+    """The global rank that the launcher gave this process."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def find_launch() -> Launch:
+    """The launcher above this process, as its own command line tells.
+
+    Raises:
+        ConfigError: when there is none, or its strategy is not one.
+    """
+    for ancestor in psutil.Process().parents()[:3]:
+        argv = ancestor.cmdline()
+        if "launch" in " ".join(argv[:4]) and any(Path(word).name == SCRIPT for word in argv):
+            started = ancestor.create_time()
+            process = Process("launcher", None, ancestor.pid, started)
+            return Launch(process, from_launcher(argv, SCRIPT), os.environ.get(SUPERVISED) == "1")
+    raise ConfigError(
+        f"{SCRIPT} was started without a launcher; use `accelerate launch --config_file accelerate_configs/ddp.yaml "
+        f"trainers/{SCRIPT} ...` or `tunesmith train`"
+    )
+
+
+def check_one_root() -> None:
+    """Refuses to mix a clone with an installed copy: `app`, `trainers` and `ui` must come from one root.
+
+    Raises:
+        ConfigError: naming both roots.
+    """
+    from importlib.util import find_spec
+
+    for name in ("app", "trainers", "ui"):
+        spec = find_spec(name)
+        places = list(spec.submodule_search_locations or []) if spec else []
+        roots = {Path(place).resolve().parent for place in places}
+        if roots and ROOT not in roots:
+            raise ConfigError(
+                f"{name} comes from {roots.pop()} and trainers from {ROOT}; "
+                "uninstall one of them or start from the other's folder"
+            )
+
+
+def open_run(config: TrainConfig, launch: Launch) -> RunFolder:
+    """The folder of this run; every rank of it gets the same one without talking to the others.
+
+    Raises:
+        ConfigError: when the folder holds another run and this one does not resume it.
+    """
+    if config.output_dir is None and os.environ.get("LOCAL_WORLD_SIZE", "1") != os.environ.get("WORLD_SIZE", "1"):
+        raise ConfigError("a run on several machines needs --output_dir, a folder that all of them see")
+    name = config.preset or config.model_name_or_path
+    run_id = new_run_id(name, launch.launcher.started, launch.launcher.pid)
+    run = RunFolder(config.output_dir or Path(config.runs_dir) / run_id)
+    mine = [process for process in run.processes() if process.role == "launcher" and process == launch.launcher]
+    if not (launch.supervised or mine or config.resume_from_checkpoint):
+        run.refuse_used()
+    run.create()
+    return run
+
+
+def write_run_files(run: RunFolder, config: TrainConfig, strategy: Strategy) -> None:
+    """Writes config, strategy and command of a run that no supervisor prepared."""
+    write_atomic(run.config, dump_yaml(absolute_paths(config)))
+    write_atomic(run.accelerate, strategy.dump())
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = [f"CUDA_VISIBLE_DEVICES={visible}"] if visible is not None else []
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(run.accelerate)]
+    if strategy.num_processes > 1:
+        command += ["--main_process_port", "0"]
+    command += [str(ROOT / "trainers" / SCRIPT), "--config", str(run.config)]
+    write_atomic(run.command, " ".join([*devices, shlex.join(command)]) + "\n")
+
+
+def asked_strategy(launch: Launch, config: TrainConfig) -> Strategy:
+    """The launcher's strategy, resolved with the config's precision."""
+    return resolve(launch.strategy, launch.strategy.num_processes, config.mixed_precision)
+
+
+def give_way(seconds: float = 30.0) -> None:
+    """Lets rank 0, which meets the same error, report it: waits until the launcher ends this rank."""
+    if rank_of_environment() > 0:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        signal.sigtimedwait([signal.SIGTERM], seconds)

@@ -1,0 +1,163 @@
+"""The training script: every strategy, every method, one file.
+
+    accelerate launch --config_file accelerate_configs/ddp.yaml trainers/train.py --preset tiny-lora --max_steps 50
+
+The Accelerate file says how the model is spread; the options (`trainers/config.py`) say what is trained.
+`--check` tells what would be trained, without launching anything.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+# Run as a file, Python puts trainers/ first on the path; the folder above it is the one that holds the packages.
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from trainers.config import ConfigError, TrainConfig, ignored_choices
+from trainers.log_tee import start_tee
+from trainers.options import Request, parse_request
+from trainers.preflight import check, describe_plan, make_rows, plan_training
+from trainers.run_folder import Heartbeat, Process, RunFolder
+from trainers.startup import (
+    Launch,
+    asked_strategy,
+    check_one_root,
+    find_launch,
+    give_way,
+    open_run,
+    rank_of_environment,
+    write_run_files,
+)
+from trainers.strategies import Strategy
+
+
+def main(argv: list[str]) -> int:
+    """Parses, opens the run folder, trains; returns the exit status: 0 done or stopped, 1 failed, 2 wrong request."""
+    try:
+        check_one_root()
+        request = parse_request(argv)
+        if request.check:
+            return print_check(request)
+        launch, config = find_launch(), request.resolve()
+        strategy = asked_strategy(launch, config)
+        run = open_run(config, launch)
+    except ConfigError as error:
+        if rank_of_environment() == 0:
+            print("\n".join(error.mistakes), file=sys.stderr, flush=True)
+        give_way()
+        return 2
+    console = start_tee(run.log, f"rank {rank_of_environment()}", echo=not launch.supervised)
+    try:
+        train(config, strategy, run, launch, console)
+    except ConfigError as error:
+        fail(run, "; ".join(error.mistakes))
+        return 2
+    except BaseException as error:
+        import traceback
+
+        traceback.print_exc()
+        first = str(error).strip().partition("\n")[0]
+        fail(run, f"{type(error).__name__}: {first}" if type(error).__name__ != "TrainingError" else str(error))
+        return 1
+    return 0
+
+
+def print_check(request: Request) -> int:
+    """`--check`: what would be trained on `TUNESMITH_WORLD_SIZE` ranks."""
+    from trainers.gpus import gpu_count
+
+    config = request.resolve()
+    world = int(os.environ.get("TUNESMITH_WORLD_SIZE", "1"))
+    print("\n".join(check(config, world, gpu_count() > 0)), flush=True)
+    return 0
+
+
+def fail(run: RunFolder, cause: str) -> None:
+    """Notes on rank 0 why the run failed; the other ranks give way to it."""
+    print(cause, file=sys.stderr, flush=True)
+    if rank_of_environment() == 0:
+        run.write_state(state="failed", cause=cause)
+    give_way(10)
+
+
+def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launch, console: Any) -> None:
+    """Data, model, strategy, loop, export: one run on this rank."""
+    main_rank = rank_of_environment() == 0
+    attempt = begin(config, strategy, run, launch) if main_rank else 0
+
+    # The data is tokenised before the ranks meet: a collective would time out while one of them works.
+    from trainers.data.prepare import load_tokenizer, prepare
+
+    tokenizer, data = load_tokenizer(config), prepare(config, "train")
+    eval_data = prepare(config, "eval") if config.has_evaluation() else None
+    plan = plan_training(config, data, strategy.data_parallel_size, tokenizer.pad_token_id)
+
+    from trainers import build
+    from trainers.export import export, export_kind
+    from trainers.loop import Fit, Job
+    from trainers.self_check import check as check_asked
+    from trainers.self_check import compare, table
+
+    accelerator, ranks = build.accelerator(config, run)
+    attempt = ranks.broadcast(attempt)
+    model, bare, optimizer = build.model(config, accelerator)
+    lines = compare(strategy, config, accelerator, model)
+    if main_rank:
+        print(f"run {run.path}\n{table(lines, ranks, model)}\n{describe_plan(plan)}")
+        print("\n".join([*data.report.lines(), *warnings(config)]), flush=True)
+    check_asked(lines, ranks)
+
+    processes = [launch.launcher, *ranks.gather(Process.of("rank", ranks.rank))]
+    reporter = build.Reporter(run, accelerator, config, main_rank, console, processes)
+    job = Job(
+        config=config,
+        run=run,
+        ranks=ranks,
+        accelerator=accelerator,
+        model=model,
+        bare=bare,
+        optimizer=optimizer,
+        plan=plan,
+        eval_rows=make_rows(config, eval_data, tokenizer.pad_token_id) if eval_data else None,
+        checkpoints=build.checkpoints(config, strategy, run, ranks, data.fingerprint, attempt),
+        heartbeat=Heartbeat(run, ranks.rank),
+        metrics=build.metrics_file(run, attempt) if main_rank else None,
+        report=reporter.state,
+        show=reporter.row,
+    )
+    outcome = Fit(job, config.resume_from_checkpoint).run()
+
+    if outcome.state == "done" and main_rank:
+        job.heartbeat.at("export", outcome.progress.step)
+        export(bare, config, run.model, export_kind(config), outcome.results)
+    ending = {"export_dir": str(run.model)} if outcome.state == "done" else {}
+    reporter.close(state=outcome.state, cause=outcome.cause, step=outcome.progress.step, **ending)
+    build.tear_down(accelerator, ranks, job)
+
+
+def begin(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launch) -> int:
+    """Writes the first state of this start of the run, on rank 0; returns its attempt number."""
+    before = run.read_state()
+    if launch.supervised:
+        return int((before or {}).get("attempt", 0))
+    attempt = int(before["attempt"]) + 1 if before else 0
+    run.stop_request.unlink(missing_ok=True)
+    run.write_state(state="starting", cause=None, attempt=attempt, processes=[launch.launcher.as_json()])
+    write_run_files(run, config, strategy)
+    return attempt
+
+
+def warnings(config: TrainConfig) -> list[str]:
+    """What the user should know: choices that do nothing, and choices outside the parity promise."""
+    outside = config.outside_parity()
+    promise = (
+        [f"outside the promise that the strategy never changes the model: {', '.join(outside)}"] if outside else []
+    )
+    return [f"warning: {line}" for line in ignored_choices(config) + promise]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
