@@ -38,7 +38,7 @@ def tiny_model(family: str, kernel: str) -> torch.nn.Module:
 
 
 def packed_inputs(documents: list[list[int]]) -> dict[str, Any]:
-    ids = torch.tensor([sum(documents, [])])
+    ids = torch.tensor([[token for one in documents for token in one]])
     place = torch.tensor([[index for one in documents for index in range(len(one))]])
     number = torch.tensor([[index for index, one in enumerate(documents) for _ in one]])
     starts = [sum(len(one) for one in documents[:index]) for index in range(len(documents))]

@@ -1,0 +1,205 @@
+"""The `tunesmith` command. Each verb imports what it needs when it runs, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    name="tunesmith", add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True,
+    help="Fine-tune a language model; the strategy changes speed and memory, never the model.",
+)  # fmt: skip
+runs_app = typer.Typer(help="List, show and read runs.", no_args_is_help=True)
+app.add_typer(runs_app, name="runs")
+
+_RAW = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+Raw = Annotated[list[str] | None, typer.Argument(metavar="...")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else on stdout.")]
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="Id of a run, or the path of its folder.")]
+RunsDir = Annotated[Path, typer.Option("--runs_dir", metavar="<dir>", help="Folder of run folders.")]
+RUNS = Path("runs")
+
+
+@app.command()
+def demo(
+    method: Annotated[str, typer.Option(metavar="<lora|full>", help="What to train.")] = "lora",
+    gpus: Annotated[str | None, typer.Option(metavar="<ids>", help="GPU ids such as 0,2; default: all.")] = None,
+    num_processes: Annotated[
+        str | None, typer.Option("--num_processes", metavar="<int>", help="Processes; needed only without GPUs.")
+    ] = None,
+    runs_dir: RunsDir = RUNS,
+    json: Json = False,
+) -> int:
+    """Fine-tune the small model that ships with Tunesmith, and show what it learned."""
+    from app.demo import run_demo
+
+    return run_demo(method, gpus, num_processes, runs_dir, json)
+
+
+@app.command(context_settings=_RAW)
+def train(words: Raw = None) -> int:
+    """Fine-tune a model: a preset, a config file, options, or all three."""
+    from app.verbs import train_verb
+
+    return train_verb(words or [])
+
+
+@app.command(context_settings=_RAW)
+def resume(words: Raw = None) -> int:
+    """Go on with a stopped or failed run from its newest good checkpoint."""
+    from app.verbs import resume_verb
+
+    return resume_verb(words or [])
+
+
+@app.command()
+def stop(
+    run: RunName,
+    timeout: Annotated[str, typer.Option(metavar="<seconds>", help="How long to wait for its end.")] = "300",
+    runs_dir: RunsDir = RUNS,
+    json: Json = False,
+) -> int:
+    """Ask a run to save a checkpoint and stop, and wait until it has."""
+    from app.verbs import stop_verb
+
+    return stop_verb(run, timeout, runs_dir, json)
+
+
+@runs_app.command("list")
+def runs_list(runs_dir: RunsDir = RUNS, json: Json = False) -> int:
+    """List the runs, newest first."""
+    from app.verbs import list_verb
+
+    return list_verb(runs_dir, json)
+
+
+@runs_app.command("show")
+def runs_show(run: RunName, runs_dir: RunsDir = RUNS, json: Json = False) -> int:
+    """Show where a run stands: state, cause, last numbers, checkpoints."""
+    from app.verbs import show_verb
+
+    return show_verb(run, runs_dir, json)
+
+
+@runs_app.command("logs")
+def runs_logs(
+    run: RunName,
+    follow: Annotated[bool, typer.Option("--follow", help="Go on until the run has ended.")] = False,
+    runs_dir: RunsDir = RUNS,
+) -> int:
+    """Print a run's log."""
+    from app.verbs import logs_verb
+
+    return logs_verb(run, follow, runs_dir)
+
+
+@app.command()
+def export(
+    run: RunName,
+    checkpoint: Annotated[
+        str | None, typer.Option(metavar="<name>", help="Checkpoint such as step-00000120; default: the newest.")
+    ] = None,
+    merged: Annotated[bool, typer.Option("--merged", help="Merge the adapters into the base.")] = False,
+    output: Annotated[
+        Path | None, typer.Option(metavar="<dir>", help="Folder to write; default: export-KIND in the run folder.")
+    ] = None,
+    runs_dir: RunsDir = RUNS,
+    json: Json = False,
+) -> int:
+    """Export a checkpoint as a folder that transformers or peft load."""
+    from app.verbs import export_verb
+
+    return export_verb(run, checkpoint, merged, output, runs_dir, json)
+
+
+@app.command()
+def presets(json: Json = False) -> int:
+    """List the presets that ship."""
+    from app.verbs import presets_verb
+
+    return presets_verb(json)
+
+
+@app.command()
+def strategies(json: Json = False) -> int:
+    """List the strategies that ship."""
+    from app.verbs import strategies_verb
+
+    return strategies_verb(json)
+
+
+def run_verb(arguments: Sequence[str]) -> int:
+    """Runs a command line.
+
+    Returns:
+        The exit status: 0 done, 1 the run failed, 130 stopped, 2 the request was wrong.
+    """
+    from app.console import say
+
+    try:
+        return int(_invoke(app, arguments) or 0)
+    except KeyboardInterrupt:
+        say("interrupted")
+        return 130
+    except BrokenPipeError:
+        sys.stdout = None  # the reader has gone; nothing is left to say
+        return 1
+    except OSError as error:
+        from app.console import refuse
+
+        refuse([f"{error.filename or 'system'}: {error.strerror or error}; make room, or check its rights"])
+        return 1
+    except Exception as error:
+        if hasattr(error, "cause"):  # CheckBroke, which is not imported here for the sake of speed
+            return _broke(error, "--json" in arguments)
+        mistakes = _mistakes(error)
+        if not mistakes:
+            raise
+        return _refuse(mistakes, "--json" in arguments)
+
+
+def _broke(error: Any, as_json: bool) -> int:
+    from app.console import clean, report_json, say
+
+    say(clean(error.output).rstrip())
+    say(clean(error.cause))
+    if as_json:
+        report_json({"run_dir": None, "state": "failed", "cause": error.cause})
+    return 1
+
+
+def _invoke(verbs: Callable[..., Any], arguments: Sequence[str]) -> Any:
+    return verbs(args=list(arguments), prog_name="tunesmith", standalone_mode=False)
+
+
+def _mistakes(error: Exception) -> list[str]:
+    """The lines of an error that is the user's; none for any other."""
+    lines = getattr(error, "mistakes", None)  # ConfigError, which is not imported here for the sake of speed
+    if lines:
+        return list(lines)
+    if not hasattr(error, "format_message"):
+        return []
+    text = str(error.format_message()).replace("\n", " ").strip()
+    return [f"{text.rstrip('.')}; see `tunesmith --help`"] if text else []
+
+
+def _refuse(mistakes: list[str], as_json: bool) -> int:
+    from app.console import refuse, report_json
+
+    refuse(mistakes)
+    if as_json:
+        report_json({"mistakes": mistakes})
+    return 2
+
+
+def main() -> None:
+    """The entry point of the installed command."""
+    sys.exit(run_verb(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

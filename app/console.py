@@ -1,0 +1,79 @@
+"""What the command line prints: reports on stdout, everything about the way there on stderr."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+# Escape sequences and other control characters: a log or a model's answer must not drive the terminal.
+_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_BIDI = re.compile("[\u202a-\u202e\u2066-\u2069]")
+
+
+def clean(text: str) -> str:
+    """The text without control characters, but with its tabs and line ends."""
+    return _BIDI.sub("", _CONTROL.sub("", text))
+
+
+def say(text: str) -> None:
+    """One line on stderr; a terminal that is gone is no error."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        return
+
+
+def report(text: str) -> None:
+    """One line on stdout."""
+    print(text, flush=True)
+
+
+def report_json(document: Any) -> None:
+    """The one JSON document of a verb; numbers that JSON cannot hold become null."""
+    print(json.dumps(_finite(document), indent=1, ensure_ascii=False), flush=True)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def refuse(mistakes: Sequence[str]) -> None:
+    """The mistakes of a request on stderr, a line each."""
+    for mistake in mistakes:
+        say("error: " + clean(mistake).replace("\n", " "))
+
+
+def show_table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """A table on stdout: drawn on a terminal, plain columns elsewhere."""
+    texts = [[clean("" if cell is None else str(cell)).replace("\n", " ") for cell in row] for row in rows]
+    if sys.stdout.isatty():
+        _drawn(headers, texts)
+        return
+    widths = [max(map(len, column)) for column in zip(headers, *texts, strict=True)]
+    for row in [list(headers), *texts]:
+        report("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _drawn(headers: Sequence[str], texts: Sequence[Sequence[str]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*headers, box=box.SIMPLE_HEAD, pad_edge=False)
+    for row in texts:
+        table.add_row(*(Text(cell) for cell in row))
+    Console().print(table)
+
+
+def number(value: Any, digits: int = 4) -> str:
+    """A measured number for people; a dash for none."""
+    return f"{value:.{digits}f}" if isinstance(value, int | float) and math.isfinite(value) else "-"

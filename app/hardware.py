@@ -1,0 +1,158 @@
+"""The GPUs and CPU cores of this machine, and which of them a run gets. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainers.config import ConfigError
+
+CPU_PROCESSES = 2
+MAX_PROCESSES = 256
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU, as NVML numbers it.
+
+    Args:
+        index: the id that `nvidia-smi` and `--gpus` use.
+        uuid: name that stays when the machine is renumbered.
+        name: the maker's name.
+        memory: bytes.
+    """
+
+    index: int
+    uuid: str
+    name: str
+    memory: int
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What a run is started on: one process per GPU, or processes on the CPU where `gpu_ids` is empty."""
+
+    gpu_ids: list[int]
+    num_processes: int
+
+
+def find_gpus() -> list[Gpu]:
+    """The GPUs that this process may use, in the order of an outer CUDA_VISIBLE_DEVICES; empty without any."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        found = [_describe(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    except pynvml.NVMLError:
+        return []
+    finally:
+        pynvml.nvmlShutdown()
+    return visible(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def _describe(index: int) -> Gpu:
+    import pynvml
+
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    memory = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+    return Gpu(index, str(pynvml.nvmlDeviceGetUUID(handle)), str(pynvml.nvmlDeviceGetName(handle)), memory)
+
+
+def visible(found: Sequence[Gpu], variable: str | None) -> list[Gpu]:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves; like CUDA it reads the list up to its first bad entry.
+
+    Args:
+        found: every GPU of the machine.
+        variable: the variable's value: indices or (the beginnings of) UUIDs; None when it is not set.
+    """
+    if variable is None:
+        return list(found)
+    kept: list[Gpu] = []
+    for word in (part.strip() for part in variable.split(",")):
+        match = [gpu for gpu in found if word == str(gpu.index) or (word[:4] == "GPU-" and gpu.uuid.startswith(word))]
+        if len(match) != 1 or match[0] in kept:
+            break
+        kept += match
+    return kept
+
+
+def cpu_count() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def choose_devices(
+    gpus: str | None,
+    num_processes: int | str | None,
+    machine: Sequence[Gpu] | None = None,
+    strategy_processes: int | None = None,
+) -> Devices:
+    """The devices of one run.
+
+    Args:
+        gpus: ids such as `0,2`; None for all GPUs.
+        num_processes: how many processes; needed only without GPUs, where it may exceed the cores.
+        machine: the GPUs to choose from; default: `find_gpus()`.
+        strategy_processes: processes that the chosen strategy's file carries: the default on a CPU; 1 takes one GPU.
+
+    Raises:
+        ConfigError: with every mistake, a line each.
+    """
+    found = list(find_gpus() if machine is None else machine)
+    mistakes: list[str] = []
+    count = _count(num_processes, mistakes)
+    if gpus is not None:
+        ids = _gpu_ids(gpus, found, mistakes)
+        if count is not None and ids and count != len(ids):
+            mistakes.append(
+                f"num_processes={count} with gpus={gpus} ({len(ids)} GPUs); leave num_processes out, "
+                "one process runs on each GPU"
+            )
+    else:
+        ids = [gpu.index for gpu in found]
+        if found and count is not None and count > len(found):
+            mistakes.append(f"num_processes={count}, and {len(found)} GPUs are here; use at most {len(found)}")
+        elif found:
+            ids = ids[: count or (1 if strategy_processes == 1 else len(ids))]
+    if mistakes:
+        raise ConfigError(mistakes)
+    return Devices(ids, len(ids) or count or strategy_processes or CPU_PROCESSES)
+
+
+def _count(value: int | str | None, mistakes: list[str]) -> int | None:
+    if value is None:
+        return None
+    try:
+        count = int(str(value))
+    except ValueError:
+        mistakes.append(f"num_processes={value!r} is no whole number; write e.g. --num_processes {CPU_PROCESSES}")
+        return None
+    if not 1 <= count <= MAX_PROCESSES:
+        mistakes.append(f"num_processes={count} is out of range; use 1 to {MAX_PROCESSES}")
+        return None
+    return count
+
+
+def _gpu_ids(gpus: str, found: Sequence[Gpu], mistakes: list[str]) -> list[int]:
+    """The ids in `gpus`; what is wrong with them is added to `mistakes`."""
+    words = [part.strip() for part in gpus.split(",")]
+    strange = [word for word in words if not (word.isascii() and word.isdigit())]
+    if strange:
+        listed = ", ".join(repr(word) for word in strange)
+        mistakes.append(f"gpus={gpus!r}: {listed} is no GPU id; write ids with commas, such as --gpus 0,2")
+        return []
+    ids = [int(word) for word in words]
+    known = [gpu.index for gpu in found]
+    twice = sorted({index for index in ids if ids.count(index) > 1})
+    mistakes += [f"gpus={gpus} names GPU {index} twice; name it once" for index in twice]
+    unknown = sorted({index for index in ids if index not in known})
+    if unknown and not known:
+        mistakes.append(f"gpus={gpus}: no GPU is visible here; leave gpus out, --num_processes N runs on the CPU")
+    elif unknown:
+        missing, here = ", ".join(map(str, unknown)), ", ".join(map(str, known))
+        mistakes.append(f"gpus={gpus}: there is no GPU {missing} here; use {here}")
+    return ids

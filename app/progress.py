@@ -1,0 +1,121 @@
+"""What a foreground run shows while it trains: a bar on a terminal, the first rank's lines elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from app.console import clean, say
+from app.runs import Tail
+from app.supervisor import Listener
+from trainers.run_folder import RunFolder, read_json
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+
+@contextlib.contextmanager
+def progress_display(run: RunFolder, quiet: bool) -> Iterator[Listener]:
+    """The listener that shows a run on stderr.
+
+    Args:
+        run: the run; what it held before is not shown again.
+        quiet: show notes alone.
+    """
+    if quiet:
+        yield lambda kind, text: say(text) if kind == "note" else None
+    elif sys.stderr.isatty():
+        with _bar() as progress:
+            yield _TerminalDisplay(run, progress)
+    else:
+        yield _PlainDisplay(run)
+
+
+def _end_of(run: RunFolder, name: str) -> Tail:
+    path = run.path / name
+    return Tail(path, path.stat().st_size if path.exists() else 0)
+
+
+class _PlainDisplay:
+    """The log lines of rank 0 as they come, without their time."""
+
+    def __init__(self, run: RunFolder):
+        self.log = _end_of(run, "log.txt")
+
+    def __call__(self, kind: str, text: str) -> None:
+        for line in self.log.lines():
+            _, mark, words = line.partition(" [rank 0] ")
+            if mark:
+                say(clean(words))
+        if kind == "note":
+            say(text)
+
+
+def _bar() -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"),
+        TextColumn("{task.fields[rate]} tok/s"), TimeElapsedColumn(), TextColumn("left {task.fields[eta]}"),
+    )  # fmt: skip
+    return Progress(*columns, console=Console(stderr=True))
+
+
+class _TerminalDisplay:
+    """A progress bar fed from `metrics.jsonl`, `state.json` and the heartbeat of rank 0.
+
+    Args:
+        run: the run.
+        progress: the bar, already shown.
+    """
+
+    def __init__(self, run: RunFolder, progress: Progress):
+        self.run, self.progress = run, progress
+        self.metrics = _end_of(run, "metrics.jsonl")
+        self.task = progress.add_task("starting", total=None, loss="-", rate="-", eta="-")
+
+    def __call__(self, kind: str, text: str) -> None:
+        if kind == "note":
+            self.progress.console.print(text, markup=False)
+        try:
+            self._update()
+        except OSError:  # the terminal went away; the run goes on to its stop
+            self.progress.live.auto_refresh = False
+
+    def _update(self) -> None:
+        state = self.run.read_state() or {}
+        beat = read_json(self.run.heartbeats / "rank-0.json") or {}
+        shown: dict[str, Any] = {}
+        for line in self.metrics.lines():
+            with contextlib.suppress(ValueError):
+                shown.update(_fields(json.loads(line)))
+        step = max(int(state.get("step") or 0), int(beat.get("step") or 0))
+        running = state.get("state") == "running"
+        description = str(beat.get("section") or "running") if running else str(state.get("state") or "starting")
+        self.progress.update(
+            self.task, completed=step, total=state.get("total_steps"), description=clean(description)[:10], **shown
+        )
+
+
+def _fields(row: Any) -> dict[str, str]:
+    """Texts of the bar's fields that a metrics row has."""
+    made: dict[str, str] = {}
+    if not isinstance(row, dict):
+        return made
+    if isinstance(row.get("loss"), int | float):
+        made["loss"] = f"{row['loss']:.4f}"
+    if isinstance(row.get("tokens_per_second"), int | float):
+        made["rate"] = f"{row['tokens_per_second']:,.0f}"
+    if isinstance(row.get("eta_s"), int | float):
+        made["eta"] = _duration(row["eta_s"])
+    return made
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

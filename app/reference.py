@@ -1,0 +1,41 @@
+"""The table of all options, made from `TrainConfig`: `python -m app.reference > docs/OPTIONS.md`."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+from trainers.config import sections
+
+
+def options_table() -> str:
+    """Markdown: a section each, a row per option with default, values or unit, and help."""
+    parts = ["# Options", "", "Made by `python -m app.reference`; a test keeps it current.", ""]
+    for section, fields in sections().items():
+        parts += [f"## {section.capitalize()}", "", "| option | default | values | what |", "|---|---|---|---|"]
+        parts += [_row(name, field) for name, field in fields.items()] + [""]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _row(name: str, field: Any) -> str:
+    default = "required" if field.is_required() else f"`{_plain(field.get_default())}`"
+    return f"| `{name}` | {default} | {_values(field)} | {field.description} |"
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "none"}[value]
+    return ",".join(value) or "none" if isinstance(value, list | dict) else str(value)
+
+
+def _values(field: Any) -> str:
+    """Allowed words of a choice, else the range and the unit."""
+    words = [word for word in get_args(field.annotation) if isinstance(word, str)]
+    if words:
+        return ", ".join(f"`{word}`" for word in words)
+    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+    bounds = [f"{signs[key]} {getattr(rule, key)}" for rule in field.metadata for key in signs if hasattr(rule, key)]
+    return " ".join([", ".join(bounds), field.json_schema_extra["unit"]]).strip()
+
+
+if __name__ == "__main__":
+    print(options_table(), end="")

@@ -1,0 +1,314 @@
+"""Finds, lists, shows and stops runs. All of it reads the run folder's files; nothing else needs to be running."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from app.launcher import read_command_line
+from trainers.config import ConfigError
+from trainers.options import read_yaml
+from trainers.run_folder import END_STATES, LIVE_STATES, STATES, Process, RunFolder, read_json, registered_runs
+from trainers.strategies import STRATEGIES_DIR, strategy_names
+
+GONE = "ended without a word: its processes are gone"
+_HEADER = "# strategy: "
+
+
+# -- finding ---------------------------------------------------------------------------------------------------------
+
+
+def list_runs(runs_dir: Path) -> list[RunFolder]:
+    """Every run below `runs_dir`, and those elsewhere that are registered, newest first."""
+    inside = [RunFolder(path) for path in _folders(runs_dir) if _is_inside(path, runs_dir)]
+    outside = [RunFolder(path) for path in registered_runs()]
+    unique = {run.path.resolve(): run for run in [*outside, *inside] if _is_run(run)}
+    return sorted(unique.values(), key=lambda run: (_started(run), run.id), reverse=True)
+
+
+def _folders(runs_dir: Path) -> list[Path]:
+    try:
+        return [path for path in runs_dir.iterdir() if path.is_dir()]
+    except OSError:
+        return []
+
+
+def _is_inside(path: Path, folder: Path) -> bool:
+    """Whether the path leads into the folder, links followed."""
+    return path.resolve().is_relative_to(folder.resolve())
+
+
+def _is_run(run: RunFolder) -> bool:
+    """Whether the folder keeps the contract: a state file with a known state."""
+    return (read_json(run.state_file) or {}).get("state") in STATES
+
+
+def _started(run: RunFolder) -> str:
+    return str((run.read_state() or {}).get("started_at") or "")
+
+
+def find_run(name: str, runs_dir: Path) -> RunFolder:
+    """The run of a name, or of a path to a run folder.
+
+    Args:
+        name: a run id in `runs_dir`, the id of a registered run, or a path.
+        runs_dir: folder of run folders.
+
+    Raises:
+        ConfigError: for no such run, `..`, a folder that holds no run, or a link that leads out of `runs_dir`.
+    """
+    shown = repr(name) if len(name) <= 100 else repr(name[:97] + "...")
+    if not name.isprintable() or not name.strip():
+        raise ConfigError(f"{shown} is no run; `tunesmith runs list` names them")
+    path = Path(name).expanduser()
+    if ".." in path.parts:
+        raise ConfigError(f"{shown} is refused: a run's path has no `..`; give its id, or its folder's full path")
+    if len(path.parts) == 1 and not path.is_absolute():
+        return _by_id(name, shown, runs_dir)
+    run = RunFolder(path)
+    if _is_run(run) and (not _is_lexically_in(run.path, runs_dir) or _is_inside(run.path, runs_dir)):
+        return run
+    why = "leads out of the runs folder" if _is_run(run) else "holds no run"
+    raise ConfigError(f"{shown} {why}; `tunesmith runs list` names the runs")
+
+
+def _is_lexically_in(path: Path, folder: Path) -> bool:
+    return path.is_relative_to(folder.absolute())
+
+
+def _by_id(name: str, shown: str, runs_dir: Path) -> RunFolder:
+    run = RunFolder(runs_dir / name)
+    try:
+        if _is_run(run):
+            if _is_inside(run.path, runs_dir):
+                return run
+            raise ConfigError(f"{shown} leads out of {runs_dir}; give the full path of the folder that it means")
+    except OSError:
+        pass  # e.g. a name longer than the file system has
+    known = {other.id: other for other in list_runs(runs_dir)}
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    way = f"did you mean {near[0]}?" if near else "`tunesmith runs list` names the runs"
+    raise ConfigError(f"there is no run {shown} in {runs_dir}; {way}")
+
+
+# -- what a run is and where it stands -------------------------------------------------------------------------------
+
+
+def true_state(run: RunFolder) -> dict[str, Any]:
+    """The state file, or `failed` where it says that the run lives and none of its processes does.
+
+    Processes are told by pid and start time on this host; a run of another host is believed.
+    """
+    state = run.read_state() or {"state": "failed", "cause": "it never started: there is no state file"}
+    while state.get("state") in LIVE_STATES and state.get("host") == socket.gethostname() and not _lives(state):
+        again = run.read_state() or {}
+        if again.get("updated_at") == state.get("updated_at"):
+            return {**state, "state": "failed", "cause": GONE}
+        state = again  # it ended properly between the two looks
+    return state
+
+
+def _lives(state: dict[str, Any]) -> bool:
+    return any(process.alive() for process in processes_in(state))
+
+
+def processes_in(state: dict[str, Any]) -> list[Process]:
+    """The processes that a state names; entries that are none are left out."""
+    found = []
+    for entry in state.get("processes") or []:
+        try:
+            found.append(Process(str(entry["role"]), entry["rank"], int(entry["pid"]), float(entry["started"])))
+        except (KeyError, TypeError, ValueError):
+            continue
+    return found
+
+
+def config_values(run: RunFolder) -> dict[str, Any]:
+    """The plain values of `config.yaml`; empty when it cannot be read."""
+    try:
+        return read_yaml(run.config)
+    except ConfigError:
+        return {}
+
+
+def strategy_name(accelerate: Path) -> str:
+    """Name of the strategy in an Accelerate file: from its header, or the shipped one with the same values."""
+    try:
+        first = accelerate.read_text(encoding="utf-8").partition("\n")[0]
+        values = read_yaml(accelerate)
+    except (OSError, UnicodeDecodeError, ConfigError):
+        return ""
+    if first.startswith(_HEADER):
+        return first.removeprefix(_HEADER).strip()
+    for name in strategy_names():
+        shipped = yaml.safe_load((STRATEGIES_DIR / f"{name}.yaml").read_text(encoding="utf-8"))
+        if _essence(shipped) == _essence(values):
+            return name
+    return accelerate.stem
+
+
+def strategy_header(name: str) -> str:
+    """The first line of a run's `accelerate.yaml`, which `strategy_name` reads back."""
+    return _HEADER + "".join(letter for letter in name if letter.isprintable()) + "\n"
+
+
+def _essence(values: dict[str, Any]) -> dict[str, Any]:
+    """The keys of an Accelerate file that processes, machine and precision do not change."""
+    return {key: value for key, value in values.items() if key not in ("num_processes", "mixed_precision", "gpu_ids")}
+
+
+def gpu_ids(run: RunFolder) -> list[int]:
+    """The GPUs that the run was started on, from its command line; empty on a CPU."""
+    try:
+        return read_command_line(run.command.read_text(encoding="utf-8"))[0]
+    except (OSError, UnicodeDecodeError):
+        return []
+
+
+def world_size(run: RunFolder) -> int | None:
+    """Processes of the run; None when its Accelerate file cannot be read."""
+    try:
+        return int(read_yaml(run.accelerate)["num_processes"])
+    except (ConfigError, KeyError, TypeError, ValueError):
+        return None
+
+
+def summary(run: RunFolder) -> dict[str, Any]:
+    """One row of `runs list --json`."""
+    state = true_state(run)
+    keys = ("state", "cause", "step", "total_steps")
+    return {
+        "id": run.id,
+        **{key: state.get(key) for key in keys},
+        "preset": config_values(run).get("preset"),
+        "strategy": strategy_name(run.accelerate),
+        "world_size": world_size(run),
+        "gpus": gpu_ids(run),
+        "started_at": state.get("started_at"),
+        "run_dir": str(run.path),
+    }
+
+
+def metrics(run: RunFolder) -> Iterator[dict[str, Any]]:
+    """The rows of `metrics.jsonl`; a line that is still being written is left out."""
+    try:
+        with open(run.metrics, encoding="utf-8", errors="replace") as file:
+            for line in file:
+                try:
+                    row = json.loads(line)
+                except ValueError:
+                    continue
+                if isinstance(row, dict):
+                    yield row
+    except OSError:
+        return
+
+
+def last_values(run: RunFolder) -> dict[str, Any]:
+    """The newest value of every metric."""
+    newest: dict[str, Any] = {}
+    for row in metrics(run):
+        newest.update(row)
+    return newest
+
+
+def last_checkpoint(run: RunFolder) -> str | None:
+    """Name of the newest published checkpoint."""
+    names = [path.name for path in run.checkpoints.glob("step-*") if path.name.removeprefix("step-").isdigit()]
+    return max(names, default=None)
+
+
+# -- the log ---------------------------------------------------------------------------------------------------------
+
+
+class Tail:
+    """Reads what was added to a text file since the last look, in whole lines.
+
+    Args:
+        path: need not exist yet.
+        offset: byte to begin at.
+    """
+
+    MOST = 1_000_000
+
+    def __init__(self, path: Path, offset: int = 0):
+        self.path, self.offset = path, offset
+
+    def lines(self) -> list[str]:
+        """New whole lines; at most `MOST` bytes of them at once, and a longer line in pieces."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self.offset)
+                data = file.read(self.MOST)
+        except OSError:
+            return []
+        whole = data if len(data) == self.MOST and b"\n" not in data else data[: data.rfind(b"\n") + 1]
+        self.offset += len(whole)
+        return whole.decode("utf-8", "replace").splitlines()
+
+
+def log_lines(run: RunFolder, follow: bool = False, poll: float = 0.3) -> Iterator[str]:
+    """The lines of `log.txt`.
+
+    Args:
+        run: the run.
+        follow: go on until the run has ended.
+        poll: seconds between two looks.
+    """
+    tail = Tail(run.log)
+    while True:
+        ended = not follow or true_state(run)["state"] in END_STATES
+        while lines := tail.lines():
+            yield from lines
+        if ended:
+            return
+        time.sleep(poll)
+
+
+# -- stopping --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """What `stop_run` found.
+
+    Args:
+        state: the true state at the end.
+        already: it had ended before.
+        in_time: it is in an end state.
+    """
+
+    state: dict[str, Any]
+    already: bool
+    in_time: bool
+
+
+def stop_run(run: RunFolder, timeout: float, poll: float = 0.2) -> Stopped:
+    """Asks the run to save and stop, and waits for it.
+
+    Args:
+        run: the run.
+        timeout: seconds to wait.
+        poll: seconds between two looks.
+    """
+    state = true_state(run)
+    if state["state"] in END_STATES:
+        return Stopped(state, already=True, in_time=True)
+    run.ask_stop()
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        state = true_state(run)
+        if state["state"] in END_STATES and not _lives(state):
+            return Stopped(state, already=False, in_time=True)
+        time.sleep(poll)
+    return Stopped(true_state(run), already=False, in_time=state["state"] in END_STATES)

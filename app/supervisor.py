@@ -1,0 +1,225 @@
+"""Runs one launcher from its start to the end of its last process, and says in `state.json` how it ended.
+
+The supervisor writes the state before the launch and after everything is gone; in between rank 0 does. Success is
+what the ranks wrote there, never an exit status: a clean stop and a crash both end the launcher with 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO, Any
+
+from app.causes import cause_of
+from app.processes import Descendants, adopting_orphans
+from trainers.config import ConfigError
+from trainers.run_folder import END_STATES, Process, RunFolder, log_line, now, secrets_in
+
+POLL = 0.2
+EXIT_PATIENCE = 10.0
+"""Seconds for the ranks to end by themselves once their launcher is gone."""
+TEARDOWN_PATIENCE = 30.0
+"""Seconds for the processes to end once the ranks have written an end state."""
+TERM_PATIENCE = 10.0
+"""Seconds between SIGTERM and SIGKILL for what is left."""
+MAX_LINE = 65536
+
+Listener = Callable[[str, str], None]
+"""Called with `tick` and nothing several times a second, and with `note` and a line for the user."""
+
+
+def supervise(
+    run: RunFolder, argv: Sequence[str], env: Mapping[str, str], on_event: Listener, grace: float = 60.0
+) -> dict[str, Any]:
+    """Launches, waits, and ends what is left.
+
+    SIGINT, SIGTERM and SIGHUP to this process (when called in its main thread) ask the ranks to save and stop.
+
+    Args:
+        run: the run folder, with its config written.
+        argv: the launcher's command.
+        env: its whole environment.
+        on_event: gets the progress.
+        grace: seconds in which the ranks must end after a stop request; counted again whenever a heartbeat moves.
+
+    Returns:
+        The final state. No process of the run lives any more.
+
+    Raises:
+        ConfigError: when another supervisor has this run.
+    """
+    with _only_supervisor(run), _StopSignals() as signals, adopting_orphans():
+        return _Supervision(run, argv, env, on_event, grace, signals).go()
+
+
+@contextlib.contextmanager
+def _only_supervisor(run: RunFolder) -> Iterator[None]:
+    with open(run.path / ".supervisor.lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(f"run {run.id} is already running; watch it with `tunesmith runs logs`") from None
+        yield
+
+
+class _StopSignals:
+    """Counts the signals that ask for a stop; restores the old handlers at the end."""
+
+    WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self.old: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> _StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            self.old = {number: signal.signal(number, self._note) for number in self.WATCHED}
+        return self
+
+    def _note(self, number: int, frame: object) -> None:
+        self.seen.append(number)
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self.old.items():
+            signal.signal(number, handler)
+
+
+class _Supervision:
+    def __init__(
+        self,
+        run: RunFolder,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        on_event: Listener,
+        grace: float,
+        signals: _StopSignals,
+    ):
+        self.run, self.argv, self.env, self.on_event, self.grace, self.signals = (
+            run,
+            argv,
+            env,
+            on_event,
+            grace,
+            signals,
+        )
+        self.descendants = Descendants()
+        self.signals_handled = 0
+        self.stop_at: float | None = None
+        self.exit_at: float | None = None
+        self.end_at: float | None = None
+        self.beat: tuple[str, ...] = ()
+        self.beat_at = 0.0
+        self.log_start = run.log.stat().st_size if run.log.exists() else 0
+        self.overdue = False
+
+    def go(self) -> dict[str, Any]:
+        self.run.stop_request.unlink(missing_ok=True)
+        self._announce()
+        try:
+            launcher = subprocess.Popen(
+                list(self.argv), env=dict(self.env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            return self.run.write_state(state="failed", cause=f"the launcher could not be started: {error.strerror}")
+        self.descendants.waited_for = launcher.pid
+        reader = threading.Thread(target=self._copy_log, args=(launcher.stdout,), daemon=True)
+        reader.start()
+        try:
+            while not self._over(launcher):
+                self._handle_signals()
+                self.on_event("tick", "")
+                time.sleep(POLL)
+        finally:
+            self.descendants.end(TERM_PATIENCE)
+            launcher.wait()
+            reader.join(5.0)
+        final = self._final_state(launcher.returncode)
+        self.on_event("tick", "")
+        return final
+
+    def _announce(self) -> None:
+        """`starting`, with this process named and the attempt counted."""
+        before = self.run.read_state()
+        attempt = int(before.get("attempt") or 0) + 1 if before else 0
+        self.run.write_state(
+            state="starting", cause=None, attempt=attempt, processes=[Process.of("supervisor").as_json()],
+            started_at=(before or {}).get("started_at") or now(), host=os.uname().nodename, export_dir=None,
+        )  # fmt: skip
+
+    def _copy_log(self, pipe: IO[bytes]) -> None:
+        """Appends what the launcher prints to the log, line by line; runs in a thread of its own."""
+        hidden = secrets_in(self.env)
+        with pipe, open(self.run.log, "a", encoding="utf-8") as log:
+            for line in iter(lambda: pipe.readline(MAX_LINE), b""):
+                with contextlib.suppress(OSError):
+                    log.write(log_line("launcher", line.decode("utf-8", "replace"), hidden))
+                    log.flush()
+
+    def _handle_signals(self) -> None:
+        if len(self.signals.seen) == self.signals_handled:
+            return
+        again, self.signals_handled = self.signals_handled > 0, len(self.signals.seen)
+        self.run.ask_stop()
+        self.on_event("note", "already stopping: the ranks are saving" if again else "stopping: the ranks save first")
+
+    def _over(self, launcher: subprocess.Popen[bytes]) -> bool:
+        """Whether nothing lives any more, or what lives has had its time."""
+        self.descendants.collect(self._named())
+        clock = time.monotonic()
+        if launcher.poll() is not None:
+            self.exit_at = self.exit_at or clock
+            if not self.descendants.alive():
+                return True
+        state = (self.run.read_state() or {}).get("state")
+        self.end_at = (self.end_at or clock) if state in END_STATES else None
+        if self.run.stop_request.exists():
+            self.stop_at = self.stop_at or clock
+        self._feel_pulse(clock)
+        self.overdue = clock > self._deadline()
+        return self.overdue
+
+    def _deadline(self) -> float:
+        limits = [float("inf")]
+        if self.exit_at is not None:
+            limits.append(self.exit_at + EXIT_PATIENCE)
+        if self.end_at is not None:
+            limits.append(self.end_at + TEARDOWN_PATIENCE)
+        if self.stop_at is not None:
+            limits.append(max(self.stop_at, self.beat_at) + self.grace)
+        return min(limits)
+
+    def _feel_pulse(self, clock: float) -> None:
+        """Notes when a heartbeat last moved."""
+        beats: list[str] = []
+        for path in sorted(self.run.heartbeats.glob("rank-*.json")):
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                beats.append(path.read_text(encoding="utf-8"))
+        if tuple(beats) != self.beat:
+            self.beat, self.beat_at = tuple(beats), clock
+
+    def _named(self) -> list[Process]:
+        try:
+            return self.run.processes()
+        except (KeyError, TypeError, AttributeError):
+            return []
+
+    def _final_state(self, status: int) -> dict[str, Any]:
+        """What the ranks wrote, or what can be said in their place."""
+        state = self.run.read_state() or {}
+        if state.get("state") in END_STATES:
+            if state["state"] == "failed" and not state.get("cause"):
+                return self.run.write_state(cause=cause_of(self.run, self.log_start, status))
+            return state
+        stopped = self.stop_at is not None
+        if stopped and self.overdue:
+            cause = f"the ranks did not end within {self.grace:g} s of the stop request and were ended"
+            return self.run.write_state(state="stopped", cause=cause)
+        cause = cause_of(self.run, self.log_start, status, "stopped by request before the first step" * stopped)
+        return self.run.write_state(state="stopped" if cause.startswith("stopped") else "failed", cause=cause)

@@ -1,0 +1,115 @@
+"""`tunesmith train --help`: every option of `TrainConfig` by section, in the look of the other verbs."""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from typing import Any, Literal
+
+import typer
+
+from trainers.config import sections
+
+_TITLES = {"ddp": "Data parallel", "precision": "Precision and memory"}
+_OWN = {
+    "strategy": ("<name|file>", "Strategy, or an Accelerate YAML; default: single for one process, else ddp."),
+    "gpus": ("<ids>", "GPU ids such as 0,2; default: all."),
+    "num_processes": ("<int>", "Processes; needed only without GPUs."),
+}
+_SWITCHES = {
+    "json": "Print one JSON document and nothing else on stdout.",
+    "quiet": "Print warnings and errors alone.",
+}
+
+
+def show_train_help() -> None:
+    """Prints the help of `train`."""
+    text = "Fine-tune a model: a preset (`tunesmith presets`), a config file, options, or all three; later ones win."
+    own = {**_switch("check", "Check the request, its data and its model, and start nothing.")}
+    config = {"config": _option("config", "<file>", "YAML file with options.", "Options")}
+    _show("train", "preset", "Preset to start from.", text, {**config, **own, **_config_options()})
+
+
+def show_resume_help() -> None:
+    """Prints the help of `resume`."""
+    text = "Go on with a stopped or failed run from its newest good checkpoint. Options of `train` may be changed."
+    folder = {"runs_dir": _option("runs_dir", "<dir>", "Folder of run folders.", "Options")}
+    _show("resume", "run", "Id of a run, or the path of its folder.", text, folder)
+
+
+def _show(verb: str, name: str, name_help: str, text: str, more: dict[str, Any]) -> None:
+    """Lets typer draw the help of a command that has these options; it is never run."""
+    options = {
+        **{own: _option(own, metavar, words, "Options") for own, (metavar, words) in _OWN.items()},
+        **{key: value for own, words in _SWITCHES.items() for key, value in _switch(own, words).items()},
+        **more,
+    }
+    argument = typer.Argument(None, metavar=name.upper(), help=name_help)
+
+    def command(**values: Any) -> None:
+        """Never called: only its signature is shown."""
+
+    kinds = {key: bool if key in (*_SWITCHES, "check") else str for key in options} | {f"{name}_name": str}
+    given = {f"{name}_name": argument, **options}
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=kinds[key])
+            for key, value in given.items()
+        ]
+    )
+    command.__annotations__ = kinds
+    drawn = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    drawn.command(help=text)(command)
+    drawn(args=["--help"], prog_name=f"tunesmith {verb}", standalone_mode=False)
+
+
+def _option(name: str, metavar: str, words: str, panel: str, default: str | None = None) -> Any:
+    return typer.Option(default, f"--{name}", metavar=metavar, help=words, rich_help_panel=panel)
+
+
+def _switch(name: str, words: str) -> dict[str, Any]:
+    return {name: typer.Option(False, f"--{name}", help=words)}
+
+
+def _config_options() -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for section, fields in sections().items():
+        panel = _TITLES.get(section, section.capitalize())
+        for name, field in fields.items():
+            if name != "preset":
+                words = f"{field.description} {_limits(field)}".strip()
+                made[name] = _option(name, _metavar(field.annotation), words, panel, _default(field))
+    return made
+
+
+def _metavar(kind: Any) -> str:
+    """`<int>`, `<a|b>` or the like for an annotation."""
+    while typing.get_origin(kind) is typing.Annotated:
+        kind = typing.get_args(kind)[0]
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return _metavar(next(part for part in typing.get_args(kind) if part is not type(None)))
+    if typing.get_origin(kind) is Literal:
+        return f"<{'|'.join(typing.get_args(kind))}>"
+    names = {bool: "<true|false>", int: "<int>", float: "<number>", list: "<a,b>", dict: "<a=b,c=d>"}
+    return names.get(typing.get_origin(kind) or kind, "<text>")
+
+
+def _limits(field: Any) -> str:
+    """Unit and range of an option."""
+    bounds = {name: getattr(rule, name) for rule in field.metadata for name in ("ge", "gt", "le", "lt", "max_length")
+              if getattr(rule, name, None) is not None}  # fmt: skip
+    signs = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below", "max_length": "letters at most"}
+    told = [f"{signs[name]} {value}" for name, value in bounds.items()]
+    unit = field.json_schema_extra.get("unit")
+    return f"({', '.join([*([unit] if unit else []), *told])})" if unit or told else ""
+
+
+def _default(field: Any) -> str | None:
+    """The default as one would write it; none for a required option."""
+    value = None if field.is_required() else field.get_default()
+    if value is None or value in ([], {}):
+        return None
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(value) if isinstance(value, list) else str(value)

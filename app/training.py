@@ -1,0 +1,219 @@
+"""From a job to its end: pre-flight check, run folder, supervised launch, and what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from app.console import clean, number, report, say
+from app.launcher import (
+    check_argv,
+    check_environment,
+    command_line,
+    launch_argv,
+    launch_environment,
+)
+from app.progress import progress_display
+from app.request import Job
+from app.runs import last_checkpoint, last_values, metrics, strategy_header
+from app.supervisor import supervise
+from trainers.config import ConfigError
+from trainers.options import dump_yaml
+from trainers.run_folder import RunFolder, register_outside, write_atomic
+
+EXIT_CODES = {"done": 0, "failed": 1, "stopped": 130}
+
+
+class CheckBroke(RuntimeError):
+    """The pre-flight check crashed, which is no mistake of the user's.
+
+    Args:
+        cause: one line.
+        output: what the check printed on standard error.
+    """
+
+    def __init__(self, cause: str, output: str):
+        self.cause, self.output = cause, output
+        super().__init__(cause)
+
+
+def train(job: Job, quiet: bool) -> dict[str, Any]:
+    """Trains a job in the foreground.
+
+    Args:
+        job: what to train.
+        quiet: print warnings and errors alone.
+
+    Returns:
+        The final state.
+
+    Raises:
+        ConfigError: when the pre-flight check refuses the job; a new run leaves no folder then.
+        CheckBroke: when that check crashed.
+    """
+    for warning in job.warnings:
+        say("warning: " + clean(warning))
+    preflight(job, quiet)
+    write_folder(job)
+    argv = launch_argv(job.run, job.devices.num_processes, job.resume_from)
+    if not quiet:
+        say(f"run {job.run.id}: {job.strategy.name} on {_where(job)}")
+    with progress_display(job.run, quiet) as display:
+        return supervise(job.run, argv, launch_environment(job.devices), display)
+
+
+def _where(job: Job) -> str:
+    ids, count = job.devices.gpu_ids, job.devices.num_processes
+    if ids:
+        return f"GPU{'s' * (count > 1)} {', '.join(map(str, ids))}"
+    return f"{count} CPU process{'es' * (count > 1)}"
+
+
+def preflight(job: Job, quiet: bool) -> None:
+    """Lets the training script check data, model and arithmetic, without a launcher.
+
+    Raises:
+        ConfigError: with what it refuses.
+        CheckBroke: when it crashed.
+    """
+    with tempfile.TemporaryDirectory(prefix="tunesmith-") as folder:
+        config = Path(folder) / "config.yaml"
+        config.write_text(dump_yaml(job.config), encoding="utf-8")
+        with _spinner("checking data and model", quiet):
+            status, out, errors = run_program(check_argv(config), check_environment(job.devices))
+    lines = [clean(line).strip() for line in errors.splitlines() if line.strip()]
+    if status == 2:
+        raise ConfigError(lines or ["the training script refused this run and did not say why"])
+    if status != 0:
+        raise CheckBroke(_broken(lines, status), errors)
+    for line in [] if quiet else out.splitlines():
+        say(clean(line))
+
+
+def _broken(lines: list[str], status: int) -> str:
+    """One line for a check that crashed: its exception, or how it ended."""
+    raised = [line for line in lines if re.match(r"^[\w.]*[A-Z]\w*(Error|Exception|Exit|Interrupt)\b", line)]
+    why = raised[-1] if raised else f"signal {-status}" if status < 0 else f"exit status {status}"
+    return f"the check of this run broke off: {why[:400]}"
+
+
+def run_program(argv: Sequence[str], env: Mapping[str, str], cwd: Path | None = None) -> tuple[int, str, str]:
+    """Runs a program to its end; Ctrl-C, SIGTERM and SIGHUP end it and raise KeyboardInterrupt.
+
+    Args:
+        argv: its words.
+        env: its whole environment.
+        cwd: folder to run in.
+
+    Returns:
+        Exit status, standard output and standard error.
+    """
+    with interruptible():
+        program = subprocess.Popen(
+            list(argv), env=dict(env), cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, encoding="utf-8", errors="replace", start_new_session=True,
+        )  # fmt: skip
+        try:
+            out, errors = program.communicate()
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGKILL)
+            program.communicate()
+            raise
+    return program.returncode, out, errors
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does."""
+
+    def interrupt(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    old = {name: signal.signal(name, interrupt) for name in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for name, handler in old.items():
+            signal.signal(name, handler)
+
+
+@contextlib.contextmanager
+def _spinner(text: str, quiet: bool) -> Iterator[None]:
+    if quiet:
+        yield
+    elif sys.stderr.isatty():
+        from rich.console import Console
+
+        with Console(stderr=True).status(text):
+            yield
+    else:
+        say(text)
+        yield
+
+
+def write_folder(job: Job) -> None:
+    """Makes the run folder, or brings a resumed one up to date.
+
+    Raises:
+        ConfigError: when it cannot be made, or another start took it meanwhile.
+    """
+    run = job.run
+    run.create()
+    if job.resume_from is None:
+        try:
+            with open(run.config, "x", encoding="utf-8"):
+                pass
+        except FileExistsError:
+            run.refuse_used()
+    write_atomic(run.config, dump_yaml(job.config))
+    write_atomic(run.accelerate, strategy_header(job.strategy.name) + job.strategy.dump())
+    write_atomic(run.command, command_line(run, job.devices) + "\n")
+    register_outside(run, job.config.runs_dir)
+
+
+def result(job: Job, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON document of `train` and `resume`."""
+    values = last_values(job.run)
+    return {
+        "run_dir": str(job.run.path) if job.run.exists() else None,
+        "state": state["state"],
+        "cause": state.get("cause"),
+        "step": state.get("step"),
+        "strategy": job.strategy.name,
+        "world_size": job.devices.num_processes,
+        "train_loss": values.get("loss"),
+        "eval_loss": values.get("eval_loss"),
+        "export_dir": state.get("export_dir"),
+    }
+
+
+def speed(run: RunFolder) -> tuple[float | None, float | None]:
+    """Seconds of training, and the median of the logged tokens per second."""
+    rates = [row["tokens_per_second"] for row in metrics(run) if row.get("tokens_per_second")]
+    seconds = last_values(run).get("elapsed_s")
+    return seconds, statistics.median(rates) if rates else None
+
+
+def print_summary(run: RunFolder, state: Mapping[str, Any]) -> None:
+    """How it ended, for people: a success on stdout, anything else on stderr with what to do next."""
+    values = last_values(run)
+    losses = f"train loss {number(values.get('loss'))}, eval loss {number(values.get('eval_loss'))}"
+    if state["state"] == "done":
+        report(f"done: {state.get('step')} steps, {losses}")
+        report(f"run    {run.path}")
+        report(f"model  {state.get('export_dir') or run.model}")
+        return
+    cause = f": {clean(str(state['cause']))}" if state.get("cause") else ""
+    say(f"{state['state']} at step {state.get('step')}{cause}")
+    say(f"last checkpoint: {last_checkpoint(run) or 'none'}; log: {run.log}")
+    say(f"go on with: tunesmith resume {run.path}")

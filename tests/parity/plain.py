@@ -1,0 +1,110 @@
+"""The reference: a page of plain PyTorch and stock transformers, one document at a time, no strategy at all.
+
+It shares the data order with the trainer and nothing else: no packing, no chunked loss, no attention of ours.
+Each negative control is the same page with one thing wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, set_seed
+
+from trainers.config import TrainConfig
+from trainers.data.batches import TrainPlan
+from trainers.data.prepare import prepare
+from trainers.embedded import BASE_DIR
+from trainers.preflight import plan_training
+
+LOSS_TOLERANCE, NORM_TOLERANCE = 1e-5, 1e-4
+
+
+@dataclass
+class Curve:
+    """Loss and gradient norm of each step."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+
+    def agrees(self, other: Curve) -> bool:
+        """Promise P2: every loss within 1e-5, every gradient norm within 1e-4 relative."""
+        assert len(self.losses) == len(other.losses) >= 20
+        losses = max(abs(a - b) for a, b in zip(self.losses, other.losses, strict=True))
+        norms = max(abs(a - b) / b for a, b in zip(self.norms, other.norms, strict=True))
+        return losses <= LOSS_TOLERANCE and norms <= NORM_TOLERANCE
+
+
+def build(config: TrainConfig) -> nn.Module:
+    """The stock model, with stock adapters for LoRA."""
+    model = AutoModelForCausalLM.from_pretrained(BASE_DIR, dtype=torch.float32, attn_implementation="eager")
+    if config.method == "full":
+        return model
+    set_seed(config.seed)
+    adapters = LoraConfig(r=config.lora_r, lora_alpha=config.lora_alpha, target_modules="all-linear")
+    return get_peft_model(model, adapters)
+
+
+def rate(config: TrainConfig, step: int, total: int) -> float:
+    """Cosine to 0, no warm-up, as the tests' options have it."""
+    return config.learning_rate * 0.5 * (1 + math.cos(math.pi * step / total))
+
+
+Rows = Callable[[np.ndarray], np.ndarray]
+
+
+def train(
+    config: TrainConfig, mean_of_means: bool = False, keep: Rows = lambda rows: rows, forget_optimizer: bool = False
+) -> Curve:
+    """Loss and gradient norm of every step.
+
+    Args:
+        mean_of_means: control: average the means of micro-batches, as if all had as many tokens.
+        keep: control: the rows of a batch that are trained on.
+        forget_optimizer: control: Adam's moments are lost half-way, as after a bad resume.
+    """
+    plan = plan_training(config, prepare(config, "train"), 1, pad_token_id=0)
+    model = build(config)
+    matrices = [weight for weight in model.parameters() if weight.requires_grad and weight.ndim >= 2]
+    vectors = [weight for weight in model.parameters() if weight.requires_grad and weight.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=0.0)
+    curve = Curve()
+    for step in range(plan.total_steps):
+        if forget_optimizer and step == plan.total_steps // 2:
+            optimizer.state.clear()
+        rows = keep(plan.rows_of(step))
+        batch_sums = [document_losses(model, plan, micro) for micro in np.split(rows, range(2, len(rows), 2))]
+        counts = [int(plan.rows.trained[micro].sum()) for micro in np.split(rows, range(2, len(rows), 2))]
+        if mean_of_means:
+            loss = sum(total / count for total, count in zip(batch_sums, counts, strict=True)) / len(counts)
+        else:
+            loss = sum(batch_sums) / sum(counts)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = rate(config, step, plan.total_steps)
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.losses.append(loss.item())
+        curve.norms.append(norm.item())
+    return curve
+
+
+def document_losses(model: nn.Module, plan: TrainPlan, rows: np.ndarray) -> torch.Tensor:
+    """Summed loss of the trained tokens of some rows, each document alone."""
+    total = torch.zeros(())
+    for row in rows:
+        for member in plan.rows.members[plan.rows.offsets[row] : plan.rows.offsets[row + 1]]:
+            tokens, mask = plan.rows.documents.document(int(member))
+            ids = torch.from_numpy(np.array(tokens, dtype=np.int64))[None]
+            wanted = torch.from_numpy(np.array(mask))[1:]
+            logits = model(input_ids=ids).logits[0, :-1]
+            total = total + functional.cross_entropy(logits[wanted], ids[0, 1:][wanted], reduction="sum")
+    return total

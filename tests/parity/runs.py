@@ -1,0 +1,61 @@
+"""The runs that the parity tests compare; each is launched once and shared."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.launching import Finished, launch_well
+from tests.parity.plain import Curve
+from trainers.config import TrainConfig, build
+
+STEPS = 20
+OPTIONS: dict[str, Any] = {
+    "model_name_or_path": "embedded",
+    "dataset_name": "embedded",
+    "eval_dataset_name": "embedded",
+    "max_eval_samples": 37,  # a remainder on every number of ranks
+    "max_length": 192,
+    "global_batch_size": 8,
+    "per_device_train_batch_size": 2,
+    "per_device_eval_batch_size": 4,
+    "max_steps": STEPS,
+    "learning_rate": 2e-3,
+    "weight_decay": 0.1,
+    "logging_steps": 1,
+    "save_steps": 10,
+}
+# Epochs of a few steps with a partial last batch, so that 20 steps cross several epochs' ends.
+SAMPLES = {True: 150, False: 61}
+
+
+def options(method: str, packing: bool, **changes: Any) -> dict[str, Any]:
+    """Options of a parity run."""
+    return {**OPTIONS, "method": method, "packing": packing, "max_train_samples": SAMPLES[packing], **changes}
+
+
+def config(method: str, packing: bool, **changes: Any) -> TrainConfig:
+    """The same as a config."""
+    return build(options(method, packing, **changes))
+
+
+@functools.cache
+def _folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="parity-"))
+
+
+@functools.cache
+def _run(processes: int, again: int, items: tuple[tuple[str, Any], ...]) -> Finished:
+    return launch_well(_folder() / f"run-{_run.cache_info().currsize}", processes, dict(items))
+
+
+def run(processes: int, method: str, packing: bool, again: int = 0, **changes: Any) -> Finished:
+    """A finished run; the same arguments give the same run, another `again` gives another one."""
+    return _run(processes, again, tuple(sorted(options(method, packing, **changes).items())))
+
+
+def curve(finished: Finished) -> Curve:
+    """Loss and gradient norm by step."""
+    return Curve(finished.series("loss"), finished.series("grad_norm"))

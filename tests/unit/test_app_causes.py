@@ -1,0 +1,93 @@
+"""One sentence for why a run ended, from logs as launchers and ranks write them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from app.causes import cause_of
+from trainers.run_folder import RunFolder, log_line
+
+ECHO = [
+    "Traceback (most recent call last):",
+    '  File "launch.py", line 3, in <module>',
+    "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ",
+]
+
+
+def cause(tmp_path: Path, lines: list[tuple[str, str]], status: int = 1, otherwise: str = "") -> str:
+    run = RunFolder(tmp_path)
+    run.log.write_text("".join(log_line(who, text) for who, text in lines), encoding="utf-8")
+    return cause_of(run, 0, status, otherwise)
+
+
+def trace(who: str, *raised: str) -> list[tuple[str, str]]:
+    """A chain of tracebacks as Python prints it."""
+    lines = []
+    for text in raised:
+        lines += ["Traceback (most recent call last):", '  File "x.py", line 1, in f', "    f(x)", text, ""]
+        lines += ["During handling of the above exception, another exception occurred:", ""]
+    return [(who, line) for line in lines[:-2]]
+
+
+def test_the_rank_that_fell_first_is_named_and_not_its_victims(tmp_path: Path) -> None:
+    lines = [
+        *trace("rank 1", "ValueError: bad"),
+        *trace("rank 0", "RuntimeError: closed"),
+        *[("launcher", x) for x in ECHO],
+    ]
+    assert cause(tmp_path, lines) == "rank 1: ValueError: bad"
+
+
+def test_of_a_chain_of_exceptions_the_last_counts(tmp_path: Path) -> None:
+    assert (
+        cause(tmp_path, trace("rank 0", "KeyError: 'a'", "my.pkg.DataError: row 3"))
+        == "rank 0: my.pkg.DataError: row 3"
+    )
+
+
+def test_an_exception_without_words_and_one_with_more_lines(tmp_path: Path) -> None:
+    assert cause(tmp_path, trace("rank 0", "NotImplementedError")) == "rank 0: NotImplementedError"
+    lines = [*trace("rank 0", "OutOfMemoryError: CUDA out of memory."), ("rank 0", "Tried: to allocate 2 GiB")]
+    assert cause(tmp_path, lines) == "rank 0: OutOfMemoryError: CUDA out of memory."
+
+
+def test_a_rank_killed_by_a_signal_is_told_by_the_launchers_summary(tmp_path: Path) -> None:
+    words = "E1121 10:00 api.py:874] failed (exitcode: -9) local_rank: 1 (pid: 77) of binary: python"
+    lines = [("launcher", words), *[("launcher", line) for line in ECHO]]
+    assert cause(tmp_path, lines) == "rank 1 was killed by SIGKILL"
+
+
+def test_one_process_without_elastic(tmp_path: Path) -> None:
+    died = "subprocess.CalledProcessError: Command '['python', 'train.py']' died with <Signals.SIGSEGV: 11>."
+    lines = [("launcher", "Traceback (most recent call last):"), ("launcher", died)]
+    assert cause(tmp_path, lines) == "rank 0 was killed by SIGSEGV"
+
+
+@pytest.mark.parametrize(
+    ("status", "otherwise", "expected"),
+    [
+        (-9, "", "the launcher was killed by SIGKILL"),
+        (-250, "", "the launcher was killed by signal 250"),
+        (1, "stopped by request before the first step", "stopped by request before the first step"),
+        (3, "", "the launcher ended with exit status 3 and no traceback; the log's last lines may tell more"),
+    ],
+)
+def test_without_a_traceback_the_exit_speaks(tmp_path: Path, status: int, otherwise: str, expected: str) -> None:
+    assert cause(tmp_path, [("rank 0", "Step: 1"), ("launcher", "Warning: fine")], status, otherwise) == expected
+
+
+def test_an_earlier_attempts_traceback_is_not_this_ones(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    run.log.write_text(
+        "".join(log_line(who, text) for who, text in trace("rank 0", "ValueError: old")), encoding="utf-8"
+    )
+    assert "old" not in cause_of(run, run.log.stat().st_size, 1)
+
+
+def test_no_log_and_a_log_of_rubbish(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    assert "exit status 1" in cause_of(run, 0, 1)
+    run.log.write_bytes(bytes(range(256)) * 1000)
+    assert "exit status 1" in cause_of(run, 0, 1)

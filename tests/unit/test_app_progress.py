@@ -1,0 +1,73 @@
+"""What a foreground run shows."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from rich.progress import Progress
+
+from app import progress
+from app.console import clean
+from app.progress import progress_display
+from trainers.run_folder import RunFolder, log_line
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path)
+    folder.create()
+    return folder
+
+
+def test_off_a_terminal_the_first_ranks_lines_come_as_they_are_written(
+    run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.log.write_text(log_line("rank 0", "from an earlier attempt"))
+    with progress_display(run, quiet=False) as show, open(run.log, "a") as log:
+        log.write(log_line("rank 0", "step 1\x1b[31m red\x1b[0m") + log_line("rank 1", "mine") + "half")
+        log.flush()
+        show("tick", "")
+        show("note", "stopping")
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", "step 1 red\nstopping\n")
+
+
+def test_quiet_shows_notes_alone(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_display(run, quiet=True) as show:
+        run.log.write_text(log_line("rank 0", "step 1"))
+        show("tick", "")
+        show("note", "stopping")
+    assert capsys.readouterr().err == "stopping\n"
+
+
+def test_on_a_terminal_a_bar_follows_state_metrics_and_heartbeat(run: RunFolder) -> None:
+    screen = io.StringIO()
+    columns = progress._bar().columns
+    with Progress(*columns, console=Console(file=screen, force_terminal=True, width=150)) as bar:
+        show = progress._TerminalDisplay(run, bar)
+        show("tick", "")
+        run.write_state(state="running", step=10, total_steps=40)
+        row = {"step": 10, "loss": 1.25, "tokens_per_second": 12345.6, "eta_s": 3725}
+        run.metrics.write_text(json.dumps(row) + '\n{"eval_loss": 3}\n[1]\nrubbish\n{"loss": 9')
+        (run.heartbeats / "rank-0.json").write_text('{"step": 12, "section": "evaluation"}')
+        show("tick", "")
+        show("note", "stopping: [bold]saving")
+    text = clean(screen.getvalue())
+    for part in (
+        "starting",
+        "evaluation",
+        "12/40",
+        "loss 1.2500",
+        "12,346 tok/s",
+        "left 1:02:05",
+        "stopping: [bold]saving",
+    ):
+        assert part in text
+
+
+def test_what_a_log_holds_cannot_drive_the_terminal() -> None:
+    assert clean("a\x1b[2Jb\x1b]0;title\x07c\x9bd\re\u202ef\tg\n") == "abcdef\tg\n"

@@ -1,0 +1,266 @@
+"""The `tunesmith` command as a user meets it: speed, exit status, and the answer to every slip."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from app.cli import run_verb
+from trainers.config import TrainConfig
+from trainers.run_folder import RunFolder
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = ("torch", "transformers", "accelerate", "datasets", "peft", "numpy", "pydantic", "yaml", "psutil")
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+class Shell:
+    """Runs verbs in this process and keeps what they printed."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]):
+        self.capsys = capsys
+        self.out, self.errors = "", [""]
+
+    def __call__(self, *arguments: str) -> int:
+        status = run_verb(arguments)
+        shown = self.capsys.readouterr()
+        self.out, self.errors = shown.out, shown.err.splitlines()
+        return status
+
+
+@pytest.fixture
+def shell(capsys: pytest.CaptureFixture[str]) -> Shell:
+    return Shell(capsys)
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+
+
+def imported(arguments: list[str], modules: tuple[str, ...]) -> str:
+    """Which of the modules a fresh process has after a verb."""
+    code = f"import sys; from app.cli import run_verb; run_verb({arguments}); "
+    return python(code + f"print([name for name in {modules} if name in sys.modules])").stdout.splitlines()[-1]
+
+
+def test_help_answers_at_once() -> None:
+    times = []
+    for _ in range(5):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        python("from app.cli import run_verb; run_verb(['--help'])")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert sorted(times)[2] < 0.4
+
+
+def test_help_imports_nothing_heavy() -> None:
+    assert imported(["--help"], HEAVY) == "[]"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "--help"],
+        ["runs", "list"],
+        ["train", "x"],
+        ["presets"],
+        ["strategies"],
+        ["stop", "x"],
+        ["demo", "--method=x"],
+    ],
+)
+def test_no_verb_imports_torch(arguments: list[str]) -> None:
+    assert imported(arguments, HEAVY[:6]) == "[]"
+
+
+def test_the_help_of_train_has_every_option(shell: Shell) -> None:
+    assert shell("train", "--help") == 0
+    words = shell.out.split()
+    assert [name for name in TrainConfig.model_fields if name != "preset" and f"--{name}" not in words] == []
+    for part in ("--strategy", "--gpus", "<lora|full>", "Optimizer", "default: 0.0002", "at least 8", "<true|false>"):
+        assert part.replace("lora|full", "full|lora") in shell.out
+
+
+def test_the_help_of_resume_says_what_it_takes(shell: Shell) -> None:
+    assert shell("resume", "--help") == 0
+    assert "RUN" in shell.out
+
+
+def test_all_mistakes_of_a_request_come_at_once(shell: Shell) -> None:
+    words = "train tiny-lroa --learning_rte 1e-4 --seed -1 --strategy dpp --gpus 0,x --num_processes two"
+    assert shell(*words.split()) == 2
+    assert shell.out == ""
+    expected = [
+        "unknown preset 'tiny-lroa'; did you mean tiny-lora?",
+        "unknown option learning_rte; did you mean learning_rate?",
+        "seed='-1' is refused",
+        "unknown strategy 'dpp'; did you mean ddp?",
+        "gpus='0,x': 'x' is no GPU id",
+        "num_processes='two' is no whole number",
+    ]
+    assert len(shell.errors) == len(expected)
+    assert all(any(part in line for line in shell.errors) for part in expected)
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ("train", "model_name_or_path is missing"),
+        ("train tiny-lora tiny-full", "'tiny-full' stands alone"),
+        ("train tiny-lora --preset tiny-full", "two presets"),
+        ("train tiny-lora --seed", "--seed"),
+        ("train tiny-lora --strategy", "--strategy has no value"),
+        ("train tiny-lora --strategy ddp --strategy ddp", "--strategy stands twice"),
+        ("train tiny-lora --num_processes 3", "does not divide"),
+        ("train tiny-lora --strategy single --num_processes 2", "one process"),
+        ("train tiny-lora --strategy missing.yaml", "cannot read missing.yaml"),
+        ("train --config missing.yaml --nonsense 1", "cannot read missing.yaml"),
+        ("train tiny-lora --gpus 0,0", "GPU 0 twice"),
+        ("train tiny-lora --max_length many", "max_length='many'"),
+        ("train tiny-lora --run_name a\x07b", "control characters"),
+        ("train tiny-lora --output_dir file/x", "not writable"),
+        ("demo --method qlora", "use lora or full"),
+        ("demo --gpus x", "no GPU id"),
+        ("demo --num_processes 3", "does not divide"),
+        ("trian", "Did you mean 'train'?"),
+        ("runs shwo", "No such command"),
+        ("runs list --jsn", "--jsn"),
+        ("runs show nowhere", "there is no run 'nowhere'"),
+        ("runs logs ../x", "has no `..`"),
+        ("stop /etc", "holds no run"),
+        ("stop", "RUN"),
+        ("resume", "resume takes one run"),
+        ("resume a b", "resume takes one run"),
+        ("resume nowhere", "there is no run"),
+        ("export nowhere", "there is no run"),
+        ("stop x --timeout soon", "timeout='soon'"),
+        ("stop x --timeout -1", "timeout='-1'"),
+    ],
+)
+def test_a_slip_gets_one_line_and_status_2(words: str, part: str, shell: Shell) -> None:
+    Path("file").write_text("x")
+    assert shell(*words.split(" ")) == 2
+    assert any(part in line for line in shell.errors), shell.errors
+    assert all(line.startswith("error: ") for line in shell.errors)
+    assert not Path("runs").exists()
+
+
+def test_with_json_the_mistakes_are_the_document(shell: Shell) -> None:
+    assert shell("train", "nothing-like-it", "--json") == 2
+    assert len(json.loads(shell.out)["mistakes"]) == len(shell.errors) == 1
+
+
+def test_a_value_may_look_like_anything(shell: Shell) -> None:
+    """A value is one word of an argv and no shell's, no flag's and no path's business."""
+    for value in ("run; touch hacked", "$(touch hacked)", "`touch hacked`", "a&&touch hacked", "🙂"):
+        assert shell("train", "tiny-lora", "--dataset_name", "/nowhere", "--run_name", value, "--seed", "x") == 2
+        assert len(shell.errors) == 1
+    assert not Path("hacked").exists()
+
+
+def test_a_used_folder_is_refused(shell: Shell) -> None:
+    run = RunFolder("runs/used")
+    run.create()
+    run.write_state(state="done")
+    assert shell("train", "tiny-lora", "--output_dir", "runs/used") == 2
+    assert "holds a run" in shell.errors[0]
+
+
+@pytest.mark.parametrize(("state", "part"), [("done", "is done"), ("running", "stop it first")])
+def test_only_stopped_and_failed_runs_resume(state: str, part: str, shell: Shell) -> None:
+    from trainers.run_folder import Process
+
+    run = RunFolder("runs/a")
+    run.create()
+    run.config.write_text("preset: tiny-lora\n")
+    run.write_state(state=state, processes=[Process.of("rank").as_json()])
+    assert shell("resume", "a") == 2
+    assert part in shell.errors[0]
+
+
+def test_what_a_resume_cannot_change_is_refused(shell: Shell) -> None:
+    run = RunFolder("runs/a")
+    run.create()
+    run.config.write_text("preset: tiny-lora\n")
+    run.accelerate.write_text((ROOT / "accelerate_configs" / "ddp.yaml").read_text())
+    run.write_state(state="stopped")
+    assert shell("resume", "a", "--output_dir", "b", "--preset", "tiny-full", "--max_stps", "9") == 2
+    assert ["output_dir" in shell.errors[0], "preset" in shell.errors[1], "max_steps" in shell.errors[2]] == [True] * 3
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_starts(shell: Shell, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    with open(model / "model.safetensors", "wb") as file:
+        file.truncate(2**42)
+    words = ["train", "tiny-full", "--model_name_or_path", str(model)]
+    assert shell(*words) == 2
+    assert f"{3 * 2**42:,}"[:5] in shell.errors[0]
+    assert "are free" in shell.errors[0]
+
+
+def test_catalogues_and_lists_are_json_when_asked(shell: Shell) -> None:
+    for words in (["presets"], ["strategies"]):
+        assert shell(*words, "--json") == 0
+        rows = json.loads(shell.out)
+        assert all(row["name"] and row["summary"] for row in rows)
+        assert rows
+        assert shell(*words) == 0
+        assert rows[0]["name"] in shell.out
+    assert shell("runs", "list", "--json") == 0
+    assert json.loads(shell.out) == []
+
+
+def test_runs_are_listed_shown_and_read(shell: Shell) -> None:
+    run = RunFolder("runs/one")
+    run.create()
+    run.config.write_text("preset: tiny-lora\n")
+    run.write_state(state="failed", cause="rank 1: ValueError: <b>\x1b[31mred", step=4, total_steps=8)
+    run.metrics.write_text('{"step": 4, "loss": NaN, "eval_loss": 0.5}\n')
+    run.log.write_text("2026 [rank 0] \x1b]0;owned\x07hello\n")
+    assert shell("runs", "list") == 0
+    assert "one  failed  4/8   tiny-lora" in shell.out
+    assert "\x1b" not in shell.out
+    assert shell("runs", "list", "--json") == 0
+    assert json.loads(shell.out)[0]["cause"].startswith("rank 1: ValueError")
+    assert shell("runs", "show", "one", "--json") == 0
+    assert json.loads(shell.out)["metrics"] == {"step": 4, "loss": None, "eval_loss": 0.5}
+    assert shell("runs", "show", "one") == 0
+    assert "tunesmith resume" in shell.errors[0]
+    assert shell("runs", "logs", "one") == 0
+    assert shell.out == "2026 [rank 0] hello\n"
+    assert shell("runs", "logs", "one", "--follow") == 0
+
+
+def test_stopping_what_has_ended_says_so(shell: Shell) -> None:
+    run = RunFolder("runs/one")
+    run.create()
+    run.write_state(state="running", processes=[])
+    assert shell("stop", "one") == 0
+    assert "had ended already, failed" in shell.out
+    assert shell("stop", "one", "--json") == 0
+    assert json.loads(shell.out)["already_ended"] is True
+
+
+def test_an_export_of_the_wrong_kind_is_refused(shell: Shell) -> None:
+    run = RunFolder("runs/one")
+    run.create()
+    run.config.write_text("preset: tiny-full\n")
+    run.write_state(state="done")
+    assert shell("export", "one", "--merged") == 2
+    assert "no adapter to merge" in shell.errors[0]

@@ -1,0 +1,72 @@
+"""The house rules: imports run one way, files and functions stay small, nothing runs a shell or reads a pickle."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted(path for top in ("app", "trainers", "ui") for path in (ROOT / top).rglob("*.py"))
+TORCH_FREE = {f"trainers.{name}" for name in ("config", "options", "strategies", "run_folder", "log_tee", "embedded")}
+
+
+def imports_of(path: Path) -> set[str]:
+    """Modules that a file imports, anywhere in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def forbidden(path: Path) -> set[str]:
+    """Imports that go the wrong way."""
+    top, found = path.relative_to(ROOT).parts[0], imports_of(path)
+    tops = {name.partition(".")[0] for name in found}
+    if top == "trainers":
+        return tops & {"app", "ui"}
+    wrong = tops & ({"torch", "transformers", "accelerate", "peft", "datasets"} | ({"ui"} if top == "app" else set()))
+    inner = {name for name in found if name.startswith("trainers.")}
+    return wrong | {
+        name for name in inner if not any(name == free or name.startswith(f"{free}.") for free in TORCH_FREE)
+    }
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_run_one_way(path: Path) -> None:
+    assert not forbidden(path)
+
+
+def test_a_wrong_import_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "x.py").write_text("def f():\n    import torch\n    from trainers.models import build_model\n")
+    assert forbidden(tmp_path / "app" / "x.py") == {"torch", "trainers.models", "trainers.models.build_model"}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_functions_stay_small(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 500
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    long = {node.name: node.end_lineno - node.lineno + 1 for node in functions if node.end_lineno}
+    assert {name: lines for name, lines in long.items() if lines > 80} == {}
+
+
+def test_the_torch_free_modules_are() -> None:
+    code = f"import sys; {'; '.join(f'import {name}' for name in sorted(TORCH_FREE))}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_shell_and_no_pickle(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    for word in ("shell=True", "os.system(", "pickle.load", "torch.load(", "torch.save(", "trust_remote_code=True"):
+        assert word not in text

@@ -1,0 +1,152 @@
+"""Tokenised documents on disk: flat arrays in a folder, checksummed, memory-mapped. No torch, no pickle."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from trainers.data.report import Report
+from trainers.data.tokenise import ARRAYS, Job
+
+FORMAT_VERSION = 1
+_BLOCK = 4 << 20  # bytes per checksum
+_CHECKED_BLOCKS = 256  # of each array; a larger one is checked in as many places, evenly spread
+_META = "meta.json"
+
+
+class TokenSet:
+    """Tokenised documents, memory-mapped: opening costs the same for any size, and ranks share the pages.
+
+    Attributes:
+        folder: The cache folder.
+        fingerprint: sha256 of the data, the tokenizer and the options that made this; equal means equal documents.
+        report: What became of the rows.
+        lengths: Tokens of each document; int64.
+        trained: Trained tokens of each document; int64.
+    """
+
+    def __init__(self, folder: Path, meta: dict[str, Any]):
+        self.folder = folder
+        self.fingerprint: str = meta["fingerprint"]
+        self.report = Report.from_json(meta["report"])
+        self._names: list[str] = meta["files"]
+        arrays = {name: _map(folder / name, dtype) for name, dtype in ARRAYS.items()}
+        self.lengths: npt.NDArray[np.int64] = arrays["lengths"]
+        self.trained: npt.NDArray[np.int64] = arrays["trained"]
+        self._input_ids, self._mask = arrays["input_ids"], arrays["mask"]
+        self._files, self._lines = arrays["files"], arrays["lines"]
+        self._starts = np.concatenate([[0], np.cumsum(self.lengths)])
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def document(self, index: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+        """Token ids of a document, and which of them are trained; read-only views, nothing is copied."""
+        start, end = self._starts[index], self._starts[index + 1]
+        return self._input_ids[start:end], self._mask[start:end]
+
+    def where(self, index: int) -> str:
+        """`file:line` of the row that a document comes from."""
+        return f"{self._names[self._files[index]]}:{self._lines[index]}"
+
+
+def _map(path: Path, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """A file as an array. A plain array over the map: slicing a `np.memmap` itself costs ten times as much."""
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r")).view(np.ndarray)
+
+
+def open_cache(folder: Path, fingerprint: str) -> TokenSet | None:
+    """The documents in a folder, or None when it is missing, incomplete or damaged."""
+    try:
+        sealed = json.loads((folder / _META).read_text(encoding="utf-8"))
+        meta = sealed["meta"]
+        if sealed["sha256"] != _seal(meta) or meta["version"] != FORMAT_VERSION or meta["fingerprint"] != fingerprint:
+            return None
+        whole = all(_intact(folder / name, meta["sizes"][name], meta["checksums"][name]) for name in ARRAYS)
+        return TokenSet(folder, meta) if whole else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _seal(meta: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
+
+
+def _intact(path: Path, size: int, checksums: list[int]) -> bool:
+    """Whether a file has its size and its checksums."""
+    if path.stat().st_size != size:
+        return False
+    step = max(1, len(checksums) // _CHECKED_BLOCKS)
+    with path.open("rb") as stream:
+        for index in range(0, len(checksums), step):
+            stream.seek(index * _BLOCK)
+            if zlib.crc32(stream.read(_BLOCK)) != checksums[index]:
+                return False
+    return True
+
+
+class CacheWriter:
+    """Builds a cache folder out of sight; `publish` makes it appear whole, or not at all."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.temporary = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
+        for left in folder.parent.glob(f"{folder.name}.tmp-*"):  # of a killed run: the caller holds the lock
+            shutil.rmtree(left, ignore_errors=True)
+        self.temporary.mkdir(parents=True)
+        self._streams: dict[str, BinaryIO] = {name: (self.temporary / name).open("wb") for name in ARRAYS}
+
+    def append(self, job: Job) -> None:
+        """Takes over a job's part files."""
+        for name, path in job.paths().items():
+            with path.open("rb") as part:
+                shutil.copyfileobj(part, self._streams[name], _BLOCK)
+            path.unlink()
+
+    def publish(self, fingerprint: str, report: Report, names: list[str]) -> None:
+        """Writes the summary and renames the folder into place; a damaged one that stood there goes.
+
+        Args:
+            fingerprint: Of the data, tokenizer and options.
+            report: What became of the rows.
+            names: Of the files, as `where` shows them.
+        """
+        self._close()
+        sums = {name: _checksums(self.temporary / name) for name in ARRAYS}
+        meta = {
+            "version": FORMAT_VERSION,
+            "fingerprint": fingerprint,
+            "report": report.to_json(),
+            "files": names,
+            "sizes": {name: (self.temporary / name).stat().st_size for name in ARRAYS},
+            "checksums": sums,
+        }
+        for path in self.temporary.iterdir():
+            if path.name not in ARRAYS:
+                path.unlink()
+        sealed = json.dumps({"sha256": _seal(meta), "meta": meta})
+        (self.temporary / _META).write_text(sealed, encoding="utf-8")
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.replace(self.temporary, self.folder)
+
+    def discard(self) -> None:
+        """Removes what has not been published."""
+        self._close()
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
+    def _close(self) -> None:
+        for stream in self._streams.values():
+            stream.close()
+
+
+def _checksums(path: Path) -> list[int]:
+    with path.open("rb") as stream:
+        return [zlib.crc32(block) for block in iter(lambda: stream.read(_BLOCK), b"")]

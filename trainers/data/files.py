@@ -1,0 +1,205 @@
+"""Which files, or which Hub data set, a `dataset_name` stands for. Imports no torch."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import hashlib
+import os
+import re
+import stat
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+from trainers.config import EMBEDDED, ConfigError, TrainConfig
+
+KINDS = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+    ".txt": "text",
+    ".md": "text",
+}
+HASHED_BYTES = 256 << 20  # data up to this size is known by its content, larger data by path, size and time
+_NO_DATA = re.compile(r"^(\.|readme|license|dataset_infos?\.)", re.IGNORECASE)
+_HUB_ID = re.compile(r"^\w[\w.-]*(/\w[\w.-]*)?$")
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """One file of a data set, or a whole Hub data set.
+
+    Attributes:
+        path: Absolute path; the Hub id for a Hub data set.
+        shown: The name in messages.
+        name: The name relative to the data set, the same wherever the data set lies.
+        kind: `jsonl`, `json`, `csv`, `tsv`, `parquet`, `text` or `hub`.
+        size: Bytes; rows for a Hub data set.
+        config_name: Configuration of a Hub data set.
+        split: Split of a Hub data set.
+    """
+
+    path: str
+    shown: str
+    name: str
+    kind: str
+    size: int
+    config_name: str | None = None
+    split: str = ""
+
+
+def resolve(config: TrainConfig, split: str) -> list[DataFile]:
+    """The files of the `train` or `eval` data, in a fixed order.
+
+    Raises:
+        ConfigError: when there is nothing there, or it cannot be read.
+    """
+    own_eval = split == "eval" and config.eval_dataset_name is not None
+    name = str(config.eval_dataset_name) if own_eval else config.dataset_name
+    part = config.eval_split if own_eval else config.dataset_split
+    option = "eval_dataset_name" if own_eval else "dataset_name"
+    if name == EMBEDDED:
+        return [_embedded(part, "eval_split" if own_eval else "dataset_split")]
+    path = Path(name).expanduser()
+    if os.path.lexists(path):
+        return _folder(path, option) if path.is_dir() else [_file(path, str(path), path.name, option)]
+    if any(letter in name for letter in "*?["):
+        return _glob(str(path), option)
+    if _looks_like_hub_id(name):
+        return [_hub_file(name, config.dataset_config_name, part, option)]
+    _missing(name, path, option)
+
+
+def identity(files: list[DataFile]) -> list[list[str]]:
+    """What tells this data from any other: names with content hashes, or with path, size and time of large files.
+
+    Raises:
+        ConfigError: when a file cannot be read.
+    """
+    local = [file for file in files if file.kind != "hub"]
+    hashed = sum(file.size for file in local) <= HASHED_BYTES
+    return [_identity(file, hashed) for file in files]
+
+
+def _identity(file: DataFile, hashed: bool) -> list[str]:
+    if file.kind == "hub":
+        rows = hub_rows(file.path, file.config_name, file.split)
+        return [file.path, str(file.config_name), file.split, rows._fingerprint]
+    try:
+        if not hashed:
+            status = os.stat(file.path)
+            return [os.path.realpath(file.path), str(status.st_size), str(status.st_mtime_ns)]
+        with open(file.path, "rb") as stream:
+            return [file.name, hashlib.file_digest(stream, "sha256").hexdigest()]
+    except OSError as error:
+        raise unreadable(file.shown, error) from None
+
+
+def unreadable(shown: str, error: BaseException) -> ConfigError:
+    """The error for a file that cannot be read."""
+    reason = getattr(error, "strerror", None) or str(error).partition("\n")[0][:200]
+    return ConfigError(f"cannot read {shown}: {reason}; check the file and its permissions")
+
+
+def _embedded(part: str, option: str) -> DataFile:
+    from trainers.embedded import DATA_DIR
+
+    path = DATA_DIR / f"{part}.jsonl"
+    if not path.is_file():
+        known = ", ".join(sorted(file.stem for file in DATA_DIR.glob("*.jsonl")))
+        raise ConfigError(f"{option}={part} is no split of the embedded data; use one of {known}")
+    return _file(path, f"embedded/{path.name}", path.name, option)
+
+
+def _file(path: Path, shown: str, name: str, option: str) -> DataFile:
+    """One file, checked: it exists, is a plain file, is readable, has a known ending."""
+    if path.is_symlink() and not path.exists():
+        raise ConfigError(f"{option}: {shown} links to {os.readlink(path)}, which does not exist; repair the symlink")
+    kind = KINDS.get(path.suffix.lower())
+    if kind is None:
+        known = ", ".join(KINDS)
+        raise ConfigError(f"{option}: {shown} ends in {path.suffix or 'nothing'!r}; convert it to one of {known}")
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigError(f"{option}: {shown} is not a plain file; copy the data into one")
+        with path.open("rb"):
+            pass
+    except OSError as error:
+        raise unreadable(shown, error) from None
+    return DataFile(os.path.abspath(path), shown, name, kind, status.st_size)
+
+
+def _folder(folder: Path, option: str) -> list[DataFile]:
+    """Every data file below a folder, sorted; hidden files and the folder's own documents are no data."""
+    found = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in names:
+            path = Path(parent) / name
+            if path.suffix.lower() in KINDS and not _NO_DATA.match(name):
+                found.append(_file(path, str(path), str(path.relative_to(folder)), option))
+    if not found:
+        raise ConfigError(f"{option}={folder} holds no data file; it needs files ending in {', '.join(KINDS)}")
+    return sorted(found, key=lambda file: file.name)
+
+
+def _glob(pattern: str, option: str) -> list[DataFile]:
+    paths = sorted(Path(name) for name in glob.glob(pattern, recursive=True) if not os.path.isdir(name))
+    if not paths:
+        raise ConfigError(f"{option}={pattern} matches no file; check the pattern and the current folder")
+    root = os.path.commonpath([path.absolute().parent for path in paths])
+    return [_file(path, str(path), os.path.relpath(path.absolute(), root), option) for path in paths]
+
+
+def _looks_like_hub_id(name: str) -> bool:
+    """`org/name` or `name`, unless it looks like a mistyped path."""
+    if not _HUB_ID.match(name) or Path(name).suffix.lower() in KINDS:
+        return False
+    return not Path(name).parent.is_dir() if "/" in name else "." not in name
+
+
+def _missing(name: str, path: Path, option: str) -> NoReturn:
+    if "://" in name:
+        raise ConfigError(f"{option}={name} is a URL; download the data and give the file, or give a Hub id")
+    folder = path.parent if path.parent.is_dir() else Path(".")
+    near = difflib.get_close_matches(path.name, sorted(os.listdir(folder)), n=3, cutoff=0.6)
+    way = f"did you mean {' or '.join(str(folder / found) for found in near)}?" if near else "check the path"
+    raise ConfigError(f"{option}={name} does not exist; {way}")
+
+
+def _hub_file(name: str, config_name: str | None, split: str, option: str) -> DataFile:
+    try:
+        rows = len(hub_rows(name, config_name, split))
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise ConfigError(_hub_mistake(name, config_name, split, option, error)) from None
+    shown = f"{name}[{split}]"
+    return DataFile(name, shown, name, "hub", rows, config_name, split)
+
+
+def _hub_mistake(name: str, config_name: str | None, split: str, option: str, error: Exception) -> str:
+    kind, said = type(error).__name__, str(error).partition("\n")[0][:300]
+    if "gated" in said.lower():
+        return f"{option}={name} is gated; accept its terms on the Hub, then set HF_TOKEN or run `hf auth login`"
+    if "offline" in (said + kind).lower() or isinstance(error, ConnectionError):
+        return f"{option}={name} cannot be fetched: the Hub is out of reach; go online once, or give a local file"
+    if "NotFound" in kind or "doesn't exist" in said or "cannot be accessed" in said:
+        return (
+            f"{option}={name} is neither a file here nor a data set on the Hub that you may read; check the name, "
+            "or set HF_TOKEN (or run `hf auth login`) if it is private"
+        )
+    chosen = f"{name}, configuration {config_name or 'default'}, split {split}"
+    return f"{option}: cannot load {chosen}: {said}; set dataset_config_name and dataset_split (or eval_split)"
+
+
+@lru_cache(maxsize=4)
+def hub_rows(name: str, config_name: str | None, split: str) -> Any:
+    """A Hub data set's split as a memory-mapped `datasets.Dataset`."""
+    from datasets import load_dataset
+
+    return load_dataset(name, config_name, split=split)

@@ -1,0 +1,131 @@
+"""What became of the rows of a data set: counts, and where the bad rows are. Imports no torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from trainers.data.shards import Bad
+
+EXAMPLES = 20  # bad rows that are listed, per reason
+TOO_LONG = "too long"
+
+
+@dataclass
+class Report:
+    """Counts of rows and tokens; its size does not grow with the data.
+
+    Attributes:
+        dataset: Name as the user gave it.
+        split: `train` or `eval`.
+        formats: Formats found, such as `chat`.
+        files: Files read.
+        rows: Rows read, bad ones included.
+        documents: Documents kept (a split row makes several).
+        bad_rows: Rows that cannot be used, by reason.
+        bad_listed: `[file:line, reason, detail]` in the order of the data, at most `EXAMPLES` per reason.
+        truncated: Rows cut at `max_length`.
+        dropped: Rows dropped: too long, or nothing trained left after the cut.
+        split_rows: Rows cut into several documents.
+        tokens: Tokens kept.
+        trained_tokens: Tokens that are trained, out of those kept.
+        cut_tokens: Tokens lost by truncating, dropping and splitting.
+        longest: Tokens of the longest row before any cut.
+    """
+
+    dataset: str = ""
+    split: str = ""
+    formats: list[str] = field(default_factory=list)
+    files: int = 0
+    rows: int = 0
+    documents: int = 0
+    bad_rows: dict[str, int] = field(default_factory=dict)
+    bad_listed: list[list[str]] = field(default_factory=list)
+    truncated: int = 0
+    dropped: int = 0
+    split_rows: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    cut_tokens: int = 0
+    longest: int = 0
+
+    def add_bad(self, where: str, bad: Bad) -> None:
+        """Counts a bad row, and lists it if it is among the first of its kind."""
+        count = self.bad_rows.get(bad.kind, 0)
+        self.bad_rows[bad.kind] = count + 1
+        if count < EXAMPLES:
+            self.bad_listed.append([_printable(where), bad.kind, _printable(bad.detail)])
+
+    def merge(self, other: Report) -> None:
+        """Adds the counts of the rows that follow."""
+        listed = Counter(kind for _, kind, _ in self.bad_listed)
+        for bad in other.bad_listed:
+            if listed[bad[1]] < EXAMPLES:
+                self.bad_listed.append(bad)
+                listed[bad[1]] += 1
+        for kind, count in other.bad_rows.items():
+            self.bad_rows[kind] = self.bad_rows.get(kind, 0) + count
+        for name in (
+            "rows",
+            "documents",
+            "truncated",
+            "dropped",
+            "split_rows",
+            "tokens",
+            "trained_tokens",
+            "cut_tokens",
+        ):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.longest = max(self.longest, other.longest)
+
+    @property
+    def bad_examples(self) -> list[str]:
+        """The listed bad rows as `file:line: reason: detail`."""
+        return [": ".join(bad) for bad in self.bad_listed]
+
+    @property
+    def bad(self) -> int:
+        """Bad rows of all kinds."""
+        return sum(self.bad_rows.values())
+
+    def lines(self) -> list[str]:
+        """The few lines that a run prints: counts, what was cut, and where bad rows are."""
+        name = f"{self.split} data {self.dataset}"
+        lines = [
+            f"{name}: {self.documents:,} documents from {self.rows:,} rows in {self.files} file{'s'[: self.files != 1]}"
+            f" ({', '.join(self.formats) or 'no known format'}), {self.tokens:,} tokens, "
+            f"{self.trained_tokens:,} trained, longest row {self.longest:,} tokens"
+        ]
+        cuts = {"truncated": self.truncated, "dropped": self.dropped, "split": self.split_rows}
+        if any(cuts.values()):
+            said = ", ".join(f"{count:,} rows {what}" for what, count in cuts.items() if count)
+            lines.append(f"{name}: {said}; {self.cut_tokens:,} tokens lost")
+        if self.bad:
+            kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self.bad_rows.items()))
+            lines.append(f"{name}: {self.bad:,} bad rows skipped ({kinds}), such as")
+            lines += [f"  {where}" for where in self.bad_examples[:5]]
+        return lines
+
+    def refusal(self) -> list[str]:
+        """The lines of the error for bad rows: the first ones, the total, the way out."""
+        lines = self.bad_examples[:EXAMPLES]
+        rest = self.bad - len(lines)
+        total = f"{self.bad:,} of {self.rows:,} rows of {self.dataset} cannot be used"
+        total += f" ({rest:,} more than listed)" if rest else ""
+        return [*lines, f"{total}; repair them, or set bad_rows=skip to leave them out"]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Report:
+        """The report that `to_json` gave."""
+        known = {item.name for item in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})
+
+
+def _printable(text: str) -> str:
+    """Text without control characters, for terminals and logs."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)[:300]

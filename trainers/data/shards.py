@@ -1,0 +1,102 @@
+"""A shard of a file, and the lines that JSONL, CSV and text are made of. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO, NamedTuple
+
+from trainers.data.files import DataFile
+
+SHARD_BYTES = 16 << 20
+ROW_BYTES = 10_000_000
+BOM = b"\xef\xbb\xbf"
+
+
+class Bad(NamedTuple):
+    """What is wrong with a row: a kind to count by, and the detail."""
+
+    kind: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A stretch of one file.
+
+    Attributes:
+        file: The file.
+        start: First byte (first row, from 0, of Parquet and Hub data).
+        end: Byte (or row) after the last.
+        line: Number of the first line, from 1 (of the first row for Parquet and Hub data).
+        first_row: Number of the first row within the whole data set, from 0.
+        rows: Items that `read` gives.
+        header: Column names of CSV and TSV.
+    """
+
+    file: DataFile
+    start: int
+    end: int
+    line: int
+    first_row: int
+    rows: int
+    header: tuple[str, ...] = ()
+
+
+Item = tuple[int, dict[str, Any] | Bad]
+Record = tuple[int, int, bytes | None]  # offset, line, content (None: too large)
+
+
+def content_end(stream: BinaryIO, size: int, blank: bytes = b" \t\r\n") -> int:
+    """Where the content ends: blank lines at the end of a file are no rows."""
+    end = size
+    while end:
+        start = max(0, end - 65536)
+        stream.seek(start)
+        kept = len(stream.read(end - start).rstrip(blank))
+        if kept:
+            return start + kept
+        end = start
+    return 0
+
+
+def lines(stream: BinaryIO, start: int, end: int, line: int) -> Iterator[Record]:
+    """Lines with their offsets; of a line over `ROW_BYTES` only the length is known. Never holds more than that."""
+    stream.seek(start)
+    offset = start
+    while offset < end:
+        first, content = offset, stream.readline(min(ROW_BYTES + 2, end - offset))
+        if not content:
+            return
+        offset += len(content)
+        large = len(content) > ROW_BYTES + 1
+        while offset < end and not content.endswith(b"\n"):
+            content = stream.readline(min(1 << 20, end - offset))
+            if not content:
+                break
+            offset += len(content)
+        if first == 0 and not large:
+            content = content.removeprefix(BOM)
+        yield first, line, None if large else content
+        line += 1
+
+
+def group(
+    file: DataFile, records: Iterable[Record], end: int, shard_bytes: int, header: tuple[str, ...] = ()
+) -> Iterator[Shard]:
+    """Shards that start at records, each of at least `shard_bytes` except the last."""
+    start, first_line, rows = -1, 1, 0
+    for offset, line, _ in records:
+        if start < 0:
+            start, first_line = offset, line
+        elif offset - start >= shard_bytes:
+            yield Shard(file, start, offset, first_line, 0, rows, header)
+            start, first_line, rows = offset, line, 0
+        rows += 1
+    if rows:
+        yield Shard(file, start, end, first_line, 0, rows, header)
+
+
+def large() -> Bad:
+    """What is wrong with a row over `ROW_BYTES`."""
+    return Bad("row too large", f"over {ROW_BYTES:,} bytes; cut it into several rows")

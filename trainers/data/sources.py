@@ -1,0 +1,88 @@
+"""Data files as shards of rows that know where they come from. Imports no torch.
+
+A file is looked through once (`plan`) and cut into shards of about `SHARD_BYTES` at row borders; each shard can then be
+read by itself, by any process (`read`), and gives exactly `rows` items: a row, or what is wrong with it. Memory stays
+flat: no more than a shard's row is held, except for `.json` lists, which are held whole while they are planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+from trainers.config import ConfigError
+from trainers.data import json_rows, table_rows, text_rows
+from trainers.data.files import DataFile, unreadable
+from trainers.data.shards import SHARD_BYTES, Bad, Item, Shard
+
+
+def plan(files: Iterable[DataFile], sample_by: str, shard_bytes: int = SHARD_BYTES) -> list[Shard]:
+    """Cuts files into shards, in order.
+
+    Args:
+        files: The files of a data set.
+        sample_by: `line`, `paragraph` or `document`, for text files.
+        shard_bytes: Least size of a shard; the last of a file may be smaller.
+
+    Raises:
+        ConfigError: when a file cannot be read, or is a `.json` list too large to be held.
+    """
+    shards: list[Shard] = []
+    row = 0
+    for file in files:
+        try:
+            cuts = list(_cuts(file, sample_by, shard_bytes)) or [Shard(file, 0, 0, 1, 0, 1)]
+        except (OSError, ValueError) as error:
+            raise error if isinstance(error, ConfigError) else unreadable(file.shown, error) from None
+        for cut in cuts:
+            shards.append(replace(cut, first_row=row))
+            row += cut.rows
+    return shards
+
+
+def read(shard: Shard, sample_by: str, wanted: Iterable[str] = ()) -> Iterator[Item]:
+    """The rows of a shard with their line numbers (row numbers for Parquet and Hub data), `shard.rows` of them.
+
+    Args:
+        shard: From `plan`.
+        sample_by: As given to `plan`.
+        wanted: Columns to read where columns are stored apart; all when none of them is there.
+
+    Raises:
+        ConfigError: when the file cannot be read.
+    """
+    items = _empty(shard) if shard.start == shard.end else _READERS[shard.file.kind](shard, sample_by, list(wanted))
+    try:
+        for count, item in enumerate(items):
+            if count == shard.rows:
+                return
+            yield item
+    except (OSError, ValueError) as error:
+        raise error if isinstance(error, ConfigError) else unreadable(shard.file.shown, error) from None
+
+
+def _empty(shard: Shard) -> Iterator[Item]:
+    yield 1, Bad("empty file", "it has no rows")
+
+
+def _cuts(file: DataFile, sample_by: str, shard_bytes: int) -> Iterator[Shard]:
+    if file.kind == "hub":
+        return table_rows.hub_cuts(file)
+    if file.kind == "parquet":
+        return table_rows.parquet_cuts(file, shard_bytes)
+    if file.kind == "json":
+        return json_rows.list_cuts(file, shard_bytes)
+    if file.kind == "text":
+        return text_rows.cuts(file, sample_by, shard_bytes)
+    return (json_rows.line_cuts if file.kind == "jsonl" else table_rows.csv_cuts)(file, shard_bytes)
+
+
+_READERS: dict[str, Callable[[Shard, str, list[str]], Iterator[Item]]] = {
+    "jsonl": json_rows.read_lines,
+    "json": json_rows.read_list,
+    "csv": table_rows.read_csv,
+    "tsv": table_rows.read_csv,
+    "text": text_rows.read,
+    "parquet": table_rows.read_parquet,
+    "hub": table_rows.read_hub,
+}

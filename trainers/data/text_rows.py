@@ -1,0 +1,61 @@
+"""Rows of plain text files: lines, paragraphs or whole documents. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, BinaryIO
+
+from trainers.data.files import DataFile
+from trainers.data.shards import BOM, ROW_BYTES, Bad, Item, Record, Shard, content_end, group, large, lines
+
+
+def _text_records(stream: BinaryIO, start: int, end: int, line: int, sample_by: str) -> Iterator[Record]:
+    if sample_by == "document":
+        yield start, line, stream.read(end) if end <= ROW_BYTES else None
+    elif sample_by == "paragraph":
+        yield from _paragraphs(lines(stream, start, end, line))
+    else:
+        yield from (record for record in lines(stream, start, end, line) if record[2] is None or record[2].strip())
+
+
+def _paragraphs(records: Iterable[Record]) -> Iterator[Record]:
+    """Lines between blank lines as one record; not more than `ROW_BYTES` of it are held."""
+    held: list[bytes] = []
+    first, number, size = 0, 0, 0
+    for offset, line, content in records:
+        if content is not None and not content.strip():
+            if size:
+                yield first, number, b"".join(held) if size <= ROW_BYTES else None
+            held, size = [], 0
+            continue
+        if not size:
+            first, number = offset, line
+        size += ROW_BYTES + 1 if content is None else len(content)
+        if content is not None and size <= ROW_BYTES:
+            held.append(content)
+    if size:
+        yield first, number, b"".join(held) if size <= ROW_BYTES else None
+
+
+def cuts(file: DataFile, sample_by: str, shard_bytes: int) -> Iterator[Shard]:
+    """Shards of a text file, cut between documents."""
+    with open(file.path, "rb") as stream:
+        end = content_end(stream, file.size)
+        if end:
+            stream.seek(0)
+            yield from group(file, _text_records(stream, 0, end, 1, sample_by), end, shard_bytes)
+
+
+def read(shard: Shard, sample_by: str, wanted: list[str]) -> Iterator[Item]:
+    """The documents of a text shard, each as a row with `text`."""
+    with open(shard.file.path, "rb") as stream:
+        for _, line, content in _text_records(stream, shard.start, shard.end, shard.line, sample_by):
+            yield line, large() if content is None else _text_row(content)
+
+
+def _text_row(content: bytes) -> dict[str, Any] | Bad:
+    try:
+        text = content.removeprefix(BOM).decode("utf-8")
+    except UnicodeDecodeError as error:
+        return Bad("invalid UTF-8", f"byte 0x{content[error.start]:02x}; save the file as UTF-8")
+    return {"text": text.replace("\r\n", "\n").rstrip("\r\n")}

@@ -1,0 +1,235 @@
+"""One job of tokenising: some shards in, token files and a report out. Runs in any process. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainers.config import ConfigError
+from trainers.data.files import DataFile
+from trainers.data.formats import Document, RowError, canonical, wanted_columns
+from trainers.data.report import TOO_LONG, Report
+from trainers.data.shards import Bad, Shard
+from trainers.data.sources import read
+from trainers.data.template import Encoded, Encoder
+
+# What a cache folder holds: one value per token, or one per document.
+TOKEN_ARRAYS: dict[str, npt.DTypeLike] = {"input_ids": np.int32, "mask": np.bool_}
+DOCUMENT_ARRAYS: dict[str, npt.DTypeLike] = {
+    "lengths": np.int64,
+    "trained": np.int64,
+    "files": np.int32,
+    "lines": np.int64,
+}
+ARRAYS = {**TOKEN_ARRAYS, **DOCUMENT_ARRAYS}
+_BATCH = 256  # rows given to the tokenizer at once
+_BATCH_CHARACTERS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which rows of a data set belong to the split: the held-out ones, the others, or all.
+
+    Attributes:
+        seed: Chooses the rows held out.
+        threshold: A row whose hash is below is held out; 0 when none is.
+        held_out: Whether this split is the held-out one.
+    """
+
+    seed: int = 0
+    threshold: int = 0
+    held_out: bool = False
+
+    def choose(self, first: int, rows: int) -> npt.NDArray[np.bool_]:
+        """For each of the rows from `first` on, whether it belongs to the split."""
+        if not self.threshold:
+            return np.ones(rows, dtype=np.bool_)
+        return (row_hashes(first, rows, self.seed) < np.uint64(self.threshold)) == self.held_out
+
+
+def row_hashes(first: int, rows: int, seed: int) -> npt.NDArray[np.uint64]:
+    """A well-mixed 64-bit number for each row, the same on every machine."""
+    mixed = np.arange(first, first + rows, dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        mixed += np.uint64(seed) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0x9E3779B97F4A7C15)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+@dataclass(frozen=True)
+class Options:
+    """How rows become documents; the parts of the config that matter here.
+
+    Attributes:
+        sample_by: What a document is in a text file.
+        columns: The user's column for each role.
+        max_length: Longest document, in tokens.
+        overlong: `truncate`, `drop`, `split` or `refuse`.
+        chat: Whether there is a chat template.
+        selection: Which rows belong to the split.
+    """
+
+    sample_by: str
+    columns: dict[str, str]
+    max_length: int
+    overlong: str
+    chat: bool
+    selection: Selection
+
+
+@dataclass(frozen=True)
+class Job:
+    """Shards for one process, in order, and where its part files go.
+
+    Attributes:
+        shards: With the number of their file in the data set, and its format.
+        part: Path of the part files, without their endings.
+    """
+
+    shards: list[tuple[Shard, int, str]]
+    part: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, for another process."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Job:
+        """The job that `to_json` gave."""
+        shards = []
+        for shard, number, name in values["shards"]:
+            file = DataFile(**shard.pop("file"))
+            shards.append((Shard(file, **{**shard, "header": tuple(shard["header"])}), number, name))
+        return cls(shards, values["part"])
+
+    def paths(self) -> dict[str, Path]:
+        """The part file of each array."""
+        return {name: Path(f"{self.part}.{name}") for name in ARRAYS}
+
+
+def run_job(job: Job, encoder: Encoder, options: Options, progress: Callable[[int], None] | None = None) -> Report:
+    """Tokenises a job's shards into its part files (raw arrays), and reports.
+
+    Args:
+        job: The shards, and where the part files go.
+        encoder: Makes tokens of documents.
+        options: How rows become documents.
+        progress: Called with the number of rows done since its last call.
+
+    Raises:
+        ConfigError: when a file cannot be read or the template is of no use.
+        OSError: when the part files cannot be written.
+    """
+    report = Report()
+    with ExitStack() as stack:
+        streams = {name: stack.enter_context(path.open("wb")) for name, path in job.paths().items()}
+        for shard, number, format_name in job.shards:
+            for rows in _batches(shard, format_name, options):
+                kept = _encode(rows, shard.file.shown, encoder, options, report)
+                for name, values in _arrays(kept, number).items():
+                    streams[name].write(values.tobytes())
+                if progress:
+                    progress(len(rows))
+    return report
+
+
+_Row = tuple[int, Document | Bad]
+
+
+def _batches(shard: Shard, format_name: str, options: Options) -> Iterator[list[_Row]]:
+    """The shard's documents with their lines, some hundred at a time."""
+    batch: list[_Row] = []
+    size = 0
+    chosen = options.selection.choose(shard.first_row, shard.rows).tolist()
+    items = read(shard, options.sample_by, wanted_columns(options.columns))
+    read_rows = 0
+    for (line, item), wanted in zip(items, chosen, strict=False):
+        read_rows += 1
+        if not wanted:
+            continue
+        document = item if isinstance(item, Bad) else _document(item, format_name, options)
+        batch.append((line, document))
+        size += document.size if isinstance(document, Document) else 0
+        if len(batch) == _BATCH or size > _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if read_rows != shard.rows:
+        raise ConfigError(f"{shard.file.shown} changed while it was read; start again when it is complete")
+    yield batch
+
+
+def _document(row: dict[str, Any], format_name: str, options: Options) -> Document | Bad:
+    try:
+        return canonical(row, format_name, options.columns, options.chat)
+    except RowError as error:
+        return error.bad
+
+
+_Piece = tuple[int, Encoded]
+
+
+def _encode(rows: list[_Row], shown: str, encoder: Encoder, options: Options, report: Report) -> list[_Piece]:
+    """The rows' documents, cut to `max_length`, with their lines."""
+    kept: list[_Piece] = []
+    report.rows += len(rows)
+    done = iter(encoder.encode([item for _, item in rows if isinstance(item, Document)]))
+    for line, item in rows:
+        encoded = next(done) if isinstance(item, Document) else item
+        if isinstance(encoded, Bad):
+            report.add_bad(f"{shown}:{line}", encoded)
+            continue
+        report.longest = max(report.longest, len(encoded.input_ids))
+        if options.overlong == "refuse" and len(encoded.input_ids) > options.max_length:
+            detail = f"{len(encoded.input_ids):,} tokens, over max_length={options.max_length}"
+            report.add_bad(f"{shown}:{line}", Bad(TOO_LONG, detail))
+            continue
+        kept += [(line, piece) for piece in fit(encoded, options.max_length, options.overlong, report)]
+    report.documents += len(kept)
+    return kept
+
+
+def fit(encoded: Encoded, max_length: int, overlong: str, report: Report) -> list[Encoded]:
+    """A document in pieces of at most `max_length` tokens with something to train; what is lost is counted."""
+    length = len(encoded.input_ids)
+    if length <= max_length:
+        pieces = [encoded]
+    elif overlong == "split":
+        pieces = [_piece(encoded, start, start + max_length) for start in range(0, length, max_length)]
+        report.split_rows += 1
+    else:
+        pieces = [] if overlong == "drop" else [_piece(encoded, 0, max_length)]
+    kept = [piece for piece in pieces if piece.mask.any()]
+    tokens = sum(len(piece.input_ids) for piece in kept)
+    report.truncated += overlong == "truncate" and length > max_length and bool(kept)
+    report.dropped += not kept
+    report.tokens += tokens
+    report.trained_tokens += sum(int(piece.mask.sum()) for piece in kept)
+    report.cut_tokens += length - tokens
+    return kept
+
+
+def _piece(encoded: Encoded, start: int, end: int) -> Encoded:
+    mask = encoded.mask[start:end].copy()
+    mask[:1] = False  # within its own piece nothing precedes it
+    return Encoded(encoded.input_ids[start:end], mask)
+
+
+def _arrays(pieces: list[_Piece], number: int) -> dict[str, npt.NDArray[Any]]:
+    if not pieces:
+        return {}
+    documents = [piece for _, piece in pieces]
+    return {
+        "input_ids": np.concatenate([piece.input_ids for piece in documents]),
+        "mask": np.concatenate([piece.mask for piece in documents]),
+        "lengths": np.array([len(piece.input_ids) for piece in documents], dtype=np.int64),
+        "trained": np.array([piece.mask.sum() for piece in documents], dtype=np.int64),
+        "files": np.full(len(documents), number, dtype=np.int32),
+        "lines": np.array([line for line, _ in pieces], dtype=np.int64),
+    }

@@ -1,0 +1,173 @@
+"""Loss and exact match of models on the embedded chat data.
+
+`python -m trainers.embedded.score --model DIR [--model DIR2 ...]` prints one JSON document, a list with one
+entry per model. A DIR is a whole model or a peft adapter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from trainers.embedded import BASE_DIR, DATA_DIR
+
+Row = dict[str, Any]
+MAX_NEW_TOKENS = 96  # the longest expected answer has 63
+
+
+def load_rows(split: str, limit: int | None = None) -> list[Row]:
+    """The rows of a shipped split (`train`, `eval` or `test`), the first `limit` of them."""
+    lines = (DATA_DIR / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines[:limit]]
+
+
+def load_model(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model in fp32 with its tokenizer, from a full model folder or an adapter folder.
+
+    Args:
+        path: where an `adapter_config.json` lies in it, the base that it names is loaded below the adapter;
+            the tokenizer comes from `path` where it has one, else from the base.
+    """
+    adapter = path / "adapter_config.json"
+    base: str | Path = path
+    if adapter.exists():
+        base = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    if adapter.exists():
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, path)
+    tokenizer = AutoTokenizer.from_pretrained(path if (path / "tokenizer.json").exists() else base)
+    return model.eval(), tokenizer
+
+
+def _padded(rows: list[list[int]], value: int, left: bool = False) -> torch.Tensor:
+    width = max(map(len, rows))
+    pads = [[value] * (width - len(row)) for row in rows]
+    return torch.tensor([pad + row if left else row + pad for row, pad in zip(rows, pads, strict=True)])
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], **options: bool) -> Any:
+    return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
+
+
+@torch.inference_mode()
+def chat_loss(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: list[Row], batch_size: int = 50
+) -> float:
+    """Sum of the losses of the assistant's tokens / their number, in nats, over all rows."""
+    total, count = 0.0, 0
+    for start in range(0, len(rows), batch_size):
+        chats = [row["messages"] for row in rows[start : start + batch_size]]
+        encoded = [_encode(tokenizer, chat, return_assistant_tokens_mask=True) for chat in chats]
+        ids = _padded([e["input_ids"] for e in encoded], tokenizer.pad_token_id).to(model.device)
+        trained = _padded([e["assistant_masks"] for e in encoded], 0).to(model.device)[:, 1:].bool()
+        seen = _padded([[1] * len(e["input_ids"]) for e in encoded], 0).to(model.device)
+        logits = model(input_ids=ids, attention_mask=seen).logits[:, :-1]
+        losses = functional.cross_entropy(logits[trained].float(), ids[:, 1:][trained], reduction="sum")
+        total += losses.item()
+        count += int(trained.sum())
+    return total / count
+
+
+@torch.inference_mode()
+def answers(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: list[Row], batch_size: int = 200
+) -> list[str]:
+    """Greedy answers to the rows' prompts (every message but the last), cut at the end-of-turn token."""
+    texts: list[str] = []
+    for start in range(0, len(rows), batch_size):
+        chats = [row["messages"][:-1] for row in rows[start : start + batch_size]]
+        prompts = [_encode(tokenizer, chat, add_generation_prompt=True)["input_ids"] for chat in chats]
+        ids = _padded(prompts, tokenizer.pad_token_id, left=True).to(model.device)
+        seen = _padded([[1] * len(p) for p in prompts], 0, left=True).to(model.device)
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=seen,
+            do_sample=False,
+            max_new_tokens=MAX_NEW_TOKENS,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        for answer in out[:, ids.size(1) :].tolist():
+            end = answer.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in answer else len(answer)
+            texts.append(tokenizer.decode(answer[:end], skip_special_tokens=False))
+    return texts
+
+
+def exact_match(expected: list[str], got: list[str]) -> float:
+    """The share of answers equal to what was expected, character for character (0 to 1)."""
+    if len(expected) != len(got):
+        raise ValueError(f"{len(expected)} expected answers, {len(got)} answers")
+    return sum(e == g for e, g in zip(expected, got, strict=True)) / max(1, len(expected))
+
+
+def score(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    split: str = "test",
+    limit: int | None = None,
+    samples: int = 3,
+) -> dict[str, Any]:
+    """Scores a loaded model; see `score_model`."""
+    started = time.monotonic()
+    was_training = model.training
+    model.eval()
+    rows = load_rows(split, limit)
+    expected = [row["messages"][-1]["content"] for row in rows]
+    got = answers(model, tokenizer, rows)
+    loss = chat_loss(model, tokenizer, load_rows("eval"))
+    model.train(was_training)
+    shown = [
+        {"prompt": row["messages"][0]["content"], "expected": e, "answer": g}
+        for row, e, g in zip(rows[:samples], expected, got, strict=False)
+    ]
+    return {
+        "eval_loss": loss,
+        "exact_match": exact_match(expected, got),
+        "seconds": round(time.monotonic() - started, 2),
+        "samples": shown,
+    }
+
+
+def score_model(
+    path: str | Path, split: str = "test", limit: int | None = None, samples: int = 3
+) -> dict[str, Any]:
+    """Loads and scores one model.
+
+    Args:
+        path: a model folder or a peft adapter folder.
+        split: whose prompts are answered for `exact_match`; `eval_loss` is always over the whole eval split.
+        limit: answer only the first so many prompts.
+        samples: how many prompts to return with their answers.
+
+    Returns:
+        `model`, `eval_loss` (nats per assistant token), `exact_match` (0 to 1), `seconds` (without loading),
+        `samples` (each with `prompt`, `expected` and `answer`).
+    """
+    model, tokenizer = load_model(Path(path))
+    return {"model": str(path)} | score(model, tokenizer, split, limit, samples)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Score models on the embedded chat data; prints JSON.")
+    parser.add_argument("--model", action="append", help="model or adapter folder, repeatable; else the base")
+    parser.add_argument("--split", choices=("train", "eval", "test"), default="test")
+    parser.add_argument("--limit", type=int)
+    parser.add_argument("--samples", type=int, default=3)
+    arguments = parser.parse_args()
+    paths = arguments.model or [str(BASE_DIR)]
+    scores = [score_model(path, arguments.split, arguments.limit, arguments.samples) for path in paths]
+    print(json.dumps(scores, indent=1))
+
+
+if __name__ == "__main__":
+    main()
