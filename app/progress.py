@@ -28,8 +28,13 @@ def progress_display(run: RunFolder, quiet: bool) -> Iterator[Listener]:
     if quiet:
         yield lambda kind, text: say(text) if kind == "note" else None
     elif sys.stderr.isatty():
-        with _bar() as progress:
+        progress = _bar()
+        progress.start()
+        try:
             yield _TerminalDisplay(run, progress)
+        finally:
+            with contextlib.suppress(OSError):  # the terminal may have hung up
+                progress.stop()
     else:
         yield _PlainDisplay(run)
 
@@ -79,12 +84,10 @@ class _TerminalDisplay:
         self.task = progress.add_task("starting", total=None, loss="-", rate="-", eta="-")
 
     def __call__(self, kind: str, text: str) -> None:
-        if kind == "note":
-            self.progress.console.print(text, markup=False)
-        try:
+        with contextlib.suppress(OSError):  # the terminal may have hung up; the run goes on to its stop
+            if kind == "note":
+                self.progress.console.print(text, markup=False)
             self._update()
-        except OSError:  # the terminal went away; the run goes on to its stop
-            self.progress.live.auto_refresh = False
 
     def _update(self) -> None:
         state = self.run.read_state() or {}
@@ -94,11 +97,16 @@ class _TerminalDisplay:
             with contextlib.suppress(ValueError):
                 shown.update(_fields(json.loads(line)))
         step = max(int(state.get("step") or 0), int(beat.get("step") or 0))
-        running = state.get("state") == "running"
-        description = str(beat.get("section") or "running") if running else str(state.get("state") or "starting")
         self.progress.update(
-            self.task, completed=step, total=state.get("total_steps"), description=clean(description)[:10], **shown
+            self.task, completed=step, total=state.get("total_steps"), description=_doing(state, beat), **shown
         )
+
+
+def _doing(state: dict[str, Any], beat: dict[str, Any]) -> str:
+    """One word: the state, or while it runs what takes long enough to be read."""
+    if state.get("state") != "running":
+        return clean(str(state.get("state") or "starting"))
+    return str(beat["section"]) if beat.get("section") in ("evaluation", "save", "export") else "training"
 
 
 def _fields(row: Any) -> dict[str, str]:

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 
 from app.hardware import Devices, choose_devices
@@ -219,8 +220,10 @@ def _new_folder(config: TrainConfig) -> RunFolder:
         ConfigError: when it holds a run that is not resumed, or one that lives.
     """
     name = config.run_name or config.preset or config.model_name_or_path
-    default = Path(config.runs_dir).expanduser() / new_run_id(name, time.time(), os.getpid())
-    run = RunFolder(Path(config.output_dir).expanduser() if config.output_dir else default)
+    ids = (new_run_id(name, time.time(), number) for number in count(os.getpid()))
+    folders = (Path(config.runs_dir).expanduser() / run_id for run_id in ids)
+    free = next(folder for folder in folders if not folder.exists())
+    run = RunFolder(Path(config.output_dir).expanduser() if config.output_dir else free)
     if config.resume_from_checkpoint is None:
         run.refuse_used()
     elif run.exists() and true_state(run)["state"] in LIVE_STATES:

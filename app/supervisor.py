@@ -21,6 +21,7 @@ from app.processes import Descendants, adopting_orphans
 from trainers.config import ConfigError
 from trainers.run_folder import END_STATES, Process, RunFolder, log_line, now, secrets_in
 
+LOCK = ".supervisor.lock"
 POLL = 0.2
 EXIT_PATIENCE = 10.0
 """Seconds for the ranks to end by themselves once their launcher is gone."""
@@ -60,7 +61,7 @@ def supervise(
 
 @contextlib.contextmanager
 def _only_supervisor(run: RunFolder) -> Iterator[None]:
-    with open(run.path / ".supervisor.lock", "w") as file:
+    with open(run.path / LOCK, "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

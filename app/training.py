@@ -25,7 +25,7 @@ from app.launcher import (
 from app.progress import progress_display
 from app.request import Job
 from app.runs import last_checkpoint, last_values, metrics, strategy_header
-from app.supervisor import supervise
+from app.supervisor import LOCK, supervise
 from trainers.config import ConfigError
 from trainers.options import dump_yaml
 from trainers.run_folder import RunFolder, register_outside, write_atomic
@@ -67,8 +67,21 @@ def train(job: Job, quiet: bool) -> dict[str, Any]:
     argv = launch_argv(job.run, job.devices.num_processes, job.resume_from)
     if not quiet:
         say(f"run {job.run.id}: {job.strategy.name} on {_where(job)}")
-    with progress_display(job.run, quiet) as display:
-        return supervise(job.run, argv, launch_environment(job.devices), display)
+    try:
+        with progress_display(job.run, quiet) as display:
+            return supervise(job.run, argv, launch_environment(job.devices), display)
+    finally:
+        if not job.run.state_file.exists():
+            _take_back(job.run)
+
+
+def _take_back(run: RunFolder) -> None:
+    """Removes what `write_folder` made, when a start was interrupted before there was a run; nothing else."""
+    for path in (run.config, run.accelerate, run.command, run.path / LOCK):
+        path.unlink(missing_ok=True)
+    for folder in (run.heartbeats, run.checkpoints, run.path):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def _where(job: Job) -> str:
@@ -213,7 +226,7 @@ def print_summary(run: RunFolder, state: Mapping[str, Any]) -> None:
         report(f"run    {run.path}")
         report(f"model  {state.get('export_dir') or run.model}")
         return
-    cause = f": {clean(str(state['cause']))}" if state.get("cause") else ""
-    say(f"{state['state']} at step {state.get('step')}{cause}")
+    cause = clean(str(state.get("cause") or "no cause is known"))
+    say(cause if cause.startswith(state["state"]) else f"{state['state']} at step {state.get('step')}: {cause}")
     say(f"last checkpoint: {last_checkpoint(run) or 'none'}; log: {run.log}")
     say(f"go on with: tunesmith resume {run.path}")

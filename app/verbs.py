@@ -149,7 +149,7 @@ def show_verb(name: str, runs_dir: Path, as_json: bool) -> int:
     values = document.pop("metrics")
     shown = {**document, "model": export_dir, "gpus": ",".join(map(str, document["gpus"])) or "none"}
     shown |= {key: number(value, 6) for key, value in values.items() if isinstance(value, float)}
-    show_table(["", ""], [[key, value] for key, value in shown.items() if value is not None])
+    show_table(["id", shown.pop("id")], [[key, value] for key, value in shown.items() if value is not None])
     if document["state"] in ("stopped", "failed"):
         say(f"go on with: tunesmith resume {run.path}")
     return 0

@@ -22,7 +22,7 @@ OPTIONS: dict[str, Any] = {
     "per_device_train_batch_size": 2,
     "per_device_eval_batch_size": 4,
     "max_steps": STEPS,
-    "learning_rate": 2e-3,
+    "learning_rate": 5e-4,
     "weight_decay": 0.1,
     "logging_steps": 1,
     "save_steps": 10,

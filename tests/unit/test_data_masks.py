@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from test_data_support import MARKED, PLAIN, chat, save_tokenizer
 
+from tests.unit.test_data_support import MARKED, PLAIN, chat, save_tokenizer
 from trainers.config import ConfigError
 from trainers.data.formats import Document, canonical
 from trainers.data.shards import Bad
@@ -121,7 +121,7 @@ def test_a_newline_that_ends_the_turn_is_trained(tmp_path):
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{{ messages|length }}{% for m in messages %}{{ m['content'] }}{% endfor %}", "generation markers"),
+        ("{{ messages|length }}{% for m in messages %}{{ m['content'] }}{% endfor %}", "earlier turns differently"),
         (MARKED.replace("{{ m['content'] }}<|im_end|>{% endgen", "{% endgen"), "do not enclose each reply"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "chat template"),

@@ -179,7 +179,7 @@ def test_exact_match_tells_right_from_wrong():
 
 
 def test_base_alone_scores_about_zero_with_a_finite_loss():
-    result = score.score_model(BASE_DIR, "test", limit=40, samples=2)
+    result = score.score_model(BASE_DIR, "test", limit=16, samples=2)
     assert result["exact_match"] <= 0.1
     assert 0 < result["eval_loss"] < 20
     assert len(result["samples"]) == 2
@@ -195,10 +195,10 @@ def test_score_reads_an_adapter_and_a_copy_that_answers_is_right(tmp_path: Path,
     adapter = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
     adapter.peft_config["default"].base_model_name_or_path = str(BASE_DIR)
     adapter.save_pretrained(tmp_path)
-    fresh = score.score_model(tmp_path, "test", limit=4)
-    plain = score.score_model(BASE_DIR, "test", limit=4)
+    fresh = score.score_model(tmp_path, "test", limit=2)
+    plain = score.score_model(BASE_DIR, "test", limit=2)
     assert fresh["eval_loss"] == pytest.approx(plain["eval_loss"], abs=1e-5)
     assert [s["answer"] for s in fresh["samples"]] == [s["answer"] for s in plain["samples"]]
 
     monkeypatch.setattr(score, "answers", lambda *given: [r["messages"][-1]["content"] for r in given[-1]])
-    assert score.score_model(BASE_DIR, "test", limit=4)["exact_match"] == 1.0
+    assert score.score_model(BASE_DIR, "test", limit=2)["exact_match"] == 1.0

@@ -70,7 +70,7 @@ def _best_fit(sizes: IntArray, max_length: int) -> tuple[IntArray, int]:
     """The row of each document (given longest first), and the number of rows."""
     row_of = np.empty(len(sizes), dtype=np.int64)
     starts = np.flatnonzero(np.diff(sizes, prepend=-1))
-    ends = np.append(starts[1:], len(sizes))
+    ends = np.append(starts[1:], len(sizes))[: len(starts)]
     shelf = _Shelf(max_length)
     for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
         shelf.place(row_of, start, end, int(sizes[start]))

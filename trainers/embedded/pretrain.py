@@ -103,7 +103,6 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausal
         num_key_value_heads=4,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
-        initializer_range=0.1,  # with 0.02 a random copy could not learn under LoRA at all: too mild a control
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

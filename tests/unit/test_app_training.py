@@ -1,0 +1,195 @@
+"""From a request to its run folder: the pre-flight check with the real training script, and what is left behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from app.cli import run_verb
+from app.hardware import Devices
+from app.launcher import command_line, launch_argv, read_command_line
+from app.request import resume_job, sort_words, train_job
+from app.runs import summary
+from app.training import CheckBroke, _take_back, preflight, print_summary, result, run_program, speed, write_folder
+from trainers.config import ConfigError
+from trainers.options import Request
+from trainers.run_folder import RunFolder
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.chdir(tmp_path)
+
+
+def chats(path: Path, count: int) -> str:
+    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "good day"}]
+    path.write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(count)))
+    return str(path)
+
+
+def test_words_are_sorted_wherever_they_stand() -> None:
+    words = sort_words(["--seed", "-1", "tiny-lora", "--gpus=0,2", "--json", "--packing", "true", "--quiet", "--x=--y"])
+    assert words.names == ["tiny-lora"]
+    assert (words.values, words.switches) == ({"gpus": "0,2"}, {"json", "quiet"})
+    assert words.options == ["--seed", "-1", "--packing", "true", "--x=--y"]
+
+
+def test_the_folder_holds_what_repeats_the_run(tmp_path: Path) -> None:
+    data = chats(tmp_path / "my data.jsonl", 3)
+    job = train_job(sort_words(["tiny-lora", "--dataset_name", "my data.jsonl", "--seed", "7", "--num_processes", "4",
+                                "--per_device_train_batch_size", "1"]))  # fmt: skip
+    write_folder(job)
+    assert job.run.path.parent == tmp_path / "runs"
+    again = Request(config=str(job.run.config)).resolve()
+    assert (again.dataset_name, again.seed, again.preset) == (data, 7, "tiny-lora")
+    assert again.model_dump() == job.config.model_dump()
+    assert yaml.safe_load(job.run.accelerate.read_text())["num_processes"] == 4
+    line = job.run.command.read_text()
+    assert line == command_line(job.run, Devices([], 4)) + "\n"
+    assert [*read_command_line(line)[1], "--output_dir", str(job.run.path)] == launch_argv(job.run, 4)
+    job.run.write_state(state="done")
+    row = summary(job.run)
+    assert (row["strategy"], row["world_size"], row["preset"], row["gpus"]) == ("ddp", 4, "tiny-lora", [])
+
+
+@pytest.mark.parametrize(
+    ("words", "strategy", "processes"),
+    [
+        ([], "ddp", 2),
+        (["--strategy", "single"], "single", 1),
+        (["--num_processes", "1"], "single", 1),
+        (["--num_processes", "2"], "ddp", 2),
+    ],
+)
+def test_strategy_and_processes_follow_from_each_other(words: list[str], strategy: str, processes: int) -> None:
+    job = train_job(sort_words(["tiny-lora", *words]))
+    assert (job.strategy.name, job.devices.num_processes) == (strategy, processes)
+    assert job.strategy.num_processes == processes
+
+
+def test_a_strategy_of_ones_own_keeps_its_name(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
+    job = train_job(sort_words(["tiny-lora", "--strategy", "mine.yaml"]))
+    write_folder(job)
+    assert job.strategy.name == "mine"
+    assert train_job(sort_words(["tiny-lora", "--strategy", str(job.run.accelerate)])).strategy.name == "mine"
+
+
+def test_one_folder_is_given_once(tmp_path: Path) -> None:
+    first, second = (train_job(sort_words(["tiny-lora", "--output_dir", "one"])) for _ in range(2))
+    write_folder(first)
+    with pytest.raises(ConfigError, match="holds a run"):
+        write_folder(second)
+
+
+def test_a_start_that_is_taken_back_leaves_the_users_files(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("all of it")
+    for where in ("mine", "new"):
+        job = train_job(sort_words(["tiny-lora", "--output_dir", where]))
+        write_folder(job)
+        _take_back(job.run)
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_resume_goes_on_as_before_with_what_is_given_again() -> None:
+    job = train_job(sort_words(["tiny-lora", "--num_processes", "1", "--seed", "7"]))
+    write_folder(job)
+    job.run.write_state(state="stopped")
+    again = resume_job(job.run, sort_words(["one", "--max_steps", "9"]))
+    assert (again.config.seed, again.config.max_steps) == (7, 9)
+    assert (again.strategy.name, again.devices.num_processes) == ("single", 1)
+    assert (again.run.path, again.resume_from) == (job.run.path, "auto")
+    moved = resume_job(job.run, sort_words(["one", "--strategy", "ddp", "--num_processes", "2"]))
+    assert (moved.strategy.name, moved.devices.num_processes) == ("ddp", 2)
+
+
+def test_a_wrong_request_is_refused_by_the_training_script_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, part in (
+        (["--dataset_name", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--dataset_name", chats(tmp_path / "few.jsonl", 3), "--packing", "false"], "global_batch_size"),
+        (["--model_name_or_path", "./nothing"], "./nothing"),
+    ):
+        assert run_verb(["train", "tiny-lora", "--eval_dataset_name", "none", *words, "--json"]) == 2
+        shown = capsys.readouterr()
+        assert any(part in line for line in json.loads(shown.out)["mistakes"])
+        assert "Traceback" not in shown.err
+        assert not (tmp_path / "runs").exists()
+
+
+def test_a_good_request_is_checked_and_not_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_verb(["train", "tiny-lora", "--check", "--json", "--seed", "3"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"strategy": "ddp", "world_size": 2, "ok": True}
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_check_that_crashes_is_no_mistake_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import sys; sys.stderr.write('Traceback\\n  x\\nmy.OddError: disk\\n'); sys.exit(1)"
+    monkeypatch.setattr("app.training.check_argv", lambda config: [sys.executable, "-c", code])
+    with pytest.raises(CheckBroke, match=r"broke off: my\.OddError: disk"):
+        preflight(train_job(sort_words(["tiny-lora"])), quiet=True)
+    assert run_verb(["train", "tiny-lora", "--json"]) == 1
+
+
+def test_an_interrupted_program_is_ended(tmp_path: Path) -> None:
+    code = """
+import os, sys
+from pathlib import Path
+from app.training import run_program
+inner = "import os, signal, time; open('pid', 'w').write(str(os.getpid())); os.kill(os.getppid(), signal.SIGTERM); "
+inner += "time.sleep(60)"
+try:
+    run_program([sys.executable, "-c", inner], os.environ)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    root = str(Path(__file__).resolve().parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": root}, timeout=30
+    )
+    assert done.stdout == "interrupted\n"
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
+
+
+def test_a_programs_output_comes_apart() -> None:
+    code = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"
+    assert run_program([sys.executable, "-c", code], {}) == (3, "out\n", "err\n")
+
+
+def test_the_document_of_train_has_the_keys_of_the_design(capsys: pytest.CaptureFixture[str]) -> None:
+    job = train_job(sort_words(["tiny-lora"]))
+    write_folder(job)
+    rows = [{"loss": 2.0, "tokens_per_second": 10.0, "elapsed_s": 1.0}, {"loss": 1.0, "tokens_per_second": 30.0},
+            {"eval_loss": 0.5, "elapsed_s": 3.0}]  # fmt: skip
+    job.run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    state = job.run.write_state(state="done", step=2, export_dir="/m")
+    document = result(job, state)
+    assert [document[key] for key in ("state", "step", "strategy", "world_size", "train_loss", "eval_loss")] == [
+        "done", 2, "ddp", 2, 1.0, 0.5,
+    ]  # fmt: skip
+    assert (document["run_dir"], document["export_dir"]) == (str(job.run.path), "/m")
+    assert speed(job.run) == (3.0, 20.0)
+    print_summary(job.run, state)
+    assert "done: 2 steps" in capsys.readouterr().out
+
+
+def test_a_failure_says_why_where_and_what_next(capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunFolder("runs/a")
+    run.create()
+    (run.checkpoints / "step-00000004").mkdir()
+    print_summary(run, run.write_state(state="failed", cause="rank 1: ValueError: bad row", step=6))
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    for part in ("failed at step 6: rank 1: ValueError: bad row", "step-00000004", "log.txt", "tunesmith resume"):
+        assert part in shown.err
