@@ -1,0 +1,1 @@
+"""What runs outside the ranks: the command line, the launcher, the supervisor. Never imports torch."""

@@ -32,14 +32,13 @@ def run_demo(method: str, gpus: str | None, num_processes: str | None, runs_dir:
     given = {"gpus": gpus, "num_processes": num_processes}
     values = {name: value for name, value in given.items() if value is not None}
     job = train_job(Words([f"tiny-{method}"], values, set(), ["--runs_dir", str(runs_dir)]))
-    state = train(job, quiet=as_json)
+    state = train(job, quiet=False)
     if state["state"] != "done":
         print_summary(job.run, state)
         if as_json:
             report_json(_document(job, {}, {}) | {"state": state["state"], "cause": state.get("cause")})
         return EXIT_CODES[state["state"]]
-    if not as_json:
-        say("scoring the model before and after on examples that it has not seen")
+    say("scoring the model before and after on examples that it has not seen")
     before, after = score(job.run)
     if as_json:
         report_json(_document(job, before, after))

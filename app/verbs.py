@@ -175,6 +175,8 @@ def export_verb(
         raise ConfigError(f"--merged: run {run.id} has method=full, there is no adapter to merge; leave --merged out")
     kind = "full" if method == "full" else "merged" if merged else "adapter"
     target = (output.expanduser() if output else run.path / f"export-{kind}").absolute()
+    if output and target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"output={target} holds other files, which an export would replace; name a new folder")
     argv = module_argv("trainers.export", ["--run", str(run.path), "--output", str(target), "--kind", kind])
     status, _, errors = run_program(
         [*argv, *(["--checkpoint", checkpoint] if checkpoint else [])], module_environment(), cwd=ROOT

@@ -257,6 +257,46 @@ def test_stopping_what_has_ended_says_so(shell: Shell) -> None:
     assert json.loads(shell.out)["already_ended"] is True
 
 
+def test_an_export_replaces_nobodys_files(shell: Shell, tmp_path: Path) -> None:
+    run = RunFolder("runs/one")
+    run.create()
+    run.config.write_text("preset: tiny-lora\n")
+    run.write_state(state="done")
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "text.txt").write_text("x")
+    for place in ("thesis", "thesis/text.txt"):
+        assert shell("export", "one", "--output", place) == 2
+        assert "holds other files" in shell.errors[0]
+    assert (tmp_path / "thesis" / "text.txt").exists()
+
+
+def test_the_demos_next_commands_are_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from app.demo import _next_commands
+    from app.request import sort_words, train_job
+
+    (tmp_path / "my.jsonl").write_text("{}\n")
+    for number in ("1", "2"):
+        commands = _next_commands(train_job(sort_words(["tiny-lora", "--num_processes", number])))
+        jobs = [train_job(sort_words(line.split()[2:])) for line in commands if line.startswith("tunesmith train")]
+        assert (len(jobs), jobs[0].config.dataset_name) == (2, str(tmp_path / "my.jsonl"))
+        assert commands[-1] == "tunesmith runs list"
+
+
+def test_a_terminal_that_hung_up_is_no_crash(tmp_path: Path) -> None:
+    """The reader of a pipe may leave at any time."""
+    code = "from app.cli import main; import sys; sys.argv = ['tunesmith', 'train', '--help']; main()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as process:
+        assert process.stdout
+        assert process.stderr
+        process.stdout.close()
+        assert process.stderr.read() == b""
+
+
 def test_an_export_of_the_wrong_kind_is_refused(shell: Shell) -> None:
     run = RunFolder("runs/one")
     run.create()

@@ -7,11 +7,12 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
 
-from tests.unit.test_data_support import MARKED, ROOT, chat, child, configure, save_tokenizer, write_jsonl
+from tests.unit.test_data_support import MARKED, ROOT, SPECIAL, chat, child, configure, save_tokenizer, write_jsonl
 from trainers.config import ConfigError
 from trainers.data import prepare as prepare_module
 from trainers.data import shards as shards_module
@@ -48,10 +49,7 @@ def test_documents_lengths_and_masks_belong_together(tmp_path, data):
         ids, mask = tokens.document(index)
         assert (ids.dtype, mask.dtype, type(ids)) == (np.int32, np.bool_, np.ndarray)
         assert (len(ids), mask.sum()) == (tokens.lengths[index], tokens.trained[index])
-        assert (
-            tokenizer.decode(ids[mask]) == ROWS[index]["messages"][1]["content"].strip() + "<|im_end|>"
-            or index % 7 == 0
-        )
+        assert tokenizer.decode(ids[mask]) == ROWS[index]["messages"][1]["content"] + "<|im_end|>"
         assert not ids.flags.writeable
     assert tokens.report.tokens == tokens.lengths.sum()
     assert tokens.report.trained_tokens == tokens.trained.sum()
@@ -162,6 +160,7 @@ def test_memory_stays_flat(tmp_path):
         assert documents == count
         peaks[count] = peak
     data_kib = 36_000 * 125 * 5 // 1024  # tokens and masks of the rows that were added
+    print(peaks)
     assert peaks[40_000] - peaks[4_000] < data_kib / 2 + 8_000
 
 
@@ -337,14 +336,12 @@ def test_a_model_that_is_not_there_says_so(tmp_path, data, name, said):
     ],
 )
 def test_a_model_that_cannot_be_fetched_says_the_way_out(tmp_path, data, monkeypatch, error, said):
-    import httpx
     from huggingface_hub import errors
 
     kind = getattr(errors, error)
-    response = httpx.Response(403, request=httpx.Request("GET", "https://example.org"))
 
     def fail(*names, **options):
-        raise kind("no") if error == "LocalEntryNotFoundError" else kind("no", response=response)
+        raise kind.__new__(kind, "no")  # some of these cannot be made without a response
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
     with pytest.raises(ConfigError, match=said):
@@ -354,7 +351,7 @@ def test_a_model_that_cannot_be_fetched_says_the_way_out(tmp_path, data, monkeyp
 def test_the_pad_token_never_grows_the_vocabulary(tmp_path, data):
     save_tokenizer(tmp_path / "model", pad_token=None)
     tokenizer = load_tokenizer(configure(tmp_path, data))
-    assert tokenizer.pad_token == "<pad>"
+    assert tokenizer.pad_token_id == SPECIAL.index("<pad>") + 256
     assert len(tokenizer) == 261
 
 
@@ -383,12 +380,9 @@ def test_no_worker_outlives_its_caller(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     workers = [int(pid) for pid in done.stdout.split()]
     assert len(workers) == 2, done.stderr
-    deadline = 20.0
-    import time
-
-    while deadline > 0 and any(_lives(pid) for pid in workers):
+    until = time.monotonic() + 20
+    while time.monotonic() < until and any(_lives(pid) for pid in workers):
         time.sleep(0.1)
-        deadline -= 0.1
     assert not any(_lives(pid) for pid in workers)
 
 

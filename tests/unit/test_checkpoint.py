@@ -1,0 +1,159 @@
+"""Checkpoints: bit-exact round trip, atomic publishing, and no damaged file is ever loaded in silence."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from trainers.checkpoint import Checkpoints, Origin, Progress, load_weights, read_manifest, verify
+from trainers.parallel.ranks import Ranks, TrainingError
+
+
+def trained(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    for _ in range(3):
+        model(torch.randn(8, 6)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def checkpoints(folder: Path, **changes: int) -> Checkpoints:
+    return Checkpoints(folder, Ranks(torch.device("cpu")), Origin("single", {"seed": 1}, "data"), **changes)
+
+
+def saved(folder: Path, *steps: int) -> Checkpoints:
+    store = checkpoints(folder, limit=5)
+    model, optimizer = trained()
+    for step in steps:
+        store.save(model, optimizer, Progress(step=step))
+    return store
+
+
+def test_round_trip_is_bit_exact_with_optimizer_and_random_state(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    store = checkpoints(tmp_path)
+    random.seed(3)
+    np.random.seed(4)
+    progress = Progress(step=3, elapsed_s=1.5, tokens=7, best_step=2, best_score=-0.25, stale_evaluations=1)
+    folder = store.save(model, optimizer, progress)
+    expected = [torch.rand(3), random.random(), np.random.rand()]
+    other, other_optimizer = trained(seed=9)
+    assert store.load(folder, other, other_optimizer, seed=0) == progress
+    assert torch.equal(expected[0], torch.rand(3))
+    assert (random.random(), np.random.rand()) == (expected[1], expected[2])
+    for one, two in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
+        assert torch.equal(one, two)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        for key, value in optimizer.state[one].items():
+            assert torch.equal(value, other_optimizer.state[two][key]), key
+
+
+def test_the_manifest_tells_what_is_there(tmp_path: Path) -> None:
+    saved(tmp_path, 3)
+    manifest = verify(tmp_path / "step-00000003")
+    assert (manifest["step"], manifest["world"], manifest["layout"]) == (3, 1, "single")
+    assert manifest["tensors"]["model.0.weight"] == {
+        "shape": [5, 6],
+        "dtype": "float32",
+        "file": "rank-00000.safetensors",
+    }
+    assert not list(tmp_path.glob("*.tmp-*"))
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "rank-00000.safetensors"])
+@pytest.mark.parametrize("fault", ["flip", "truncate", "remove"])
+def test_damage_is_seen_set_aside_and_the_one_before_is_used(
+    file: str, fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = saved(tmp_path, 3, 6)
+    path = tmp_path / "step-00000006" / file
+    content = bytearray(path.read_bytes())
+    if fault == "remove":
+        path.unlink()
+    elif fault == "truncate":
+        path.write_bytes(content[:-7])
+    else:
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    assert store.newest() == tmp_path / "step-00000003"
+    assert (tmp_path / "bad-step-00000006").is_dir()
+    assert "checkpoint step-00000006 is bad" in capsys.readouterr().out
+
+
+def test_every_single_bit_of_a_manifest_counts(tmp_path: Path) -> None:
+    saved(tmp_path, 3)
+    path = tmp_path / "step-00000003" / "manifest.json"
+    whole = json.loads(path.read_text())
+    for key in whole:
+        changed = {**whole, key: "other"}
+        path.write_text(json.dumps(changed))
+        with pytest.raises(ValueError, match=r"manifest|format"):
+            read_manifest(path.parent)
+
+
+def test_half_written_ones_are_ignored_and_removed_by_the_next_save(tmp_path: Path) -> None:
+    store = saved(tmp_path, 3)
+    half = tmp_path / "step-00000006.tmp-0"
+    half.mkdir()
+    (half / "rank-00000.safetensors").write_bytes(b"x")
+    assert store.newest() == tmp_path / "step-00000003"
+    store.save(*trained(), Progress(step=9))
+    assert not half.exists()
+
+
+def test_at_least_two_and_the_best_are_kept(tmp_path: Path) -> None:
+    store = checkpoints(tmp_path, limit=1)
+    model, optimizer = trained()
+    for step in range(1, 7):
+        store.save(model, optimizer, Progress(step=step, best_step=2 if step >= 2 else None))
+    assert [path.name for path in store.published()] == ["step-00000002", "step-00000005", "step-00000006"]
+
+
+def test_a_full_disk_leaves_the_last_good_one_and_says_what_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = saved(tmp_path, 3)
+    monkeypatch.setattr("trainers.checkpoint.shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})())
+    with pytest.raises(TrainingError, match=r"GiB free, a checkpoint needs .* GiB; make room"):
+        store.save(*trained(), Progress(step=6))
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+    verify(tmp_path / "step-00000003")
+
+
+def test_a_read_only_folder_leaves_the_last_good_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = saved(tmp_path, 3)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("trainers.checkpoint.save_file", refuse)  # root may write anywhere, so the fault is injected
+    with pytest.raises(TrainingError, match="Permission denied"):
+        store.save(*trained(), Progress(step=6))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+
+
+def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+    saved(tmp_path, 3)
+    with pytest.raises(ValueError, match="in the checkpoint and not in the model"):
+        load_weights(tmp_path / "step-00000003", nn.Linear(6, 5))
+    wider = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+    with pytest.raises(ValueError, match=r"\[5, 6\] there and \[5, 7\] here"):
+        load_weights(tmp_path / "step-00000003", wider)
+    longer = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 2), nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="2 weights are not in the checkpoint"):
+        load_weights(tmp_path / "step-00000003", longer)
+
+
+def test_nothing_written_is_a_pickle(tmp_path: Path) -> None:
+    saved(tmp_path, 3)
+    assert {path.suffix for path in (tmp_path / "step-00000003").iterdir()} == {".json", ".safetensors"}
