@@ -13,9 +13,15 @@ TAIL_BYTES = 2_000_000
 MAX_CAUSE = 500
 _LINE = re.compile(r"^\S+ \[(launcher|rank \d+)\] (.*)$")
 _RAISED = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:: .*)?$")
+# What a rank says when another one has gone: true, and not the cause.
+_CONSEQUENCE = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|socket (closed|timeout)|remote process|gloo|nccl|DistBackendError",
+    re.IGNORECASE,
+)
 _ECHOES = ("ChildFailedError", "CalledProcessError", "SignalException")
 # The launcher's summary of a rank without a traceback, and accelerate's own launcher of one process.
 _EXIT_CODE = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
+_MEMORY = " (by hand, or by the system when memory ran out)"
 _DIED_WITH = re.compile(r"died with <Signals\.(\w+)")
 
 
@@ -38,10 +44,24 @@ def cause_of(run: RunFolder, offset: int, status: int, otherwise: str = "") -> s
         otherwise: the answer where neither the log nor a signal tells more.
     """
     lines = _lines(run.log, offset)
+    raised = _exceptions(lines)
     return (
-        _first_exception(lines) or _killed_rank(lines) or _killed_launcher(status) or otherwise
+        _origin(raised) or _killed_rank(lines, by_signal=True) or (raised and raised[0])
+        or _killed_rank(lines, by_signal=False) or _killed_launcher(status) or otherwise
         or f"the launcher ended with exit status {status} and no traceback; the log's last lines may tell more"
     )  # fmt: skip
+
+
+def sharpened(cause: str, run: RunFolder, offset: int) -> str:
+    """What felled another rank first, where `cause` only says that this other one has gone."""
+    if not _CONSEQUENCE.search(cause):
+        return cause
+    lines = _lines(run.log, offset)
+    return _origin(_exceptions(lines)) or _killed_rank(lines, by_signal=True) or cause
+
+
+def _origin(raised: list[str]) -> str:
+    return next((told for told in raised if not _CONSEQUENCE.search(told)), "")
 
 
 def _lines(log: Path, offset: int) -> list[tuple[str, str]]:
@@ -56,8 +76,8 @@ def _lines(log: Path, offset: int) -> list[tuple[str, str]]:
     return [(match[1], match[2]) for match in matches if match]
 
 
-def _first_exception(lines: list[tuple[str, str]]) -> str:
-    """`rank 1: ValueError: text` of the traceback that began first; the others are often its consequences."""
+def _exceptions(lines: list[tuple[str, str]]) -> list[str]:
+    """`rank 1: ValueError: text` of each process with a traceback, in the order in which those began."""
     traces: dict[str, _Trace] = {}
     for index, (who, text) in enumerate(lines):
         text = re.sub(r"^\[rank\d+\]:\s?", "", text)
@@ -68,21 +88,20 @@ def _first_exception(lines: list[tuple[str, str]]) -> str:
         elif trace and trace.open and _RAISED.match(text):
             trace.open = False
             trace.raised = trace.raised if text.partition(":")[0].rpartition(".")[2] in _ECHOES else text
-    told = [(who, trace) for who, trace in traces.items() if trace.raised]
-    if not told:
-        return ""
-    who, trace = min(told, key=lambda pair: (pair[0] == "launcher", pair[1].start))
-    return f"{who}: {trace.raised}"[:MAX_CAUSE]
+    told = [(who == "launcher", trace.start, who, trace.raised) for who, trace in traces.items() if trace.raised]
+    return [f"{who}: {raised}"[:MAX_CAUSE] for _, _, who, raised in sorted(told)]
 
 
-def _killed_rank(lines: list[tuple[str, str]]) -> str:
+def _killed_rank(lines: list[tuple[str, str]], by_signal: bool) -> str:
+    """The rank that the launcher saw ending first, by a signal or by an exit status."""
     for _, text in lines:
         if match := _EXIT_CODE.search(text):
             code, rank = int(match[1]), match[2]
-            how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit status {code}"
-            return f"rank {rank} {how}"
-        if match := _DIED_WITH.search(text):
-            return f"rank 0 was killed by {match[1]}"
+            if (code < 0) == by_signal:
+                how = f"was killed by {_signal_name(-code)}" if by_signal else f"ended with exit status {code}"
+                return f"rank {rank} {how}"
+        elif by_signal and (match := _DIED_WITH.search(text)):
+            return f"rank 0 was killed by {match[1]}" + _MEMORY * (match[1] == "SIGKILL")
     return ""
 
 
@@ -92,6 +111,6 @@ def _killed_launcher(status: int) -> str:
 
 def _signal_name(number: int) -> str:
     try:
-        return signal.Signals(number).name
+        return signal.Signals(number).name + _MEMORY * (number == signal.SIGKILL)
     except ValueError:
         return f"signal {number}"

@@ -10,10 +10,10 @@ from typing import Annotated, Any
 import typer
 
 app = typer.Typer(
-    name="tunesmith", add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True,
+    name="tunesmith", add_completion=False, pretty_exceptions_enable=False,
     help="Fine-tune a language model; the strategy changes speed and memory, never the model.",
 )  # fmt: skip
-runs_app = typer.Typer(help="List, show and read runs.", no_args_is_help=True)
+runs_app = typer.Typer(help="List, show and read runs.")
 app.add_typer(runs_app, name="runs")
 
 _RAW = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -141,7 +141,8 @@ def run_verb(arguments: Sequence[str]) -> int:
     from app.console import say
 
     try:
-        return int(_invoke(app, arguments) or 0)
+        alone = list(arguments) in ([], ["runs"])  # a verb is missing: show which there are
+        return int(_invoke(app, [*arguments, "--help"] if alone else arguments) or 0)
     except KeyboardInterrupt:
         say("interrupted")
         return 130

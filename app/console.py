@@ -74,6 +74,11 @@ def _drawn(headers: Sequence[str], texts: Sequence[Sequence[str]]) -> None:
     Console().print(table)
 
 
+def counted(count: int, one: str, many: str) -> str:
+    """`1 process`, `2 processes`."""
+    return f"{count} {one if count == 1 else many}"
+
+
 def number(value: Any, digits: int = 4) -> str:
     """A measured number for people; a dash for none."""
     return f"{value:.{digits}f}" if isinstance(value, int | float) and math.isfinite(value) else "-"

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
-from app.causes import cause_of
+from app.causes import cause_of, sharpened
 from app.processes import Descendants, adopting_orphans
 from trainers.config import ConfigError
 from trainers.run_folder import END_STATES, Process, RunFolder, log_line, now, secrets_in
@@ -215,12 +215,16 @@ class _Supervision:
         """What the ranks wrote, or what can be said in their place."""
         state = self.run.read_state() or {}
         if state.get("state") in END_STATES:
-            if state["state"] == "failed" and not state.get("cause"):
-                return self.run.write_state(cause=cause_of(self.run, self.log_start, status))
-            return state
+            return self._with_true_cause(state, status) if state["state"] == "failed" else state
         stopped = self.stop_at is not None
         if stopped and self.overdue:
             cause = f"the ranks did not end within {self.grace:g} s of the stop request and were ended"
             return self.run.write_state(state="stopped", cause=cause)
         cause = cause_of(self.run, self.log_start, status, "stopped by request before the first step" * stopped)
         return self.run.write_state(state="stopped" if cause.startswith("stopped") else "failed", cause=cause)
+
+    def _with_true_cause(self, state: dict[str, Any], status: int) -> dict[str, Any]:
+        """Rank 0 knows only what it met itself; the log tells when another rank fell before it."""
+        said = state.get("cause")
+        known = sharpened(said, self.run, self.log_start) if said else cause_of(self.run, self.log_start, status)
+        return state if known == said else self.run.write_state(cause=known)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from app.console import clean, number, report, say
+from app.console import clean, counted, number, report, say
 from app.launcher import (
     check_argv,
     check_environment,
@@ -88,7 +88,7 @@ def _where(job: Job) -> str:
     ids, count = job.devices.gpu_ids, job.devices.num_processes
     if ids:
         return f"GPU{'s' * (count > 1)} {', '.join(map(str, ids))}"
-    return f"{count} CPU process{'es' * (count > 1)}"
+    return counted(count, "CPU process", "CPU processes")
 
 
 def preflight(job: Job, quiet: bool) -> None:
@@ -217,6 +217,13 @@ def speed(run: RunFolder) -> tuple[float | None, float | None]:
     return seconds, statistics.median(rates) if rates else None
 
 
+def how_it_ended(state: Mapping[str, Any]) -> str:
+    """State, step and cause in one line, the state said once."""
+    name, cause = str(state["state"]), clean(str(state.get("cause") or ""))
+    start = f"{name} at step {state.get('step')}"
+    return cause if cause.startswith(name) else f"{start}: {cause}" if cause else start
+
+
 def print_summary(run: RunFolder, state: Mapping[str, Any]) -> None:
     """How it ended, for people: a success on stdout, anything else on stderr with what to do next."""
     values = last_values(run)
@@ -226,7 +233,6 @@ def print_summary(run: RunFolder, state: Mapping[str, Any]) -> None:
         report(f"run    {run.path}")
         report(f"model  {state.get('export_dir') or run.model}")
         return
-    cause = clean(str(state.get("cause") or "no cause is known"))
-    say(cause if cause.startswith(state["state"]) else f"{state['state']} at step {state.get('step')}: {cause}")
+    say(how_it_ended(state))
     say(f"last checkpoint: {last_checkpoint(run) or 'none'}; log: {run.log}")
     say(f"go on with: tunesmith resume {run.path}")

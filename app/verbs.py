@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from app.console import clean, number, report, report_json, say, show_table
+from app.console import clean, counted, number, report, report_json, say, show_table
 from app.launcher import ROOT, module_argv, module_environment
 from app.request import Job, Words, resume_job, sort_words, train_job
 from app.runs import (
@@ -20,7 +20,7 @@ from app.runs import (
     stop_run,
     summary,
 )
-from app.training import EXIT_CODES, preflight, print_summary, result, run_program, train
+from app.training import EXIT_CODES, how_it_ended, preflight, print_summary, result, run_program, train
 from trainers.config import ConfigError
 from trainers.options import Request, preset_names, preset_summary
 from trainers.strategies import load_strategy, strategy_names
@@ -47,7 +47,8 @@ def _check(job: Job, words: Words) -> int:
     if "json" in words.switches:
         report_json(document)
     else:
-        report(f"nothing is wrong: {job.strategy.name} with {job.devices.num_processes} processes")
+        count = counted(job.devices.num_processes, "process", "processes")
+        report(f"nothing is wrong: {job.strategy.name} with {count}")
     return 0
 
 
@@ -99,9 +100,7 @@ def stop_verb(name: str, timeout: str, runs_dir: Path, as_json: bool) -> int:
     elif not stopped.in_time:
         say(f"{run.id} is still {state['state']} after {seconds:g} s; it stops at its next step")
     else:
-        cause = f": {clean(str(state['cause']))}" if state.get("cause") else ""
-        had = "had ended already" if stopped.already else "has ended"
-        report(f"{run.id} {had}, {state['state']} at step {state.get('step')}{cause}")
+        report(f"{run.id} {'had ended already' if stopped.already else 'has ended'}, {how_it_ended(state)}")
     return 0 if stopped.in_time else 1
 
 
@@ -132,7 +131,7 @@ def list_verb(runs_dir: Path, as_json: bool) -> int:
 def _row(row: dict[str, Any]) -> list[Any]:
     steps = f"{row['step']}/{row['total_steps']}" if row["total_steps"] else row["step"]
     ids = ",".join(map(str, row["gpus"]))
-    devices = f"GPU {ids}" if ids else f"{row['world_size'] or '?'} processes"
+    devices = f"GPU {ids}" if ids else counted(row["world_size"], "process", "processes") if row["world_size"] else "?"
     started, cause = str(row["started_at"] or "")[:19].replace("T", " "), str(row["cause"] or "")
     short = cause if len(cause) <= 60 else cause[:57] + "..."
     return [row["id"], row["state"], steps, row["preset"], row["strategy"], devices, started, short]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.causes import cause_of
+from app.causes import cause_of, sharpened
 from trainers.run_folder import RunFolder, log_line
 
 ECHO = [
@@ -56,7 +56,7 @@ def test_an_exception_without_words_and_one_with_more_lines(tmp_path: Path) -> N
 def test_a_rank_killed_by_a_signal_is_told_by_the_launchers_summary(tmp_path: Path) -> None:
     words = "E1121 10:00 api.py:874] failed (exitcode: -9) local_rank: 1 (pid: 77) of binary: python"
     lines = [("launcher", words), *[("launcher", line) for line in ECHO]]
-    assert cause(tmp_path, lines) == "rank 1 was killed by SIGKILL"
+    assert cause(tmp_path, lines) == "rank 1 was killed by SIGKILL (by hand, or by the system when memory ran out)"
 
 
 def test_one_process_without_elastic(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_one_process_without_elastic(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("status", "otherwise", "expected"),
     [
-        (-9, "", "the launcher was killed by SIGKILL"),
+        (-15, "", "the launcher was killed by SIGTERM"),
         (-250, "", "the launcher was killed by signal 250"),
         (1, "stopped by request before the first step", "stopped by request before the first step"),
         (3, "", "the launcher ended with exit status 3 and no traceback; the log's last lines may tell more"),
@@ -91,3 +91,29 @@ def test_no_log_and_a_log_of_rubbish(tmp_path: Path) -> None:
     assert "exit status 1" in cause_of(run, 0, 1)
     run.log.write_bytes(bytes(range(256)) * 1000)
     assert "exit status 1" in cause_of(run, 0, 1)
+
+
+CLOSED = "RuntimeError: [gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:34525"
+SUMMARY = "E1121 api.py:1002] failed (exitcode: -9) local_rank: 1 (pid: 8485) of binary: python"
+
+
+def test_a_lost_connection_is_blamed_on_the_rank_that_was_killed(tmp_path: Path) -> None:
+    lines = [*trace("rank 0", CLOSED), ("launcher", SUMMARY), *[("launcher", line) for line in ECHO]]
+    assert cause(tmp_path, lines).startswith("rank 1 was killed by SIGKILL")
+    assert sharpened(CLOSED, RunFolder(tmp_path), 0).startswith("rank 1 was killed by SIGKILL")
+
+
+def test_a_lost_connection_is_blamed_on_the_rank_that_crashed(tmp_path: Path) -> None:
+    lines = [*trace("rank 0", CLOSED), *trace("rank 1", "ValueError: bad row")]
+    assert cause(tmp_path, lines) == "rank 1: ValueError: bad row"
+    assert sharpened(CLOSED, RunFolder(tmp_path), 0) == "rank 1: ValueError: bad row"
+
+
+def test_a_cause_that_is_one_stays(tmp_path: Path) -> None:
+    cause(tmp_path, trace("rank 1", "ValueError: bad row"))
+    assert sharpened("step 3: loss nan", RunFolder(tmp_path), 0) == "step 3: loss nan"
+
+
+def test_a_lost_connection_alone_is_all_that_is_known(tmp_path: Path) -> None:
+    assert cause(tmp_path, trace("rank 0", CLOSED)) == f"rank 0: {CLOSED}"
+    assert sharpened(CLOSED, RunFolder(tmp_path), 0).endswith(CLOSED)

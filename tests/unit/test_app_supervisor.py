@@ -133,7 +133,8 @@ def test_nothing_lives_after_a_killed_launcher(run: RunFolder) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
     """
     state = go(run, body)
-    assert (state["state"], state["cause"]) == ("failed", "the launcher was killed by SIGKILL")
+    assert state["state"] == "failed"
+    assert state["cause"].startswith("the launcher was killed by SIGKILL")
     assert alive(run) == []
 
 

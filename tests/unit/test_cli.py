@@ -87,6 +87,13 @@ def test_no_verb_imports_torch(arguments: list[str]) -> None:
     assert imported(arguments, HEAVY[:6]) == "[]"
 
 
+@pytest.mark.parametrize("words", [[], ["runs"]])
+def test_without_a_verb_the_verbs_are_shown(words: list[str], shell: Shell) -> None:
+    assert shell(*words) == 0
+    assert "List" in shell.out
+    assert shell.errors == []
+
+
 def test_the_help_of_train_has_every_option(shell: Shell) -> None:
     assert shell("train", "--help") == 0
     words = shell.out.split()

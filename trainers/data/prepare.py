@@ -21,13 +21,12 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from trainers.config import ConfigError, TrainConfig
-from trainers.data import shards as shards_module
 from trainers.data.cache import FORMAT_VERSION, CacheWriter, TokenSet, open_cache
 from trainers.data.files import DataFile, identity, resolve
 from trainers.data.formats import NEEDED, OPTIONAL, recognise, unrecognised
 from trainers.data.progress import Progress, say
 from trainers.data.report import TOO_LONG, Report
-from trainers.data.shards import Shard
+from trainers.data.shards import SHARD_BYTES, Shard
 from trainers.data.sources import plan, read
 from trainers.data.template import Encoder
 from trainers.data.tokenise import Job, Options, Selection, row_hashes, run_job
@@ -123,7 +122,7 @@ def _locked(folder: Path, split: Split) -> Iterator[None]:
 
 def _build(config: TrainConfig, split: Split, files: list[DataFile], folder: Path, fingerprint: str) -> TokenSet:
     """Tokenises everything and publishes it."""
-    shards = plan(files, config.sample_by, shards_module.SHARD_BYTES)
+    shards = plan(files, config.sample_by, SHARD_BYTES)
     selection = _selection(config, split, sum(shard.rows for shard in shards))
     formats = _formats(config, shards)
     shards = _first_rows(shards, selection, _limit(config, split))
@@ -223,9 +222,9 @@ def _jobs(shards: list[Shard], files: list[DataFile], formats: dict[str, str], f
     """Shards in order, small ones together, each lot with its place for part files."""
     numbers = {file.path: number for number, file in enumerate(files)}
     jobs: list[Job] = []
-    size = shards_module.SHARD_BYTES
+    size = SHARD_BYTES
     for shard in shards:
-        if size >= shards_module.SHARD_BYTES:
+        if size >= SHARD_BYTES:
             jobs.append(Job([], str(folder / f"part-{len(jobs):06d}")))
             size = 0
         jobs[-1].shards.append((shard, numbers[shard.file.path], formats[shard.file.path]))
@@ -264,7 +263,12 @@ def _processes(jobs: list[Job], config: TrainConfig) -> int:
     size = sum(_bytes(shard) for job in jobs for shard, _, _ in job.shards)
     if size < POOL_BYTES:
         return 1
-    return max(1, min(len(jobs), config.dataset_num_proc or len(os.sched_getaffinity(0))))
+    return max(1, min(len(jobs), config.dataset_num_proc or _cores()))
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _refuse_nothing(report: Report) -> None:

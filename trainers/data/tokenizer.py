@@ -6,6 +6,7 @@ import difflib
 import fnmatch
 import hashlib
 import os
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def tokenizer_folder(config: TrainConfig) -> Path:
         raise ConfigError(f"model_name_or_path={name} is a file; give the folder that holds config.json")
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or (path.parent.is_dir() and "/" in name):
         raise ConfigError(f"model_name_or_path={name} does not exist; {_near(path)}")
-    return _fetch(config)
+    return _fetch(name, config.model_revision, config.trust_remote_code)
 
 
 def _near(path: Path) -> str:
@@ -53,22 +54,21 @@ def _near(path: Path) -> str:
     return f"did you mean {parent / near[0]}?" if near else "check the path"
 
 
-def _fetch(config: TrainConfig) -> Path:
+@lru_cache
+def _fetch(name: str, revision: str | None, remote_code: bool) -> Path:
+    """The tokenizer's files of a model on the Hub; asked for once per process."""
     from huggingface_hub import errors, snapshot_download
 
-    name = config.model_name_or_path
-    code = ["*.py"] if config.trust_remote_code else []
+    code = ["*.py"] if remote_code else []
     try:
-        return Path(
-            snapshot_download(name, revision=config.model_revision, allow_patterns=[*_FILES, "config.json", *code])
-        )
+        return Path(snapshot_download(name, revision=revision, allow_patterns=[*_FILES, "config.json", *code]))
     except errors.GatedRepoError:
         raise ConfigError(
             f"model_name_or_path={name} is gated; accept its terms at https://huggingface.co/{name}, then set HF_TOKEN "
             "or run `hf auth login`"
         ) from None
     except errors.RevisionNotFoundError:
-        raise ConfigError(f"model_revision={config.model_revision} is not there in {name}; leave it out") from None
+        raise ConfigError(f"model_revision={revision} is not there in {name}; leave it out") from None
     except (errors.RepositoryNotFoundError, errors.HFValidationError):
         raise ConfigError(
             f"model_name_or_path={name} is neither a folder here nor a model on the Hub that you may read; check the "

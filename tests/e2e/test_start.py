@@ -1,0 +1,178 @@
+"""What a run started by hand does at its start: traps of Accelerate are refused, one run folder is made alike anywhere."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.launching import ROOT, environment, flags, launch, launch_well
+from trainers.options import Request
+
+SHORT: dict[str, Any] = {"preset": "tiny-lora", "max_steps": 2, "max_train_samples": 200, "eval_dataset_name": "none"}
+
+
+def strategy_file(folder: Path, **values: Any) -> str:
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"distributed_type": "MULTI_CPU", "num_processes": 2}, "distributed_type=MULTI_CPU starts one process"),
+        ({"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": {}}, "fsdp_config: unknown Accelerate key"),
+        ({"distributed_type": "DEEPSPEED", "num_processes": 2}, "distributed_type=DEEPSPEED is not supported"),
+    ],
+)
+def test_silent_fallbacks_of_accelerate_are_refused(values: dict[str, Any], line: str, tmp_path: Path) -> None:
+    """Stock Accelerate would train one process, two independent runs, or plain DDP, and say nothing."""
+    finished = launch(tmp_path / "run", 2, SHORT, strategy=strategy_file(tmp_path, **values))
+    assert finished.status != 0
+    assert line in finished.output
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_cpu_flag_is_refused(tmp_path: Path) -> None:
+    """`--cpu --num_processes 2` starts one process in stock Accelerate."""
+    finished = launch(tmp_path / "run", 2, SHORT, launcher_flags=("--cpu",))
+    assert finished.status != 0
+    assert "the launcher was given --cpu" in finished.output
+
+
+def test_use_cpu_is_one_run_of_two_ranks(tmp_path: Path) -> None:
+    """Stock Accelerate makes two independent runs of `MULTI_GPU` with `use_cpu: true`, both rank 0."""
+    own = strategy_file(tmp_path, distributed_type="MULTI_GPU", num_processes=2, use_cpu=True)
+    finished = launch_well(tmp_path / "run", 2, SHORT, strategy=own)
+    ranks = [entry["rank"] for entry in finished.state["processes"] if entry["role"] == "rank"]
+    assert ranks == [0, 1]
+    assert "processes        2" in finished.output
+    assert "wrapper          DistributedDataParallel" in finished.output
+
+
+SELF_CHECK = """
+import sys
+from accelerate import Accelerator
+from trainers.build import model
+from trainers.options import Request
+from trainers.parallel.ranks import Ranks, TrainingError
+from trainers.self_check import check, compare
+from trainers.strategies import load_strategy
+config = Request(preset="tiny-lora").resolve()
+made = Accelerator()  # without the adaptation
+wrapped, _, _ = model(config, made)
+try:
+    check(compare(load_strategy("ddp"), config, made, wrapped), Ranks(made.device))
+except TrainingError as error:
+    print("REFUSED", error, flush=True)
+"""
+
+
+def test_the_self_check_stops_a_run_that_is_not_the_one_asked_for() -> None:
+    """Control: stock Accelerate's two runs of one process each do not get past the self-check."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
+    command += ["--no-python", sys.executable, "-c", SELF_CHECK]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=True, cwd=ROOT)
+    refusals = [line for line in done.stdout.splitlines() if line.startswith("REFUSED")]
+    assert len(refusals) == 2
+    assert all("processes: asked 2, got 1" in line for line in refusals)
+    assert all("wrapper: asked DistributedDataParallel, got none" in line for line in refusals)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"preset": "tiny-lora", "lerning_rate": 1e-3}, "unknown option lerning_rate; did you mean learning_rate?"),
+        ({"preset": "tiny-lora", "global_batch_size": 7}, "global_batch_size=7 does not divide"),
+        ({"preset": "tiny-lora", "model_name_or_path": "/nowhere"}, "model_name_or_path=/nowhere"),
+    ],
+)
+def test_a_wrong_request_is_one_line_by_hand_too(options: dict[str, Any], line: str, tmp_path: Path) -> None:
+    finished = launch(tmp_path / "run", 2, options)
+    assert finished.status != 0
+    assert finished.output.count(line) == 1
+    assert finished.state.get("state") in (None, "failed")
+
+
+def test_a_folder_with_a_run_is_not_written_over(tmp_path: Path) -> None:
+    first = launch_well(tmp_path / "run", 1, SHORT)
+    before = {path: path.read_bytes() for path in first.run.path.rglob("*") if path.is_file()}
+    again = launch(tmp_path / "run", 2, SHORT)
+    assert again.status != 0
+    assert "holds a run; resume it" in again.output
+    assert {path: path.read_bytes() for path in first.run.path.rglob("*") if path.is_file()} == before
+
+
+def test_without_a_launcher_it_says_how_to_start(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "trainers" / "train.py"), *flags(SHORT)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("train.py was started without a launcher; use `accelerate launch")
+    assert "Traceback" not in done.stderr
+
+
+def bare_environment(folder: Path) -> Path:
+    """A Python that has the dependencies and no Tunesmith: a `.pth` adds a folder, not what is installed editable in it."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    python = folder / "bin" / "python"
+    site = [path for path in sys.path if path.endswith("site-packages")]
+    target = next((folder / "lib").glob("python3*")) / "site-packages" / "dependencies.pth"
+    target.write_text("\n".join(site) + "\n")
+    found = subprocess.run([python, "-c", "import trainers"], capture_output=True, cwd=folder)
+    assert found.returncode != 0
+    return python
+
+
+@pytest.mark.parametrize("installed", [False, True], ids=["not installed", "beside an installed one"])
+def test_a_clone_runs_from_another_folder(installed: bool, tmp_path: Path) -> None:
+    """The clone's own packages are used, whatever is installed."""
+    clone = tmp_path / "clone"
+    clone.mkdir()
+    for top in ("app", "trainers", "accelerate_configs"):
+        shutil.copytree(ROOT / top, clone / top, ignore=shutil.ignore_patterns("__pycache__"))
+    python = Path(sys.executable) if installed else bare_environment(tmp_path / "venv")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    command = [str(python), "-m", "accelerate.commands.launch", "--config_file"]
+    command += [str(clone / "accelerate_configs" / "single.yaml"), str(clone / "trainers" / "train.py"), *flags(SHORT)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200, cwd=elsewhere)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run,) = (elsewhere / "runs").iterdir()
+    assert run.name.partition("tiny-lora")[1]
+    assert str(clone / "trainers" / "train.py") in (run / "command.txt").read_text()
+    assert sorted(path.name for path in run.iterdir()) == [
+        "accelerate.yaml", "checkpoints", "command.txt", "config.yaml", "heartbeat", "log.txt", "metrics.jsonl", "model",
+        "state.json",
+    ]  # fmt: skip
+
+
+def test_the_command_pasted_into_a_terminal_is_the_same_run_again(tmp_path: Path) -> None:
+    folder = tmp_path / "with space and 'quote' ünï"
+    folder.mkdir()
+    options = {**SHORT, "runs_dir": folder / "the runs", "run_name": 'a "b" $(c)'}
+    first = launch_well(folder / "run", 2, options)
+    line = first.run.command.read_text().strip()
+    clean = {key: value for key, value in environment().items() if key != "CUDA_VISIBLE_DEVICES"}
+    done = subprocess.run(["bash", "-c", line], env=clean, capture_output=True, text=True, timeout=200, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (again,) = (folder / "the runs").iterdir()
+    assert Request(config=str(again / "config.yaml")).resolve() == Request(config=str(first.run.config)).resolve()
+    assert (again / "accelerate.yaml").read_text() == first.run.accelerate.read_text()
+    first_losses = [line for line in first.run.metrics.read_text().split('"loss": ')[1:]]
+    again_losses = [line for line in (again / "metrics.jsonl").read_text().split('"loss": ')[1:]]
+    assert [one.split(",")[0] for one in first_losses] == [one.split(",")[0] for one in again_losses]
+
+
+def test_a_secret_of_the_environment_is_in_no_file(tmp_path: Path) -> None:
+    secret = "hf_" + os.urandom(12).hex()
+    finished = launch_well(tmp_path / "run", 1, {**SHORT, "run_name": "quiet"}, HF_TOKEN=secret)
+    for path in finished.run.path.rglob("*"):
+        assert not path.is_file() or secret.encode() not in path.read_bytes()
+    assert secret not in finished.output
