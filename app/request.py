@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
 from app.hardware import Devices, choose_devices
-from app.runs import gpu_ids, strategy_name, true_state, world_size
+from app.runs import gpu_ids, true_state, world_size
 from trainers.config import EMBEDDED, ConfigError, TrainConfig, absolute_paths, build, ignored_choices
 from trainers.options import Request, parse_request, preset_path, read_yaml
 from trainers.run_folder import LIVE_STATES, RunFolder, new_run_id
@@ -167,13 +167,13 @@ def _job(request: Request, values: dict[str, str], mistakes: _Mistakes, run: Run
         config = _config(request, mistakes)
     named = values.get("strategy")
     with mistakes:
-        strategy = _load(named) if named else None
+        strategy = load_strategy(named) if named else None
     with mistakes:
         given = strategy.num_processes if strategy else None
         devices = choose_devices(values.get("gpus"), values.get("num_processes"), strategy_processes=given)
     with mistakes:
         if devices and not named:
-            strategy = _load(default_strategy(devices.num_processes))
+            strategy = load_strategy(default_strategy(devices.num_processes))
         if config and strategy and devices:
             strategy = resolve(strategy, devices.num_processes, config.mixed_precision)
             config.accumulation_steps(strategy.data_parallel_size)
@@ -205,12 +205,6 @@ def _config(request: Request, mistakes: _Mistakes) -> TrainConfig:
         return build(request.options)
     except ConfigError as error:
         raise ConfigError([line for line in error.mistakes if " is missing; " not in line]) from None
-
-
-def _load(name_or_path: str) -> Strategy:
-    strategy = load_strategy(name_or_path)
-    path = Path(name_or_path).expanduser()
-    return replace(strategy, name=strategy_name(path)) if path.suffix in (".yaml", ".yml") else strategy
 
 
 def _new_folder(config: TrainConfig) -> RunFolder:

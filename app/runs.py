@@ -11,16 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from app.launcher import read_command_line
 from trainers.config import ConfigError
 from trainers.options import read_yaml
 from trainers.run_folder import END_STATES, LIVE_STATES, STATES, Process, RunFolder, read_json, registered_runs
-from trainers.strategies import STRATEGIES_DIR, strategy_names
+from trainers.strategies import load_strategy
 
 GONE = "ended without a word: its processes are gone"
-_HEADER = "# strategy: "
 
 
 # -- finding ---------------------------------------------------------------------------------------------------------
@@ -141,30 +138,12 @@ def config_values(run: RunFolder) -> dict[str, Any]:
         return {}
 
 
-def strategy_name(accelerate: Path) -> str:
-    """Name of the strategy in an Accelerate file: from its header, or the shipped one with the same values."""
+def strategy_name(run: RunFolder) -> str:
+    """Name of a run's strategy; empty when its `accelerate.yaml` cannot be read."""
     try:
-        first = accelerate.read_text(encoding="utf-8").partition("\n")[0]
-        values = read_yaml(accelerate)
-    except (OSError, UnicodeDecodeError, ConfigError):
+        return load_strategy(str(run.accelerate)).name
+    except ConfigError:
         return ""
-    if first.startswith(_HEADER):
-        return first.removeprefix(_HEADER).strip()
-    for name in strategy_names():
-        shipped = yaml.safe_load((STRATEGIES_DIR / f"{name}.yaml").read_text(encoding="utf-8"))
-        if _essence(shipped) == _essence(values):
-            return name
-    return accelerate.stem
-
-
-def strategy_header(name: str) -> str:
-    """The first line of a run's `accelerate.yaml`, which `strategy_name` reads back."""
-    return _HEADER + "".join(letter for letter in name if letter.isprintable()) + "\n"
-
-
-def _essence(values: dict[str, Any]) -> dict[str, Any]:
-    """The keys of an Accelerate file that processes, machine and precision do not change."""
-    return {key: value for key, value in values.items() if key not in ("num_processes", "mixed_precision", "gpu_ids")}
 
 
 def gpu_ids(run: RunFolder) -> list[int]:
@@ -191,7 +170,7 @@ def summary(run: RunFolder) -> dict[str, Any]:
         "id": run.id,
         **{key: state.get(key) for key in keys},
         "preset": config_values(run).get("preset"),
-        "strategy": strategy_name(run.accelerate),
+        "strategy": strategy_name(run),
         "world_size": world_size(run),
         "gpus": gpu_ids(run),
         "started_at": state.get("started_at"),

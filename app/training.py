@@ -24,7 +24,7 @@ from app.launcher import (
 )
 from app.progress import progress_display
 from app.request import Job
-from app.runs import last_checkpoint, last_values, metrics, strategy_header
+from app.runs import last_checkpoint, last_values, metrics
 from app.supervisor import LOCK, supervise
 from trainers.config import ConfigError
 from trainers.options import dump_yaml
@@ -189,7 +189,7 @@ def write_folder(job: Job) -> None:
         except FileExistsError:
             run.refuse_used()
     write_atomic(run.config, dump_yaml(job.config))
-    write_atomic(run.accelerate, strategy_header(job.strategy.name) + job.strategy.dump())
+    write_atomic(run.accelerate, job.strategy.dump())
     write_atomic(run.command, command_line(run, job.devices) + "\n")
     register_outside(run, job.config.runs_dir)
 

@@ -23,7 +23,8 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import set_seed
 
-from trainers.parallel.ranks import Ranks, TrainingError
+from trainers.errors import TrainingError
+from trainers.parallel.ranks import Ranks
 from trainers.run_folder import read_json, write_json
 
 FORMAT = 1

@@ -131,6 +131,8 @@ def export_again(run: RunFolder, target: Path, kind: str, checkpoint: str | None
     if not names or (checkpoint and checkpoint not in names):
         known = ", ".join(names) or "none"
         raise ConfigError(f"checkpoint {checkpoint or 'of this run'} is not there; the run {run.id} has: {known}")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"--output {target} is not empty; name a new folder, so that nothing is written over")
     folder = run.checkpoints / (checkpoint or names[-1])
     try:
         manifest = verify(folder)

@@ -22,6 +22,7 @@ load the best weights, if load_best_model_at_end                -> DONE
 from __future__ import annotations
 
 import math
+import os
 import signal
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -35,9 +36,10 @@ from torch import nn
 from trainers.checkpoint import Checkpoints, Progress, load_weights
 from trainers.config import TrainConfig
 from trainers.data.batches import Rows, StepBatch, TrainPlan, evaluation_batches
+from trainers.errors import TrainingError
 from trainers.metrics import MetricsFile, Window, memory_gib, peak_flops, step_flops
 from trainers.models import compute_dtype, matmul_parameters
-from trainers.parallel.ranks import Ranks, TrainingError
+from trainers.parallel.ranks import Ranks
 from trainers.run_folder import Heartbeat, RunFolder
 from trainers.schedule import learning_rate
 
@@ -145,9 +147,9 @@ def _refuse_not_finite(job: Job, step: int, loss: float, grad_norm: float) -> No
     scaled = job.config.mixed_precision == "fp16"  # its loss scaling meets infinite gradients and skips the step
     if math.isfinite(loss) and (scaled or math.isfinite(grad_norm)):
         return
-    rows = ", ".join(str(row) for row in job.plan.rows_of(step)[:8])
+    places = ", ".join(job.plan.rows.places(job.plan.rows_of(step))[:6])
     raise TrainingError(
-        f"step {step + 1}: loss {loss}, gradient norm {grad_norm}, in the batch of rows {rows}, …; no weight was "
+        f"step {step + 1}: loss {loss}, gradient norm {grad_norm}, in the batch from {places}, …; no weight was "
         "updated; lower learning_rate, look at those rows, or use mixed_precision bf16 or no"
     )
 
@@ -180,6 +182,7 @@ class Fit:
     def __init__(self, job: Job, resume: str | None):
         self.job, self.window, self.results = job, Window(), dict[str, Any]()
         self.progress, self.evaluated_at, self.saved_at = Progress(), -1, -1
+        self.parent = os.getppid()
         self.flops_parameters = matmul_parameters(job.bare)
         shape = getattr(job.bare, "config", None)
         self.hidden_layers = int(getattr(shape, "hidden_size", 0) * getattr(shape, "num_hidden_layers", 0))
@@ -298,6 +301,9 @@ class Fit:
         step, total = self.progress.step, self.job.plan.total_steps
         asked = self.job.ranks.gather(by)
         who = next((f"{name} on rank {rank}" for rank, name in enumerate(asked) if name), "a stop request")
+        if any(self.job.ranks.gather(os.getppid() != self.parent)):
+            cause = f"the launcher was killed; saved at step {step} of {total}; resume goes on from there"
+            return Outcome("failed", cause, self.progress, self.results)
         cause = f"stopped by {who} at step {step} of {total}; its checkpoint is saved; resume goes on from there"
         return Outcome("stopped", cause, self.progress, self.results)
 

@@ -14,9 +14,10 @@ from torch import nn
 
 from trainers.attention import KERNELS
 from trainers.config import TrainConfig
+from trainers.errors import TrainingError
 from trainers.models import base_dtype
 from trainers.objectives.sft import inner_model
-from trainers.parallel.ranks import Ranks, TrainingError
+from trainers.parallel.ranks import Ranks
 from trainers.strategies import Strategy
 
 

@@ -16,6 +16,7 @@ import yaml
 from trainers.config import ConfigError, unknown_option
 from trainers.options import read_yaml
 
+HEADER = "# strategy: "  # begins the copy of an Accelerate file that a run keeps
 STRATEGIES_DIR = Path(__file__).resolve().parent.parent / "accelerate_configs"
 
 # Accelerate 1.15, ClusterConfig: the keys that this project understands, with the types it accepts.
@@ -79,8 +80,9 @@ class Strategy:
         return None if self.distributed_type == "NO" else _TYPES[self.distributed_type]
 
     def dump(self) -> str:
-        """The YAML that Accelerate gets."""
-        return yaml.safe_dump(self.values, sort_keys=False)
+        """The YAML that Accelerate gets, the strategy's name in its first line."""
+        name = "".join(letter for letter in self.name if letter.isprintable())
+        return f"{HEADER}{name}\n{yaml.safe_dump(self.values, sort_keys=False)}"
 
 
 def strategy_names() -> list[str]:
@@ -111,6 +113,9 @@ def load_strategy(name_or_path: str) -> Strategy:
     if mistakes:
         raise ConfigError([f"{path.name}: {mistake}" for mistake in mistakes])
     first = path.read_text(encoding="utf-8").partition("\n")[0]
+    if first.startswith(HEADER):
+        name = first.removeprefix(HEADER).strip()
+        return Strategy(name, f"{name}, from the run in {path.parent}", values)
     summary = first.lstrip("# ").strip() if first.startswith("#") else f"{values['distributed_type']} from {path.name}"
     return Strategy(path.stem, summary, values)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from typing import Any
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from trainers.config import ConfigError, TrainConfig, ignored_choices
+from trainers.errors import TrainingError
 from trainers.log_tee import start_tee
 from trainers.options import Request, parse_request
 from trainers.preflight import check, describe_plan, make_rows, plan_training
-from trainers.run_folder import Heartbeat, Process, RunFolder
+from trainers.run_folder import Heartbeat, Process, RunFolder, register_outside
 from trainers.startup import (
     Launch,
     asked_strategy,
@@ -51,18 +53,15 @@ def main(argv: list[str]) -> int:
         return 2
     console = start_tee(run.log, f"rank {rank_of_environment()}", echo=not launch.supervised)
     try:
-        train(config, strategy, run, launch, console)
+        return train(config, strategy, run, launch, console)
     except ConfigError as error:
-        fail(run, "; ".join(error.mistakes))
-        return 2
+        # Every rank meets the same mistake; one of them says so.
+        return fail(run, "; ".join(error.mistakes), status=2)
+    except TrainingError as error:
+        return fail(run, str(error), status=1)
     except BaseException as error:
-        import traceback
-
         traceback.print_exc()
-        first = str(error).strip().partition("\n")[0]
-        fail(run, f"{type(error).__name__}: {first}" if type(error).__name__ != "TrainingError" else str(error))
-        return 1
-    return 0
+        return fail(run, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}", status=1)
 
 
 def print_check(request: Request) -> int:
@@ -75,16 +74,17 @@ def print_check(request: Request) -> int:
     return 0
 
 
-def fail(run: RunFolder, cause: str) -> None:
-    """Notes on rank 0 why the run failed; the other ranks give way to it."""
-    print(cause, file=sys.stderr, flush=True)
+def fail(run: RunFolder, cause: str, status: int) -> int:
+    """Notes on rank 0 why the run failed; the other ranks give way to it. Returns the exit status."""
     if rank_of_environment() == 0:
+        print(cause, file=sys.stderr, flush=True)
         run.write_state(state="failed", cause=cause)
-    give_way(10)
+    give_way()
+    return status
 
 
-def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launch, console: Any) -> None:
-    """Data, model, strategy, loop, export: one run on this rank."""
+def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launch, console: Any) -> int:
+    """Data, model, strategy, loop, export: one run on this rank. Returns the exit status."""
     main_rank = rank_of_environment() == 0
     attempt = begin(config, strategy, run, launch) if main_rank else 0
 
@@ -136,6 +136,7 @@ def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
     ending = {"export_dir": str(run.model)} if outcome.state == "done" else {}
     reporter.close(state=outcome.state, cause=outcome.cause, step=outcome.progress.step, **ending)
     build.tear_down(accelerator, ranks, job)
+    return 1 if outcome.state == "failed" else 0
 
 
 def begin(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launch) -> int:
@@ -147,6 +148,7 @@ def begin(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
     run.stop_request.unlink(missing_ok=True)
     run.write_state(state="starting", cause=None, attempt=attempt, processes=[launch.launcher.as_json()])
     write_run_files(run, config, strategy)
+    register_outside(run, config.runs_dir)
     return attempt
 
 

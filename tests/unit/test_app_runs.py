@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -128,15 +129,13 @@ def test_a_summary_has_the_keys_of_the_design(make: Maker) -> None:
     assert summary(make("bare"))["world_size"] is None
 
 
-def test_a_strategy_is_named_by_its_header_or_by_its_values(tmp_path: Path) -> None:
-    path = tmp_path / "accelerate.yaml"
-    path.write_text(runs.strategy_header("my\nddp: x") + load_strategy("ddp").dump())
-    assert strategy_name(path) == "myddp: x"
-    path.write_text(resolve(load_strategy("single"), 1, "no").dump())
-    assert strategy_name(path) == "single"
-    path.write_text(load_strategy("ddp").dump() + "debug: true\n")
-    assert strategy_name(path) == "accelerate"
-    assert strategy_name(tmp_path / "none.yaml") == ""
+def test_a_strategy_keeps_its_name_in_the_run(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    assert strategy_name(run) == ""
+    run.accelerate.write_text(resolve(load_strategy("single"), 1, "no").dump())
+    assert strategy_name(run) == "single"
+    run.accelerate.write_text(replace(load_strategy("ddp"), name="my\nddp: x").dump())
+    assert strategy_name(run) == "myddp: x"
 
 
 @pytest.mark.parametrize(

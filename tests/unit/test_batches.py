@@ -30,6 +30,9 @@ class FakeDocuments:
         tokens = np.arange(self.lengths[index], dtype=np.int32) + 1000 * index
         return tokens, np.ones(len(tokens), dtype=bool)
 
+    def where(self, index: int) -> str:
+        return f"memory:{index + 1}"
+
 
 def plan(lengths: list[int], world: int, packing: bool = False, **changes: Any) -> TrainPlan:
     options = {"global_batch_size": 8, "per_device_train_batch_size": 2, "num_train_epochs": 2, "max_length": 64}

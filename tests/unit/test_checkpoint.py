@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from trainers.checkpoint import Checkpoints, Origin, Progress, load_weights, read_manifest, verify
-from trainers.parallel.ranks import Ranks, TrainingError
+from trainers.errors import TrainingError
+from trainers.parallel.ranks import Ranks
 
 
 def trained(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -19,7 +19,7 @@ if sys.argv[1] == "adapted":
     from trainers.parallel.cpu import adapt_to_cpu
     adapt_to_cpu()
 made = Accelerator()
-print(made.num_processes, made.distributed_type.value, made.device.type, flush=True)
+sys.stdout.write(f"{made.num_processes} {made.distributed_type.value} {made.device.type}\n")
 """
 
 
@@ -36,7 +36,7 @@ def test_the_method_is_as_it_was() -> None:
 
 def torchrun(processes: int, how: str, **extra: str) -> list[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
-    command += ["--master_port", "0", "--no-python", sys.executable, "-c", PROGRAM, how]
+    command += ["--standalone", "--no-python", sys.executable, "-c", PROGRAM, how]
     done = subprocess.run(command, env=environment(**extra), capture_output=True, text=True, timeout=120, check=True)
     return sorted(done.stdout.split("\n")[:-1])
 

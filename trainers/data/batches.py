@@ -32,6 +32,9 @@ class Documents(Protocol):
     def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Token ids and the mask of trained tokens of one document."""
 
+    def where(self, index: int) -> str:
+        """File and line that a document came from."""
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -106,6 +109,11 @@ class Rows:
     def _sums(self, values: np.ndarray) -> np.ndarray:
         running = np.concatenate([[0], np.cumsum(values[self.members], dtype=np.int64)])
         return running[self.offsets[1:]] - running[self.offsets[:-1]]
+
+    def places(self, rows: np.ndarray) -> list[str]:
+        """File and line of each document in some rows."""
+        members = (self.members[self.offsets[row] : self.offsets[row + 1]] for row in rows)
+        return [self.documents.where(int(member)) for group in members for member in group]
 
     def collate(self, rows: np.ndarray) -> MicroBatch:
         """The tensors of some rows; without any, one row of weight zero, so that every rank does as many passes."""

@@ -21,8 +21,18 @@ from trainers.embedded.records import (
 )
 
 MONTHS = (
-    "January", "February", "March", "April", "May", "June",
-    "July", "August", "September", "October", "November", "December",
+    "January",
+    "February",
+    "March",
+    "April",
+    "May",
+    "June",
+    "July",
+    "August",
+    "September",
+    "October",
+    "November",
+    "December",
 )
 
 
@@ -80,7 +90,12 @@ def _lists(rng: random.Random) -> str:
 
 
 _MAKERS: tuple[tuple[Callable[[random.Random], str], int], ...] = (
-    (_formats, 45), (_pair, 20), (_two_records, 8), (_repeats, 12), (_dates, 5), (_lists, 10),
+    (_formats, 45),
+    (_pair, 20),
+    (_two_records, 8),
+    (_repeats, 12),
+    (_dates, 5),
+    (_lists, 10),
 )
 
 

@@ -68,10 +68,12 @@ def train_tokenizer(recipe: Recipe) -> PreTrainedTokenizerFast:
         A fast tokenizer with the chat template; `<|end|>` ends documents and turns, `<|pad|>` only pads.
     """
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(_PIECES), behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=recipe.vocab_size,
@@ -163,9 +165,7 @@ def _optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Opt
     ]
 
 
-def train(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: Recipe
-) -> list[dict[str, float]]:
+def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> list[dict[str, float]]:
     """Trains `model` in place.
 
     Returns:

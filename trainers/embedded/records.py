@@ -15,9 +15,7 @@ from typing import Literal
 
 Split = Literal["train", "eval", "test"]
 Record = dict[str, str | int]
-ValueType = Literal[
-    "name", "place", "age", "amount", "year", "date", "job", "topic", "animal", "colour", "goods"
-]
+ValueType = Literal["name", "place", "age", "amount", "year", "date", "job", "topic", "animal", "colour", "goods"]
 
 JOBS = ("baker", "teacher", "nurse", "farmer", "painter", "pilot", "sailor", "writer", "doctor", "singer")
 TOPICS = ("rivers", "bridges", "stars", "music", "birds", "trains", "gardens", "islands", "winter", "maps")
@@ -25,7 +23,11 @@ ANIMALS = ("dog", "cat", "horse", "goat", "rabbit", "parrot", "turtle", "donkey"
 COLOURS = ("red", "blue", "green", "black", "white", "brown", "grey", "yellow")
 GOODS = ("bread", "shoes", "lamps", "books", "flowers", "clocks", "fish", "paper", "hats", "tea")
 _CLOSED: dict[str, tuple[str, ...]] = {
-    "job": JOBS, "topic": TOPICS, "animal": ANIMALS, "colour": COLOURS, "goods": GOODS,
+    "job": JOBS,
+    "topic": TOPICS,
+    "animal": ANIMALS,
+    "colour": COLOURS,
+    "goods": GOODS,
 }
 
 _ONSETS = (*"bdfghjklmnprstvwz", "br", "dr", "kr", "st", "tr")
@@ -52,36 +54,72 @@ class Kind:
 
 
 KINDS: tuple[Kind, ...] = (
-    Kind("person", "name", (
-        Field("age", "age", "is {} years old"), Field("city", "place", "lives in {}"),
-        Field("job", "job", "works as a {}"), Field("born", "date", "was born on {}"),
-        Field("friend", "name", "is a friend of {}"),
-    )),
-    Kind("book", "title", (
-        Field("author", "name", "was written by {}"), Field("pages", "amount", "has {} pages"),
-        Field("year", "year", "came out in {}"), Field("topic", "topic", "is about {}"),
-        Field("city", "place", "was printed in {}"),
-    )),
-    Kind("pet", "name", (
-        Field("animal", "animal", "is a {}"), Field("owner", "name", "belongs to {}"),
-        Field("weight", "age", "weighs {} kg"), Field("colour", "colour", "has {} fur"),
-        Field("found", "date", "was found on {}"),
-    )),
-    Kind("boat", "name", (
-        Field("harbour", "place", "lies in {}"), Field("captain", "name", "is led by {}"),
-        Field("length", "age", "is {} metres long"), Field("built", "year", "was built in {}"),
-        Field("colour", "colour", "has {} sails"),
-    )),
-    Kind("trip", "guest", (
-        Field("goal", "place", "goes to {}"), Field("date", "date", "leaves on {}"),
-        Field("price", "amount", "costs {} coins"), Field("days", "age", "takes {} days"),
-        Field("guide", "name", "is planned by {}"),
-    )),
-    Kind("shop", "name", (
-        Field("street", "place", "stands in {}"), Field("goods", "goods", "sells {}"),
-        Field("owner", "name", "belongs to {}"), Field("opened", "date", "opened on {}"),
-        Field("staff", "age", "employs {} people"),
-    )),
+    Kind(
+        "person",
+        "name",
+        (
+            Field("age", "age", "is {} years old"),
+            Field("city", "place", "lives in {}"),
+            Field("job", "job", "works as a {}"),
+            Field("born", "date", "was born on {}"),
+            Field("friend", "name", "is a friend of {}"),
+        ),
+    ),
+    Kind(
+        "book",
+        "title",
+        (
+            Field("author", "name", "was written by {}"),
+            Field("pages", "amount", "has {} pages"),
+            Field("year", "year", "came out in {}"),
+            Field("topic", "topic", "is about {}"),
+            Field("city", "place", "was printed in {}"),
+        ),
+    ),
+    Kind(
+        "pet",
+        "name",
+        (
+            Field("animal", "animal", "is a {}"),
+            Field("owner", "name", "belongs to {}"),
+            Field("weight", "age", "weighs {} kg"),
+            Field("colour", "colour", "has {} fur"),
+            Field("found", "date", "was found on {}"),
+        ),
+    ),
+    Kind(
+        "boat",
+        "name",
+        (
+            Field("harbour", "place", "lies in {}"),
+            Field("captain", "name", "is led by {}"),
+            Field("length", "age", "is {} metres long"),
+            Field("built", "year", "was built in {}"),
+            Field("colour", "colour", "has {} sails"),
+        ),
+    ),
+    Kind(
+        "trip",
+        "guest",
+        (
+            Field("goal", "place", "goes to {}"),
+            Field("date", "date", "leaves on {}"),
+            Field("price", "amount", "costs {} coins"),
+            Field("days", "age", "takes {} days"),
+            Field("guide", "name", "is planned by {}"),
+        ),
+    ),
+    Kind(
+        "shop",
+        "name",
+        (
+            Field("street", "place", "stands in {}"),
+            Field("goods", "goods", "sells {}"),
+            Field("owner", "name", "belongs to {}"),
+            Field("opened", "date", "opened on {}"),
+            Field("staff", "age", "employs {} people"),
+        ),
+    ),
 )
 _BY_NAME = {kind.name: kind for kind in KINDS}
 

@@ -137,9 +137,7 @@ def score(
     }
 
 
-def score_model(
-    path: str | Path, split: str = "test", limit: int | None = None, samples: int = 3
-) -> dict[str, Any]:
+def score_model(path: str | Path, split: str = "test", limit: int | None = None, samples: int = 3) -> dict[str, Any]:
     """Loads and scores one model.
 
     Args:

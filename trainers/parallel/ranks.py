@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-
-class TrainingError(RuntimeError):
-    """The run cannot go on; the message says why and what to do, in one sentence."""
+from trainers.errors import TrainingError
 
 
 class Ranks:

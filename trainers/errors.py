@@ -1,0 +1,5 @@
+"""How a run ends when it cannot go on."""
+
+
+class TrainingError(RuntimeError):
+    """The run cannot go on; the message says why and what to do, in one sentence."""
