@@ -132,8 +132,8 @@ class Reporter:
     def close(self, **ending: Any) -> None:
         """Ends bar and trackers, then writes the final state."""
         self.bar.close()
-        if self.trackers:
-            self.made.end_training()
+        for tracker in self.made.trackers if self.trackers else []:
+            tracker.finish()  # `Accelerator.end_training` would destroy the process group too
         self.state(**ending)
 
 

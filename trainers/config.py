@@ -161,7 +161,7 @@ class TrainConfig(BaseModel):
     min_lr_ratio: float = _option("optimizer", 0.0, ge=0, le=1)
     """Lowest rate of the linear and cosine shapes, as a share of the peak."""
     warmup_steps: int = _option("optimizer", 0, "steps", ge=0)
-    """Steps over which the rate rises from 0."""
+    """Steps over which the rate rises from 0; overrides `warmup_ratio`."""
     warmup_ratio: float = _option("optimizer", 0.0, ge=0, le=1)
     """Warm-up as a share of all steps."""
     weight_decay: float = _option("optimizer", 0.0, ge=0)
@@ -332,7 +332,7 @@ def unknown_option(name: str, known: list[str] | None = None) -> str:
 
 def _clashes(config: TrainConfig) -> list[str]:
     """Options that cannot stand together, a line each."""
-    evaluates, warmup_ratio = config.has_evaluation(), config.warmup_ratio
+    evaluates = config.has_evaluation()
     rules = {
         "load_best_model_at_end=true without evaluation data; set eval_dataset_name or eval_share": (
             config.load_best_model_at_end and not evaluates
@@ -340,17 +340,17 @@ def _clashes(config: TrainConfig) -> list[str]:
         "early_stopping_patience needs evaluations; set eval_steps, and eval_dataset_name or eval_share": (
             config.early_stopping_patience is not None and not (evaluates and config.eval_steps)
         ),
-        f"eval_dataset_name and eval_share={config.eval_share} are both set; keep one": (
+        f"eval_dataset_name and eval_share={config.eval_share} are both set; keep one (eval_dataset_name=none)": (
             config.eval_dataset_name is not None and config.eval_share > 0
-        ),
-        f"warmup_steps={config.warmup_steps} and warmup_ratio={warmup_ratio} are both set; keep one": (
-            config.warmup_steps > 0 and warmup_ratio > 0
         ),
         f"lr_scaling={config.lr_scaling} needs lr_scaling_batch_size, the batch that learning_rate was chosen for": (
             config.lr_scaling != "none" and config.lr_scaling_batch_size is None
         ),
         "merge_adapter=true with method=full: there is no adapter; leave it out": (
             config.merge_adapter and config.method == "full"
+        ),
+        "random_init=true with method=lora would export adapters whose base is nowhere; use method=full or merge_adapter": (
+            config.random_init and config.method == "lora" and not config.merge_adapter
         ),
         "resume_from_checkpoint=auto needs output_dir, the run folder to resume (or `tunesmith resume RUN`)": (
             config.resume_from_checkpoint == "auto" and config.output_dir is None
@@ -371,8 +371,8 @@ def ignored_choices(config: TrainConfig) -> list[str]:
         idle += [f"{name} is ignored: method=full has no adapters" for name in sorted(changed) if "lora" in name]
     if config.max_steps is not None and "num_train_epochs" in changed:
         idle.append(f"num_train_epochs={config.num_train_epochs} is ignored: max_steps={config.max_steps} decides")
-    if config.random_init and config.method == "lora":
-        idle.append("random_init=true with method=lora: the frozen base is noise; use method=full to train it")
+    if config.warmup_steps and config.warmup_ratio:
+        idle.append(f"warmup_ratio={config.warmup_ratio} is ignored: warmup_steps={config.warmup_steps} decides")
     if config.lr_scaling == "none" and "lr_scaling_batch_size" in changed:
         idle.append("lr_scaling_batch_size is ignored: lr_scaling=none")
     return idle

@@ -83,10 +83,10 @@ class Outcome:
 
 
 class StopRequest:
-    """Whether this rank was asked to stop: a signal, or the control file (seen by rank 0)."""
+    """Whether this rank was asked to stop: a signal, the control file (seen by rank 0), or its launcher's death."""
 
     def __init__(self, job: Job):
-        self.job, self.signal = job, ""
+        self.job, self.signal, self.launcher = job, "", os.getppid()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._note)
 
@@ -95,7 +95,12 @@ class StopRequest:
 
     def asked(self) -> bool:
         """True once asked; stays true."""
-        return bool(self.signal) or (self.job.ranks.is_main and self.job.run.stop_request.exists())
+        by_file = self.job.ranks.is_main and self.job.run.stop_request.exists()
+        return bool(self.signal) or by_file or self.orphaned()
+
+    def orphaned(self) -> bool:
+        """True when the launcher died: nobody would end this rank, so it must end itself."""
+        return os.getppid() != self.launcher
 
 
 @dataclass(frozen=True)
@@ -182,7 +187,6 @@ class Fit:
     def __init__(self, job: Job, resume: str | None):
         self.job, self.window, self.results = job, Window(), dict[str, Any]()
         self.progress, self.evaluated_at, self.saved_at = Progress(), -1, -1
-        self.parent = os.getppid()
         self.flops_parameters = matmul_parameters(job.bare)
         shape = getattr(job.bare, "config", None)
         self.hidden_layers = int(getattr(shape, "hidden_size", 0) * getattr(shape, "num_hidden_layers", 0))
@@ -219,7 +223,7 @@ class Fit:
             self._after_step(batch, result)
             if result.stop:
                 batches.close()
-                return self._stop(stop.signal)
+                return self._stop(stop)
             if self._worn_out():
                 batches.close()
                 return self._finish(f"no better {job.config.metric_for_best_model} in {self.progress.stale_evaluations}"
@@ -277,12 +281,12 @@ class Fit:
         name = job.config.metric_for_best_model
         better = found[name] if name == "eval_token_accuracy" else -found[name]
         before = progress.best_score
-        if before is None or better > before + job.config.early_stopping_threshold:
-            progress.best_score, progress.best_step, progress.stale_evaluations = better, progress.step, 0
+        enough = before is None or better > before + job.config.early_stopping_threshold
+        progress.stale_evaluations = 0 if enough else progress.stale_evaluations + 1
+        if before is None or better > before:
+            progress.best_score, progress.best_step = better, progress.step
             if job.config.load_best_model_at_end and progress.step > 0:
                 self._save()
-        else:
-            progress.stale_evaluations += 1
 
     def _worn_out(self) -> bool:
         patience = self.job.config.early_stopping_patience
@@ -296,12 +300,12 @@ class Fit:
             self.job.checkpoints.save(self.job.bare, self.job.optimizer, self.progress)
         self.saved_at = self.progress.step
 
-    def _stop(self, by: str) -> Outcome:
+    def _stop(self, stop: StopRequest) -> Outcome:
         self._save()
         step, total = self.progress.step, self.job.plan.total_steps
-        asked = self.job.ranks.gather(by)
+        asked = self.job.ranks.gather(stop.signal)
         who = next((f"{name} on rank {rank}" for rank, name in enumerate(asked) if name), "a stop request")
-        if any(self.job.ranks.gather(os.getppid() != self.parent)):
+        if any(self.job.ranks.gather(stop.orphaned())):
             cause = f"the launcher was killed; saved at step {step} of {total}; resume goes on from there"
             return Outcome("failed", cause, self.progress, self.results)
         cause = f"stopped by {who} at step {step} of {total}; its checkpoint is saved; resume goes on from there"

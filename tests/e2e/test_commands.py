@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.launching import ROOT, Finished, environment, flags, launch_well
@@ -195,24 +196,31 @@ def test_export_again_merged_gives_the_adapters_logits(tmp_path: Path) -> None:
         torch.testing.assert_close(merged(ids).logits, adapter(ids).logits, rtol=1e-5, atol=1e-4)
     again = tunesmith("export", "mine", "--merged", "--output", "merged", cwd=tmp_path)
     assert again.returncode == 2
-    assert "not empty" in again.stderr
+    assert "name a new folder" in again.stderr
 
 
 def test_early_stopping_best_weights_and_a_tracker(tmp_path: Path) -> None:
-    """A rate far too high makes evaluations worse: it stops early and exports the best weights, not the last."""
-    options = {**OPTIONS, "learning_rate": 0.5, "warmup_steps": 4, "eval_steps": 2, "early_stopping_patience": 2,
-               "load_best_model_at_end": True, "report_to": "tensorboard"}  # fmt: skip
+    """A rate that rises far too high makes evaluations worse: it stops early and exports the best weights."""
+    options = {**OPTIONS, "method": "full", "learning_rate": 0.2, "warmup_steps": STEPS, "eval_steps": 2,
+               "early_stopping_patience": 2, "load_best_model_at_end": True, "report_to": "tensorboard"}  # fmt: skip
     finished = launch_well(tmp_path / "run", 2, {"preset": "tiny-lora", **options})
     losses = {row["step"]: row["eval_loss"] for row in finished.rows("eval_loss")}
     best = min(losses, key=lambda step: losses[step])
-    last = max(losses)
-    assert last == best + 4 < STEPS
+    assert max(losses) == best + 4 < STEPS
     assert "stopped early" in finished.state["cause"]
-    names = [path.name for path in finished.checkpoints]
-    assert f"step-{best:08d}" in names
-    card = (finished.run.model / "README.md").read_text()
-    assert f"| exported_step | {best} |" in card
+    saved = {path.name: path for path in finished.checkpoints}[f"step-{best:08d}"]
+    weight = load_file(finished.run.model / "model.safetensors")["model.norm.weight"]
+    assert torch.equal(weight, tensor_of(saved, "model.model.norm.weight"))
+    assert not torch.equal(weight, tensor_of(finished.checkpoints[-1], "model.model.norm.weight"))
+    assert f"| exported_step | {best} |" in (finished.run.model / "README.md").read_text()
     assert list(finished.run.path.rglob("events.out.tfevents*"))
+
+
+def tensor_of(checkpoint: Path, name: str) -> torch.Tensor:
+    tensors: dict[str, torch.Tensor] = {}
+    for file in checkpoint.glob("*.safetensors"):
+        tensors |= load_file(file)
+    return tensors[name]
 
 
 @pytest.mark.parametrize(

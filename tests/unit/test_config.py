@@ -43,12 +43,12 @@ def test_every_option_has_one_sentence_of_help_and_a_section() -> None:
         ({"method": "lorra"}, "method='lorra' is not one of its values; use 'full' or 'lora'"),
         ({"save_total_limit": 1}, "save_total_limit=1 is refused: input should be greater than or equal to 2"),
         ({"columns": {"promt": "q"}}, "unknown option columns.promt; did you mean columns.prompt?"),
-        ({"warmup_steps": 3, "warmup_ratio": 0.1}, "warmup_steps=3 and warmup_ratio=0.1 are both set; keep one"),
         ({"load_best_model_at_end": True}, "load_best_model_at_end=true without evaluation data"),
         ({"early_stopping_patience": 2}, "early_stopping_patience needs evaluations"),
         ({"lr_scaling": "linear"}, "lr_scaling=linear needs lr_scaling_batch_size"),
         ({"eval_dataset_name": "embedded", "eval_share": 0.1}, "eval_dataset_name and eval_share=0.1 are both set"),
         ({"merge_adapter": True, "method": "full"}, "merge_adapter=true with method=full"),
+        ({"random_init": True}, "random_init=true with method=lora would export adapters whose base is nowhere"),
         ({"resume_from_checkpoint": "auto"}, "resume_from_checkpoint=auto needs output_dir"),
         ({"report_to": "tensorbord"}, "report_to=tensorbord is not a tracker"),
         ({"run_name": "a\nb"}, "run_name='a\\nb' is refused"),
@@ -62,8 +62,14 @@ def test_a_mistake_is_named(changes: dict, line: str) -> None:
 
 
 def test_all_mistakes_at_once_clashes_too() -> None:
-    names = ["lora_r", "max_length", "unknown option lerning_rate", "warmup_steps", "unknown option columns.foo"]
-    wrong = BASE | {"lora_r": -1, "lerning_rate": 1, "max_length": "long", "warmup_steps": 1, "warmup_ratio": 0.5}
+    names = [
+        "lora_r",
+        "max_length",
+        "unknown option lerning_rate",
+        "load_best_model_at_end",
+        "unknown option columns.foo",
+    ]
+    wrong = BASE | {"lora_r": -1, "lerning_rate": 1, "max_length": "long", "load_best_model_at_end": True}
     found = mistakes(wrong | {"columns": "foo=a", "report_to": "x"})
     assert [line.partition("=")[0].partition(";")[0] for line in found] == [*names, "report_to"]
 
@@ -97,8 +103,15 @@ def test_learning_rate_scaling(rule: str, factor: float) -> None:
 
 
 def test_idle_choices_are_warned_of() -> None:
-    config = build(BASE | {"method": "full", "lora_r": 8, "max_steps": 5, "num_train_epochs": 3})
-    assert [line.partition(" ")[0] for line in ignored_choices(config)] == ["lora_r", "num_train_epochs=3.0"]
+    config = build(
+        BASE
+        | {"method": "full", "lora_r": 8, "max_steps": 5, "num_train_epochs": 3, "warmup_steps": 2, "warmup_ratio": 0.1}
+    )
+    assert [line.partition(" ")[0] for line in ignored_choices(config)] == [
+        "lora_r",
+        "num_train_epochs=3.0",
+        "warmup_ratio=0.1",
+    ]
 
 
 def test_flags_yaml_and_preset_read_the_same(tmp_path: Path) -> None:
