@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import warnings
 from datetime import timedelta
 from typing import Any, TextIO
 
@@ -13,6 +14,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 from tqdm import tqdm
 from transformers import set_seed
+from transformers.utils import logging
 
 from trainers.checkpoint import Checkpoints, Origin
 from trainers.config import TrainConfig
@@ -59,6 +61,10 @@ def accelerator(config: TrainConfig, run: RunFolder) -> tuple[Accelerator, Ranks
 
 def model(config: TrainConfig, made: Accelerator) -> tuple[nn.Module, nn.Module, Any]:
     """The wrapped module, the model inside it, and the optimizer."""
+    if not made.is_main_process:
+        logging.disable_progress_bar()
+    # Deprecations inside transformers and peft are not the user's to mend.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\.")
     bare = build_model(config)
     loss = SupervisedLoss(bare).to(made.device)
     wrapped, optimizer = made.prepare(loss, build_optimizer(loss, config))

@@ -349,7 +349,7 @@ def _clashes(config: TrainConfig) -> list[str]:
         "merge_adapter=true with method=full: there is no adapter; leave it out": (
             config.merge_adapter and config.method == "full"
         ),
-        "random_init=true with method=lora would export adapters whose base is nowhere; use method=full or merge_adapter": (
+        "random_init=true with method=lora would export adapters without a base; use method=full or merge_adapter": (
             config.random_init and config.method == "lora" and not config.merge_adapter
         ),
         "resume_from_checkpoint=auto needs output_dir, the run folder to resume (or `tunesmith resume RUN`)": (

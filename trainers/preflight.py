@@ -69,6 +69,8 @@ def describe_plan(plan: TrainPlan) -> str:
 def _precision(config: TrainConfig, has_gpu: bool) -> list[str]:
     if config.mixed_precision == "fp16" and not has_gpu:
         return ["mixed_precision=fp16 needs a GPU and there is none; use bf16 or no"]
+    if config.ddp_comm_hook == "bf16" and not has_gpu:
+        return ["ddp_comm_hook=bf16 needs GPUs with NCCL and there are none; use fp16 or none"]
     if config.tf32 and not has_gpu:
         return ["tf32=true needs a GPU and there is none; leave it out"]
     return []

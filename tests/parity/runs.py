@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,9 @@ def config(method: str, packing: bool, **changes: Any) -> TrainConfig:
     return build(options(method, packing, **changes))
 
 
+_numbers = itertools.count()
+
+
 @functools.cache
 def _folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="parity-"))
@@ -48,7 +52,7 @@ def _folder() -> Path:
 
 @functools.cache
 def _run(processes: int, again: int, items: tuple[tuple[str, Any], ...]) -> Finished:
-    return launch_well(_folder() / f"run-{_run.cache_info().currsize}", processes, dict(items))
+    return launch_well(_folder() / f"run-{next(_numbers)}", processes, dict(items))
 
 
 def run(processes: int, method: str, packing: bool, again: int = 0, **changes: Any) -> Finished:

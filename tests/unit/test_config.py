@@ -48,7 +48,7 @@ def test_every_option_has_one_sentence_of_help_and_a_section() -> None:
         ({"lr_scaling": "linear"}, "lr_scaling=linear needs lr_scaling_batch_size"),
         ({"eval_dataset_name": "embedded", "eval_share": 0.1}, "eval_dataset_name and eval_share=0.1 are both set"),
         ({"merge_adapter": True, "method": "full"}, "merge_adapter=true with method=full"),
-        ({"random_init": True}, "random_init=true with method=lora would export adapters whose base is nowhere"),
+        ({"random_init": True}, "random_init=true with method=lora would export adapters without a base"),
         ({"resume_from_checkpoint": "auto"}, "resume_from_checkpoint=auto needs output_dir"),
         ({"report_to": "tensorbord"}, "report_to=tensorbord is not a tracker"),
         ({"run_name": "a\nb"}, "run_name='a\\nb' is refused"),
