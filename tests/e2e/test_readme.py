@@ -1,0 +1,75 @@
+"""Every command in the README is run; what it prints about itself is true."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_commands import OPTIONS, start, steps_of, tunesmith, wait_for
+from tests.launching import ROOT, SCRIPT, launch
+from trainers.run_folder import RunFolder
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+COMMANDS = [line.partition("  #")[0].strip() for block in BLOCKS for line in block.splitlines() if line.strip()]
+TRAINING = [line for line in COMMANDS if line.startswith("tunesmith train")]
+SHORT = "--max_steps 2 --quiet"
+
+
+def test_the_readme_has_these_commands() -> None:
+    assert COMMANDS[:2] == ["make demo", "make test"]
+    verbs = {line.split()[1] for line in COMMANDS if line.startswith("tunesmith")}
+    assert verbs == {"presets", "train", "runs", "stop", "resume", "export"}
+    assert all(line.split()[0] in ("make", "tunesmith", "accelerate") for line in COMMANDS)
+
+
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for line in [line for line in COMMANDS if line.startswith("make ")]:
+        assert re.search(rf"^{line.split()[1]}:", makefile, re.MULTILINE)
+
+
+@pytest.mark.parametrize("line", TRAINING)
+def test_training_commands(line: str, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{number} plus 0 is ", "completion": str(number)} for number in range(400)]
+    (tmp_path / "my.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "my.yaml").write_text("preset: tiny-lora\nlearning_rate: 1e-3\n")
+    words = shlex.split(line)[1:]
+    short = [] if "--check" in words else shlex.split(SHORT)
+    done = tunesmith(*words, *short, cwd=tmp_path)
+    if "smollm2" in line:  # the Hub and the GPUs are not here: it must say so and leave nothing behind
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr
+        assert not (tmp_path / "runs").exists()
+        return
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "runs").exists() == ("--check" not in words)
+
+
+def test_commands_on_a_run(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "runs" / "RUN")
+    program = start(run, tmp_path)
+    wait_for(lambda: steps_of(run) >= 3)
+    lines = [line for line in COMMANDS if line.startswith("tunesmith") and line not in TRAINING]
+    place = {"stop": 0, "resume": 1}
+    for line in sorted(lines, key=lambda line: place.get(line.split()[1], 2)):
+        done = tunesmith(*shlex.split(line)[1:], cwd=tmp_path)
+        assert done.returncode == 0, f"{line}\n{done.stderr}"
+    program.communicate(timeout=60)
+    assert (run.read_state() or {})["step"] == OPTIONS["max_steps"]
+    assert (tmp_path / "my-model" / "model.safetensors").exists()
+
+
+def test_plain_accelerate(tmp_path: Path) -> None:
+    (line,) = [line for line in COMMANDS if line.startswith("accelerate")]
+    words = shlex.split(line)
+    assert words[:3] == ["accelerate", "launch", "--config_file"]
+    assert (ROOT / words[3]).exists()
+    assert ROOT / words[4] == SCRIPT
+    options = {name.removeprefix("--"): value for name, value in zip(words[5::2], words[6::2], strict=True)}
+    finished = launch(tmp_path / "run", 2, {**options, "max_steps": 2, "eval_dataset_name": "none"})
+    assert finished.state["state"] == "done", finished.output
