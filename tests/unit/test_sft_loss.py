@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainers.attention import KERNELS
@@ -150,3 +151,34 @@ def test_predicted_right_is_counted_in_evaluation() -> None:
         logits = module.model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"]).logits[0]
     expected = (logits[inputs["positions"]].argmax(-1) == inputs["labels"]).sum()
     assert correct == expected
+
+
+class HostSyncs(TorchDispatchMode):
+    """Counts the operations that make a GPU's host wait: reading a value, or a shape that depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        if function.overloadpacket._qualified_op_name.partition("::")[2] in ("_local_scalar_dense", "nonzero", "equal"):
+            self.names.append(str(function))
+        return function(*arguments, **(keywords or {}))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_micro_batch_never_waits_for_the_device(packed: bool) -> None:
+    module = SupervisedLoss(tiny_model("llama", KERNELS["sdpa"]))
+    inputs = packed_inputs(some_documents()) | ({} if packed else {"documents": None})
+    with HostSyncs() as seen:
+        loss, _ = module(**inputs)
+        (loss * 0.5).backward()
+    assert seen.names == []
+
+
+@pytest.mark.parametrize("wait", [torch.Tensor.item, bool, lambda one: torch.ones(3)[torch.ones(3) > one]])
+def test_a_wait_for_the_device_would_be_seen(wait: Any) -> None:
+    """Control: reading a loss, deciding by it, and picking rows by a mask are each counted."""
+    with HostSyncs() as seen:
+        wait(torch.zeros(()))
+    assert seen.names
