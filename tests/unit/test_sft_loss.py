@@ -161,7 +161,9 @@ class HostSyncs(TorchDispatchMode):
         self.names: list[str] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        if function.overloadpacket._qualified_op_name.partition("::")[2] in ("_local_scalar_dense", "nonzero", "equal"):
+        name = function.overloadpacket._qualified_op_name.partition("::")[2]
+        masks = name == "index" and any(one is not None and one.dtype == torch.bool for one in arguments[1])
+        if masks or name in ("_local_scalar_dense", "nonzero", "equal"):
             self.names.append(str(function))
         return function(*arguments, **(keywords or {}))
 
