@@ -295,6 +295,7 @@ class Checkpoints:
         error, progress = None, Progress()
         try:
             manifest = verify(folder) if self.ranks.is_main else read_manifest(folder)
+            self._refuse_other_data(manifest)
             load_weights(folder, model)
             self._load_optimizer(folder, model, optimizer)
             self._load_random_state(folder, manifest, seed)
@@ -303,6 +304,19 @@ class Checkpoints:
             error = problem
         self.ranks.agree(error, f"loading {folder}")
         return progress
+
+    def _refuse_other_data(self, manifest: dict[str, Any]) -> None:
+        if manifest["data_fingerprint"] != self.origin.data_fingerprint:
+            raise ValueError(
+                "the data, its tokenizer or its options changed since it was saved, so its steps would be others; "
+                "restore them, or start a new run"
+            )
+
+    def differences(self, folder: Path) -> list[str]:
+        """What the config says now beside what it said when a checkpoint was saved, a line per option."""
+        then, now = read_manifest(folder)["config"], self.origin.config
+        names = [name for name in now if name in then and then[name] != now[name]]
+        return [f"{name}={now[name]}, and {then[name]} when the checkpoint was saved" for name in names]
 
     def _load_optimizer(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         weights = dict(model.named_parameters())

@@ -203,7 +203,8 @@ class Fit:
         self.progress = checkpoints.load(folder, self.job.bare, self.job.optimizer, self.job.config.seed)
         self.saved_at = self.progress.step
         if self.job.ranks.is_main:
-            print(f"resumed from {folder} at step {self.progress.step}", flush=True)
+            changed = [f"warning: {line}" for line in checkpoints.differences(folder)]
+            print("\n".join([f"resumed from {folder} at step {self.progress.step}", *changed]), flush=True)
 
     def run(self) -> Outcome:
         """Trains from the progress in hand to the end, or until asked to stop."""

@@ -27,8 +27,8 @@ def trained(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def checkpoints(folder: Path, **changes: int) -> Checkpoints:
-    return Checkpoints(folder, Ranks(torch.device("cpu")), Origin("single", {"seed": 1}, "data"), **changes)
+def checkpoints(folder: Path, data: str = "data", seed: int = 1, **changes: int) -> Checkpoints:
+    return Checkpoints(folder, Ranks(torch.device("cpu")), Origin("single", {"seed": seed}, data), **changes)
 
 
 def saved(folder: Path, *steps: int) -> Checkpoints:
@@ -153,6 +153,15 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     longer = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 2), nn.Linear(2, 2))
     with pytest.raises(ValueError, match="2 weights are not in the checkpoint"):
         load_weights(tmp_path / "step-00000003", longer)
+
+
+def test_changed_data_is_refused_and_a_changed_config_is_named(tmp_path: Path) -> None:
+    saved(tmp_path, 3)
+    folder = tmp_path / "step-00000003"
+    with pytest.raises(TrainingError, match="the data, its tokenizer or its options changed since it was saved"):
+        checkpoints(tmp_path, data="other").load(folder, *trained(), seed=0)
+    assert checkpoints(tmp_path, seed=2).differences(folder) == ["seed=2, and 1 when the checkpoint was saved"]
+    assert checkpoints(tmp_path).differences(folder) == []
 
 
 def test_nothing_written_is_a_pickle(tmp_path: Path) -> None:
