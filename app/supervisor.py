@@ -7,21 +7,18 @@ what the ranks wrote there, never an exit status: a clean stop and a crash both 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
 from app.causes import cause_of, sharpened
 from app.processes import Descendants, adopting_orphans
-from trainers.config import ConfigError
 from trainers.run_folder import END_STATES, Process, RunFolder, log_line, now, secrets_in
 
-LOCK = ".supervisor.lock"
 POLL = 0.2
 EXIT_PATIENCE = 10.0
 """Seconds for the ranks to end by themselves once their launcher is gone."""
@@ -55,18 +52,8 @@ def supervise(
     Raises:
         ConfigError: when another supervisor has this run.
     """
-    with _only_supervisor(run), _StopSignals() as signals, adopting_orphans():
+    with run.hold(), _StopSignals() as signals, adopting_orphans():
         return _Supervision(run, argv, env, on_event, grace, signals).go()
-
-
-@contextlib.contextmanager
-def _only_supervisor(run: RunFolder) -> Iterator[None]:
-    with open(run.path / LOCK, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError(f"run {run.id} is already running; watch it with `tunesmith runs logs`") from None
-        yield
 
 
 class _StopSignals:

@@ -25,7 +25,7 @@ from app.launcher import (
 from app.progress import progress_display
 from app.request import Job
 from app.runs import last_checkpoint, last_values, metrics
-from app.supervisor import LOCK, supervise
+from app.supervisor import supervise
 from trainers.config import ConfigError
 from trainers.options import dump_yaml
 from trainers.run_folder import RunFolder, register_outside, write_atomic
@@ -77,7 +77,7 @@ def train(job: Job, quiet: bool) -> dict[str, Any]:
 
 def _take_back(run: RunFolder) -> None:
     """Removes what `write_folder` made, when a start was interrupted before there was a run; nothing else."""
-    for path in (run.config, run.accelerate, run.command, run.path / LOCK):
+    for path in (run.config, run.accelerate, run.command, run.lock):
         path.unlink(missing_ok=True)
     for folder in (run.heartbeats, run.checkpoints, run.path):
         with contextlib.suppress(OSError):

@@ -53,10 +53,12 @@ def _mask(length: int, window: int | None, device: torch.device) -> torch.Tensor
     return _current.masks[window]
 
 
-def _refuse_unknown(arguments: dict[str, Any]) -> None:
+def _refuse_unknown(attention_mask: Any, arguments: dict[str, Any]) -> None:
+    if attention_mask is not None:
+        raise ValueError("this model builds an attention mask of its own, which would be lost")
     for name in ("s_aux", "position_bias", "cache"):
         if arguments.get(name) is not None:
-            raise ValueError(f"this model's attention uses {name}, which packed training does not support")
+            raise ValueError(f"this model's attention uses {name}, which is not supported")
 
 
 def sdpa(
@@ -72,7 +74,7 @@ def sdpa(
     """
     if rest.get("softcap") is not None:
         return eager(module, query, key, value, attention_mask, **rest)
-    _refuse_unknown(rest)
+    _refuse_unknown(attention_mask, rest)
     mask = _mask(query.shape[2], rest.pop("sliding_window", None), query.device)
     kept = {name: rest[name] for name in ("dropout", "scaling") if name in rest}
     return sdpa_attention_forward(module, query, key, value, mask, is_causal=True, **kept)
@@ -82,7 +84,7 @@ def eager(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **rest: Any
 ) -> tuple[torch.Tensor, None]:
     """The same in plain matrix products, softmax in fp32; honours a softcap. Shapes as in `sdpa`."""
-    _refuse_unknown(rest)
+    _refuse_unknown(attention_mask, rest)
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     scaling = rest.get("scaling")

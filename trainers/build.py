@@ -19,9 +19,10 @@ from transformers.utils import logging
 from trainers.checkpoint import Checkpoints, Origin
 from trainers.config import TrainConfig
 from trainers.export import versions
+from trainers.log_tee import without_secrets
 from trainers.metrics import MetricsFile
-from trainers.models import build_model, build_optimizer
-from trainers.objectives.sft import SupervisedLoss
+from trainers.models import build_model, build_optimizer, compile_blocks, probe_attention
+from trainers.objectives.sft import SupervisedLoss, inner_model
 from trainers.parallel.cpu import adapt_to_cpu
 from trainers.parallel.ranks import Ranks
 from trainers.run_folder import Process, RunFolder
@@ -43,11 +44,14 @@ def accelerator(config: TrainConfig, run: RunFolder) -> tuple[Accelerator, Ranks
         torch.use_deterministic_algorithms(True)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.tf32
     adapt_to_cpu()
+    os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)  # it would divide the gradients behind our back
     ddp = DistributedDataParallelKwargs(
         bucket_cap_mb=config.ddp_bucket_cap_mb,
         gradient_as_bucket_view=True,
         broadcast_buffers=False,
         comm_hook=_HOOKS[config.ddp_comm_hook],
+        # torch would compress nothing for the first 1,000 steps.
+        comm_state_option={"start_powerSGD_iter": 10} if config.ddp_comm_hook == "power_sgd" else {},
     )
     made = Accelerator(
         mixed_precision=config.mixed_precision,
@@ -63,10 +67,13 @@ def model(config: TrainConfig, made: Accelerator) -> tuple[nn.Module, nn.Module,
     """The wrapped module, the model inside it, and the optimizer."""
     if not made.is_main_process:
         logging.disable_progress_bar()
-    # Deprecations inside transformers and peft are not the user's to mend.
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\.")
+    # Deprecations inside the libraries are not the user's to mend.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft|accelerate)\.")
     bare = build_model(config)
     loss = SupervisedLoss(bare).to(made.device)
+    probe_attention(inner_model(bare), config.packing)
+    if config.torch_compile:
+        compile_blocks(inner_model(bare))
     wrapped, optimizer = made.prepare(loss, build_optimizer(loss, config))
     return wrapped, bare, optimizer
 
@@ -116,6 +123,7 @@ class Reporter:
         """Writes changes of the state file."""
         if not self.main_rank:
             return
+        changes |= {"cause": without_secrets(changes["cause"])} if changes.get("cause") else {}
         if changes.get("state") == "running" and self.run.stop_request.exists():
             changes["state"] = "stopping"
         self.run.write_state(processes=self.processes, **changes)

@@ -41,6 +41,7 @@ class Progress:
         tokens: real tokens trained on.
         best_step, best_score: the best evaluation so far.
         stale_evaluations: evaluations since the best one.
+        loss_scale: state of fp16's gradient scaler.
     """
 
     step: int = 0
@@ -49,6 +50,7 @@ class Progress:
     best_step: int | None = None
     best_score: float | None = None
     stale_evaluations: int = 0
+    loss_scale: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -113,13 +115,20 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Makes a file's or folder's content survive a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _set_aside(folder: Path, why: str) -> Path:
+    """Renames a checkpoint so that nothing takes it for one; the next save removes it."""
+    aside = folder.with_name(f"{why}-{folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    return folder.rename(aside)
 
 
 def _seal(manifest: dict[str, Any]) -> str:
@@ -193,13 +202,14 @@ class Checkpoints:
         """
         final = self.path(progress.step)
         temporary = self.folder / f"{final.name}.tmp-{self.attempt}"
-        mine = self._share(model, optimizer)
-        error, entry = None, {}
+        error: Exception | None = None
+        entry: dict[str, Any] = {}
         try:
+            mine = self._share(model, optimizer)
             self._check_room(mine)
             temporary.mkdir(parents=True, exist_ok=True)
             entry = self._write_share(temporary, mine)
-        except (OSError, SafetensorError) as problem:
+        except Exception as problem:  # whatever it is, the other ranks must hear of it before this one raises
             error = problem
         try:
             self.ranks.agree(error, f"saving the checkpoint of step {progress.step}")
@@ -238,7 +248,7 @@ class Checkpoints:
         """Writes one file and tells what is in it: name, bytes, sha256, tensors."""
         path = temporary / f"rank-{self.ranks.rank:05d}.safetensors"
         save_file(tensors, path)
-        _sync(path)
+        sync(path)
         shapes = {name: {"shape": list(one.shape), "dtype": str(one.dtype)[6:]} for name, one in tensors.items()}
         return {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256(path), "tensors": shapes}
 
@@ -255,18 +265,18 @@ class Checkpoints:
             },
         }
         write_json(temporary / "manifest.json", {**manifest, "seal": _seal(manifest)})
-        _sync(temporary)
+        sync(temporary)
         if final.exists():
-            # Computed again after a resume from an older one: the fresh one takes its place.
-            final.rename(final.with_name(f"bad-{final.name}-{self.attempt}"))
+            _set_aside(final, "later")  # computed again after a resume from an older one
         os.replace(temporary, final)
-        _sync(self.folder)
+        sync(self.folder)
         self._prune(progress)
 
     def _prune(self, progress: Progress) -> None:
         best = self.path(progress.best_step) if progress.best_step is not None else None
         old = [path for path in self.published() if path != best][: -self.limit]
-        for path in [*old, *self.folder.glob("step-*.tmp-*"), *self.folder.glob("bad-step-*")]:
+        aside = [path for name in ("step-*.tmp-*", "bad-step-*", "later-step-*") for path in self.folder.glob(name)]
+        for path in [*old, *aside]:
             shutil.rmtree(path, ignore_errors=True)
 
     def newest(self) -> Path | None:
@@ -279,9 +289,7 @@ class Checkpoints:
                     found = path
                     break
                 except (ValueError, OSError) as problem:
-                    aside = path.with_name(f"bad-{path.name}")
-                    shutil.rmtree(aside, ignore_errors=True)
-                    path.rename(aside)
+                    aside = _set_aside(path, "bad")
                     print(f"checkpoint {path.name} is bad: {problem}; set aside as {aside.name}", flush=True)
         found = self.ranks.broadcast(None if found is None else str(found))
         return None if found is None else Path(found)
@@ -303,7 +311,22 @@ class Checkpoints:
         except (ValueError, KeyError, OSError, SafetensorError, RuntimeError) as problem:
             error = problem
         self.ranks.agree(error, f"loading {folder}")
+        if self.ranks.is_main:
+            # They are of another future than the one that begins here, and `newest` must not find them.
+            for path in [path for path in self.published() if path.name > self.path(progress.step).name]:
+                _set_aside(path, "later")
         return progress
+
+    def intact(self, step: int) -> bool:
+        """Whether the checkpoint of a step is here and as it was written. Collective."""
+        problem = None
+        if self.ranks.is_main:
+            try:
+                verify(self.path(step))
+            except (ValueError, OSError) as error:
+                problem = str(error)
+                print(f"checkpoint {self.path(step).name} is bad: {problem}", flush=True)
+        return self.ranks.broadcast(problem) is None
 
     def _refuse_other_data(self, manifest: dict[str, Any]) -> None:
         if manifest["data_fingerprint"] != self.origin.data_fingerprint:

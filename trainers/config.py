@@ -42,6 +42,11 @@ def _none_word(value: Any) -> Any:
     return None if isinstance(value, str) and value.lower() in ("", "none", "null") else value
 
 
+def _off(value: Any) -> Any:
+    """YAML reads a bare `no` as false."""
+    return "no" if value is False else value
+
+
 Names = Annotated[list[str], BeforeValidator(_split_commas)]
 Optionally = BeforeValidator(_none_word)
 
@@ -176,7 +181,7 @@ class TrainConfig(BaseModel):
     """Clip the global gradient norm to this; 0 measures it and clips nothing."""
 
     # Precision and memory
-    mixed_precision: Literal["no", "fp16", "bf16"] = _option("precision", "no")
+    mixed_precision: Annotated[Literal["no", "fp16", "bf16"], BeforeValidator(_off)] = _option("precision", "no")
     """Dtype of matrix products; trained weights, norms, softmax and loss stay fp32."""
     gradient_checkpointing: bool = _option("precision", False)
     """Recompute activations in the backward pass: less memory, about a third more time."""
@@ -373,6 +378,13 @@ def ignored_choices(config: TrainConfig) -> list[str]:
         idle.append(f"num_train_epochs={config.num_train_epochs} is ignored: max_steps={config.max_steps} decides")
     if config.warmup_steps and config.warmup_ratio:
         idle.append(f"warmup_ratio={config.warmup_ratio} is ignored: warmup_steps={config.warmup_steps} decides")
+    if not config.has_evaluation():
+        asked = sorted({"eval_steps", "eval_on_start", "max_eval_samples"} & changed)
+        idle += [f"{name} is ignored: there is no evaluation data" for name in asked]
+    if config.min_lr_ratio and config.lr_scheduler_type in ("constant", "inverse_sqrt"):
+        idle.append(f"min_lr_ratio={config.min_lr_ratio} is ignored: lr_scheduler_type={config.lr_scheduler_type}")
+    if config.early_stopping_threshold and config.early_stopping_patience is None:
+        idle.append("early_stopping_threshold is ignored: early_stopping_patience is not set")
     if config.lr_scaling == "none" and "lr_scaling_batch_size" in changed:
         idle.append("lr_scaling_batch_size is ignored: lr_scaling=none")
     return idle

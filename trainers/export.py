@@ -16,12 +16,12 @@ from typing import Any
 
 from torch import nn
 
-from trainers.checkpoint import load_weights, verify
+from trainers.checkpoint import load_weights, sync, verify
 from trainers.config import ConfigError, TrainConfig
 from trainers.data.prepare import load_tokenizer
 from trainers.models import build_model
 from trainers.options import Request, dump_yaml
-from trainers.run_folder import RunFolder
+from trainers.run_folder import RunFolder, read_json
 
 SHARD_SIZE = "5GB"
 PACKAGES = ("torch", "accelerate", "transformers", "datasets", "peft", "safetensors")
@@ -50,7 +50,8 @@ def export(model: nn.Module, config: TrainConfig, target: Path, kind: str, resul
     temporary = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    whole: Any = model.merge_and_unload() if kind == "merged" else model  # type: ignore[operator]
+    # Merged in fp32: a bf16 base would round a small adapter away.
+    whole: Any = model.float().merge_and_unload() if kind == "merged" else model  # type: ignore[operator]
     base = whole.get_base_model() if kind == "adapter" else whole
     base.config.use_cache = True
     if base.generation_config is not None and kind != "adapter":
@@ -58,7 +59,10 @@ def export(model: nn.Module, config: TrainConfig, target: Path, kind: str, resul
     whole.save_pretrained(temporary, max_shard_size=SHARD_SIZE, safe_serialization=True)
     load_tokenizer(config).save_pretrained(temporary)
     (temporary / "README.md").write_text(model_card(config, kind, results), encoding="utf-8")
+    for path in [*temporary.iterdir(), temporary]:
+        sync(path)
     old = target.with_name(f".{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
     if target.exists():
         os.replace(target, old)
     os.replace(temporary, target)
@@ -133,7 +137,7 @@ def export_again(run: RunFolder, target: Path, kind: str, checkpoint: str | None
         raise ConfigError(f"checkpoint {checkpoint or 'of this run'} is not there; the run {run.id} has: {known}")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"--output {target} is not empty; name a new folder, so that nothing is written over")
-    folder = run.checkpoints / (checkpoint or names[-1])
+    folder = run.checkpoints / (checkpoint or _chosen(run, names, config))
     try:
         manifest = verify(folder)
         model = build_model(config)
@@ -142,6 +146,14 @@ def export_again(run: RunFolder, target: Path, kind: str, checkpoint: str | None
         raise ConfigError(f"checkpoint {folder.name} cannot be exported: {error}; name another --checkpoint") from None
     export(model, config, target, kind, {"step": manifest["step"]})
     print(json.dumps({"export_dir": str(target.absolute()), "kind": kind, "step": manifest["step"]}))
+
+
+def _chosen(run: RunFolder, names: list[str], config: TrainConfig) -> str:
+    """The checkpoint that the run itself exports: the best one where it wants that, else the newest."""
+    newest = read_json(run.checkpoints / names[-1] / "manifest.json") or {}
+    best = (newest.get("progress") or {}).get("best_step") if config.load_best_model_at_end else None
+    name = f"step-{best:08d}" if best is not None else names[-1]
+    return name if name in names else names[-1]
 
 
 if __name__ == "__main__":

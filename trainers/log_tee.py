@@ -26,6 +26,13 @@ def secrets_in(environment: Mapping[str, str]) -> list[str]:
     return sorted(values, key=len, reverse=True)
 
 
+def without_secrets(text: str) -> str:
+    """The text with the values of this environment's secrets taken out."""
+    for value in secrets_in(os.environ):
+        text = text.replace(value, "***")
+    return text
+
+
 def log_line(who: str, text: str, hidden: Sequence[str] = ()) -> str:
     """One line of `log.txt`: time, who printed it (`rank 0`, `launcher`), text with secrets taken out.
 

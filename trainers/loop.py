@@ -26,7 +26,7 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from trainers.models import compute_dtype, matmul_parameters
 from trainers.parallel.ranks import Ranks
 from trainers.run_folder import Heartbeat, RunFolder
 from trainers.schedule import learning_rate
+from trainers.startup import end_with_launcher
 
 
 @dataclass
@@ -54,6 +55,7 @@ class Job:
         metrics: the metrics file, on rank 0 only.
         report: called on rank 0 with changes of the run's state (`step=…`, `state=…`).
         show: called on rank 0 with each metrics row, for progress bar and trackers.
+        launcher: process id of this rank's parent, without which it must not go on.
     """
 
     config: TrainConfig
@@ -70,6 +72,7 @@ class Job:
     metrics: MetricsFile | None
     report: Callable[..., None]
     show: Callable[[dict[str, Any]], None]
+    launcher: int
 
 
 @dataclass
@@ -86,9 +89,11 @@ class StopRequest:
     """Whether this rank was asked to stop: a signal, the control file (seen by rank 0), or its launcher's death."""
 
     def __init__(self, job: Job):
-        self.job, self.signal, self.launcher = job, "", os.getppid()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._note)
+        self.job, self.signal = job, ""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                signal.signal(number, self._note)
+        end_with_launcher(False)  # from here on `orphaned` sees it, and the run is saved first
 
     def _note(self, number: int, frame: Any) -> None:
         self.signal = signal.Signals(number).name
@@ -100,7 +105,7 @@ class StopRequest:
 
     def orphaned(self) -> bool:
         """True when the launcher died: nobody would end this rank, so it must end itself."""
-        return os.getppid() != self.launcher
+        return os.getppid() != self.job.launcher
 
 
 @dataclass(frozen=True)
@@ -199,12 +204,28 @@ class Fit:
         checkpoints = self.job.checkpoints
         folder = checkpoints.newest() if where == "auto" else Path(where)
         if folder is None:
+            if self.job.ranks.is_main:
+                print("there is no checkpoint to resume from; it starts at step 0", flush=True)
             return
         self.progress = checkpoints.load(folder, self.job.bare, self.job.optimizer, self.job.config.seed)
-        self.saved_at = self.progress.step
+        self.saved_at = self.progress.step if folder.parent == checkpoints.folder else -1
+        self._take_up(folder)
         if self.job.ranks.is_main:
             changed = [f"warning: {line}" for line in checkpoints.differences(folder)]
             print("\n".join([f"resumed from {folder} at step {self.progress.step}", *changed]), flush=True)
+
+    def _take_up(self, folder: Path) -> None:
+        """What a loaded checkpoint means besides its tensors."""
+        progress, total = self.progress, self.job.plan.total_steps
+        if progress.step > total:
+            raise TrainingError(f"{folder} is at step {progress.step}, past the {total} of this run; raise max_steps")
+        if progress.loss_scale and self.job.accelerator.scaler is not None:
+            self.job.accelerator.scaler.load_state_dict(progress.loss_scale)
+        best = progress.best_step
+        if self.job.config.load_best_model_at_end and best is not None and not self.job.checkpoints.intact(best):
+            progress.best_step = progress.best_score = None
+            if self.job.ranks.is_main:
+                print(f"the best checkpoint, of step {best}, is not in this run; the search begins anew", flush=True)
 
     def run(self) -> Outcome:
         """Trains from the progress in hand to the end, or until asked to stop."""
@@ -217,6 +238,10 @@ class Fit:
         batches = plan.batches(job.ranks.rank, self.progress.step)
         self.window.reset()
         for step in range(self.progress.step, plan.total_steps):
+            if self._worn_out():
+                batches.close()
+                return self._finish(f"no better {job.config.metric_for_best_model} in {self.progress.stale_evaluations}"
+                                    f" evaluations; stopped early at step {self.progress.step}")  # fmt: skip
             job.heartbeat.at("data", step)
             with self.window.waiting():
                 batch = next(batches)
@@ -225,10 +250,6 @@ class Fit:
             if result.stop:
                 batches.close()
                 return self._stop(stop)
-            if self._worn_out():
-                batches.close()
-                return self._finish(f"no better {job.config.metric_for_best_model} in {self.progress.stale_evaluations}"
-                                    f" evaluations; stopped early at step {self.progress.step}")  # fmt: skip
         return self._finish(None)
 
     def _after_step(self, batch: StepBatch, result: StepResult) -> None:
@@ -286,7 +307,7 @@ class Fit:
         progress.stale_evaluations = 0 if enough else progress.stale_evaluations + 1
         if before is None or better > before:
             progress.best_score, progress.best_step = better, progress.step
-            if job.config.load_best_model_at_end and progress.step > 0:
+            if job.config.load_best_model_at_end:
                 self._save()
 
     def _worn_out(self) -> bool:
@@ -297,8 +318,11 @@ class Fit:
         if self.saved_at == self.progress.step:
             return
         self.job.heartbeat.at("save", self.progress.step)
+        if self.job.accelerator.scaler is not None:
+            self.progress.loss_scale = self.job.accelerator.scaler.state_dict()
+        so_far = replace(self.progress, elapsed_s=self.progress.elapsed_s + self.window.seconds())
         with self.window.pause():
-            self.job.checkpoints.save(self.job.bare, self.job.optimizer, self.progress)
+            self.job.checkpoints.save(self.job.bare, self.job.optimizer, so_far)
         self.saved_at = self.progress.step
 
     def _stop(self, stop: StopRequest) -> Outcome:
@@ -306,7 +330,8 @@ class Fit:
         step, total = self.progress.step, self.job.plan.total_steps
         asked = self.job.ranks.gather(stop.signal)
         who = next((f"{name} on rank {rank}" for rank, name in enumerate(asked) if name), "a stop request")
-        if any(self.job.ranks.gather(stop.orphaned())):
+        # A launcher that was asked to stop may be gone first; then it is a stop all the same.
+        if any(self.job.ranks.gather(stop.orphaned())) and not any(asked):
             cause = f"the launcher was killed; saved at step {step} of {total}; resume goes on from there"
             return Outcome("failed", cause, self.progress, self.results)
         cause = f"stopped by {who} at step {step} of {total}; its checkpoint is saved; resume goes on from there"
@@ -317,7 +342,12 @@ class Fit:
         if job.eval_rows is not None and self.evaluated_at != progress.step:
             self._evaluate()
         self._save()
-        if job.config.load_best_model_at_end and progress.best_step not in (None, progress.step):
-            load_weights(job.checkpoints.path(int(progress.best_step or 0)), job.bare)
-            self.results |= {"exported_step": progress.best_step}
+        best = progress.best_step
+        if (
+            job.config.load_best_model_at_end
+            and best not in (None, progress.step)
+            and job.checkpoints.intact(int(best or 0))
+        ):
+            load_weights(job.checkpoints.path(int(best or 0)), job.bare)
+            self.results |= {"exported_step": best, **evaluate(job, progress.step)}
         return Outcome("done", cause, progress, self.results)

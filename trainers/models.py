@@ -6,13 +6,14 @@ Weights come from the pretrained files or from one seeded initialisation, alike 
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, set_seed
 
-from trainers.attention import KERNELS
+from trainers.attention import KERNELS, use_documents
 from trainers.config import EMBEDDED, ConfigError, TrainConfig
 from trainers.embedded import BASE_DIR
 
@@ -46,7 +47,8 @@ def load_base(config: TrainConfig) -> PreTrainedModel:
         shape = AutoConfig.from_pretrained(model_path(config), **where)
     except (OSError, ValueError) as error:
         raise ConfigError(explain_load_error(config, error)) from None
-    _check_packable(config, shape)
+    _check_layers(config, shape)
+    _drop_dropout(shape)
     kernel = KERNELS[config.attn_implementation]
     settings: dict[str, Any] = {"dtype": base_dtype(config), "attn_implementation": kernel}
     if config.random_init:
@@ -58,7 +60,7 @@ def load_base(config: TrainConfig) -> PreTrainedModel:
             model = AutoModelForCausalLM.from_pretrained(
                 model_path(config), config=shape, use_safetensors=True, **where, **settings
             )
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
             raise ConfigError(explain_load_error(config, error)) from None
     model.config.use_cache = False
     return model
@@ -73,8 +75,21 @@ def explain_load_error(config: TrainConfig, error: Exception) -> str:
     )
 
 
-def _check_packable(config: TrainConfig, shape: Any) -> None:
+def _drop_dropout(shape: Any) -> None:
+    """Sets the model's own dropout to 0: it would differ from strategy to strategy. LoRA's is an option."""
+    for name, value in vars(shape).items():
+        if ("dropout" in name or "pdrop" in name) and isinstance(value, float) and value > 0:
+            setattr(shape, name, 0.0)
+            if os.environ.get("RANK", "0") == "0":
+                print(f"the model's own {name}={value} is set to 0 for training", flush=True)
+
+
+def _check_layers(config: TrainConfig, shape: Any) -> None:
     layers = set(getattr(shape, "layer_types", None) or ["full_attention"])
+    if "chunked_attention" in layers:
+        raise ConfigError(
+            f"{shape.model_type} has chunked_attention layers, which are not supported; use another model"
+        )
     if config.packing and not layers <= _PACKABLE_LAYERS:
         kinds = ", ".join(sorted(layers - _PACKABLE_LAYERS))
         raise ConfigError(
@@ -83,17 +98,55 @@ def _check_packable(config: TrainConfig, shape: Any) -> None:
         )
 
 
+@torch.no_grad()
+def probe_attention(base: PreTrainedModel, packing: bool) -> None:
+    """Proves on the model in hand that no token sees a later one and, packed, none of another document.
+
+    Some architectures never ask for the attention they are given; they would train on the future in silence.
+
+    Raises:
+        ConfigError: when a logit moves that must not, or the model cannot run through our attention at all.
+    """
+    size, half = 12, 6
+    vocabulary = base.config.get_text_config().vocab_size
+    count = torch.arange(size, device=base.device)[None]
+    places, numbers = (count % half, (count >= half).long()) if packing else (count, None)
+
+    def logits(changed: int | None) -> torch.Tensor:
+        ids = (count + 1) % vocabulary
+        if changed is not None:
+            ids[0, changed] = (ids[0, changed] + 7) % vocabulary
+        use_documents(numbers)
+        return base(input_ids=ids, position_ids=places, use_cache=False).logits[0].float()
+
+    training = base.training
+    base.eval()
+    try:
+        before = logits(None)
+        may_move = (logits(half) - before)[half + 1 :].abs().max()
+        moved = (logits(size - 1) - before)[: size - 1].abs().max()
+        if packing:
+            moved = torch.maximum(moved, (logits(half - 1) - before)[half:].abs().max())
+    except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError) as error:
+        raise ConfigError(
+            f"{base.config.model_type} models cannot be trained here: {error}; use another model"
+        ) from None
+    base.train(training)
+    if not moved <= 1e-2 * may_move:
+        way = "packing=false, or another model" if packing else "another model"
+        seen = "later tokens or another document" if packing else "later tokens"
+        raise ConfigError(f"{base.config.model_type} models see {seen} through the attention they bring; use {way}")
+
+
 def build_model(config: TrainConfig) -> nn.Module:
     """The model to train: the base, or the base with adapters on it.
 
     Raises:
-        ConfigError: as `load_base`, or when `lora_target_modules` names nothing in the model.
+        ConfigError: as `load_base` and `add_adapters`.
     """
     base = load_base(config)
     if config.gradient_checkpointing:
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if config.torch_compile:
-        _compile_blocks(base)
     return add_adapters(base, config) if config.method == "lora" else base
 
 
@@ -109,23 +162,56 @@ def add_adapters(base: PreTrainedModel, config: TrainConfig) -> nn.Module:
         target_modules="all-linear" if targets == ["all-linear"] else targets,
         use_rslora=config.use_rslora,
         task_type="CAUSAL_LM",
+        revision=config.model_revision,
     )
     set_seed(config.seed)
+    names = sorted({name.rpartition(".")[2] for name, part in base.named_modules() if _adaptable(part)})
     try:
-        return get_peft_model(base, adapters, autocast_adapter_dtype=True)
+        model: Any = get_peft_model(base, adapters, autocast_adapter_dtype=True)
+        got = list(model.targeted_module_names)
     except ValueError as error:
-        names = sorted({name.rpartition(".")[2] for name, part in base.named_modules() if isinstance(part, nn.Linear)})
         logging.getLogger(__name__).debug("peft refused the targets", exc_info=error)
+        got = []
+    missing = [name for name in targets if name != "all-linear" and not any(_ends(one, name) for one in got)]
+    if missing or not got:
         raise ConfigError(
-            f"lora_target_modules={','.join(targets)} fits no module of {config.model_name_or_path}; "
+            f"lora_target_modules={','.join(missing or targets)} fits no module of {config.model_name_or_path}; "
             f"use all-linear, or some of {', '.join(names)}"
-        ) from None
+        )
+    _refuse_merging_tied(config, base, got)
+    return model
 
 
-def _compile_blocks(base: PreTrainedModel) -> None:
+def _adaptable(part: nn.Module) -> bool:
+    return isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D"  # GPT-2 writes its linear layers so
+
+
+def _ends(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _refuse_merging_tied(config: TrainConfig, base: Any, targeted: list[str]) -> None:
+    """Merging into one of two tied matrices would change the other one too."""
+    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
+    if not config.merge_adapter or head is None or head.weight is not embedding.weight:
+        return
+    tied = [name for name, part in base.named_modules() if part is head or part is embedding]
+    if any(_ends(target, name.rpartition(".")[2]) for name in tied for target in targeted):
+        raise ConfigError(
+            "merge_adapter=true with an adapter on tied embeddings would change both of them; "
+            "leave lm_head and the embedding out of lora_target_modules, or export the adapter"
+        )
+
+
+def compile_blocks(base: PreTrainedModel) -> None:
     """Compiles each decoder block in place: one graph for all of them, names of weights unchanged."""
     decoder: Any = base.get_decoder()
-    for block in decoder.layers:
+    blocks = getattr(decoder, "layers", None)
+    if blocks is None:
+        raise ConfigError(
+            f"torch_compile=true: {base.config.model_type} has no list of layers; use torch_compile=false"
+        )
+    for block in blocks:
         block.compile()
 
 

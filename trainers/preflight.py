@@ -26,8 +26,7 @@ def check(config: TrainConfig, data_parallel_size: int, has_gpu: bool) -> list[s
     Raises:
         ConfigError: with every mistake that can be found without loading weights.
     """
-    mistakes = _precision(config, has_gpu) + _trackers(config) + _arithmetic(config, data_parallel_size)
-    mistakes += check_model(config)
+    mistakes = machine_mistakes(config, has_gpu) + _arithmetic(config, data_parallel_size) + check_model(config)
     if mistakes:
         raise ConfigError(mistakes)
     train = prepare(config, "train")
@@ -66,19 +65,16 @@ def describe_plan(plan: TrainPlan) -> str:
     )
 
 
-def _precision(config: TrainConfig, has_gpu: bool) -> list[str]:
-    if config.mixed_precision == "fp16" and not has_gpu:
-        return ["mixed_precision=fp16 needs a GPU and there is none; use bf16 or no"]
-    if config.ddp_comm_hook == "bf16" and not has_gpu:
-        return ["ddp_comm_hook=bf16 needs GPUs with NCCL and there are none; use fp16 or none"]
-    if config.tf32 and not has_gpu:
-        return ["tf32=true needs a GPU and there is none; leave it out"]
-    return []
-
-
-def _trackers(config: TrainConfig) -> list[str]:
+def machine_mistakes(config: TrainConfig, has_gpu: bool) -> list[str]:
+    """What this machine cannot do: precisions and hooks that need a GPU, trackers that are not installed."""
+    needs_gpu = {
+        "mixed_precision=fp16 needs a GPU and there is none; use bf16 or no": config.mixed_precision == "fp16",
+        "ddp_comm_hook=bf16 needs GPUs with NCCL and there are none; use fp16 or none": config.ddp_comm_hook == "bf16",
+        "tf32=true needs a GPU and there is none; leave it out": config.tf32,
+    }
+    mistakes = [line for line, asked in needs_gpu.items() if asked and not has_gpu]
     missing = [name for name in config.report_to if importlib.util.find_spec(name) is None]
-    return [f"report_to={name} is not installed; `pip install {name}`, or leave it out" for name in missing]
+    return mistakes + [f"report_to={name} is not installed; `pip install {name}`, or leave it out" for name in missing]
 
 
 def _arithmetic(config: TrainConfig, data_parallel_size: int) -> list[str]:

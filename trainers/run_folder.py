@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -12,7 +13,7 @@ import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import psutil
 
@@ -128,6 +129,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"
         self.stop_request = self.path / "stop"
+        self.lock = self.path / ".lock"
 
     @property
     def id(self) -> str:
@@ -157,6 +159,32 @@ class RunFolder:
             raise ConfigError(
                 f"output_dir={self.path} holds a run; resume it with resume_from_checkpoint=auto, or use another"
             )
+
+    def hold(self) -> TextIO:
+        """Marks the run as live for as long as the returned file is open.
+
+        Raises:
+            ConfigError: when another process holds it.
+        """
+        file = open(self.lock, "w", encoding="utf-8")  # noqa: SIM115 - held open on purpose
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.close()
+            raise ConfigError(f"run {self.id} is already running; watch it with `tunesmith runs logs`") from None
+        return file
+
+    def note_failure(self, rank: int, cause: str) -> None:
+        """Leaves word of why a rank other than 0 fell, for rank 0, which writes the state."""
+        self.heartbeats.mkdir(parents=True, exist_ok=True)
+        write_json(
+            self.heartbeats / f"rank-{rank}.json", {"rank": rank, "section": "failed", "cause": cause, "time": now()}
+        )
+
+    def noted_failure(self) -> str | None:
+        """What a fallen rank left word of."""
+        notes = (read_json(path) or {} for path in sorted(self.heartbeats.glob("rank-*.json")))
+        return next((f"rank {one['rank']}: {one['cause']}" for one in notes if one.get("section") == "failed"), None)
 
     def read_state(self) -> dict[str, Any] | None:
         """What the state file says, unchecked; None when there is none."""

@@ -51,6 +51,8 @@ def compare(strategy: Strategy, config: TrainConfig, accelerator: Any, wrapped: 
         Line("trained weights", "float32", _dtypes(trained)),
         Line("frozen weights", frozen_dtype, _dtypes(frozen)),
         Line("mixed precision", config.mixed_precision, accelerator.mixed_precision),
+        Line("autocast", str(config.mixed_precision != "no"), str(accelerator.native_amp)),
+        Line("own accumulation", "1", str(accelerator.gradient_accumulation_steps)),
         Line("attention", KERNELS[config.attn_implementation], str(base.config._attn_implementation)),
     ]
 

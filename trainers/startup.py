@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shlex
 import signal
@@ -28,10 +29,12 @@ class Launch:
     Args:
         launcher: the `accelerate launch` process.
         strategy: what its command line and Accelerate file ask for.
+        parent: process id of this rank's parent.
         supervised: whether Tunesmith's supervisor made the run folder and writes the first and last state.
     """
 
     launcher: Process
+    parent: int
     strategy: Strategy
     supervised: bool
 
@@ -47,12 +50,14 @@ def find_launch() -> Launch:
     Raises:
         ConfigError: when there is none, or its strategy is not one.
     """
+    parent = os.getppid()
+    end_with_launcher(True)
     for ancestor in psutil.Process().parents()[:3]:
         argv = ancestor.cmdline()
         if "launch" in " ".join(argv[:4]) and any(Path(word).name == SCRIPT for word in argv):
             started = ancestor.create_time()
             process = Process("launcher", None, ancestor.pid, started)
-            return Launch(process, from_launcher(argv, SCRIPT), os.environ.get(SUPERVISED) == "1")
+            return Launch(process, parent, from_launcher(argv, SCRIPT), os.environ.get(SUPERVISED) == "1")
     raise ConfigError(
         f"{SCRIPT} was started without a launcher; use `accelerate launch --config_file accelerate_configs/ddp.yaml "
         f"trainers/{SCRIPT} ...` or `tunesmith train`"
@@ -68,6 +73,8 @@ def check_one_root() -> None:
     from importlib.util import find_spec
 
     for name in ("app", "trainers", "ui"):
+        if not (ROOT / name / "__init__.py").exists():
+            continue
         spec = find_spec(name)
         places = list(spec.submodule_search_locations or []) if spec else []
         roots = {Path(place).resolve().parent for place in places}
@@ -89,11 +96,28 @@ def open_run(config: TrainConfig, launch: Launch) -> RunFolder:
     name = config.preset or config.model_name_or_path
     run_id = new_run_id(name, launch.launcher.started, launch.launcher.pid)
     run = RunFolder(config.output_dir or Path(config.runs_dir) / run_id)
-    mine = [process for process in run.processes() if process.role == "launcher" and process == launch.launcher]
-    if not (launch.supervised or mine or config.resume_from_checkpoint):
+    # First whether it is used, then by whom: rank 0 may write its first state between the two looks.
+    used = run.exists()
+    mine = launch.supervised or any(one.role == "launcher" and one == launch.launcher for one in run.processes())
+    if used and not mine and not _resumes(config, run):
         run.refuse_used()
     run.create()
     return run
+
+
+def _resumes(config: TrainConfig, run: RunFolder) -> bool:
+    """Whether the config goes on with the run in this very folder."""
+    source = config.resume_from_checkpoint
+    return source == "auto" or (source is not None and Path(source).resolve().parent == run.checkpoints.resolve())
+
+
+def end_with_launcher(on: bool) -> None:
+    """Whether the system sends SIGTERM to this rank when its launcher dies (Linux, `man 2 prctl`).
+
+    A rank that waits for the others at its start could not notice by itself.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM if on else 0)  # 1: PR_SET_PDEATHSIG
 
 
 def write_run_files(run: RunFolder, config: TrainConfig, strategy: Strategy) -> None:

@@ -12,16 +12,17 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 # Run as a file, Python puts trainers/ first on the path; the folder above it is the one that holds the packages.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from trainers.config import ConfigError, TrainConfig, ignored_choices
 from trainers.errors import TrainingError
-from trainers.log_tee import start_tee
+from trainers.gpus import gpu_count
+from trainers.log_tee import start_tee, without_secrets
 from trainers.options import Request, parse_request
-from trainers.preflight import check, describe_plan, make_rows, plan_training
+from trainers.preflight import check, describe_plan, machine_mistakes, make_rows, plan_training
 from trainers.run_folder import Heartbeat, Process, RunFolder, register_outside
 from trainers.startup import (
     Launch,
@@ -35,6 +36,8 @@ from trainers.startup import (
 )
 from trainers.strategies import Strategy
 
+_held: list[TextIO] = []  # the lock of a run without a supervisor; it goes with this process
+
 
 def main(argv: list[str]) -> int:
     """Parses, opens the run folder, trains; returns the exit status: 0 done or stopped, 1 failed, 2 wrong request."""
@@ -45,6 +48,8 @@ def main(argv: list[str]) -> int:
             return print_check(request)
         launch, config = find_launch(), request.resolve()
         strategy = asked_strategy(launch, config)
+        if mistakes := machine_mistakes(config, gpu_count() > 0):
+            raise ConfigError(mistakes)
         run = open_run(config, launch)
     except ConfigError as error:
         if rank_of_environment() == 0:
@@ -61,13 +66,15 @@ def main(argv: list[str]) -> int:
         return fail(run, str(error), status=1)
     except BaseException as error:
         traceback.print_exc()
-        return fail(run, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}", status=1)
+        cause = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        if rank_of_environment() > 0:
+            run.note_failure(rank_of_environment(), cause)
+            return 1
+        return fail(run, run.noted_failure() or cause, status=1)
 
 
 def print_check(request: Request) -> int:
     """`--check`: what would be trained on `TUNESMITH_WORLD_SIZE` ranks."""
-    from trainers.gpus import gpu_count
-
     config = request.resolve()
     world = int(os.environ.get("TUNESMITH_WORLD_SIZE", "1"))
     print("\n".join(check(config, world, gpu_count() > 0)), flush=True)
@@ -78,7 +85,7 @@ def fail(run: RunFolder, cause: str, status: int) -> int:
     """Notes on rank 0 why the run failed; the other ranks give way to it. Returns the exit status."""
     if rank_of_environment() == 0:
         print(cause, file=sys.stderr, flush=True)
-        run.write_state(state="failed", cause=cause)
+        run.write_state(state="failed", cause=without_secrets(cause))
     give_way()
     return status
 
@@ -127,6 +134,7 @@ def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
         metrics=build.metrics_file(run, attempt) if main_rank else None,
         report=reporter.state,
         show=reporter.row,
+        launcher=launch.parent,
     )
     outcome = Fit(job, config.resume_from_checkpoint).run()
 
@@ -135,6 +143,7 @@ def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
         export(bare, config, run.model, export_kind(config), outcome.results)
     ending = {"export_dir": str(run.model)} if outcome.state == "done" else {}
     reporter.close(state=outcome.state, cause=outcome.cause, step=outcome.progress.step, **ending)
+    del model, optimizer  # the wrapper must not outlive the process group
     build.tear_down(accelerator, ranks, job)
     return 1 if outcome.state == "failed" else 0
 
@@ -142,8 +151,11 @@ def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
 def begin(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launch) -> int:
     """Writes the first state of this start of the run, on rank 0; returns its attempt number."""
     before = run.read_state()
+    for old in run.heartbeats.glob("rank-*.json"):
+        old.unlink(missing_ok=True)
     if launch.supervised:
         return int((before or {}).get("attempt", 0))
+    _held.append(run.hold())
     attempt = int(before["attempt"]) + 1 if before else 0
     run.stop_request.unlink(missing_ok=True)
     run.write_state(state="starting", cause=None, attempt=attempt, processes=[launch.launcher.as_json()])

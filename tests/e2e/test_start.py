@@ -72,7 +72,7 @@ wrapped, _, _ = model(config, made)
 try:
     check(compare(load_strategy("ddp"), config, made, wrapped), Ranks(made.device))
 except TrainingError as error:
-    print("REFUSED", error, flush=True)
+    sys.stdout.write(f"REFUSED {error}\\n")
 """
 
 
@@ -149,7 +149,8 @@ def test_a_clone_runs_from_another_folder(installed: bool, tmp_path: Path) -> No
     assert run.name.partition("tiny-lora")[1]
     assert str(clone / "trainers" / "train.py") in (run / "command.txt").read_text()
     files = ["accelerate.yaml", "command.txt", "config.yaml", "log.txt", "metrics.jsonl", "state.json"]
-    assert sorted(path.name for path in run.iterdir()) == sorted([*files, "checkpoints", "heartbeat", "model"])
+    found = {path.name for path in run.iterdir()} - {".lock"}
+    assert found == {*files, "checkpoints", "heartbeat", "model"}
 
 
 def test_the_command_pasted_into_a_terminal_is_the_same_run_again(tmp_path: Path) -> None:
@@ -173,3 +174,28 @@ def test_a_secret_of_the_environment_is_in_no_file(tmp_path: Path) -> None:
     for path in finished.run.path.rglob("*"):
         assert not path.is_file() or secret.encode() not in path.read_bytes()
     assert secret not in finished.output
+
+
+def test_the_environment_does_not_divide_the_gradients(tmp_path: Path) -> None:
+    """Accelerate divides the loss by this variable's value; accumulation is derived from the global batch alone."""
+    plain = launch_well(tmp_path / "plain", 1, SHORT)
+    other = launch_well(tmp_path / "other", 1, SHORT, ACCELERATE_GRADIENT_ACCUMULATION_STEPS="4")
+    assert plain.series("grad_norm") == other.series("grad_norm")
+
+
+def test_a_live_run_is_not_joined_by_another(tmp_path: Path) -> None:
+    finished = launch_well(tmp_path / "run", 1, SHORT)
+    with finished.run.hold():
+        again = launch(tmp_path / "run", 1, {**SHORT, "max_steps": 3, "resume_from_checkpoint": "auto"})
+    assert again.status != 0
+    assert "is already running" in again.output
+    assert finished.state["step"] == 2
+
+
+def test_the_untrained_weights_can_be_the_best(tmp_path: Path) -> None:
+    options = {**SHORT, "eval_dataset_name": "embedded", "max_eval_samples": 20, "learning_rate": 5, "method": "full"}
+    more = {"eval_on_start": True, "load_best_model_at_end": True}
+    finished = launch_well(tmp_path / "run", 1, {**options, **more})
+    first, last = (row["eval_loss"] for row in finished.rows("eval_loss"))
+    assert first < last
+    assert "| exported_step | 0 |" in (finished.run.model / "README.md").read_text()

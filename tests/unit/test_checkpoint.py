@@ -164,6 +164,15 @@ def test_changed_data_is_refused_and_a_changed_config_is_named(tmp_path: Path) -
     assert checkpoints(tmp_path).differences(folder) == []
 
 
+def test_going_on_from_an_older_one_sets_the_other_future_aside(tmp_path: Path) -> None:
+    store = saved(tmp_path, 3, 6, 9)
+    progress = store.load(tmp_path / "step-00000003", *trained(), seed=0)
+    assert [path.name for path in store.published()] == ["step-00000003"]
+    store.save(*trained(), Progress(step=progress.step + 1))
+    assert store.newest() == tmp_path / "step-00000004"
+    assert not list(tmp_path.glob("later-*"))
+
+
 def test_nothing_written_is_a_pickle(tmp_path: Path) -> None:
     saved(tmp_path, 3)
     assert {path.suffix for path in (tmp_path / "step-00000003").iterdir()} == {".json", ".safetensors"}

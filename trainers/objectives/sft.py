@@ -76,8 +76,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
-        factor = upstream[0]
-        hidden, weight, bias = ((part * factor.to(part.dtype)) if part is not None else None for part in ctx.gradients)
+        factor = upstream[0].float()  # rounded to bf16 it would scale the gradient wrongly by up to 0.4 %
+        parts = ctx.gradients
+        hidden, weight, bias = (None if one is None else (one.float() * factor).to(one.dtype) for one in parts)
         del ctx.gradients
         return hidden, weight, bias, None, None, None
 

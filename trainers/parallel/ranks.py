@@ -55,7 +55,8 @@ class Ranks:
         Raises:
             TrainingError: naming the ranks and what they said.
         """
-        failures = {rank: text for rank, text in enumerate(self.gather(None if error is None else str(error))) if text}
+        mine = None if error is None else str(error) or type(error).__name__
+        failures = {rank: text for rank, text in enumerate(self.gather(mine)) if text is not None}
         if failures:
             said = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
             raise TrainingError(f"{doing} failed: {said}") from error

@@ -1,0 +1,97 @@
+"""What is refused before it could train something else: models that see the future, adapters that fit nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trainers.attention import KERNELS
+from trainers.config import ConfigError, TrainConfig, build
+from trainers.embedded import BASE_DIR
+from trainers.models import _drop_dropout, add_adapters, load_base, probe_attention
+from trainers.objectives.sft import linear_cross_entropy
+
+TINY = {
+    "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 32, "max_position_embeddings": 32,
+    "d_model": 16, "ffn_dim": 24, "num_layers": 2, "attention_heads": 2, "rotary_dim": 4, "n_ctx": 32,
+}  # fmt: skip
+
+
+def tiny(family: str) -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **TINY)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=KERNELS["sdpa"])
+
+
+def config(**changes: Any) -> TrainConfig:
+    return build({"model_name_or_path": "embedded", "dataset_name": "embedded", **changes})
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "qwen3", "mixtral"])
+def test_models_that_use_our_attention_pass(family: str, packing: bool) -> None:
+    probe_attention(tiny(family), packing)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("family", ["bloom", "xglm"])
+def test_models_that_would_train_on_the_future_are_refused(family: str, packing: bool) -> None:
+    """They never ask for the attention they are given, and run without any mask."""
+    with pytest.raises(ConfigError, match="through the attention they bring"):
+        probe_attention(tiny(family), packing)
+
+
+def test_a_model_that_builds_its_own_mask_is_refused() -> None:
+    model = tiny("llama")
+    with pytest.raises(ValueError, match="an attention mask of its own"):
+        model(input_ids=torch.ones(1, 4, dtype=torch.int64), attention_mask=torch.ones(1, 1, 4, 4))
+
+
+def test_the_models_own_dropout_is_dropped() -> None:
+    shape = AutoConfig.for_model("gpt2")
+    assert shape.attn_pdrop == 0.1
+    _drop_dropout(shape)
+    assert (shape.attn_pdrop, shape.resid_pdrop, shape.embd_pdrop) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("targets", [["nothing"], ["q_proj", "k_porj"]])
+def test_an_adapter_target_that_fits_nothing_is_named(targets: list[str]) -> None:
+    wrong = config(lora_target_modules=targets)
+    with pytest.raises(ConfigError, match=rf"lora_target_modules={targets[-1]} fits no module .* some of .*q_proj"):
+        add_adapters(load_base(wrong), wrong)
+
+
+def test_merging_into_tied_embeddings_is_refused() -> None:
+    wrong = config(lora_target_modules=["q_proj", "lm_head"], merge_adapter=True)
+    with pytest.raises(ConfigError, match="tied embeddings"):
+        add_adapters(load_base(wrong), wrong)
+
+
+def test_the_embedded_base_is_loaded_whole() -> None:
+    ours, stock = load_base(config()), AutoModelForCausalLM.from_pretrained(BASE_DIR)
+    for (name, mine), other in zip(ours.named_parameters(), stock.parameters(), strict=True):
+        assert torch.equal(mine, other), name
+
+
+def test_random_weights_are_the_seeds() -> None:
+    first, again, other = (
+        load_base(config(random_init=True, method="full", seed=seed)).get_input_embeddings().weight
+        for seed in (1, 1, 2)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_a_bf16_gradient_is_scaled_exactly() -> None:
+    """1 / 1234 rounded to bf16 would scale every gradient of the step by 0.998."""
+    torch.manual_seed(0)
+    hidden = torch.randn(64, 32, dtype=torch.bfloat16, requires_grad=True)
+    weight, labels = torch.randn(100, 32), torch.randint(0, 100, (64,))
+    (whole,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, None, labels)[0], hidden)
+    (scaled,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, None, labels)[0] / 1234, hidden)
+    ratio = (scaled.double() * 1234).norm() / whole.double().norm()
+    assert abs(ratio - 1) < 2e-4
