@@ -25,7 +25,7 @@ from trainers.models import build_model, build_optimizer, compile_blocks, probe_
 from trainers.objectives.sft import SupervisedLoss, inner_model
 from trainers.parallel.cpu import adapt_to_cpu
 from trainers.parallel.ranks import Ranks
-from trainers.run_folder import Process, RunFolder
+from trainers.run_folder import LIVE_STATES, Process, RunFolder
 from trainers.strategies import Strategy
 
 _HOOKS = {
@@ -126,7 +126,12 @@ class Reporter:
         changes |= {"cause": without_secrets(changes["cause"])} if changes.get("cause") else {}
         if changes.get("state") == "running" and self.run.stop_request.exists():
             changes["state"] = "stopping"
-        self.run.write_state(processes=self.processes, **changes)
+        try:
+            self.run.write_state(processes=self.processes, **changes)
+        except OSError as error:
+            if changes.get("state") not in LIVE_STATES:
+                raise
+            print(f"warning: the state file could not be written: {error.strerror}", flush=True)
         if changes.get("total_steps"):
             self.bar.reset(total=changes["total_steps"])
         if "step" in changes:
@@ -135,9 +140,9 @@ class Reporter:
     def row(self, row: dict[str, Any]) -> None:
         """Shows a metrics row."""
         numbers = {key: value for key, value in row.items() if isinstance(value, int | float) and key != "step"}
-        shown = {
-            key: f"{row[key]:.4g}" for key in ("loss", "eval_loss", "tokens_per_second") if row.get(key) is not None
-        }
+        shown = {key: f"{row[key]:.4g}" for key in ("loss", "eval_loss") if row.get(key) is not None}
+        if "tokens_per_second" in row:
+            shown["tokens_per_second"] = f"{row['tokens_per_second']:.0f}"
         self.bar.set_postfix(shown)
         print(f"step {row['step']} " + " ".join(f"{key} {value}" for key, value in shown.items()), flush=True)
         if self.trackers:

@@ -28,7 +28,6 @@ from trainers.parallel.ranks import Ranks
 from trainers.run_folder import read_json, write_json
 
 FORMAT = 1
-_GIB = 2**30
 
 
 @dataclass
@@ -240,7 +239,7 @@ class Checkpoints:
         free = shutil.disk_usage(self.folder).free
         if free < needed * 1.01 + 2**20:
             raise OSError(
-                f"{self.folder} has {free / _GIB:.3f} GiB free, a checkpoint needs {needed / _GIB:.3f} GiB; "
+                f"{self.folder} has {free:,} bytes free, a checkpoint needs {needed:,}; "
                 "make room, then resume from the last one"
             )
 
@@ -275,7 +274,7 @@ class Checkpoints:
     def _prune(self, progress: Progress) -> None:
         best = self.path(progress.best_step) if progress.best_step is not None else None
         old = [path for path in self.published() if path != best][: -self.limit]
-        aside = [path for name in ("step-*.tmp-*", "bad-step-*", "later-step-*") for path in self.folder.glob(name)]
+        aside = [path for name in ("step-*.tmp-*", "later-step-*") for path in self.folder.glob(name)]
         for path in [*old, *aside]:
             shutil.rmtree(path, ignore_errors=True)
 

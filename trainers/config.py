@@ -11,10 +11,11 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 EMBEDDED = "embedded"
 COLUMN_ROLES = ("messages", "conversations", "prompt", "completion", "instruction", "input", "output", "system", "text")
+LAUNCH_OPTIONS = ("strategy", "gpus", "num_processes")
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
@@ -67,9 +68,14 @@ class TrainConfig(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_control_characters(cls, value: Any) -> Any:
-        if isinstance(value, str) and any(ord(letter) < 32 or 0x202A <= ord(letter) <= 0x202E for letter in value):
-            raise ValueError("control characters are not allowed")
+    def _plain_values(cls, value: Any, info: ValidationInfo) -> Any:
+        texts = [value] if isinstance(value, str) else [*value, *value.values()] if isinstance(value, dict) else []
+        for text in texts:
+            if any(ord(letter) < 32 or 0x202A <= ord(letter) <= 0x202E for letter in str(text)):
+                raise ValueError("control characters are not allowed")
+        numbers = cls.model_fields[str(info.field_name)].annotation in (int, float)
+        if numbers and isinstance(value, bool):
+            raise ValueError("input should be a number, not true or false")
         return value
 
     # Model
@@ -123,7 +129,7 @@ class TrainConfig(BaseModel):
     """Jinja file that replaces the tokenizer's chat template."""
     assistant_only_loss: bool = _option("data", True)
     """Train on the assistant's (or completion's) tokens alone; plain text always trains on all."""
-    max_length: int = _option("data", 1024, "tokens", ge=8)
+    max_length: int = _option("data", 1024, "tokens", ge=8, le=2**24)
     """Longest training row."""
     overlong: Literal["truncate", "drop", "split", "refuse"] = _option("data", "truncate")
     """What happens to a row longer than `max_length`; it is counted and printed."""
@@ -330,6 +336,8 @@ def _default_hint(name: str) -> str:
 
 def unknown_option(name: str, known: list[str] | None = None) -> str:
     """The line for a name that no option has, with the nearest one."""
+    if name in LAUNCH_OPTIONS:
+        return f"{name} is no option of the config; write --{name} on the command line of `tunesmith train`"
     near = difflib.get_close_matches(name, known or list(TrainConfig.model_fields), n=1, cutoff=0.6)
     way = f"did you mean {near[0]}?" if near else "`tunesmith train --help` lists all options"
     return f"unknown option {name}; {way}"
@@ -378,6 +386,8 @@ def ignored_choices(config: TrainConfig) -> list[str]:
         idle.append(f"num_train_epochs={config.num_train_epochs} is ignored: max_steps={config.max_steps} decides")
     if config.warmup_steps and config.warmup_ratio:
         idle.append(f"warmup_ratio={config.warmup_ratio} is ignored: warmup_steps={config.warmup_steps} decides")
+    if EMBEDDED == config.eval_dataset_name != config.dataset_name:
+        idle.append("eval_dataset_name=embedded with other training data; name your own, or none and an eval_share")
     if not config.has_evaluation():
         asked = sorted({"eval_steps", "eval_on_start", "max_eval_samples"} & changed)
         idle += [f"{name} is ignored: there is no evaluation data" for name in asked]
@@ -401,4 +411,8 @@ def absolute_paths(config: TrainConfig) -> TrainConfig:
 def _is_local(value: str) -> bool:
     """Whether the value names files here: it exists, or its glob matches."""
     path = Path(value).expanduser()
-    return path.exists() or (any(mark in value for mark in "*?[") and not value.startswith("hf://"))
+    try:
+        there = path.exists()
+    except OSError:  # such as a name of 300 letters
+        there = False
+    return there or (any(mark in value for mark in "*?[") and not value.startswith("hf://"))

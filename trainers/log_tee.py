@@ -6,6 +6,7 @@ Run as `python log_tee.py LOG WHO ECHO`; reads standard input until it ends.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -81,7 +82,8 @@ def main(log: str, who: str, echo: str) -> None:
     handle = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     while line := sys.stdin.buffer.readline(LONGEST_LINE):
         text = log_line(who, line.decode("utf-8", "replace"), hidden)
-        os.write(handle, text.encode())
+        with contextlib.suppress(OSError):  # a full disk must not end the run through its log
+            os.write(handle, text.encode())
         if echo == "echo":
             try:
                 os.write(1, text.partition("] ")[2].encode())

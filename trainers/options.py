@@ -46,6 +46,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         ConfigError: unreadable, too large, not a mapping, or with duplicate keys, aliases or Python tags.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path} is no regular file; name a YAML file")
         if path.stat().st_size > MAX_YAML_BYTES:
             raise ConfigError(f"{path} is larger than {MAX_YAML_BYTES} bytes; a config is a short YAML file")
         loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)  # noqa: S506 - a SafeLoader

@@ -30,6 +30,7 @@ def check(config: TrainConfig, data_parallel_size: int, has_gpu: bool) -> list[s
     if mistakes:
         raise ConfigError(mistakes)
     train = prepare(config, "train")
+    _check_positions(config, train.report.longest)
     plan = plan_training(config, train, data_parallel_size, pad_token_id=0)
     lines = [*train.report.lines(), describe_plan(plan)]
     if config.has_evaluation():
@@ -91,8 +92,8 @@ def check_model(config: TrainConfig) -> list[str]:
     folder = BASE_DIR if name == EMBEDDED else Path(name).expanduser()
     if folder.is_dir():
         files, named = {path.name for path in folder.iterdir()}, f"model_name_or_path={name}"
-        problem = _check_config_file(folder / "config.json", named)
-        return problem or _check_files(files, named, config)
+        problem = _check_config_file(folder / "config.json", named) or _check_files(files, named, config)
+        return problem or [line for path in sorted(folder.glob("*.safetensors")) for line in _check_header(path, named)]
     if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         return [f"model_name_or_path={name} is no model folder; name a folder with config.json, or a Hub id"]
     return _check_hub(config)
@@ -100,7 +101,8 @@ def check_model(config: TrainConfig) -> list[str]:
 
 def _check_config_file(path: Path, named: str) -> list[str]:
     try:
-        json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(json.loads(path.read_text(encoding="utf-8")), dict):
+            return [f"{named}: config.json holds no object; download or save the model again"]
     except FileNotFoundError:
         return [f"{named} has no config.json; name the folder that save_pretrained wrote"]
     except (OSError, ValueError) as error:
@@ -121,9 +123,44 @@ def _check_files(files: set[str], named: str, config: TrainConfig) -> list[str]:
     return mistakes
 
 
+def _check_header(path: Path, named: str) -> list[str]:
+    """Mistakes in a safetensors file, from its header alone: a length, then JSON, then the tensors' bytes."""
+    damaged = [f"{named}: {path.name} is damaged or cut short; download or save the model again"]
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > path.stat().st_size - 8:
+                return damaged
+            header = json.loads(file.read(length))
+        ends = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
+        whole = all(0 <= start <= end for start, end in ends)
+        return [] if whole and max(end for _, end in ends) + 8 + length == path.stat().st_size else damaged
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return damaged
+
+
+def _check_positions(config: TrainConfig, longest: int) -> None:
+    """Refuses documents longer than the model was made for, where its config is at hand.
+
+    Raises:
+        ConfigError: with the model's limit.
+    """
+    folder = BASE_DIR if config.model_name_or_path == EMBEDDED else Path(config.model_name_or_path).expanduser()
+    if not (folder / "config.json").is_file():
+        return
+    shape = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    limit = shape.get("max_position_embeddings") or shape.get("n_positions")
+    kept = min(longest, config.max_length)
+    if isinstance(limit, int) and kept > limit:
+        raise ConfigError(
+            f"max_length={config.max_length}: the longest document has {kept} tokens, the model was made for {limit}; "
+            f"use max_length={limit}"
+        )
+
+
 def _check_hub(config: TrainConfig) -> list[str]:
     from huggingface_hub import HfApi, try_to_load_from_cache
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     name, revision = config.model_name_or_path, config.model_revision
     named = f"model_name_or_path={name}" + (f" at revision {revision}" if revision else "")
@@ -138,6 +175,6 @@ def _check_hub(config: TrainConfig) -> list[str]:
         return [f"{named} is gated; accept its terms on its Hub page, then set HF_TOKEN or run `hf auth login`"]
     except RepositoryNotFoundError:
         return [f"{named} is not on the Hub, or is private; check the spelling, or set HF_TOKEN"]
-    except (HfHubHTTPError, OSError) as error:
+    except Exception as error:  # no network shows itself in the exceptions of several libraries
         first = str(error).partition("\n")[0][:200]
         return [f"{named} is no folder here and the Hub cannot be reached ({first}); name a local folder, or go online"]

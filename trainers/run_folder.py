@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -236,8 +237,9 @@ class Heartbeat:
 
     def flush(self) -> None:
         """Writes now."""
-        write_json(self.path, {**self.beat, "time": now()})
         self.written = time.monotonic()
+        with contextlib.suppress(OSError):  # a full disk must not end the run through its heartbeat
+            write_json(self.path, {**self.beat, "time": now()})
 
 
 def registry() -> Path:

@@ -53,7 +53,8 @@ def main(argv: list[str]) -> int:
         run = open_run(config, launch)
     except ConfigError as error:
         if rank_of_environment() == 0:
-            print("\n".join(error.mistakes), file=sys.stderr, flush=True)
+            marker = ["mistakes:"] if "--check" in argv else []  # what follows is meant for the user, line by line
+            print("\n".join([*marker, *error.mistakes]), file=sys.stderr, flush=True)
         give_way()
         return 2
     console = start_tee(run.log, f"rank {rank_of_environment()}", echo=not launch.supervised)

@@ -116,8 +116,10 @@ def test_packed_rows_restart_positions_and_predict_only_within_a_document() -> N
 def test_data_smaller_than_a_global_batch_is_refused_with_the_way_out() -> None:
     with pytest.raises(ConfigError, match=r"global_batch_size=8 is larger than the data: 1 packed rows of 9 documents"):
         plan([5] * 9, 1, packing=True)
-    with pytest.raises(ConfigError, match=r"use at most global_batch_size=3"):
+    with pytest.raises(ConfigError, match=r"; use global_batch_size=2$"):
         plan([5] * 3, 1)
+    with pytest.raises(ConfigError, match=r"; use global_batch_size=2 with per_device_train_batch_size=1$"):
+        plan([5] * 3, 2)
 
 
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 5))

@@ -137,8 +137,7 @@ def test_mistakes_and_deaths_of_processes_are_told(tmp_path, data, monkeypatch):
     save_tokenizer(tmp_path / "bare", None)
     with pytest.raises(ConfigError, match="has no chat template"):
         prepare(configure(tmp_path, data, model_name_or_path=str(tmp_path / "bare")), "train")
-    monkeypatch.setattr("trainers.data.workers.ROOT", tmp_path)
-    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setattr("trainers.data.workers.sys.executable", "/bin/false")  # a worker that dies at once
     with pytest.raises(ConfigError, match="set dataset_num_proc below"):
         prepare(configure(tmp_path, data), "train")
 

@@ -161,12 +161,22 @@ class TrainPlan:
             way = ", or packing=false" if config.packing and len(rows.documents.lengths) >= size else ""
             raise ConfigError(
                 f"global_batch_size={size} is larger than the data: {len(rows)} {kind} of "
-                f"{len(rows.documents.lengths)} documents; use at most global_batch_size={max(len(rows), 1)}{way}"
+                f"{len(rows.documents.lengths)} documents; use {self._smaller(len(rows))}{way}"
             )
         self.steps_per_epoch = math.ceil(len(rows) / size)
         self.total_steps = config.max_steps or math.ceil(config.num_train_epochs * self.steps_per_epoch)
         self._epoch = -1
         self._order = np.empty(0, dtype=np.int64)
+
+    def _smaller(self, rows: int) -> str:
+        """Batch sizes that fit this many rows and divide."""
+        micro = self.config.per_device_train_batch_size
+        if rows >= micro * self.world:
+            return f"global_batch_size={rows // (micro * self.world) * micro * self.world}"
+        if rows < self.world:
+            return f"more data, or at most {max(rows, 1)} processes"
+        micro = rows // self.world
+        return f"global_batch_size={micro * self.world} with per_device_train_batch_size={micro}"
 
     def _order_of(self, epoch: int) -> np.ndarray:
         if epoch != self._epoch:

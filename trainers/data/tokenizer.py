@@ -74,7 +74,7 @@ def _fetch(name: str, revision: str | None, remote_code: bool) -> Path:
             f"model_name_or_path={name} is neither a folder here nor a model on the Hub that you may read; check the "
             "name, or set HF_TOKEN (or run `hf auth login`) if it is private"
         ) from None
-    except (OSError, ValueError) as error:  # offline, timeouts, a full disk
+    except Exception as error:  # offline, timeouts, a full disk: in the exceptions of several libraries
         said = str(error).partition("\n")[0][:200]
         raise ConfigError(
             f"model_name_or_path={name} is not on this machine and cannot be fetched ({type(error).__name__}: {said}); "
@@ -110,6 +110,8 @@ def read_chat_template(config: TrainConfig) -> str | None:
         return None
     path = Path(config.chat_template).expanduser()
     try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"chat_template={path} is no regular file; give a Jinja file")
         if path.stat().st_size > _TEMPLATE_BYTES:
             raise ConfigError(f"chat_template={path} is larger than {_TEMPLATE_BYTES:,} bytes; give a Jinja file")
         return path.read_text(encoding="utf-8")
