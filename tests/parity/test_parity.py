@@ -58,8 +58,8 @@ def test_p2_on_four_processes(method: str, packing: bool) -> None:
 
 
 @pytest.mark.parametrize(("method", "packing"), [("full", False), ("lora", True)])
-def test_packed_equals_unpacked_evaluation(method: str, packing: bool) -> None:
-    """Evaluation is exact over all ranks whatever the remainder: 37 rows on 1 and 2 ranks, in batches of 4."""
+def test_evaluation_is_exact_on_any_number_of_ranks(method: str, packing: bool) -> None:
+    """37 rows on 1 and 2 ranks, in batches of 4: no row is lost or counted twice in the remainder."""
     losses = [run(processes, method, packing).series("eval_loss")[-1] for processes in (1, 2)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
