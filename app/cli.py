@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,16 +10,17 @@ from typing import Annotated, Any
 
 import typer
 
-app = typer.Typer(
-    name="tunesmith", add_completion=False, pretty_exceptions_enable=False,
-    help="Fine-tune a language model; the strategy changes speed and memory, never the model.",
-)  # fmt: skip
-runs_app = typer.Typer(help="List, show and read runs.")
+from app.plain_help import Interrupted, Verbs
+
+app = Verbs(
+    name="tunesmith", help="Fine-tune a language model; the strategy changes speed and memory, never the model."
+)
+runs_app = Verbs(help="List, show and read runs.")
 app.add_typer(runs_app, name="runs")
 
 _RAW = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 Raw = Annotated[list[str] | None, typer.Argument(metavar="...")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else on stdout.")]
+Json = Annotated[bool, typer.Option("--json", metavar="", help="Print one JSON document and nothing else on stdout.")]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="Id of a run, or the path of its folder.")]
 RunsDir = Annotated[Path, typer.Option("--runs_dir", metavar="<dir>", help="Folder of run folders.")]
 RUNS = Path("runs")
@@ -88,7 +90,7 @@ def runs_show(run: RunName, runs_dir: RunsDir = RUNS, json: Json = False) -> int
 @runs_app.command("logs")
 def runs_logs(
     run: RunName,
-    follow: Annotated[bool, typer.Option("--follow", help="Go on until the run has ended.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", metavar="", help="Go on until the run has ended.")] = False,
     runs_dir: RunsDir = RUNS,
 ) -> int:
     """Print a run's log."""
@@ -103,7 +105,7 @@ def export(
     checkpoint: Annotated[
         str | None, typer.Option(metavar="<name>", help="Checkpoint such as step-00000120; default: the newest.")
     ] = None,
-    merged: Annotated[bool, typer.Option("--merged", help="Merge the adapters into the base.")] = False,
+    merged: Annotated[bool, typer.Option("--merged", metavar="", help="Merge the adapters into the base.")] = False,
     output: Annotated[
         Path | None, typer.Option(metavar="<dir>", help="Folder to write; default: export-KIND in the run folder.")
     ] = None,
@@ -138,22 +140,21 @@ def run_verb(arguments: Sequence[str]) -> int:
     Returns:
         The exit status: 0 done, 1 the run failed, 130 stopped, 2 the request was wrong.
     """
-    from app.console import say
+    from app.console import report_json, say
 
     try:
         alone = list(arguments) in ([], ["runs"])  # a verb is missing: show which there are
         return int(_invoke(app, [*arguments, "--help"] if alone else arguments) or 0)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Interrupted):
         say("interrupted")
+        if "--json" in arguments:
+            report_json({"run_dir": None, "state": "stopped", "cause": "interrupted"})
         return 130
     except BrokenPipeError:
         sys.stdout = None  # the reader has gone; nothing is left to say
         return 1
     except OSError as error:
-        from app.console import refuse
-
-        refuse([f"{error.filename or 'system'}: {error.strerror or error}; make room, or check its rights"])
-        return 1
+        return _system_error(error, "--json" in arguments)
     except Exception as error:
         if hasattr(error, "cause"):  # CheckBroke, which is not imported here for the sake of speed
             return _broke(error, "--json" in arguments)
@@ -161,6 +162,20 @@ def run_verb(arguments: Sequence[str]) -> int:
         if not mistakes:
             raise
         return _refuse(mistakes, "--json" in arguments)
+
+
+def _system_error(error: OSError, as_json: bool) -> int:
+    """The answer to an error of the system that no check foresaw: 2 when a name of the user's was too long, else 1."""
+    from app.console import refuse, report_json, shortened
+
+    what = shortened(str(error.filename or "system"))
+    if error.errno == errno.ENAMETOOLONG:
+        return _refuse([f"{what}: {error.strerror}; check the value"], as_json)
+    line = f"{what}: {error.strerror or error}; make room, or check its rights"
+    refuse([line])
+    if as_json:
+        report_json({"run_dir": None, "state": "failed", "cause": line})
+    return 1
 
 
 def _broke(error: Any, as_json: bool) -> int:

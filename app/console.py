@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -13,10 +14,19 @@ from typing import Any
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _BIDI = re.compile("[\u202a-\u202e\u2066-\u2069]")
 
+_GAP = 3  # blanks that the drawn table has between two columns
+_LEAST_CELL = 20
+"""Letters of a cut cell that still tell something."""
+
 
 def clean(text: str) -> str:
     """The text without control characters, but with its tabs and line ends."""
     return _BIDI.sub("", _CONTROL.sub("", text))
+
+
+def shortened(text: str, most: int = 100) -> str:
+    """The text, or its beginning with dots where it is longer than a line of mistakes should be."""
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def say(text: str) -> None:
@@ -51,27 +61,63 @@ def refuse(mistakes: Sequence[str]) -> None:
         say("error: " + clean(mistake).replace("\n", " "))
 
 
-def show_table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """A table on stdout: drawn on a terminal, plain columns elsewhere."""
+def show_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], expendable: Sequence[str] = ()) -> None:
+    """A table on stdout: drawn on a terminal, plain columns elsewhere.
+
+    Args:
+        headers: names of the columns.
+        rows: a cell for each column.
+        expendable: columns to leave out, the first one first, where the terminal is too narrow for a line per row;
+            the first is cut before it goes. Without any, long cells are wrapped.
+    """
     texts = [[clean("" if cell is None else str(cell)).replace("\n", " ") for cell in row] for row in rows]
     if sys.stdout.isatty():
-        _drawn(headers, texts)
+        _drawn(*_fitting(headers, texts, expendable), one_line=bool(expendable))
         return
-    widths = [max(map(len, column)) for column in zip(headers, *texts, strict=True)]
+    widths = _widths(headers, texts)
     for row in [list(headers), *texts]:
         report("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def _drawn(headers: Sequence[str], texts: Sequence[Sequence[str]]) -> None:
+def _widths(headers: Sequence[str], texts: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(headers, *texts, strict=True)]
+
+
+def _fitting(
+    headers: Sequence[str], texts: Sequence[Sequence[str]], expendable: Sequence[str]
+) -> tuple[list[str], list[list[str]]]:
+    """The columns that fit into the terminal."""
+    kept, cells = list(headers), [list(row) for row in texts]
+    room = shutil.get_terminal_size().columns
+    for name in expendable:
+        excess = sum(_widths(kept, cells)) + _GAP * (len(kept) - 1) - room
+        if excess <= 0:
+            break
+        at = kept.index(name)
+        width = _widths(kept, cells)[at] - excess
+        if name == expendable[0] and width >= _LEAST_CELL:
+            for row in cells:
+                row[at] = shortened(row[at], width)
+            break
+        for row in [kept, *cells]:
+            del row[at]
+    return kept, cells
+
+
+def _drawn(headers: Sequence[str], texts: Sequence[Sequence[str]], one_line: bool) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(*headers, box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for header in headers:
+        table.add_column(header, no_wrap=one_line)
     for row in texts:
         table.add_row(*(Text(cell) for cell in row))
-    Console().print(table)
+    # A row wider than the terminal is wrapped by the terminal: cut, its id would be of no use to any verb.
+    needed = sum(_widths(headers, texts)) + _GAP * (len(headers) - 1) if one_line else 0
+    Console(width=max(needed, shutil.get_terminal_size().columns)).print(table)
 
 
 def counted(count: int, one: str, many: str) -> str:

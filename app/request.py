@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from typing import Any
 
+from app.console import shortened
 from app.hardware import Devices, choose_devices
 from app.runs import gpu_ids, true_state, world_size
 from trainers.config import EMBEDDED, ConfigError, TrainConfig, absolute_paths, build, ignored_choices
@@ -19,6 +22,16 @@ from trainers.strategies import Strategy, default_strategy, load_strategy, resol
 _VALUES = ("strategy", "gpus", "num_processes")
 _SWITCHES = ("json", "quiet", "help", "check")
 _LOG_ROOM = 2_000_000
+_PATHS = ("model_name_or_path", "dataset_name", "eval_dataset_name", "chat_template", "cache_dir", "runs_dir",
+          "output_dir", "resume_from_checkpoint")  # fmt: skip
+_LONGEST_NAME, _LONGEST_PATH = 255, 4095
+# What a checkpoint's tensors, or the place in the data that it has reached, depend on.
+FIXED = (
+    "model_name_or_path", "model_revision", "random_init", "method", "lora_r", "lora_alpha", "lora_target_modules",
+    "use_rslora", "dataset_name", "dataset_config_name", "dataset_split", "eval_share", "dataset_format", "columns",
+    "sample_by", "chat_template", "assistant_only_loss", "max_length", "overlong", "packing", "group_by_length",
+    "max_train_samples", "global_batch_size", "seed",
+)  # fmt: skip
 
 
 @dataclass
@@ -49,7 +62,9 @@ def sort_words(words: Sequence[str]) -> Words:
     while rest:
         word = rest.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--"):
+        if word == "-h":
+            sorted_words.switches.add("help")
+        elif not word.startswith("--"):
             sorted_words.names.append(word)
         elif name in _SWITCHES and not equals:
             sorted_words.switches.add(name)
@@ -78,6 +93,7 @@ class Job:
         run: its folder; holds a run only when resumed.
         resume_from: `auto` or a checkpoint's path, when it goes on from one.
         warnings: lines that the user should read.
+        attempt: of the run when a resume was asked for; another number at its start means that another came first.
     """
 
     config: TrainConfig
@@ -86,6 +102,7 @@ class Job:
     run: RunFolder
     resume_from: str | None = None
     warnings: list[str] = field(default_factory=list)
+    attempt: int | None = None
 
 
 class _Mistakes:
@@ -134,13 +151,8 @@ def resume_job(run: RunFolder, words: Words) -> Job:
     Raises:
         ConfigError: with every mistake at once; also when the run is done or still lives.
     """
-    state = true_state(run)["state"]
-    if state == "done":
-        raise ConfigError(
-            f"run {run.id} is done; to train on its config again: tunesmith train --config {run.config} --max_steps N"
-        )
-    if state not in ("stopped", "failed"):
-        raise ConfigError(f"run {run.id} is {state}; stop it first with `tunesmith stop {run.id}`")
+    attempt = run_attempt(run)
+    refuse_unresumable(run)
     mistakes, request = _Mistakes(), Request()
     with mistakes:
         request = parse_request(words.options)
@@ -148,17 +160,83 @@ def resume_job(run: RunFolder, words: Words) -> Job:
     fixed += [name for name in ("preset", "config") if getattr(request, name)]
     mistakes.lines += [f"--{name} cannot change when a run is resumed; leave it out" for name in fixed]
     request.config, request.preset = str(run.config), None
-    return _job(request, _as_before(run, words.values), mistakes, run)
+    mistakes.lines += _fixed_changes(run, request.options)
+    job = _job(request, _as_before(run, words.values), mistakes, run)
+    job.attempt = attempt
+    return job
+
+
+def run_attempt(run: RunFolder) -> int:
+    """How often the run was started before its last start; -1 when its state does not tell."""
+    attempt = (run.read_state() or {}).get("attempt")
+    return attempt if isinstance(attempt, int) else -1
+
+
+def refuse_unresumable(run: RunFolder) -> None:
+    """Raises ConfigError when the run is done or lives."""
+    state, path = true_state(run)["state"], shlex.quote(str(run.path))
+    if state == "done":
+        again = f"tunesmith train --config {shlex.quote(str(run.config))} --max_steps N"
+        raise ConfigError(f"run {run.id} is done; to train on its config again: {again}")
+    if state not in ("stopped", "failed"):
+        raise ConfigError(f"run {run.id} is {state}; stop it first with `tunesmith stop {path}`")
+
+
+def _fixed_changes(run: RunFolder, options: dict[str, Any]) -> list[str]:
+    """A line for each option given anew that the checkpoints cannot follow.
+
+    It comes before anything is written: a `config.yaml` that its checkpoints do not fit fails every later resume too.
+    """
+    given = {name: value for name, value in options.items() if name in FIXED}
+    try:
+        stored = read_yaml(run.config)
+        before = absolute_paths(Request(config=str(run.config)).resolve())
+        after = absolute_paths(build({**stored, **given}))
+    except (ConfigError, OSError):
+        return []  # reported with everything else that is wrong with the config
+    return [
+        f"{name}={_told(getattr(after, name))} cannot change when a run is resumed (it was trained with "
+        f"{_told(getattr(before, name))}); leave it out, or start a new run"
+        for name in given
+        if getattr(before, name) != getattr(after, name)
+    ]
+
+
+def _told(value: Any) -> str:
+    """A value as one would write it on the command line, and not longer than a line."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "none"}[value]
+    if isinstance(value, dict):
+        value = [f"{key}={entry}" for key, entry in value.items()]
+    return shortened(",".join(value) if isinstance(value, list) else str(value))
 
 
 def _as_before(run: RunFolder, values: dict[str, str]) -> dict[str, str]:
     """Devices and strategy as in the last attempt, where nothing else is asked for."""
-    before = {} if "strategy" in values else {"strategy": str(run.accelerate)}
+    before = {"strategy": str(run.accelerate)} if _keeps_strategy(run, values) else {}
     if not {"gpus", "num_processes"} & set(values):
         ids, processes = gpu_ids(run), world_size(run)
         before.update({"gpus": ",".join(map(str, ids))} if ids else {})
         before.update({"num_processes": str(processes)} if processes and not ids else {})
     return {**before, **values}
+
+
+def _keeps_strategy(run: RunFolder, values: dict[str, str]) -> bool:
+    """Whether the last attempt's strategy stays: none is named, and it can run on the processes that are asked for.
+
+    One process needs no other ranks' strategy; a sharded run on fewer processes stays sharded, for its memory.
+    """
+    if "strategy" in values:
+        return False
+    try:
+        processes = choose_devices(values.get("gpus"), values.get("num_processes")).num_processes
+        if not {"gpus", "num_processes"} & set(values) or processes == world_size(run):
+            return True
+        stored = load_strategy(str(run.accelerate))
+        resolve(stored, processes, str(stored.values.get("mixed_precision") or "no"))
+    except ConfigError:
+        return "num_processes" not in values and "gpus" not in values
+    return processes > 1
 
 
 def _job(request: Request, values: dict[str, str], mistakes: _Mistakes, run: RunFolder | None) -> Job:
@@ -181,12 +259,19 @@ def _job(request: Request, values: dict[str, str], mistakes: _Mistakes, run: Run
         folder = run or (_new_folder(config) if config else None)
         if folder and config:
             _check_room(config, folder)
+            mistakes.lines += _fixed_changes(folder, config.model_dump()) if not run and folder.exists() else []
     mistakes.refuse()
     if not (config and strategy and devices and folder):
         raise AssertionError("no mistake, and yet no job")
-    warnings = ignored_choices(config) + [f"{name} is outside the parity promise" for name in config.outside_parity()]
+    warnings = ignored_choices(config) + _promise(config)
     resume_from = "auto" if run else config.resume_from_checkpoint
     return Job(config, strategy, devices, folder, resume_from, warnings)
+
+
+def _promise(config: TrainConfig) -> list[str]:
+    """The warning of the training script in its words, so that the display can leave its echo out."""
+    outside = config.outside_parity()
+    return [f"outside the promise that the strategy never changes the model: {', '.join(outside)}"] if outside else []
 
 
 def _config(request: Request, mistakes: _Mistakes) -> TrainConfig:
@@ -199,7 +284,10 @@ def _config(request: Request, mistakes: _Mistakes) -> TrainConfig:
         with unread:
             read_yaml(Path(request.config))
     if not unread.lines:
-        return absolute_paths(request.resolve())
+        config = request.resolve()
+        if too_long := _too_long(config):
+            raise ConfigError(too_long)
+        return absolute_paths(config)
     mistakes.lines += unread.lines
     try:
         return build(request.options)
@@ -207,29 +295,69 @@ def _config(request: Request, mistakes: _Mistakes) -> TrainConfig:
         raise ConfigError([line for line in error.mistakes if " is missing; " not in line]) from None
 
 
+def _too_long(config: TrainConfig) -> list[str]:
+    """A line for each path or name that no file system holds; every look for such a file is an OSError."""
+    lines = []
+    for name in _PATHS:
+        value = str(getattr(config, name) or "")
+        longest = max((len(os.fsencode(part)) for part in value.split("/")), default=0)
+        size, limit = (longest, _LONGEST_NAME) if longest > _LONGEST_NAME else (len(os.fsencode(value)), _LONGEST_PATH)
+        if size > limit:
+            lines.append(f"{name}={shortened(value)} is too long ({size} bytes, at most {limit}); check the value")
+    return lines
+
+
 def _new_folder(config: TrainConfig) -> RunFolder:
-    """The folder of a run that `train` starts.
+    """The folder of a run that `train` starts; it holds one only when that is resumed.
 
     Raises:
         ConfigError: when it holds a run that is not resumed, or one that lives.
     """
+    try:
+        run = RunFolder(Path(config.output_dir).expanduser() if config.output_dir else _free_folder(config))
+        source = config.resume_from_checkpoint
+        path = Path(source or "").expanduser()
+        inside = source == "auto" or (source and path.resolve().parent == run.checkpoints.resolve())
+        if not inside:
+            run.refuse_used()
+        elif run.exists() and true_state(run)["state"] in LIVE_STATES:
+            raise ConfigError(f"output_dir={run.path} holds a run that is not over; stop it first, or use another")
+    except OSError as error:
+        option = "output_dir" if config.output_dir else "runs_dir"
+        value = shortened(str(getattr(config, option)))
+        raise ConfigError(f"{option}={value} cannot be used: {error.strerror}; choose another folder") from None
+    return run
+
+
+def _free_folder(config: TrainConfig) -> Path:
     name = config.run_name or config.preset or config.model_name_or_path
     ids = (new_run_id(name, time.time(), number) for number in count(os.getpid()))
     folders = (Path(config.runs_dir).expanduser() / run_id for run_id in ids)
-    free = next(folder for folder in folders if not folder.exists())
-    run = RunFolder(Path(config.output_dir).expanduser() if config.output_dir else free)
-    if config.resume_from_checkpoint is None:
-        run.refuse_used()
-    elif run.exists() and true_state(run)["state"] in LIVE_STATES:
-        raise ConfigError(f"output_dir={run.path} holds a run that is not over; stop it first, or use another")
-    return run
+    return next(folder for folder in folders if not folder.exists())
+
+
+def writable_parent(path: Path, option: str, way: str) -> Path:
+    """The nearest folder at or above `path` that is there.
+
+    Raises:
+        ConfigError: naming the option, when `path` cannot be made in it.
+    """
+    shown = f"{option}={shortened(str(path))} cannot be made"
+    try:
+        parent = next(folder for folder in (path, *path.parents) if folder.exists())
+        is_folder = parent.is_dir()
+    except OSError as error:
+        raise ConfigError(f"{shown}: {error.strerror}; {way}") from None
+    if not is_folder:
+        raise ConfigError(f"{shown}: {shortened(str(parent))} is a file and not writable as a folder; {way}")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"{shown}: {shortened(str(parent))} is not writable; {way}")
+    return parent
 
 
 def _check_room(config: TrainConfig, run: RunFolder) -> None:
     """Refuses a folder that cannot be written, or whose disk is clearly too small for checkpoints and export."""
-    parent = next(folder for folder in (run.path, *run.path.parents) if folder.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"output_dir={run.path} cannot be made: {parent} is not writable; choose another runs_dir")
+    parent = writable_parent(run.path, "output_dir", "choose another runs_dir")
     disk = os.statvfs(parent)
     free, needed = disk.f_bavail * disk.f_frsize, _bytes_needed(config)
     if free < needed:
@@ -247,5 +375,8 @@ def _bytes_needed(config: TrainConfig) -> int:
         folder = BASE_DIR
     else:
         folder = Path(config.model_name_or_path)
-    base = sum(path.stat().st_size for path in folder.glob("*.safetensors")) if folder.is_dir() else 0
+    try:
+        base = sum(path.stat().st_size for path in folder.glob("*.safetensors")) if folder.is_dir() else 0
+    except OSError:
+        base = 0  # the check of the model says what is wrong with it
     return _LOG_ROOM + (3 * base if config.method == "full" or config.merge_adapter else base // 20)

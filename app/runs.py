@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
+import shlex
 import socket
 import time
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from app.console import shortened
 from app.launcher import read_command_line
 from trainers.config import ConfigError
 from trainers.options import read_yaml
@@ -62,13 +65,13 @@ def find_run(name: str, runs_dir: Path) -> RunFolder:
     Raises:
         ConfigError: for no such run, `..`, a folder that holds no run, or a link that leads out of `runs_dir`.
     """
-    shown = repr(name) if len(name) <= 100 else repr(name[:97] + "...")
+    shown = repr(shortened(name))
     if not name.isprintable() or not name.strip():
         raise ConfigError(f"{shown} is no run; `tunesmith runs list` names them")
     path = Path(name).expanduser()
     if ".." in path.parts:
         raise ConfigError(f"{shown} is refused: a run's path has no `..`; give its id, or its folder's full path")
-    if len(path.parts) == 1 and not path.is_absolute():
+    if len(path.parts) == 1 and not path.is_absolute() and os.sep not in name:
         return _by_id(name, shown, runs_dir)
     run = RunFolder(path)
     if _is_run(run) and (not _is_lexically_in(run.path, runs_dir) or _is_inside(run.path, runs_dir)):
@@ -84,16 +87,18 @@ def _is_lexically_in(path: Path, folder: Path) -> bool:
 def _by_id(name: str, shown: str, runs_dir: Path) -> RunFolder:
     run = RunFolder(runs_dir / name)
     try:
-        if _is_run(run):
-            if _is_inside(run.path, runs_dir):
-                return run
+        if _is_run(run) and not _is_inside(run.path, runs_dir):
             raise ConfigError(f"{shown} leads out of {runs_dir}; give the full path of the folder that it means")
     except OSError:
         pass  # e.g. a name longer than the file system has
-    known = {other.id: other for other in list_runs(runs_dir)}
-    if name in known:
-        return known[name]
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    known = list_runs(runs_dir)
+    named = [other for other in known if other.id == name]
+    if len(named) > 1:
+        paths = " or ".join(shlex.quote(str(other.path)) for other in named)
+        raise ConfigError(f"{shown} is the name of {len(named)} runs; give the path of one: {paths}")
+    if named:
+        return named[0]
+    near = difflib.get_close_matches(name, [other.id for other in known], n=1, cutoff=0.5)
     way = f"did you mean {near[0]}?" if near else "`tunesmith runs list` names the runs"
     raise ConfigError(f"there is no run {shown} in {runs_dir}; {way}")
 
@@ -116,16 +121,24 @@ def true_state(run: RunFolder) -> dict[str, Any]:
 
 
 def _lives(state: dict[str, Any]) -> bool:
-    return any(process.alive() for process in processes_in(state))
+    return any(_is_alive(process) for process in processes_in(state))
+
+
+def _is_alive(process: Process) -> bool:
+    try:
+        return process.alive()
+    except (ValueError, OverflowError):
+        return False  # a pid that no system gives, from a damaged file
 
 
 def processes_in(state: dict[str, Any]) -> list[Process]:
     """The processes that a state names; entries that are none are left out."""
     found = []
-    for entry in state.get("processes") or []:
+    named = state.get("processes")
+    for entry in named if isinstance(named, list) else []:
         try:
             found.append(Process(str(entry["role"]), entry["rank"], int(entry["pid"]), float(entry["started"])))
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             continue
     return found
 
@@ -158,7 +171,7 @@ def world_size(run: RunFolder) -> int | None:
     """Processes of the run; None when its Accelerate file cannot be read."""
     try:
         return int(read_yaml(run.accelerate)["num_processes"])
-    except (ConfigError, KeyError, TypeError, ValueError):
+    except (ConfigError, KeyError, TypeError, ValueError, OverflowError):
         return None
 
 
@@ -235,6 +248,17 @@ class Tail:
         self.offset += len(whole)
         return whole.decode("utf-8", "replace").splitlines()
 
+    def rest(self) -> list[str]:
+        """What stands after the last line end: a line that its writer did not live to end."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self.offset)
+                data = file.read(self.MOST)
+        except OSError:
+            return []
+        self.offset += len(data)
+        return data.decode("utf-8", "replace").splitlines()
+
 
 def log_lines(run: RunFolder, follow: bool = False, poll: float = 0.3) -> Iterator[str]:
     """The lines of `log.txt`.
@@ -250,6 +274,7 @@ def log_lines(run: RunFolder, follow: bool = False, poll: float = 0.3) -> Iterat
         while lines := tail.lines():
             yield from lines
         if ended:
+            yield from tail.rest()
             return
         time.sleep(poll)
 

@@ -40,7 +40,8 @@ def supervise(
     SIGINT, SIGTERM and SIGHUP to this process (when called in its main thread) ask the ranks to save and stop.
 
     Args:
-        run: the run folder, with its config written.
+        run: the run folder, with its config written; the caller holds it (`RunFolder.hold`), so that the config that
+            it wrote is the one that is trained.
         argv: the launcher's command.
         env: its whole environment.
         on_event: gets the progress.
@@ -48,11 +49,8 @@ def supervise(
 
     Returns:
         The final state. No process of the run lives any more.
-
-    Raises:
-        ConfigError: when another supervisor has this run.
     """
-    with run.hold(), _StopSignals() as signals, adopting_orphans():
+    with _StopSignals() as signals, adopting_orphans():
         return _Supervision(run, argv, env, on_event, grace, signals).go()
 
 
@@ -135,7 +133,8 @@ class _Supervision:
     def _announce(self) -> None:
         """`starting`, with this process named and the attempt counted."""
         before = self.run.read_state()
-        attempt = int(before.get("attempt") or 0) + 1 if before else 0
+        last = (before or {}).get("attempt")
+        attempt = (last if isinstance(last, int) else 0) + 1 if before else 0
         self.run.write_state(
             state="starting", cause=None, attempt=attempt, processes=[Process.of("supervisor").as_json()],
             started_at=(before or {}).get("started_at") or now(), host=os.uname().nodename, export_dir=None,

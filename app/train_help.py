@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import shutil
+import textwrap
 import types
 import typing
 from typing import Any, Literal
 
 import typer
 
+from app.console import report
+from app.plain_help import Verbs
 from trainers.config import sections
+
+_DRAWN_WIDTH = 110
 
 _TITLES = {"ddp": "Data parallel", "precision": "Precision and memory"}
 _OWN = {
@@ -33,18 +39,27 @@ def show_train_help() -> None:
 
 def show_resume_help() -> None:
     """Prints the help of `resume`."""
-    text = "Go on with a stopped or failed run from its newest good checkpoint. Options of `train` may be changed."
+    text = (
+        "Go on with a stopped or failed run from its newest good checkpoint. "
+        "Options of `train` may change, but for those that fix the model or the order of the data."
+    )
     folder = {"runs_dir": _option("runs_dir", "<dir>", "Folder of run folders.", "Options")}
     _show("resume", "run", "Id of a run, or the path of its folder.", text, folder)
 
 
 def _show(verb: str, name: str, name_help: str, text: str, more: dict[str, Any]) -> None:
-    """Lets typer draw the help of a command that has these options; it is never run."""
+    """Lets typer draw the help of a command that has these options; it is never run.
+
+    In a narrow terminal typer would cut the names of the options, so there each has a line of its own.
+    """
     options = {
         **{own: _option(own, metavar, words, "Options") for own, (metavar, words) in _OWN.items()},
         **{key: value for own, words in _SWITCHES.items() for key, value in _switch(own, words).items()},
         **more,
     }
+    if shutil.get_terminal_size().columns < _DRAWN_WIDTH:
+        _print_narrow(f"tunesmith {verb} [OPTIONS] [{name.upper()}]", text, f"{name.upper()}: {name_help}", options)
+        return
     argument = typer.Argument(None, metavar=name.upper(), help=name_help)
 
     def command(**values: Any) -> None:
@@ -59,7 +74,7 @@ def _show(verb: str, name: str, name_help: str, text: str, more: dict[str, Any])
         ]
     )
     command.__annotations__ = kinds
-    drawn = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    drawn = Verbs()
     drawn.command(help=text)(command)
     drawn(args=["--help"], prog_name=f"tunesmith {verb}", standalone_mode=False)
 
@@ -69,7 +84,28 @@ def _option(name: str, metavar: str, words: str, panel: str, default: str | None
 
 
 def _switch(name: str, words: str) -> dict[str, Any]:
-    return {name: typer.Option(False, f"--{name}", help=words)}
+    return {name: typer.Option(False, f"--{name}", metavar="", help=words)}
+
+
+def _print_narrow(usage: str, text: str, argument: str, options: dict[str, Any]) -> None:
+    """Name and values of an option on a line, what it does below."""
+    wide = shutil.get_terminal_size().columns
+
+    def wrapped(words: str, indent: int) -> str:
+        margin = " " * indent
+        return textwrap.fill(words, max(20, wide - 1), initial_indent=margin, subsequent_indent=margin,
+                             break_on_hyphens=False)  # fmt: skip
+
+    lines = [f"Usage: {usage}", "", wrapped(text, 0), "", wrapped(argument, 0)]
+    panels: dict[str, list[str]] = {}
+    for name, option in options.items():
+        given = "" if option.default in (None, False) else f" [default: {option.default}]"
+        shown = [f"  --{name} {option.metavar}".rstrip(), wrapped(f"{option.help}{given}", 6)]
+        panels.setdefault(option.rich_help_panel or "Options", []).extend(shown)
+    panels["Options"] += ["  --help, -h", wrapped("Show this message and exit.", 6)]
+    for panel, shown in panels.items():
+        lines += ["", f"{panel}:", *shown]
+    report("\n".join(lines))
 
 
 def _config_options() -> dict[str, Any]:

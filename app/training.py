@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,13 +25,15 @@ from app.launcher import (
     launch_environment,
 )
 from app.progress import progress_display
-from app.request import Job
-from app.runs import last_checkpoint, last_values, metrics
+from app.request import Job, refuse_unresumable, run_attempt
+from app.runs import last_checkpoint, last_values, metrics, true_state
 from app.supervisor import supervise
 from trainers.config import ConfigError
 from trainers.options import dump_yaml
-from trainers.run_folder import RunFolder, register_outside, write_atomic
+from trainers.run_folder import LIVE_STATES, RunFolder, register_outside, write_atomic
 
+MARK = "mistakes:"
+"""The line after which `train.py --check` prints its mistakes."""
 EXIT_CODES = {"done": 0, "failed": 1, "stopped": 130}
 
 
@@ -62,17 +66,44 @@ def train(job: Job, quiet: bool) -> dict[str, Any]:
     """
     for warning in job.warnings:
         say("warning: " + clean(warning))
-    preflight(job, quiet)
-    write_folder(job)
     argv = launch_argv(job.run, job.devices.num_processes, job.resume_from)
-    if not quiet:
-        say(f"run {job.run.id}: {job.strategy.name} on {_where(job)}")
+    with interruptible():
+        preflight(job, quiet)
+        with held(job):
+            try:
+                write_folder(job)
+                if not quiet:
+                    say(f"run {job.run.id}: {job.strategy.name} on {_where(job)}")
+                with progress_display(job.run, quiet, job.warnings) as display:
+                    return supervise(job.run, argv, launch_environment(job.devices), display)
+            finally:
+                if not job.run.state_file.exists():
+                    _take_back(job.run)
+
+
+@contextlib.contextmanager
+def held(job: Job) -> Iterator[None]:
+    """Holds the job's run, and looks again whether it may start: another start may have come first.
+
+    Raises:
+        ConfigError: when another process holds it, or has started it since the job was made.
+    """
+    run = job.run
+    run.create()
     try:
-        with progress_display(job.run, quiet) as display:
-            return supervise(job.run, argv, launch_environment(job.devices), display)
-    finally:
-        if not job.run.state_file.exists():
-            _take_back(job.run)
+        lock = run.hold()
+    except OSError as error:
+        raise ConfigError(f"output_dir={run.path} cannot be written: {error.strerror}; check its rights") from None
+    with lock:
+        if job.attempt is not None:
+            refuse_unresumable(run)
+            if run_attempt(run) != job.attempt:
+                raise ConfigError(f"run {run.id} was resumed by another command meanwhile; resume it again")
+        elif job.resume_from is None:
+            run.refuse_used()
+        elif run.exists() and true_state(run)["state"] in LIVE_STATES:
+            raise ConfigError(f"output_dir={run.path} holds a run that is not over; stop it first, or use another")
+        yield
 
 
 def _take_back(run: RunFolder) -> None:
@@ -105,11 +136,17 @@ def preflight(job: Job, quiet: bool) -> None:
             status, out, errors = run_program(check_argv(config), check_environment(job.devices))
     lines = [clean(line).strip() for line in errors.splitlines() if line.strip()]
     if status == 2:
-        raise ConfigError(lines or ["the training script refused this run and did not say why"])
+        raise ConfigError(_mistakes(lines) or ["the training script refused this run and did not say why"])
     if status != 0:
         raise CheckBroke(_broken(lines, status), errors)
     for line in [] if quiet else out.splitlines():
         say(clean(line))
+
+
+def _mistakes(lines: list[str]) -> list[str]:
+    """The check's mistakes: what follows its mark, as libraries warn on the same stream; without a mark all lines."""
+    marks = [index for index, line in enumerate(lines) if line == MARK]
+    return lines[marks[-1] + 1 :] if marks else lines
 
 
 def _broken(lines: list[str], status: int) -> str:
@@ -147,11 +184,14 @@ def run_program(argv: Sequence[str], env: Mapping[str, str], cwd: Path | None = 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does."""
+    """SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does; in the main thread alone."""
 
     def interrupt(signum: int, frame: object) -> None:
         raise KeyboardInterrupt
 
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
     old = {name: signal.signal(name, interrupt) for name in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
@@ -235,4 +275,4 @@ def print_summary(run: RunFolder, state: Mapping[str, Any]) -> None:
         return
     say(how_it_ended(state))
     say(f"last checkpoint: {last_checkpoint(run) or 'none'}; log: {run.log}")
-    say(f"go on with: tunesmith resume {run.path}")
+    say(f"go on with: tunesmith resume {shlex.quote(str(run.path))}")

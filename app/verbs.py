@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from app.console import clean, counted, number, report, report_json, say, show_table
 from app.launcher import ROOT, module_argv, module_environment
-from app.request import Job, Words, resume_job, sort_words, train_job
+from app.request import Job, Words, resume_job, sort_words, train_job, writable_parent
 from app.runs import (
     find_run,
     last_checkpoint,
@@ -124,7 +125,9 @@ def list_verb(runs_dir: Path, as_json: bool) -> int:
         report(f"no runs in {runs_dir}; start one with `tunesmith demo`")
         return 0
     headers = ["id", "state", "step", "preset", "strategy", "devices", "started", "cause"]
-    show_table(headers, [_row(row) for row in rows])
+    # The id is what every verb needs, so it goes last of all: never.
+    expendable = ["cause", "preset", "strategy", "started", "devices", "step"]
+    show_table(headers, [_row(row) for row in rows], expendable)
     return 0
 
 
@@ -150,7 +153,7 @@ def show_verb(name: str, runs_dir: Path, as_json: bool) -> int:
     shown |= {key: number(value, 6) for key, value in values.items() if isinstance(value, float)}
     show_table(["id", shown.pop("id")], [[key, value] for key, value in shown.items() if value is not None])
     if document["state"] in ("stopped", "failed"):
-        say(f"go on with: tunesmith resume {run.path}")
+        say(f"go on with: tunesmith resume {shlex.quote(str(run.path))}")
     return 0
 
 
@@ -174,8 +177,8 @@ def export_verb(
         raise ConfigError(f"--merged: run {run.id} has method=full, there is no adapter to merge; leave --merged out")
     kind = "full" if method == "full" else "merged" if merged else "adapter"
     target = (output.expanduser() if output else run.path / f"export-{kind}").absolute()
-    if output and target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"output={target} holds other files, which an export would replace; name a new folder")
+    if output:
+        _refuse_target(target)
     argv = module_argv("trainers.export", ["--run", str(run.path), "--output", str(target), "--kind", kind])
     status, _, errors = run_program(
         [*argv, *(["--checkpoint", checkpoint] if checkpoint else [])], module_environment(), cwd=ROOT
@@ -190,6 +193,17 @@ def export_verb(
     elif status == 0:
         report(str(target))
     return 1 if status else 0
+
+
+def _refuse_target(target: Path) -> None:
+    """Raises ConfigError for a folder that an export would spoil, or that cannot be made."""
+    try:
+        used = target.exists() and (not target.is_dir() or any(target.iterdir()))
+    except OSError:
+        used = False  # the next check says why
+    if used:
+        raise ConfigError(f"output={target} holds other files, which an export would replace; name a new folder")
+    writable_parent(target, "output", "name a folder that can be made")
 
 
 def presets_verb(as_json: bool) -> int:

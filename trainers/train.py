@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 # Run as a file, Python puts trainers/ first on the path; the folder above it is the one that holds the packages.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -36,8 +36,6 @@ from trainers.startup import (
 )
 from trainers.strategies import Strategy
 
-_held: list[TextIO] = []  # the lock of a run without a supervisor; it goes with this process
-
 
 def main(argv: list[str]) -> int:
     """Parses, opens the run folder, trains; returns the exit status: 0 done or stopped, 1 failed, 2 wrong request."""
@@ -51,6 +49,8 @@ def main(argv: list[str]) -> int:
         if mistakes := machine_mistakes(config, gpu_count() > 0):
             raise ConfigError(mistakes)
         run = open_run(config, launch)
+        # Held until this process ends; a supervisor holds it for its ranks.
+        held = None if launch.supervised or rank_of_environment() > 0 else run.hold()
     except ConfigError as error:
         if rank_of_environment() == 0:
             marker = ["mistakes:"] if "--check" in argv else []  # what follows is meant for the user, line by line
@@ -72,6 +72,9 @@ def main(argv: list[str]) -> int:
             run.note_failure(rank_of_environment(), cause)
             return 1
         return fail(run, run.noted_failure() or cause, status=1)
+    finally:
+        if held is not None:
+            held.close()
 
 
 def print_check(request: Request) -> int:
@@ -156,7 +159,6 @@ def begin(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
         old.unlink(missing_ok=True)
     if launch.supervised:
         return int((before or {}).get("attempt", 0))
-    _held.append(run.hold())
     attempt = int(before["attempt"]) + 1 if before else 0
     run.stop_request.unlink(missing_ok=True)
     run.write_state(state="starting", cause=None, attempt=attempt, processes=[launch.launcher.as_json()])

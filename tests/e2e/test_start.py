@@ -185,11 +185,12 @@ def test_the_environment_does_not_divide_the_gradients(tmp_path: Path) -> None:
 
 def test_a_live_run_is_not_joined_by_another(tmp_path: Path) -> None:
     finished = launch_well(tmp_path / "run", 1, SHORT)
+    before = {path: path.read_bytes() for path in finished.run.path.rglob("*") if path.is_file()}
     with finished.run.hold():
         again = launch(tmp_path / "run", 1, {**SHORT, "max_steps": 3, "resume_from_checkpoint": "auto"})
     assert again.status != 0
     assert "is already running" in again.output
-    assert finished.state["step"] == 2
+    assert {path: path.read_bytes() for path in finished.run.path.rglob("*") if path.is_file()} == before
 
 
 def test_the_untrained_weights_can_be_the_best(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from app import runs
 from app.runs import Tail, find_run, list_runs, log_lines, metrics, stop_run, strategy_name, summary, true_state
+from app.verbs import list_verb
 from trainers.config import ConfigError
 from trainers.run_folder import Process, RunFolder, register_outside, write_json
 from trainers.strategies import load_strategy, resolve
@@ -251,3 +252,48 @@ def test_the_last_checkpoint_is_a_published_one(make: Maker) -> None:
     for name in ("step-00000002", "step-00000010", "step-00000020.tmp-1", "bad-step-00000030"):
         (run.checkpoints / name).mkdir()
     assert runs.last_checkpoint(run) == "step-00000010"
+
+
+def test_two_runs_of_one_name_are_not_guessed(make: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    far, further = make("out", where=tmp_path / "far"), make("out", where=tmp_path / "further")
+    for run in (far, further):
+        register_outside(run, tmp_path / "runs")
+    with pytest.raises(ConfigError, match="is the name of 2 runs") as refused:
+        find_run("out", tmp_path / "runs")
+    assert str(far.path) in str(refused.value)
+    assert str(further.path) in str(refused.value)
+    monkeypatch.chdir(tmp_path / "further")
+    for name in ("./out", "out/", str(further.path)):
+        assert find_run(name, tmp_path / "runs").path == further.path
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"processes": 7},
+        {"processes": {"a": 1}},
+        {"processes": [{"role": "rank", "rank": 0, "pid": -5, "started": 1.0}]},
+        {"processes": [{"role": "rank", "rank": 0, "pid": 10**30, "started": 1.0}]},
+        {"processes": [{"role": "rank", "rank": 0, "pid": float("inf"), "started": 1.0}]},
+        {"step": [1], "total_steps": "many", "cause": 7, "started_at": {}, "attempt": None},
+    ],
+)
+def test_one_damaged_state_does_not_hide_the_other_runs(
+    make: Maker, tmp_path: Path, damage: dict, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make("good")
+    bad = make("bad", "running", processes=[])
+    write_json(bad.state_file, {**(bad.read_state() or {}), **damage})
+    for as_json in (True, False):
+        assert list_verb(tmp_path / "runs", as_json) == 0
+        shown = capsys.readouterr().out
+        assert "good" in shown
+        assert "bad" in shown
+
+
+def test_the_last_line_of_a_log_needs_no_end(make: Maker) -> None:
+    run = make("a")
+    run.log.write_text("one\nkilled in the mid")
+    assert list(log_lines(run)) == ["one", "killed in the mid"]
+    assert list(log_lines(run, follow=True)) == ["one", "killed in the mid"]

@@ -16,7 +16,6 @@ import pytest
 
 from app import supervisor
 from app.supervisor import supervise
-from trainers.config import ConfigError
 from trainers.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -185,20 +184,6 @@ def test_a_moving_heartbeat_prolongs_the_grace(run: RunFolder) -> None:
     """
     state = go(run, body, grace=1.0)
     assert (state["state"], state["cause"], state["step"]) == ("stopped", "stopped by request", 3)
-
-
-def test_a_second_supervisor_is_refused(run: RunFolder) -> None:
-    seen = []
-
-    def second(kind: str, text: str) -> None:
-        if not seen:
-            with pytest.raises(ConfigError, match="already running"):
-                supervise(run, ["false"], os.environ, lambda kind, text: None)
-            seen.append(kind)
-
-    argv = launcher(run, "time.sleep(0.3); run.write_state(state='done')")
-    assert supervise(run, argv, os.environ, second)["state"] == "done"
-    assert seen
 
 
 def test_the_log_hides_secrets_and_cuts_endless_lines(run: RunFolder) -> None:

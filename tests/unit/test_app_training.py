@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +17,17 @@ from app.hardware import Devices
 from app.launcher import command_line, launch_argv, read_command_line
 from app.request import resume_job, sort_words, train_job
 from app.runs import summary
-from app.training import CheckBroke, _take_back, preflight, print_summary, result, run_program, speed, write_folder
+from app.training import (
+    CheckBroke,
+    _take_back,
+    preflight,
+    print_summary,
+    result,
+    run_program,
+    speed,
+    train,
+    write_folder,
+)  # fmt: skip
 from trainers.config import ConfigError
 from trainers.options import Request
 from trainers.run_folder import RunFolder
@@ -193,3 +205,106 @@ def test_a_failure_says_why_where_and_what_next(capsys: pytest.CaptureFixture[st
     assert shown.out == ""
     for part in ("failed at step 6: rank 1: ValueError: bad row", "step-00000004", "log.txt", "tunesmith resume"):
         assert part in shown.err
+
+
+def stopped(*words: str) -> RunFolder:
+    """A stopped run of one process."""
+    job = train_job(sort_words(["tiny-lora", "--num_processes", "1", *words]))
+    write_folder(job)
+    job.run.write_state(state="stopped")
+    return job.run
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--lora_r 4", "lora_r=4 cannot change when a run is resumed (it was trained with 16); leave it out"),
+        ("--method full", "method=full cannot change"),
+        ("--packing=false", "packing=false cannot change when a run is resumed (it was trained with true)"),
+        ("--lora_target_modules q_proj,v_proj", "lora_target_modules=q_proj,v_proj cannot change"),
+        ("--seed 9 --lora_alpha 1", "lora_alpha=1.0 cannot change"),
+    ],
+)
+def test_a_resume_refuses_what_its_checkpoints_cannot_follow(words: str, line: str) -> None:
+    run = stopped()
+    before = run.config.read_bytes()
+    with pytest.raises(ConfigError) as refused:
+        resume_job(run, sort_words(["one", *words.split()]))
+    assert sum(told.startswith(line) for told in refused.value.mistakes) == 1
+    assert len(refused.value.mistakes) == words.count("--")
+    assert run.config.read_bytes() == before
+    again = ["tiny-lora", "--output_dir", str(run.path), "--resume_from_checkpoint", "auto", *words.split()]
+    with pytest.raises(ConfigError, match="cannot change when a run is resumed"):
+        train_job(sort_words(again))
+
+
+def test_a_resume_takes_the_rest_and_the_same_again() -> None:
+    words = "--lora_r 16 --learning_rate 0.5 --max_steps 9 --save_steps 3 --logging_steps 2 --eval_steps 4"
+    config = resume_job(stopped(), sort_words(["one", *words.split()])).config
+    assert (config.lora_r, config.learning_rate, config.max_steps, config.eval_steps) == (16, 0.5, 9, 4)
+
+
+def test_a_checkpoint_of_another_run_does_not_open_a_used_folder() -> None:
+    words = ["--output_dir", str(stopped().path), "--resume_from_checkpoint", "elsewhere/checkpoints/step-00000001"]
+    with pytest.raises(ConfigError, match="holds a run"):
+        train_job(sort_words(["tiny-lora", *words]))
+
+
+def test_another_count_of_processes_gets_a_strategy_that_can_have_it() -> None:
+    run = stopped()
+    job = resume_job(run, sort_words(["one", "--num_processes", "2"]))
+    assert (job.strategy.name, job.devices.num_processes) == ("ddp", 2)
+    write_folder(job)
+    for count, name in (("1", "single"), ("2", "ddp"), ("4", "ddp")):
+        job = resume_job(run, sort_words(["one", "--num_processes", count, "--per_device_train_batch_size", "1"]))
+        assert (job.strategy.name, job.devices.num_processes) == (name, int(count))
+
+
+def test_of_two_resumes_at_once_the_loser_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = stopped()
+    monkeypatch.setattr("app.training.preflight", lambda job, quiet: None)
+    first, second = (resume_job(run, sort_words(["one", "--max_steps", steps])) for steps in ("7", "9"))
+    trained = []
+
+    def supervise(run: RunFolder, *more: object) -> dict:
+        with pytest.raises(ConfigError, match="already running"):
+            train(second, quiet=True)
+        trained.append(Request(config=str(run.config)).resolve().max_steps)
+        return run.write_state(state="stopped", attempt=1)
+
+    monkeypatch.setattr("app.training.supervise", supervise)
+    train(first, quiet=True)
+    with pytest.raises(ConfigError, match="resumed by another command"):
+        train(second, quiet=True)
+    assert trained == [7]
+    assert Request(config=str(run.config)).resolve().max_steps == 7
+
+
+def test_the_mistakes_of_a_check_are_what_follows_its_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    for printed, mistakes in (("retry 1\nmistakes:\na=1 is bad\nb\n", ["a=1 is bad", "b"]), ("x\ny\n", ["x", "y"])):
+        code = f"import sys; sys.stderr.write({printed!r}); sys.exit(2)"
+        monkeypatch.setattr("app.training.check_argv", lambda config, code=code: [sys.executable, "-c", code])
+        with pytest.raises(ConfigError) as refused:
+            preflight(train_job(sort_words(["tiny-lora"])), quiet=True)
+        assert refused.value.mistakes == mistakes
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_check_ends_as_stopped(
+    number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = f"import os, time; os.kill(os.getppid(), {int(number)}); time.sleep(60)"
+    monkeypatch.setattr("app.training.check_argv", lambda config: [sys.executable, "-c", code])
+    assert run_verb(["train", "tiny-lora", "--json"]) == 130
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["state"] == "stopped"
+    assert shown.err.splitlines()[-1] == "interrupted"
+    assert not Path("runs").exists()
+
+
+def test_the_way_on_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunFolder("my runs/a b")
+    run.create()
+    print_summary(run, run.write_state(state="stopped"))
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert shlex.split(line.partition(": ")[2]) == ["tunesmith", "resume", str(run.path)]

@@ -311,3 +311,74 @@ def test_an_export_of_the_wrong_kind_is_refused(shell: Shell) -> None:
     run.write_state(state="done")
     assert shell("export", "one", "--merged") == 2
     assert "no adapter to merge" in shell.errors[0]
+
+
+@pytest.mark.parametrize(
+    "option", ["dataset_name", "model_name_or_path", "runs_dir", "output_dir", "eval_dataset_name", "cache_dir"]
+)
+def test_a_name_that_no_file_system_holds_is_a_mistake(option: str, shell: Shell) -> None:
+    assert shell("train", "tiny-lora", f"--{option}", "x" * 300, "--json") == 2
+    (mistake,) = json.loads(shell.out)["mistakes"]
+    assert mistake.startswith(f"{option}=xxx")
+    assert len(mistake) < 200
+
+
+def test_an_error_of_the_system_is_a_document_too(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*more: object) -> int:
+        raise OSError(28, "No space left on device", "/full")
+
+    monkeypatch.setattr("app.verbs.list_verb", fail)
+    assert shell("runs", "list", "--json") == 1
+    assert json.loads(shell.out)["state"] == "failed"
+    assert "/full: No space left" in shell.errors[0]
+
+
+def test_an_export_into_a_file_or_an_endless_name_is_refused(shell: Shell) -> None:
+    run = RunFolder("runs/one")
+    run.create()
+    run.config.write_text("preset: tiny-lora\n")
+    run.write_state(state="done")
+    Path("file").write_text("x")
+    for place in ("/etc/passwd/x", "file/x", "y" * 300):
+        assert shell("export", "one", "--output", place, "--json") == 2
+        assert json.loads(shell.out)["mistakes"][0].startswith("output=")
+        assert "cannot be made" in shell.errors[0]
+
+
+@pytest.mark.parametrize("words", ["", "train", "resume", "runs", "runs list", "runs logs", "export", "stop", "demo"])
+@pytest.mark.parametrize("width", ["60", "80", "120"])
+def test_help_is_whole_on_any_width(words: str, width: str, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    assert shell(*words.split(), "-h") == 0
+    short = shell.out
+    assert shell(*words.split(), "--help") == 0
+    assert shell.out == short
+    assert "<bool>" not in short
+    if words == "train":
+        names = set(short.replace("\n", " ").split())
+        assert [name for name in TrainConfig.model_fields if name != "preset" and f"--{name}" not in names] == []
+        assert max(map(len, short.splitlines())) <= max(int(width), 90)
+
+
+def on_terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+
+
+@pytest.mark.parametrize("width", [30, 80, 200])
+def test_a_list_keeps_the_ids_whole_and_a_line_per_run(
+    width: int, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = [f"20261121-10153{number}-tiny-lora-a-long-name-2s{number}" for number in range(2)]
+    for name in ids:
+        run = RunFolder(f"runs/{name}")
+        run.create()
+        run.config.write_text("preset: tiny-lora\n")
+        run.write_state(state="failed", cause="rank 1: ValueError: " + "long " * 30, step=4, total_steps=8)
+    on_terminal(monkeypatch, width)
+    assert shell("runs", "list") == 0
+    lines = [line for line in shell.out.splitlines() if line.strip()]
+    assert len(lines) == 4, shell.out
+    assert all(any(name in line and "failed" in line for line in lines) for name in ids)
+    assert ("cause" in lines[0]) == (width == 200)
+    assert "state" in lines[0]
