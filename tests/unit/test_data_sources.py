@@ -228,6 +228,7 @@ def test_identity_is_the_content_or_for_large_data_path_size_and_time(tmp_path, 
 
 def test_a_hub_data_set_is_read_by_row_number(tmp_path, monkeypatch):
     import datasets
+
     rows = datasets.Dataset.from_dict({"text": [f"row {i}" for i in range(250)], "n": list(range(250))})
     monkeypatch.setattr("trainers.data.table_rows.hub_rows", lambda *names: rows)
     monkeypatch.setattr(files_module, "hub_rows", lambda *names: rows)
