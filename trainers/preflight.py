@@ -70,7 +70,9 @@ def machine_mistakes(config: TrainConfig, has_gpu: bool) -> list[str]:
     """What this machine cannot do: precisions and hooks that need a GPU, trackers that are not installed."""
     needs_gpu = {
         "mixed_precision=fp16 needs a GPU and there is none; use bf16 or no": config.mixed_precision == "fp16",
-        "ddp_comm_hook=bf16 needs GPUs with NCCL and there are none; use fp16 or none": config.ddp_comm_hook == "bf16",
+        f"ddp_comm_hook={config.ddp_comm_hook} needs GPUs with NCCL and there are none; use fp16 or none": (
+            config.ddp_comm_hook in ("bf16", "power_sgd")  # under gloo, PowerSGD aborts the process
+        ),
         "tf32=true needs a GPU and there is none; leave it out": config.tf32,
     }
     mistakes = [line for line, asked in needs_gpu.items() if asked and not has_gpu]

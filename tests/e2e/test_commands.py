@@ -232,6 +232,7 @@ def tensor_of(checkpoint: Path, name: str) -> torch.Tensor:
         (["--dataset_name", "broken.jsonl"], "broken.jsonl:2"),
         (["--max_train_samples", "30"], "global_batch_size=16 is larger than the data"),
         (["--mixed_precision", "fp16"], "mixed_precision=fp16 needs a GPU"),
+        (["--ddp_comm_hook", "power_sgd"], "ddp_comm_hook=power_sgd needs GPUs"),
         (["--report_to", "wandb"], "report_to=wandb is not installed"),
     ],
 )

@@ -48,8 +48,8 @@ def test_another_rate_leaves_the_band(method: str, rate: float) -> None:
     assert difference(run(1, method, True, learning_rate=rate), run(1, method, True)) > BF16_BAND[method]
 
 
-@pytest.mark.parametrize("hook", ["fp16", "power_sgd"])
-def test_compressed_gradients_train_and_are_named_as_outside_the_promise(hook: str) -> None:
-    finished = run(2, "full", True, ddp_comm_hook=hook)
-    assert f"ddp_comm_hook={hook}" in finished.output
+def test_compressed_gradients_train_and_are_named_as_outside_the_promise() -> None:
+    finished = run(2, "full", True, ddp_comm_hook="fp16")
+    assert "ddp_comm_hook=fp16" in finished.output
+    assert not curve(finished).agrees(curve(run(1, "full", True)))
     assert difference(finished, run(1, "full", True)) < BF16_BAND["full"]

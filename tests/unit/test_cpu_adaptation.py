@@ -12,7 +12,7 @@ from accelerate.utils import DistributedType
 
 from tests.launching import environment
 
-PROGRAM = """
+PROGRAM = r"""
 import sys
 from accelerate import Accelerator
 if sys.argv[1] == "adapted":
