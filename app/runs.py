@@ -236,26 +236,24 @@ class Tail:
     def __init__(self, path: Path, offset: int = 0):
         self.path, self.offset = path, offset
 
-    def lines(self) -> list[str]:
-        """New whole lines; at most `MOST` bytes of them at once, and a longer line in pieces."""
+    def _read(self) -> bytes:
         try:
             with open(self.path, "rb") as file:
                 file.seek(self.offset)
-                data = file.read(self.MOST)
+                return file.read(self.MOST)
         except OSError:
-            return []
+            return b""
+
+    def lines(self) -> list[str]:
+        """New whole lines; at most `MOST` bytes of them at once, and a longer line in pieces."""
+        data = self._read()
         whole = data if len(data) == self.MOST and b"\n" not in data else data[: data.rfind(b"\n") + 1]
         self.offset += len(whole)
         return whole.decode("utf-8", "replace").splitlines()
 
     def rest(self) -> list[str]:
         """What stands after the last line end: a line that its writer did not live to end."""
-        try:
-            with open(self.path, "rb") as file:
-                file.seek(self.offset)
-                data = file.read(self.MOST)
-        except OSError:
-            return []
+        data = self._read()
         self.offset += len(data)
         return data.decode("utf-8", "replace").splitlines()
 
