@@ -6,14 +6,15 @@ import gc
 import os
 import warnings
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 from accelerate import Accelerator, DDPCommunicationHookType, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import DistributedType
-from torch import nn
 from tqdm import tqdm
 from transformers import set_seed
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.utils import logging
 
 from trainers.checkpoint import Checkpoints, Origin
@@ -21,11 +22,15 @@ from trainers.config import TrainConfig
 from trainers.export import versions
 from trainers.log_tee import without_secrets
 from trainers.metrics import MetricsFile
-from trainers.models import build_model, build_optimizer, compile_blocks, probe_attention
-from trainers.objectives.sft import SupervisedLoss, inner_model
+from trainers.models import build_model, compile_blocks, compute_dtype, probe_attention
+from trainers.objectives.sft import SupervisedLoss
+from trainers.parallel.backend import Backend
 from trainers.parallel.cpu import adapt_to_cpu
+from trainers.parallel.fsdp import FullySharded
 from trainers.parallel.ranks import Ranks
+from trainers.parallel.replicated import Replicated
 from trainers.run_folder import LIVE_STATES, Process, RunFolder
+from trainers.self_check import Census
 from trainers.strategies import Strategy
 
 _HOOKS = {
@@ -54,28 +59,43 @@ def accelerator(config: TrainConfig, run: RunFolder) -> tuple[Accelerator, Ranks
         comm_state_option={"start_powerSGD_iter": 10} if config.ddp_comm_hook == "power_sgd" else {},
     )
     made = Accelerator(
-        mixed_precision=config.mixed_precision,
+        # bf16 is applied by the loss module, alike for all; fp16 needs Accelerate's gradient scaler too.
+        mixed_precision="fp16" if config.mixed_precision == "fp16" else "no",
         log_with=config.report_to or None,
         project_dir=str(run.path),
         kwargs_handlers=[ddp, InitProcessGroupKwargs(timeout=_TIMEOUT)],
     )
+    unset_hf_deepspeed_config()  # transformers would cut the weights while it loads them, under ZeRO 3
     set_seed(config.seed)
     return made, Ranks(made.device)
 
 
-def model(config: TrainConfig, made: Accelerator) -> tuple[nn.Module, nn.Module, Any]:
-    """The wrapped module, the model inside it, and the optimizer."""
-    if not made.is_main_process:
+def module(config: TrainConfig, main_rank: bool) -> SupervisedLoss:
+    """The model and its loss on the CPU, whole, before any strategy touches it."""
+    if not main_rank:
         logging.disable_progress_bar()
     # Deprecations inside the libraries are not the user's to mend.
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft|accelerate)\.")
-    bare = build_model(config)
-    loss = SupervisedLoss(bare).to(made.device)
-    probe_attention(inner_model(bare), config.packing)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft|accelerate|torch)\.")
+    return SupervisedLoss(build_model(config), compute_dtype(config))
+
+
+def backend(
+    config: TrainConfig, strategy: Strategy, made: Accelerator, ranks: Ranks, loss: SupervisedLoss
+) -> tuple[Backend, Census]:
+    """The strategy's hold on model and optimizer, its attention proved, and the dtypes seen meanwhile."""
     if config.torch_compile:
-        compile_blocks(inner_model(bare))
-    wrapped, optimizer = made.prepare(loss, build_optimizer(loss, config))
-    return wrapped, bare, optimizer
+        compile_blocks(loss.base)
+    if strategy.distributed_type == "FSDP":
+        wrapped: Backend = FullySharded(loss, config, made, ranks)
+    elif strategy.distributed_type == "DEEPSPEED":
+        from trainers.parallel.zero import Zero  # DeepSpeed is an extra
+
+        wrapped = Zero(loss, config, made, ranks)
+    else:
+        wrapped = Replicated(loss, config, made)
+    with Census(loss) as census:
+        probe_attention(wrapped.model, loss.base, config.packing, ranks.device)
+    return wrapped, census
 
 
 def checkpoints(
@@ -85,6 +105,15 @@ def checkpoints(
     place = {"output_dir", "resume_from_checkpoint", "runs_dir"}
     origin = Origin(strategy.name, config.model_dump(exclude=place), fingerprint, versions())
     return Checkpoints(run.checkpoints, ranks, origin, config.save_total_limit, attempt)
+
+
+def resume_folder(config: TrainConfig, kept: Checkpoints) -> Path | None:
+    """The checkpoint to go on from, None for a start at step 0. Collective."""
+    where = config.resume_from_checkpoint
+    folder = kept.newest() if where == "auto" else Path(where) if where else None
+    if where and folder is None and kept.ranks.is_main:
+        print("there is no checkpoint to resume from; it starts at step 0", flush=True)
+    return folder
 
 
 def metrics_file(run: RunFolder, attempt: int) -> MetricsFile:
@@ -159,7 +188,7 @@ class Reporter:
 def tear_down(made: Accelerator, ranks: Ranks, job: Any) -> None:
     """Leaves the process group in order; gloo is known to abort when the wrapper outlives it."""
     if made.distributed_type is not DistributedType.NO:
-        job.model = job.bare = job.optimizer = None
+        job.backend = job.bare = None
         made.free_memory()
         gc.collect()
     ranks.close()

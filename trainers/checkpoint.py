@@ -24,10 +24,14 @@ from torch import nn
 from transformers import set_seed
 
 from trainers.errors import TrainingError
+from trainers.parallel.backend import Backend, trained_names
 from trainers.parallel.ranks import Ranks
+from trainers.parallel.shards import WEIGHT, steps_of, wholes
 from trainers.run_folder import read_json, write_json
 
 FORMAT = 1
+_STATE = "optim.state."
+_BAD = (ValueError, KeyError, OSError, SafetensorError, RuntimeError)
 
 
 @dataclass
@@ -38,7 +42,7 @@ class Progress:
         step: optimizer steps done.
         elapsed_s: seconds of training over all attempts.
         tokens: real tokens trained on.
-        best_step, best_score: the best evaluation so far.
+        best_step, best_score, best_results: the best evaluation so far.
         stale_evaluations: evaluations since the best one.
         loss_scale: state of fp16's gradient scaler.
     """
@@ -48,6 +52,7 @@ class Progress:
     tokens: int = 0
     best_step: int | None = None
     best_score: float | None = None
+    best_results: dict[str, float] = field(default_factory=dict)
     stale_evaluations: int = 0
     loss_scale: dict[str, Any] | None = None
 
@@ -62,23 +67,17 @@ class Origin:
     versions: dict[str, str] = field(default_factory=dict)
 
 
+def kept_buffers(model: nn.Module) -> list[str]:
+    """Names of the buffers that a checkpoint keeps: those of the state dict, where all weights are trained."""
+    if not all(weight.requires_grad for weight in model.parameters()):
+        return []
+    persistent = set(model.state_dict(keep_vars=True))
+    return [name for name, _ in model.named_buffers() if name in persistent]
+
+
 def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What a checkpoint keeps of a model: trained weights, and buffers where all weights are trained."""
-    weights: dict[str, torch.Tensor] = {name: one for name, one in model.named_parameters() if one.requires_grad}
-    if len(weights) == sum(1 for _ in model.parameters()):
-        names = set(model.state_dict()) - {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        weights |= {name: buffer for name, buffer in model.named_buffers() if name in names}
-    return weights
-
-
-def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    state: Any = optimizer.state
-    return {
-        f"optim.state.{name}.{key}": value
-        for name, weight in model.named_parameters()
-        if weight in state
-        for key, value in state[weight].items()
-    }
+    """What a checkpoint keeps of a model that nothing wraps: trained weights and some buffers."""
+    return dict(trained_names(model)) | {name: model.get_buffer(name) for name in kept_buffers(model)}
 
 
 def _random_state() -> dict[str, torch.Tensor]:
@@ -193,8 +192,13 @@ class Checkpoints:
         """Whole checkpoints, oldest first."""
         return sorted(path for path in self.folder.glob("step-" + "[0-9]" * 8) if path.is_dir())
 
-    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> Path:
+    def save(self, backend: Backend, buffers: dict[str, torch.Tensor], progress: Progress) -> Path:
         """Writes and publishes the checkpoint of `progress.step`; returns its folder. Collective.
+
+        Args:
+            backend: holds weights and optimizer state, in whatever layout.
+            buffers: those that `kept_buffers` names, the same on every rank.
+            progress: what is saved beside the tensors.
 
         Raises:
             TrainingError: on every rank when any could not write; the checkpoints before it stand.
@@ -203,8 +207,8 @@ class Checkpoints:
         temporary = self.folder / f"{final.name}.tmp-{self.attempt}"
         error: Exception | None = None
         entry: dict[str, Any] = {}
+        mine = self._share(backend, buffers)
         try:
-            mine = self._share(model, optimizer)
             self._check_room(mine)
             temporary.mkdir(parents=True, exist_ok=True)
             entry = self._write_share(temporary, mine)
@@ -225,12 +229,18 @@ class Checkpoints:
         self.ranks.agree(error, f"publishing the checkpoint of step {progress.step}")
         return final
 
-    def _share(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-        """This rank's part of what every rank holds alike, and its own random state."""
-        everything = {f"model.{name}": tensor for name, tensor in saved_tensors(model).items()}
-        everything |= _optimizer_tensors(model, optimizer)
-        names = sorted(everything)[self.ranks.rank :: self.ranks.world]
-        mine = {name: everything[name].detach().cpu().contiguous() for name in names}
+    def _share(self, backend: Backend, buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The whole tensors that fall to this rank, on the CPU, and its own random state. Collective."""
+        mine: dict[str, torch.Tensor] = {}
+        shards = backend.shards()
+        steps = steps_of(shards, self.ranks)
+        for name, key, owner, whole in wholes(shards, steps, self.ranks):
+            if owner == self.ranks.rank and whole is not None:
+                full_name = f"model.{name}" if key == WEIGHT else f"optim.state.{name}.{key}"
+                mine[full_name] = whole.detach().cpu().contiguous()
+        if self.ranks.is_main:
+            mine |= {f"optim.state.{name}.step": torch.tensor(step) for name, step in steps.items()}
+            mine |= {f"model.{name}": buffer.detach().cpu().contiguous() for name, buffer in buffers.items()}
         return mine | {f"{name}.{self.ranks.rank}": state for name, state in _random_state().items()}
 
     def _check_room(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -293,8 +303,8 @@ class Checkpoints:
         found = self.ranks.broadcast(None if found is None else str(found))
         return None if found is None else Path(found)
 
-    def load(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> Progress:
-        """Puts a checkpoint into model, optimizer and random generators. Collective.
+    def load(self, folder: Path, model: nn.Module) -> Progress:
+        """Puts the weights of a checkpoint into a model that nothing wraps yet. Collective.
 
         Raises:
             TrainingError: on every rank, when the checkpoint is bad or belongs to another model.
@@ -304,17 +314,30 @@ class Checkpoints:
             manifest = verify(folder) if self.ranks.is_main else read_manifest(folder)
             self._refuse_other_data(manifest)
             load_weights(folder, model)
-            self._load_optimizer(folder, model, optimizer)
-            self._load_random_state(folder, manifest, seed)
             progress = Progress(**manifest["progress"])
-        except (ValueError, KeyError, OSError, SafetensorError, RuntimeError) as problem:
+        except _BAD as problem:
+            error = problem
+        self.ranks.agree(error, f"loading {folder}")
+        return progress
+
+    def restore(self, folder: Path, backend: Backend, seed: int) -> None:
+        """Puts its optimizer state and random generators into a run whose weights `load` has set. Collective.
+
+        Raises:
+            TrainingError: on every rank, when the checkpoint's optimizer state is not this optimizer's.
+        """
+        error = None
+        try:
+            manifest = read_manifest(folder)
+            _load_optimizer(folder, manifest, backend)
+            self._load_random_state(folder, manifest, seed)
+        except _BAD as problem:
             error = problem
         self.ranks.agree(error, f"loading {folder}")
         if self.ranks.is_main:
             # They are of another future than the one that begins here, and `newest` must not find them.
-            for path in [path for path in self.published() if path.name > self.path(progress.step).name]:
+            for path in [path for path in self.published() if path.name > self.path(manifest["step"]).name]:
                 _set_aside(path, "later")
-        return progress
 
     def intact(self, step: int) -> bool:
         """Whether the checkpoint of a step is here and as it was written. Collective."""
@@ -340,14 +363,6 @@ class Checkpoints:
         names = [name for name in now if name in then and then[name] != now[name]]
         return [f"{name}={now[name]}, and {then[name]} when the checkpoint was saved" for name in names]
 
-    def _load_optimizer(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        weights = dict(model.named_parameters())
-        state: Any = optimizer.state
-        for name, tensor in _read(folder, "optim.state."):
-            weight_name, _, key = name.rpartition(".")
-            weight = weights[weight_name]
-            state[weight][key] = tensor.to(weight.device)
-
     def _load_random_state(self, folder: Path, manifest: dict[str, Any], seed: int) -> None:
         """The saved generators on the same number of ranks; derived from seed and step on another."""
         if manifest["world"] != self.ranks.world:
@@ -358,13 +373,27 @@ class Checkpoints:
         _set_random_state({name.removesuffix(ending): one for name, one in states.items() if name.endswith(ending)})
 
 
-def _read(folder: Path, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor whose name starts with `prefix`, the prefix taken off, as the manifest lists them."""
+def _read(folder: Path, prefix: str, ending: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor whose name starts with `prefix` and ends with `ending`, both taken off."""
     for file in sorted(read_manifest(folder)["files"]):
         with safe_open(folder / file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - a safetensors handle is no dict
-                if name.startswith(prefix):
-                    yield name.removeprefix(prefix), tensors.get_tensor(name)
+                if name.startswith(prefix) and name.endswith(ending):
+                    yield name.removeprefix(prefix).removesuffix(ending), tensors.get_tensor(name)
+
+
+def _load_optimizer(folder: Path, manifest: dict[str, Any], backend: Backend) -> None:
+    """Gives each weight of this rank its run of the optimizer state."""
+    state = {name.removeprefix(_STATE).rpartition(".")[::2] for name in manifest["tensors"] if name.startswith(_STATE)}
+    steps = {name: float(value) for name, value in _read(folder, _STATE, ".step")}
+    if not steps:
+        return
+    backend.make_state(sorted({key for _, key in state} - {"step"}), steps)
+    shards = {shard.name: shard for shard in backend.shards()}
+    for name, tensor in _read(folder, _STATE):
+        weight, _, key = name.rpartition(".")
+        if key != "step" and shards[weight].elements:
+            shards[weight].fill(key, tensor)
 
 
 def load_weights(folder: Path, model: nn.Module) -> None:

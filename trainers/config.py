@@ -89,12 +89,14 @@ class TrainConfig(BaseModel):
     """Run model code that comes with the weights; leave off unless you have read that code."""
     random_init: bool = _option("model", False)
     """Start from seeded random weights of the model's shape and not from its pretrained ones."""
+    num_hidden_layers: Annotated[int | None, Optionally] = _option("model", None, "layers", ge=1)
+    """Keep only the first decoder layers; for trying out a model that does not fit."""
     attn_implementation: Literal["sdpa", "eager"] = _option("model", "sdpa")
     """Attention kernel; each keeps packed documents apart."""
 
     # Method
-    method: Literal["full", "lora"] = _option("method", "lora")
-    """Train all weights, or low-rank adapters on a frozen base."""
+    method: Literal["full", "lora", "qlora"] = _option("method", "lora")
+    """Train all weights, low-rank adapters on a frozen base, or adapters on a base quantised to 4 bits (nf4)."""
     lora_r: int = _option("method", 16, ge=1, le=4096)
     """Rank of the adapters."""
     lora_alpha: float = _option("method", 32.0, gt=0)
@@ -239,6 +241,8 @@ class TrainConfig(BaseModel):
     """Trackers beside `metrics.jsonl`: tensorboard, wandb, trackio, mlflow; comma-separated."""
     merge_adapter: bool = _option("run", False)
     """Export the adapters merged into the base, as full weights."""
+    control: Literal["none", "mean-of-means"] = _option("run", "none")
+    """Train with a classic fault on purpose, so that `tunesmith prove` can show that it would be seen."""
 
     def scaled_learning_rate(self) -> float:
         """The peak rate after the scaling rule."""
@@ -272,8 +276,9 @@ class TrainConfig(BaseModel):
         """The choices that leave the promise that the strategy never changes the model."""
         rules = {
             f"ddp_comm_hook={self.ddp_comm_hook}": self.ddp_comm_hook != "none",
-            f"lora_dropout={self.lora_dropout}": self.method == "lora" and self.lora_dropout > 0,
+            f"lora_dropout={self.lora_dropout}": self.method != "full" and self.lora_dropout > 0,
             "tf32=true": self.tf32,
+            f"control={self.control} (a fault on purpose)": self.control != "none",
             f"mixed_precision={self.mixed_precision} (its own measured band)": self.mixed_precision != "no",
         }
         return [name for name, applies in rules.items() if applies]
@@ -364,6 +369,9 @@ def _clashes(config: TrainConfig) -> list[str]:
         ),
         "random_init=true with method=lora would export adapters without a base; use method=full or merge_adapter": (
             config.random_init and config.method == "lora" and not config.merge_adapter
+        ),
+        "random_init=true with method=qlora: there are no pretrained weights to quantise; use method=full": (
+            config.random_init and config.method == "qlora"
         ),
         "resume_from_checkpoint=auto needs output_dir, the run folder to resume (or `tunesmith resume RUN`)": (
             config.resume_from_checkpoint == "auto" and config.output_dir is None

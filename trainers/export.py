@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -14,27 +15,41 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from trainers.checkpoint import load_weights, sync, verify
 from trainers.config import ConfigError, TrainConfig
 from trainers.data.prepare import load_tokenizer
-from trainers.models import build_model
+from trainers.models import add_adapters, build_model, compute_dtype
 from trainers.options import Request, dump_yaml
+from trainers.quantise import dequantise
 from trainers.run_folder import RunFolder, read_json
 
 SHARD_SIZE = "5GB"
 PACKAGES = ("torch", "accelerate", "transformers", "datasets", "peft", "safetensors")
+EXTRAS = ("bitsandbytes", "deepspeed")
 
 
 def versions() -> dict[str, str]:
     """Installed versions of the packages that decide a result."""
-    return {name: version(name) for name in PACKAGES}
+    extras = [name for name in EXTRAS if importlib.util.find_spec(name) is not None]
+    return {name: version(name) for name in (*PACKAGES, *extras)}
 
 
 def export_kind(config: TrainConfig) -> str:
     """What a run exports: `full`, `adapter` or `merged`."""
     return "full" if config.method == "full" else "merged" if config.merge_adapter else "adapter"
+
+
+def export_checkpoint(folder: Path, config: TrainConfig, target: Path, kind: str, results: dict[str, Any]) -> None:
+    """Exports the weights of a checkpoint, which any strategy may have written: the one way to an export.
+
+    The model is built anew on the CPU of one process, so that no strategy's wrapper is in its names or its tensors.
+    """
+    model = build_model(config)
+    load_weights(folder, model)
+    export(model, config, target, kind, results)
 
 
 def export(model: nn.Module, config: TrainConfig, target: Path, kind: str, results: dict[str, Any]) -> None:
@@ -50,6 +65,8 @@ def export(model: nn.Module, config: TrainConfig, target: Path, kind: str, resul
     temporary = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
+    if kind == "merged" and config.method == "qlora":
+        model = _unquantised(model, config)
     # Merged in fp32: a bf16 base would round a small adapter away.
     whole: Any = model.float().merge_and_unload() if kind == "merged" else model  # type: ignore[operator]
     base = whole.get_base_model() if kind == "adapter" else whole
@@ -69,15 +86,22 @@ def export(model: nn.Module, config: TrainConfig, target: Path, kind: str, resul
     shutil.rmtree(old, ignore_errors=True)
 
 
+def _unquantised(model: Any, config: TrainConfig) -> nn.Module:
+    """The same adapters on the dequantised base; peft would merge into 4 bits and round most of them away."""
+    trained = {name: weight.detach().clone() for name, weight in model.named_parameters() if weight.requires_grad}
+    plain = add_adapters(dequantise(model.unload()), config)
+    with torch.no_grad():
+        for name, weight in plain.named_parameters():
+            if weight.requires_grad:
+                weight.copy_(trained.pop(name))
+    assert not trained, f"adapter weights without a place: {sorted(trained)}"
+    return plain
+
+
 def model_card(config: TrainConfig, kind: str, results: dict[str, Any]) -> str:
     """What the model is, what made it, and how to load it."""
     numbers = "\n".join(f"| {name} | {value} |" for name, value in results.items()) or "| none | |"
     packages = "\n".join(f"- {name} {number}" for name, number in versions().items())
-    load = (
-        "AutoPeftModelForCausalLM.from_pretrained(folder)  # from peft"
-        if kind == "adapter"
-        else "AutoModelForCausalLM.from_pretrained(folder)  # from transformers"
-    )
     base = config.model_name_or_path
     header = f"---\nlibrary_name: {'peft' if kind == 'adapter' else 'transformers'}\ntags: [tunesmith, sft]\n---\n"
     return f"""{header}
@@ -86,7 +110,7 @@ def model_card(config: TrainConfig, kind: str, results: dict[str, Any]) -> str:
 {kind.capitalize()} weights of `{base}`, fine-tuned with Tunesmith on `{config.dataset_name}`.
 
 ```python
-model = {load}
+{_loading(config, kind)}
 ```
 
 | result | value |
@@ -103,6 +127,22 @@ model = {load}
 
 {packages}
 """
+
+
+def _loading(config: TrainConfig, kind: str) -> str:
+    """The lines that load the export; an adapter of a quantised base belongs on the same 4 bits."""
+    if kind != "adapter":
+        return "model = AutoModelForCausalLM.from_pretrained(folder)  # from transformers"
+    if config.method == "lora":
+        return "model = AutoPeftModelForCausalLM.from_pretrained(folder)  # from peft"
+    dtype = str(compute_dtype(config))
+    return f"""base = BitsAndBytesConfig(  # from transformers
+    load_in_4bit=True,
+    bnb_4bit_quant_type="nf4",
+    bnb_4bit_use_double_quant=True,
+    bnb_4bit_compute_dtype={dtype},
+)
+model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype={dtype}, quantization_config=base)  # from peft"""
 
 
 def main(argv: list[str]) -> int:
@@ -140,11 +180,9 @@ def export_again(run: RunFolder, target: Path, kind: str, checkpoint: str | None
     folder = run.checkpoints / (checkpoint or _chosen(run, names, config))
     try:
         manifest = verify(folder)
-        model = build_model(config)
-        load_weights(folder, model)
+        export_checkpoint(folder, config, target, kind, {"step": manifest["step"]})
     except (ValueError, OSError) as error:
         raise ConfigError(f"checkpoint {folder.name} cannot be exported: {error}; name another --checkpoint") from None
-    export(model, config, target, kind, {"step": manifest["step"]})
     print(json.dumps({"export_dir": str(target.absolute()), "kind": kind, "step": manifest["step"]}))
 
 

@@ -16,7 +16,7 @@ for step in steps:
     save and leave, if any rank was asked to stop               -> SAVE, STOPPED
     leave, if evaluations stopped improving
 evaluate and save, unless the last step did
-load the best weights, if load_best_model_at_end                -> DONE
+the best checkpoint is exported, if load_best_model_at_end      -> DONE
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import math
 import os
 import signal
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,12 +32,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainers.checkpoint import Checkpoints, Progress, load_weights
+from trainers.checkpoint import Checkpoints, Progress
 from trainers.config import TrainConfig
-from trainers.data.batches import Rows, StepBatch, TrainPlan, evaluation_batches
+from trainers.data.batches import MicroBatch, Rows, StepBatch, TrainPlan, evaluation_batches
 from trainers.errors import TrainingError
 from trainers.metrics import MetricsFile, Window, memory_gib, peak_flops, step_flops
 from trainers.models import compute_dtype, matmul_parameters
+from trainers.parallel.backend import Backend, set_rate
 from trainers.parallel.ranks import Ranks
 from trainers.run_folder import Heartbeat, RunFolder
 from trainers.schedule import learning_rate
@@ -50,8 +50,10 @@ class Job:
     """All that the loop works with.
 
     Args:
-        model: the wrapped module, called for the loss.
-        bare: the transformers or peft model inside it, for names and weights.
+        backend: the strategy's hold on model and optimizer.
+        bare: the transformers or peft model inside it, for names and buffers.
+        buffers: names of the buffers that checkpoints keep.
+        scaler: fp16's gradient scaler, None without.
         metrics: the metrics file, on rank 0 only.
         report: called on rank 0 with changes of the run's state (`step=…`, `state=…`).
         show: called on rank 0 with each metrics row, for progress bar and trackers.
@@ -61,10 +63,10 @@ class Job:
     config: TrainConfig
     run: RunFolder
     ranks: Ranks
-    accelerator: Any
-    model: nn.Module
+    backend: Backend
     bare: nn.Module
-    optimizer: Any
+    buffers: list[str]
+    scaler: Any
     plan: TrainPlan
     eval_rows: Rows | None
     checkpoints: Checkpoints
@@ -124,33 +126,37 @@ def train_step(job: Job, batch: StepBatch, step: int, stop: StopRequest) -> Step
     Raises:
         TrainingError: on every rank, before the update, when loss or gradient norm is not finite.
     """
-    device, world = job.ranks.device, job.plan.world
-    # The strategies average gradients over ranks; times the ranks, over the global count, makes it the true mean.
-    share = world / max(batch.trained_tokens, 1)
+    device, backend = job.ranks.device, job.backend
+    rate = learning_rate(job.config, step, job.plan.total_steps)
+    set_rate(backend.optimizer, rate)
     total = torch.zeros((), dtype=torch.float32, device=device)
     for number, micro in enumerate(batch.micro):
-        last = number == len(batch.micro) - 1
-        with nullcontext() if last else job.accelerator.no_sync(job.model):
+        with backend.accumulate(last=number == len(batch.micro) - 1):
             job.heartbeat.at("forward", step)
-            loss, _ = job.model(**micro.inputs(device))
+            loss, _ = backend.model(**micro.inputs(device))
             total += loss.detach()
             job.heartbeat.at("backward", step)
-            job.accelerator.backward(loss * share)
+            backend.backward(loss * _share(job, batch, micro))
     job.heartbeat.at("all-reduce", step)
     summed = job.ranks.sum(torch.stack([total, torch.full_like(total, float(stop.asked()))]))
-    limit = job.config.max_grad_norm or math.inf
-    norm = job.accelerator.clip_grad_norm_(job.model.parameters(), limit)
+    norm = backend.clip(job.config.max_grad_norm or math.inf)
     # The one host sync of the step: loss, stop requests and norm come over together.
     loss_sum, stops, grad_norm = torch.cat([summed, torch.as_tensor(norm, device=device).float().reshape(1)]).tolist()
     loss_mean = loss_sum / max(batch.trained_tokens, 1)
     _refuse_not_finite(job, step, loss_mean, grad_norm)
     job.heartbeat.at("step", step)
-    rate = learning_rate(job.config, step, job.plan.total_steps)
-    for group in job.optimizer.param_groups:
-        group["lr"] = rate
-    job.optimizer.step()
-    job.optimizer.zero_grad(set_to_none=True)
+    backend.step()
     return StepResult(loss_mean, grad_norm, rate, stops > 0)
+
+
+def _share(job: Job, batch: StepBatch, micro: MicroBatch) -> float:
+    """What a micro-batch's summed loss is multiplied with, so that the gradients' average is that of the true mean.
+
+    The strategies average gradients over ranks; times the ranks, over the global count, makes it the true mean.
+    """
+    if job.config.control == "mean-of-means":
+        return 1 / (max(len(micro.labels), 1) * len(batch.micro))
+    return job.plan.world / max(batch.trained_tokens, 1)
 
 
 def _refuse_not_finite(job: Job, step: int, loss: float, grad_norm: float) -> None:
@@ -169,13 +175,13 @@ def evaluate(job: Job, step: int) -> dict[str, float]:
     """Loss, perplexity and token accuracy over all trained tokens of the evaluation data, exact over all ranks."""
     assert job.eval_rows is not None
     rows, device = job.eval_rows, job.ranks.device
-    job.model.eval()
+    job.backend.model.eval()
     sums = torch.zeros(2, dtype=torch.float64)
     for micro in evaluation_batches(rows, job.config.per_device_eval_batch_size, job.ranks.rank, job.ranks.world):
         job.heartbeat.at("evaluation", step)
-        loss, correct = job.model(**micro.inputs(device))
+        loss, correct = job.backend.model(**micro.inputs(device))
         sums += torch.stack([loss.double().cpu(), correct.double().cpu()])
-    job.model.train()
+    job.backend.model.train()
     loss_sum, correct_sum = (sum(values) for values in zip(*job.ranks.gather(sums.tolist()), strict=True))
     count = max(int(rows.trained.sum()), 1)
     mean = loss_sum / count
@@ -189,49 +195,40 @@ def evaluate(job: Job, step: int) -> dict[str, float]:
 class Fit:
     """The state of one run of the loop. `run()` is the loop."""
 
-    def __init__(self, job: Job, resume: str | None):
+    def __init__(self, job: Job, progress: Progress, resumed_from: Path | None):
         self.job, self.window, self.results = job, Window(), dict[str, Any]()
-        self.progress, self.evaluated_at, self.saved_at = Progress(), -1, -1
+        self.progress, self.evaluated_at, self.saved_at = progress, -1, -1
         self.flops_parameters = matmul_parameters(job.bare)
         shape = getattr(job.bare, "config", None)
         self.hidden_layers = int(getattr(shape, "hidden_size", 0) * getattr(shape, "num_hidden_layers", 0))
         peak = peak_flops(job.ranks.device, compute_dtype(job.config))
         self.peak = peak * job.ranks.world if peak else None
-        if resume is not None:
-            self._resume(resume)
-
-    def _resume(self, where: str) -> None:
-        checkpoints = self.job.checkpoints
-        folder = checkpoints.newest() if where == "auto" else Path(where)
-        if folder is None:
-            if self.job.ranks.is_main:
-                print("there is no checkpoint to resume from; it starts at step 0", flush=True)
-            return
-        self.progress = checkpoints.load(folder, self.job.bare, self.job.optimizer, self.job.config.seed)
-        self.saved_at = self.progress.step if folder.parent == checkpoints.folder else -1
-        self._take_up(folder)
-        if self.job.ranks.is_main:
-            changed = [f"warning: {line}" for line in checkpoints.differences(folder)]
-            print("\n".join([f"resumed from {folder} at step {self.progress.step}", *changed]), flush=True)
+        if resumed_from is not None:
+            self._take_up(resumed_from)
 
     def _take_up(self, folder: Path) -> None:
-        """What a loaded checkpoint means besides its tensors."""
-        progress, total = self.progress, self.job.plan.total_steps
+        """What a loaded checkpoint means besides its weights."""
+        job, progress, total = self.job, self.progress, self.job.plan.total_steps
+        job.checkpoints.restore(folder, job.backend, job.config.seed)
         if progress.step > total:
             raise TrainingError(f"{folder} is at step {progress.step}, past the {total} of this run; raise max_steps")
-        if progress.loss_scale and self.job.accelerator.scaler is not None:
-            self.job.accelerator.scaler.load_state_dict(progress.loss_scale)
+        self.saved_at = progress.step if folder.parent == job.checkpoints.folder else -1
+        if progress.loss_scale and job.scaler is not None:
+            job.scaler.load_state_dict(progress.loss_scale)
         best = progress.best_step
-        if self.job.config.load_best_model_at_end and best is not None and not self.job.checkpoints.intact(best):
+        if job.config.load_best_model_at_end and best is not None and not job.checkpoints.intact(best):
             progress.best_step = progress.best_score = None
-            if self.job.ranks.is_main:
+            if job.ranks.is_main:
                 print(f"the best checkpoint, of step {best}, is not in this run; the search begins anew", flush=True)
+        if job.ranks.is_main:
+            changed = [f"warning: {line}" for line in job.checkpoints.differences(folder)]
+            print("\n".join([f"resumed from {folder} at step {progress.step}", *changed]), flush=True)
 
     def run(self) -> Outcome:
         """Trains from the progress in hand to the end, or until asked to stop."""
         job, plan = self.job, self.job.plan
         stop = StopRequest(job)
-        job.model.train()
+        job.backend.model.train()
         job.report(state="running", step=self.progress.step, total_steps=plan.total_steps)
         if job.config.eval_on_start and job.eval_rows is not None and self.progress.step == 0:
             self._evaluate()
@@ -306,7 +303,7 @@ class Fit:
         enough = before is None or better > before + job.config.early_stopping_threshold
         progress.stale_evaluations = 0 if enough else progress.stale_evaluations + 1
         if before is None or better > before:
-            progress.best_score, progress.best_step = better, progress.step
+            progress.best_score, progress.best_step, progress.best_results = better, progress.step, found
             if job.config.load_best_model_at_end:
                 self._save()
 
@@ -318,11 +315,12 @@ class Fit:
         if self.saved_at == self.progress.step:
             return
         self.job.heartbeat.at("save", self.progress.step)
-        if self.job.accelerator.scaler is not None:
-            self.progress.loss_scale = self.job.accelerator.scaler.state_dict()
+        if self.job.scaler is not None:
+            self.progress.loss_scale = self.job.scaler.state_dict()
         so_far = replace(self.progress, elapsed_s=self.progress.elapsed_s + self.window.seconds())
         with self.window.pause():
-            self.job.checkpoints.save(self.job.bare, self.job.optimizer, so_far)
+            buffers = {name: self.job.bare.get_buffer(name) for name in self.job.buffers}
+            self.job.checkpoints.save(self.job.backend, buffers, so_far)
         self.saved_at = self.progress.step
 
     def _stop(self, stop: StopRequest) -> Outcome:
@@ -343,11 +341,8 @@ class Fit:
             self._evaluate()
         self._save()
         best = progress.best_step
-        if (
-            job.config.load_best_model_at_end
-            and best not in (None, progress.step)
-            and job.checkpoints.intact(int(best or 0))
-        ):
-            load_weights(job.checkpoints.path(int(best or 0)), job.bare)
-            self.results |= {"exported_step": best, **evaluate(job, progress.step)}
+        if job.config.load_best_model_at_end and best is not None and job.checkpoints.intact(best):
+            self.results |= {"exported_step": best, **progress.best_results}
+        else:
+            self.results["exported_step"] = progress.step
         return Outcome("done", cause, progress, self.results)

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, set_seed
 
-from trainers.attention import KERNELS, use_documents
+from trainers.attention import KERNELS
 from trainers.config import EMBEDDED, ConfigError, TrainConfig
 from trainers.embedded import BASE_DIR
+from trainers.quantise import finish, loading_options, many_threads, refuse_unfit
 
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 _COMPUTE = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -33,14 +35,14 @@ def compute_dtype(config: TrainConfig) -> torch.dtype:
 
 def base_dtype(config: TrainConfig) -> torch.dtype:
     """Dtype that the base is kept in: fp32 where it is trained, the compute dtype where it is frozen."""
-    return compute_dtype(config) if config.method == "lora" else torch.float32
+    return torch.float32 if config.method == "full" else compute_dtype(config)
 
 
 def load_base(config: TrainConfig) -> PreTrainedModel:
-    """The base model on the CPU, in `base_dtype`, with the attention that keeps documents apart.
+    """The base model on the CPU, in `base_dtype` (quantised for qlora), with the attention that keeps documents apart.
 
     Raises:
-        ConfigError: when the files are missing, gated or damaged, or the architecture cannot be packed.
+        ConfigError: when the files are missing, gated or damaged, or the architecture cannot be packed or quantised.
     """
     where = {"revision": config.model_revision, "trust_remote_code": config.trust_remote_code}
     try:
@@ -48,20 +50,26 @@ def load_base(config: TrainConfig) -> PreTrainedModel:
     except (OSError, ValueError) as error:
         raise ConfigError(explain_load_error(config, error)) from None
     _check_layers(config, shape)
+    _check_quantisation(config, shape)
     _drop_dropout(shape)
     kernel = KERNELS[config.attn_implementation]
     settings: dict[str, Any] = {"dtype": base_dtype(config), "attn_implementation": kernel}
+    if config.method == "qlora":
+        settings |= loading_options(compute_dtype(config))
     if config.random_init:
         set_seed(config.seed)
         model = AutoModelForCausalLM.from_config(shape, trust_remote_code=config.trust_remote_code, **settings)
     else:
         try:
             # Safetensors only: other weight files are pickles, which run code when they are read.
-            model = AutoModelForCausalLM.from_pretrained(
-                model_path(config), config=shape, use_safetensors=True, **where, **settings
-            )
+            with many_threads() if config.method == "qlora" else nullcontext():
+                model = AutoModelForCausalLM.from_pretrained(
+                    model_path(config), config=shape, use_safetensors=True, **where, **settings
+                )
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             raise ConfigError(explain_load_error(config, error)) from None
+    if config.method == "qlora":
+        finish(model)
     model.config.use_cache = False
     return model
 
@@ -73,6 +81,20 @@ def explain_load_error(config: TrainConfig, error: Exception) -> str:
         f"model_name_or_path={config.model_name_or_path} cannot be loaded: {first}; check the name or folder, "
         "and for a gated model set HF_TOKEN after accepting its terms on the Hub"
     )
+
+
+def _keep_layers(config: TrainConfig, shape: Any) -> None:
+    """Cuts a model after its first layers, where that is asked for."""
+    wanted, text = config.num_hidden_layers, shape.get_text_config()
+    if wanted is None:
+        return
+    if wanted > text.num_hidden_layers:
+        raise ConfigError(
+            f"num_hidden_layers={wanted}: {config.model_name_or_path} has {text.num_hidden_layers}; use fewer"
+        )
+    text.num_hidden_layers = wanted
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:wanted]
 
 
 def _drop_dropout(shape: Any) -> None:
@@ -98,44 +120,58 @@ def _check_layers(config: TrainConfig, shape: Any) -> None:
         )
 
 
+def _check_quantisation(config: TrainConfig, shape: Any) -> None:
+    if config.method != "qlora":
+        return
+    if getattr(shape, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"model_name_or_path={config.model_name_or_path} is quantised already; name the model that it was made of, "
+            "which method=qlora quantises"
+        )
+    refuse_unfit(shape, config.trust_remote_code)
+
+
 @torch.no_grad()
-def probe_attention(base: PreTrainedModel, packing: bool) -> None:
+def probe_attention(wrapped: nn.Module, base: PreTrainedModel, packing: bool, device: torch.device) -> None:
     """Proves on the model in hand that no token sees a later one and, packed, none of another document.
 
     Some architectures never ask for the attention they are given; they would train on the future in silence.
+    One forward pass of four rows that differ in one token each, through whatever wraps the model.
+
+    Args:
+        wrapped: the module that computes the loss, as the strategy made it.
+        base: the transformers model in it.
 
     Raises:
-        ConfigError: when a logit moves that must not, or the model cannot run through our attention at all.
+        ConfigError: when a hidden state moves that must not, or the model cannot run through our attention at all.
     """
     size, half = 12, 6
-    vocabulary = base.config.get_text_config().vocab_size
-    count = torch.arange(size, device=base.device)[None]
-    places, numbers = (count % half, (count >= half).long()) if packing else (count, None)
-
-    def logits(changed: int | None) -> torch.Tensor:
-        ids = (count + 1) % vocabulary
-        if changed is not None:
-            ids[0, changed] = (ids[0, changed] + 7) % vocabulary
-        use_documents(numbers)
-        return base(input_ids=ids, position_ids=places, use_cache=False).logits[0].float()
-
-    training = base.training
-    base.eval()
+    place = torch.arange(size, device=device).expand(4, size)
+    ids = (place + 1) % base.config.get_text_config().vocab_size
+    for row, changed in enumerate((half, size - 1, half - 1), start=1):
+        ids[row, changed] = (ids[row, changed] + 7) % base.config.get_text_config().vocab_size
+    documents = (place >= half).long() if packing else None
+    seen: list[torch.Tensor] = []
+    hook = base.base_model.register_forward_hook(lambda module, inputs, output: seen.append(output[0].float()))
+    wrapped.eval()
     try:
-        before = logits(None)
-        may_move = (logits(half) - before)[half + 1 :].abs().max()
-        moved = (logits(size - 1) - before)[: size - 1].abs().max()
-        if packing:
-            moved = torch.maximum(moved, (logits(half - 1) - before)[half:].abs().max())
+        with torch.compiler.set_stance("force_eager"):  # no graph for a shape that never comes again
+            wrapped(ids, place % half if packing else place, documents, place.flatten()[:1], place.flatten()[:1])
     except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError) as error:
         raise ConfigError(
             f"{base.config.model_type} models cannot be trained here: {error}; use another model"
         ) from None
-    base.train(training)
+    finally:
+        hook.remove()
+        wrapped.train()
+    change = (seen[0][1:] - seen[0][0]).abs().amax(-1)  # [changed token, position]
+    may_move, moved = change[0, half + 1 :].max(), change[1, : size - 1].max()
+    if packing:
+        moved = torch.maximum(moved, change[2, half:].max())
     if not moved <= 1e-2 * may_move:
         way = "packing=false, or another model" if packing else "another model"
-        seen = "later tokens or another document" if packing else "later tokens"
-        raise ConfigError(f"{base.config.model_type} models see {seen} through the attention they bring; use {way}")
+        what = "later tokens or another document" if packing else "later tokens"
+        raise ConfigError(f"{base.config.model_type} models see {what} through the attention they bring; use {way}")
 
 
 def build_model(config: TrainConfig) -> nn.Module:
@@ -147,7 +183,7 @@ def build_model(config: TrainConfig) -> nn.Module:
     base = load_base(config)
     if config.gradient_checkpointing:
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return add_adapters(base, config) if config.method == "lora" else base
+    return base if config.method == "full" else add_adapters(base, config)
 
 
 def add_adapters(base: PreTrainedModel, config: TrainConfig) -> nn.Module:
@@ -215,20 +251,28 @@ def compile_blocks(base: PreTrainedModel) -> None:
         block.compile()
 
 
-def parameter_groups(model: nn.Module, config: TrainConfig) -> list[dict[str, Any]]:
-    """Trained weights for AdamW: matrices decay, norms and biases do not."""
-    trained = [weight for weight in model.parameters() if weight.requires_grad]
+def parameter_groups(
+    trained: list[tuple[str, nn.Parameter]], shapes: dict[str, torch.Size], config: TrainConfig
+) -> list[dict[str, Any]]:
+    """Trained weights for AdamW: matrices decay, norms and biases do not.
+
+    Args:
+        trained: the weights by name, which a strategy may have cut and flattened.
+        shapes: of the whole weights.
+    """
+    matrices = [weight for name, weight in trained if len(shapes[name]) >= 2]
+    vectors = [weight for name, weight in trained if len(shapes[name]) < 2]
     groups = [
-        {"params": [weight for weight in trained if weight.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [weight for weight in trained if weight.ndim < 2], "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
 
-def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+def build_optimizer(groups: list[dict[str, Any]], config: TrainConfig) -> torch.optim.Optimizer:
     """Fused AdamW over the trained weights. The loop sets its rate at every step."""
     return torch.optim.AdamW(
-        parameter_groups(model, config),
+        groups,
         lr=config.scaled_learning_rate(),
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_epsilon,
@@ -241,6 +285,6 @@ def matmul_parameters(model: nn.Module) -> tuple[int, int]:
     trained = frozen = 0
     for module in model.modules():
         if isinstance(module, nn.Linear) and module.weight is not None:
-            count = module.weight.numel()
+            count = module.in_features * module.out_features  # the weight itself may be packed or sharded
             trained, frozen = (trained + count, frozen) if module.weight.requires_grad else (trained, frozen + count)
     return trained, frozen

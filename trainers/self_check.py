@@ -5,7 +5,7 @@ Accelerate falls back in silence (one process for two, plain DDP for FSDP); what
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,11 @@ from torch import nn
 from trainers.attention import KERNELS
 from trainers.config import TrainConfig
 from trainers.errors import TrainingError
-from trainers.models import base_dtype
-from trainers.objectives.sft import inner_model
+from trainers.models import base_dtype, compute_dtype
+from trainers.objectives.sft import SupervisedLoss
+from trainers.parallel.backend import Backend
 from trainers.parallel.ranks import Ranks
+from trainers.quantise import four_bit_layers, whole_layers
 from trainers.strategies import Strategy
 
 
@@ -30,31 +32,91 @@ class Line:
     got: str
 
 
+class Census:
+    """The dtypes that leave the linear layers and the norms while it is open.
+
+    Args:
+        loss: the loss module; the wrappers around it are looked through.
+    """
+
+    def __init__(self, loss: SupervisedLoss):
+        self.linear, self.norms, self._hooks = set[str](), set[str](), list[Any]()
+        for module in loss.modules():
+            if isinstance(module, nn.Linear):
+                self._hooks.append(module.register_forward_hook(self._note(self.linear)))
+            elif "Norm" in type(module).__name__:
+                self._hooks.append(module.register_forward_hook(self._note(self.norms)))
+
+    def _note(self, seen: set[str]) -> Callable[..., None]:
+        return lambda module, inputs, output: seen.add(_name(output.dtype))
+
+    def __enter__(self) -> Census:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _dtypes(weights: list[nn.Parameter]) -> str:
-    census = Counter(str(weight.dtype).removeprefix("torch.") for weight in weights)
-    return ", ".join(sorted(census)) or "none"
+    return ", ".join(sorted({_name(weight.dtype) for weight in weights})) or "none"
 
 
-def compare(strategy: Strategy, config: TrainConfig, accelerator: Any, wrapped: nn.Module) -> list[Line]:
+def compare(
+    strategy: Strategy, config: TrainConfig, accelerator: Any, backend: Backend, loss: SupervisedLoss, census: Census
+) -> list[Line]:
     """What was asked for beside what this rank got, line by line."""
-    model: Any = accelerator.unwrap_model(wrapped).model
-    base = inner_model(model)
-    weights = list(wrapped.parameters())
+    weights = list(backend.model.parameters())
     trained = [weight for weight in weights if weight.requires_grad]
     frozen = [weight for weight in weights if not weight.requires_grad]
-    frozen_dtype = str(base_dtype(config)).removeprefix("torch.") if config.method == "lora" else "none"
-    wrapper = "none" if type(wrapped).__name__ == "SupervisedLoss" else type(wrapped).__name__
+    frozen_dtype = _name(base_dtype(config)) if config.method != "full" else "none"
+    wrapper = type(backend.model).__name__
     return [
         Line("processes", str(strategy.num_processes), str(accelerator.num_processes)),
         Line("distributed type", strategy.distributed_type, accelerator.distributed_type.value),
-        Line("wrapper", strategy.wrapped_class or "none", wrapper),
+        Line("wrapper", strategy.wrapped_class or "none", "none" if wrapper == "SupervisedLoss" else wrapper),
+        *_layout(strategy, accelerator, backend),
         Line("trained weights", "float32", _dtypes(trained)),
         Line("frozen weights", frozen_dtype, _dtypes(frozen)),
-        Line("mixed precision", config.mixed_precision, accelerator.mixed_precision),
-        Line("autocast", str(config.mixed_precision != "no"), str(accelerator.native_amp)),
+        *([_four_bits(loss)] if config.method == "qlora" else []),
+        Line("matrix products", _name(compute_dtype(config)), ", ".join(sorted(census.linear))),
         Line("own accumulation", "1", str(accelerator.gradient_accumulation_steps)),
-        Line("attention", KERNELS[config.attn_implementation], str(base.config._attn_implementation)),
+        Line("attention", KERNELS[config.attn_implementation], str(loss.base.config._attn_implementation)),
     ]
+
+
+def _four_bits(loss: SupervisedLoss) -> Line:
+    """Half a byte per weight in every linear layer but the output head, sharded or not."""
+    whole = whole_layers(loss.model, loss.base.get_output_embeddings())
+    return Line("4-bit layers", str(len(four_bit_layers(loss.model))), str(whole))
+
+
+def _layout(strategy: Strategy, accelerator: Any, backend: Backend) -> list[Line]:
+    """How weights are spread: mesh, ZeRO stage, share of the trained weights on this rank, offload."""
+    lines = []
+    if strategy.mesh:
+        mesh = accelerator.torch_device_mesh
+        got = {} if mesh is None else dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+        lines.append(Line("mesh", str(strategy.mesh), str({axis: got.get(axis, 1) for axis in strategy.mesh})))
+    if strategy.zero_stage:
+        model: Any = backend.model
+        lines.append(Line("ZeRO stage", str(strategy.zero_stage), str(model.zero_optimization_stage())))
+        settings = model.config["zero_optimization"]
+        places = {(settings.get(f"offload_{what}") or {}).get("device", "none") for what in ("optimizer", "param")}
+        got_place = next((place for place in ("nvme", "cpu") if place in places), "none")
+        lines.append(Line("offload", strategy.offload, got_place))
+    if strategy.sharded or strategy.zero_stage:
+        shards = backend.shards()
+        here, whole = sum(one.elements for one in shards), sum(one.numel for one in shards)
+        ways = strategy.mesh.get("dp_shard", strategy.num_processes)
+        # Weights that do not divide evenly make a rank's share a little larger or smaller.
+        even = abs(here * ways / max(whole, 1) - 1) < 0.25
+        lines.append(Line("trained share", f"1/{ways}", f"1/{ways}" if even else f"{here / max(whole, 1):.3f}"))
+    return lines
 
 
 def check(lines: list[Line], ranks: Ranks) -> None:
@@ -70,12 +132,15 @@ def check(lines: list[Line], ranks: Ranks) -> None:
     ranks.agree(problem, "checking that this is the run that was asked for")
 
 
-def table(lines: list[Line], ranks: Ranks, wrapped: nn.Module) -> str:
-    """The check as rank 0 prints it."""
-    weights = list(wrapped.parameters())
-    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
-    total = sum(weight.numel() for weight in weights)
+def table(lines: list[Line], ranks: Ranks, backend: Backend, census: Census, memory: list[tuple[float, float]]) -> str:
+    """The check as rank 0 prints it.
+
+    Args:
+        memory: GiB of each rank before and after wrapping.
+    """
     device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else ranks.device.type
+    trained = sum(one.numel for one in backend.shards())
     rows = [(line.what, line.got) for line in lines]
-    rows += [("device", device), ("weights", f"{total:,}, {trained:,} of them trained")]
+    rows += [("norms", ", ".join(sorted(census.norms))), ("device", device), ("weights", f"{trained:,} trained")]
+    rows += [("memory", "; ".join(f"rank {rank} {a:.2f} -> {b:.2f} GiB" for rank, (a, b) in enumerate(memory)))]
     return "\n".join(f"  {what:<16} {value}" for what, value in rows)

@@ -7,42 +7,20 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from trainers.accelerate_rules import FP16_WAY, SCALED_TYPES, check, mesh_sizes
 from trainers.config import ConfigError, unknown_option
+from trainers.deepspeed_json import leaves_parity, read_json
 from trainers.options import read_yaml
 
 HEADER = "# strategy: "  # begins the copy of an Accelerate file that a run keeps
 STRATEGIES_DIR = Path(__file__).resolve().parent.parent / "accelerate_configs"
-
-# Accelerate 1.15, ClusterConfig: the keys that this project understands, with the types it accepts.
-_KEYS: dict[str, tuple[type, ...]] = {
-    "compute_environment": (str,),
-    "distributed_type": (str,),
-    "num_processes": (int,),
-    "num_machines": (int,),
-    "machine_rank": (int,),
-    "main_process_ip": (str,),
-    "main_process_port": (int,),
-    "main_training_function": (str,),
-    "mixed_precision": (str,),
-    "use_cpu": (bool,),
-    "debug": (bool,),
-    "downcast_bf16": (str, bool),
-    "gpu_ids": (str,),
-    "rdzv_backend": (str,),
-    "same_network": (bool,),
-    "enable_cpu_affinity": (bool,),
-    "tpu_env": (list,),
-    "tpu_use_cluster": (bool,),
-    "tpu_use_sudo": (bool,),
-}
-_FLAGS_ONLY = ("max_restarts", "monitor_interval", "rdzv_conf")
-_TYPES = {"NO": "no wrapper", "MULTI_GPU": "DistributedDataParallel"}
 
 
 @dataclass(frozen=True)
@@ -53,15 +31,18 @@ class Strategy:
         name: the file's stem.
         summary: first comment line of the file.
         values: the keys that Accelerate reads.
+        deepspeed_json: content of `deepspeed_config_file`; empty without one (Accelerate then builds DeepSpeed's
+            config from the inline keys).
     """
 
     name: str
     summary: str
     values: dict[str, Any]
+    deepspeed_json: dict[str, Any] = field(default_factory=dict)
 
     @property
     def distributed_type(self) -> str:
-        """`NO` or `MULTI_GPU`, as Accelerate spells it."""
+        """`NO`, `MULTI_GPU`, `FSDP` or `DEEPSPEED`, as Accelerate spells it."""
         return str(self.values["distributed_type"])
 
     @property
@@ -75,9 +56,57 @@ class Strategy:
         return self.num_processes
 
     @property
+    def fsdp(self) -> dict[str, Any]:
+        """The values of `fsdp_config`; empty for other types."""
+        return dict(self.values.get("fsdp_config") or {})
+
+    @property
+    def fsdp_version(self) -> int:
+        """1 or 2; 0 when this is no FSDP."""
+        return int(self.fsdp.get("fsdp_version", 0))
+
+    @property
+    def deepspeed(self) -> dict[str, Any]:
+        """The values of `deepspeed_config`; empty for other types."""
+        return dict(self.values.get("deepspeed_config") or {})
+
+    @property
+    def zero_stage(self) -> int:
+        """1 to 3; 0 when this is no DeepSpeed."""
+        stage = self.deepspeed_json.get("zero_optimization", {}).get("stage", self.deepspeed.get("zero_stage", 0))
+        return int(stage)
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Sizes of the device mesh by axis; empty when the file has no `parallelism_config`."""
+        return mesh_sizes(self.values)
+
+    @property
+    def offload(self) -> str:
+        """Where parameters or optimizer state rest: `none`, `cpu` or `nvme`."""
+        zero = self.deepspeed_json.get("zero_optimization", {})
+        devices = {str(self.deepspeed.get(f"offload_{what}_device", "none")) for what in ("optimizer", "param")}
+        devices |= {str((zero.get(f"offload_{what}") or {}).get("device", "none")) for what in ("optimizer", "param")}
+        devices |= {"cpu"} if self.fsdp.get("fsdp_offload_params") else set()
+        return next((device for device in ("nvme", "cpu") if device in devices), "none")
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each rank holds only a share of the parameters."""
+        if self.distributed_type == "FSDP":
+            return self.fsdp.get("fsdp_sharding_strategy") != "NO_SHARD"
+        return self.zero_stage == 3
+
+    @property
     def wrapped_class(self) -> str | None:
-        """Class that must wrap the model, None for none."""
-        return None if self.distributed_type == "NO" else _TYPES[self.distributed_type]
+        """Name of the class that must wrap the model, None for none."""
+        if self.distributed_type == "FSDP":
+            return "FullyShardedDataParallel" if self.fsdp_version == 1 else "FSDPSupervisedLoss"
+        return {"MULTI_GPU": "DistributedDataParallel", "DEEPSPEED": "DeepSpeedEngine"}.get(self.distributed_type)
+
+    def outside_parity(self) -> list[str]:
+        """The choices that leave the promise that the strategy never changes the model."""
+        return leaves_parity(self.deepspeed_json)
 
     def dump(self) -> str:
         """The YAML that Accelerate gets, the strategy's name in its first line."""
@@ -108,87 +137,72 @@ def load_strategy(name_or_path: str) -> Strategy:
             way = unknown_option(name_or_path, strategy_names()).partition("; ")[2]
             listed = f"use one of {', '.join(strategy_names())}, or the path of an Accelerate YAML"
             raise ConfigError(f"unknown strategy {name_or_path!r}; {way if way.startswith('did') else listed}")
-    values = read_yaml(path)
+    values = _absolute_json(read_yaml(path))
     mistakes = check(values)
     if mistakes:
         raise ConfigError([f"{path.name}: {mistake}" for mistake in mistakes])
+    file = (values.get("deepspeed_config") or {}).get("deepspeed_config_file")
+    content = read_json(file) if file else {}
     first = path.read_text(encoding="utf-8").partition("\n")[0]
     if first.startswith(HEADER):
         name = first.removeprefix(HEADER).strip()
-        return Strategy(name, f"{name}, from the run in {path.parent}", values)
+        return Strategy(name, f"{name}, from the run in {path.parent}", values, content)
     summary = first.lstrip("# ").strip() if first.startswith("#") else f"{values['distributed_type']} from {path.name}"
-    return Strategy(path.stem, summary, values)
+    return Strategy(path.stem, summary, values, content)
 
 
-def check(values: dict[str, Any]) -> list[str]:
-    """Every mistake in an Accelerate config, a line each."""
-    mistakes = []
-    for key, value in values.items():
-        if key in _FLAGS_ONLY:
-            mistakes.append(f"{key} is a flag of `accelerate launch` and no key of its YAML; pass --{key} {value}")
-        elif key not in _KEYS:
-            mistakes.append(f"{key}: " + unknown_option(key, list(_KEYS)).replace("option", "Accelerate key"))
-        elif value is not None and not _has_type(value, _KEYS[key]):
-            wanted = " or ".join(kind.__name__ for kind in _KEYS[key])
-            mistakes.append(f"{key}={value!r} is a {type(value).__name__}; write a {wanted}")
-    return mistakes or _check_values(values)
-
-
-def _has_type(value: Any, kinds: tuple[type, ...]) -> bool:
-    return isinstance(value, kinds) and not (isinstance(value, bool) and bool not in kinds)
-
-
-def _check_values(values: dict[str, Any]) -> list[str]:
-    kind, processes = values.get("distributed_type"), values.get("num_processes")
-    machines = values.get("num_machines") or 1
-    rules = {
-        "distributed_type is missing; write 'NO' or MULTI_GPU": kind is None,
-        "distributed_type=MULTI_CPU starts one process without mpirun; write MULTI_GPU, which runs on gloo here": (
-            kind == "MULTI_CPU"
-        ),
-        f"distributed_type={kind} is not supported; use {' or '.join(_TYPES)}": (
-            kind not in (None, "MULTI_CPU", *_TYPES)
-        ),
-        "num_processes is missing; write how many processes the run has": processes is None,
-        f"num_processes={processes} must be at least 1": processes is not None and processes < 1,
-        f"distributed_type='NO' is one process, num_processes={processes}; write MULTI_GPU or num_processes: 1": (
-            kind == "NO" and (processes or 1) > 1
-        ),
-        f"distributed_type=MULTI_GPU with num_processes={processes}; write 'NO', or at least 2 processes": (
-            kind == "MULTI_GPU" and processes == 1
-        ),
-        f"num_processes={processes} does not divide by num_machines={machines}; use as many on each machine": (
-            bool(processes) and (machines < 1 or (processes or 1) % max(machines, 1) != 0)
-        ),
-        f"compute_environment={values.get('compute_environment')} is not supported; write LOCAL_MACHINE": (
-            values.get("compute_environment") not in (None, "LOCAL_MACHINE")
-        ),
-        f"mixed_precision={values.get('mixed_precision')} is no precision; use no, fp16 or bf16": (
-            values.get("mixed_precision") not in (None, "no", "fp16", "bf16")
-        ),
-        "tpu_use_cluster=true is not supported; remove it": bool(values.get("tpu_use_cluster")),
-    }
-    return [line for line, applies in rules.items() if applies]
+def _absolute_json(values: dict[str, Any]) -> dict[str, Any]:
+    """The values with the path of a DeepSpeed JSON made absolute, so that a run's copy works from any folder."""
+    inline = values.get("deepspeed_config")
+    if not isinstance(inline, dict) or not isinstance(file := inline.get("deepspeed_config_file"), str):
+        return values
+    whole = str(Path(file).expanduser().absolute())
+    return {**values, "deepspeed_config": {**inline, "deepspeed_config_file": whole}}
 
 
 def resolve(strategy: Strategy, num_processes: int, mixed_precision: str) -> Strategy:
-    """The strategy for these processes: counts set, device choice left to CUDA_VISIBLE_DEVICES.
+    """The strategy for these processes: counts and mesh set, device choice left to CUDA_VISIBLE_DEVICES.
+
+    The file says `mixed_precision: no` for bf16 as well: the training script applies autocast itself, inside the
+    wrapped module and alike for every backend; a backend's own would cast parameters, outputs or reductions too.
 
     Raises:
         ConfigError: when the strategy cannot have that many, or its precision is not the one asked for.
     """
     values = {key: value for key, value in strategy.values.items() if key not in ("gpu_ids", "mixed_precision")}
     values["num_processes"] = num_processes
-    mistakes = [f"strategy {strategy.name}: {mistake}" for mistake in check(values)]
+    mistakes = _fit_mesh(values, num_processes) or check(values)
     written = strategy.values.get("mixed_precision")
     if written not in (None, "no", mixed_precision):
         mistakes.append(
-            f"strategy {strategy.name} says mixed_precision={written} and the config {mixed_precision}; "
+            f"it says mixed_precision={written} and the config {mixed_precision}; "
             f"pass --mixed_precision {written} or take it out of the YAML"
         )
+    if mixed_precision == "fp16" and strategy.distributed_type not in SCALED_TYPES:
+        mistakes.append(FP16_WAY)
     if mistakes:
-        raise ConfigError(mistakes)
-    return replace(strategy, values={**values, "mixed_precision": mixed_precision})
+        raise ConfigError([f"strategy {strategy.name}: {mistake}" for mistake in mistakes])
+    if not strategy.deepspeed.get("deepspeed_config_file"):  # Accelerate refuses the key beside a DeepSpeed JSON
+        values["mixed_precision"] = "fp16" if mixed_precision == "fp16" else "no"
+    return replace(strategy, values=values)
+
+
+def _fit_mesh(values: dict[str, Any], num_processes: int) -> list[str]:
+    """Sets the mesh in `values` to the processes: copies stay as written, the shards take the rest."""
+    mesh = mesh_sizes(values)
+    if not mesh or prod(mesh.values()) == num_processes:
+        return []
+    copies = mesh["dp_replicate"]
+    shards, rest = divmod(num_processes, copies)
+    own = "or write parallelism_config_dp_replicate_size into a YAML of your own"
+    if rest:
+        line = f"num_processes={num_processes} / dp_replicate {copies} leaves {rest}; use a multiple of {copies}, {own}"
+        return [line]
+    if shards < 2:
+        line = f"num_processes={num_processes} / dp_replicate {copies} = {shards}, nothing to shard over"
+        return [f"{line}; use at least {2 * copies}, {own}"]
+    values["parallelism_config"] = {**values["parallelism_config"], "parallelism_config_dp_shard_size": shards}
+    return []
 
 
 _LAUNCH_WAY = "start with `accelerate launch --config_file accelerate_configs/ddp.yaml trainers/train.py ...`"
@@ -236,4 +250,8 @@ def from_launcher(argv: Sequence[str], script: str) -> Strategy:
         raise ConfigError(f"the launcher was given {flags}; the Accelerate file alone decides; write it there")
     strategy = load_strategy(known.config_file)
     given = {name: getattr(known, name) for name in _COUNTS if getattr(known, name) is not None}
-    return replace(strategy, values={**strategy.values, **given})
+    values = {**strategy.values, **given}
+    mistakes = check(values)
+    if mistakes:
+        raise ConfigError([f"with the launcher's flags: {mistake}" for mistake in mistakes])
+    return replace(strategy, values=values)

@@ -107,18 +107,26 @@ def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
     plan = plan_training(config, data, strategy.data_parallel_size, tokenizer.pad_token_id)
 
     from trainers import build
-    from trainers.export import export, export_kind
+    from trainers.checkpoint import Progress, kept_buffers
+    from trainers.export import export_checkpoint, export_kind
     from trainers.loop import Fit, Job
+    from trainers.metrics import memory_gib
     from trainers.self_check import check as check_asked
     from trainers.self_check import compare, table
 
     accelerator, ranks = build.accelerator(config, run)
     attempt = ranks.broadcast(attempt)
-    model, bare, optimizer = build.model(config, accelerator)
-    lines = compare(strategy, config, accelerator, model)
+    checkpoints = build.checkpoints(config, strategy, run, ranks, data.fingerprint, attempt)
+    loss = build.module(config, main_rank)
+    folder = build.resume_folder(config, checkpoints)
+    progress = checkpoints.load(folder, loss.model) if folder else Progress()
+    buffers, memory = kept_buffers(loss.model), memory_gib(ranks.device)
+    backend, census = build.backend(config, strategy, accelerator, ranks, loss)
+    lines = compare(strategy, config, accelerator, backend, loss, census)
+    by_rank = ranks.gather((memory, memory_gib(ranks.device)))
     if main_rank:
-        print(f"run {run.path}\n{table(lines, ranks, model)}\n{describe_plan(plan)}")
-        print("\n".join([*data.report.lines(), *warnings(config)]), flush=True)
+        print(f"run {run.path}\n{table(lines, ranks, backend, census, by_rank)}\n{describe_plan(plan)}")
+        print("\n".join([*data.report.lines(), *warnings(config, strategy)]), flush=True)
     check_asked(lines, ranks)
 
     processes = [launch.launcher, *ranks.gather(Process.of("rank", ranks.rank))]
@@ -127,28 +135,30 @@ def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
         config=config,
         run=run,
         ranks=ranks,
-        accelerator=accelerator,
-        model=model,
-        bare=bare,
-        optimizer=optimizer,
+        backend=backend,
+        bare=loss.model,
+        buffers=buffers,
+        scaler=accelerator.scaler,
         plan=plan,
         eval_rows=make_rows(config, eval_data, tokenizer.pad_token_id) if eval_data else None,
-        checkpoints=build.checkpoints(config, strategy, run, ranks, data.fingerprint, attempt),
+        checkpoints=checkpoints,
         heartbeat=Heartbeat(run, ranks.rank),
         metrics=build.metrics_file(run, attempt) if main_rank else None,
         report=reporter.state,
         show=reporter.row,
         launcher=launch.parent,
     )
-    outcome = Fit(job, config.resume_from_checkpoint).run()
+    outcome = Fit(job, progress, folder).run()
+    del backend, loss  # the wrapper must not outlive the process group
+    build.tear_down(accelerator, ranks, job)
 
+    ending = {}
     if outcome.state == "done" and main_rank:
         job.heartbeat.at("export", outcome.progress.step)
-        export(bare, config, run.model, export_kind(config), outcome.results)
-    ending = {"export_dir": str(run.model)} if outcome.state == "done" else {}
+        chosen = checkpoints.path(outcome.results["exported_step"])
+        export_checkpoint(chosen, config, run.model, export_kind(config), outcome.results)
+        ending = {"export_dir": str(run.model)}
     reporter.close(state=outcome.state, cause=outcome.cause, step=outcome.progress.step, **ending)
-    del model, optimizer  # the wrapper must not outlive the process group
-    build.tear_down(accelerator, ranks, job)
     return 1 if outcome.state == "failed" else 0
 
 
@@ -167,9 +177,9 @@ def begin(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
     return attempt
 
 
-def warnings(config: TrainConfig) -> list[str]:
+def warnings(config: TrainConfig, strategy: Strategy) -> list[str]:
     """What the user should know: choices that do nothing, and choices outside the parity promise."""
-    outside = config.outside_parity()
+    outside = config.outside_parity() + strategy.outside_parity()
     promise = (
         [f"outside the promise that the strategy never changes the model: {', '.join(outside)}"] if outside else []
     )

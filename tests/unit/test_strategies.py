@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from pathlib import Path
 
 import pytest
-from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
 from trainers.config import ConfigError
 from trainers.strategies import (
-    _KEYS,
     STRATEGIES_DIR,
-    check,
     default_strategy,
     from_launcher,
     load_strategy,
@@ -19,54 +21,127 @@ from trainers.strategies import (
     strategy_names,
 )
 
-DDP = {"distributed_type": "MULTI_GPU", "num_processes": 2}
+SHIPPED = sorted(STRATEGIES_DIR.rglob("*.yaml"))
 
 
-@pytest.mark.parametrize("path", sorted(STRATEGIES_DIR.rglob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_every_strategy_is_whole_and_documented(path: Path) -> None:
     strategy = load_strategy(path.stem)
     text = path.read_text(encoding="utf-8")
     for word in ("Parameters, gradients and optimizer state", "Use it when", "Communication", "Command:"):
         assert word in text
+    command = (
+        "# Command: accelerate launch --config_file accelerate_configs/{}.yaml trainers/train.py --preset tiny-lora"
+    )
+    assert command.format(path.stem) in text
     assert load_config_from_file(str(path)).num_processes == strategy.num_processes
     assert len(strategy.summary) > 20
 
 
-def test_keys_are_accelerates_own() -> None:
-    assert set(_KEYS) <= set(ClusterConfig.__dataclass_fields__)
-
-
 @pytest.mark.parametrize(
-    ("values", "line"),
+    ("name", "kind", "version", "stage", "offload", "sharded", "wrapped"),
     [
-        (DDP | {"num_proceses": 2}, "num_proceses: unknown Accelerate key num_proceses; did you mean num_processes?"),
-        (DDP | {"max_restarts": 3}, "max_restarts is a flag of `accelerate launch` and no key of its YAML"),
-        (DDP | {"monitor_interval": 1}, "monitor_interval is a flag"),
-        (DDP | {"rdzv_conf": "x"}, "rdzv_conf is a flag"),
-        (DDP | {"num_processes": "two"}, "num_processes='two' is a str; write a int"),
-        (DDP | {"num_processes": True}, "num_processes=True is a bool"),
-        (DDP | {"num_processes": 1}, "distributed_type=MULTI_GPU with num_processes=1"),
-        ({"num_processes": 2}, "distributed_type is missing"),
-        ({"distributed_type": "MULTI_GPU"}, "num_processes is missing"),
-        (DDP | {"distributed_type": "MULTI_CPU"}, "distributed_type=MULTI_CPU starts one process without mpirun"),
-        (DDP | {"distributed_type": "NO"}, "distributed_type='NO' is one process, num_processes=2"),
-        (DDP | {"distributed_type": "TPU"}, "distributed_type=TPU is not supported"),
-        (DDP | {"num_processes": 3, "num_machines": 2}, "num_processes=3 does not divide by num_machines=2"),
-        (DDP | {"compute_environment": "AMAZON_SAGEMAKER"}, "compute_environment=AMAZON_SAGEMAKER is not supported"),
-        (DDP | {"mixed_precision": "bf61"}, "mixed_precision=bf61 is no precision"),
+        ("single", "NO", 0, 0, "none", False, None),
+        ("ddp", "MULTI_GPU", 0, 0, "none", False, "DistributedDataParallel"),
+        ("fsdp1", "FSDP", 1, 0, "none", True, "FullyShardedDataParallel"),
+        ("fsdp1_grad_op", "FSDP", 1, 0, "none", True, "FullyShardedDataParallel"),
+        ("fsdp2", "FSDP", 2, 0, "none", True, "FSDPSupervisedLoss"),
+        ("fsdp2_offload", "FSDP", 2, 0, "cpu", True, "FSDPSupervisedLoss"),
+        ("hsdp", "FSDP", 2, 0, "none", True, "FSDPSupervisedLoss"),
+        ("zero1", "DEEPSPEED", 0, 1, "none", False, "DeepSpeedEngine"),
+        ("zero2", "DEEPSPEED", 0, 2, "none", False, "DeepSpeedEngine"),
+        ("zero3", "DEEPSPEED", 0, 3, "none", True, "DeepSpeedEngine"),
+        ("zero3_offload", "DEEPSPEED", 0, 3, "cpu", True, "DeepSpeedEngine"),
     ],
 )
-def test_a_wrong_config_is_refused(values: dict, line: str) -> None:
-    assert check(values)[0].startswith(line)
+def test_what_a_strategy_says_of_itself(
+    name: str, kind: str, version: int, stage: int, offload: str, sharded: bool, wrapped: str | None
+) -> None:
+    strategy = load_strategy(name)
+    assert (strategy.distributed_type, strategy.fsdp_version, strategy.zero_stage) == (kind, version, stage)
+    assert (strategy.offload, strategy.sharded, strategy.wrapped_class) == (offload, sharded, wrapped)
+    assert strategy.data_parallel_size == strategy.num_processes
+    assert (bool(strategy.fsdp), bool(strategy.deepspeed)) == (kind == "FSDP", kind == "DEEPSPEED")
+    assert strategy.outside_parity() == []
 
 
-def test_a_right_config_has_no_mistakes() -> None:
-    assert check(DDP) == []
+def test_fsdp2_names_its_class_so() -> None:
+    """`fully_shard` makes a class of its own out of the module's; the self-check asks for its name."""
+    code = inspect.getsource(importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard"))
+    assert 'cls_to_fsdp_cls, FSDPModule, "FSDP"' in code
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_runs_copy_is_the_same_strategy(path: Path, tmp_path: Path) -> None:
+    strategy = load_strategy(path.stem)
+    resolved = resolve(strategy, 2 * strategy.num_processes if path.stem != "single" else 1, "bf16")
+    copy = tmp_path / "accelerate.yaml"
+    copy.write_text(resolved.dump())
+    again = load_strategy(str(copy))
+    assert (again.name, again.values) == (path.stem, resolved.values)
+    assert resolve(again, again.num_processes, "bf16") == again
+    accelerates = load_config_from_file(str(copy))
+    assert accelerates.fsdp_config == resolved.fsdp
+    assert accelerates.deepspeed_config == resolved.deepspeed
+    assert accelerates.num_processes == resolved.num_processes
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_the_launcher_hands_the_ranks_what_the_strategy_says(path: Path) -> None:
+    """Accelerate's own reading of each file, up to the environment of the ranks."""
+    strategy = load_strategy(path.stem)
+    words = ["--config_file", str(path), "--main_process_port", "0", "train.py"]
+    arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    assert (arguments.num_processes, arguments.mixed_precision) == (strategy.num_processes, "no")
+    assert (arguments.use_fsdp, arguments.use_deepspeed) == (bool(strategy.fsdp), bool(strategy.deepspeed))
+    if strategy.deepspeed:
+        arguments.deepspeed_fields_from_accelerate_config = ",".join(strategy.deepspeed)
+        _, given = prepare_deepspeed_cmd_env(arguments)
+        assert given["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == str(strategy.zero_stage)
+        assert given.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none") == strategy.offload
+        assert given.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false") == "false"
+    else:
+        given = prepare_multi_gpu_env(arguments)
+        assert given.get("FSDP_VERSION", "0") == str(strategy.fsdp_version)
+        for key, value in strategy.fsdp.items():
+            assert given[key.upper()].lower() == str(value).lower()
+        for axis, size in strategy.mesh.items():
+            assert given[f"PARALLELISM_CONFIG_{axis.upper()}_SIZE"] == str(size)
+
+
+def test_resolve_fits_the_mesh_to_the_processes() -> None:
+    hsdp = load_strategy("hsdp")
+    assert hsdp.mesh == {"dp_replicate": 2, "dp_shard": 2}
+    assert resolve(hsdp, 8, "no").mesh == {"dp_replicate": 2, "dp_shard": 4}
+    assert hsdp.mesh == {"dp_replicate": 2, "dp_shard": 2}
+    with pytest.raises(
+        ConfigError, match=r"strategy hsdp: num_processes=5 / dp_replicate 2 leaves 1; use a multiple of 2"
+    ):
+        resolve(hsdp, 5, "no")
+    with pytest.raises(
+        ConfigError, match=r"num_processes=2 / dp_replicate 2 = 1, nothing to shard over; use at least 4"
+    ):
+        resolve(hsdp, 2, "no")
+
+
+@pytest.mark.parametrize("name", ["single", "ddp", "fsdp1", "fsdp2", "zero2"])
+def test_a_backends_own_mixed_precision_is_off(name: str) -> None:
+    """Autocast is applied inside the wrapped module, by one rule for all backends."""
+    strategy = load_strategy(name)
+    for precision in ("no", "bf16"):
+        assert resolve(strategy, strategy.num_processes, precision).values["mixed_precision"] == "no"
+    if name in ("single", "ddp"):
+        assert resolve(strategy, strategy.num_processes, "fp16").values["mixed_precision"] == "fp16"
+    else:
+        with pytest.raises(
+            ConfigError, match="mixed_precision=fp16 needs loss scaling, which is only done under single"
+        ):
+            resolve(strategy, strategy.num_processes, "fp16")
 
 
 def test_resolve_sets_processes_and_drops_device_ids() -> None:
     strategy = resolve(load_strategy("ddp"), 4, "bf16")
-    assert (strategy.num_processes, strategy.values["mixed_precision"]) == (4, "bf16")
+    assert (strategy.num_processes, strategy.values["mixed_precision"]) == (4, "no")
     with pytest.raises(ConfigError, match="num_processes=1"):
         resolve(load_strategy("ddp"), 1, "no")
     with pytest.raises(ConfigError, match="num_processes=2"):
@@ -101,6 +176,13 @@ def test_the_launchers_own_command_line_says_the_strategy() -> None:
 def test_flags_that_change_the_strategy_are_refused(flag: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"the launcher was given .*write it there"):
         from_launcher(launcher("--config_file", str(STRATEGIES_DIR / "ddp.yaml"), *flag), "train.py")
+
+
+def test_a_count_that_does_not_fit_the_mesh_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"with the launcher's flags: parallelism_config: .* = 4, but num_processes=8"
+    ):
+        from_launcher(launcher("--config_file", str(STRATEGIES_DIR / "hsdp.yaml"), "--num_processes", "8"), "train.py")
 
 
 def test_without_config_file_the_cached_default_would_decide() -> None:

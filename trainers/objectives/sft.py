@@ -127,15 +127,25 @@ class SupervisedLoss(nn.Module):
 
     Args:
         model: a transformers or peft causal language model; its parameters are the only ones here.
+        compute: dtype of matrix products. The one place where it is applied, by autocast, for every strategy:
+            parameters, norms, softmax, logits, loss and the reduction of gradients stay fp32.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, compute: torch.dtype = torch.float32):
         super().__init__()
-        self.model = model
-        base = inner_model(model)
-        head = base.get_output_embeddings()
-        self.chunked = base.config.model_type in LINEAR_HEADS and isinstance(head, nn.Linear)
-        self.rule = _head_rule(base.config)
+        self.model, self.compute = model, compute
+        head = self.base.get_output_embeddings()
+        self.chunked = self.base.config.model_type in LINEAR_HEADS and isinstance(head, nn.Linear)
+        self.rule = _head_rule(self.base.config)
+
+    @property
+    def base(self) -> Any:
+        """The transformers model."""
+        return inner_model(self.model)
+
+    def tie_weights(self) -> None:
+        """Ties embedding and head again; Accelerate calls it where it gives FSDP 2 new weights."""
+        self.base.tie_weights()
 
     def forward(
         self,
@@ -158,16 +168,16 @@ class SupervisedLoss(nn.Module):
             Loss (fp32 scalar, a sum) and tokens predicted right (int64 scalar; 0 while gradients are on).
         """
         use_documents(documents)
-        base = inner_model(self.model)
-        if not self.chunked:
-            return self._own_forward(input_ids, position_ids, positions, labels)
-        decoder = base.get_decoder()
-        hidden = decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
-        picked = hidden.flatten(0, 1).index_select(0, positions)
-        head = base.get_output_embeddings()
-        if torch.is_autocast_enabled(picked.device.type):
-            picked = picked.to(torch.get_autocast_dtype(picked.device.type))
-        with torch.autocast(picked.device.type, enabled=False):
+        half = self.compute != torch.float32
+        # The cache would keep a half copy of every weight to the end of the pass, whoever had cut them.
+        with torch.autocast(input_ids.device.type, self.compute, enabled=half, cache_enabled=False):
+            if not self.chunked:
+                return self._own_forward(input_ids, position_ids, positions, labels)
+            decoder = self.base.get_decoder()
+            hidden = decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+            picked = hidden.flatten(0, 1).index_select(0, positions).to(self.compute)
+        head = self.base.get_output_embeddings()
+        with torch.autocast(input_ids.device.type, enabled=False):  # fp16's Accelerator has one around all this
             return linear_cross_entropy(picked, head.weight, head.bias, labels, *self.rule)
 
     def _own_forward(

@@ -25,6 +25,7 @@ def adapt_to_cpu() -> None:
     if not needs_adaptation():
         return
     os.environ.update(ACCELERATE_TORCH_DEVICE="cpu", ACCELERATE_BYPASS_DEVICE_MAP="true", ACCELERATE_USE_CPU="false")
+    os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed looks for itself otherwise
 
     def prepare_backend(self: PartialState, *args: Any, **kwargs: Any) -> tuple[str | None, DistributedType]:
         distributed = int(os.environ.get("LOCAL_RANK", -1)) != -1

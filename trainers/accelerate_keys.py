@@ -1,0 +1,226 @@
+"""What may stand in an Accelerate YAML: every key with its type and values, and the reason where one is refused.
+
+Accelerate ignores an unknown nested key in silence and trains something else; here each is a mistake. No torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Key:
+    """What one key may hold.
+
+    Args:
+        types: Python types of its value; empty for a key that is always refused.
+        choices: the only values, empty for any of the types.
+        words: the only texts, where other types may stand too.
+        inside: the keys of the mapping that it holds.
+        least: smallest number.
+        why: why the key, or any value but `choices`, is refused, and the way out.
+    """
+
+    types: tuple[type, ...] = ()
+    choices: tuple[Any, ...] = ()
+    words: tuple[str, ...] = ()
+    inside: Mapping[str, Key] | None = None
+    least: int | None = None
+    why: str = ""
+
+
+TEXT, FLAG, WHOLE, LIST = Key((str,)), Key((bool,)), Key((int,)), Key((list,))
+COUNT = Key((int,), least=1)
+
+_COMPILE = "the launcher's torch.compile is not supported; use torch_compile in the config"
+
+_FP8 = "fp8 leaves the compute rule that all strategies share; remove it and use mixed_precision=bf16"
+
+# Accelerate 1.15, ClusterConfig.
+TOP: dict[str, Key] = {
+    "compute_environment": TEXT,
+    "distributed_type": TEXT,
+    "num_processes": WHOLE,
+    "num_machines": WHOLE,
+    "machine_rank": WHOLE,
+    "main_process_ip": TEXT,
+    "main_process_port": WHOLE,
+    "main_training_function": TEXT,
+    "mixed_precision": TEXT,
+    "use_cpu": FLAG,
+    "debug": FLAG,
+    "downcast_bf16": Key((str, bool)),
+    "gpu_ids": TEXT,
+    "rdzv_backend": TEXT,
+    "same_network": FLAG,
+    "enable_cpu_affinity": FLAG,
+    "tpu_env": LIST,
+    "tpu_use_cluster": FLAG,
+    "tpu_use_sudo": FLAG,
+    "fsdp_config": Key((dict,)),
+    "deepspeed_config": Key((dict,)),
+    "parallelism_config": Key((dict,)),
+    "fp8_config": Key(why=_FP8),
+    "dynamo_config": Key(why=_COMPILE),
+    "dynamo_backend": Key(why=_COMPILE),
+    "megatron_lm_config": Key(why="Megatron-LM is not supported; remove it and use FSDP or DEEPSPEED"),
+    "mpirun_config": Key(why="mpirun is not supported; remove it and use MULTI_GPU, which runs on gloo here"),
+}
+FLAGS_ONLY = ("max_restarts", "monitor_interval", "rdzv_conf")
+
+_RECOMPUTE = "its recompute is not the same for all strategies; use gradient_checkpointing: true in the config"
+
+FSDP: dict[str, Key] = {
+    "fsdp_version": Key((int,), (1, 2)),
+    "fsdp_auto_wrap_policy": Key((str,), ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")),
+    "fsdp_transformer_layer_cls_to_wrap": TEXT,
+    "fsdp_min_num_params": COUNT,
+    "fsdp_reshard_after_forward": FLAG,
+    "fsdp_sharding_strategy": Key(
+        (str,),
+        ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "_HYBRID_SHARD_ZERO2"),
+    ),
+    "fsdp_backward_prefetch": Key((str,), ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")),
+    "fsdp_forward_prefetch": FLAG,
+    "fsdp_offload_params": FLAG,
+    "fsdp_use_orig_params": FLAG,
+    "fsdp_sync_module_states": FLAG,
+    "fsdp_cpu_ram_efficient_loading": FLAG,
+    # Accelerate's own checkpoints resume FSDP1 wrongly, so that nothing here writes or reads one. The sharded type is
+    # accepted, as it says what ours are; a whole one would be a wish that is not granted.
+    "fsdp_state_dict_type": Key(
+        (str,), ("SHARDED_STATE_DICT",), why="checkpoints are Tunesmith's own and exports are whole; remove the line"
+    ),
+    "fsdp_activation_checkpointing": Key((bool,), (False,), why=_RECOMPUTE),
+    "fsdp_activation_checkpointing_offload": Key((bool,), (False,), why=_RECOMPUTE),
+    "fsdp_ignored_modules": Key(why="the gradients of ignored modules are not summed over the ranks; remove the line"),
+}
+# Each is ignored in silence under the other version; beside it the key that means the same there.
+ONLY_FSDP1 = {
+    "fsdp_sharding_strategy": "fsdp_reshard_after_forward: true (FULL_SHARD) or false (SHARD_GRAD_OP)",
+    "fsdp_use_orig_params": "",
+    "fsdp_sync_module_states": "",
+    "fsdp_backward_prefetch": "",
+    "fsdp_forward_prefetch": "",
+}
+ONLY_FSDP2 = {"fsdp_reshard_after_forward": "fsdp_sharding_strategy: FULL_SHARD (true) or SHARD_GRAD_OP (false)"}
+
+_BY_BATCH = "accumulation is derived from global_batch_size; remove the line"
+_ONE_NETWORK = (
+    "it belongs to DeepSpeed's own launcher; write deepspeed_multinode_launcher: standard and remove the line"
+)
+
+DEEPSPEED: dict[str, Key] = {
+    "deepspeed_config_file": TEXT,
+    "zero_stage": Key((int,), (1, 2, 3), why="ZeRO has the stages 1, 2 and 3; stage 0 is the ddp strategy"),
+    "offload_optimizer_device": Key((str,), ("none", "cpu", "nvme")),
+    "offload_param_device": Key((str,), ("none", "cpu", "nvme")),
+    "offload_optimizer_nvme_path": TEXT,
+    "offload_param_nvme_path": TEXT,
+    "gradient_accumulation_steps": Key((int, str), (1, "auto"), why=_BY_BATCH),
+    "gradient_clipping": Key(
+        (str, int, float),
+        ("auto",),
+        why="max_grad_norm of the config says where gradients are clipped; remove the line",
+    ),
+    "zero3_init_flag": Key(
+        (bool,),
+        (False,),
+        why="weights come from one place and never from sharded init; write false, and for a model larger than memory "
+        "use fsdp2 with fsdp_cpu_ram_efficient_loading",
+    ),
+    "zero3_save_16bit_model": FLAG,
+    "deepspeed_multinode_launcher": Key((str,), ("standard",), why="only torchrun's is supported; write standard"),
+    "deepspeed_hostfile": Key(why=_ONE_NETWORK),
+    "deepspeed_exclusion_filter": Key(why=_ONE_NETWORK),
+    "deepspeed_inclusion_filter": Key(why=_ONE_NETWORK),
+    "deepspeed_moe_layer_cls_names": TEXT,
+}
+# Accelerate refuses these beside `deepspeed_config_file`: DeepSpeedPlugin._deepspeed_config_checks.
+NOT_BESIDE_FILE = (
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "zero_stage",
+    "offload_optimizer_device",
+    "offload_param_device",
+    "offload_param_nvme_path",
+    "offload_optimizer_nvme_path",
+    "zero3_save_16bit_model",
+)
+
+_LATER = "this parallelism is not supported yet; write 1 or remove the line"
+
+PARALLELISM: dict[str, Key] = {
+    "parallelism_config_dp_replicate_size": COUNT,
+    "parallelism_config_dp_shard_size": COUNT,
+    "parallelism_config_tp_size": Key((int,), (1,), why=_LATER),
+    "parallelism_config_cp_size": Key((int,), (1,), why=_LATER),
+    "parallelism_config_cp_backend": TEXT,
+    "parallelism_config_cp_comm_strategy": TEXT,
+    "parallelism_config_sp_size": Key((int,), (1,), why=_LATER),
+    "parallelism_config_sp_backend": TEXT,
+    "parallelism_config_sp_seq_length": WHOLE,
+    "parallelism_config_sp_seq_length_is_variable": FLAG,
+    "parallelism_config_sp_attn_implementation": TEXT,
+}
+
+
+def key_mistakes(
+    values: Mapping[str, Any], keys: Mapping[str, Key], where: str, owner: str = "Accelerate"
+) -> list[str]:
+    """What the keys and single values have wrong, at any depth, a line each.
+
+    Args:
+        values: the mapping as it was read.
+        keys: what may stand in it.
+        where: path of the mapping, which begins each line; empty at the top.
+        owner: whose keys they are.
+    """
+    found = []
+    for name, value in values.items():
+        path = f"{where}.{name}" if where else name
+        if name not in keys:
+            found.append(f"{path}: {_unknown(name, list(keys), owner)}")
+        elif value is None and where:
+            found.append(f"{path} is empty; write a value or remove the line")
+        elif value is not None:
+            found += _value_mistakes(path, value, keys[name], owner)
+    return found
+
+
+def _unknown(name: str, known: list[str], owner: str) -> str:
+    """The rest of the line for a key that nobody reads."""
+    longer = [key for key in known if key.endswith(f"_{name}")]
+    if len(longer) == 1:
+        return f"the {owner} key has a prefix; write {longer[0]}"
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"unknown {owner} key {name}; " + (f"did you mean {near[0]}?" if near else "remove the line")
+
+
+def _value_mistakes(path: str, value: Any, key: Key, owner: str) -> list[str]:
+    shown = f"{path}={value!r}"
+    if not key.types:
+        return [f"{path} is refused: {key.why}"]
+    if not _has_type(value, key.types):
+        if value is False and str in key.types:
+            return [f"{shown}: YAML reads a bare NO as false; put it in quotes"]
+        wanted = " or ".join(kind.__name__ for kind in key.types)
+        return [f"{shown} is a {type(value).__name__}; write a {wanted}"]
+    if key.choices and not any(type(value) is type(choice) and value == choice for choice in key.choices):
+        listed = ", ".join(str(choice) for choice in key.choices)
+        return [f"{shown} is refused: {key.why}" if key.why else f"{shown} is not one of its values; use {listed}"]
+    if key.words and isinstance(value, str) and value not in key.words:
+        kinds = " or ".join(kind.__name__ for kind in key.types if kind is not str)
+        return [f"{shown} is a str; write a {kinds}, or {' or '.join(key.words)}"]
+    if key.least is not None and isinstance(value, int | float) and value < key.least:
+        return [f"{shown} must be at least {key.least}"]
+    if key.inside is not None and isinstance(value, dict):
+        return key_mistakes(value, key.inside, path, owner)
+    return []
+
+
+def _has_type(value: Any, kinds: tuple[type, ...]) -> bool:
+    return isinstance(value, kinds) and not (isinstance(value, bool) and bool not in kinds)

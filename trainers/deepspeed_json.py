@@ -1,0 +1,303 @@
+"""A DeepSpeed JSON: read strictly, and every key that would leave the training script's own rules refused. No torch.
+
+The keys are listed here and not asked of DeepSpeed, whose import takes seconds and which need not be installed;
+`tests/unit/test_strategies_deepspeed.py` compares them with DeepSpeed's models.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NoReturn
+
+from trainers.accelerate_keys import FLAG, LIST, TEXT, WHOLE, Key, key_mistakes
+from trainers.config import ConfigError
+
+MAX_JSON_BYTES = 1_000_000
+AUTO = "auto"
+NUMBER = Key((int, float), least=0)
+NUMBER_OR_AUTO = Key((int, float, str), words=(AUTO,), least=0)
+# DeepSpeed 0.19, DEEPSPEED_OPTIMIZERS, without the mu-parametrised ones, which need a package of their own.
+OPTIMIZERS = ("adam", "adamw", "adagrad", "lamb", "lion", "muon")
+AS_CONFIGURED = ("adam", "adamw")  # what they compute is the config's AdamW, up to rounding
+FILLED = ("lr", "betas", "eps", "weight_decay")  # parameters for which "auto" takes the config's value
+ONE_BIT = ("onebitadam", "zerooneadam", "onebitlamb")
+
+_BATCH = 'the batch follows from global_batch_size; write "auto" or remove it'
+_RULE = "it would leave the compute rule that all strategies share; remove it and use mixed_precision of the config"
+_OWN_METRICS = "use report_to in the config"
+_PARALLEL = "this parallelism is not supported yet; remove it"
+_IDLE = "nothing here reads it; remove it"
+_RENAMED = "DeepSpeed has renamed it; write "
+
+
+def _off_or_auto(*others: str) -> Key:
+    """A precision section that may only say that it is off, or leave that to Accelerate."""
+    enabled = Key((bool, str), (False, AUTO), why=_RULE)
+    return Key((dict,), inside={"enabled": enabled} | {name: Key((bool, int, float)) for name in others})
+
+
+_OFFLOAD: dict[str, Key] = {
+    "device": Key((str,), ("none", "cpu", "nvme")),
+    "nvme_path": TEXT,
+    "buffer_count": NUMBER,
+    "pin_memory": FLAG,
+}
+OFFLOAD_OPTIMIZER = _OFFLOAD | {
+    "pipeline_read": FLAG,
+    "pipeline_write": FLAG,
+    "fast_init": FLAG,
+    "ratio": NUMBER,
+    "super_offload": FLAG,
+    "cpuadam_cores_perc": NUMBER,
+}
+OFFLOAD_PARAM = _OFFLOAD | {"buffer_size": NUMBER, "max_in_cpu": NUMBER}
+
+ZERO: dict[str, Key] = {
+    "stage": Key((int,), (1, 2, 3), why="ZeRO has the stages 1, 2 and 3; stage 0 is the ddp strategy"),
+    "contiguous_gradients": FLAG,
+    "reduce_scatter": FLAG,
+    "reduce_bucket_size": NUMBER_OR_AUTO,
+    "use_multi_rank_bucket_allreduce": FLAG,
+    "allgather_partitions": FLAG,
+    "allgather_bucket_size": NUMBER,
+    "overlap_comm": FLAG,
+    "compute_grad_norm": Key((bool,), (True,), why="the gradient norm is clipped and reported; remove it"),
+    "load_from_fp32_weights": FLAG,
+    "elastic_checkpoint": Key((bool,), (False,), why="checkpoints are Tunesmith's own; remove it"),
+    "offload_param": Key((dict,), inside=OFFLOAD_PARAM),
+    "offload_optimizer": Key((dict,), inside=OFFLOAD_OPTIMIZER),
+    "zenflow": Key(why="it steps with gradients that are late, which changes the model; remove it"),
+    "sub_group_size": NUMBER,
+    "cpu_offload": Key(why=_RENAMED + "offload_optimizer"),
+    "cpu_offload_param": Key(why=_RENAMED + "offload_param"),
+    "cpu_offload_use_pin_memory": Key(why=_RENAMED + "pin_memory in offload_param or offload_optimizer"),
+    "stage3_prefetch_bucket_size": NUMBER_OR_AUTO,
+    "stage3_param_persistence_threshold": NUMBER_OR_AUTO,
+    "stage3_model_persistence_threshold": NUMBER,
+    "stage3_max_live_parameters": NUMBER,
+    "stage3_max_reuse_distance": NUMBER,
+    "stage3_gather_16bit_weights_on_model_save": Key((bool, str), words=(AUTO,)),
+    "stage3_gather_fp16_weights_on_model_save": Key(why=_RENAMED + "stage3_gather_16bit_weights_on_model_save"),
+    "stage3_module_granularity_threshold": NUMBER,
+    "stage3_use_all_reduce_for_fetch_params": FLAG,
+    "stage3_allgather_sequential": FLAG,
+    "ignore_unused_parameters": FLAG,
+    "legacy_stage1": Key((bool,), (False,), why="the old ZeRO-1 is not supported; remove it"),
+    "round_robin_gradients": FLAG,
+    "parameter_alignment": FLAG,
+    "zero_hpz_partition_size": WHOLE,
+    "zero_quantized_weights": FLAG,
+    "zero_quantized_nontrainable_weights": FLAG,
+    "zero_quantized_gradients": FLAG,
+    "memory_efficient_linear": FLAG,
+    "pipeline_loading_checkpoint": FLAG,
+    "override_module_apply": FLAG,
+    "log_trace_cache_warnings": FLAG,
+    "enable_sanity_checks": FLAG,
+    "save_muon_momentum_buffer_in_memory": FLAG,
+    "leaf_module": Key((dict,), inside={"classes": LIST, "names": LIST, "name_suffixes": LIST}),
+}
+
+OPTIMIZER: dict[str, Key] = {"type": TEXT, "params": Key((dict,)), "legacy_fusion": FLAG}
+
+JSON: dict[str, Key] = {
+    "train_batch_size": Key((str, int), (AUTO,), why=_BATCH),
+    "train_micro_batch_size_per_gpu": Key((str, int), (AUTO,), why=_BATCH),
+    "gradient_accumulation_steps": Key((str, int), (AUTO,), why=_BATCH),
+    "managed_gradient_accumulation": Key(why="the script accumulates by itself; remove it"),
+    "gradient_clipping": Key(
+        (str, int, float), (AUTO,), why='max_grad_norm of the config says where to clip; write "auto" or remove it'
+    ),
+    "zero_optimization": Key((dict,), inside=ZERO),
+    "optimizer": Key((dict,), inside=OPTIMIZER),
+    "scheduler": Key(why="the script sets the learning rate at each step; remove it and use lr_scheduler_type"),
+    "fp16": _off_or_auto(
+        "auto_cast",
+        "loss_scale",
+        "initial_scale_power",
+        "loss_scale_window",
+        "hysteresis",
+        "consecutive_hysteresis",
+        "min_loss_scale",
+        "fp16_master_weights_and_grads",
+    ),
+    "bf16": _off_or_auto(
+        "immediate_grad_update", "check_grad_overflow", "bf16_master_weights_and_grads", "bf16_optimizer_states"
+    ),
+    "amp": Key(why=_RULE),
+    "torch_autocast": Key(why=_RULE),
+    "data_types": Key((dict,), inside={"grad_accum_dtype": Key((str,), ("fp32",), why="gradients are summed in fp32")}),
+    "communication_data_type": Key((str,), ("fp32", "fp16", "bf16")),
+    "seq_parallel_communication_data_type": TEXT,
+    "prescale_gradients": FLAG,
+    "gradient_predivide_factor": NUMBER,
+    "gradient_allreduce_op": Key((str,), ("mean",), why="the loss is scaled for a mean over ranks; remove it"),
+    "zero_allow_untested_optimizer": FLAG,
+    "zero_force_ds_cpu_optimizer": FLAG,
+    "disable_allgather": FLAG,
+    "disable_python_gc": FLAG,
+    "dump_state": FLAG,
+    "log_level": TEXT,
+    "steps_per_print": NUMBER,
+    "wall_clock_breakdown": FLAG,
+    "memory_breakdown": FLAG,
+    "vocabulary_size": NUMBER,
+    "comms_logger": Key(
+        (dict,), inside={"enabled": FLAG, "prof_all": FLAG, "prof_ops": LIST, "verbose": FLAG, "debug": FLAG}
+    ),
+    "flops_profiler": Key(
+        (dict,),
+        inside={
+            "enabled": FLAG,
+            "recompute_fwd_factor": NUMBER,
+            "profile_step": NUMBER,
+            "module_depth": WHOLE,
+            "top_modules": NUMBER,
+            "detailed": FLAG,
+            "output_file": TEXT,
+        },
+    ),
+    "aio": Key(
+        (dict,),
+        inside={
+            "block_size": NUMBER,
+            "queue_depth": NUMBER,
+            "intra_op_parallelism": NUMBER,
+            "single_submit": FLAG,
+            "overlap_events": FLAG,
+            "use_gds": FLAG,
+        },
+    ),
+    "activation_checkpointing": Key(why="use gradient_checkpointing: true in the config"),
+    "checkpoint": Key(why="checkpoints are Tunesmith's own; remove it"),
+    "datastates": Key(why="checkpoints are Tunesmith's own; remove it"),
+    "compile": Key(why="use torch_compile in the config"),
+    "tensorboard": Key(why=_OWN_METRICS),
+    "wandb": Key(why=_OWN_METRICS),
+    "csv_monitor": Key(why=_OWN_METRICS),
+    "comet": Key(why=_OWN_METRICS),
+    "tensor_parallel": Key(why=_PARALLEL),
+    "expert_parallel": Key(why=_PARALLEL),
+    "use_data_before_expert_parallelism": Key(why=_PARALLEL),
+    "pipeline": Key(why=_PARALLEL),
+    "data_efficiency": Key(why="the batch of each step is the script's own plan; remove it"),
+    "dataloader_drop_last": Key(why="the batch of each step is the script's own plan; remove it"),
+    "weight_quantization": Key(why=_RULE),
+    "hybrid_engine": Key(why=_IDLE),
+    "autotuning": Key(why=_IDLE),
+    "timers": Key(why=_IDLE),
+}
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number in JSON")
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ValueError(f"key {twice[0]!r} stands twice")
+    return dict(pairs)
+
+
+def read_json(name: str) -> dict[str, Any]:
+    """The object in a DeepSpeed JSON.
+
+    Args:
+        name: its path; a relative one counts from the current folder, as in Accelerate.
+
+    Raises:
+        ConfigError: unreadable, too large, not an object, with a duplicate key, NaN or an infinite number.
+    """
+    path = Path(name).expanduser()
+    where = f"deepspeed_config_file={name}"
+    try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{where} is no regular file; name a DeepSpeed JSON")
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ConfigError(f"{where} is larger than {MAX_JSON_BYTES} bytes; a DeepSpeed JSON is a short file")
+        text = path.read_text(encoding="utf-8")
+        loaded = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_refuse_constant)
+    except ConfigError:  # a ValueError too
+        raise
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"{where} cannot be read: {reason}; a relative path counts from the current folder") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} is no plain JSON: {str(error)[:300]}; write one object without comments") from None
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{where} holds a {type(loaded).__name__}; write one object, {{...}}")
+    return loaded
+
+
+def json_mistakes(content: dict[str, Any]) -> list[str]:
+    """Every mistake in the content of a DeepSpeed JSON, a line each; those of single keys hide those of the whole."""
+    where = "DeepSpeed JSON"
+    mistakes = [f"{where}: {line}" for line in key_mistakes(content, JSON, "", "DeepSpeed")]
+    return mistakes or [f"{where}: {line}" for line in _check_whole(content)]
+
+
+def _check_whole(content: dict[str, Any]) -> list[str]:
+    zero = content.get("zero_optimization")
+    if not zero or "stage" not in zero:
+        return ["zero_optimization.stage is missing; write 1, 2 or 3"]
+    stage, param, state = zero["stage"], zero.get("offload_param") or {}, zero.get("offload_optimizer") or {}
+    rules = {
+        f"zero_optimization.offload_param needs stage 3, not {stage}; remove it, or write 3": (
+            stage != 3 and param.get("device", "none") != "none"
+        ),
+        f"zero_optimization.offload_optimizer.ratio={state.get('ratio')} needs stage 3, not {stage}; remove it": (
+            stage != 3 and state.get("ratio", 1) != 1
+        ),
+    }
+    for name, section in (("offload_param", param), ("offload_optimizer", state)):
+        nvme = section.get("device") == "nvme"
+        rules |= {
+            f"zero_optimization.{name}.device=nvme needs a place; write nvme_path": nvme and "nvme_path" not in section,
+            f"zero_optimization.{name}.device=nvme is taken for cpu under stage {stage}; write stage 3, or cpu": (
+                nvme and stage != 3
+            ),
+        }
+    return [line for line, applies in rules.items() if applies] + _check_optimizer(content.get("optimizer"))
+
+
+def _check_optimizer(optimizer: dict[str, Any] | None) -> list[str]:
+    if optimizer is None:
+        return []
+    name = optimizer.get("type")
+    if name is None:
+        return [f"optimizer.type is missing; write one of {', '.join(OPTIMIZERS)}"]
+    if str(name).lower() in ONE_BIT:
+        return [f"optimizer.type={name} is gone from DeepSpeed 0.19; use one of {', '.join(OPTIMIZERS)}"]
+    if str(name).lower() not in OPTIMIZERS:
+        return [f"optimizer.type={name} is no optimizer of DeepSpeed's own; use one of {', '.join(OPTIMIZERS)}"]
+    params = optimizer.get("params", {})
+    mistakes = [
+        f'optimizer.params.{key}={value!r} is a {type(value).__name__}; write a number, true, false or "auto"'
+        for key, value in params.items()
+        if not _is_number(value) and not (isinstance(value, list) and all(map(_is_number, value)))
+    ]
+    mistakes += [
+        f'optimizer.params.{key}="auto" has no value in the config; write a number'
+        for key, value in params.items()
+        if value == AUTO and key not in FILLED
+    ]
+    if params.get("lr", AUTO) != AUTO:
+        mistakes.append(f'optimizer.params.lr={params["lr"]} is not used, learning_rate of the config is; write "auto"')
+    return mistakes
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or value == AUTO
+
+
+def leaves_parity(content: dict[str, Any]) -> list[str]:
+    """The choices of a DeepSpeed JSON that leave the promise that the strategy never changes the model."""
+    zero = content.get("zero_optimization") or {}
+    found = [f"{key}=true" for key, value in zero.items() if key.startswith("zero_quantized_") and value is True]
+    dtype = content.get("communication_data_type", "fp32")
+    found += [f"communication_data_type={dtype}"] if dtype != "fp32" else []
+    name = str((content.get("optimizer") or {}).get("type", "adamw"))
+    return found + ([f"DeepSpeed's optimizer {name}"] if name.lower() not in AS_CONFIGURED else [])

@@ -1,0 +1,60 @@
+"""What the loop asks of a strategy. One file for each family that Accelerate knows: replicated, fsdp, zero."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from trainers.parallel.shards import Shard
+
+
+class Backend(Protocol):
+    """A wrapped model with its optimizer.
+
+    Args of every implementation:
+        model: the wrapped module, called for the loss.
+        optimizer: with `param_groups`, whose rate is set by us.
+    """
+
+    model: nn.Module
+    optimizer: Any
+
+    def accumulate(self, last: bool) -> AbstractContextManager[Any]:
+        """Around forward and backward of one micro-batch; `last` in its step."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Gradients of `loss`, averaged over the data-parallel ranks at the latest in the last micro-batch."""
+
+    def clip(self, limit: float) -> torch.Tensor:
+        """Clips to a global norm (infinity: not at all); returns the norm before, a scalar, alike on every rank."""
+
+    def step(self) -> None:
+        """Updates the weights and drops the gradients."""
+
+    def shards(self) -> list[Shard]:
+        """This rank's run of every trained weight, in the same order on every rank."""
+
+    def make_state(self, keys: Iterable[str], steps: dict[str, float]) -> None:
+        """Gives the optimizer a state of zeros for the weights in `steps`, for a checkpoint to be read into."""
+
+
+def set_rate(optimizer: Any, rate: float) -> None:
+    """The learning rate of every parameter group."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def trained_names(bare: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Trained weights by name, before anything wraps the model."""
+    return [(name, weight) for name, weight in bare.named_parameters() if weight.requires_grad]
+
+
+def adam_state(weight: torch.Tensor, keys: Iterable[str], step: float) -> dict[str, torch.Tensor]:
+    """Zeros like a weight for each key, and the count of updates as torch's fused optimizers keep it."""
+    device = weight.to_local().device if hasattr(weight, "to_local") else weight.device
+    state = {key: torch.zeros_like(weight, requires_grad=False) for key in keys}
+    return {"step": torch.tensor(step, dtype=torch.float32, device=device), **state}

@@ -1,0 +1,190 @@
+"""FSDP 1 and 2 (and HSDP): weights, gradients and optimizer state cut across the ranks.
+
+No mixed-precision policy is given to them: parameters and reductions are fp32, and the compute dtype is autocast's,
+as under every other strategy. Gradients are reduced at every micro-batch, so that they stay cut too.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.distributed.tensor import DTensor
+
+from trainers.config import ConfigError, TrainConfig
+from trainers.errors import TrainingError
+from trainers.models import build_optimizer, parameter_groups
+from trainers.parallel.backend import adam_state, trained_names
+from trainers.parallel.ranks import Ranks
+from trainers.parallel.shards import WEIGHT, Shard
+
+_WRAPPER = "_fsdp_wrapped_module."  # FSDP 1 puts it into names
+
+
+class FullySharded:
+    """`fsdp1`, `fsdp2`, `hsdp` and their kin.
+
+    Args:
+        loss: the module that computes the loss; its `.model` is the transformers or peft model.
+        accelerator: wraps it as its Accelerate file says.
+        ranks: all processes of the run.
+
+    Raises:
+        ConfigError: when no layer class to wrap is known.
+        TrainingError: when a weight is not what was loaded (RAM-efficient loading sends it over the wire).
+    """
+
+    def __init__(self, loss: Any, config: TrainConfig, accelerator: Any, ranks: Ranks):
+        plugin = accelerator.state.fsdp_plugin
+        self.version = 2 if accelerator.is_fsdp2 else 1
+        self.shapes = {name: weight.shape for name, weight in trained_names(loss.model)}
+        _set_wrap_policy(plugin, loss, self.version)
+        digests = _digests(loss.model.named_parameters()) if plugin.cpu_ram_efficient_loading and ranks.is_main else {}
+        if self.version == 2:
+            optimizer = build_optimizer(parameter_groups(trained_names(loss.model), self.shapes, config), config)
+            self.model, wrapped = accelerator.prepare(loss, optimizer)
+            self.optimizer = wrapped.optimizer
+            self.trained = trained_names(loss.model)
+        else:
+            self.model = accelerator.prepare(loss)
+            self.trained = [(_plain(name), one) for name, one in self.model.named_parameters() if one.requires_grad]
+            self.optimizer = build_optimizer(parameter_groups(self.trained, self.shapes, config), config)
+        if plugin.cpu_ram_efficient_loading:
+            _verify(self.model, digests, ranks)
+        self.starts = self._starts(ranks)
+
+    def _starts(self, ranks: Ranks) -> dict[str, int]:
+        """Index of this rank's first element in each flattened weight: the sizes on the ranks before it, added up."""
+        sizes = ranks.gather({name: _local(weight).numel() for name, weight in self.trained})
+        group = distributed.get_process_group_ranks(self._shard_group())
+        before = group[: group.index(ranks.rank)]
+        replicated = {name for name, shape in self.shapes.items() if sizes[ranks.rank][name] == shape.numel()}
+        self.primary = group[0] == 0
+        return {
+            name: 0 if name in replicated else sum(sizes[rank][name] for rank in before) for name in sizes[ranks.rank]
+        }
+
+    def _shard_group(self) -> Any:
+        """The ranks that together hold one whole weight."""
+        if self.version == 1:
+            return self.model.process_group
+        weight: Any = self.trained[0][1]
+        return weight.device_mesh.get_group(weight.device_mesh.ndim - 1)
+
+    def accumulate(self, last: bool) -> AbstractContextManager[Any]:
+        """Nothing to hold back: whole gradients would not fit."""
+        return nullcontext()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """See `Backend`."""
+        loss.backward()
+
+    def clip(self, limit: float) -> torch.Tensor:
+        """See `Backend`."""
+        if self.version == 1:
+            return self.model.clip_grad_norm_(limit)
+        norm = nn.utils.clip_grad_norm_([weight for _, weight in self.trained], limit)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def step(self) -> None:
+        """See `Backend`."""
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def shards(self) -> list[Shard]:
+        """See `Backend`."""
+        return [self._shard(name, weight) for name, weight in self.trained]
+
+    def _shard(self, name: str, weight: nn.Parameter) -> Shard:
+        state = self.optimizer.state.get(weight, {})
+        tensors = {key: _local(value).reshape(-1) for key, value in state.items() if key != "step"}
+        step = float(state["step"]) if "step" in state else None
+        whole = {WEIGHT: _local(weight).reshape(-1), **tensors}
+        return Shard(name, self.shapes[name], self.starts[name], whole, step, self.primary)
+
+    def make_state(self, keys: Iterable[str], steps: dict[str, float]) -> None:
+        """See `Backend`."""
+        for name, weight in self.trained:
+            if name in steps:
+                self.optimizer.state[weight] = adam_state(weight, keys, steps[name])
+
+
+@torch.no_grad()
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _plain(name: str) -> str:
+    """The name that transformers or peft gave a weight, from the one in the wrapped loss module."""
+    return name.replace(_WRAPPER, "").removeprefix("model.")
+
+
+def _set_wrap_policy(plugin: Any, loss: Any, version: int) -> None:
+    """Tells Accelerate which layers are units: it looks for the names on the module that it is given."""
+    present = {type(module).__name__ for module in loss.modules()}
+    known = [name for name in getattr(loss.base, "_no_split_modules", None) or [] if name in present]
+    loss._no_split_modules = known
+    asked = plugin.transformer_cls_names_to_wrap
+    if missing := sorted(set(asked or []) - present):
+        raise ConfigError(
+            f"fsdp_transformer_layer_cls_to_wrap={','.join(missing)} is no layer of {loss.base.config.model_type}; "
+            f"its own are {', '.join(known) or 'not known'}"
+        )
+    if plugin.auto_wrap_policy is not transformer_auto_wrap_policy:
+        return
+    if not (asked or known):
+        raise ConfigError(
+            f"{loss.base.config.model_type} names no layer to cut at, so the whole model would be gathered at once; "
+            "set fsdp_transformer_layer_cls_to_wrap in the Accelerate file"
+        )
+    if version == 1 and len({weight.dtype for weight in loss.parameters()}) > 1:
+        # FSDP 1 flattens a unit into one tensor of one dtype: fp32 adapters apart from the bf16 base.
+        classes = {type(module) for module in loss.modules() if type(module).__name__ in (asked or known)}
+        plugin.auto_wrap_policy = functools.partial(_layers_and_adapters, classes=tuple(classes))
+
+
+def _layers_and_adapters(module: nn.Module, recurse: bool, nonwrapped_numel: int, classes: tuple[type, ...]) -> bool:
+    """A wrap policy of FSDP 1: decoder layers, and each trained leaf."""
+    weights = list(module.parameters(recurse=False))
+    leaf = not list(module.children()) and bool(weights) and all(weight.requires_grad for weight in weights)
+    return recurse or isinstance(module, classes) or leaf
+
+
+def _digests(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
+    """sha256 of the bytes of each weight."""
+    return {
+        name: hashlib.sha256(weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, weight in weights
+    }
+
+
+def _whole_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight put together again on every rank, a unit at a time. Collective."""
+    if not isinstance(model, FullyShardedDataParallel):
+        for name, weight in model.named_parameters():
+            yield _plain(name), weight.full_tensor() if isinstance(weight, DTensor) else weight
+        return
+    for prefix, unit in model.named_modules():
+        if isinstance(unit, FullyShardedDataParallel):
+            with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
+                for name, weight in unit.named_parameters():
+                    if _WRAPPER not in name.removeprefix(_WRAPPER):  # not a unit of its own
+                        yield _plain(f"{prefix}.{name}" if prefix else name), weight
+
+
+def _verify(model: nn.Module, expected: dict[str, str], ranks: Ranks) -> None:
+    """Compares the weights that every rank now shares with those that rank 0 loaded, bit for bit."""
+    got = {name: digest for name, digest in _digests(_whole_weights(model)).items() if ranks.is_main}
+    wrong = sorted(name for name in expected if got.get(name) != expected[name])
+    problem = TrainingError(f"{len(wrong)} weights differ from the file, such as {wrong[0]}") if wrong else None
+    ranks.agree(problem, "RAM-efficient loading")
+    if ranks.is_main:
+        print(f"RAM-efficient loading: {len(expected)} weights are as rank 0 read them, bit for bit", flush=True)

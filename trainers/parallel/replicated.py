@@ -1,0 +1,64 @@
+"""One process, or DistributedDataParallel: every rank holds everything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainers.config import TrainConfig
+from trainers.models import build_optimizer, parameter_groups
+from trainers.parallel.backend import adam_state, trained_names
+from trainers.parallel.shards import WEIGHT, Shard
+
+
+class Replicated:
+    """`single` and `ddp`.
+
+    Args:
+        loss: the module that computes the loss; its `.model` is the transformers or peft model.
+        accelerator: wraps it as its Accelerate file says.
+    """
+
+    def __init__(self, loss: Any, config: TrainConfig, accelerator: Any):
+        self.accelerator, self.trained = accelerator, trained_names(loss.model)
+        shapes = {name: weight.shape for name, weight in self.trained}
+        optimizer = build_optimizer(parameter_groups(self.trained, shapes, config), config)
+        self.model, self.optimizer = accelerator.prepare(loss.to(accelerator.device), optimizer)
+
+    def accumulate(self, last: bool) -> AbstractContextManager[Any]:
+        """Under DDP the gradients are summed over the ranks in the last micro-batch only."""
+        return nullcontext() if last else self.accelerator.no_sync(self.model)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """See `Backend`."""
+        self.accelerator.backward(loss)
+
+    def clip(self, limit: float) -> torch.Tensor:
+        """See `Backend`."""
+        return self.accelerator.clip_grad_norm_([weight for _, weight in self.trained], limit)
+
+    def step(self) -> None:
+        """See `Backend`."""
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def shards(self) -> list[Shard]:
+        """See `Backend`; every run is a whole weight."""
+        return [_shard(name, weight, self.optimizer.state) for name, weight in self.trained]
+
+    def make_state(self, keys: Iterable[str], steps: dict[str, float]) -> None:
+        """See `Backend`."""
+        for name, weight in self.trained:
+            if name in steps:
+                self.optimizer.state[weight] = adam_state(weight, keys, steps[name])
+
+
+def _shard(name: str, weight: nn.Parameter, states: Any) -> Shard:
+    state = states.get(weight, {})
+    tensors = {key: value.reshape(-1) for key, value in state.items() if key != "step"}
+    step = float(state["step"]) if "step" in state else None
+    return Shard(name, weight.shape, 0, {WEIGHT: weight.detach().reshape(-1), **tensors}, step)

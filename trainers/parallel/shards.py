@@ -1,0 +1,95 @@
+"""The part of each trained weight that this rank holds, whatever sharded it; how the whole is put together for a save.
+
+Every backend cuts a weight, read as one long vector, into runs of consecutive elements. A `Shard` is one such run, so
+that a checkpoint can be written from any layout and read into any other without knowing which ones they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import distributed
+
+from trainers.parallel.ranks import Ranks
+
+WEIGHT = "model"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's run of one trained weight.
+
+    Args:
+        name: the weight's name in transformers and peft.
+        shape: of the whole weight.
+        start: index of the first element held here in the flattened weight.
+        tensors: `[elements here]` vectors that share the layout: the weight (`WEIGHT`) and the optimizer's
+            (`exp_avg`, ...). They are views: writing to them changes model and optimizer.
+        step: the optimizer's count of updates of this weight, None before the first.
+        primary: False where another rank holds the same run.
+    """
+
+    name: str
+    shape: torch.Size
+    start: int
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    step: float | None = None
+    primary: bool = True
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole weight."""
+        return self.shape.numel()
+
+    @property
+    def elements(self) -> int:
+        """Elements held here."""
+        return self.tensors[WEIGHT].numel()
+
+    def fill(self, key: str, whole: torch.Tensor) -> None:
+        """Takes this rank's run out of a whole tensor."""
+        here = self.tensors[key]
+        here.copy_(whole.reshape(-1)[self.start : self.start + here.numel()])
+
+
+def steps_of(shards: list[Shard], ranks: Ranks) -> dict[str, float]:
+    """The update count of every weight that the optimizer has a state for. Collective."""
+    mine = {one.name: one.step for one in shards if one.step is not None and one.elements}
+    return {name: step for part in ranks.gather(mine) for name, step in part.items()}
+
+
+def wholes(
+    shards: list[Shard], steps: dict[str, float], ranks: Ranks
+) -> Iterator[tuple[str, str, int, torch.Tensor | None]]:
+    """Every tensor of the weights and of their optimizer state, put together on one rank each. Collective.
+
+    Yields:
+        weight name, key, owning rank, and the whole tensor on its owner (None elsewhere). One whole tensor
+        is in memory at a time.
+    """
+    keys = sorted(set().union(*ranks.gather({key for one in shards for key in one.tensors if key != WEIGHT})))
+    split = ranks.gather([one.name for one in shards if one.elements < one.numel])
+    scattered = set().union(*split)
+    number = 0
+    for one in sorted(shards, key=lambda one: one.name):
+        for key in [WEIGHT, *(keys if one.name in steps else [])]:
+            owner, number = number % ranks.world, number + 1
+            if one.name not in scattered:
+                whole = one.tensors[key].reshape(one.shape) if ranks.rank == owner else None
+            else:
+                whole = _put_together(one, key, owner, ranks)
+            yield one.name, key, owner, whole
+
+
+def _put_together(one: Shard, key: str, owner: int, ranks: Ranks) -> torch.Tensor | None:
+    """Sums the runs, each in its place among zeros, as integers: the bits come over as they are."""
+    here = one.tensors.get(key)
+    dtype = one.tensors[WEIGHT].dtype
+    assert dtype == torch.float32, f"{one.name} is trained in {dtype}"
+    buffer = torch.zeros(one.numel, dtype=torch.int32, device=ranks.device)
+    if here is not None and one.primary:
+        buffer[one.start : one.start + here.numel()] = here.detach().to(ranks.device).view(torch.int32)
+    distributed.reduce(buffer, owner)
+    return buffer.view(torch.float32).reshape(one.shape) if ranks.rank == owner else None

@@ -1,0 +1,163 @@
+"""DeepSpeed ZeRO 1, 2 and 3, with its offload.
+
+The engine keeps the parameters in fp32 and gets its compute dtype from autocast, as every other strategy does. It
+clips and updates in one call, `step`, and skips the update by itself when the gradient norm is not finite.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+
+from trainers.config import TrainConfig
+from trainers.models import build_optimizer, parameter_groups
+from trainers.parallel.backend import trained_names
+from trainers.parallel.ranks import Ranks
+from trainers.parallel.shards import WEIGHT, Shard
+
+
+class Zero:
+    """`zero1`, `zero2`, `zero3` and their offload.
+
+    Args:
+        loss: the module that computes the loss; its `.model` is the transformers or peft model.
+        accelerator: wraps it as its Accelerate file says.
+        ranks: all processes of the run.
+    """
+
+    def __init__(self, loss: Any, config: TrainConfig, accelerator: Any, ranks: Ranks):
+        self.ranks, self.trained = ranks, trained_names(loss.model)
+        self.shapes = {name: weight.shape for name, weight in self.trained}
+        settings = accelerator.deepspeed_plugin.deepspeed_config
+        _fill(settings, config, ranks.world, int(loss.base.config.get_text_config().hidden_size))
+        self.stage = int(settings["zero_optimization"]["stage"])
+        groups = parameter_groups(self.trained, self.shapes, config)
+        if "optimizer" in settings:
+            from accelerate.utils import DummyOptim
+
+            optimizer: Any = DummyOptim(groups, lr=config.scaled_learning_rate(), weight_decay=config.weight_decay)
+        else:
+            optimizer = build_optimizer(groups, config)
+        _build_cpu_adam(settings)
+        self.model, _ = accelerator.prepare(loss, optimizer)
+        self.optimizer = self.model.optimizer
+
+    def accumulate(self, last: bool) -> AbstractContextManager[Any]:
+        """Tells the engine where a step ends; our last batch of an epoch may have fewer micro-batches."""
+        self.model.set_gradient_accumulation_boundary(last)
+        return nullcontext()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """See `Backend`."""
+        self.model.backward(loss, scale_wrt_gas=False)
+
+    def clip(self, limit: float) -> torch.Tensor:
+        """See `Backend`; it updates too, as DeepSpeed does both at once, except with a norm that is not finite."""
+        self.model.step()
+        skipped = getattr(self.optimizer, "overflow", False)
+        norm = float("inf") if skipped else self.model.get_global_grad_norm()
+        return torch.as_tensor(norm, dtype=torch.float32, device=self.ranks.device)
+
+    def step(self) -> None:
+        """Done in `clip`."""
+
+    def shards(self) -> list[Shard]:
+        """See `Backend`."""
+        cut = self._third if self.stage == 3 else self._flat
+        return [cut(name, weight) for name, weight in self.trained]
+
+    def _flat(self, name: str, weight: Any) -> Shard:
+        """ZeRO 1 and 2: the weight's fragment of this rank's flat fp32 partition."""
+        mapping = weight._hp_mapping
+        if mapping is None:
+            return Shard(name, self.shapes[name], 0, {WEIGHT: torch.empty(0)})
+        there, here = mapping.lp_fragment_address, mapping.hp_fragment_address
+        flat = self.optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
+        return self._cut(name, flat, here.start, there.numel, there.start)
+
+    def _third(self, name: str, weight: Any) -> Shard:
+        """ZeRO 3: an equal run on every rank, the last ones padded."""
+        group, offset, padded = self.optimizer.grad_position[self.optimizer.get_param_id(weight)]
+        start = min(self.ranks.rank * padded, self.shapes[name].numel())
+        count = min(padded, self.shapes[name].numel() - start)
+        return self._cut(name, self.optimizer.fp32_partitioned_groups_flat[group], offset, count, start)
+
+    def _cut(self, name: str, flat: torch.Tensor, offset: int, count: int, start: int) -> Shard:
+        state = self.optimizer.optimizer.state.get(flat, {})
+        tensors = {
+            key: value.reshape(-1).narrow(0, offset, count)
+            for key, value in state.items()
+            if torch.is_tensor(value) and value.numel() == flat.numel() > 1
+        }
+        step = float(state["step"]) if "step" in state else None
+        weight = flat.detach().reshape(-1).narrow(0, offset, count)
+        return Shard(name, self.shapes[name], start, {WEIGHT: weight, **tensors}, step)
+
+    def make_state(self, keys: Iterable[str], steps: dict[str, float]) -> None:
+        """See `Backend`; a flat partition has one count of updates for all weights in it."""
+        inner, keys = self.optimizer.optimizer, list(keys)
+        counts = type(inner).__module__.startswith("deepspeed")  # they count in plain integers
+        step = max(steps.values())
+        for flat in self._flats():
+            number = int(step) if counts else torch.tensor(step, dtype=torch.float32, device=flat.device)
+            inner.state[flat] = {"step": number, **{key: torch.zeros_like(flat, requires_grad=False) for key in keys}}
+
+    def _flats(self) -> list[torch.Tensor]:
+        if self.stage == 3:
+            return list(self.optimizer.fp32_partitioned_groups_flat)
+        return list(self.optimizer.single_partition_of_fp32_groups)
+
+
+def _fill(settings: dict[str, Any], config: TrainConfig, world: int, hidden: int) -> None:
+    """Sets what the config decides, and every "auto"."""
+    micro = config.per_device_train_batch_size
+    settings.update(
+        train_micro_batch_size_per_gpu=micro,
+        gradient_accumulation_steps=1,  # the script says where a step ends
+        train_batch_size=micro * world,
+        gradient_clipping=config.max_grad_norm,
+        zero_allow_untested_optimizer=True,
+        steps_per_print=2**31,
+    )
+    for name in ("bf16", "fp16"):
+        settings[name] = {"enabled": False}
+    zero = settings["zero_optimization"]
+    sizes = {
+        "reduce_bucket_size": hidden * hidden,
+        "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
+        "stage3_param_persistence_threshold": 10 * hidden,
+    }
+    zero.update({name: size for name, size in sizes.items() if zero.get(name) == "auto"})
+    auto = {
+        "lr": config.scaled_learning_rate(),
+        "betas": [config.adam_beta1, config.adam_beta2],
+        "eps": config.adam_epsilon,
+        "weight_decay": config.weight_decay,
+    }
+    chosen = settings.get("optimizer", {}).get("params", {})
+    chosen.update({name: auto[name] for name, value in chosen.items() if value == "auto" and name in auto})
+
+
+def _build_cpu_adam(settings: dict[str, Any]) -> None:
+    """Compiles DeepSpeed's CPU Adam once, one rank at a time, in a folder of our own.
+
+    torch's builder waits for ever on the lock file of a build that was killed; under our lock such a file is stale.
+    """
+    offloaded = settings["zero_optimization"].get("offload_optimizer") or {}
+    if offloaded.get("device", "none") == "none":
+        return
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tunesmith" / "torch_extensions"
+    folder = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache)))
+    folder.mkdir(parents=True, exist_ok=True)
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    with FileLock(folder / "tunesmith.lock"):
+        for stale in folder.glob("**/cpu_adam/lock"):
+            stale.unlink()
+        CPUAdamBuilder().load(verbose=False)
