@@ -58,6 +58,14 @@ def resume(words: Raw = None) -> int:
     return resume_verb(words or [])
 
 
+@app.command(context_settings=_RAW)
+def prove(words: Raw = None) -> int:
+    """Train your model on your data under each strategy here, and compare it step by step with one process."""
+    from app.prove import prove_verb
+
+    return prove_verb(words or [])
+
+
 @app.command()
 def stop(
     run: RunName,

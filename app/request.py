@@ -17,7 +17,7 @@ from app.runs import gpu_ids, true_state, world_size
 from trainers.config import EMBEDDED, ConfigError, TrainConfig, absolute_paths, build, ignored_choices
 from trainers.options import Request, parse_request, preset_path, read_yaml
 from trainers.run_folder import LIVE_STATES, RunFolder, new_run_id
-from trainers.strategies import Strategy, default_strategy, load_strategy, resolve
+from trainers.strategies import Strategy, cannot_run, default_strategy, load_strategy, resolve
 
 _VALUES = ("strategy", "gpus", "num_processes")
 _SWITCHES = ("json", "quiet", "help", "check")
@@ -195,14 +195,14 @@ def _fixed_changes(run: RunFolder, options: dict[str, Any]) -> list[str]:
     except (ConfigError, OSError):
         return []  # reported with everything else that is wrong with the config
     return [
-        f"{name}={_told(getattr(after, name))} cannot change when a run is resumed (it was trained with "
-        f"{_told(getattr(before, name))}); leave it out, or start a new run"
+        f"{name}={told(getattr(after, name))} cannot change when a run is resumed (it was trained with "
+        f"{told(getattr(before, name))}); leave it out, or start a new run"
         for name in given
         if getattr(before, name) != getattr(after, name)
     ]
 
 
-def _told(value: Any) -> str:
+def told(value: Any) -> str:
     """A value as one would write it on the command line, and not longer than a line."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "none"}[value]
@@ -255,6 +255,8 @@ def _job(request: Request, values: dict[str, str], mistakes: _Mistakes, run: Run
         if config and strategy and devices:
             strategy = resolve(strategy, devices.num_processes, config.mixed_precision)
             config.accumulation_steps(strategy.data_parallel_size)
+            if reason := cannot_run(strategy, config.method, bool(devices.gpu_ids)):
+                raise ConfigError(f"strategy {strategy.name}: {reason}")
     with mistakes:
         folder = run or (_new_folder(config) if config else None)
         if folder and config:
@@ -263,14 +265,14 @@ def _job(request: Request, values: dict[str, str], mistakes: _Mistakes, run: Run
     mistakes.refuse()
     if not (config and strategy and devices and folder):
         raise AssertionError("no mistake, and yet no job")
-    warnings = ignored_choices(config) + _promise(config)
+    warnings = ignored_choices(config) + _promise(config, strategy)
     resume_from = "auto" if run else config.resume_from_checkpoint
     return Job(config, strategy, devices, folder, resume_from, warnings)
 
 
-def _promise(config: TrainConfig) -> list[str]:
+def _promise(config: TrainConfig, strategy: Strategy) -> list[str]:
     """The warning of the training script in its words, so that the display can leave its echo out."""
-    outside = config.outside_parity()
+    outside = config.outside_parity() + strategy.outside_parity()
     return [f"outside the promise that the strategy never changes the model: {', '.join(outside)}"] if outside else []
 
 

@@ -13,7 +13,7 @@ import typer
 
 from app.console import report
 from app.plain_help import Verbs
-from trainers.config import sections
+from trainers.config import TrainConfig, sections
 
 _DRAWN_WIDTH = 110
 
@@ -27,6 +27,9 @@ _SWITCHES = {
     "json": "Print one JSON document and nothing else on stdout.",
     "quiet": "Print warnings and errors alone.",
 }
+
+
+_DEVICES = {name: _OWN[name] for name in ("gpus", "num_processes")}
 
 
 def show_train_help() -> None:
@@ -47,14 +50,43 @@ def show_resume_help() -> None:
     _show("resume", "run", "Id of a run, or the path of its folder.", text, folder)
 
 
-def _show(verb: str, name: str, name_help: str, text: str, more: dict[str, Any]) -> None:
+def show_prove_help() -> None:
+    """Prints the help of `prove`."""
+    from app.prove_plan import PRESET, SETTINGS, STEPS
+
+    text = (
+        "Train your model on your data under each strategy here, and compare loss and gradient norm of every step "
+        f"with one process. It sets {', '.join(name for name in SETTINGS if name in TrainConfig.model_fields)} and "
+        "max_steps itself, and says what of yours it replaces. Exit status: 0 all that could run have passed, "
+        "1 one has not, 130 interrupted, 2 the request was wrong."
+    )
+    control = (
+        "Train every row, but not the reference, with a known fault: the mean of the micro-batches' means. Then each "
+        "row must differ; exit status 0 when the test saw the fault in all that ran."
+    )
+    fields = _config_options()
+    own = {
+        "strategies": _option("strategies", "<a,b,c>", "Strategies or Accelerate YAMLs.", "Options", "all"),
+        "steps": _option("steps", "<int>", "Steps of each run.", "Options", str(STEPS)),
+        "layers": _option("layers", "<int>", "Keep the first decoder layers alone, for one process.", "Options"),
+        "control": _option("control", "<none|mean-of-means>", control, "Options", "none"),
+        "config": _option("config", "<file>", "YAML file with options.", "Options"),
+    }
+    kept = {name: option for name, option in fields.items() if name not in (*SETTINGS, *own, "max_steps")}
+    hints = f"Preset to start from; default: {PRESET}, when no model is named either."
+    _show("prove", "preset", hints, text, {**own, **kept}, _DEVICES)
+
+
+def _show(
+    verb: str, name: str, name_help: str, text: str, more: dict[str, Any], own: dict[str, tuple[str, str]] = _OWN
+) -> None:
     """Lets typer draw the help of a command that has these options; it is never run.
 
     In a narrow terminal typer would cut the names of the options, so there each has a line of its own.
     """
     options = {
-        **{own: _option(own, metavar, words, "Options") for own, (metavar, words) in _OWN.items()},
-        **{key: value for own, words in _SWITCHES.items() for key, value in _switch(own, words).items()},
+        **{key: _option(key, metavar, words, "Options") for key, (metavar, words) in own.items()},
+        **{key: value for name, words in _SWITCHES.items() for key, value in _switch(name, words).items()},
         **more,
     }
     if shutil.get_terminal_size().columns < _DRAWN_WIDTH:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from app.launcher import (
 from app.progress import progress_display
 from app.request import Job, refuse_unresumable, run_attempt
 from app.runs import last_checkpoint, last_values, metrics, true_state
-from app.supervisor import supervise
+from app.supervisor import Listener, supervise
 from trainers.config import ConfigError
 from trainers.options import dump_yaml
 from trainers.run_folder import LIVE_STATES, RunFolder, register_outside, write_atomic
@@ -66,19 +67,44 @@ def train(job: Job, quiet: bool) -> dict[str, Any]:
     """
     for warning in job.warnings:
         say("warning: " + clean(warning))
-    argv = launch_argv(job.run, job.devices.num_processes, job.resume_from)
     with interruptible():
         preflight(job, quiet)
-        with held(job):
-            try:
-                write_folder(job)
-                if not quiet:
-                    say(f"run {job.run.id}: {job.strategy.name} on {_where(job)}")
-                with progress_display(job.run, quiet, job.warnings) as display:
-                    return supervise(job.run, argv, launch_environment(job.devices), display)
-            finally:
-                if not job.run.state_file.exists():
-                    _take_back(job.run)
+        return launch(job, _display(job, quiet))
+
+
+def launch(
+    job: Job, display: AbstractContextManager[Listener], outer: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Trains a job that the pre-flight check let pass.
+
+    Args:
+        job: what to train.
+        display: entered once the run folder is written; shows the run.
+        outer: environment to extend; default: this process's.
+
+    Returns:
+        The final state.
+
+    Raises:
+        ConfigError: when the run was started by another command meanwhile.
+    """
+    argv = launch_argv(job.run, job.devices.num_processes, job.resume_from)
+    with held(job):
+        try:
+            write_folder(job)
+            with display as listener:
+                return supervise(job.run, argv, launch_environment(job.devices, outer), listener)
+        finally:
+            if not job.run.state_file.exists():
+                _take_back(job.run)
+
+
+@contextlib.contextmanager
+def _display(job: Job, quiet: bool) -> Iterator[Listener]:
+    if not quiet:
+        say(f"run {job.run.id}: {job.strategy.name} on {where(job)}")
+    with progress_display(job.run, quiet, job.warnings) as listener:
+        yield listener
 
 
 @contextlib.contextmanager
@@ -115,7 +141,8 @@ def _take_back(run: RunFolder) -> None:
             folder.rmdir()
 
 
-def _where(job: Job) -> str:
+def where(job: Job) -> str:
+    """`GPUs 0, 2` or `2 CPU processes`."""
     ids, count = job.devices.gpu_ids, job.devices.num_processes
     if ids:
         return f"GPU{'s' * (count > 1)} {', '.join(map(str, ids))}"

@@ -49,6 +49,7 @@ def load_base(config: TrainConfig) -> PreTrainedModel:
         shape = AutoConfig.from_pretrained(model_path(config), **where)
     except (OSError, ValueError) as error:
         raise ConfigError(explain_load_error(config, error)) from None
+    _keep_layers(config, shape)
     _check_layers(config, shape)
     _check_quantisation(config, shape)
     _drop_dropout(shape)
@@ -71,7 +72,20 @@ def load_base(config: TrainConfig) -> PreTrainedModel:
     if config.method == "qlora":
         finish(model)
     model.config.use_cache = False
+    for weight in silent_weights(model):
+        weight.requires_grad_(False)
     return model
+
+
+def _text_parts(base: Any) -> list[nn.Module]:
+    """What text goes through; a vision tower beside it gets no gradients, and stays as it is."""
+    return [part for part in (base.get_decoder(), base.get_output_embeddings()) if part is not None]
+
+
+def silent_weights(base: nn.Module) -> list[nn.Parameter]:
+    """Weights that text does not reach; frozen with any method."""
+    spoken = {id(weight) for part in _text_parts(base) for weight in part.parameters()}
+    return [weight for weight in base.parameters() if id(weight) not in spoken]
 
 
 def explain_load_error(config: TrainConfig, error: Exception) -> str:
@@ -152,7 +166,7 @@ def probe_attention(wrapped: nn.Module, base: PreTrainedModel, packing: bool, de
         ids[row, changed] = (ids[row, changed] + 7) % base.config.get_text_config().vocab_size
     documents = (place >= half).long() if packing else None
     seen: list[torch.Tensor] = []
-    hook = base.base_model.register_forward_hook(lambda module, inputs, output: seen.append(output[0].float()))
+    hook = base.get_decoder().register_forward_hook(lambda module, inputs, output: seen.append(output[0].float()))
     wrapped.eval()
     try:
         with torch.compiler.set_stance("force_eager"):  # no graph for a shape that never comes again
@@ -191,11 +205,14 @@ def add_adapters(base: PreTrainedModel, config: TrainConfig) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     targets = config.lora_target_modules
+    spoken = {id(module) for part in _text_parts(base) for module in part.modules()}
+    silent = [name for name, part in base.named_modules() if _adaptable(part) and id(part) not in spoken]
     adapters = LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
         target_modules="all-linear" if targets == ["all-linear"] else targets,
+        exclude_modules=silent or None,
         use_rslora=config.use_rslora,
         task_type="CAUSAL_LM",
         revision=config.model_revision,

@@ -67,7 +67,7 @@ def describe_plan(plan: TrainPlan) -> str:
 
 
 def machine_mistakes(config: TrainConfig, has_gpu: bool) -> list[str]:
-    """What this machine cannot do: precisions and hooks that need a GPU, trackers that are not installed."""
+    """What this machine cannot do: precisions and hooks that need a GPU, packages that are not installed."""
     needs_gpu = {
         "mixed_precision=fp16 needs a GPU and there is none; use bf16 or no": config.mixed_precision == "fp16",
         f"ddp_comm_hook={config.ddp_comm_hook} needs GPUs with NCCL and there are none; use fp16 or none": (
@@ -76,6 +76,11 @@ def machine_mistakes(config: TrainConfig, has_gpu: bool) -> list[str]:
         "tf32=true needs a GPU and there is none; leave it out": config.tf32,
     }
     mistakes = [line for line, asked in needs_gpu.items() if asked and not has_gpu]
+    if config.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
+        mistakes.append(
+            'method=qlora needs bitsandbytes, which is not installed; `pip install "tunesmith[quant]"`, '
+            "or use method=lora"
+        )
     missing = [name for name in config.report_to if importlib.util.find_spec(name) is None]
     return mistakes + [f"report_to={name} is not installed; `pip install {name}`, or leave it out" for name in missing]
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from trainers.attention import KERNELS
 from trainers.config import TrainConfig
 from trainers.errors import TrainingError
-from trainers.models import base_dtype, compute_dtype
+from trainers.models import base_dtype, compute_dtype, silent_weights
 from trainers.objectives.sft import SupervisedLoss
 from trainers.parallel.backend import Backend
 from trainers.parallel.ranks import Ranks
@@ -73,7 +74,8 @@ def compare(
     weights = list(backend.model.parameters())
     trained = [weight for weight in weights if weight.requires_grad]
     frozen = [weight for weight in weights if not weight.requires_grad]
-    frozen_dtype = _name(base_dtype(config)) if config.method != "full" else "none"
+    freezes = config.method != "full" or bool(silent_weights(loss.base))
+    frozen_dtype = _name(base_dtype(config)) if freezes else "none"
     wrapper = type(backend.model).__name__
     return [
         Line("processes", str(strategy.num_processes), str(accelerator.num_processes)),
@@ -82,17 +84,33 @@ def compare(
         *_layout(strategy, accelerator, backend),
         Line("trained weights", "float32", _dtypes(trained)),
         Line("frozen weights", frozen_dtype, _dtypes(frozen)),
-        *([_four_bits(loss)] if config.method == "qlora" else []),
+        *(_four_bits(strategy, loss) if config.method == "qlora" else []),
         Line("matrix products", _name(compute_dtype(config)), ", ".join(sorted(census.linear))),
         Line("own accumulation", "1", str(accelerator.gradient_accumulation_steps)),
         Line("attention", KERNELS[config.attn_implementation], str(loss.base.config._attn_implementation)),
     ]
 
 
-def _four_bits(loss: SupervisedLoss) -> Line:
-    """Half a byte per weight in every linear layer but the output head, sharded or not."""
+def _four_bits(strategy: Strategy, loss: SupervisedLoss) -> list[Line]:
+    """Half a byte per weight in every linear layer but the output head, and cut like all others where weights are cut.
+
+    Accelerate leaves 4-bit weights of an integer dtype whole on every rank, with a warning.
+    """
+    layers = four_bit_layers(loss.model)
     whole = whole_layers(loss.model, loss.base.get_output_embeddings())
-    return Line("4-bit layers", str(len(four_bit_layers(loss.model))), str(whole))
+    lines = [Line("4-bit layers", str(len(layers)), str(whole))]
+    if strategy.sharded:
+        weights: list[Any] = [layer.weight for layer in layers]
+        here = sum(one.to_local().numel() if isinstance(one, DTensor) else one.numel() for one in weights)
+        lines.append(_share("4-bit share", here, sum(one.numel() for one in weights), strategy))
+    return lines
+
+
+def _share(what: str, here: int, whole: int, strategy: Strategy) -> Line:
+    """How much of what is cut is on this rank. Weights that do not divide make a share a little larger or smaller."""
+    ways = strategy.mesh.get("dp_shard", strategy.num_processes)
+    even = abs(here * ways / max(whole, 1) - 1) < 0.25
+    return Line(what, f"1/{ways}", f"1/{ways}" if even else f"{here / max(whole, 1):.3f}")
 
 
 def _layout(strategy: Strategy, accelerator: Any, backend: Backend) -> list[Line]:
@@ -112,10 +130,7 @@ def _layout(strategy: Strategy, accelerator: Any, backend: Backend) -> list[Line
     if strategy.sharded or strategy.zero_stage:
         shards = backend.shards()
         here, whole = sum(one.elements for one in shards), sum(one.numel for one in shards)
-        ways = strategy.mesh.get("dp_shard", strategy.num_processes)
-        # Weights that do not divide evenly make a rank's share a little larger or smaller.
-        even = abs(here * ways / max(whole, 1) - 1) < 0.25
-        lines.append(Line("trained share", f"1/{ways}", f"1/{ways}" if even else f"{here / max(whole, 1):.3f}"))
+        lines.append(_share("trained share", here, whole, strategy))
     return lines
 
 

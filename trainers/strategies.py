@@ -6,6 +6,8 @@ Accelerate ignores much in silence (unknown nested keys, process counts on a CPU
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -158,6 +160,42 @@ def _absolute_json(values: dict[str, Any]) -> dict[str, Any]:
         return values
     whole = str(Path(file).expanduser().absolute())
     return {**values, "deepspeed_config": {**inline, "deepspeed_config_file": whole}}
+
+
+def cannot_run(strategy: Strategy, method: str, has_gpu: bool) -> str | None:
+    """Why a strategy cannot run on this machine or with this method; None when it can. Nothing is launched for it.
+
+    Args:
+        strategy: the strategy.
+        method: what is trained.
+        has_gpu: whether the run would be on GPUs.
+    """
+    kind, offloads = strategy.distributed_type, strategy.offload != "none"
+    deepspeed, quantised = kind == "DEEPSPEED", method == "qlora"
+    spreads = "use --strategy single, ddp, fsdp2, hsdp, zero1 or zero2, or method=lora"
+    reasons = {
+        'DeepSpeed is not installed; `pip install "tunesmith[deepspeed]"`': deepspeed and not _has("deepspeed"),
+        "fsdp_offload_params=true uses pinned memory, which needs an accelerator, and there is none; use fsdp2": (
+            kind == "FSDP" and offloads and not has_gpu
+        ),
+        "fsdp_sync_module_states=true needs an accelerator, and there is none; write false, or use fsdp2": (
+            strategy.fsdp_version == 1 and strategy.fsdp.get("fsdp_sync_module_states", True) and not has_gpu
+        ),
+        "DeepSpeed builds its CPU Adam with a C++ compiler, and there is none; install g++": (
+            deepspeed and offloads and not (shutil.which("c++") or shutil.which("g++"))
+        ),
+        f"method=qlora: FSDP 1 would put 4-bit and fp32 weights into one flat tensor; {spreads}": (
+            quantised and strategy.fsdp_version == 1
+        ),
+        f"method=qlora: ZeRO 3 would cut and cast 4-bit weights as if they were numbers; {spreads}": (
+            quantised and strategy.zero_stage == 3
+        ),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def _has(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def resolve(strategy: Strategy, num_processes: int, mixed_precision: str) -> Strategy:

@@ -34,7 +34,7 @@ from trainers.startup import (
     rank_of_environment,
     write_run_files,
 )
-from trainers.strategies import Strategy
+from trainers.strategies import Strategy, cannot_run
 
 
 def main(argv: list[str]) -> int:
@@ -46,7 +46,9 @@ def main(argv: list[str]) -> int:
             return print_check(request)
         launch, config = find_launch(), request.resolve()
         strategy = asked_strategy(launch, config)
-        if mistakes := machine_mistakes(config, gpu_count() > 0):
+        unable = cannot_run(strategy, config.method, gpu_count() > 0)
+        refused = [f"strategy {strategy.name}: {unable}"] if unable else []
+        if mistakes := refused + machine_mistakes(config, gpu_count() > 0):
             raise ConfigError(mistakes)
         run = open_run(config, launch)
         # Held until this process ends; a supervisor holds it for its ranks.

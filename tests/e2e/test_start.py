@@ -29,7 +29,10 @@ def strategy_file(folder: Path, **values: Any) -> str:
     ("values", "line"),
     [
         ({"distributed_type": "MULTI_CPU", "num_processes": 2}, "distributed_type=MULTI_CPU starts one process"),
-        ({"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": {}}, "fsdp_config: unknown Accelerate key"),
+        (
+            {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": {"fsdp_verzion": 2}},
+            "fsdp_config.fsdp_verzion: unknown key; did you mean fsdp_version?",
+        ),
     ],
 )
 def test_silent_fallbacks_of_accelerate_are_refused(values: dict[str, Any], line: str, tmp_path: Path) -> None:

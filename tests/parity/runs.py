@@ -51,13 +51,15 @@ def _folder() -> Path:
 
 
 @functools.cache
-def _run(processes: int, again: int, items: tuple[tuple[str, Any], ...]) -> Finished:
-    return launch_well(_folder() / f"run-{next(_numbers)}", processes, dict(items))
+def _run(processes: int, strategy: str | None, again: int, items: tuple[tuple[str, Any], ...]) -> Finished:
+    return launch_well(_folder() / f"run-{next(_numbers)}", processes, dict(items), strategy=strategy, timeout=600)
 
 
-def run(processes: int, method: str, packing: bool, again: int = 0, **changes: Any) -> Finished:
+def run(
+    processes: int, method: str, packing: bool, strategy: str | None = None, again: int = 0, **changes: Any
+) -> Finished:
     """A finished run; the same arguments give the same run, another `again` gives another one."""
-    return _run(processes, again, tuple(sorted(options(method, packing, **changes).items())))
+    return _run(processes, strategy, again, tuple(sorted(options(method, packing, **changes).items())))
 
 
 def curve(finished: Finished) -> Curve:

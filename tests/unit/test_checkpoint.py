@@ -9,22 +9,45 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 
-from trainers.checkpoint import Checkpoints, Origin, Progress, load_weights, read_manifest, verify
+from trainers.checkpoint import Checkpoints, Origin, Progress, kept_buffers, load_weights, read_manifest, verify
+from trainers.config import build
 from trainers.errors import TrainingError
 from trainers.parallel.ranks import Ranks
+from trainers.parallel.replicated import Replicated
 
 
-def trained(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+class Loss(nn.Module):
+    """A loss module like the trainer's: its `.model` has a buffer that belongs into a checkpoint."""
+
+    def __init__(self, seed: int):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.model(rows).square().sum()
+
+
+def wrap(loss: Loss) -> Replicated:
+    config = build({"model_name_or_path": "embedded", "dataset_name": "embedded", "learning_rate": 0.1})
+    return Replicated(loss, config, Accelerator(cpu=True))
+
+
+def trained(seed: int = 0) -> tuple[Loss, Replicated]:
+    loss = Loss(seed)
+    backend = wrap(loss)
     for _ in range(3):
-        model(torch.randn(8, 6)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, optimizer
+        backend.backward(backend.model(torch.randn(8, 6)))
+        backend.step()
+    return loss, backend
+
+
+def save(store: Checkpoints, loss: Loss, backend: Replicated, progress: Progress) -> Path:
+    buffers = {name: loss.model.get_buffer(name) for name in kept_buffers(loss.model)}
+    return store.save(backend, buffers, progress)
 
 
 def checkpoints(folder: Path, data: str = "data", seed: int = 1, **changes: int) -> Checkpoints:
@@ -33,29 +56,31 @@ def checkpoints(folder: Path, data: str = "data", seed: int = 1, **changes: int)
 
 def saved(folder: Path, *steps: int) -> Checkpoints:
     store = checkpoints(folder, limit=5)
-    model, optimizer = trained()
+    loss, backend = trained()
     for step in steps:
-        store.save(model, optimizer, Progress(step=step))
+        save(store, loss, backend, Progress(step=step))
     return store
 
 
 def test_round_trip_is_bit_exact_with_optimizer_and_random_state(tmp_path: Path) -> None:
-    model, optimizer = trained()
+    loss, backend = trained()
     store = checkpoints(tmp_path)
     random.seed(3)
     np.random.seed(4)
     progress = Progress(step=3, elapsed_s=1.5, tokens=7, best_step=2, best_score=-0.25, stale_evaluations=1)
-    folder = store.save(model, optimizer, progress)
+    folder = save(store, loss, backend, progress)
     expected = [torch.rand(3), random.random(), np.random.rand()]
-    other, other_optimizer = trained(seed=9)
-    assert store.load(folder, other, other_optimizer, seed=0) == progress
+    other = Loss(seed=9)
+    assert store.load(folder, other.model) == progress
+    other_backend = wrap(other)
+    store.restore(folder, other_backend, seed=0)
     assert torch.equal(expected[0], torch.rand(3))
     assert (random.random(), np.random.rand()) == (expected[1], expected[2])
-    for one, two in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
+    for one, two in zip(loss.state_dict().values(), other.state_dict().values(), strict=True):
         assert torch.equal(one, two)
-    for one, two in zip(model.parameters(), other.parameters(), strict=True):
-        for key, value in optimizer.state[one].items():
-            assert torch.equal(value, other_optimizer.state[two][key]), key
+    for one, two in zip(loss.parameters(), other.parameters(), strict=True):
+        for key, value in backend.optimizer.state[one].items():
+            assert torch.equal(value, other_backend.optimizer.state[two][key]), key
 
 
 def test_the_manifest_tells_what_is_there(tmp_path: Path) -> None:
@@ -107,15 +132,15 @@ def test_half_written_ones_are_ignored_and_removed_by_the_next_save(tmp_path: Pa
     half.mkdir()
     (half / "rank-00000.safetensors").write_bytes(b"x")
     assert store.newest() == tmp_path / "step-00000003"
-    store.save(*trained(), Progress(step=9))
+    save(store, *trained(), Progress(step=9))
     assert not half.exists()
 
 
 def test_at_least_two_and_the_best_are_kept(tmp_path: Path) -> None:
     store = checkpoints(tmp_path, limit=1)
-    model, optimizer = trained()
+    loss, backend = trained()
     for step in range(1, 7):
-        store.save(model, optimizer, Progress(step=step, best_step=2 if step >= 2 else None))
+        save(store, loss, backend, Progress(step=step, best_step=2 if step >= 2 else None))
     assert [path.name for path in store.published()] == ["step-00000002", "step-00000005", "step-00000006"]
 
 
@@ -125,7 +150,7 @@ def test_a_full_disk_leaves_the_last_good_one_and_says_what_is_needed(
     store = saved(tmp_path, 3)
     monkeypatch.setattr("trainers.checkpoint.shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})())
     with pytest.raises(TrainingError, match=r"1,000 bytes free, a checkpoint needs [\d,]+; make room"):
-        store.save(*trained(), Progress(step=6))
+        save(store, *trained(), Progress(step=6))
     monkeypatch.undo()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
     verify(tmp_path / "step-00000003")
@@ -139,7 +164,7 @@ def test_a_read_only_folder_leaves_the_last_good_one(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr("trainers.checkpoint.save_file", refuse)  # root may write anywhere, so the fault is injected
     with pytest.raises(TrainingError, match="Permission denied"):
-        store.save(*trained(), Progress(step=6))
+        save(store, *trained(), Progress(step=6))
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
 
@@ -159,16 +184,18 @@ def test_changed_data_is_refused_and_a_changed_config_is_named(tmp_path: Path) -
     saved(tmp_path, 3)
     folder = tmp_path / "step-00000003"
     with pytest.raises(TrainingError, match="the data, its tokenizer or its options changed since it was saved"):
-        checkpoints(tmp_path, data="other").load(folder, *trained(), seed=0)
+        checkpoints(tmp_path, data="other").load(folder, Loss(0).model)
     assert checkpoints(tmp_path, seed=2).differences(folder) == ["seed=2, and 1 when the checkpoint was saved"]
     assert checkpoints(tmp_path).differences(folder) == []
 
 
 def test_going_on_from_an_older_one_sets_the_other_future_aside(tmp_path: Path) -> None:
     store = saved(tmp_path, 3, 6, 9)
-    progress = store.load(tmp_path / "step-00000003", *trained(), seed=0)
+    loss = Loss(0)
+    progress = store.load(tmp_path / "step-00000003", loss.model)
+    store.restore(tmp_path / "step-00000003", wrap(loss), seed=0)
     assert [path.name for path in store.published()] == ["step-00000003"]
-    store.save(*trained(), Progress(step=progress.step + 1))
+    save(store, *trained(), Progress(step=progress.step + 1))
     assert store.newest() == tmp_path / "step-00000004"
     assert not list(tmp_path.glob("later-*"))
 

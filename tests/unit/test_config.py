@@ -40,7 +40,7 @@ def test_every_option_has_one_sentence_of_help_and_a_section() -> None:
         ({"packing": "perhaps"}, "packing='perhaps' is refused"),
         ({"learning_rate": "fast"}, "learning_rate='fast' is refused"),
         ({"learning_rate": float("nan")}, "learning_rate=nan is refused"),
-        ({"method": "lorra"}, "method='lorra' is not one of its values; use 'full' or 'lora'"),
+        ({"method": "lorra"}, "method='lorra' is not one of its values; use 'full', 'lora' or 'qlora'"),
         ({"save_total_limit": 1}, "save_total_limit=1 is refused: input should be greater than or equal to 2"),
         ({"columns": {"promt": "q"}}, "unknown option columns.promt; did you mean columns.prompt?"),
         ({"load_best_model_at_end": True}, "load_best_model_at_end=true without evaluation data"),

@@ -14,6 +14,7 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 from trainers.config import ConfigError
 from trainers.strategies import (
     STRATEGIES_DIR,
+    cannot_run,
     default_strategy,
     from_launcher,
     load_strategy,
@@ -193,3 +194,29 @@ def test_without_config_file_the_cached_default_would_decide() -> None:
 def test_an_unknown_strategy_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean ddp"):
         load_strategy("dpp")
+
+
+@pytest.mark.parametrize("name", strategy_names())
+def test_what_can_run_has_no_reason(name: str) -> None:
+    assert cannot_run(load_strategy(name), "full", has_gpu=True) is None
+    assert (cannot_run(load_strategy(name), "full", has_gpu=False) is None) == (name != "fsdp2_offload")
+    fits_four_bits = not name.startswith(("fsdp1", "zero3"))
+    assert (cannot_run(load_strategy(name), "qlora", has_gpu=True) is None) == fits_four_bits
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "missing", "part"),
+    [
+        ("fsdp2_offload", "full", "", "fsdp_offload_params=true uses pinned memory, which needs an accelerator"),
+        ("zero2", "full", "deepspeed", 'DeepSpeed is not installed; `pip install "tunesmith[deepspeed]"`'),
+        ("zero3_offload", "full", "c++", "with a C++ compiler, and there is none; install g++"),
+        ("fsdp1", "qlora", "", "method=qlora: FSDP 1 would put 4-bit and fp32 weights into one flat tensor"),
+        ("zero3", "qlora", "", "method=qlora: ZeRO 3 would cut and cast 4-bit weights"),
+    ],
+)
+def test_what_cannot_run_says_why(
+    name: str, method: str, missing: str, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: None if package == missing else object())
+    monkeypatch.setattr("shutil.which", lambda tool: None if missing == "c++" else f"/usr/bin/{tool}")
+    assert part in str(cannot_run(load_strategy(name), method, has_gpu=False))

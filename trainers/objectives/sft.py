@@ -135,8 +135,9 @@ class SupervisedLoss(nn.Module):
         super().__init__()
         self.model, self.compute = model, compute
         head = self.base.get_output_embeddings()
-        self.chunked = self.base.config.model_type in LINEAR_HEADS and isinstance(head, nn.Linear)
-        self.rule = _head_rule(self.base.config)
+        text = self.base.config.get_text_config()  # of a model with a vision tower, its language part
+        self.chunked = text.model_type in LINEAR_HEADS and isinstance(head, nn.Linear)
+        self.rule = _head_rule(text)
 
     @property
     def base(self) -> Any:

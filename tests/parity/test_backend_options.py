@@ -1,0 +1,89 @@
+"""What each backend offers beside the files that ship, in a user's own Accelerate YAML or DeepSpeed JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.launching import launch, launch_well
+from tests.parity.checks import reference
+from tests.parity.runs import curve, options
+
+FSDP2 = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_cpu_ram_efficient_loading": False}
+FSDP1 = {
+    **{**FSDP2, "fsdp_version": 1, "fsdp_sharding_strategy": "FULL_SHARD"},
+    **{"fsdp_sync_module_states": False, "fsdp_use_orig_params": True},
+}
+SIZE = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 50_000}
+FSDP = {
+    "fsdp2 keeps weights whole until the backward pass": FSDP2 | {"fsdp_reshard_after_forward": False},
+    "fsdp2 cut by size": FSDP2 | SIZE | {"fsdp_reshard_after_forward": True},
+    "fsdp2 weights read by rank 0 alone": FSDP2 | {"fsdp_cpu_ram_efficient_loading": True},
+    "fsdp1 prefetch": FSDP1 | {"fsdp_backward_prefetch": "BACKWARD_PRE", "fsdp_forward_prefetch": True},
+    "fsdp1 no shard": FSDP1 | {"fsdp_sharding_strategy": "NO_SHARD"},
+}
+BUCKETS = {"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000, "overlap_comm": False}
+ADAMW = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
+AUTO = dict.fromkeys(
+    ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"), "auto"
+)
+ZERO: dict[str, dict[str, Any]] = {
+    "zero1 with small buckets": {"zero_optimization": {"stage": 1, **BUCKETS}},
+    "zero2, optimizer on the CPU": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+    "zero3 with auto everywhere": {
+        "zero_optimization": {"stage": 3, **AUTO},
+        **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"),
+        **{"gradient_clipping": "auto", "bf16": {"enabled": "auto"}},
+    },
+    "zero2 with DeepSpeed's own AdamW": {"zero_optimization": {"stage": 2}, "optimizer": ADAMW},
+}
+
+
+def write(folder: Path, kind: str, **settings: Any) -> str:
+    """A user's own Accelerate file."""
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump({"distributed_type": kind, "num_processes": 2, **settings}))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", FSDP)
+def test_fsdp(name: str, tmp_path: Path) -> None:
+    file = write(tmp_path, "FSDP", fsdp_config=FSDP[name])
+    finished = launch_well(tmp_path / "run", 2, options("full", True), strategy=file)
+    assert curve(finished).agrees(reference("full", True))
+    said = "weights are as rank 0 read them, bit for bit" in finished.output
+    assert said == FSDP[name]["fsdp_cpu_ram_efficient_loading"]
+
+
+@pytest.mark.parametrize("name", ZERO)
+def test_zero(name: str, tmp_path: Path) -> None:
+    json_file = tmp_path / "zero.json"
+    json_file.write_text(json.dumps(ZERO[name]))
+    inline = {"deepspeed_config_file": str(json_file), "zero3_init_flag": False}
+    file = write(tmp_path, "DEEPSPEED", deepspeed_config=inline)
+    finished = launch_well(tmp_path / "run", 2, options("full", True), strategy=file)
+    assert curve(finished).agrees(reference("full", True))
+
+
+def test_a_weight_that_the_wire_changed_is_seen(tmp_path: Path) -> None:
+    """Control of the comparison after RAM-efficient loading."""
+    import torch
+
+    from trainers.parallel.fsdp import _digests
+
+    right = torch.randn(4, 3)
+    wrong = right.clone()
+    wrong[2, 1] = torch.nextafter(wrong[2, 1], torch.tensor(9.0))
+    assert _digests([("w", right)]) != _digests([("w", wrong)])
+
+
+def test_a_layer_that_is_not_there_is_named(tmp_path: Path) -> None:
+    file = write(tmp_path, "FSDP", fsdp_config=FSDP2 | {"fsdp_transformer_layer_cls_to_wrap": "LamaDecoderLayer"})
+    refused = launch(tmp_path / "run", 2, options("full", True), strategy=file)
+    assert refused.status != 0
+    assert "fsdp_transformer_layer_cls_to_wrap=LamaDecoderLayer is no layer of llama" in refused.output
+    assert "its own are LlamaDecoderLayer" in refused.output

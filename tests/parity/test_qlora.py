@@ -1,0 +1,134 @@
+"""Promises P0, P2, P4 and bit-exact resume for `method=qlora`: four bits change the model, the strategy does not."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, set_seed
+
+from tests.launching import Finished
+from tests.parity import plain
+from tests.parity.checks import equal_after_resume, resumed, same_bits, stock_loss
+from tests.parity.runs import config, curve, run
+from trainers.config import TrainConfig
+from trainers.embedded import BASE_DIR
+from trainers.quantise import four_bit_layers
+from trainers.strategies import load_strategy
+
+FOUR_BITS = BitsAndBytesConfig(
+    load_in_4bit=True,
+    bnb_4bit_quant_type="nf4",
+    bnb_4bit_use_double_quant=True,
+    bnb_4bit_compute_dtype=torch.float32,
+)
+
+
+def stock(settings: TrainConfig) -> Any:
+    """Stock transformers, bitsandbytes and peft, nothing of ours."""
+    model = AutoModelForCausalLM.from_pretrained(
+        BASE_DIR, dtype=torch.float32, attn_implementation="eager", quantization_config=FOUR_BITS
+    )
+    set_seed(settings.seed)
+    adapters = LoraConfig(r=settings.lora_r, lora_alpha=settings.lora_alpha, target_modules="all-linear")
+    return get_peft_model(model, adapters).train()  # in evaluation bitsandbytes may compute in bf16
+
+
+@functools.cache
+def reference(packing: bool) -> plain.Curve:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plain, "build", stock)
+        return plain.train(config("qlora", packing))
+
+
+def sharded(strategy: str, again: int = 0) -> Finished:
+    processes = load_strategy(strategy).num_processes
+    return run(processes, "qlora", True, strategy, again, per_device_train_batch_size=4 // processes)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_p2_equals_a_plain_page_of_pytorch(processes: int, packing: bool) -> None:
+    finished = run(processes, "qlora", packing)
+    assert curve(finished).agrees(reference(packing))
+    assert "4-bit layers     28" in finished.output
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_p2_single_equals_ddp(packing: bool) -> None:
+    assert curve(run(2, "qlora", packing)).agrees(curve(run(1, "qlora", packing)))
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "hsdp", "zero1", "zero2"])
+def test_p2_sharded_four_bit_weights_are_the_same_model(strategy: str) -> None:
+    finished = sharded(strategy)
+    assert curve(finished).agrees(reference(True))
+    assert "4-bit layers     28" in finished.output
+    assert ("4-bit share      1/2" in finished.output) is ("dp" in strategy), "ZeRO-1 and 2 cut no weights"
+    assert finished.series("eval_loss")[-1] == pytest.approx(run(1, "qlora", True).series("eval_loss")[-1], abs=1e-5)
+
+
+def test_p0_and_p3_of_sharded_four_bit_weights(tmp_path: Path) -> None:
+    assert same_bits(sharded("fsdp2"), sharded("fsdp2", again=1))
+    moved = resumed(tmp_path / "moved", 2, "qlora", run(2, "qlora", True).checkpoints[0], "fsdp2")
+    before = curve(run(2, "qlora", True))
+    joined = plain.Curve(before.losses[:10] + moved.series("loss"), before.norms[:10] + moved.series("grad_norm"))
+    assert joined.agrees(reference(True))
+
+
+def test_gradient_checkpointing_changes_nothing() -> None:
+    assert curve(run(2, "qlora", True, gradient_checkpointing=True)).agrees(reference(True))
+
+
+def test_without_quantisation_it_would_be_another_curve() -> None:
+    """Control: the base in four bits is not the base."""
+    lora, qlora = plain.train(config("lora", True)), curve(run(1, "qlora", True))
+    assert not qlora.agrees(lora)
+    assert abs(lora.losses[0] - qlora.losses[0]) > 3 * plain.LOSS_TOLERANCE, "before any update"
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_p0_rerun_is_the_same_bit_for_bit(processes: int) -> None:
+    assert same_bits(run(processes, "qlora", True), run(processes, "qlora", True, again=1))
+
+
+def test_resume_is_bit_exact(tmp_path: Path) -> None:
+    """The base is not in the checkpoint: it is quantised anew, to the same bits."""
+    undisturbed = run(2, "qlora", True)
+    again = resumed(tmp_path / "again", 2, "qlora", undisturbed.checkpoints[0])
+    assert equal_after_resume(undisturbed, again)
+
+
+def test_checkpoints_hold_the_adapters_alone() -> None:
+    for file in run(2, "qlora", True).checkpoints[-1].glob("*.safetensors"):
+        names = [name for name in load_file(file) if not name.startswith("rng.")]
+        assert all(".lora_" in name for name in names)
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp2"])
+def test_p4_plain_peft_loads_the_adapter_and_gives_the_trainers_loss(strategy: str) -> None:
+    finished = sharded("fsdp2") if strategy == "fsdp2" else run(1 if strategy == "single" else 2, "qlora", False)
+    card = (finished.run.model / "README.md").read_text()
+    assert 'bnb_4bit_quant_type="nf4"' in card
+    assert "bnb_4bit_use_double_quant=True" in card
+    model = AutoPeftModelForCausalLM.from_pretrained(
+        finished.run.model, dtype=torch.float32, attn_implementation="eager", quantization_config=FOUR_BITS
+    ).train()
+    assert len(four_bit_layers(model)) == 28
+    trained = finished.series("eval_loss")[-1]
+    assert stock_loss(model, "qlora") == pytest.approx(trained, abs=1e-5)
+    # Control: on the base that was not quantised, the adapter is another model.
+    whole = AutoPeftModelForCausalLM.from_pretrained(finished.run.model, attn_implementation="eager").eval()
+    assert abs(stock_loss(whole, "qlora") - trained) > 1e-3
+
+
+def test_p4_plain_transformers_loads_the_merged_model_and_gives_the_trainers_loss() -> None:
+    finished = run(1, "qlora", False, merge_adapter=True)
+    assert not list(finished.run.model.glob("adapter*"))
+    model = AutoModelForCausalLM.from_pretrained(finished.run.model, attn_implementation="eager").eval()
+    assert stock_loss(model, "qlora") == pytest.approx(finished.series("eval_loss")[-1], abs=1e-5)

@@ -1,0 +1,107 @@
+"""Promises P0, P2, P3, P4 and bit-exact resume for every strategy that cuts weights, gradients or optimizer state.
+
+Each Accelerate file is launched by hand, as a user would. `fsdp2_offload` needs an accelerator: tests/gpu has it.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.launching import Finished, launch
+from tests.parity.checks import check_export, equal_after_resume, reference, resumed, same_bits
+from tests.parity.runs import curve, options, run
+from tests.parity.test_options import BF16_BAND, difference
+from trainers.strategies import load_strategy, strategy_names
+
+NEEDS_ACCELERATOR = {"fsdp2_offload"}
+STRATEGIES = [name for name in strategy_names() if name not in {"single", "ddp"} | NEEDS_ACCELERATOR]
+
+
+def full(name: str, **more: object) -> Finished:
+    """All weights, packed, two micro-batches a step and rank (one on four ranks)."""
+    return run(load_strategy(name).num_processes, "full", True, name, **more)
+
+
+def lora(name: str, **more: object) -> Finished:
+    """Adapters, one document per row, one micro-batch a step and rank on two ranks."""
+    micro = 8 // load_strategy(name).num_processes
+    return run(load_strategy(name).num_processes, "lora", False, name, per_device_train_batch_size=micro, **more)
+
+
+def test_every_strategy_is_here() -> None:
+    assert len(STRATEGIES) == 8
+    assert set(strategy_names()) == {*STRATEGIES, *NEEDS_ACCELERATOR, "single", "ddp"}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_p2_full(name: str) -> None:
+    assert curve(full(name)).agrees(reference("full", True))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_p2_lora(name: str) -> None:
+    assert curve(lora(name)).agrees(reference("lora", False))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_what_was_asked_for_is_what_ran(name: str) -> None:
+    strategy, said = load_strategy(name), full(name).output
+    assert re.search(rf"wrapper +{strategy.wrapped_class}\n", said)
+    assert re.search(rf"trained share +1/{strategy.mesh.get('dp_shard', 2)}\n", said)
+    assert re.search(r"memory +rank 0 [\d.]+ -> [\d.]+ GiB; rank 1", said)
+    if strategy.zero_stage:
+        assert re.search(rf"ZeRO stage +{strategy.zero_stage}\n +offload +{strategy.offload}\n", said)
+    if strategy.mesh:
+        assert re.search(r"mesh +\{'dp_replicate': 2, 'dp_shard': 2\}", said)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_p0_rerun_is_the_same_bit_for_bit(name: str) -> None:
+    assert same_bits(lora(name), lora(name, again=1))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_resume_is_bit_exact(name: str, tmp_path: Path) -> None:
+    undisturbed = full(name)
+    processes = load_strategy(name).num_processes
+    again = resumed(tmp_path / "again", processes, "full", undisturbed.checkpoints[0], name)
+    assert equal_after_resume(undisturbed, again)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_p4_plain_libraries_load_the_export(name: str) -> None:
+    check_export(full(name), "full", True)
+    check_export(lora(name), "lora", False)
+
+
+@pytest.mark.parametrize(("before", "after"), [("fsdp2", "zero3"), ("zero2", "fsdp1"), ("hsdp", "ddp")])
+def test_p3_a_checkpoint_moves_to_another_strategy(before: str, after: str, tmp_path: Path) -> None:
+    moved = resumed(tmp_path / "moved", 2, "full", full(before).checkpoints[0], after)
+    losses, norms = reference("full", True).losses[10:], reference("full", True).norms[10:]
+    assert max(abs(a - b) for a, b in zip(moved.series("loss"), losses, strict=True)) <= 1e-5
+    assert max(abs(a - b) / b for a, b in zip(moved.series("grad_norm"), norms, strict=True)) <= 1e-4
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "zero3"])
+def test_bf16_follows_the_same_compute_rule(name: str) -> None:
+    """bf16 differs from fp32 by its rounding, and from bf16 on one process by much less."""
+    half, alone = full(name, mixed_precision="bf16"), run(1, "full", True, mixed_precision="bf16")
+    assert 0 < difference(half, run(1, "full", True)) < BF16_BAND["full"]
+    assert re.search(r"trained weights +float32\n", half.output)
+    assert re.search(r"matrix products +bfloat16\n(.*\n)*? +norms +float32\n", half.output)
+    assert difference(half, alone) < BF16_BAND["full"]
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "zero3"])
+def test_a_fault_on_purpose_is_seen(name: str) -> None:
+    """Control: averaging the means of micro-batches leaves the tolerance under sharding too."""
+    assert not curve(full(name, control="mean-of-means")).agrees(reference("full", True))
+
+
+def test_offload_without_an_accelerator_is_refused(tmp_path: Path) -> None:
+    refused = launch(tmp_path / "run", 2, options("full", True), strategy="fsdp2_offload")
+    assert refused.status != 0
+    assert "fsdp_offload_params" in refused.output
