@@ -37,7 +37,7 @@ COUNT = Key((int,), least=1)
 
 _COMPILE = "the launcher's torch.compile is not supported; use torch_compile in the config"
 
-_FP8 = "fp8 leaves the compute rule that all strategies share; remove it and use mixed_precision=bf16"
+_FP8 = "fp8 is chosen in the config; remove it and pass --mixed_precision fp8"
 
 # Accelerate 1.15, ClusterConfig.
 TOP: dict[str, Key] = {

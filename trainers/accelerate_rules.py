@@ -102,7 +102,7 @@ def _check_common(values: dict[str, Any]) -> list[str]:
         f"mixed_precision={precision} is no precision; use no, fp16 or bf16": (
             precision not in (None, "no", "fp16", "bf16", "fp8")
         ),
-        "mixed_precision=fp8 leaves the compute rule that all strategies share; use bf16": precision == "fp8",
+        "mixed_precision=fp8 is chosen in the config; remove it and pass --mixed_precision fp8": precision == "fp8",
         FP16_WAY: precision == "fp16" and kind in TYPES and kind not in SCALED_TYPES,
         "tpu_use_cluster=true is not supported; remove it": bool(values.get("tpu_use_cluster")),
     }

@@ -20,6 +20,7 @@ from transformers.utils import logging
 from trainers.checkpoint import Checkpoints, Origin
 from trainers.config import TrainConfig
 from trainers.export import versions
+from trainers.fp8 import convert
 from trainers.log_tee import without_secrets
 from trainers.metrics import MetricsFile
 from trainers.models import build_model, compile_blocks, compute_dtype, probe_attention
@@ -76,7 +77,10 @@ def module(config: TrainConfig, main_rank: bool) -> SupervisedLoss:
         logging.disable_progress_bar()
     # Deprecations inside the libraries are not the user's to mend.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft|accelerate|torch)\.")
-    return SupervisedLoss(build_model(config), compute_dtype(config))
+    model = build_model(config)
+    if config.mixed_precision == "fp8":
+        convert(model)
+    return SupervisedLoss(model, compute_dtype(config))
 
 
 def backend(

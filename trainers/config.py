@@ -189,8 +189,8 @@ class TrainConfig(BaseModel):
     """Clip the global gradient norm to this; 0 measures it and clips nothing."""
 
     # Precision and memory
-    mixed_precision: Annotated[Literal["no", "fp16", "bf16"], BeforeValidator(_off)] = _option("precision", "no")
-    """Dtype of matrix products; trained weights, norms, softmax and loss stay fp32."""
+    mixed_precision: Annotated[Literal["no", "fp16", "bf16", "fp8"], BeforeValidator(_off)] = _option("precision", "no")
+    """Dtype of matrix products (fp8: bf16 beside linear layers); trained weights, norms, softmax, loss stay fp32."""
     gradient_checkpointing: bool = _option("precision", False)
     """Recompute activations in the backward pass: less memory, about a third more time."""
     torch_compile: bool = _option("precision", False)
@@ -372,6 +372,9 @@ def _clashes(config: TrainConfig) -> list[str]:
         ),
         "random_init=true with method=qlora: there are no pretrained weights to quantise; use method=full": (
             config.random_init and config.method == "qlora"
+        ),
+        f"mixed_precision=fp8 with method={config.method}: only trained linear layers compute in float8; use bf16": (
+            config.mixed_precision == "fp8" and config.method != "full"
         ),
         "resume_from_checkpoint=auto needs output_dir, the run folder to resume (or `tunesmith resume RUN`)": (
             config.resume_from_checkpoint == "auto" and config.output_dir is None

@@ -20,7 +20,7 @@ from trainers.embedded import BASE_DIR
 from trainers.quantise import finish, loading_options, many_threads, refuse_unfit
 
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
-_COMPUTE = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_COMPUTE = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
 def model_path(config: TrainConfig) -> str:

@@ -13,6 +13,7 @@ from trainers.config import EMBEDDED, ConfigError, TrainConfig
 from trainers.data.batches import Rows, TrainPlan
 from trainers.data.prepare import TokenSet, prepare
 from trainers.embedded import BASE_DIR
+from trainers.gpus import LEAST_CAPABILITY, capability
 
 
 def check(config: TrainConfig, data_parallel_size: int, has_gpu: bool) -> list[str]:
@@ -81,8 +82,23 @@ def machine_mistakes(config: TrainConfig, has_gpu: bool) -> list[str]:
             'method=qlora needs bitsandbytes, which is not installed; `pip install "tunesmith[quant]"`, '
             "or use method=lora"
         )
+    if config.mixed_precision == "fp8":
+        mistakes += _float8_mistakes()
     missing = [name for name in config.report_to if importlib.util.find_spec(name) is None]
     return mistakes + [f"report_to={name} is not installed; `pip install {name}`, or leave it out" for name in missing]
+
+
+def _float8_mistakes() -> list[str]:
+    least, here = ".".join(map(str, LEAST_CAPABILITY)), ".".join(map(str, capability()))
+    mistakes = {
+        f"mixed_precision=fp8 needs GPUs of compute capability {least}, here it is {here}; use bf16": (
+            capability() < LEAST_CAPABILITY
+        ),
+        'mixed_precision=fp8 needs torchao, which is not installed; `pip install "tunesmith[fp8]"`, or use bf16': (
+            importlib.util.find_spec("torchao") is None
+        ),
+    }
+    return [line for line, applies in mistakes.items() if applies]
 
 
 def _arithmetic(config: TrainConfig, data_parallel_size: int) -> list[str]:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from trainers.attention import KERNELS
 from trainers.config import TrainConfig
 from trainers.errors import TrainingError
+from trainers.fp8 import fitting_layers
 from trainers.models import base_dtype, compute_dtype, silent_weights
 from trainers.objectives.sft import SupervisedLoss
 from trainers.parallel.backend import Backend
@@ -84,11 +85,18 @@ def compare(
         *_layout(strategy, accelerator, backend),
         Line("trained weights", "float32", _dtypes(trained)),
         Line("frozen weights", frozen_dtype, _dtypes(frozen)),
+        *([_float8(loss)] if config.mixed_precision == "fp8" else []),
         *(_four_bits(strategy, loss) if config.method == "qlora" else []),
         Line("matrix products", _name(compute_dtype(config)), ", ".join(sorted(census.linear))),
         Line("own accumulation", "1", str(accelerator.gradient_accumulation_steps)),
         Line("attention", KERNELS[config.attn_implementation], str(loss.base.config._attn_implementation)),
     ]
+
+
+def _float8(loss: SupervisedLoss) -> Line:
+    """Every linear layer of the decoder whose sizes float8 kernels take is torchao's."""
+    kinds = [type(module).__name__ for module in loss.base.get_decoder().modules()]
+    return Line("float8 layers", str(len(fitting_layers(loss.base))), str(kinds.count("Float8Linear")))
 
 
 def _four_bits(strategy: Strategy, loss: SupervisedLoss) -> list[Line]:

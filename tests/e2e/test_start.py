@@ -31,7 +31,7 @@ def strategy_file(folder: Path, **values: Any) -> str:
         ({"distributed_type": "MULTI_CPU", "num_processes": 2}, "distributed_type=MULTI_CPU starts one process"),
         (
             {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": {"fsdp_verzion": 2}},
-            "fsdp_config.fsdp_verzion: unknown key; did you mean fsdp_version?",
+            "fsdp_config.fsdp_verzion: unknown Accelerate key fsdp_verzion; did you mean fsdp_version?",
         ),
     ],
 )

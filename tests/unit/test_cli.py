@@ -98,7 +98,8 @@ def test_the_help_of_train_has_every_option(shell: Shell) -> None:
     assert shell("train", "--help") == 0
     words = shell.out.split()
     assert [name for name in TrainConfig.model_fields if name != "preset" and f"--{name}" not in words] == []
-    for part in ("--strategy", "--gpus", "<full|lora|qlora>", "Optimizer", "default: 0.0002", "at least 8", "<true|false>"):
+    texts = ("--strategy", "--gpus", "<full|lora|qlora>", "Optimizer", "default: 0.0002", "at least 8", "<true|false>")
+    for part in texts:
         assert part in shell.out
 
 

@@ -80,9 +80,9 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         (DDP | {"mixed_precision": False}, "mixed_precision=False: YAML reads a bare NO as false"),
         (
             DDP | {"mixed_precision": "fp8"},
-            "mixed_precision=fp8 leaves the compute rule that all strategies share; use bf16",
+            "mixed_precision=fp8 is chosen in the config; remove it and pass --mixed_precision fp8",
         ),
-        (DDP | {"fp8_config": {"backend": "TE"}}, "fp8_config is refused: fp8 leaves the compute rule"),
+        (DDP | {"fp8_config": {"backend": "TE"}}, "fp8_config is refused: fp8 is chosen in the config"),
         (
             DDP | {"dynamo_config": {"dynamo_backend": "INDUCTOR"}},
             "dynamo_config is refused: the launcher's torch.compile",
