@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from tests.launching import launch, launch_well
 from tests.parity.checks import reference
-from tests.parity.runs import curve, options
+from tests.parity.runs import config, curve, options
+from trainers.models import build_model
+from trainers.objectives.sft import SupervisedLoss
+from trainers.parallel.fsdp import _classes_by_size, _digests
 
 FSDP2 = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_cpu_ram_efficient_loading": False}
 FSDP1 = {
@@ -24,6 +28,7 @@ FSDP = {
     "fsdp2 cut by size": FSDP2 | SIZE | {"fsdp_reshard_after_forward": True},
     "fsdp2 weights read by rank 0 alone": FSDP2 | {"fsdp_cpu_ram_efficient_loading": True},
     "fsdp1 prefetch": FSDP1 | {"fsdp_backward_prefetch": "BACKWARD_PRE", "fsdp_forward_prefetch": True},
+    "fsdp1 cut by size": FSDP1 | SIZE,
     "fsdp1 no shard": FSDP1 | {"fsdp_sharding_strategy": "NO_SHARD"},
 }
 BUCKETS = {"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000, "overlap_comm": False}
@@ -69,12 +74,22 @@ def test_zero(name: str, tmp_path: Path) -> None:
     assert curve(finished).agrees(reference("full", True))
 
 
-def test_a_weight_that_the_wire_changed_is_seen(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("least", "classes"),
+    [
+        (0, ["LlamaAttention", "LlamaMLP"]),
+        (100_000, ["LlamaMLP"]),
+        (150_000, ["LlamaDecoderLayer"]),
+        (10_000_000, []),
+    ],
+)
+def test_units_by_size(least: int, classes: list[str]) -> None:
+    loss = SupervisedLoss(build_model(config("full", True)))
+    assert _classes_by_size(loss, ["LlamaDecoderLayer"], least) == classes
+
+
+def test_a_weight_that_the_wire_changed_is_seen() -> None:
     """Control of the comparison after RAM-efficient loading."""
-    import torch
-
-    from trainers.parallel.fsdp import _digests
-
     right = torch.randn(4, 3)
     wrong = right.clone()
     wrong[2, 1] = torch.nextafter(wrong[2, 1], torch.tensor(9.0))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
 from trainers.config import ConfigError, TrainConfig
@@ -138,6 +138,9 @@ def _set_wrap_policy(plugin: Any, loss: Any, version: int) -> None:
             f"fsdp_transformer_layer_cls_to_wrap={','.join(missing)} is no layer of {loss.base.config.model_type}; "
             f"its own are {', '.join(known) or 'not known'}"
         )
+    if plugin.auto_wrap_policy is size_based_auto_wrap_policy:
+        asked = plugin.transformer_cls_names_to_wrap = _classes_by_size(loss, known, plugin.min_num_params)
+        plugin.auto_wrap_policy = transformer_auto_wrap_policy if asked else None
     if plugin.auto_wrap_policy is not transformer_auto_wrap_policy:
         return
     if not (asked or known):
@@ -149,6 +152,27 @@ def _set_wrap_policy(plugin: Any, loss: Any, version: int) -> None:
         # FSDP 1 flattens a unit into one tensor of one dtype: fp32 adapters apart from the bf16 base.
         classes = {type(module) for module in loss.modules() if type(module).__name__ in (asked or known)}
         plugin.auto_wrap_policy = functools.partial(_layers_and_adapters, classes=tuple(classes))
+
+
+def _classes_by_size(loss: nn.Module, layers: list[str], least: int) -> list[str]:
+    """The smallest parts of decoder layers with more weights than `least`, by class; the layers where none is smaller.
+
+    The libraries' own policies by size cut lists of layers, which FSDP 2 refuses, and the output head, whose weight
+    the loss uses from outside.
+    """
+    blocks = [module for module in loss.modules() if type(module).__name__ in layers]
+    large = [part for block in blocks for part in block.modules() if _is_block(part) and _numel(part) > least]
+    smallest = [part for part in large if not any(below in large for below in part.modules() if below is not part)]
+    return sorted({type(part).__name__ for part in smallest})
+
+
+def _is_block(part: nn.Module) -> bool:
+    """Written for the architecture, such as its attention; no plain layer, which the output head may be too."""
+    return type(part).__module__.startswith("transformers") and bool(list(part.children()))
+
+
+def _numel(part: nn.Module) -> int:
+    return sum(weight.numel() for weight in part.parameters())
 
 
 def _layers_and_adapters(module: nn.Module, recurse: bool, nonwrapped_numel: int, classes: tuple[type, ...]) -> bool:
