@@ -8,7 +8,7 @@ TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint clean
+.PHONY: setup demo test parity lint clean
 
 setup: $(STAMP)
 
@@ -35,6 +35,9 @@ lint: setup
 
 test: setup lint
 	$(BIN)/python -m pytest
+
+parity: setup
+	$(BIN)/python -m pytest tests/parity -m ""
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

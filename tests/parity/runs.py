@@ -5,14 +5,27 @@ from __future__ import annotations
 import functools
 import itertools
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.launching import Finished, launch_well
 from tests.parity.plain import Curve
 from trainers.config import TrainConfig, build
 
 STEPS = 20
+long = pytest.mark.long
+
+
+def mostly_long(values: Iterable[Any], short: Iterable[Any]) -> list[Any]:
+    """Parameters of a test: all run under `make parity`, those in `short` under `make test` too."""
+    kept = list(short)
+    unpacked = [(value if isinstance(value, tuple) else (value,), value in kept) for value in values]
+    return [pytest.param(*value, marks=[] if is_short else [long]) for value, is_short in unpacked]
+
+
 OPTIONS: dict[str, Any] = {
     "model_name_or_path": "embedded",
     "dataset_name": "embedded",

@@ -12,7 +12,7 @@ import yaml
 
 from tests.launching import launch, launch_well
 from tests.parity.checks import reference
-from tests.parity.runs import config, curve, options
+from tests.parity.runs import config, curve, mostly_long, options
 from trainers.models import build_model
 from trainers.objectives.sft import SupervisedLoss
 from trainers.parallel.fsdp import _classes_by_size, _digests
@@ -55,7 +55,7 @@ def write(folder: Path, kind: str, **settings: Any) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("name", FSDP)
+@pytest.mark.parametrize("name", mostly_long(FSDP, ["fsdp2 cut by size", "fsdp2 weights read by rank 0 alone"]))
 def test_fsdp(name: str, tmp_path: Path) -> None:
     file = write(tmp_path, "FSDP", fsdp_config=FSDP[name])
     finished = launch_well(tmp_path / "run", 2, options("full", True), strategy=file)
@@ -64,7 +64,7 @@ def test_fsdp(name: str, tmp_path: Path) -> None:
     assert said == FSDP[name]["fsdp_cpu_ram_efficient_loading"]
 
 
-@pytest.mark.parametrize("name", ZERO)
+@pytest.mark.parametrize("name", mostly_long(ZERO, ["zero3 with auto everywhere"]))
 def test_zero(name: str, tmp_path: Path) -> None:
     json_file = tmp_path / "zero.json"
     json_file.write_text(json.dumps(ZERO[name]))

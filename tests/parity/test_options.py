@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.launching import Finished
-from tests.parity.runs import curve, run
+from tests.parity.runs import curve, long, mostly_long, run
 
 # bf16 against fp32, 20 steps of the embedded model, torch 2.13 on a CPU: the largest loss difference was 0.0012 with
 # all weights trained in fp32, and 0.024 with LoRA, whose frozen base is bf16 itself. The control, a learning rate off
@@ -22,18 +22,23 @@ def difference(one: Finished, other: Finished) -> float:
     return max(abs(a - b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("method", ["lora", "full"])
-@pytest.mark.parametrize("option", ["gradient_checkpointing", "eager attention"])
+CHOICES = [(option, method) for option in ("gradient_checkpointing", "eager attention") for method in ("lora", "full")]
+
+
+@pytest.mark.parametrize(
+    ("option", "method"), mostly_long(CHOICES, [("gradient_checkpointing", "full"), ("eager attention", "lora")])
+)
 def test_the_curve_stays(option: str, method: str) -> None:
     changes: dict[str, Any] = {"attn_implementation": "eager"} if option == "eager attention" else {option: True}
     assert curve(run(1, method, True, **changes)).agrees(curve(run(1, method, True)))
 
 
+@long
 def test_the_curve_stays_when_compiled() -> None:
     assert curve(run(1, "full", True, torch_compile=True)).agrees(curve(run(1, "full", True)))
 
 
-@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("method", mostly_long(["lora", "full"], ["full"]))
 def test_bf16_stays_in_its_band_and_keeps_master_weights_fp32(method: str) -> None:
     half = run(2, method, True, mixed_precision="bf16")
     assert 0 < difference(half, run(1, method, True)) < BF16_BAND[method]
@@ -42,7 +47,7 @@ def test_bf16_stays_in_its_band_and_keeps_master_weights_fp32(method: str) -> No
     assert "outside the promise that the strategy never changes the model: mixed_precision=bf16" in half.output
 
 
-@pytest.mark.parametrize(("method", "rate"), [("full", 5.5e-4), ("lora", 7.5e-4)])
+@pytest.mark.parametrize(("method", "rate"), mostly_long([("full", 5.5e-4), ("lora", 7.5e-4)], [("full", 5.5e-4)]))
 def test_another_rate_leaves_the_band(method: str, rate: float) -> None:
     """Control: the band can be left."""
     assert difference(run(1, method, True, learning_rate=rate), run(1, method, True)) > BF16_BAND[method]

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.parity import plain
 from tests.parity.checks import check_export, equal_after_resume, reference, resumed, same_bits
-from tests.parity.runs import config, curve, run
+from tests.parity.runs import config, curve, mostly_long, run
 from trainers.checkpoint import _seal, read_manifest, sha256
 from trainers.run_folder import write_json
 
@@ -25,7 +25,7 @@ def test_p2_equals_a_plain_page_of_pytorch(processes: int, method: str, packing:
     assert curve(run(processes, method, packing)).agrees(reference(method, packing))
 
 
-@pytest.mark.parametrize(("method", "packing"), [("full", True), ("lora", False)])
+@pytest.mark.parametrize(("method", "packing"), mostly_long([("full", True), ("lora", False)], [("full", True)]))
 def test_p2_on_four_processes(method: str, packing: bool) -> None:
     assert curve(run(4, method, packing)).agrees(reference(method, packing))
 
@@ -37,7 +37,7 @@ def test_evaluation_is_exact_on_any_number_of_ranks(method: str, packing: bool) 
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", mostly_long(METHODS, ["full"]))
 def test_accumulation_changes_nothing(method: str) -> None:
     """Accumulation 4, 2 and 1 on one process."""
     for size in (4, 8):
@@ -45,7 +45,7 @@ def test_accumulation_changes_nothing(method: str) -> None:
         assert curve(other).agrees(reference(method, False))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", mostly_long(METHODS, ["full"]))
 def test_ddp_2_equals_accumulation_2_bit_for_bit(method: str) -> None:
     assert same_bits(
         run(1, method, True, global_batch_size=4, per_device_train_batch_size=2),

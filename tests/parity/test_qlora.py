@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, set_seed
 from tests.launching import Finished
 from tests.parity import plain
 from tests.parity.checks import equal_after_resume, resumed, same_bits, stock_loss
-from tests.parity.runs import config, curve, run
+from tests.parity.runs import config, curve, long, mostly_long, run
 from trainers.config import TrainConfig
 from trainers.embedded import BASE_DIR
 from trainers.quantise import four_bit_layers
@@ -51,20 +51,22 @@ def sharded(strategy: str, again: int = 0) -> Finished:
     return run(processes, "qlora", True, strategy, again, per_device_train_batch_size=4 // processes)
 
 
-@pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize("processes", [1, 2])
+EACH = [(processes, packing) for processes in (1, 2) for packing in (True, False)]
+
+
+@pytest.mark.parametrize(("processes", "packing"), mostly_long(EACH, [(1, True)]))
 def test_p2_equals_a_plain_page_of_pytorch(processes: int, packing: bool) -> None:
     finished = run(processes, "qlora", packing)
     assert curve(finished).agrees(reference(packing))
     assert "4-bit layers     28" in finished.output
 
 
-@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("packing", mostly_long([True, False], [True]))
 def test_p2_single_equals_ddp(packing: bool) -> None:
     assert curve(run(2, "qlora", packing)).agrees(curve(run(1, "qlora", packing)))
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "hsdp", "zero1", "zero2"])
+@pytest.mark.parametrize("strategy", mostly_long(["fsdp2", "hsdp", "zero1", "zero2"], ["fsdp2"]))
 def test_p2_sharded_four_bit_weights_are_the_same_model(strategy: str) -> None:
     finished = sharded(strategy)
     assert curve(finished).agrees(reference(True))
@@ -73,6 +75,7 @@ def test_p2_sharded_four_bit_weights_are_the_same_model(strategy: str) -> None:
     assert finished.series("eval_loss")[-1] == pytest.approx(run(1, "qlora", True).series("eval_loss")[-1], abs=1e-5)
 
 
+@long
 def test_p0_and_p3_of_sharded_four_bit_weights(tmp_path: Path) -> None:
     assert same_bits(sharded("fsdp2"), sharded("fsdp2", again=1))
     moved = resumed(tmp_path / "moved", 2, "qlora", run(2, "qlora", True).checkpoints[0], "fsdp2")
@@ -81,6 +84,7 @@ def test_p0_and_p3_of_sharded_four_bit_weights(tmp_path: Path) -> None:
     assert joined.agrees(reference(True))
 
 
+@long
 def test_gradient_checkpointing_changes_nothing() -> None:
     assert curve(run(2, "qlora", True, gradient_checkpointing=True)).agrees(reference(True))
 
@@ -92,11 +96,13 @@ def test_without_quantisation_it_would_be_another_curve() -> None:
     assert abs(lora.losses[0] - qlora.losses[0]) > 3 * plain.LOSS_TOLERANCE, "before any update"
 
 
+@long
 @pytest.mark.parametrize("processes", [1, 2])
 def test_p0_rerun_is_the_same_bit_for_bit(processes: int) -> None:
     assert same_bits(run(processes, "qlora", True), run(processes, "qlora", True, again=1))
 
 
+@long
 def test_resume_is_bit_exact(tmp_path: Path) -> None:
     """The base is not in the checkpoint: it is quantised anew, to the same bits."""
     undisturbed = run(2, "qlora", True)
@@ -110,7 +116,7 @@ def test_checkpoints_hold_the_adapters_alone() -> None:
         assert all(".lora_" in name for name in names)
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", mostly_long(["single", "ddp", "fsdp2"], ["fsdp2"]))
 def test_p4_plain_peft_loads_the_adapter_and_gives_the_trainers_loss(strategy: str) -> None:
     finished = sharded("fsdp2") if strategy == "fsdp2" else run(1 if strategy == "single" else 2, "qlora", False)
     card = (finished.run.model / "README.md").read_text()

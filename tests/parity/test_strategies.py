@@ -12,7 +12,7 @@ import pytest
 
 from tests.launching import Finished, launch
 from tests.parity.checks import check_export, equal_after_resume, reference, resumed, same_bits
-from tests.parity.runs import curve, options, run
+from tests.parity.runs import curve, mostly_long, options, run
 from tests.parity.test_options import BF16_BAND, difference
 from trainers.strategies import load_strategy, strategy_names
 
@@ -58,7 +58,7 @@ def test_what_was_asked_for_is_what_ran(name: str) -> None:
         assert re.search(r"mesh +\{'dp_replicate': 2, 'dp_shard': 2\}", said)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", mostly_long(STRATEGIES, ["fsdp2", "zero2"]))
 def test_p0_rerun_is_the_same_bit_for_bit(name: str) -> None:
     assert same_bits(lora(name), lora(name, again=1))
 
@@ -77,7 +77,9 @@ def test_p4_plain_libraries_load_the_export(name: str) -> None:
     check_export(lora(name), "lora", False)
 
 
-@pytest.mark.parametrize(("before", "after"), [("fsdp2", "zero3"), ("zero2", "fsdp1"), ("hsdp", "ddp")])
+@pytest.mark.parametrize(
+    ("before", "after"), mostly_long([("fsdp2", "zero3"), ("zero2", "fsdp1"), ("hsdp", "ddp")], [("fsdp2", "zero3")])
+)
 def test_p3_a_checkpoint_moves_to_another_strategy(before: str, after: str, tmp_path: Path) -> None:
     moved = resumed(tmp_path / "moved", 2, "full", full(before).checkpoints[0], after)
     losses, norms = reference("full", True).losses[10:], reference("full", True).norms[10:]
@@ -85,17 +87,24 @@ def test_p3_a_checkpoint_moves_to_another_strategy(before: str, after: str, tmp_
     assert max(abs(a - b) / b for a, b in zip(moved.series("grad_norm"), norms, strict=True)) <= 1e-4
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "zero3"])
-def test_bf16_follows_the_same_compute_rule(name: str) -> None:
-    """bf16 differs from fp32 by its rounding, and from bf16 on one process by much less."""
-    half, alone = full(name, mixed_precision="bf16"), run(1, "full", True, mixed_precision="bf16")
-    assert 0 < difference(half, run(1, "full", True)) < BF16_BAND["full"]
-    assert re.search(r"trained weights +float32\n", half.output)
-    assert re.search(r"matrix products +bfloat16\n(.*\n)*? +norms +float32\n", half.output)
-    assert difference(half, alone) < BF16_BAND["full"]
+@pytest.mark.parametrize(
+    ("name", "method"), mostly_long([("fsdp2", "full"), ("zero3", "full"), ("fsdp1", "lora")], [("fsdp2", "full")])
+)
+def test_bf16_follows_the_same_compute_rule(name: str, method: str) -> None:
+    """One process's bf16 to fp32 accuracy before the first update; its rounding is amplified after that.
+
+    fsdp1 with adapters has two dtypes, which it can only hold in units of their own.
+    """
+    half, alone = (run(world, method, True, one, mixed_precision="bf16") for world, one in ((2, name), (1, None)))
+    assert half.series("loss")[0] == pytest.approx(alone.series("loss")[0], abs=1e-6)
+    assert half.series("grad_norm")[0] == pytest.approx(alone.series("grad_norm")[0], rel=1e-5)
+    assert 0 < difference(half, run(1, method, True)) < BF16_BAND[method]
+    frozen, norms = ("bfloat16", "bfloat16") if method == "lora" else ("none", "float32")
+    assert re.search(rf"trained weights +float32\n +frozen weights +{frozen}\n", half.output)
+    assert re.search(rf"matrix products +bfloat16\n(.*\n)*? +norms +{norms}\n", half.output)
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "zero3"])
+@pytest.mark.parametrize("name", mostly_long(["fsdp2", "zero3"], ["fsdp2"]))
 def test_a_fault_on_purpose_is_seen(name: str) -> None:
     """Control: averaging the means of micro-batches leaves the tolerance under sharding too."""
     assert not curve(full(name, control="mean-of-means")).agrees(reference("full", True))
