@@ -9,11 +9,14 @@ import re
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from tests.launching import Finished, launch
-from tests.parity.checks import check_export, equal_after_resume, reference, resumed, same_bits
+from tests.parity.checks import check_export, equal_after_resume, reference, resumed, same_bits, stock_loss
 from tests.parity.runs import curve, mostly_long, options, run
 from tests.parity.test_options import BF16_BAND, difference
+from trainers.embedded import BASE_DIR
+from trainers.export import export_again
 from trainers.strategies import load_strategy, strategy_names
 
 NEEDS_ACCELERATOR = {"fsdp2_offload"}
@@ -75,6 +78,16 @@ def test_resume_is_bit_exact(name: str, tmp_path: Path) -> None:
 def test_p4_plain_libraries_load_the_export(name: str) -> None:
     check_export(full(name), "full", True)
     check_export(lora(name), "lora", False)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_p4_merged_adapters_are_the_trained_model(name: str, tmp_path: Path) -> None:
+    export_again(lora(name).run, tmp_path / "merged", "merged", None)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager").eval()
+    trained = lora(name).series("eval_loss")[-1]
+    assert stock_loss(model, "lora") == pytest.approx(trained, abs=1e-5)
+    base = AutoModelForCausalLM.from_pretrained(BASE_DIR, attn_implementation="eager").eval()
+    assert abs(stock_loss(base, "lora") - trained) > 1e-2, "control: an empty adapter would be the base"
 
 
 @pytest.mark.parametrize(

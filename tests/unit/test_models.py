@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trainers.attention import KERNELS
 from trainers.config import ConfigError, TrainConfig, build
 from trainers.embedded import BASE_DIR
-from trainers.models import _drop_dropout, add_adapters, load_base, probe_attention
+from trainers.models import _drop_dropout, add_adapters, build_model, load_base, probe_attention
 from trainers.objectives.sft import SupervisedLoss, linear_cross_entropy
 
 TINY = {
@@ -47,6 +48,26 @@ def test_models_that_would_train_on_the_future_are_refused(family: str, packing:
     """They never ask for the attention they are given, and run without any mask."""
     with pytest.raises(ConfigError, match="through the attention they bring"):
         probe(tiny(family), packing)
+
+
+def seeing(folder: Path) -> str:
+    """A tiny model with a vision tower beside its text decoder, saved."""
+    text = {name: value for name, value in TINY.items() if name in ("vocab_size", "hidden_size", "intermediate_size")}
+    text |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    shape = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    AutoModelForCausalLM.from_config(shape).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_what_text_does_not_reach_is_never_trained(method: str, tmp_path: Path) -> None:
+    """Its weights would get no gradient, which DDP waits for in vain; an adapter there would do nothing."""
+    model = build_model(config(model_name_or_path=seeing(tmp_path), method=method))
+    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    assert any("language_model" in name for name in trained)
+    assert not [name for name in trained if "vision" in name or "projector" in name]
 
 
 def test_a_model_that_builds_its_own_mask_is_refused() -> None:
