@@ -181,8 +181,8 @@ def cannot_run(strategy: Strategy, method: str, has_gpu: bool) -> str | None:
         "fsdp_sync_module_states=true needs an accelerator, and there is none; write false, or use fsdp2": (
             strategy.fsdp_version == 1 and strategy.fsdp.get("fsdp_sync_module_states", True) and not has_gpu
         ),
-        "DeepSpeed builds its CPU Adam with a C++ compiler, and there is none; install g++": (
-            deepspeed and offloads and not (shutil.which("c++") or shutil.which("g++"))
+        "DeepSpeed builds what it needs on a CPU with a C++ compiler, and there is none; install g++": (
+            deepspeed and (offloads or not has_gpu) and not (shutil.which("c++") or shutil.which("g++"))
         ),
         f"method=qlora: FSDP 1 would put 4-bit and fp32 weights into one flat tensor; {spreads}": (
             quantised and strategy.fsdp_version == 1

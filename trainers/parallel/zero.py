@@ -44,7 +44,7 @@ class Zero:
             optimizer: Any = DummyOptim(groups, lr=config.scaled_learning_rate(), weight_decay=config.weight_decay)
         else:
             optimizer = build_optimizer(groups, config)
-        _build_cpu_adam(settings)
+        _build_extensions(settings)
         self.model, _ = accelerator.prepare(loss, optimizer)
         self.optimizer = self.model.optimizer
 
@@ -144,20 +144,25 @@ def _fill(settings: dict[str, Any], config: TrainConfig, world: int, hidden: int
     chosen.update({name: auto[name] for name, value in chosen.items() if value == "auto" and name in auto})
 
 
-def _build_cpu_adam(settings: dict[str, Any]) -> None:
-    """Compiles DeepSpeed's CPU Adam once, one rank at a time, in a folder of our own.
+def _build_extensions(settings: dict[str, Any]) -> None:
+    """Compiles what DeepSpeed will load, in a folder of our own, one rank and one run at a time.
 
     torch's builder waits for ever on the lock file of a build that was killed; under our lock such a file is stale.
     """
-    offloaded = settings["zero_optimization"].get("offload_optimizer") or {}
-    if offloaded.get("device", "none") == "none":
-        return
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tunesmith" / "torch_extensions"
     folder = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache)))
     folder.mkdir(parents=True, exist_ok=True)
-    from deepspeed.ops.op_builder import CPUAdamBuilder
+    from deepspeed.accelerator import get_accelerator
 
+    offloaded = (settings["zero_optimization"].get("offload_optimizer") or {}).get("device", "none") != "none"
+    kind = str(settings.get("optimizer", {}).get("type", "none")).lower()
+    adam = "CPUAdamBuilder" if offloaded else "FusedAdamBuilder"
+    needed = {
+        "ShareMemCommBuilder": get_accelerator().device_name() == "cpu",
+        adam: offloaded or kind in ("adam", "adamw"),
+    }
     with FileLock(folder / "tunesmith.lock"):
-        for stale in folder.glob("**/cpu_adam/lock"):
+        for stale in folder.glob("**/lock"):
             stale.unlink()
-        CPUAdamBuilder().load(verbose=False)
+        for name in [name for name, wanted in needed.items() if wanted]:
+            get_accelerator().create_op_builder(name).load(verbose=False)
