@@ -30,6 +30,7 @@ from trainers.parallel.cpu import adapt_to_cpu
 from trainers.parallel.fsdp import FullySharded
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.replicated import Replicated
+from trainers.parallel.shards import check_whole
 from trainers.run_folder import LIVE_STATES, Process, RunFolder
 from trainers.self_check import Census
 from trainers.strategies import Strategy
@@ -97,6 +98,8 @@ def backend(
         wrapped = Zero(loss, config, made, ranks)
     else:
         wrapped = Replicated(loss, config, made)
+    if strategy.distributed_type in ("FSDP", "DEEPSPEED"):
+        check_whole(wrapped.shards(), ranks)
     with Census(loss) as census:
         probe_attention(wrapped.model, loss.base, config.packing, ranks.device)
     return wrapped, census

@@ -304,6 +304,7 @@ class Fit:
         progress.stale_evaluations = 0 if enough else progress.stale_evaluations + 1
         if before is None or better > before:
             progress.best_score, progress.best_step, progress.best_results = better, progress.step, found
+            self.saved_at = -1  # a checkpoint of this very step does not know it yet
             if job.config.load_best_model_at_end:
                 self._save()
 

@@ -172,8 +172,10 @@ def probe_attention(wrapped: nn.Module, base: PreTrainedModel, packing: bool, de
         with torch.compiler.set_stance("force_eager"):  # no graph for a shape that never comes again
             wrapped(ids, place % half if packing else place, documents, place.flatten()[:1], place.flatten()[:1])
     except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError) as error:
+        under = "" if type(wrapped).__name__ == "SupervisedLoss" else f" under {type(wrapped).__name__}"
         raise ConfigError(
-            f"{base.config.model_type} models cannot be trained here: {error}; use another model"
+            f"{base.config.model_type} models cannot be trained here{under}: {error}; use another model"
+            + (" or strategy" if under else "")
         ) from None
     finally:
         hook.remove()

@@ -86,7 +86,7 @@ def compare(
         Line("trained weights", "float32", _dtypes(trained)),
         Line("frozen weights", frozen_dtype, _dtypes(frozen)),
         *([_float8(loss)] if config.mixed_precision == "fp8" else []),
-        *(_four_bits(strategy, loss) if config.method == "qlora" else []),
+        *(_four_bits(strategy, backend, loss) if config.method == "qlora" else []),
         Line("matrix products", _name(compute_dtype(config)), ", ".join(sorted(census.linear))),
         Line("own accumulation", "1", str(accelerator.gradient_accumulation_steps)),
         Line("attention", KERNELS[config.attn_implementation], str(loss.base.config._attn_implementation)),
@@ -99,7 +99,7 @@ def _float8(loss: SupervisedLoss) -> Line:
     return Line("float8 layers", str(len(fitting_layers(loss.base))), str(kinds.count("Float8Linear")))
 
 
-def _four_bits(strategy: Strategy, loss: SupervisedLoss) -> list[Line]:
+def _four_bits(strategy: Strategy, backend: Backend, loss: SupervisedLoss) -> list[Line]:
     """Half a byte per weight in every linear layer but the output head, and cut like all others where weights are cut.
 
     Accelerate leaves 4-bit weights of an integer dtype whole on every rank, with a warning.
@@ -110,13 +110,12 @@ def _four_bits(strategy: Strategy, loss: SupervisedLoss) -> list[Line]:
     if strategy.sharded:
         weights: list[Any] = [layer.weight for layer in layers]
         here = sum(one.to_local().numel() if isinstance(one, DTensor) else one.numel() for one in weights)
-        lines.append(_share("4-bit share", here, sum(one.numel() for one in weights), strategy))
+        lines.append(_share("4-bit share", here, sum(one.numel() for one in weights), backend.held()[2]))
     return lines
 
 
-def _share(what: str, here: int, whole: int, strategy: Strategy) -> Line:
+def _share(what: str, here: int, whole: int, ways: int) -> Line:
     """How much of what is cut is on this rank. Weights that do not divide make a share a little larger or smaller."""
-    ways = strategy.mesh.get("dp_shard", strategy.num_processes)
     even = abs(here * ways / max(whole, 1) - 1) < 0.25
     return Line(what, f"1/{ways}", f"1/{ways}" if even else f"{here / max(whole, 1):.3f}")
 
@@ -136,9 +135,8 @@ def _layout(strategy: Strategy, accelerator: Any, backend: Backend) -> list[Line
         got_place = next((place for place in ("nvme", "cpu") if place in places), "none")
         lines.append(Line("offload", strategy.offload, got_place))
     if strategy.sharded or strategy.zero_stage:
-        shards = backend.shards()
-        here, whole = sum(one.elements for one in shards), sum(one.numel for one in shards)
-        lines.append(_share("trained share", here, whole, strategy))
+        what = "weights held" if strategy.sharded else "Adam's share"
+        lines.append(_share(what, *backend.held()))
     return lines
 
 

@@ -35,6 +35,9 @@ class Backend(Protocol):
     def step(self) -> None:
         """Updates the weights and drops the gradients."""
 
+    def held(self) -> tuple[int, int, int]:
+        """Elements on this rank of what is cut, elements of the whole, and into how many parts it is cut."""
+
     def shards(self) -> list[Shard]:
         """This rank's run of every trained weight, in the same order on every rank."""
 

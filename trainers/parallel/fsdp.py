@@ -46,6 +46,7 @@ class FullySharded:
         self.version = 2 if accelerator.is_fsdp2 else 1
         self.shapes = {name: weight.shape for name, weight in trained_names(loss.model)}
         _set_wrap_policy(plugin, loss, self.version)
+        self.whole = _numel(loss)
         digests = _digests(loss.model.named_parameters()) if plugin.cpu_ram_efficient_loading and ranks.is_main else {}
         if self.version == 2:
             optimizer = build_optimizer(parameter_groups(trained_names(loss.model), self.shapes, config), config)
@@ -77,6 +78,11 @@ class FullySharded:
             return self.model.process_group
         weight: Any = self.trained[0][1]
         return weight.device_mesh.get_group(weight.device_mesh.ndim - 1)
+
+    def held(self) -> tuple[int, int, int]:
+        """See `Backend`; frozen weights too."""
+        here = sum(_local(weight).numel() for weight in self.model.parameters())
+        return here, self.whole, distributed.get_world_size(self._shard_group())
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         """Nothing to hold back: whole gradients would not fit."""
@@ -148,6 +154,8 @@ def _set_wrap_policy(plugin: Any, loss: Any, version: int) -> None:
             f"{loss.base.config.model_type} names no layer to cut at, so the whole model would be gathered at once; "
             "set fsdp_transformer_layer_cls_to_wrap in the Accelerate file"
         )
+    if version == 1:
+        _refuse_odd_adapters(loss)
     if version == 1 and len({weight.dtype for weight in loss.parameters()}) > 1:
         # FSDP 1 flattens a unit into one tensor of one dtype: fp32 adapters apart from the bf16 base.
         classes = {type(module) for module in loss.modules() if type(module).__name__ in (asked or known)}
@@ -173,6 +181,19 @@ def _is_block(part: nn.Module) -> bool:
 
 def _numel(part: nn.Module) -> int:
     return sum(weight.numel() for weight in part.parameters())
+
+
+def _refuse_odd_adapters(loss: nn.Module) -> None:
+    """Adapters that FSDP 1 cannot flatten: on fused experts, and, in a dtype of their own, on embeddings."""
+    mixed = len({weight.dtype for weight in loss.parameters()}) > 1
+    for name, part in loss.named_modules():
+        kind = type(part).__name__
+        odd = [one for one in part.parameters(recurse=False) if one.requires_grad] and not isinstance(part, nn.Linear)
+        if kind == "ParamWrapper" or (mixed and odd):
+            raise ConfigError(
+                f"fsdp1 cannot cut the adapter at {_plain(name)} ({kind}); use --strategy fsdp2, or leave that module "
+                "out of lora_target_modules"
+            )
 
 
 def _layers_and_adapters(module: nn.Module, recurse: bool, nonwrapped_numel: int, classes: tuple[type, ...]) -> bool:

@@ -46,6 +46,11 @@ class Replicated:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
+    def held(self) -> tuple[int, int, int]:
+        """See `Backend`; nothing is cut."""
+        whole = sum(weight.numel() for weight in self.model.parameters())
+        return whole, whole, 1
+
     def shards(self) -> list[Shard]:
         """See `Backend`; every run is a whole weight."""
         return [_shard(name, weight, self.optimizer.state) for name, weight in self.trained]

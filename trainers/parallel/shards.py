@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import distributed
 
+from trainers.errors import TrainingError
 from trainers.parallel.ranks import Ranks
 
 WEIGHT = "model"
@@ -52,6 +53,20 @@ class Shard:
         """Takes this rank's run out of a whole tensor."""
         here = self.tensors[key]
         here.copy_(whole.reshape(-1)[self.start : self.start + here.numel()])
+
+
+def check_whole(shards: list[Shard], ranks: Ranks) -> None:
+    """Every element of every weight is on exactly one rank, replicas apart: what a checkpoint relies on. Collective.
+
+    Raises:
+        TrainingError: naming a weight of which there is too little or too much.
+    """
+    mine = {one.name: one.elements if one.primary else 0 for one in shards}
+    sizes = ranks.gather(mine)
+    for one in shards:
+        held = [size[one.name] for size in sizes]
+        if sum(held) != one.numel and held != [one.numel] * ranks.world:
+            raise TrainingError(f"{one.name} has {one.numel} elements, the ranks hold {held} of them")
 
 
 def steps_of(shards: list[Shard], ranks: Ranks) -> dict[str, float]:

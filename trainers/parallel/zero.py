@@ -16,6 +16,7 @@ import torch
 from filelock import FileLock
 
 from trainers.config import TrainConfig
+from trainers.errors import TrainingError
 from trainers.models import build_optimizer, parameter_groups
 from trainers.parallel.backend import trained_names
 from trainers.parallel.ranks import Ranks
@@ -47,9 +48,33 @@ class Zero:
         _build_extensions(settings)
         self.model, _ = accelerator.prepare(loss, optimizer)
         self.optimizer = self.model.optimizer
+        self._check_layout()
+
+    def _check_layout(self) -> None:
+        """Each fp32 run equals its place in the working weight: DeepSpeed's own account of its layout is not enough.
+
+        Raises:
+            TrainingError: on every rank, naming a weight; its checkpoints would be scrambled.
+        """
+        wrong, weights = "", dict[str, Any](self.trained)
+        for shard in self.shards():
+            weight = weights[name := shard.name]
+            work = weight.ds_tensor if self.stage == 3 else weight.detach().reshape(-1)[shard.start :]
+            if not torch.equal(shard.tensors[WEIGHT].cpu(), work[: shard.elements].float().cpu()):
+                wrong = name
+        problem = TrainingError(f"{wrong} is not where DeepSpeed says; change its settings") if wrong else None
+        self.ranks.agree(problem, "checking the layout of the weights")
+
+    def held(self) -> tuple[int, int, int]:
+        """See `Backend`; all weights under ZeRO 3, the optimizer's of the trained ones under 1 and 2."""
+        if self.stage == 3:
+            weights: list[Any] = list(self.model.module.parameters())
+            return sum(one.ds_tensor.numel() for one in weights), sum(one.ds_numel for one in weights), self.ranks.world
+        shards = self.shards()
+        return sum(one.elements for one in shards), sum(one.numel for one in shards), self.ranks.world
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
-        """Tells the engine where a step ends; our last batch of an epoch may have fewer micro-batches."""
+        """Tells the engine where a step ends; its own count of micro-batches is left at one."""
         self.model.set_gradient_accumulation_boundary(last)
         return nullcontext()
 
@@ -127,6 +152,7 @@ def _fill(settings: dict[str, Any], config: TrainConfig, world: int, hidden: int
     )
     for name in ("bf16", "fp16"):
         settings[name] = {"enabled": False}
+    settings.pop("scheduler", None)  # all "auto", as the check demands; the script sets the rate
     zero = settings["zero_optimization"]
     sizes = {
         "reduce_bucket_size": hidden * hidden,
@@ -155,11 +181,12 @@ def _build_extensions(settings: dict[str, Any]) -> None:
     from deepspeed.accelerator import get_accelerator
 
     offloaded = (settings["zero_optimization"].get("offload_optimizer") or {}).get("device", "none") != "none"
-    kind = str(settings.get("optimizer", {}).get("type", "none")).lower()
+    chosen = settings.get("optimizer", {})
+    kind = str(chosen.get("type", "none")).lower()
     adam = "CPUAdamBuilder" if offloaded else "FusedAdamBuilder"
     needed = {
         "ShareMemCommBuilder": get_accelerator().device_name() == "cpu",
-        adam: offloaded or kind in ("adam", "adamw"),
+        adam: (offloaded or kind in ("adam", "adamw")) and not chosen.get("params", {}).get("torch_adam"),
     }
     with FileLock(folder / "tunesmith.lock"):
         for stale in folder.glob("**/lock"):
