@@ -6,6 +6,7 @@ as they would share the cores and the memory.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -26,7 +27,7 @@ from app.runs import metrics
 from app.supervisor import Listener
 from app.training import CheckBroke, how_it_ended, interruptible, launch, preflight, where
 from trainers.config import ConfigError
-from trainers.run_folder import RunFolder, read_json
+from trainers.run_folder import RunFolder, read_json, register_outside, registry
 
 LOSS_TOLERANCE = 1e-5
 """Largest difference of a step's loss."""
@@ -140,7 +141,11 @@ def prove_verb(words: Sequence[str]) -> int:
 
 
 def exit_status(document: Mapping[str, Any]) -> int:
-    """0 done, 1 a row failed or none could be judged, 130 interrupted."""
+    """0 done, 1 a row failed or none could be judged, 130 interrupted.
+
+    A row without a verdict cannot run on this machine, which is no failure beside rows that pass; alone it proves
+    nothing.
+    """
     if document["interrupted"]:
         return 130
     if control := document["control"]:
@@ -201,8 +206,10 @@ class Proof:
             say(clean(f"prove sets {line['option']}={line['used']} in place of {line['given']}{why}"))
         for warning in self.plan.warnings:
             say("warning: " + clean(warning))
-        for row in [] if self.quiet else self.plan.rows:
-            if row.reason:
+        for row in self.plan.rows:
+            for warning in row.warnings:
+                say("warning: " + clean(f"{row.strategy}: {warning}"))
+            if row.reason and not self.quiet:
                 say(clean(f"{row.strategy} cannot run on this machine: {row.reason}"))
 
     def _train_all(self) -> None:
@@ -255,6 +262,8 @@ class Proof:
         began = time.monotonic()
         preflight(job, quiet=True)
         try:
+            # Lists pass over what lies inside a report; while a run lives they must find it, as prove may be killed.
+            register_outside(job.run, job.run.path)
             state = launch(job, self._display(job), self.outer)
             entry |= {"seconds": round(time.monotonic() - began, 1), "run_dir": str(job.run.path)}
             entry["weights_sha256"] = _weights_digest(job.run)
@@ -262,11 +271,12 @@ class Proof:
                 entry["state"] = state["state"]
                 self._note_origin(job.run)
             if state["state"] == "stopped":
-                entry["reason"] = f"interrupted: {how_it_ended(state)}"
+                entry["reason"] = f"interrupted: {how_it_ended(state | {'cause': _lost(state.get('cause'))})}"
                 raise KeyboardInterrupt
             return state
         finally:
             _tidy(job.run)
+            _unregister(job.run)
 
     def _display(self, job: Job) -> AbstractContextManager[Listener]:
         return progress_display(job.run, self.quiet or not sys.stderr.isatty(), job.warnings)
@@ -312,7 +322,7 @@ def _blank(row: Row, method: str) -> dict[str, Any]:
     """A row of the document before its run."""
     numbers = dict.fromkeys(("max_loss_difference", "max_grad_norm_difference", "bit_equal_steps", "passed"))
     named = {"strategy": row.strategy, "world_size": row.world_size, "method": method}
-    return {**named, **numbers, "reason": row.reason}
+    return {**named, **numbers, "reason": row.reason, "warnings": row.warnings}
 
 
 def _failure(state: Mapping[str, Any]) -> str | None:
@@ -334,4 +344,19 @@ def _tidy(run: RunFolder) -> None:
     for folder in (run.checkpoints, run.model, *run.path.glob("export-*")):
         shutil.rmtree(folder, ignore_errors=True)
     if run.state_file.exists():
-        run.write_state(export_dir=None)
+        run.write_state(export_dir=None, cause=_lost((run.read_state() or {}).get("cause")))
+
+
+def _lost(cause: str | None) -> str | None:
+    """The cause of a stop without its promise that a resume goes on: prove keeps no checkpoint."""
+    if not cause or "resume goes on from there" not in cause:
+        return cause
+    return f"{cause.partition('; ')[0]}; prove keeps no checkpoint of it, run prove again"
+
+
+def _unregister(run: RunFolder) -> None:
+    """Takes back what `register_outside` noted."""
+    for path in registry().glob("*.json"):
+        if (read_json(path) or {}).get("run_dir") == str(run.path.resolve()):
+            with contextlib.suppress(OSError):
+                path.unlink()

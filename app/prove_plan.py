@@ -5,19 +5,22 @@ Every run is a job of `tunesmith train`, so that what is proved is what the user
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
+from app.console import shortened
 from app.hardware import CPU_PROCESSES, choose_devices
 from app.request import Job, Words, told, train_job
-from trainers.config import ConfigError, TrainConfig
+from trainers.config import ConfigError, TrainConfig, unknown_option
 from trainers.options import Request, parse_request, read_yaml
 from trainers.run_folder import new_run_id
 from trainers.strategies import Strategy, cannot_run, load_strategy, resolve, strategy_names
@@ -49,12 +52,14 @@ class Row:
         world_size: processes.
         job: None when it cannot run here.
         reason: then why.
+        warnings: about this strategy alone.
     """
 
     strategy: str
     world_size: int
     job: Job | None = None
     reason: str | None = None
+    warnings: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -146,7 +151,7 @@ def make_plan(words: Words) -> Plan:
     """
     mistakes = _Mistakes()
     asked = _read(words, mistakes)
-    steps = mistakes.of(lambda: _count(asked.own.get("steps", STEPS), "steps"))
+    steps = mistakes.of(lambda: _count(asked.own.get("steps", STEPS), "steps", STEPS))
     settings = {**_known(SETTINGS), "max_steps": str(steps or STEPS), **(mistakes.of(lambda: _layers(asked)) or {})}
     _refuse_others(words, asked, mistakes)
     config = mistakes.of(asked.config)
@@ -156,7 +161,7 @@ def make_plan(words: Words) -> Plan:
     alone = {**settings, **places, "per_device_train_batch_size": "1"}
     first = mistakes.of(lambda: asked.job({"strategy": "single", "num_processes": "1"}, alone))
     if mistakes or not (steps and entries and config and folder and first):
-        raise ConfigError(mistakes)
+        raise ConfigError(_in_its_words(mistakes, asked, config, folder))
     plan = Plan(folder, steps, config.control, first, [])
     _fill(plan, asked, entries, settings, first.config)
     return plan
@@ -175,15 +180,59 @@ def _fill(plan: Plan, asked: _Asked, entries: list[_Entry], settings: dict[str, 
     plan.reference = job(REFERENCE, _devices(asked, 1) | {"strategy": "single"}, "none")
     plan.warnings = [line for line in plan.reference.warnings if line.partition("=")[0].split()[0] in asked.chosen]
     plan.overrides = _overrides(asked, given, plan.reference.config, settings, sizes)
+    plan.overrides += [
+        {"option": "mixed_precision", "given": entry.precision, "used": "no", "why": f"written in {entry.spec}"}
+        for entry in entries
+        if entry.precision
+    ]
     for entry in entries:
         row = Row(entry.name, entry.strategy.num_processes, reason=entry.reason)
         plan.rows.append(row)
         if row.reason:
             continue
         try:
-            row.job = job(entry.name, _devices(asked, row.world_size) | {"strategy": entry.spec}, plan.control)
+            with _file_of(entry) as spec:
+                row.job = job(entry.name, _devices(asked, row.world_size) | {"strategy": spec}, plan.control)
         except ConfigError as error:
+            if entry.is_file:
+                raise
             row.reason = "; ".join(error.mistakes)
+        else:
+            row.warnings = _own_warnings(row.job.strategy)
+
+
+def _own_warnings(strategy: Strategy) -> list[str]:
+    """What the user should know of one row: all rows share the config, so that only the strategy can differ."""
+    outside = strategy.outside_parity()
+    return [f"outside the promise that the strategy never changes the model: {', '.join(outside)}"] if outside else []
+
+
+def _in_its_words(lines: list[str], asked: _Asked, config: TrainConfig | None, folder: Path | None) -> list[str]:
+    """Mistakes that speak of `train` or of the reference's folder, in terms of what the user wrote for `prove`."""
+    told_lines = []
+    for line in lines:
+        if line.startswith("unknown option ") or " is no option of the config" in line:
+            line = _unknown(line, asked)
+        if config and folder:
+            own = (
+                f"output_dir={shortened(str(folder))}"
+                if config.output_dir
+                else f"runs_dir={shortened(str(folder.parent))}"
+            )
+            line = line.replace(f"output_dir={shortened(str(folder / REFERENCE))}", own)
+            line = line.replace("choose another runs_dir", f"choose another {own.partition('=')[0]}")
+        told_lines.append(line)
+    return told_lines
+
+
+def _unknown(line: str, asked: _Asked) -> str:
+    name = line.removeprefix("unknown option ").partition("; ")[0]
+    if name in _OWN:  # a flag would have been taken, so that it stands in the config file
+        return f"{name} is no option of the config; write --{name} on the command line of `tunesmith prove`"
+    if name in asked.request.options:
+        known = [*_OWN, *(option for option in TrainConfig.model_fields if option != "max_steps")]
+        line = unknown_option(name, known)
+    return line.replace("`tunesmith train", "`tunesmith prove")
 
 
 def _known(options: Mapping[str, str]) -> dict[str, str]:
@@ -191,10 +240,10 @@ def _known(options: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in options.items() if name in TrainConfig.model_fields}
 
 
-def _count(value: Any, name: str) -> int:
+def _count(value: Any, name: str, example: int) -> int:
     text = str(value)
     if not (text.isascii() and text.isdigit() and 1 <= int(text) <= MOST_COUNT):
-        raise ConfigError(f"{name}={text!r} is no number of {name}; write 1 to {MOST_COUNT}, e.g. --{name} {STEPS}")
+        raise ConfigError(f"{name}={text!r} is no number of {name}; write 1 to {MOST_COUNT}, e.g. --{name} {example}")
     return int(text)
 
 
@@ -204,7 +253,7 @@ def _layers(asked: _Asked) -> dict[str, str]:
         return {}
     if "num_hidden_layers" in asked.chosen:
         raise ConfigError("--layers and num_hidden_layers are both given; they are the same, keep one")
-    return {"num_hidden_layers": str(_count(asked.own["layers"], "layers"))}
+    return {"num_hidden_layers": str(_count(asked.own["layers"], "layers", 2))}
 
 
 def _refuse_others(words: Words, asked: _Asked, mistakes: _Mistakes) -> None:
@@ -244,15 +293,36 @@ def _folder(asked: _Asked, config: TrainConfig) -> Path:
 
 @dataclass
 class _Entry:
-    """A strategy that was asked for: its name or file, resolved for its processes, and why it cannot run."""
+    """A strategy that was asked for: its name or file, resolved for its processes, and why it cannot run.
+
+    `precision` is what the file says of it, where prove sets another.
+    """
 
     spec: str
     strategy: Strategy
     reason: str | None
+    precision: str | None = None
 
     @property
     def name(self) -> str:
         return self.strategy.name
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it is the user's own, where what does not fit is a wrong request."""
+        return self.spec not in strategy_names()
+
+
+@contextlib.contextmanager
+def _file_of(entry: _Entry) -> Iterator[str]:
+    """What `--strategy` gets: the user's word, or for its duration a copy of the file without its precision."""
+    if not entry.precision:
+        yield entry.spec
+        return
+    with tempfile.TemporaryDirectory(prefix="tunesmith-") as folder:
+        path = Path(folder) / "strategy.yaml"
+        path.write_text(entry.strategy.dump(), encoding="utf-8")
+        yield str(path)
 
 
 def _entries(asked: _Asked, method: str) -> list[_Entry]:
@@ -266,13 +336,19 @@ def _entries(asked: _Asked, method: str) -> list[_Entry]:
     ids = mistakes.of(lambda: _gpu_ids(asked))
     if mistakes or ids is None:
         raise ConfigError(mistakes)
-    return [_entry(spec, strategy, ids, _wanted(asked), method) for spec, strategy in named]
+    entries = [mistakes.of(lambda one=one: _entry(*one, ids, _wanted(asked), method)) for one in named]  # type: ignore[misc]
+    if mistakes:
+        raise ConfigError(mistakes)
+    return [entry for entry in entries if entry]
 
 
 def _strategies(text: str, mistakes: _Mistakes) -> list[tuple[str, Strategy]]:
     """Names or files, and what they mean; each run has its own folder, so that each name stands once."""
     specs = strategy_names() if text == "all" else [word.strip() for word in text.split(",")]
     found: list[tuple[str, Strategy]] = []
+    if "all" in specs:
+        mistakes.append(f"strategies={told(text)}: `all` stands alone; write --strategies all, or name each")
+        specs = [spec for spec in specs if spec != "all"]
     for spec in specs:
         strategy = mistakes.of(lambda spec=spec: _load(spec))  # type: ignore[misc]
         if strategy and strategy.name in [REFERENCE, *(other.name for _, other in found)]:
@@ -289,12 +365,20 @@ def _load(spec: str) -> Strategy:
 
 
 def _entry(spec: str, strategy: Strategy, ids: list[int], wanted: int | None, method: str) -> _Entry:
+    written = strategy.values.get("mixed_precision")
+    precision = written if written in ("fp16", "bf16") else None
+    if precision:  # prove sets its own precision, so that the file's is no contradiction
+        values = {key: value for key, value in strategy.values.items() if key != "mixed_precision"}
+        strategy = replace(strategy, values=values)
     world = _world(strategy, wanted)
-    reason = cannot_run(strategy, method, bool(ids)) or _too_few(world, ids)
+    entry = _Entry(spec, strategy, cannot_run(strategy, method, bool(ids)) or _too_few(world, ids), precision)
     try:
-        return _Entry(spec, resolve(strategy, world, "no"), reason)
+        entry.strategy = resolve(strategy, world, "no")
     except ConfigError as error:
-        return _Entry(spec, strategy, reason or "; ".join(error.mistakes))
+        if entry.is_file:
+            raise
+        entry.reason = entry.reason or "; ".join(error.mistakes)
+    return entry
 
 
 def _too_few(world: int, ids: list[int]) -> str | None:

@@ -20,6 +20,9 @@ from trainers.run_folder import write_atomic, write_json
 
 HEADERS = ("strategy", "world", "max loss difference", "max gradient-norm difference", "bit-equal steps", "verdict",
            "reason")  # fmt: skip
+_SHORT = ("strategy", "world", "loss diff", "norm diff", "same bits", "verdict")
+_EXPENDABLE = ("same bits", "norm diff", "world", "loss diff")
+"""Columns that a narrow terminal goes without; never the strategy, whose names differ in their last letters."""
 _PACKAGES = ("tunesmith", "torch", "accelerate", "transformers", "datasets", "peft", "safetensors", "deepspeed",
              "bitsandbytes")  # fmt: skip
 _MODEL_FILES = ("config.json", "*.safetensors", "tokenizer.json", "tokenizer_config.json")
@@ -101,7 +104,10 @@ def summary(document: Mapping[str, Any]) -> list[str]:
 def show(document: Mapping[str, Any]) -> None:
     """The table and what it comes to, on stdout."""
     control = document["control"] is not None
-    show_table(HEADERS, [cells(row, control) for row in document["rows"]])
+    show_table(_SHORT, [cells(row, control)[: len(_SHORT)] for row in document["rows"]], _EXPENDABLE)
+    for row in document["rows"]:
+        if row["reason"]:
+            report(clean(f"{row['strategy']}: {row['reason']}").replace("\n", " "))
     report("")
     for line in summary(document):
         report(clean(line))
@@ -130,6 +136,7 @@ def markdown(document: Mapping[str, Any]) -> str:
         _markdown_row(list(HEADERS)), "|---" * len(HEADERS) + "|",
         *(_markdown_row(cells(row, control)) for row in document["rows"]), "",
         *(f"- {line}" for line in summary(document)),
+        *(f"- warning: {row['strategy']}: {line}" for row in document["rows"] for line in row.get("warnings", ())),
         f"- machine: {hardware.get('cpu', '?')}, {hardware.get('cores', '?')} cores, {gpus}",
         f"- versions: {versions}",
         f"- data: {document.get('data_fingerprint')}",

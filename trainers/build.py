@@ -106,11 +106,11 @@ def backend(
 
 
 def checkpoints(
-    config: TrainConfig, strategy: Strategy, run: RunFolder, ranks: Ranks, fingerprint: str, attempt: int
+    config: TrainConfig, strategy: Strategy, run: RunFolder, ranks: Ranks, fingerprint: str, base: str, attempt: int
 ) -> Checkpoints:
     """The run's checkpoints, each of which will tell where it comes from."""
     place = {"output_dir", "resume_from_checkpoint", "runs_dir"}
-    origin = Origin(strategy.name, config.model_dump(exclude=place), fingerprint, versions())
+    origin = Origin(strategy.name, config.model_dump(exclude=place), fingerprint, base, versions())
     return Checkpoints(run.checkpoints, ranks, origin, config.save_total_limit, attempt)
 
 

@@ -59,11 +59,16 @@ class Progress:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a checkpoint comes from; kept in its manifest."""
+    """Where a checkpoint comes from; kept in its manifest.
+
+    Args:
+        base: digest of the frozen weights, which a checkpoint of adapters does not hold; empty without any.
+    """
 
     layout: str
     config: dict[str, Any]
     data_fingerprint: str
+    base: str = ""
     versions: dict[str, str] = field(default_factory=dict)
 
 
@@ -73,6 +78,22 @@ def kept_buffers(model: nn.Module) -> list[str]:
         return []
     persistent = set(model.state_dict(keep_vars=True))
     return [name for name, _ in model.named_buffers() if name in persistent]
+
+
+def base_digest(model: nn.Module) -> str:
+    """Digest of a sample of each frozen weight; empty where all are trained.
+
+    Rounded to bf16, so that the same base read in another compute dtype is the same; 4-bit weights are left out, whose
+    embeddings and norms tell one base from another.
+    """
+    digest = hashlib.sha256()
+    frozen = [(name, one) for name, one in model.named_parameters() if not one.requires_grad]
+    for name, weight in frozen:
+        if weight.is_floating_point() and type(weight) is nn.Parameter:
+            flat = weight.detach().reshape(-1)
+            some = flat[:: max(1, flat.numel() // 1024)].to(torch.bfloat16)
+            digest.update(f"{name} {list(weight.shape)}".encode() + some.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest() if frozen else ""
 
 
 def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -313,6 +334,7 @@ class Checkpoints:
         try:
             manifest = verify(folder) if self.ranks.is_main else read_manifest(folder)
             self._refuse_other_data(manifest)
+            self._refuse_other_base(manifest)
             load_weights(folder, model)
             progress = Progress(**manifest["progress"])
         except _BAD as problem:
@@ -355,6 +377,13 @@ class Checkpoints:
             raise ValueError(
                 "the data, its tokenizer or its options changed since it was saved, so its steps would be others; "
                 "restore them, or start a new run"
+            )
+
+    def _refuse_other_base(self, manifest: dict[str, Any]) -> None:
+        if manifest["base"] != self.origin.base:
+            raise ValueError(
+                "the base model's weights are not those that its adapters were trained on; restore them, "
+                "or start a new run"
             )
 
     def differences(self, folder: Path) -> list[str]:

@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
         return fail(run, str(error), status=1)
     except BaseException as error:
         traceback.print_exc()
-        cause = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        cause = in_one_line(error)
         if rank_of_environment() > 0:
             run.note_failure(rank_of_environment(), cause)
             return 1
@@ -77,6 +77,14 @@ def main(argv: list[str]) -> int:
     finally:
         if held is not None:
             held.close()
+
+
+def in_one_line(error: BaseException) -> str:
+    """What went wrong; a rank that only lost the others says so, and not in its network library's words."""
+    line = str(error).strip().partition("\n")[0]
+    if any(mark in line for mark in ("Connection closed by peer", "Connection reset by peer", "Read error [")):
+        return f"another rank died, was killed or hung; the last lines of log.txt tell which ({line[:80]})"
+    return f"{type(error).__name__}: {line}"
 
 
 def print_check(request: Request) -> int:
@@ -109,7 +117,7 @@ def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
     plan = plan_training(config, data, strategy.data_parallel_size, tokenizer.pad_token_id)
 
     from trainers import build
-    from trainers.checkpoint import Progress, kept_buffers
+    from trainers.checkpoint import Progress, base_digest, kept_buffers
     from trainers.export import export_checkpoint, export_kind
     from trainers.loop import Fit, Job
     from trainers.metrics import memory_gib
@@ -118,8 +126,9 @@ def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
 
     accelerator, ranks = build.accelerator(config, run)
     attempt = ranks.broadcast(attempt)
-    checkpoints = build.checkpoints(config, strategy, run, ranks, data.fingerprint, attempt)
     loss = build.module(config, main_rank)
+    base = ranks.broadcast(base_digest(loss.model))  # rank 0's: the others may have read no weights
+    checkpoints = build.checkpoints(config, strategy, run, ranks, data.fingerprint, base, attempt)
     folder = build.resume_folder(config, checkpoints)
     progress = checkpoints.load(folder, loss.model) if folder else Progress()
     buffers, memory = kept_buffers(loss.model), memory_gib(ranks.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -203,3 +204,13 @@ def test_the_untrained_weights_can_be_the_best(tmp_path: Path) -> None:
     first, last = (row["eval_loss"] for row in finished.rows("eval_loss"))
     assert first < last
     assert "| exported_step | 0 |" in (finished.run.model / "README.md").read_text()
+
+
+def test_the_last_checkpoint_knows_the_last_evaluation(tmp_path: Path) -> None:
+    """Saved by `save_steps` before the final evaluation found it the best, it would name an older one."""
+    more = {"eval_dataset_name": "embedded", "max_eval_samples": 16, "eval_steps": 3, "save_steps": 4, "max_steps": 4}
+    finished = launch_well(tmp_path / "run", 1, SHORT | more | {"load_best_model_at_end": True})
+    losses = {row["step"]: row["eval_loss"] for row in finished.rows("eval_loss")}
+    assert losses[4] < losses[3]
+    manifest = json.loads((finished.checkpoints[-1] / "manifest.json").read_text())
+    assert (manifest["step"], manifest["progress"]["best_step"]) == (4, 4)

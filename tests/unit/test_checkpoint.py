@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,16 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from trainers.checkpoint import Checkpoints, Origin, Progress, kept_buffers, load_weights, read_manifest, verify
+from trainers.checkpoint import (
+    Checkpoints,
+    Origin,
+    Progress,
+    base_digest,
+    kept_buffers,
+    load_weights,
+    read_manifest,
+    verify,
+)
 from trainers.config import build
 from trainers.errors import TrainingError
 from trainers.parallel.ranks import Ranks
@@ -187,6 +197,24 @@ def test_changed_data_is_refused_and_a_changed_config_is_named(tmp_path: Path) -
         checkpoints(tmp_path, data="other").load(folder, Loss(0).model)
     assert checkpoints(tmp_path, seed=2).differences(folder) == ["seed=2, and 1 when the checkpoint was saved"]
     assert checkpoints(tmp_path).differences(folder) == []
+
+
+def test_adapters_are_not_put_on_another_base(tmp_path: Path) -> None:
+    loss = Loss(0)
+    loss.model[0].requires_grad_(False)
+    digest = base_digest(loss.model)
+    half = Loss(0)
+    half.model[0].requires_grad_(False).to(torch.bfloat16)
+    assert digest == base_digest(half.model) != base_digest(Loss(0).model) == ""
+    store = checkpoints(tmp_path)
+    store.origin = replace(store.origin, base=digest)
+    folder = save(store, loss, wrap(loss), Progress(step=3))
+    assert store.load(folder, loss.model).step == 3
+    with torch.no_grad():
+        loss.model[0].weight *= 1.3
+    store.origin = replace(store.origin, base=base_digest(loss.model))
+    with pytest.raises(TrainingError, match="not those that its adapters were trained on"):
+        store.load(folder, loss.model)
 
 
 def test_going_on_from_an_older_one_sets_the_other_future_aside(tmp_path: Path) -> None:
