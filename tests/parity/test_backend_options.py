@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,13 @@ import yaml
 from tests.launching import launch, launch_well
 from tests.parity.checks import reference
 from tests.parity.runs import config, curve, mostly_long, options
+from trainers.config import ConfigError
+from trainers.errors import TrainingError
 from trainers.models import build_model
 from trainers.objectives.sft import SupervisedLoss
-from trainers.parallel.fsdp import _classes_by_size, _digests
+from trainers.parallel.fsdp import _classes_by_size, _digests, _refuse_odd_adapters
+from trainers.parallel.ranks import Ranks
+from trainers.parallel.shards import WEIGHT, Shard, check_whole
 
 FSDP2 = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_cpu_ram_efficient_loading": False}
 FSDP1 = {
@@ -95,6 +100,22 @@ def test_a_weight_that_the_wire_changed_is_seen() -> None:
     wrong = right.clone()
     wrong[2, 1] = torch.nextafter(wrong[2, 1], torch.tensor(9.0))
     assert _digests([("w", right)]) != _digests([("w", wrong)])
+
+
+@pytest.mark.parametrize(("precision", "fits"), [("no", True), ("bf16", False)])
+def test_fsdp1_refuses_adapters_that_it_cannot_flatten(precision: str, fits: bool) -> None:
+    targets = "embed_tokens,q_proj"
+    asked = config("lora", True, lora_target_modules=targets, mixed_precision=precision)
+    with nullcontext() if fits else pytest.raises(ConfigError, match=r"fsdp1 cannot cut the adapter at .*embed_tokens"):
+        _refuse_odd_adapters(SupervisedLoss(build_model(asked)))
+
+
+def test_weights_that_are_not_whole_are_seen() -> None:
+    """Control: a rank that misses an element, and two that hold the same one."""
+    ranks = Ranks(torch.device("cpu"))
+    check_whole([Shard("w", torch.Size([3]), 0, {WEIGHT: torch.zeros(3)})], ranks)
+    with pytest.raises(TrainingError, match=r"w has 3 elements, the ranks hold \[2\] of them"):
+        check_whole([Shard("w", torch.Size([3]), 0, {WEIGHT: torch.zeros(2)})], ranks)
 
 
 def test_a_layer_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from app.cli import run_verb
+from app.console import clean
 from app.hardware import Gpu
 from app.prove import Curve, compare, exit_status
 from app.prove_plan import SETTINGS, Plan, _Asked, _known, _overrides, make_plan, micro_batch
@@ -22,7 +24,7 @@ from app.training import CheckBroke
 from trainers.config import ConfigError, build
 from trainers.options import Request
 from trainers.run_folder import RunFolder, read_json, register_outside, registered_runs
-from trainers.strategies import Strategy
+from trainers.strategies import Strategy, load_strategy
 
 RIGHT: Curve = {1: (2.0, 1.0), 2: (1.5, 0.5), 3: (1.0, 0.25)}
 KEYS = ["strategy", "world_size", "method", "max_loss_difference", "max_grad_norm_difference", "bit_equal_steps",
@@ -181,6 +183,15 @@ def test_a_smaller_micro_batch_is_announced() -> None:
         ("--steps 0", "steps='0'"),
         ("--steps many", "steps='many'"),
         ("--layers x", "layers='x'"),
+        ("--layers 0", "e.g. --layers 2"),
+        ("--bogus 1", "`tunesmith prove --help` lists"),
+        ("--layer 2", "did you mean layers?"),
+        ("--step 2", "did you mean steps?"),
+        ("--strategies all,ddp", "`all` stands alone"),
+        ("--config steps.yaml", "write --steps on the command line of `tunesmith prove`"),
+        ("--output_dir used/thesis.txt/x", "output_dir={}/used/thesis.txt/x cannot be made"),
+        ("--output_dir used/thesis.txt/x", "choose another output_dir"),
+        ("--runs_dir used/thesis.txt", "runs_dir={}/used/thesis.txt cannot be made"),
         ("--control upside-down", "control='upside-down'"),
         ("--strategies ddp,dpp", "did you mean ddp?"),
         ("--strategies ddp,ddp", "two runs would be named ddp"),
@@ -202,6 +213,8 @@ def test_a_smaller_micro_batch_is_announced() -> None:
 def test_a_slip_gets_a_line_and_leaves_nothing(words: str, part: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("used").mkdir()
     Path("used/thesis.txt").write_text("all of it")
+    Path("steps.yaml").write_text("preset: tiny-full\nsteps: 3\n")
+    part = part.replace("{}", str(Path.cwd()))
     assert run_verb(["prove", *words.split(), "--json"]) == 2
     mistakes = json.loads(capsys.readouterr().out)["mistakes"]
     assert len([line for line in mistakes if part in line]) == 1, mistakes
@@ -212,6 +225,59 @@ def test_all_mistakes_come_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     words = "tiny-lroa --learning_rte 1 --steps x --strategies dpp --gpus y --control z"
     assert run_verb(["prove", *words.split(), "--json"]) == 2
     assert len(json.loads(capsys.readouterr().out)["mistakes"]) == 6
+
+
+# -- a strategy of the user's own ------------------------------------------------------------------------------------
+
+
+def own_yaml(name: str, text: str = "", processes: int = 2) -> str:
+    Path(name).write_text(f"distributed_type: MULTI_GPU\nnum_processes: {processes}\n{text}")
+    return name
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_precision_of_a_file_is_replaced_and_told(precision: str) -> None:
+    made = plan("--strategies", f"ddp,{own_yaml('my.yaml', f'mixed_precision: {precision}')}")
+    job = made.rows[1].job
+    assert job is not None, made.rows[1].reason
+    assert (job.strategy.name, job.strategy.values["mixed_precision"], job.config.mixed_precision) == ("my", "no", "no")
+    assert made.overrides == [
+        {"option": "mixed_precision", "given": precision, "used": "no", "why": "written in my.yaml"}
+    ]
+
+
+def test_a_file_that_says_no_precision_is_taken_as_it_is() -> None:
+    made = plan("--strategies", own_yaml("my.yaml", "mixed_precision: 'no'"))
+    assert (made.overrides, made.rows[0].reason) == ([], None)
+
+
+@pytest.mark.parametrize("text", ["mixed_precision: fp9", "fsdp_config: {fsdp_version: 2}", "nonsense: 1"])
+def test_another_slip_in_a_file_is_a_wrong_request(text: str) -> None:
+    assert run_verb(["prove", "--strategies", own_yaml("my.yaml", text)]) == 2
+    assert not Path("runs").exists()
+
+
+def test_a_file_that_cannot_have_the_processes_is_a_wrong_request(capsys: pytest.CaptureFixture[str]) -> None:
+    shipped = load_strategy("hsdp").values
+    Path("my.yaml").write_text(yaml.safe_dump(shipped))
+    assert plan("--strategies", "hsdp", "--num_processes", "5").rows[0].job is None
+    assert run_verb(["prove", "--strategies", "my.yaml", "--num_processes", "5"]) == 2
+    assert "num_processes=5" in capsys.readouterr().err
+
+
+def test_the_warnings_of_a_row_are_said_and_kept(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("app.prove.launch", Launcher())
+    monkeypatch.setattr("app.prove.preflight", lambda job, quiet: None)
+    monkeypatch.setattr(Strategy, "outside_parity", lambda self: ["x=bf16"] if self.name == "ddp" else [])
+    assert run_verb(["prove", "--strategies", "single,ddp", "--steps", "3", "--quiet", "--json"]) == 0
+    shown = capsys.readouterr()
+    line = "outside the promise that the strategy never changes the model: x=bf16"
+    document = json.loads(shown.out)
+    assert shown.err.splitlines() == [f"warning: ddp: {line}"]
+    assert [row["warnings"] for row in document["rows"]] == [[], [line]]
+    assert f"- warning: ddp: {line}" in (Path(document["report_dir"]) / "report.md").read_text()
 
 
 # -- what cannot run here --------------------------------------------------------------------------------------------
@@ -245,11 +311,13 @@ class Launcher:
     def __init__(self, curves: dict[str, Curve] | None = None, ends: dict[str, tuple[str, str]] | None = None):
         self.curves, self.ends = curves or {}, ends or {}
         self.trained: list[str] = []
+        self.listed: list[bool] = []
 
     def __call__(self, job: Job, display: object, outer: object = None) -> dict[str, Any]:
         run, name = job.run, job.run.id
         run.create()
         self.trained.append(name)
+        self.listed.append(registered_runs() == [run.path])
         rows = [{"step": step, "loss": loss, "grad_norm": norm}
                 for step, (loss, norm) in self.curves.get(name, RIGHT).items()]  # fmt: skip
         run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -283,6 +351,7 @@ def test_all_rows_pass(prove: Prove) -> None:
     status, document = prove(launcher, strategies="single,ddp,fsdp2_offload")
     assert status == 0
     assert launcher.trained == ["reference", "single", "ddp"]
+    assert launcher.listed == [True] * 3, "a run that lives is found by lists, also when prove is killed"
     assert [list(row)[:8] for row in document["rows"]] == [KEYS] * 3
     assert [row["passed"] for row in document["rows"]] == [True, True, None]
     assert [row["bit_equal_steps"] for row in document["rows"]] == [3, 3, None]
@@ -382,6 +451,14 @@ def test_an_interruption_reports_what_was_done(prove: Prove) -> None:
     assert not (Path(document["report_dir"]) / "ddp" / "checkpoints").exists()
 
 
+def test_an_interruption_promises_no_resume(prove: Prove) -> None:
+    cause = "stopped by SIGINT at step 2 of 3; its checkpoint is saved; resume goes on from there"
+    _, document = prove(Launcher(ends={"ddp": ("stopped", cause)}))
+    reason = document["rows"][1]["reason"]
+    assert reason.startswith("interrupted: stopped by SIGINT at step 2 of 3; prove keeps no checkpoint")
+    assert "resume" not in reason + str(read_json(Path(document["report_dir"]) / "ddp" / "state.json"))
+
+
 def test_a_control_is_good_when_every_row_sees_it(prove: Prove, capsys: pytest.CaptureFixture[str]) -> None:
     off = changed(s3=(1.0, 0.3))
     status, document = prove(Launcher({"single": off, "ddp": off}), "--control", "mean-of-means")
@@ -424,8 +501,25 @@ def test_a_terminal_gets_the_table_too(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     assert run_verb(["prove", "--strategies", "ddp", "--steps", "3", "--quiet"]) == 0
     shown = capsys.readouterr()
-    assert "max loss difference" in shown.out
+    assert "loss diff" in shown.out
     assert shown.err == ""
+
+
+@pytest.mark.parametrize("width", [50, 80])
+def test_a_narrow_terminal_shows_whole_names_and_reasons_below(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("app.prove.launch", Launcher())
+    monkeypatch.setattr("app.prove.preflight", lambda job, quiet: None)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert run_verb(["prove", "--strategies", "fsdp1_grad_op,fsdp2,fsdp2_offload", "--steps", "3", "--quiet"]) == 0
+    lines = clean(capsys.readouterr().out).splitlines()
+    table = lines[: lines.index("")]
+    assert all(len(line) <= width for line in table[:5])
+    assert [line.split()[0] for line in table[2:5]] == ["fsdp1_grad_op", "fsdp2", "fsdp2_offload"]
+    assert table[5].startswith("fsdp2_offload: fsdp_offload_params=true uses pinned memory")
+    assert len(table) == 6
 
 
 @pytest.mark.parametrize(

@@ -85,14 +85,29 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         (DDP | {"fp8_config": {"backend": "TE"}}, "fp8_config is refused: fp8 is chosen in the config"),
         (
             DDP | {"dynamo_config": {"dynamo_backend": "INDUCTOR"}},
-            "dynamo_config is refused: the launcher's torch.compile",
+            "dynamo_config.dynamo_backend='INDUCTOR' is refused: the launcher's torch.compile",
         ),
         (
             DDP | {"dynamo_backend": "INDUCTOR"},
-            "dynamo_backend is refused: the launcher's torch.compile is not supported",
+            "dynamo_backend='INDUCTOR' is refused: the launcher's torch.compile is not supported",
         ),
-        (DDP | {"megatron_lm_config": {}}, "megatron_lm_config is refused: Megatron-LM is not supported"),
-        (DDP | {"mpirun_config": {}}, "mpirun_config is refused: mpirun is not supported"),
+        (DDP | {"dynamo_backend": False}, "dynamo_backend=False: YAML reads a bare NO as false; put it in quotes"),
+        (DDP | {"dynamo_config": {"dynamo_bakend": "NO"}}, "dynamo_config.dynamo_bakend: unknown Accelerate key"),
+        (DDP | {"megatron_lm_config": {"megatron_lm_tp_degree": 2}}, "megatron_lm_config is refused: Megatron-LM is"),
+        (DDP | {"mpirun_config": {"mpirun_ccl": "1"}}, "mpirun_config is refused: mpirun is not supported"),
+        (DDP | {"tpu_name": "pod"}, "tpu_name is refused: TPU pods are not supported; remove it"),
+        (DDP | {"commands": ["ls"]}, "commands is refused: TPU pods are not supported; remove it"),
+        (DDP | {"num_proceses": None}, "num_proceses: unknown Accelerate key num_proceses; did you mean num_proc"),
+        (DDP | {"main_process_port": "any"}, "main_process_port='any' is no port; write a whole number, as 29500"),
+        (DDP | {"main_process_port": -1}, "main_process_port=-1 must be at least 0"),
+        (
+            DDP | {"machine_rank": 1},
+            "machine_rank=1 with num_machines=1: ranks count from 0, so that the last one is 1 - 1 = 0; write 0 to 0",
+        ),
+        (
+            DDP | {"num_machines": 2, "machine_rank": 2},
+            "machine_rank=2 with num_machines=2: ranks count from 0, so that the last one is 2 - 1 = 1; write 0 to 1",
+        ),
         (
             DDP | {"fsdp_config": FSDP2},
             "fsdp_config under distributed_type=MULTI_GPU is ignored; write FSDP, or remove",
@@ -160,6 +175,28 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
             fsdp1(fsdp_reshard_after_forward=True),
             "fsdp_config.fsdp_reshard_after_forward is ignored under fsdp_version=1; write fsdp_sharding_strategy",
         ),
+        (
+            fsdp1(fsdp_reshard_after_forward="SHARD_GRAD_OP"),
+            "fsdp_config.fsdp_reshard_after_forward=SHARD_GRAD_OP is ignored under fsdp_version=1; "
+            "write fsdp_sharding_strategy: SHARD_GRAD_OP",
+        ),
+        (
+            fsdp1(fsdp_reshard_after_forward="FULL_SHARD", fsdp_sharding_strategy="SHARD_GRAD_OP"),
+            "fsdp_config.fsdp_reshard_after_forward=FULL_SHARD is ignored under fsdp_version=1; "
+            "write fsdp_sharding_strategy: FULL_SHARD",
+        ),
+        (
+            fsdp1(fsdp_reshard_after_forward="FULL"),
+            "fsdp_config.fsdp_reshard_after_forward='FULL' is a str; write a bool, or FULL_SHARD or SHARD_GRAD_OP",
+        ),
+        (
+            fsdp2(fsdp_reshard_after_forward="SHARD_GRAD_OP"),
+            "fsdp_config.fsdp_reshard_after_forward=SHARD_GRAD_OP is a word of fsdp_version=1; write false",
+        ),
+        (
+            fsdp2(fsdp_reshard_after_forward="HYBRID_SHARD"),
+            "fsdp_config.fsdp_reshard_after_forward=HYBRID_SHARD is a word of fsdp_version=1; write true or false, or",
+        ),
         (fsdp1(fsdp_use_orig_params=False), "fsdp_config.fsdp_use_orig_params=false cannot hold frozen beside trained"),
         (
             fsdp1(fsdp_cpu_ram_efficient_loading=True, fsdp_sync_module_states=False),
@@ -179,8 +216,8 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
             "fsdp_config.fsdp_activation_checkpointing_offload=True is refused: its recompute",
         ),
         (
-            fsdp2(fsdp_state_dict_type="FULL_STATE_DICT"),
-            "fsdp_config.fsdp_state_dict_type='FULL_STATE_DICT' is refused: c",
+            fsdp2(fsdp_state_dict_type="LOCAL_STATE_DICT"),
+            "fsdp_config.fsdp_state_dict_type='LOCAL_STATE_DICT' is refused: c",
         ),
         (
             fsdp2(fsdp_ignored_modules="lm_head"),
@@ -295,6 +332,23 @@ RIGHT = {
     "fsdp2": fsdp2(
         fsdp_reshard_after_forward=False, fsdp_offload_params=True, fsdp_state_dict_type="SHARDED_STATE_DICT"
     ),
+    "ddp, nothing in old keys": DDP
+    | dict.fromkeys(("tpu_name", "tpu_zone", "tpu_vm", "command_file", "commands", "mpirun_config"))
+    | {"dynamo_config": {}, "megatron_lm_config": {}, "mpirun_config": {}, "fp8_config": {}, "tpu_env": []},
+    "ddp, dynamo off": DDP | {"dynamo_config": {"dynamo_backend": "NO"}},
+    "ddp, dynamo off as of old": DDP | {"dynamo_backend": "NO"},
+    "ddp, port in quotes": DDP | {"main_process_port": "29501"},
+    "ddp, second machine": DDP | {"num_machines": 2, "machine_rank": 1},
+    "ddp on a CPU": DDP | {"use_cpu": True},
+    "fsdp2, whole states": fsdp2(fsdp_state_dict_type="FULL_STATE_DICT"),
+    "fsdp1, reshard word": fsdp1(fsdp_reshard_after_forward="FULL_SHARD", fsdp_state_dict_type="FULL_STATE_DICT"),
+    "fsdp1, reshard word alone": fsdp(
+        without(FSDP1, "fsdp_sharding_strategy") | {"fsdp_reshard_after_forward": "FULL_SHARD"}
+    ),
+    "fsdp1, the same word twice": fsdp1(
+        fsdp_reshard_after_forward="SHARD_GRAD_OP", fsdp_sharding_strategy="SHARD_GRAD_OP"
+    ),
+    "zero2, init flag that does nothing": zero(zero3_init_flag=True),
     "fsdp2, one process": fsdp(FSDP2, num_processes=1),
     "fsdp2, bf16": fsdp(FSDP2, mixed_precision="bf16"),
     "fsdp2, loading on rank 0": fsdp2(fsdp_cpu_ram_efficient_loading=True),
@@ -328,8 +382,7 @@ def flags(group: str) -> dict[str, Any]:
 def test_the_keys_are_accelerates_own() -> None:
     """Fails when a new Accelerate reads another key, or no longer reads one of these."""
     legacy = {"dynamo_backend"}
-    cloud = {"tpu_name", "tpu_zone", "command_file", "commands", "tpu_vm"}
-    assert set(TOP) - legacy == set(ClusterConfig.__dataclass_fields__) - cloud
+    assert set(TOP) - legacy == set(ClusterConfig.__dataclass_fields__)
     exported = set(re.findall(r"\bfsdp_\w+", inspect.getsource(launch.prepare_multi_gpu_env)))
     assert set(FSDP) == exported == set(flags("FSDP Arguments")) | {"fsdp_ignored_modules"}
     assert set(DEEPSPEED) == set(flags("DeepSpeed Arguments"))

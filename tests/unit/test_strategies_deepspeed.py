@@ -19,7 +19,9 @@ from trainers.deepspeed_json import (
     OFFLOAD_OPTIMIZER,
     OFFLOAD_PARAM,
     OPTIMIZERS,
+    UNTRIED,
     ZERO,
+    drop_idle,
     json_mistakes,
     leaves_parity,
     read_json,
@@ -33,8 +35,16 @@ def content(*, zero: dict[str, Any] | None = None, **keys: Any) -> dict[str, Any
     return {"zero_optimization": {**ZERO2, **(zero or {})}, **keys}
 
 
-def adam(**params: Any) -> dict[str, Any]:
-    return content(optimizer={"type": "AdamW", "params": params})
+AUTO = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
+# As in transformers' ds_config_zero3.json.
+WARMUP: dict[str, Any] = {
+    "type": "WarmupLR",
+    "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto"),
+}
+
+
+def adam(kind: str = "AdamW", **params: Any) -> dict[str, Any]:
+    return content(optimizer={"type": kind, "params": AUTO | params})
 
 
 NVME = {"device": "nvme", "nvme_path": "/nvme"}
@@ -117,6 +127,20 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         content(data_types={"grad_accum_dtype": "bf16"}),
         "data_types.grad_accum_dtype='bf16' is refused: gradients are summed",
     ),
+    (content(amp={"opt_level": "O1"}), "amp is refused: it would leave the compute rule"),
+    (
+        content(prescale_gradients=True),
+        "prescale_gradients=True is refused: ZeRO asserts at launch that it is off; remove it",
+    ),
+    (content(gradient_predivide_factor=2.0), "gradient_predivide_factor=2.0 is refused: ZeRO asserts at launch"),
+    (content(zero={"_comment": "big"}), "zero_optimization._comment: JSON has no comments; remove it"),
+    (adam(_comment="big"), "optimizer.params._comment: JSON has no comments; remove it"),
+    (
+        content(scheduler={**WARMUP, "params": WARMUP["params"] | {"warmup_num_steps": 10}}),
+        "scheduler is refused: the script sets the learning rate at each step; remove it and use lr_scheduler_type",
+    ),
+    (content(scheduler={**WARMUP, "x": 1}), "scheduler is refused"),
+    (content(scheduler={"type": "WarmupLR", "params": {}}), "scheduler is refused"),
     (content(scheduler={"type": "WarmupLR"}), "scheduler is refused: the script sets the learning rate at each step"),
     (
         content(gradient_allreduce_op="sum"),
@@ -127,6 +151,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "activation_checkpointing is refused: use gradient_checkpointing: true in the con",
     ),
     (content(tensor_parallel={"autotp_size": 2}), "tensor_parallel is refused: this parallelism is not supported yet"),
+    (content(data_efficiency={"enabled": True}), "data_efficiency is refused: the batch of each step is the script's"),
     (content(wandb={"enabled": True}), "wandb is refused: use report_to in the config"),
     (content(optimizer={}), "optimizer.type is missing; write one of adam, adamw"),
     (
@@ -138,10 +163,32 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "optimizer.type=OneBitAdam is gone from DeepSpeed 0.19; use one of adam",
     ),
     (content(optimizer={"kind": "Adam"}), "optimizer.kind: unknown DeepSpeed key kind"),
-    (adam(eps="small"), "optimizer.params.eps='small' is a str; write a number, true, false or \"auto\""),
-    (adam(betas=[0.9, "b"]), "optimizer.params.betas=[0.9, 'b'] is a list; write a number"),
-    (adam(momentum="auto"), 'optimizer.params.momentum="auto" has no value in the config; write a number'),
-    (adam(lr=1e-4), 'optimizer.params.lr=0.0001 is not used, learning_rate of the config is; write "auto"'),
+    (content(optimizer={"type": "Muon"}), "optimizer.type=Muon is not supported, as checkpoints were never run with"),
+    (content(optimizer={"type": "adagrad"}), "optimizer.type=adagrad is not supported, as checkpoints were never run"),
+    (content(optimizer={"type": "Lamb"}), "optimizer.type=Lamb is not supported, as checkpoints were never run with"),
+    (adam(lr=1e-4), 'optimizer.params.lr=0.0001 is refused: write "auto"; learning_rate of the config decides'),
+    (
+        adam(betas=[0.9, 0.95]),
+        'optimizer.params.betas=[0.9, 0.95] is refused: write "auto"; adam_beta1 and adam_beta2 of the config decide',
+    ),
+    (adam("Adam", eps=1e-8), 'optimizer.params.eps=1e-08 is refused: write "auto"; adam_epsilon of the config decides'),
+    (
+        adam(weight_decay=0),
+        'optimizer.params.weight_decay=0 is refused: write "auto"; weight_decay of the config decid',
+    ),
+    (adam(weight_decay=True), "optimizer.params.weight_decay=True is a bool"),
+    (adam(adam_w_mode=False), "optimizer.params.adam_w_mode=False is refused: Adam with L2 is another optimizer"),
+    (adam("Adam", adam_w_mode=False), "optimizer.params.adam_w_mode=False is refused: Adam with L2 is another opt"),
+    (adam(torch_adam="auto"), "optimizer.params.torch_adam='auto' is a str; write a bool"),
+    (adam(nosuch=1), "optimizer.params.nosuch: unknown DeepSpeed key nosuch; remove the line"),
+    (adam(weight_deay=0.1), "optimizer.params.weight_deay: unknown DeepSpeed key weight_deay; did you mean weight_d"),
+    (adam(momentum="auto"), "optimizer.params.momentum: unknown DeepSpeed key momentum"),
+    (adam("Lion", eps="auto"), "optimizer.params.eps: unknown DeepSpeed key eps"),
+    (content(optimizer={"type": "Lion", "params": {"betas": [0.9]}}), "optimizer.params.betas=[0.9] is no pair; write"),
+    (
+        content(optimizer={"type": "AdamW", "params": {"eps": "auto"}}),
+        'optimizer.params.betas is missing, and DeepSpeed would take a default of its own; write "auto"',
+    ),
 ]
 
 
@@ -152,12 +199,16 @@ def test_a_wrong_json_is_refused(values: dict[str, Any], line: str) -> None:
     assert found[0].startswith(f"DeepSpeed JSON: {line}")
 
 
+MAY_BE_OFF = (
+    *("amp", "torch_autocast", "tensorboard", "wandb", "csv_monitor", "comet"),
+    *("hybrid_engine", "autotuning", "data_efficiency"),
+)
 RIGHT: dict[str, dict[str, Any]] = {
     "small": content(),
     "as written by many": {
         "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2},
         "bf16": {"enabled": "auto"},
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": 1e-8, "weight_decay": "auto"}},
+        "optimizer": {"type": "AdamW", "params": AUTO},
         "zero_optimization": {
             "stage": 3,
             "offload_optimizer": {"device": "cpu", "pin_memory": True},
@@ -176,6 +227,15 @@ RIGHT: dict[str, dict[str, Any]] = {
         "train_micro_batch_size_per_gpu": "auto",
         "wall_clock_breakdown": False,
     },
+    "adam": adam("Adam", torch_adam=True, adam_w_mode=True),
+    "nothing scheduled": content(scheduler={}),
+    "scheduled by the script": content(scheduler=WARMUP),
+    "comments at the top": content(_comment="ZeRO 2", _scheduler={"type": "WarmupLR"}),
+    "not scaled": content(prescale_gradients=False, gradient_predivide_factor=1.0),
+    "off": content(
+        **{name: {"enabled": False, "more": 1} for name in MAY_BE_OFF},
+        comms_logger={"enabled": False, "verbose": False},
+    ),
     "nvme": content(zero={"stage": 3, "offload_param": NVME, "offload_optimizer": NVME}, aio={"block_size": 1}),
     "another optimizer": content(optimizer={"type": "Lion", "params": {"betas": [0.9, 0.99]}}),
     "quantised": content(zero={"stage": 3, "zero_quantized_weights": True}, communication_data_type="bf16"),
@@ -186,6 +246,13 @@ RIGHT: dict[str, dict[str, Any]] = {
 def test_a_right_json_has_no_mistakes(values: dict[str, Any]) -> None:
     """The negative control of all cases above."""
     assert json_mistakes(values) == []
+
+
+def test_what_asks_for_nothing_does_not_reach_deepspeed() -> None:
+    """DeepSpeed 0.19 stops at `amp` even when it is off, and at a scheduler of "auto"s."""
+    settings = {**RIGHT["off"], **RIGHT["scheduled by the script"], "_comment": "x", "aio": None}
+    drop_idle(settings)
+    assert settings == content(comms_logger={"enabled": False, "verbose": False}, _comment="x")
 
 
 def test_what_leaves_parity_is_named() -> None:
@@ -269,7 +336,7 @@ def test_a_strategy_with_a_json_keeps_its_whole_path(tmp_path: Path, monkeypatch
             "mixed_precision=bf16 beside deepspeed_config_file is refused by Accele",
         ),
         (content(zero={"stage": 3}), {}, "deepspeed_config.zero3_init_flag is missing, and Accelerate would take true"),
-        (content(scheduler={}), {}, "DeepSpeed JSON: scheduler is refused"),
+        (content(scheduler={"type": "WarmupLR"}), {}, "DeepSpeed JSON: scheduler is refused"),
     ],
 )
 def test_yaml_and_json_that_do_not_fit_are_refused(
@@ -294,6 +361,11 @@ import json
 from deepspeed.monitor.config import get_monitor_config
 from deepspeed.runtime import config, precision_config
 from deepspeed.runtime.zero import config as zero, leaf_module_config as leaf, offload_config as offload
+from deepspeed.ops import adam, lion
+from inspect import signature
+from torch.optim import AdamW
+def shared(*kinds):
+    return sorted(set.intersection(*(set(signature(kind.__init__).parameters) for kind in kinds)) - {"self"})
 models = {
     "zero": zero.DeepSpeedZeroConfig,
     "offload_optimizer": offload.DeepSpeedZeroOffloadOptimizerConfig,
@@ -304,6 +376,8 @@ models = {
 }
 keys = {name: sorted(f.alias or key for key, f in model.model_fields.items()) for name, model in models.items()}
 removed = sorted(config._REMOVED_TOP_LEVEL_CONFIG_KEYS)
+keys["adam"] = [key for key in shared(adam.FusedAdam, adam.DeepSpeedCPUAdam, AdamW) if key != "amsgrad"]
+keys["lion"] = shared(lion.FusedLion, lion.DeepSpeedCPULion)
 print("KEYS" + json.dumps({**keys, "optimizers": config.DEEPSPEED_OPTIMIZERS, "removed": removed}))
 """
 
@@ -322,6 +396,8 @@ def test_the_keys_are_deepspeeds_own() -> None:
     for name, known in (("fp16", JSON["fp16"]), ("bf16", JSON["bf16"]), ("leaf_module", ZERO["leaf_module"])):
         assert sorted(known.inside or {}) == keys[name]
     needing_mup = {"muadam", "muadamw", "musgd"}
-    assert set(OPTIMIZERS) == set(keys["optimizers"]) - needing_mup
+    assert {*OPTIMIZERS, *UNTRIED} == set(keys["optimizers"]) - needing_mup
+    assert {*OPTIMIZERS["lion"]} == set(keys["lion"])
+    assert {*OPTIMIZERS["adam"]} - {"torch_adam", "adam_w_mode"} == set(keys["adam"])
     accepted = {key for key, known in JSON.items() if known.types}
     assert not accepted & set(keys["removed"])

@@ -59,6 +59,8 @@ class FullySharded:
             self.optimizer = build_optimizer(parameter_groups(self.trained, self.shapes, config), config)
         if plugin.cpu_ram_efficient_loading:
             _verify(self.model, digests, ranks)
+        # Counted before any forward pass: after one without gradients FSDP leaves the root's weights whole.
+        self.here = sum(_local(weight).numel() for weight in self.model.parameters())
         self.starts = self._starts(ranks)
 
     def _starts(self, ranks: Ranks) -> dict[str, int]:
@@ -81,8 +83,7 @@ class FullySharded:
 
     def held(self) -> tuple[int, int, int]:
         """See `Backend`; frozen weights too."""
-        here = sum(_local(weight).numel() for weight in self.model.parameters())
-        return here, self.whole, distributed.get_world_size(self._shard_group())
+        return self.here, self.whole, distributed.get_world_size(self._shard_group())
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         """Nothing to hold back: whole gradients would not fit."""
