@@ -275,8 +275,8 @@ class Proof:
                 raise KeyboardInterrupt
             return state
         finally:
-            _tidy(job.run)
             _unregister(job.run)
+            _tidy(job.run)
 
     def _display(self, job: Job) -> AbstractContextManager[Listener]:
         return progress_display(job.run, self.quiet or not sys.stderr.isatty(), job.warnings)

@@ -329,17 +329,22 @@ def _entries(asked: _Asked, method: str) -> list[_Entry]:
     """The strategies that were asked for, and on what each would run.
 
     Raises:
-        ConfigError: for unknown ones, one that stands twice, or devices that are not there.
+        ConfigError: for unknown ones, one that stands twice, a file that does not fit, or devices that are not there.
     """
     mistakes = _Mistakes()
     named = _strategies(str(asked.own.get("strategies", "all")), mistakes)
     ids = mistakes.of(lambda: _gpu_ids(asked))
     if mistakes or ids is None:
         raise ConfigError(mistakes)
-    entries = [mistakes.of(lambda one=one: _entry(*one, ids, _wanted(asked), method)) for one in named]  # type: ignore[misc]
+    wanted, entries = _wanted(asked), []
+    for spec, strategy in named:
+        try:
+            entries.append(_entry(spec, strategy, ids, wanted, method))
+        except ConfigError as error:
+            mistakes += error.mistakes
     if mistakes:
         raise ConfigError(mistakes)
-    return [entry for entry in entries if entry]
+    return entries
 
 
 def _strategies(text: str, mistakes: _Mistakes) -> list[tuple[str, Strategy]]:

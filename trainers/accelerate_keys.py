@@ -6,9 +6,18 @@ Accelerate ignores an unknown nested key in silence and trains something else; h
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+
+def is_empty(value: Any) -> bool:
+    """Whether a section or list holds nothing, as `accelerate config` and old files write many."""
+    return value in ({}, [])
+
+
+def _never(value: Any) -> bool:
+    return False
 
 
 @dataclass(frozen=True)
@@ -22,6 +31,7 @@ class Key:
         inside: the keys of the mapping that it holds.
         least: smallest number.
         why: why the key, or any value but `choices`, is refused, and the way out.
+        idle: says of a value whether it asks for nothing, so that it passes even where the key is refused.
     """
 
     types: tuple[type, ...] = ()
@@ -30,12 +40,24 @@ class Key:
     inside: Mapping[str, Key] | None = None
     least: int | None = None
     why: str = ""
+    idle: Callable[[Any], bool] = _never
 
 
 TEXT, FLAG, WHOLE, LIST = Key((str,)), Key((bool,)), Key((int,)), Key((list,))
 COUNT = Key((int,), least=1)
 
 _COMPILE = "the launcher's torch.compile is not supported; use torch_compile in the config"
+
+_NO_DYNAMO = Key((str,), ("NO", "no"), why=_COMPILE)
+# Under the backend NO, which is also the default, the launcher hands the others on and nobody acts on them.
+_DYNAMO: dict[str, Key] = {
+    "dynamo_backend": _NO_DYNAMO,
+    "dynamo_mode": TEXT,
+    "dynamo_use_fullgraph": FLAG,
+    "dynamo_use_dynamic": FLAG,
+    "dynamo_use_regional_compilation": FLAG,
+}
+_TPU = Key(why="TPU pods are not supported; remove it", idle=is_empty)
 
 _FP8 = "fp8 is chosen in the config; remove it and pass --mixed_precision fp8"
 
@@ -47,7 +69,7 @@ TOP: dict[str, Key] = {
     "num_machines": WHOLE,
     "machine_rank": WHOLE,
     "main_process_ip": TEXT,
-    "main_process_port": WHOLE,
+    "main_process_port": Key((int, str), least=0),
     "main_training_function": TEXT,
     "mixed_precision": TEXT,
     "use_cpu": FLAG,
@@ -63,36 +85,45 @@ TOP: dict[str, Key] = {
     "fsdp_config": Key((dict,)),
     "deepspeed_config": Key((dict,)),
     "parallelism_config": Key((dict,)),
-    "fp8_config": Key(why=_FP8),
-    "dynamo_config": Key(why=_COMPILE),
-    "dynamo_backend": Key(why=_COMPILE),
-    "megatron_lm_config": Key(why="Megatron-LM is not supported; remove it and use FSDP or DEEPSPEED"),
-    "mpirun_config": Key(why="mpirun is not supported; remove it and use MULTI_GPU, which runs on gloo here"),
+    "tpu_name": _TPU,
+    "tpu_zone": _TPU,
+    "tpu_vm": _TPU,
+    "command_file": _TPU,
+    "commands": _TPU,
+    "fp8_config": Key(why=_FP8, idle=is_empty),
+    "dynamo_config": Key((dict,), inside=_DYNAMO),
+    "dynamo_backend": _NO_DYNAMO,
+    "megatron_lm_config": Key(why="Megatron-LM is not supported; remove it and use FSDP or DEEPSPEED", idle=is_empty),
+    "mpirun_config": Key(
+        why="mpirun is not supported; remove it and use MULTI_GPU, which runs on gloo here", idle=is_empty
+    ),
 }
 FLAGS_ONLY = ("max_restarts", "monitor_interval", "rdzv_conf")
 
 _RECOMPUTE = "its recompute is not the same for all strategies; use gradient_checkpointing: true in the config"
+
+SHARDINGS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "_HYBRID_SHARD_ZERO2")
 
 FSDP: dict[str, Key] = {
     "fsdp_version": Key((int,), (1, 2)),
     "fsdp_auto_wrap_policy": Key((str,), ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")),
     "fsdp_transformer_layer_cls_to_wrap": TEXT,
     "fsdp_min_num_params": COUNT,
-    "fsdp_reshard_after_forward": FLAG,
-    "fsdp_sharding_strategy": Key(
-        (str,),
-        ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "_HYBRID_SHARD_ZERO2"),
-    ),
+    # A flag under version 2. Under 1 `accelerate config` writes the sharding strategy here, where nobody reads it.
+    "fsdp_reshard_after_forward": Key((bool, str), words=SHARDINGS),
+    "fsdp_sharding_strategy": Key((str,), SHARDINGS),
     "fsdp_backward_prefetch": Key((str,), ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")),
     "fsdp_forward_prefetch": FLAG,
     "fsdp_offload_params": FLAG,
     "fsdp_use_orig_params": FLAG,
     "fsdp_sync_module_states": FLAG,
     "fsdp_cpu_ram_efficient_loading": FLAG,
-    # Accelerate's own checkpoints resume FSDP1 wrongly, so that nothing here writes or reads one. The sharded type is
-    # accepted, as it says what ours are; a whole one would be a wish that is not granted.
+    # Accelerate's own checkpoints resume FSDP1 wrongly, so that nothing here writes or reads one, and neither type does
+    # anything: ours are always sharded, exports always whole. `accelerate config` writes one of these by default.
     "fsdp_state_dict_type": Key(
-        (str,), ("SHARDED_STATE_DICT",), why="checkpoints are Tunesmith's own and exports are whole; remove the line"
+        (str,),
+        ("FULL_STATE_DICT", "SHARDED_STATE_DICT"),
+        why="checkpoints are Tunesmith's own and exports are whole; remove the line",
     ),
     "fsdp_activation_checkpointing": Key((bool,), (False,), why=_RECOMPUTE),
     "fsdp_activation_checkpointing_offload": Key((bool,), (False,), why=_RECOMPUTE),
@@ -126,12 +157,7 @@ DEEPSPEED: dict[str, Key] = {
         ("auto",),
         why="max_grad_norm of the config says where gradients are clipped; remove the line",
     ),
-    "zero3_init_flag": Key(
-        (bool,),
-        (False,),
-        why="weights come from one place and never from sharded init; write false, and for a model larger than memory "
-        "use fsdp2 with fsdp_cpu_ram_efficient_loading",
-    ),
+    "zero3_init_flag": FLAG,
     "zero3_save_16bit_model": FLAG,
     "deepspeed_multinode_launcher": Key((str,), ("standard",), why="only torchrun's is supported; write standard"),
     "deepspeed_hostfile": Key(why=_ONE_NETWORK),
@@ -193,6 +219,8 @@ def key_mistakes(
 
 def _unknown(name: str, known: list[str], owner: str) -> str:
     """The rest of the line for a key that nobody reads."""
+    if owner == "DeepSpeed" and name.startswith("_"):
+        return "JSON has no comments; remove it"
     longer = [key for key in known if key.endswith(f"_{name}")]
     if len(longer) == 1:
         return f"the {owner} key has a prefix; write {longer[0]}"
@@ -202,6 +230,8 @@ def _unknown(name: str, known: list[str], owner: str) -> str:
 
 def _value_mistakes(path: str, value: Any, key: Key, owner: str) -> list[str]:
     shown = f"{path}={value!r}"
+    if key.idle(value):
+        return []
     if not key.types:
         return [f"{path} is refused: {key.why}"]
     if not _has_type(value, key.types):

@@ -79,6 +79,7 @@ def _check_whole(values: dict[str, Any]) -> list[str]:
 def _check_common(values: dict[str, Any]) -> list[str]:
     kind, processes = values.get("distributed_type"), values.get("num_processes")
     machines, precision = values.get("num_machines") or 1, values.get("mixed_precision")
+    rank, port = values.get("machine_rank") or 0, values.get("main_process_port")
     rules = {
         "distributed_type is missing; write 'NO', MULTI_GPU, FSDP or DEEPSPEED": kind is None,
         "distributed_type=MULTI_CPU starts one process without mpirun; write MULTI_GPU, which runs on gloo here": (
@@ -95,6 +96,11 @@ def _check_common(values: dict[str, Any]) -> list[str]:
         ),
         f"num_processes={processes} does not divide by num_machines={machines}; use as many on each machine": (
             bool(processes) and (machines < 1 or (processes or 1) % max(machines, 1) != 0)
+        ),
+        f"machine_rank={rank} with num_machines={machines}: ranks count from 0, so that the last one is "
+        f"{machines} - 1 = {machines - 1}; write 0 to {machines - 1}": machines >= 1 and not 0 <= rank < machines,
+        f"main_process_port={port!r} is no port; write a whole number, as 29500": (
+            isinstance(port, str) and not (port.isascii() and port.isdigit())
         ),
         f"compute_environment={values.get('compute_environment')} is not supported; write LOCAL_MACHINE": (
             values.get("compute_environment") not in (None, "LOCAL_MACHINE")
@@ -131,8 +137,26 @@ def _check_fsdp(values: dict[str, Any], fsdp: dict[str, Any]) -> list[str]:
         ),
     }
     mistakes = [line for line, applies in rules.items() if applies]
-    mistakes += _other_version(fsdp, 2, ONLY_FSDP1) if version == 2 else []
-    return mistakes + (_other_version(fsdp, 1, ONLY_FSDP2) + _check_fsdp1(values, fsdp) if version == 1 else [])
+    mistakes += _other_version(fsdp, 2, ONLY_FSDP1) + _check_reshard2(fsdp) if version == 2 else []
+    return mistakes + (_check_reshard1(fsdp) + _check_fsdp1(values, fsdp) if version == 1 else [])
+
+
+def _check_reshard2(fsdp: dict[str, Any]) -> list[str]:
+    """Version 2 takes a flag; Accelerate stops at the words of version 1."""
+    value = fsdp.get("fsdp_reshard_after_forward")
+    if not isinstance(value, str):
+        return []
+    way = {"FULL_SHARD": "write true", "SHARD_GRAD_OP": "write false"}.get(value, "write true or false, or use hsdp")
+    return [f"fsdp_config.fsdp_reshard_after_forward={value} is a word of fsdp_version=1; {way}"]
+
+
+def _check_reshard1(fsdp: dict[str, Any]) -> list[str]:
+    """Version 1 never reads the key, as the launcher always sets a sharding strategy; the same word is harmless."""
+    value, sharding = fsdp.get("fsdp_reshard_after_forward"), fsdp.get("fsdp_sharding_strategy", "FULL_SHARD")
+    if not isinstance(value, str):
+        return _other_version(fsdp, 1, ONLY_FSDP2)
+    line = f"fsdp_config.fsdp_reshard_after_forward={value} is ignored under fsdp_version=1"
+    return [f"{line}; write fsdp_sharding_strategy: {value}"] if value != sharding else []
 
 
 def _other_version(fsdp: dict[str, Any], version: int, other: dict[str, str]) -> list[str]:
@@ -211,6 +235,11 @@ def _check_deepspeed(values: dict[str, Any], inline: dict[str, Any]) -> list[str
         stage = (content.get("zero_optimization") or {}).get("stage") if not mistakes else None
     else:
         mistakes += _check_inline(inline)
+    if stage == 3 and inline.get("zero3_init_flag"):  # Accelerate puts it off by itself under the other stages
+        mistakes.append(
+            "deepspeed_config.zero3_init_flag=True is refused: weights come from one place and never from sharded "
+            "init; write false, and for a model larger than memory use fsdp2 with fsdp_cpu_ram_efficient_loading"
+        )
     if stage == 3 and "zero3_init_flag" not in inline:
         # Without the key DeepSpeedPlugin takes true under stage 3, and each rank would build its share by itself.
         mistakes.append("deepspeed_config.zero3_init_flag is missing, and Accelerate would take true; write false")

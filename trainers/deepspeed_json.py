@@ -10,17 +10,41 @@ import json
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainers.accelerate_keys import FLAG, LIST, TEXT, WHOLE, Key, key_mistakes
+from trainers.accelerate_keys import FLAG, LIST, TEXT, WHOLE, Key, is_empty, key_mistakes
 from trainers.config import ConfigError
 
 MAX_JSON_BYTES = 1_000_000
 AUTO = "auto"
 NUMBER = Key((int, float), least=0)
 NUMBER_OR_AUTO = Key((int, float, str), words=(AUTO,), least=0)
-# DeepSpeed 0.19, DEEPSPEED_OPTIMIZERS, without the mu-parametrised ones, which need a package of their own.
-OPTIMIZERS = ("adam", "adamw", "adagrad", "lamb", "lion", "muon")
+# What the config decides, so that the JSON may only say "auto"; a number here would be passed over, or overrule it.
+CONFIGURED = {
+    "lr": "learning_rate of the config decides",
+    "betas": "adam_beta1 and adam_beta2 of the config decide",
+    "eps": "adam_epsilon of the config decides",
+    "weight_decay": "weight_decay of the config decides",
+}
+_ONLY_AUTO = {
+    name: Key((str, int, float, list), (AUTO,), why=f'write "auto"; {who}') for name, who in CONFIGURED.items()
+}
+_ADAM = _ONLY_AUTO | {
+    "torch_adam": FLAG,
+    "adam_w_mode": Key((bool,), (True,), why="Adam with L2 is another optimizer than the config's AdamW; remove it"),
+}
+# DeepSpeed 0.19, DEEPSPEED_OPTIMIZERS, each with what its constructors take on a GPU and on a CPU alike.
+OPTIMIZERS: dict[str, dict[str, Key]] = {
+    "adam": _ADAM,
+    "adamw": _ADAM,
+    "lion": {
+        "lr": _ONLY_AUTO["lr"],
+        "betas": Key((str, list), words=(AUTO,)),
+        "weight_decay": _ONLY_AUTO["weight_decay"],
+    },
+}
+# Our checkpoints were never run with the state of these. LAMB's trust ratio would be that of a flat partition too.
+# The mu-parametrised ones are no names here at all: they need a package of their own.
+UNTRIED = ("adagrad", "lamb", "muon")
 AS_CONFIGURED = ("adam", "adamw")  # what they compute is the config's AdamW, up to rounding
-FILLED = ("lr", "betas", "eps", "weight_decay")  # parameters for which "auto" takes the config's value
 ONE_BIT = ("onebitadam", "zerooneadam", "onebitlamb")
 
 _BATCH = 'the batch follows from global_batch_size; write "auto" or remove it'
@@ -29,6 +53,20 @@ _OWN_METRICS = "use report_to in the config"
 _PARALLEL = "this parallelism is not supported yet; remove it"
 _IDLE = "nothing here reads it; remove it"
 _RENAMED = "DeepSpeed has renamed it; write "
+_NO_SCALING = "ZeRO asserts at launch that it is off; remove it"
+
+
+def _is_off(value: Any) -> bool:
+    """Whether a section says that it is off, or nothing."""
+    return is_empty(value) or (isinstance(value, dict) and value.get("enabled") is False)
+
+
+def _all_auto(value: Any) -> bool:
+    """Whether a section leaves everything to the training script, as many files for transformers do."""
+    if not isinstance(value, dict) or not set(value) <= {"type", "params"}:
+        return False
+    params = value.get("params")
+    return not value or (isinstance(params, dict) and bool(params) and all(each == AUTO for each in params.values()))
 
 
 def _off_or_auto(*others: str) -> Key:
@@ -111,7 +149,9 @@ JSON: dict[str, Key] = {
     ),
     "zero_optimization": Key((dict,), inside=ZERO),
     "optimizer": Key((dict,), inside=OPTIMIZER),
-    "scheduler": Key(why="the script sets the learning rate at each step; remove it and use lr_scheduler_type"),
+    "scheduler": Key(
+        why="the script sets the learning rate at each step; remove it and use lr_scheduler_type", idle=_all_auto
+    ),
     "fp16": _off_or_auto(
         "auto_cast",
         "loss_scale",
@@ -125,13 +165,13 @@ JSON: dict[str, Key] = {
     "bf16": _off_or_auto(
         "immediate_grad_update", "check_grad_overflow", "bf16_master_weights_and_grads", "bf16_optimizer_states"
     ),
-    "amp": Key(why=_RULE),
-    "torch_autocast": Key(why=_RULE),
+    "amp": Key(why=_RULE, idle=_is_off),
+    "torch_autocast": Key(why=_RULE, idle=_is_off),
     "data_types": Key((dict,), inside={"grad_accum_dtype": Key((str,), ("fp32",), why="gradients are summed in fp32")}),
     "communication_data_type": Key((str,), ("fp32", "fp16", "bf16")),
     "seq_parallel_communication_data_type": TEXT,
-    "prescale_gradients": FLAG,
-    "gradient_predivide_factor": NUMBER,
+    "prescale_gradients": Key((bool,), (False,), why=_NO_SCALING),
+    "gradient_predivide_factor": Key((int, float), (1, 1.0), why=_NO_SCALING),
     "gradient_allreduce_op": Key((str,), ("mean",), why="the loss is scaled for a mean over ranks; remove it"),
     "zero_allow_untested_optimizer": FLAG,
     "zero_force_ds_cpu_optimizer": FLAG,
@@ -173,19 +213,19 @@ JSON: dict[str, Key] = {
     "checkpoint": Key(why="checkpoints are Tunesmith's own; remove it"),
     "datastates": Key(why="checkpoints are Tunesmith's own; remove it"),
     "compile": Key(why="use torch_compile in the config"),
-    "tensorboard": Key(why=_OWN_METRICS),
-    "wandb": Key(why=_OWN_METRICS),
-    "csv_monitor": Key(why=_OWN_METRICS),
-    "comet": Key(why=_OWN_METRICS),
+    "tensorboard": Key(why=_OWN_METRICS, idle=_is_off),
+    "wandb": Key(why=_OWN_METRICS, idle=_is_off),
+    "csv_monitor": Key(why=_OWN_METRICS, idle=_is_off),
+    "comet": Key(why=_OWN_METRICS, idle=_is_off),
     "tensor_parallel": Key(why=_PARALLEL),
     "expert_parallel": Key(why=_PARALLEL),
     "use_data_before_expert_parallelism": Key(why=_PARALLEL),
     "pipeline": Key(why=_PARALLEL),
-    "data_efficiency": Key(why="the batch of each step is the script's own plan; remove it"),
+    "data_efficiency": Key(why="the batch of each step is the script's own plan; remove it", idle=_is_off),
     "dataloader_drop_last": Key(why="the batch of each step is the script's own plan; remove it"),
     "weight_quantization": Key(why=_RULE),
-    "hybrid_engine": Key(why=_IDLE),
-    "autotuning": Key(why=_IDLE),
+    "hybrid_engine": Key(why=_IDLE, idle=_is_off),
+    "autotuning": Key(why=_IDLE, idle=_is_off),
     "timers": Key(why=_IDLE),
 }
 
@@ -235,8 +275,22 @@ def read_json(name: str) -> dict[str, Any]:
 def json_mistakes(content: dict[str, Any]) -> list[str]:
     """Every mistake in the content of a DeepSpeed JSON, a line each; those of single keys hide those of the whole."""
     where = "DeepSpeed JSON"
-    mistakes = [f"{where}: {line}" for line in key_mistakes(content, JSON, "", "DeepSpeed")]
+    # At the top DeepSpeed reads only what it knows, so that a comment does nothing; its sections stop at one.
+    read = {name: value for name, value in content.items() if not name.startswith("_")}
+    mistakes = [f"{where}: {line}" for line in key_mistakes(read, JSON, "", "DeepSpeed")]
     return mistakes or [f"{where}: {line}" for line in _check_whole(content)]
+
+
+def drop_idle(settings: dict[str, Any]) -> None:
+    """Takes out, in place, what is accepted because it asks for nothing: DeepSpeed stops at some of it all the same.
+
+    Args:
+        settings: the content of a DeepSpeed JSON that has passed the check, before DeepSpeed gets it.
+    """
+    for name in [
+        name for name, value in settings.items() if value is None or (name in JSON and JSON[name].idle(value))
+    ]:
+        del settings[name]
 
 
 def _check_whole(content: dict[str, Any]) -> list[str]:
@@ -266,31 +320,30 @@ def _check_whole(content: dict[str, Any]) -> list[str]:
 def _check_optimizer(optimizer: dict[str, Any] | None) -> list[str]:
     if optimizer is None:
         return []
-    name = optimizer.get("type")
+    name, listed = optimizer.get("type"), ", ".join(OPTIMIZERS)
     if name is None:
-        return [f"optimizer.type is missing; write one of {', '.join(OPTIMIZERS)}"]
-    if str(name).lower() in ONE_BIT:
-        return [f"optimizer.type={name} is gone from DeepSpeed 0.19; use one of {', '.join(OPTIMIZERS)}"]
-    if str(name).lower() not in OPTIMIZERS:
-        return [f"optimizer.type={name} is no optimizer of DeepSpeed's own; use one of {', '.join(OPTIMIZERS)}"]
+        return [f"optimizer.type is missing; write one of {listed}"]
+    kind = str(name).lower()
+    if kind in ONE_BIT:
+        return [f"optimizer.type={name} is gone from DeepSpeed 0.19; use one of {listed}"]
+    if kind in UNTRIED:
+        return [f"optimizer.type={name} is not supported, as checkpoints were never run with its state; use AdamW"]
+    if kind not in OPTIMIZERS:
+        return [f"optimizer.type={name} is no optimizer of DeepSpeed's own; use one of {listed}"]
     params = optimizer.get("params", {})
-    mistakes = [
-        f'optimizer.params.{key}={value!r} is a {type(value).__name__}; write a number, true, false or "auto"'
-        for key, value in params.items()
-        if not _is_number(value) and not (isinstance(value, list) and all(map(_is_number, value)))
+    mistakes = key_mistakes(params, OPTIMIZERS[kind], "optimizer.params", "DeepSpeed") or _check_betas(params)
+    # The loop sets lr and the groups of weights bring weight_decay, so that only these two could slip away unseen.
+    return mistakes + [
+        f'optimizer.params.{key} is missing, and DeepSpeed would take a default of its own; write "auto"'
+        for key in ("betas", "eps")
+        if kind in AS_CONFIGURED and key not in params
     ]
-    mistakes += [
-        f'optimizer.params.{key}="auto" has no value in the config; write a number'
-        for key, value in params.items()
-        if value == AUTO and key not in FILLED
-    ]
-    if params.get("lr", AUTO) != AUTO:
-        mistakes.append(f'optimizer.params.lr={params["lr"]} is not used, learning_rate of the config is; write "auto"')
-    return mistakes
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) or value == AUTO
+def _check_betas(params: dict[str, Any]) -> list[str]:
+    betas = params.get("betas", AUTO)
+    good = betas == AUTO or (len(betas) == 2 and all(isinstance(each, int | float) for each in betas))
+    return [] if good else [f'optimizer.params.betas={betas} is no pair; write two numbers, or "auto"']
 
 
 def leaves_parity(content: dict[str, Any]) -> list[str]:

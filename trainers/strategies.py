@@ -143,6 +143,8 @@ def load_strategy(name_or_path: str) -> Strategy:
     mistakes = check(values)
     if mistakes:
         raise ConfigError([f"{path.name}: {mistake}" for mistake in mistakes])
+    if isinstance(values.get("main_process_port"), str):  # Accelerate's look at whether it is free takes a number only
+        values["main_process_port"] = int(values["main_process_port"])
     file = (values.get("deepspeed_config") or {}).get("deepspeed_config_file")
     content = read_json(file) if file else {}
     first = path.read_text(encoding="utf-8").partition("\n")[0]
