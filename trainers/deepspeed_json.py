@@ -122,7 +122,7 @@ ZERO: dict[str, Key] = {
     "stage3_allgather_sequential": FLAG,
     "ignore_unused_parameters": FLAG,
     "legacy_stage1": Key((bool,), (False,), why="the old ZeRO-1 is not supported; remove it"),
-    "round_robin_gradients": FLAG,
+    "round_robin_gradients": Key((bool,), (False,), why="its layout is not the one that DeepSpeed tells; remove it"),
     "parameter_alignment": FLAG,
     "zero_hpz_partition_size": WHOLE,
     "zero_quantized_weights": FLAG,

@@ -16,6 +16,7 @@ import torch
 from filelock import FileLock
 
 from trainers.config import TrainConfig
+from trainers.deepspeed_json import drop_idle
 from trainers.errors import TrainingError
 from trainers.models import build_optimizer, parameter_groups
 from trainers.parallel.backend import trained_names
@@ -152,7 +153,7 @@ def _fill(settings: dict[str, Any], config: TrainConfig, world: int, hidden: int
     )
     for name in ("bf16", "fp16"):
         settings[name] = {"enabled": False}
-    settings.pop("scheduler", None)  # all "auto", as the check demands; the script sets the rate
+    drop_idle(settings)
     zero = settings["zero_optimization"]
     sizes = {
         "reduce_bucket_size": hidden * hidden,
