@@ -77,6 +77,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         content(zero={"cpu_offload": True}),
         "zero_optimization.cpu_offload is refused: DeepSpeed has renamed it; write offload",
     ),
+    (
+        content(zero={"round_robin_gradients": True}),
+        "zero_optimization.round_robin_gradients=True is refused: its layout is not the one that DeepSpeed tells",
+    ),
     (content(zero={"zenflow": {}}), "zero_optimization.zenflow is refused: it steps with gradients that are late"),
     (content(zero={"overlap_comm": "yes"}), "zero_optimization.overlap_comm='yes' is a str; write a bool"),
     (
