@@ -17,13 +17,14 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
 COMMANDS = [line.partition("  #")[0].strip() for block in BLOCKS for line in block.splitlines() if line.strip()]
 TRAINING = [line for line in COMMANDS if line.startswith("tunesmith train")]
+PROVING = [line for line in COMMANDS if line.startswith("tunesmith prove")]
 SHORT = "--max_steps 2 --quiet"
 
 
 def test_the_readme_has_these_commands() -> None:
     assert COMMANDS[:2] == ["make demo", "make test"]
     verbs = {line.split()[1] for line in COMMANDS if line.startswith("tunesmith")}
-    assert verbs == {"presets", "train", "runs", "stop", "resume", "export"}
+    assert verbs == {"presets", "strategies", "train", "runs", "stop", "resume", "export", "prove"}
     assert all(line.split()[0] in ("make", "tunesmith", "accelerate") for line in COMMANDS)
 
 
@@ -41,7 +42,9 @@ def test_training_commands(line: str, tmp_path: Path) -> None:
     words = shlex.split(line)[1:]
     short = [] if "--check" in words else shlex.split(SHORT)
     done = tunesmith(*words, *short, cwd=tmp_path)
-    if "smollm2" in line:  # the Hub and the GPUs are not here: it must say so and leave nothing behind
+    if (
+        "smollm2" in line or "qwen3" in line
+    ):  # the Hub and the GPUs are not here: it must say so and leave nothing behind
         assert done.returncode == 2
         assert "Traceback" not in done.stderr
         assert not (tmp_path / "runs").exists()
@@ -54,7 +57,7 @@ def test_commands_on_a_run(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "runs" / "RUN")
     program = start(run, tmp_path)
     wait_for(lambda: steps_of(run) >= 3)
-    lines = [line for line in COMMANDS if line.startswith("tunesmith") and line not in TRAINING]
+    lines = [line for line in COMMANDS if line.startswith("tunesmith") and line not in TRAINING + PROVING]
     place = {"stop": 0, "resume": 1}
     for line in sorted(lines, key=lambda line: place.get(line.split()[1], 2)):
         done = tunesmith(*shlex.split(line)[1:], cwd=tmp_path)
@@ -62,6 +65,14 @@ def test_commands_on_a_run(tmp_path: Path) -> None:
     program.communicate(timeout=60)
     assert (run.read_state() or {})["step"] == OPTIONS["max_steps"]
     assert (tmp_path / "my-model" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("line", PROVING)
+def test_proof(line: str, tmp_path: Path) -> None:
+    done = tunesmith(*shlex.split(line)[1:], "--max_train_samples", "300", cwd=tmp_path, timeout=500)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("pass") == 3, done.stdout
+    assert f"{line} --max_train_samples 300" in (next(tmp_path.glob("runs/prove-*")) / "report.md").read_text()
 
 
 def test_plain_accelerate(tmp_path: Path) -> None:
