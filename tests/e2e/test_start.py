@@ -64,7 +64,7 @@ def test_use_cpu_is_one_run_of_two_ranks(tmp_path: Path) -> None:
 SELF_CHECK = """
 import sys
 from accelerate import Accelerator
-from trainers.build import model
+from trainers import build
 from trainers.options import Request
 from trainers.errors import TrainingError
 from trainers.parallel.ranks import Ranks
@@ -72,9 +72,11 @@ from trainers.self_check import check, compare
 from trainers.strategies import load_strategy
 config = Request(preset="tiny-lora").resolve()
 made = Accelerator()  # without the adaptation
-wrapped, _, _ = model(config, made)
+ranks = Ranks(made.device)
+loss = build.module(config, True)
+backend, census = build.backend(config, load_strategy("ddp"), made, ranks, loss)
 try:
-    check(compare(load_strategy("ddp"), config, made, wrapped), Ranks(made.device))
+    check(compare(load_strategy("ddp"), config, made, backend, loss, census), ranks)
 except TrainingError as error:
     sys.stdout.write(f"REFUSED {error}\\n")
 """
