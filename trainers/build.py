@@ -44,13 +44,18 @@ _HOOKS = {
 _TIMEOUT = timedelta(minutes=30)
 
 
-def accelerator(config: TrainConfig, run: RunFolder) -> tuple[Accelerator, Ranks]:
+def accelerator(config: TrainConfig, strategy: Strategy, run: RunFolder) -> tuple[Accelerator, Ranks]:
     """The process group and the Accelerator of this run, seeded; what it does was said by the Accelerate file."""
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.tf32
     adapt_to_cpu()
+    if strategy.distributed_type == "DEEPSPEED":
+        from trainers.parallel.zero import build_extensions  # DeepSpeed is an extra
+
+        # On a CPU, DeepSpeed compiles its own all-reduce as soon as the process group is made.
+        build_extensions(["ShareMemCommBuilder"] if os.environ.get("DS_ACCELERATOR") == "cpu" else [])
     os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)  # it would divide the gradients behind our back
     ddp = DistributedDataParallelKwargs(
         bucket_cap_mb=config.ddp_bucket_cap_mb,
@@ -93,7 +98,7 @@ def backend(
     if strategy.distributed_type == "FSDP":
         wrapped: Backend = FullySharded(loss, config, made, ranks)
     elif strategy.distributed_type == "DEEPSPEED":
-        from trainers.parallel.zero import Zero  # DeepSpeed is an extra
+        from trainers.parallel.zero import Zero
 
         wrapped = Zero(loss, config, made, ranks)
     else:

@@ -124,7 +124,7 @@ def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
     from trainers.self_check import check as check_asked
     from trainers.self_check import compare, table
 
-    accelerator, ranks = build.accelerator(config, run)
+    accelerator, ranks = build.accelerator(config, strategy, run)
     attempt = ranks.broadcast(attempt)
     loss = build.module(config, main_rank)
     base = ranks.broadcast(base_digest(loss.model))  # rank 0's: the others may have read no weights

@@ -46,7 +46,7 @@ class Zero:
             optimizer: Any = DummyOptim(groups, lr=config.scaled_learning_rate(), weight_decay=config.weight_decay)
         else:
             optimizer = build_optimizer(groups, config)
-        _build_extensions(settings)
+        build_extensions(_adam_builder(settings))
         self.model, _ = accelerator.prepare(loss, optimizer)
         self.optimizer = self.model.optimizer
         self._check_layout()
@@ -171,7 +171,15 @@ def _fill(settings: dict[str, Any], config: TrainConfig, world: int, hidden: int
     chosen.update({name: auto[name] for name, value in chosen.items() if value == "auto" and name in auto})
 
 
-def _build_extensions(settings: dict[str, Any]) -> None:
+def _adam_builder(settings: dict[str, Any]) -> list[str]:
+    """DeepSpeed's builder of the Adam that it will use; none for torch's."""
+    offloaded = (settings["zero_optimization"].get("offload_optimizer") or {}).get("device", "none") != "none"
+    chosen = settings.get("optimizer", {})
+    own = str(chosen.get("type", "none")).lower() in ("adam", "adamw") and not chosen["params"].get("torch_adam")
+    return ["CPUAdamBuilder"] if offloaded else ["FusedAdamBuilder"] if own else []
+
+
+def build_extensions(builders: list[str]) -> None:
     """Compiles what DeepSpeed will load, in a folder of our own, one rank and one run at a time.
 
     torch's builder waits for ever on the lock file of a build that was killed; under our lock such a file is stale.
@@ -181,16 +189,8 @@ def _build_extensions(settings: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     from deepspeed.accelerator import get_accelerator
 
-    offloaded = (settings["zero_optimization"].get("offload_optimizer") or {}).get("device", "none") != "none"
-    chosen = settings.get("optimizer", {})
-    kind = str(chosen.get("type", "none")).lower()
-    adam = "CPUAdamBuilder" if offloaded else "FusedAdamBuilder"
-    needed = {
-        "ShareMemCommBuilder": get_accelerator().device_name() == "cpu",
-        adam: (offloaded or kind in ("adam", "adamw")) and not chosen.get("params", {}).get("torch_adam"),
-    }
     with FileLock(folder / "tunesmith.lock"):
         for stale in folder.glob("**/lock"):
             stale.unlink()
-        for name in [name for name, wanted in needed.items() if wanted]:
+        for name in builders:
             get_accelerator().create_op_builder(name).load(verbose=False)
