@@ -216,3 +216,12 @@ def test_the_last_checkpoint_knows_the_last_evaluation(tmp_path: Path) -> None:
     assert losses[4] < losses[3]
     manifest = json.loads((finished.checkpoints[-1] / "manifest.json").read_text())
     assert (manifest["step"], manifest["progress"]["best_step"]) == (4, 4)
+
+
+def test_a_build_that_was_killed_hangs_no_later_run(tmp_path: Path) -> None:
+    """torch's builder waits for ever on the lock file that such a build leaves."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tunesmith" / "torch_extensions"
+    (cache / "deepspeed_shm_comm").mkdir(parents=True, exist_ok=True)
+    (cache / "deepspeed_shm_comm" / "lock").touch()
+    launch_well(tmp_path / "run", 2, SHORT, strategy="zero1", timeout=500)
+    assert not (cache / "deepspeed_shm_comm" / "lock").exists()

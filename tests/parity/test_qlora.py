@@ -133,6 +133,7 @@ def test_p4_plain_peft_loads_the_adapter_and_gives_the_trainers_loss(strategy: s
     assert abs(stock_loss(whole, "qlora") - trained) > 1e-3
 
 
+@long
 def test_p4_plain_transformers_loads_the_merged_model_and_gives_the_trainers_loss() -> None:
     finished = run(1, "qlora", False, merge_adapter=True)
     assert not list(finished.run.model.glob("adapter*"))
