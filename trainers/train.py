@@ -127,7 +127,7 @@ def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
     accelerator, ranks = build.accelerator(config, strategy, run)
     attempt = ranks.broadcast(attempt)
     loss = build.module(config, main_rank)
-    base = ranks.broadcast(base_digest(loss.model))  # rank 0's: the others may have read no weights
+    base = ranks.broadcast(base_digest(loss.model) if main_rank else "")  # the others may have read no weights
     checkpoints = build.checkpoints(config, strategy, run, ranks, data.fingerprint, base, attempt)
     folder = build.resume_folder(config, checkpoints)
     progress = checkpoints.load(folder, loss.model) if folder else Progress()

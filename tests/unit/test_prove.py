@@ -22,17 +22,11 @@ from trainers.config import ConfigError
 from trainers.run_folder import RunFolder, read_json, register_outside, registered_runs
 from trainers.strategies import Strategy
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
 RIGHT: Curve = {1: (2.0, 1.0), 2: (1.5, 0.5), 3: (1.0, 0.25)}
 KEYS = ["strategy", "world_size", "method", "max_loss_difference", "max_grad_norm_difference", "bit_equal_steps",
         "passed", "reason"]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.chdir(tmp_path)
 
 
 def changed(**steps: tuple[Any, Any]) -> Curve:

@@ -57,8 +57,6 @@ def questionnaire(answers: dict[str, Any], folder: Path, monkeypatch: pytest.Mon
 def test_the_defaults_pass(
     answers: dict[str, Any], kind: str, version: int, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if kind == "DEEPSPEED":
-        pytest.importorskip("deepspeed")
     strategy = load_strategy(questionnaire(answers, tmp_path, monkeypatch))
     assert (strategy.distributed_type, strategy.fsdp_version, strategy.zero_stage) == (kind, version, stage)
     copy = tmp_path / "accelerate.yaml"
