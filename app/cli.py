@@ -66,17 +66,27 @@ def prove(words: Raw = None) -> int:
     return prove_verb(words or [])
 
 
+@app.command(context_settings=_RAW)
+def data(words: Raw = None) -> int:
+    """Show what would be trained: rows with their trained tokens, lengths, packing, bad rows."""
+    from app.data_verb import data_verb
+
+    return data_verb(words or [])
+
+
 @app.command()
 def stop(
     run: RunName,
     timeout: Annotated[str, typer.Option(metavar="<seconds>", help="How long to wait for its end.")] = "300",
+    no_save: Annotated[bool, typer.Option("--no_save", metavar="", help="Stop without saving a checkpoint.")] = False,
+    force: Annotated[bool, typer.Option("--force", metavar="", help="After the timeout, kill what is left.")] = False,
     runs_dir: RunsDir = RUNS,
     json: Json = False,
 ) -> int:
-    """Ask a run to save a checkpoint and stop, and wait until it has."""
+    """Ask a run to save a checkpoint and stop, and wait until it has; a queued one is cancelled."""
     from app.verbs import stop_verb
 
-    return stop_verb(run, timeout, runs_dir, json)
+    return stop_verb(run, timeout, not no_save, force, runs_dir, json)
 
 
 @runs_app.command("list")
@@ -107,6 +117,53 @@ def runs_logs(
     return logs_verb(run, follow, runs_dir)
 
 
+@runs_app.command("clone", context_settings=_RAW)
+def runs_clone(words: Raw = None) -> int:
+    """Start a new run with the settings of another, and with changed values."""
+    from app.verbs import clone_verb
+
+    return clone_verb(words or [])
+
+
+@runs_app.command("rename")
+def runs_rename(
+    run: RunName,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The new id.")],
+    runs_dir: RunsDir = RUNS,
+    json: Json = False,
+) -> int:
+    """Rename an ended run and its folder."""
+    from app.verbs import rename_verb
+
+    return rename_verb(run, name, runs_dir, json)
+
+
+@runs_app.command("delete")
+def runs_delete(
+    run: RunName,
+    yes: Annotated[bool, typer.Option("--yes", metavar="", help="Do not ask.")] = False,
+    runs_dir: RunsDir = RUNS,
+    json: Json = False,
+) -> int:
+    """Delete an ended run with its checkpoints and exports."""
+    from app.verbs import delete_verb
+
+    return delete_verb(run, yes, runs_dir, json)
+
+
+@runs_app.command("move", context_settings={"ignore_unknown_options": True})
+def runs_move(
+    run: RunName,
+    places: Annotated[str, typer.Argument(metavar="PLACES", help="Towards the end; -1 is one to the front.")],
+    runs_dir: RunsDir = RUNS,
+    json: Json = False,
+) -> int:
+    """Move a queued run in the queue; `tunesmith stop` cancels it."""
+    from app.verbs import move_verb
+
+    return move_verb(run, places, runs_dir, json)
+
+
 @app.command()
 def export(
     run: RunName,
@@ -127,6 +184,43 @@ def export(
 
 
 @app.command()
+def chat(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run; or embedded, a Hub id or folder of a base model.")],
+    checkpoint: Annotated[
+        str | None, typer.Option(metavar="<name>", help="Checkpoint such as step-00000120; default: the run's export.")
+    ] = None,
+    base: Annotated[bool, typer.Option("--base", metavar="", help="Let the base model answer too.")] = False,
+    prompt: Annotated[str | None, typer.Option(metavar="<text>", help="Answer this and end.")] = None,
+    system: Annotated[str, typer.Option(metavar="<text>", help="System prompt.")] = "",
+    plain: Annotated[bool, typer.Option("--plain", metavar="", help="Complete plain text: no chat template.")] = False,
+    temperature: Annotated[str | None, typer.Option(metavar="<float>", help="0: the likeliest token always.")] = None,
+    top_p: Annotated[str | None, typer.Option("--top_p", metavar="<float>", help="Probability kept.")] = None,
+    top_k: Annotated[str | None, typer.Option("--top_k", metavar="<int>", help="Tokens kept; 0: all.")] = None,
+    max_new_tokens: Annotated[
+        str | None, typer.Option("--max_new_tokens", metavar="<int>", help="Longest answer.")
+    ] = None,
+    repetition_penalty: Annotated[
+        str | None, typer.Option("--repetition_penalty", metavar="<float>", help="Above 1: fewer repeated tokens.")
+    ] = None,
+    seed: Annotated[str | None, typer.Option(metavar="<int>", help="The same one gives the same answer.")] = None,
+    device: Annotated[str, typer.Option(metavar="<auto|cpu|id>", help="GPU id, or cpu; auto: a free GPU.")] = "auto",
+    revision: Annotated[str | None, typer.Option(metavar="<name>", help="Of a base model on the Hub.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust_remote_code", metavar="", help="Run model code that comes with the weights.")
+    ] = False,
+    runs_dir: RunsDir = RUNS,
+    json: Json = False,
+) -> int:
+    """Chat with a run's model, its base, or both; Ctrl-C stops an answer, Ctrl-D ends."""
+    from app.chat_verb import chat_verb
+
+    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "max_new_tokens": max_new_tokens}
+    sampling |= {"repetition_penalty": repetition_penalty, "seed": seed}
+    where: dict[str, Any] = {"device": device, "revision": revision, "remote_code": trust_remote_code}
+    return chat_verb(run, runs_dir, checkpoint, base, prompt, system, plain, sampling=sampling, as_json=json, **where)
+
+
+@app.command()
 def presets(json: Json = False) -> int:
     """List the presets that ship."""
     from app.verbs import presets_verb
@@ -140,6 +234,29 @@ def strategies(json: Json = False) -> int:
     from app.verbs import strategies_verb
 
     return strategies_verb(json)
+
+
+@app.command()
+def ui(
+    port: Annotated[
+        str | None, typer.Option(metavar="<int>", help="Port; default: 7860, or the next free one.")
+    ] = None,
+    host: Annotated[str, typer.Option(metavar="<address>", help="Where to listen; others need --auth.")] = "127.0.0.1",
+    auth: Annotated[
+        str | None, typer.Option(metavar="<user>", help="Ask for this user; the password: TUNESMITH_UI_PASSWORD.")
+    ] = None,
+    allow: Annotated[
+        list[Path] | None, typer.Option(metavar="<dir>", help="Folder to read models and data from; repeatable.")
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust_remote_code", metavar="", help="Let runs choose to run a model's own code.")
+    ] = False,
+    runs_dir: RunsDir = RUNS,
+) -> int:
+    """Serve the pages in which runs are started, watched, compared and tried."""
+    from app.ui_verb import ui_verb
+
+    return ui_verb(port, host, auth, runs_dir, allow or [], trust_remote_code)
 
 
 def run_verb(arguments: Sequence[str]) -> int:

@@ -7,26 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainers.config import ConfigError
+from trainers.gpus import Gpu, find_gpus, visible
+
+__all__ = ["Devices", "Gpu", "choose_devices", "cpu_count", "find_gpus", "visible"]
 
 CPU_PROCESSES = 2
 MAX_PROCESSES = 256
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One GPU, as NVML numbers it.
-
-    Args:
-        index: the id that `nvidia-smi` and `--gpus` use.
-        uuid: name that stays when the machine is renumbered.
-        name: the maker's name.
-        memory: bytes.
-    """
-
-    index: int
-    uuid: str
-    name: str
-    memory: int
 
 
 @dataclass(frozen=True)
@@ -35,49 +21,6 @@ class Devices:
 
     gpu_ids: list[int]
     num_processes: int
-
-
-def find_gpus() -> list[Gpu]:
-    """The GPUs that this process may use, in the order of an outer CUDA_VISIBLE_DEVICES; empty without any."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return []
-    try:
-        found = [_describe(index) for index in range(pynvml.nvmlDeviceGetCount())]
-    except pynvml.NVMLError:
-        return []
-    finally:
-        pynvml.nvmlShutdown()
-    return visible(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
-
-
-def _describe(index: int) -> Gpu:
-    import pynvml
-
-    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-    memory = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
-    return Gpu(index, str(pynvml.nvmlDeviceGetUUID(handle)), str(pynvml.nvmlDeviceGetName(handle)), memory)
-
-
-def visible(found: Sequence[Gpu], variable: str | None) -> list[Gpu]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves; like CUDA it reads the list up to its first bad entry.
-
-    Args:
-        found: every GPU of the machine.
-        variable: the variable's value: indices or (the beginnings of) UUIDs; None when it is not set.
-    """
-    if variable is None:
-        return list(found)
-    kept: list[Gpu] = []
-    for word in (part.strip() for part in variable.split(",")):
-        match = [gpu for gpu in found if word == str(gpu.index) or (word[:4] == "GPU-" and gpu.uuid.startswith(word))]
-        if len(match) != 1 or match[0] in kept:
-            break
-        kept += match
-    return kept
 
 
 def cpu_count() -> int:

@@ -6,7 +6,6 @@ as they would share the cores and the memory.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import shutil
@@ -27,7 +26,7 @@ from app.runs import metrics
 from app.supervisor import Listener
 from app.training import CheckBroke, how_it_ended, interruptible, launch, preflight, where
 from trainers.config import ConfigError
-from trainers.run_folder import RunFolder, read_json, register_outside, registry
+from trainers.run_folder import RunFolder, read_json, register_outside, unregister
 
 LOSS_TOLERANCE = 1e-5
 """Largest difference of a step's loss."""
@@ -275,7 +274,7 @@ class Proof:
                 raise KeyboardInterrupt
             return state
         finally:
-            _unregister(job.run)
+            unregister(job.run)
             _tidy(job.run)
 
     def _display(self, job: Job) -> AbstractContextManager[Listener]:
@@ -352,11 +351,3 @@ def _lost(cause: str | None) -> str | None:
     if not cause or "resume goes on from there" not in cause:
         return cause
     return f"{cause.partition('; ')[0]}; prove keeps no checkpoint of it, run prove again"
-
-
-def _unregister(run: RunFolder) -> None:
-    """Takes back what `register_outside` noted."""
-    for path in registry().glob("*.json"):
-        if (read_json(path) or {}).get("run_dir") == str(run.path.resolve()):
-            with contextlib.suppress(OSError):
-                path.unlink()

@@ -35,7 +35,7 @@ SETTINGS = {
     "torch_compile": "false", "master_weights": "true",
     "logging_steps": "1", "save_steps": "0", "report_to": "",
     "eval_dataset_name": "none", "eval_share": "0", "eval_steps": "0", "eval_on_start": "false",
-    "load_best_model_at_end": "false", "early_stopping_patience": "none",
+    "load_best_model_at_end": "false", "early_stopping_patience": "none", "max_restarts": "0",
 }  # fmt: skip
 _NUMBERS = ("mixed_precision", "lora_dropout", "tf32", "ddp_comm_hook", "torch_compile", "master_weights")
 _OWN = ("steps", "strategies", "layers")

@@ -20,7 +20,7 @@ from trainers.run_folder import LIVE_STATES, RunFolder, new_run_id
 from trainers.strategies import Strategy, cannot_run, default_strategy, load_strategy, resolve
 
 _VALUES = ("strategy", "gpus", "num_processes")
-_SWITCHES = ("json", "quiet", "help", "check")
+_SWITCHES = ("json", "quiet", "help", "check", "detach")
 _LOG_ROOM = 2_000_000
 _PATHS = ("model_name_or_path", "dataset_name", "eval_dataset_name", "chat_template", "cache_dir", "runs_dir",
           "output_dir", "resume_from_checkpoint")  # fmt: skip
@@ -41,7 +41,7 @@ class Words:
     Args:
         names: words that stand alone: the preset, or the run.
         values: `--strategy`, `--gpus` and `--num_processes`.
-        switches: those of `--json`, `--quiet`, `--help` and `--check` that were given.
+        switches: those of `--json`, `--quiet`, `--help`, `--check` and `--detach` that were given.
         options: everything else, for `trainers.options.parse_request`.
     """
 
@@ -164,6 +164,21 @@ def resume_job(run: RunFolder, words: Words) -> Job:
     job = _job(request, _as_before(run, words.values), mistakes, run)
     job.attempt = attempt
     return job
+
+
+def clone_job(run: RunFolder, words: Words) -> Job:
+    """The job of a new run with the settings of another; options given replace the old ones.
+
+    Raises:
+        ConfigError: with every mistake at once.
+    """
+    mistakes, request = _Mistakes(), Request()
+    with mistakes:
+        request = parse_request(words.options)
+    if request.preset or request.config:
+        mistakes.lines.append("a clone has its run's config; leave --preset and --config out")
+    request.config, request.preset = str(run.config), None
+    return _job(request, _as_before(run, words.values), mistakes, None)
 
 
 def run_attempt(run: RunFolder) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import os
@@ -12,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from app.console import shortened
 from app.launcher import read_command_line
@@ -28,17 +31,29 @@ GONE = "ended without a word: its processes are gone"
 
 def list_runs(runs_dir: Path) -> list[RunFolder]:
     """Every run below `runs_dir`, and those elsewhere that are registered, newest first."""
-    inside = [RunFolder(path) for path in _folders(runs_dir) if _is_inside(path, runs_dir)]
-    outside = [RunFolder(path) for path in registered_runs()]
-    unique = {run.path.resolve(): run for run in [*outside, *inside] if _is_run(run)}
-    return sorted(unique.values(), key=lambda run: (_started(run), run.id), reverse=True)
+    runs = [RunFolder(path) for path in run_paths(runs_dir)]
+    states = [(run, read_json(run.state_file) or {}) for run in runs]
+    known = [(str(state.get("started_at") or ""), run.id, run) for run, state in states if state.get("state") in STATES]
+    return [run for _, _, run in sorted(known, key=lambda entry: entry[:2], reverse=True)]
 
 
-def _folders(runs_dir: Path) -> list[Path]:
+def run_paths(runs_dir: Path) -> list[Path]:
+    """The folders in `runs_dir` and the registered ones elsewhere, each once, whether they hold a run or not.
+
+    A link in `runs_dir` that leads out of it is left out.
+    """
+    home = runs_dir.resolve()
+    inside: dict[Path, Path] = {}
     try:
-        return [path for path in runs_dir.iterdir() if path.is_dir()]
+        with os.scandir(runs_dir) as entries:
+            for entry in entries:
+                whole = home / entry.name if not entry.is_symlink() else Path(entry.path).resolve()
+                if entry.is_dir() and whole.is_relative_to(home):
+                    inside[whole] = runs_dir / entry.name
     except OSError:
-        return []
+        inside = {}
+    outside = {path.resolve(): path for path in registered_runs()}
+    return list({**outside, **inside}.values())
 
 
 def _is_inside(path: Path, folder: Path) -> bool:
@@ -51,8 +66,31 @@ def _is_run(run: RunFolder) -> bool:
     return (read_json(run.state_file) or {}).get("state") in STATES
 
 
-def _started(run: RunFolder) -> str:
-    return str((run.read_state() or {}).get("started_at") or "")
+def run_of_id(name: Any, runs_dir: Path) -> RunFolder:
+    """The run of an id, for callers that may not name paths.
+
+    Args:
+        name: whatever a stranger sent.
+        runs_dir: folder of run folders; a run in it is taken before a registered one of the same id.
+
+    Raises:
+        ConfigError: for anything but the id of a run in `runs_dir` or of a registered one.
+    """
+    text = name if isinstance(name, str) else ""
+    shown = repr(shortened(text))
+    if not 0 < len(text.encode(errors="replace")) <= 255 or not text.isprintable() or os.sep in text:
+        raise ConfigError(f"{shown} is no run id; pick a run from the list of runs")
+    near = RunFolder(runs_dir / text)
+    try:
+        if text not in (".", "..") and _is_run(near) and _is_inside(near.path, runs_dir):
+            return near
+    except (OSError, RuntimeError):
+        pass  # a link that leads to itself
+    far = [run for path in registered_runs() if path.name == text and _is_run(run := RunFolder(path))]
+    if len(far) == 1:
+        return far[0]
+    why = f"{shown} is the name of {len(far)} runs" if far else f"there is no run {shown}"
+    raise ConfigError(f"{why}; it may have been renamed or deleted: pick one from the list of runs")
 
 
 def find_run(name: str, runs_dir: Path) -> RunFolder:
@@ -115,7 +153,8 @@ def true_state(run: RunFolder) -> dict[str, Any]:
     while state.get("state") in LIVE_STATES and state.get("host") == socket.gethostname() and not _lives(state):
         again = run.read_state() or {}
         if again.get("updated_at") == state.get("updated_at"):
-            return {**state, "state": "failed", "cause": GONE}
+            ending = state.get("ending")  # left by rank 0, for a supervisor that did not live to publish it
+            return {**state, **(ending if isinstance(ending, dict) else {"state": "failed", "cause": GONE})}
         state = again  # it ended properly between the two looks
     return state
 
@@ -295,18 +334,19 @@ class Stopped:
     in_time: bool
 
 
-def stop_run(run: RunFolder, timeout: float, poll: float = 0.2) -> Stopped:
-    """Asks the run to save and stop, and waits for it.
+def stop_run(run: RunFolder, timeout: float, poll: float = 0.2, save: bool = True) -> Stopped:
+    """Asks the run to stop, and waits for it.
 
     Args:
         run: the run.
         timeout: seconds to wait.
+        save: a checkpoint first.
         poll: seconds between two looks.
     """
     state = true_state(run)
     if state["state"] in END_STATES:
         return Stopped(state, already=True, in_time=True)
-    run.ask_stop()
+    run.ask_stop(save)
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         state = true_state(run)
@@ -314,3 +354,34 @@ def stop_run(run: RunFolder, timeout: float, poll: float = 0.2) -> Stopped:
             return Stopped(state, already=False, in_time=True)
         time.sleep(poll)
     return Stopped(true_state(run), already=False, in_time=state["state"] in END_STATES)
+
+
+def end_by_force(run: RunFolder, patience: float = 15.0) -> Stopped:
+    """Kills the launcher and the ranks of a run that did not stop when asked; its last checkpoint stands.
+
+    Args:
+        run: a run of this host.
+        patience: seconds for its supervisor to say that it has ended.
+    """
+    named = [process for process in processes_in(true_state(run)) if process.role != "supervisor"]
+    tree = {process for entry in named if _is_alive(entry) for process in _with_children(entry.pid)}
+    for process in tree:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(tree, timeout=patience)
+    deadline = time.monotonic() + patience
+    while _lives(state := true_state(run)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    with contextlib.suppress(ConfigError), run.hold():  # nobody else writes its state any more
+        if state.get("state") != "done":
+            run.write_state(state="stopped", cause="ended by force; the last checkpoint stands", ending=None)
+    state = true_state(run)
+    return Stopped(state, already=False, in_time=state["state"] in END_STATES and not _lives(state))
+
+
+def _with_children(pid: int) -> list[psutil.Process]:
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.Error:
+        return []

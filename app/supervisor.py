@@ -1,7 +1,7 @@
-"""Runs one launcher from its start to the end of its last process, and says in `state.json` how it ended.
+"""Runs one launcher from its start to the end of its last process, and tells how it ended.
 
 The supervisor writes the state before the launch and after everything is gone; in between rank 0 does. Success is
-what the ranks wrote there, never an exit status: a clean stop and a crash both end the launcher with 1.
+what rank 0 left there (`ending`), never an exit status: a clean stop and a crash both end the launcher with 1.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from app.causes import cause_of, sharpened
 from app.processes import Descendants, adopting_orphans
-from trainers.run_folder import END_STATES, Process, RunFolder, log_line, now, secrets_in
+from trainers.run_folder import Process, RunFolder, log_line, now, secrets_in
 
 POLL = 0.2
 EXIT_PATIENCE = 10.0
@@ -32,38 +32,17 @@ Listener = Callable[[str, str], None]
 """Called with `tick` and nothing several times a second, and with `note` and a line for the user."""
 
 
-def supervise(
-    run: RunFolder, argv: Sequence[str], env: Mapping[str, str], on_event: Listener, grace: float = 60.0
-) -> dict[str, Any]:
-    """Launches, waits, and ends what is left.
-
-    SIGINT, SIGTERM and SIGHUP to this process (when called in its main thread) ask the ranks to save and stop.
-
-    Args:
-        run: the run folder, with its config written; the caller holds it (`RunFolder.hold`), so that the config that
-            it wrote is the one that is trained.
-        argv: the launcher's command.
-        env: its whole environment.
-        on_event: gets the progress.
-        grace: seconds in which the ranks must end after a stop request; counted again whenever a heartbeat moves.
-
-    Returns:
-        The final state. No process of the run lives any more.
-    """
-    with _StopSignals() as signals, adopting_orphans():
-        return _Supervision(run, argv, env, on_event, grace, signals).go()
-
-
-class _StopSignals:
-    """Counts the signals that ask for a stop; restores the old handlers at the end."""
+class StopSignals:
+    """Counts the signals that ask for a stop; restores the old handlers at the end. For the main thread."""
 
     WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self) -> None:
         self.seen: list[int] = []
+        self.handled = 0
         self.old: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> _StopSignals:
+    def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             self.old = {number: signal.signal(number, self._note) for number in self.WATCHED}
         return self
@@ -75,6 +54,42 @@ class _StopSignals:
         for number, handler in self.old.items():
             signal.signal(number, handler)
 
+    def pass_on(self, run: RunFolder, on_event: Listener) -> None:
+        """Turns new signals into a stop request."""
+        if len(self.seen) == self.handled:
+            return
+        again, self.handled = self.handled > 0, len(self.seen)
+        run.ask_stop()
+        on_event("note", "already stopping: the ranks are saving" if again else "stopping: the ranks save first")
+
+
+def supervise(
+    run: RunFolder,
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    on_event: Listener,
+    signals: StopSignals,
+    grace: float = 60.0,
+    descriptors: Sequence[int] = (),
+) -> dict[str, Any]:
+    """Launches once, waits, and ends what is left.
+
+    Args:
+        run: the run folder, with its config written; the caller holds it (`RunFolder.hold`), so that the config that
+            it wrote is the one that is trained.
+        argv: the launcher's command.
+        env: its whole environment.
+        on_event: gets the progress.
+        signals: entered; those that come ask the ranks to save and stop.
+        grace: seconds in which the ranks must end after a stop request; counted again whenever a heartbeat moves.
+        descriptors: open files that the launcher inherits.
+
+    Returns:
+        The ending, which is not published yet: `state`, `cause`, and what rank 0 added. No process of it lives.
+    """
+    with adopting_orphans():
+        return _Supervision(run, argv, env, on_event, grace, signals, descriptors).go()
+
 
 class _Supervision:
     def __init__(
@@ -84,18 +99,12 @@ class _Supervision:
         env: Mapping[str, str],
         on_event: Listener,
         grace: float,
-        signals: _StopSignals,
+        signals: StopSignals,
+        descriptors: Sequence[int],
     ):
-        self.run, self.argv, self.env, self.on_event, self.grace, self.signals = (
-            run,
-            argv,
-            env,
-            on_event,
-            grace,
-            signals,
-        )
+        self.run, self.argv, self.env, self.descriptors = run, argv, env, descriptors
+        self.on_event, self.grace, self.signals = on_event, grace, signals
         self.descendants = Descendants()
-        self.signals_handled = 0
         self.stop_at: float | None = None
         self.exit_at: float | None = None
         self.end_at: float | None = None
@@ -105,39 +114,38 @@ class _Supervision:
         self.overdue = False
 
     def go(self) -> dict[str, Any]:
-        self.run.stop_request.unlink(missing_ok=True)
         self._announce()
         try:
             launcher = subprocess.Popen(
                 list(self.argv), env=dict(self.env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT, start_new_session=True,
+                stderr=subprocess.STDOUT, start_new_session=True, pass_fds=self.descriptors,
             )  # fmt: skip
         except OSError as error:
-            return self.run.write_state(state="failed", cause=f"the launcher could not be started: {error.strerror}")
+            return {"state": "failed", "cause": f"the launcher could not be started: {error.strerror}"}
         self.descendants.waited_for = launcher.pid
         reader = threading.Thread(target=self._copy_log, args=(launcher.stdout,), daemon=True)
         reader.start()
         try:
             while not self._over(launcher):
-                self._handle_signals()
+                self.signals.pass_on(self.run, self.on_event)
                 self.on_event("tick", "")
                 time.sleep(POLL)
         finally:
             self.descendants.end(TERM_PATIENCE)
             launcher.wait()
             reader.join(5.0)
-        final = self._final_state(launcher.returncode)
         self.on_event("tick", "")
-        return final
+        return self._ending(launcher.returncode)
 
     def _announce(self) -> None:
         """`starting`, with this process named and the attempt counted."""
-        before = self.run.read_state()
-        last = (before or {}).get("attempt")
-        attempt = (last if isinstance(last, int) else 0) + 1 if before else 0
+        before = self.run.read_state() or {}
+        last = before.get("attempt")
+        attempt = (last if isinstance(last, int) else 0) + bool(before.get("launched_at"))
         self.run.write_state(
-            state="starting", cause=None, attempt=attempt, processes=[Process.of("supervisor").as_json()],
-            started_at=(before or {}).get("started_at") or now(), host=os.uname().nodename, export_dir=None,
+            state="starting", cause=None, ending=None, permanent=None, attempt=attempt,
+            processes=[Process.of("supervisor").as_json()],
+            started_at=before.get("started_at") or now(), launched_at=now(), host=os.uname().nodename, export_dir=None,
         )  # fmt: skip
 
     def _copy_log(self, pipe: IO[bytes]) -> None:
@@ -149,13 +157,6 @@ class _Supervision:
                     log.write(log_line("launcher", line.decode("utf-8", "replace"), hidden))
                     log.flush()
 
-    def _handle_signals(self) -> None:
-        if len(self.signals.seen) == self.signals_handled:
-            return
-        again, self.signals_handled = self.signals_handled > 0, len(self.signals.seen)
-        self.run.ask_stop()
-        self.on_event("note", "already stopping: the ranks are saving" if again else "stopping: the ranks save first")
-
     def _over(self, launcher: subprocess.Popen[bytes]) -> bool:
         """Whether nothing lives any more, or what lives has had its time."""
         self.descendants.collect(self._named())
@@ -164,9 +165,9 @@ class _Supervision:
             self.exit_at = self.exit_at or clock
             if not self.descendants.alive():
                 return True
-        state = (self.run.read_state() or {}).get("state")
-        self.end_at = (self.end_at or clock) if state in END_STATES else None
-        if self.run.stop_request.exists():
+        ending = (self.run.read_state() or {}).get("ending")
+        self.end_at = (self.end_at or clock) if ending else None
+        if self.run.stop_asked() is not None:
             self.stop_at = self.stop_at or clock
         self._feel_pulse(clock)
         self.overdue = clock > self._deadline()
@@ -197,20 +198,21 @@ class _Supervision:
         except (KeyError, TypeError, AttributeError):
             return []
 
-    def _final_state(self, status: int) -> dict[str, Any]:
-        """What the ranks wrote, or what can be said in their place."""
-        state = self.run.read_state() or {}
-        if state.get("state") in END_STATES:
-            return self._with_true_cause(state, status) if state["state"] == "failed" else state
-        stopped = self.stop_at is not None
-        if stopped and self.overdue:
+    def _ending(self, status: int) -> dict[str, Any]:
+        """What rank 0 left word of, or what can be said in its place."""
+        ending = (self.run.read_state() or {}).get("ending")
+        if isinstance(ending, dict):
+            return {**ending, "cause": self._true_cause(ending, status)}
+        if self.stop_at is not None and self.overdue:
             cause = f"the ranks did not end within {self.grace:g} s of the stop request and were ended"
-            return self.run.write_state(state="stopped", cause=cause)
-        cause = cause_of(self.run, self.log_start, status, "stopped by request before the first step" * stopped)
-        return self.run.write_state(state="stopped" if cause.startswith("stopped") else "failed", cause=cause)
+            return {"state": "stopped", "cause": cause}
+        asked = "stopped by request before the first step" * (self.stop_at is not None)
+        cause = cause_of(self.run, self.log_start, status, asked)
+        return {"state": "stopped" if cause.startswith("stopped") else "failed", "cause": cause}
 
-    def _with_true_cause(self, state: dict[str, Any], status: int) -> dict[str, Any]:
+    def _true_cause(self, ending: Mapping[str, Any], status: int) -> Any:
         """Rank 0 knows only what it met itself; the log tells when another rank fell before it."""
-        said = state.get("cause")
-        known = sharpened(said, self.run, self.log_start) if said else cause_of(self.run, self.log_start, status)
-        return state if known == said else self.run.write_state(cause=known)
+        said = ending.get("cause")
+        if ending.get("state") != "failed":
+            return said
+        return sharpened(said, self.run, self.log_start) if said else cause_of(self.run, self.log_start, status)

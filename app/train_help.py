@@ -35,7 +35,7 @@ _DEVICES = {name: _OWN[name] for name in ("gpus", "num_processes")}
 def show_train_help() -> None:
     """Prints the help of `train`."""
     text = "Fine-tune a model: a preset (`tunesmith presets`), a config file, options, or all three; later ones win."
-    own = {**_switch("check", "Check the request, its data and its model, and start nothing.")}
+    own = {**_switch("check", "Check the request, its data and its model, and start nothing."), **_detach()}
     config = {"config": _option("config", "<file>", "YAML file with options.", "Options")}
     _show("train", "preset", "Preset to start from.", text, {**config, **own, **_config_options()})
 
@@ -47,7 +47,27 @@ def show_resume_help() -> None:
         "Options of `train` may change, but for those that fix the model or the order of the data."
     )
     folder = {"runs_dir": _option("runs_dir", "<dir>", "Folder of run folders.", "Options")}
-    _show("resume", "run", "Id of a run, or the path of its folder.", text, folder)
+    _show("resume", "run", "Id of a run, or the path of its folder.", text, {**folder, **_detach()})
+
+
+def show_clone_help() -> None:
+    """Prints the help of `runs clone`."""
+    text = "Start a new run with the settings, strategy and devices of another; options given replace its values."
+    folder = {"runs_dir": _option("runs_dir", "<dir>", "Folder of run folders.", "Options")}
+    _show("runs clone", "run", "Id of a run, or the path of its folder.", text, {**folder, **_detach()})
+
+
+def show_data_help() -> None:
+    """Prints the help of `data`."""
+    text = (
+        "Show what `train` with the same words would train on, before any GPU is taken: counts and shares, token "
+        "lengths, packing, bad rows, and the first rows with their trained tokens marked."
+    )
+    own = {
+        "rows": _option("rows", "<int>", "Rows to show.", "Options", "3"),
+        "config": _option("config", "<file>", "YAML file with options.", "Options"),
+    }
+    _show("data", "preset", "Preset to start from.", text, {**own, **_config_options()}, {})
 
 
 def show_prove_help() -> None:
@@ -97,7 +117,7 @@ def _show(
     def command(**values: Any) -> None:
         """Never called: only its signature is shown."""
 
-    kinds = {key: bool if key in (*_SWITCHES, "check") else str for key in options} | {f"{name}_name": str}
+    kinds = {key: bool if key in (*_SWITCHES, "check", "detach") else str for key in options} | {f"{name}_name": str}
     given = {f"{name}_name": argument, **options}
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
@@ -113,6 +133,10 @@ def _show(
 
 def _option(name: str, metavar: str, words: str, panel: str, default: str | None = None) -> Any:
     return typer.Option(default, f"--{name}", metavar=metavar, help=words, rich_help_panel=panel)
+
+
+def _detach() -> dict[str, Any]:
+    return _switch("detach", "Start in the background and return; the run outlives this terminal.")
 
 
 def _switch(name: str, words: str) -> dict[str, Any]:

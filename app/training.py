@@ -12,26 +12,22 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from app.attempts import run_to_end
 from app.console import clean, counted, number, report, say
-from app.launcher import (
-    check_argv,
-    check_environment,
-    command_line,
-    launch_argv,
-    launch_environment,
-)
+from app.launcher import check_argv, check_environment, command_line, launch_environment
 from app.progress import progress_display
 from app.request import Job, refuse_unresumable, run_attempt
 from app.runs import last_checkpoint, last_values, metrics, true_state
-from app.supervisor import Listener, supervise
+from app.supervisor import Listener
 from trainers.config import ConfigError
 from trainers.options import dump_yaml
-from trainers.run_folder import LIVE_STATES, RunFolder, register_outside, write_atomic
+from trainers.run_folder import END_STATES, LIVE_STATES, RunFolder, register_outside, write_atomic
 
 MARK = "mistakes:"
 """The line after which `train.py --check` prints its mistakes."""
@@ -88,15 +84,17 @@ def launch(
     Raises:
         ConfigError: when the run was started by another command meanwhile.
     """
-    argv = launch_argv(job.run, job.devices.num_processes, job.resume_from)
+    env, config = launch_environment(job.devices, outer), job.config
     with held(job):
         try:
             write_folder(job)
             with display as listener:
-                return supervise(job.run, argv, launch_environment(job.devices, outer), listener)
+                return run_to_end(
+                    job.run, job.devices, env, listener, job.resume_from, config.max_restarts, config.share_gpus
+                )
         finally:
             if not job.run.state_file.exists():
-                _take_back(job.run)
+                take_back(job.run)
 
 
 @contextlib.contextmanager
@@ -108,7 +106,7 @@ def _display(job: Job, quiet: bool) -> Iterator[Listener]:
 
 
 @contextlib.contextmanager
-def held(job: Job) -> Iterator[None]:
+def held(job: Job) -> Iterator[TextIO]:
     """Holds the job's run, and looks again whether it may start: another start may have come first.
 
     Raises:
@@ -117,7 +115,7 @@ def held(job: Job) -> Iterator[None]:
     run = job.run
     run.create()
     try:
-        lock = run.hold()
+        lock = _hold(run)
     except OSError as error:
         raise ConfigError(f"output_dir={run.path} cannot be written: {error.strerror}; check its rights") from None
     with lock:
@@ -129,10 +127,22 @@ def held(job: Job) -> Iterator[None]:
             run.refuse_used()
         elif run.exists() and true_state(run)["state"] in LIVE_STATES:
             raise ConfigError(f"output_dir={run.path} holds a run that is not over; stop it first, or use another")
-        yield
+        yield lock
 
 
-def _take_back(run: RunFolder) -> None:
+def _hold(run: RunFolder, patience: float = 10.0) -> TextIO:
+    """Holds the run; a supervisor that has just said how it ended gets the time to let go."""
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return run.hold()
+        except ConfigError:
+            if (run.read_state() or {}).get("state") not in END_STATES or time.monotonic() > deadline:
+                raise
+        time.sleep(0.05)
+
+
+def take_back(run: RunFolder) -> None:
     """Removes what `write_folder` made, when a start was interrupted before there was a run; nothing else."""
     for path in (run.config, run.accelerate, run.command, run.lock):
         path.unlink(missing_ok=True)
@@ -258,6 +268,7 @@ def write_folder(job: Job) -> None:
     write_atomic(run.config, dump_yaml(job.config))
     write_atomic(run.accelerate, job.strategy.dump())
     write_atomic(run.command, command_line(run, job.devices) + "\n")
+    run.stop_request.unlink(missing_ok=True)
     register_outside(run, job.config.runs_dir)
 
 

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from app import actions, detach
 from app.console import clean, counted, number, report, report_json, say, show_table
-from app.launcher import ROOT, module_argv, module_environment
-from app.request import Job, Words, resume_job, sort_words, train_job, writable_parent
+from app.request import Job, Words, resume_job, sort_words, train_job
 from app.runs import (
+    end_by_force,
     find_run,
     last_checkpoint,
     last_values,
@@ -21,7 +22,7 @@ from app.runs import (
     stop_run,
     summary,
 )
-from app.training import EXIT_CODES, how_it_ended, preflight, print_summary, result, run_program, train
+from app.training import EXIT_CODES, how_it_ended, preflight, print_summary, result, train, where
 from trainers.config import ConfigError
 from trainers.options import Request, preset_names, preset_summary
 from trainers.strategies import load_strategy, strategy_names
@@ -38,7 +39,7 @@ def train_verb(words: Sequence[str]) -> int:
     job = train_job(sorted_words)
     if "check" in sorted_words.switches:
         return _check(job, sorted_words)
-    return _train(job, sorted_words)
+    return _start(job, sorted_words)
 
 
 def _check(job: Job, words: Words) -> int:
@@ -50,6 +51,27 @@ def _check(job: Job, words: Words) -> int:
     else:
         count = counted(job.devices.num_processes, "process", "processes")
         report(f"nothing is wrong: {job.strategy.name} with {count}")
+    return 0
+
+
+def _start(job: Job, words: Words) -> int:
+    return _detach(job, words) if "detach" in words.switches else _train(job, words)
+
+
+def _detach(job: Job, words: Words) -> int:
+    """Starts the run in the background: 0 when its supervisor has taken it over."""
+    for warning in job.warnings:
+        say("warning: " + clean(warning))
+    state = detach.start(job, quiet="quiet" in words.switches)
+    if "json" in words.switches:
+        report_json(result(job, state))
+    if state["state"] == "failed":
+        print_summary(job.run, state)
+        return 1
+    if "json" not in words.switches:
+        report(f"{job.run.id} is {state['state']}: {job.strategy.name} on {where(job)}")
+        report(f"watch it   tunesmith runs logs --follow {shlex.quote(str(job.run.path))}")
+        report(f"stop it    tunesmith stop {shlex.quote(str(job.run.path))}")
     return 0
 
 
@@ -74,7 +96,22 @@ def resume_verb(words: Sequence[str]) -> int:
     if len(sorted_words.names) != 1 or "check" in sorted_words.switches:
         raise ConfigError("resume takes one run; write `tunesmith resume RUN`, and `tunesmith runs list` names them")
     runs_dir = _take(sorted_words.options, "runs_dir") or "runs"
-    return _train(resume_job(find_run(sorted_words.names[0], Path(runs_dir)), sorted_words), sorted_words)
+    return _start(resume_job(find_run(sorted_words.names[0], Path(runs_dir)), sorted_words), sorted_words)
+
+
+def clone_verb(words: Sequence[str]) -> int:
+    """`tunesmith runs clone`."""
+    sorted_words = sort_words(words)
+    if "help" in sorted_words.switches:
+        from app.train_help import show_clone_help
+
+        show_clone_help()
+        return 0
+    if len(sorted_words.names) != 1:
+        raise ConfigError("clone takes one run; write `tunesmith runs clone RUN --learning_rate 1e-4`")
+    runs_dir = _take(list(sorted_words.options), "runs_dir") or "runs"
+    job = actions.clone(find_run(sorted_words.names[0], Path(runs_dir)), sorted_words)
+    return _check(job, sorted_words) if "check" in sorted_words.switches else _start(job, sorted_words)
 
 
 def _take(options: list[str], name: str) -> str | None:
@@ -88,13 +125,16 @@ def _take(options: list[str], name: str) -> str | None:
     return None
 
 
-def stop_verb(name: str, timeout: str, runs_dir: Path, as_json: bool) -> int:
+def stop_verb(name: str, timeout: str, save: bool, force: bool, runs_dir: Path, as_json: bool) -> int:
     """`tunesmith stop`: 0 when the run has ended, 1 when it has not in time."""
     seconds = _seconds(timeout)
     run = find_run(name, runs_dir)
     if not as_json:
-        say(f"stopping {run.id}: its ranks save a checkpoint first")
-    stopped = stop_run(run, seconds)
+        how = "its ranks save a checkpoint first" if save else "nothing is saved"
+        say(f"stopping {run.id}: {how}")
+    stopped = stop_run(run, seconds, save=save)
+    if not stopped.in_time and force:
+        stopped = end_by_force(run)
     state = stopped.state
     if as_json:
         report_json({**summary(run), "already_ended": stopped.already, "in_time": stopped.in_time})
@@ -167,43 +207,65 @@ def logs_verb(name: str, follow: bool, runs_dir: Path) -> int:
     return 0
 
 
+def rename_verb(name: str, new_id: str, runs_dir: Path, as_json: bool) -> int:
+    """`tunesmith runs rename`."""
+    run = actions.rename(find_run(name, runs_dir), new_id)
+    return _done(as_json, {"id": run.id, "run_dir": str(run.path)}, f"now {run.id}")
+
+
+def delete_verb(name: str, yes: bool, runs_dir: Path, as_json: bool) -> int:
+    """`tunesmith runs delete`: asks on a terminal, with the size; elsewhere `--yes` is needed."""
+    run = find_run(name, runs_dir)
+    if not yes and not _confirmed(f"delete {run.id}, {actions.size(run) / 2**20:,.1f} MiB, for ever?", as_json):
+        raise ConfigError(f"run {run.id} is not deleted; pass --yes to delete it with its checkpoints and exports")
+    freed = actions.delete(run)
+    kept = f"; other files in {run.path} are left" if run.path.exists() else ""
+    return _done(as_json, {"id": run.id, "bytes": freed}, f"deleted {run.id}, {freed / 2**20:,.1f} MiB{kept}")
+
+
+def _confirmed(question: str, as_json: bool) -> bool:
+    if as_json or not sys.stdin.isatty():
+        return False
+    say(f"{question} [y/N]")
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def move_verb(name: str, places: str, runs_dir: Path, as_json: bool) -> int:
+    """`tunesmith runs move`."""
+    try:
+        number = int(places)
+    except ValueError:
+        raise ConfigError(f"places={places!r} is no whole number; write e.g. -1 for one place to the front") from None
+    run = find_run(name, runs_dir)
+    place = actions.move(run, number)
+    return _done(as_json, {"id": run.id, "place": place}, f"{run.id} is number {place} in the queue")
+
+
+def _done(as_json: bool, document: dict[str, Any], line: str) -> int:
+    if as_json:
+        report_json(document)
+    else:
+        report(line)
+    return 0
+
+
 def export_verb(
     name: str, checkpoint: str | None, merged: bool, output: Path | None, runs_dir: Path, as_json: bool
 ) -> int:
     """`tunesmith export`."""
     run = find_run(name, runs_dir)
-    method = Request(config=str(run.config)).resolve().method
-    if merged and method == "full":
-        raise ConfigError(f"--merged: run {run.id} has method=full, there is no adapter to merge; leave --merged out")
-    kind = "full" if method == "full" else "merged" if merged else "adapter"
-    target = (output.expanduser() if output else run.path / f"export-{kind}").absolute()
-    if output:
-        _refuse_target(target)
-    argv = module_argv("trainers.export", ["--run", str(run.path), "--output", str(target), "--kind", kind])
-    status, _, errors = run_program(
-        [*argv, *(["--checkpoint", checkpoint] if checkpoint else [])], module_environment(), cwd=ROOT
-    )
-    lines = [clean(line) for line in errors.splitlines() if line.strip()]
-    if status == 2:
-        raise ConfigError(lines)
-    if status != 0:
-        say(f"the export failed: {lines[-1] if lines else f'exit status {status}'}")
-    if as_json:
-        report_json({"run_dir": str(run.path), "kind": kind, "export_dir": str(target) if status == 0 else None})
-    elif status == 0:
-        report(str(target))
-    return 1 if status else 0
-
-
-def _refuse_target(target: Path) -> None:
-    """Raises ConfigError for a folder that an export would spoil, or that cannot be made."""
     try:
-        used = target.exists() and (not target.is_dir() or any(target.iterdir()))
-    except OSError:
-        used = False  # the next check says why
-    if used:
-        raise ConfigError(f"output={target} holds other files, which an export would replace; name a new folder")
-    writable_parent(target, "output", "name a folder that can be made")
+        target: Path | None = actions.export(run, checkpoint, merged, output)
+    except actions.ExportFailed as error:
+        say(f"the export failed: {clean(str(error))}")
+        target = None
+    if as_json:
+        full = Request(config=str(run.config)).resolve().method == "full"
+        kind = "full" if full else "merged" if merged else "adapter"
+        report_json({"run_dir": str(run.path), "kind": kind, "export_dir": str(target) if target else None})
+    elif target:
+        report(str(target))
+    return 0 if target else 1
 
 
 def presets_verb(as_json: bool) -> int:

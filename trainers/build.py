@@ -31,7 +31,7 @@ from trainers.parallel.fsdp import FullySharded
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.replicated import Replicated
 from trainers.parallel.shards import check_whole
-from trainers.run_folder import LIVE_STATES, Process, RunFolder
+from trainers.run_folder import Process, RunFolder
 from trainers.self_check import Census
 from trainers.strategies import Strategy
 
@@ -164,14 +164,11 @@ class Reporter:
         """Writes changes of the state file."""
         if not self.main_rank:
             return
-        changes |= {"cause": without_secrets(changes["cause"])} if changes.get("cause") else {}
-        if changes.get("state") == "running" and self.run.stop_request.exists():
+        if changes.get("state") == "running" and self.run.stop_asked() is not None:
             changes["state"] = "stopping"
         try:
             self.run.write_state(processes=self.processes, **changes)
         except OSError as error:
-            if changes.get("state") not in LIVE_STATES:
-                raise
             print(f"warning: the state file could not be written: {error.strerror}", flush=True)
         if changes.get("total_steps"):
             self.bar.reset(total=changes["total_steps"])
@@ -189,12 +186,13 @@ class Reporter:
         if self.trackers:
             self.made.log(numbers, step=row["step"])
 
-    def close(self, **ending: Any) -> None:
-        """Ends bar and trackers, then writes the final state."""
+    def close(self, state: str, cause: str | None, by_supervisor: bool, **more: Any) -> None:
+        """Ends bar and trackers, then says how the run ended."""
         self.bar.close()
         for tracker in self.made.trackers if self.trackers else []:
             tracker.finish()  # `Accelerator.end_training` would destroy the process group too
-        self.state(**ending)
+        if self.main_rank:
+            self.run.end(state, cause and without_secrets(cause), by_supervisor, **more)
 
 
 def tear_down(made: Accelerator, ranks: Ranks, job: Any) -> None:

@@ -237,6 +237,10 @@ class TrainConfig(BaseModel):
     """Write a checkpoint every so many steps; 0: only at the end."""
     save_total_limit: int = _option("run", 2, "checkpoints", ge=2)
     """Checkpoints to keep besides the best one."""
+    max_restarts: int = _option("run", 3, "restarts", ge=0, le=1000)
+    """Restart a crashed run from its newest checkpoint so often, as long as it gets further each time."""
+    share_gpus: bool = _option("run", False)
+    """Start although another run uses the same GPUs; neither waits for the other."""
     report_to: Names = _option("run", [])
     """Trackers beside `metrics.jsonl`: tensorboard, wandb, trackio, mlflow; comma-separated."""
     merge_adapter: bool = _option("run", False)

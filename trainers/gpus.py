@@ -1,16 +1,74 @@
-"""How many GPUs this process may use, without importing torch."""
+"""The GPUs of this machine, without importing torch."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pynvml
 
 LEAST_CAPABILITY = (8, 9)  # of GPUs with float8 tensor cores: Ada and Hopper
 
 
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU, as NVML numbers it.
+
+    Args:
+        index: the id that `nvidia-smi` and `--gpus` use.
+        uuid: name that stays when the machine is renumbered.
+        name: the maker's name.
+        memory: bytes.
+    """
+
+    index: int
+    uuid: str
+    name: str
+    memory: int
+
+
+def find_gpus() -> list[Gpu]:
+    """The GPUs that this process may use, in the order of an outer CUDA_VISIBLE_DEVICES; empty without any."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        found = [_describe(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    except pynvml.NVMLError:
+        return []
+    finally:
+        pynvml.nvmlShutdown()
+    return visible(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def _describe(index: int) -> Gpu:
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    memory = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+    return Gpu(index, str(pynvml.nvmlDeviceGetUUID(handle)), str(pynvml.nvmlDeviceGetName(handle)), memory)
+
+
+def visible(found: Sequence[Gpu], variable: str | None) -> list[Gpu]:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves; like CUDA it reads the list up to its first bad entry.
+
+    Args:
+        found: every GPU of the machine.
+        variable: the variable's value: indices or (the beginnings of) UUIDs; None when it is not set.
+    """
+    if variable is None:
+        return list(found)
+    kept: list[Gpu] = []
+    for word in (part.strip() for part in variable.split(",")):
+        match = [gpu for gpu in found if word == str(gpu.index) or (word[:4] == "GPU-" and gpu.uuid.startswith(word))]
+        if len(match) != 1 or match[0] in kept:
+            break
+        kept += match
+    return kept
+
+
 def gpu_count() -> int:
-    """GPUs that NVML sees and CUDA_VISIBLE_DEVICES leaves; 0 without a driver."""
+    """GPUs that NVML sees and CUDA_VISIBLE_DEVICES leaves, MIG instances too; 0 without a driver."""
     try:
         pynvml.nvmlInit()
         total = int(pynvml.nvmlDeviceGetCount())

@@ -13,7 +13,7 @@ for step in steps:
     log a row, every logging_steps                              -> LOG
     evaluate, every eval_steps; save if it is the best          -> evaluation, SAVE
     save, every save_steps                                      -> SAVE
-    save and leave, if any rank was asked to stop               -> SAVE, STOPPED
+    save (unless it was asked not to) and leave, if any rank was asked to stop  -> SAVE, STOPPED
     leave, if evaluations stopped improving
 evaluate and save, unless the last step did
 the best checkpoint is exported, if load_best_model_at_end      -> DONE
@@ -100,10 +100,10 @@ class StopRequest:
     def _note(self, number: int, frame: Any) -> None:
         self.signal = signal.Signals(number).name
 
-    def asked(self) -> bool:
-        """True once asked; stays true."""
-        by_file = self.job.ranks.is_main and self.job.run.stop_request.exists()
-        return bool(self.signal) or by_file or self.orphaned()
+    def asked(self) -> tuple[bool, bool]:
+        """Whether this rank was asked to stop, and whether without saving; once true it stays true."""
+        saves = self.job.run.stop_asked() if self.job.ranks.is_main else None
+        return bool(self.signal) or saves is not None or self.orphaned(), saves is False
 
     def orphaned(self) -> bool:
         """True when the launcher died: nobody would end this rank, so it must end itself."""
@@ -118,6 +118,7 @@ class StepResult:
     grad_norm: float
     rate: float
     stop: bool
+    discard: bool
 
 
 def train_step(job: Job, batch: StepBatch, step: int, stop: StopRequest) -> StepResult:
@@ -138,15 +139,16 @@ def train_step(job: Job, batch: StepBatch, step: int, stop: StopRequest) -> Step
             job.heartbeat.at("backward", step)
             backend.backward(loss * _share(job, batch, micro))
     job.heartbeat.at("all-reduce", step)
-    summed = job.ranks.sum(torch.stack([total, torch.full_like(total, float(stop.asked()))]))
+    summed = job.ranks.sum(torch.stack([total, *(torch.full_like(total, float(asked)) for asked in stop.asked())]))
     norm = backend.clip(job.config.max_grad_norm or math.inf)
     # The one host sync of the step: loss, stop requests and norm come over together.
-    loss_sum, stops, grad_norm = torch.cat([summed, torch.as_tensor(norm, device=device).float().reshape(1)]).tolist()
+    found = torch.cat([summed, torch.as_tensor(norm, device=device).float().reshape(1)])
+    loss_sum, stops, discards, grad_norm = found.tolist()
     loss_mean = loss_sum / max(batch.trained_tokens, 1)
     _refuse_not_finite(job, step, loss_mean, grad_norm)
     job.heartbeat.at("step", step)
     backend.step()
-    return StepResult(loss_mean, grad_norm, rate, stops > 0)
+    return StepResult(loss_mean, grad_norm, rate, stops > 0, discards > 0)
 
 
 def _share(job: Job, batch: StepBatch, micro: MicroBatch) -> float:
@@ -246,7 +248,7 @@ class Fit:
             self._after_step(batch, result)
             if result.stop:
                 batches.close()
-                return self._stop(stop)
+                return self._leave_unsaved() if result.discard else self._stop(stop)
         return self._finish(None)
 
     def _after_step(self, batch: StepBatch, result: StepResult) -> None:
@@ -334,6 +336,12 @@ class Fit:
             cause = f"the launcher was killed; saved at step {step} of {total}; resume goes on from there"
             return Outcome("failed", cause, self.progress, self.results)
         cause = f"stopped by {who} at step {step} of {total}; its checkpoint is saved; resume goes on from there"
+        return Outcome("stopped", cause, self.progress, self.results)
+
+    def _leave_unsaved(self) -> Outcome:
+        kept = self.job.checkpoints.published()
+        rest = f"the last checkpoint is {kept[-1].name}" if kept else "there is no checkpoint"
+        cause = f"stopped without saving at step {self.progress.step} of {self.job.plan.total_steps}; {rest}"
         return Outcome("stopped", cause, self.progress, self.results)
 
     def _finish(self, cause: str | None) -> Outcome:

@@ -198,20 +198,48 @@ class RunFolder:
             "host": socket.gethostname(), "processes": [], "started_at": now(), "updated_at": now(),
             "export_dir": None,
         }  # fmt: skip
-        state = {**fresh, **(self.read_state() or {}), **changes, "updated_at": now()}
+        merged = {**fresh, **(self.read_state() or {}), **changes, "updated_at": now()}
+        state = {key: value for key, value in merged.items() if key in fresh or value is not None}
         if state["state"] not in STATES:
             raise AssertionError(f"no such state: {state['state']}")
         write_json(self.state_file, state)
         return state
+
+    def end(self, state: str, cause: str | None, by_supervisor: bool, **more: Any) -> None:
+        """How the run ended, from its rank 0.
+
+        A supervisor publishes it once no process lives and the GPUs are free: till then it is the key `ending`.
+
+        Args:
+            state: an end state.
+            cause: why, in one sentence.
+            by_supervisor: whether the run was started by one; when that is dead, the end is published here.
+            more: further keys, such as `step` and `export_dir`.
+        """
+        ending = {"state": state, "cause": cause, **more}
+        supervised = by_supervisor and any(one.role == "supervisor" and one.alive() for one in self.processes())
+        self.write_state(**({"state": "stopping", "ending": ending} if supervised else ending))
 
     def processes(self) -> list[Process]:
         """The processes that the state file names."""
         named = (self.read_state() or {}).get("processes") or []
         return [Process(entry["role"], entry["rank"], entry["pid"], entry["started"]) for entry in named]
 
-    def ask_stop(self) -> None:
-        """Asks the ranks to save and stop at the next step; asking twice is the same."""
-        write_atomic(self.stop_request, now() + "\n")
+    def ask_stop(self, save: bool = True) -> None:
+        """Asks the ranks to stop at the next step; asking twice is the same.
+
+        Args:
+            save: save a checkpoint there first; False also takes back a request that would save.
+        """
+        if save and self.stop_request.exists():
+            return  # an earlier request may be one without saving
+        write_json(self.stop_request, {"save": save, "time": now()})
+
+    def stop_asked(self) -> bool | None:
+        """None when no stop is asked for; else whether it saves first."""
+        if not self.stop_request.exists():
+            return None
+        return (read_json(self.stop_request) or {}).get("save") is not False
 
 
 class Heartbeat:
@@ -242,22 +270,41 @@ class Heartbeat:
             write_json(self.path, {**self.beat, "time": now()})
 
 
-def registry() -> Path:
-    """Folder in the user's state folder with one small file for each run outside its `runs_dir`."""
+def state_folder() -> Path:
+    """Tunesmith's folder in the user's state folder: locks, queue, and notes of runs outside their `runs_dir`."""
     home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(home).expanduser().absolute() / "tunesmith" / "runs"
+    return Path(home).expanduser().absolute() / "tunesmith"
+
+
+def registry() -> Path:
+    """Folder with one small file for each run outside its `runs_dir`."""
+    return state_folder() / "runs"
 
 
 def register_outside(run: RunFolder, runs_dir: str | Path) -> None:
     """Notes a run folder that is not in `runs_dir`, so that lists find it; one inside needs no note."""
-    if run.path.resolve().parent == Path(runs_dir).expanduser().resolve():
-        return
-    name = hashlib.sha256(str(run.path.resolve()).encode()).hexdigest()[:24]
+    if run.path.resolve().parent != Path(runs_dir).expanduser().resolve():
+        register(run)
+
+
+def register(run: RunFolder) -> None:
+    """Notes a run folder, so that lists find it wherever it is."""
     try:
         registry().mkdir(parents=True, exist_ok=True)
-        write_json(registry() / f"{name}.json", {"run_dir": str(run.path.resolve())})
+        write_json(_note_of(run), {"run_dir": str(run.path.resolve())})
     except OSError:
         return  # a run that lists do not find is better than no run
+
+
+def _note_of(run: RunFolder) -> Path:
+    return registry() / f"{hashlib.sha256(str(run.path.resolve()).encode()).hexdigest()[:24]}.json"
+
+
+def unregister(run: RunFolder) -> bool:
+    """Takes back what `register_outside` noted; tells whether there was a note."""
+    noted = _note_of(run).exists()
+    _note_of(run).unlink(missing_ok=True)
+    return noted
 
 
 def registered_runs() -> list[Path]:

@@ -18,12 +18,13 @@ from typing import Any
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from trainers.config import ConfigError, TrainConfig, ignored_choices
+from trainers.device_locks import Held, Holder, local_need, take_now
 from trainers.errors import TrainingError
-from trainers.gpus import gpu_count
+from trainers.gpus import find_gpus, gpu_count
 from trainers.log_tee import start_tee, without_secrets
 from trainers.options import Request, parse_request
 from trainers.preflight import check, describe_plan, machine_mistakes, make_rows, plan_training
-from trainers.run_folder import Heartbeat, Process, RunFolder, register_outside
+from trainers.run_folder import Heartbeat, Process, RunFolder, now, register_outside
 from trainers.startup import (
     Launch,
     asked_strategy,
@@ -51,8 +52,9 @@ def main(argv: list[str]) -> int:
         if mistakes := refused + machine_mistakes(config, gpu_count() > 0):
             raise ConfigError(mistakes)
         run = open_run(config, launch)
-        # Held until this process ends; a supervisor holds it for its ranks.
+        # Run and GPUs are held until this process ends; a supervisor holds them for its ranks.
         held = None if launch.supervised or rank_of_environment() > 0 else run.hold()
+        gpus = None if launch.supervised else take_gpus(config, run)
     except ConfigError as error:
         if rank_of_environment() == 0:
             marker = ["mistakes:"] if "--check" in argv else []  # what follows is meant for the user, line by line
@@ -64,19 +66,33 @@ def main(argv: list[str]) -> int:
         return train(config, strategy, run, launch, console)
     except ConfigError as error:
         # Every rank meets the same mistake; one of them says so.
-        return fail(run, "; ".join(error.mistakes), status=2)
+        return fail(run, "; ".join(error.mistakes), launch, 2, permanent=True)
     except TrainingError as error:
-        return fail(run, str(error), status=1)
+        return fail(run, str(error), launch, 1, permanent=True)
     except BaseException as error:
         traceback.print_exc()
         cause = in_one_line(error)
         if rank_of_environment() > 0:
             run.note_failure(rank_of_environment(), cause)
             return 1
-        return fail(run, run.noted_failure() or cause, status=1)
+        return fail(run, run.noted_failure() or cause, launch, 1, permanent=False)
     finally:
         if held is not None:
             held.close()
+        if gpus is not None:
+            gpus.close()
+
+
+def take_gpus(config: TrainConfig, run: RunFolder) -> Held | None:
+    """The locks of this machine's ranks, taken by the first of them.
+
+    Raises:
+        ConfigError: when another run has one of the GPUs.
+    """
+    if config.share_gpus or os.environ.get("LOCAL_RANK", "0") != "0":
+        return None
+    ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), [gpu.uuid for gpu in find_gpus()]
+    return take_now(local_need(ranks, gpus), Holder(run.id, str(run.path)))
 
 
 def in_one_line(error: BaseException) -> str:
@@ -95,11 +111,15 @@ def print_check(request: Request) -> int:
     return 0
 
 
-def fail(run: RunFolder, cause: str, status: int) -> int:
-    """Notes on rank 0 why the run failed; the other ranks give way to it. Returns the exit status."""
+def fail(run: RunFolder, cause: str, launch: Launch, status: int, permanent: bool) -> int:
+    """Notes on rank 0 why the run failed; the other ranks give way to it. Returns the exit status.
+
+    Args:
+        permanent: starting again would fail alike.
+    """
     if rank_of_environment() == 0:
         print(cause, file=sys.stderr, flush=True)
-        run.write_state(state="failed", cause=without_secrets(cause))
+        run.end("failed", without_secrets(cause), launch.supervised, permanent=permanent)
     give_way()
     return status
 
@@ -169,7 +189,7 @@ def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
         chosen = checkpoints.path(outcome.results["exported_step"])
         export_checkpoint(chosen, config, run.model, export_kind(config), outcome.results)
         ending = {"export_dir": str(run.model)}
-    reporter.close(state=outcome.state, cause=outcome.cause, step=outcome.progress.step, **ending)
+    reporter.close(outcome.state, outcome.cause, launch.supervised, step=outcome.progress.step, **ending)
     return 1 if outcome.state == "failed" else 0
 
 
@@ -182,7 +202,8 @@ def begin(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
         return int((before or {}).get("attempt", 0))
     attempt = int(before["attempt"]) + 1 if before else 0
     run.stop_request.unlink(missing_ok=True)
-    run.write_state(state="starting", cause=None, attempt=attempt, processes=[launch.launcher.as_json()])
+    run.write_state(state="starting", cause=None, permanent=None, attempt=attempt, launched_at=now(),
+                    processes=[launch.launcher.as_json()])  # fmt: skip
     write_run_files(run, config, strategy)
     register_outside(run, config.runs_dir)
     return attempt

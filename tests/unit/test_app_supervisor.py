@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from app import supervisor
-from app.supervisor import supervise
+from app.supervisor import StopSignals, supervise
 from trainers.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,6 +32,9 @@ def spawn(name, code):
     child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
     note(name, child.pid)
     return child
+
+def end(state, cause=None, **more):
+    run.end(state, cause, True, **more)
 
 def running(**more):
     named = run.read_state()["processes"] + [Process.of("launcher").as_json()]
@@ -61,7 +64,7 @@ def launcher(run: RunFolder, body: str) -> list[str]:
 
 
 def go(run: RunFolder, body: str, grace: float = 60.0) -> dict:
-    return supervise(run, launcher(run, body), os.environ, lambda kind, text: None, grace)
+    return supervise(run, launcher(run, body), os.environ, lambda kind, text: None, StopSignals(), grace)
 
 
 def alive(run: RunFolder) -> list[str]:
@@ -71,12 +74,12 @@ def alive(run: RunFolder) -> list[str]:
 
 
 def test_done_is_what_the_ranks_wrote_whatever_the_exit_status(run: RunFolder) -> None:
-    state = go(run, "running(); run.write_state(state='done', step=7, export_dir='m'); os.abort()")
+    state = go(run, "running(); end(state='done', step=7, export_dir='m'); os.abort()")
     assert (state["state"], state["step"], state["cause"], state["export_dir"]) == ("done", 7, None, "m")
 
 
 def test_the_first_state_names_the_supervisor_and_is_kept_by_the_ranks(run: RunFolder) -> None:
-    go(run, "note('self', os.getpid()); running(); run.write_state(state='done')")
+    go(run, "note('self', os.getpid()); running(); end(state='done')")
     state = run.read_state()
     assert state
     assert [entry["role"] for entry in state["processes"]] == ["supervisor", "launcher"]
@@ -84,11 +87,17 @@ def test_the_first_state_names_the_supervisor_and_is_kept_by_the_ranks(run: RunF
     assert (state["attempt"], alive(run)) == (0, [])
 
 
-def test_every_start_is_one_attempt_more_and_takes_an_old_stop_request_away(run: RunFolder) -> None:
-    started = go(run, "run.write_state(state='stopped')")["started_at"]
-    run.ask_stop()
-    state = go(run, "run.write_state(state='failed' if run.stop_request.exists() else 'done')")
-    assert (state["attempt"], state["state"], state["started_at"]) == (1, "done", started)
+def test_every_launch_is_one_attempt_more_and_keeps_the_first_start(run: RunFolder) -> None:
+    body = "end('done', started=run.read_state()['started_at'], attempt=run.read_state()['attempt'])"
+    run.write_state(state="queued")
+    first, second = go(run, body), go(run, body)
+    assert (first["attempt"], second["attempt"]) == (0, 1)
+    assert first["started"] == second["started"]
+
+
+def test_an_earlier_ending_is_not_taken_for_this_one(run: RunFolder) -> None:
+    assert go(run, "end('done')")["state"] == "done"
+    assert go(run, "sys.exit(1)")["state"] == "failed"
 
 
 def test_a_crash_of_a_rank_is_told_by_its_exception(run: RunFolder) -> None:
@@ -118,7 +127,7 @@ def test_a_silent_end_is_a_failure_and_not_a_success(run: RunFolder) -> None:
 
 
 def test_a_launcher_that_cannot_start_is_a_failed_run(run: RunFolder) -> None:
-    state = supervise(run, [str(run.path / "missing")], os.environ, lambda kind, text: None)
+    state = supervise(run, [str(run.path / "missing")], os.environ, lambda kind, text: None, StopSignals())
     assert state["state"] == "failed"
     assert "could not be started" in state["cause"]
 
@@ -145,7 +154,7 @@ def test_a_process_that_left_its_parent_is_found(run: RunFolder) -> None:
     outer = "import os, subprocess, sys; child = subprocess.Popen([sys.executable, '-c', " + repr(inner) + "], "
     outer += "start_new_session=True); open(" + repr(str(run.path / "pid-orphan")) + ", 'w').write(str(child.pid))"
     subprocess.run([sys.executable, "-c", outer], start_new_session=True, check=True)
-    run.write_state(state="done")
+    end(state="done")
     """
     assert go(run, body)["state"] == "done"
     assert (run.path / "pid-orphan").exists()
@@ -153,7 +162,7 @@ def test_a_process_that_left_its_parent_is_found(run: RunFolder) -> None:
 
 
 def test_a_hanging_teardown_after_done_is_ended_and_still_done(run: RunFolder) -> None:
-    state = go(run, "note('self', os.getpid()); running(); run.write_state(state='done'); time.sleep(600)")
+    state = go(run, "note('self', os.getpid()); running(); end(state='done'); time.sleep(600)")
     assert (state["state"], alive(run)) == ("done", [])
 
 
@@ -180,7 +189,7 @@ def test_a_moving_heartbeat_prolongs_the_grace(run: RunFolder) -> None:
     for step in range(15):
         beat.at("save", step)
         time.sleep(0.2)
-    run.write_state(state="stopped", cause="stopped by request", step=3)
+    end(state="stopped", cause="stopped by request", step=3)
     """
     state = go(run, body, grace=1.0)
     assert (state["state"], state["cause"], state["step"]) == ("stopped", "stopped by request", 3)
@@ -191,10 +200,10 @@ def test_the_log_hides_secrets_and_cuts_endless_lines(run: RunFolder) -> None:
     print("token is", os.environ["MY_API_KEY"])
     print("x" * 300_000)
     sys.stdout.buffer.write(bytes([0xff, 0xfe, 10]))
-    run.write_state(state="done")
+    end(state="done")
     """
     env = {**os.environ, "MY_API_KEY": "abcdefgh-secret"}
-    supervise(run, launcher(run, body), env, lambda kind, text: None)
+    supervise(run, launcher(run, body), env, lambda kind, text: None, StopSignals())
     lines = run.log.read_text(encoding="utf-8").splitlines()
     assert "[launcher] token is ***" in lines[0]
     assert max(map(len, lines)) < 70_000
@@ -204,11 +213,12 @@ def test_the_log_hides_secrets_and_cuts_endless_lines(run: RunFolder) -> None:
 
 SUPERVISE = """
 import json, os, sys
-from app.supervisor import supervise
+from app.supervisor import StopSignals, supervise
 from trainers.run_folder import RunFolder
 argv = json.loads(sys.argv[2])
 say = lambda kind, text: kind == "note" and print(text, flush=True)
-state = supervise(RunFolder(sys.argv[1]), argv, os.environ, say)
+with StopSignals() as signals:
+    state = supervise(RunFolder(sys.argv[1]), argv, os.environ, say, signals)
 print(state["state"], state["cause"], flush=True)
 """
 POLLS_STOP = """
@@ -217,7 +227,7 @@ running()
 while not run.stop_request.exists():
     time.sleep(0.05)
 time.sleep(1.0)
-run.write_state(state="stopped", cause="stopped by request")
+end(state="stopped", cause="stopped by request")
 """
 
 

@@ -19,7 +19,7 @@ from app.request import resume_job, sort_words, train_job
 from app.runs import summary
 from app.training import (
     CheckBroke,
-    _take_back,
+    take_back,
     preflight,
     print_summary,
     result,
@@ -30,7 +30,7 @@ from app.training import (
 )  # fmt: skip
 from trainers.config import ConfigError
 from trainers.options import Request
-from trainers.run_folder import RunFolder
+from trainers.run_folder import Process, RunFolder
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +108,7 @@ def test_a_start_that_is_taken_back_leaves_the_users_files(tmp_path: Path) -> No
     for where in ("mine", "new"):
         job = train_job(sort_words(["tiny-lora", "--output_dir", where]))
         write_folder(job)
-        _take_back(job.run)
+        take_back(job.run)
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
     assert not (tmp_path / "new").exists()
 
@@ -266,13 +266,14 @@ def test_of_two_resumes_at_once_the_loser_changes_nothing(monkeypatch: pytest.Mo
     first, second = (resume_job(run, sort_words(["one", "--max_steps", steps])) for steps in ("7", "9"))
     trained = []
 
-    def supervise(run: RunFolder, *more: object) -> dict:
+    def run_to_end(run: RunFolder, *more: object) -> dict:
+        run.write_state(state="starting", processes=[Process.of("supervisor").as_json()])
         with pytest.raises(ConfigError, match="already running"):
             train(second, quiet=True)
         trained.append(Request(config=str(run.config)).resolve().max_steps)
         return run.write_state(state="stopped", attempt=1)
 
-    monkeypatch.setattr("app.training.supervise", supervise)
+    monkeypatch.setattr("app.training.run_to_end", run_to_end)
     train(first, quiet=True)
     with pytest.raises(ConfigError, match="resumed by another command"):
         train(second, quiet=True)

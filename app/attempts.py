@@ -1,0 +1,122 @@
+"""A run from the queue to its end: waits for its GPUs, launches, restarts after a crash, and says how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from app.hardware import Devices, find_gpus
+from app.launcher import launch_argv
+from app.runs import last_checkpoint
+from app.supervisor import POLL, Listener, StopSignals, supervise
+from trainers.device_locks import Held, Need, enqueue, give_up, try_take, who_has
+from trainers.run_folder import Process, RunFolder, log_line, read_json
+
+
+def run_to_end(
+    run: RunFolder,
+    devices: Devices,
+    env: Mapping[str, str],
+    on_event: Listener,
+    resume_from: str | None = None,
+    max_restarts: int = 0,
+    share_gpus: bool = False,
+) -> dict[str, Any]:
+    """Trains a run whose folder is written, and publishes how it ended.
+
+    SIGINT, SIGTERM and SIGHUP to this process (when called in its main thread) ask the ranks to save and stop.
+
+    Args:
+        run: held by the caller (`RunFolder.hold`).
+        devices: what it is started on.
+        env: the launcher's whole environment.
+        on_event: gets the progress.
+        resume_from: `auto` or a checkpoint's path.
+        max_restarts: after a crash, as long as each attempt gets further than those before.
+        share_gpus: do not wait for the GPUs, and take no locks.
+
+    Returns:
+        The final state. No process of the run lives any more, and its GPUs are free.
+    """
+    with StopSignals() as signals:
+        attempts = _Attempts(run, devices, env, on_event, signals)
+        held = Held({}) if share_gpus else attempts.wait()
+        if held is None:
+            ending = {"state": "stopped", "cause": "cancelled before it started"}
+        else:
+            with held:
+                ending = attempts.go(held, resume_from, max_restarts)
+    ending = {key: value for key, value in ending.items() if value is not None or key == "cause"}
+    state = run.write_state(**{**ending, "ending": None})
+    on_event("tick", "")
+    return state
+
+
+def need_of(devices: Devices) -> Need:
+    """The slots that a run on these devices takes."""
+    if not devices.gpu_ids:
+        return Need(cpu_slots=devices.num_processes)
+    uuids = {gpu.index: gpu.uuid for gpu in find_gpus()}
+    return Need(gpus=tuple(uuids.get(index, f"index-{index}") for index in devices.gpu_ids))
+
+
+class _Attempts:
+    def __init__(
+        self, run: RunFolder, devices: Devices, env: Mapping[str, str], on_event: Listener, signals: StopSignals
+    ):
+        self.run, self.devices, self.env, self.on_event, self.signals = run, devices, env, on_event, signals
+        self.furthest = self._step()
+
+    def wait(self) -> Held | None:
+        """The run's slots once its turn has come; None when a stop is asked for first."""
+        need = need_of(self.devices)
+        ticket = enqueue(self.run.path, self.run.id, need)
+        said = ""
+        try:
+            self.run.write_state(
+                state="queued", cause=None, ending=None, processes=[Process.of("supervisor").as_json()]
+            )
+            while (held := try_take(ticket)) is None:
+                self.signals.pass_on(self.run, self.on_event)
+                if self.run.stop_asked() is not None:
+                    return None
+                if (now := f"queued: {who_has(need) or 'another run is first'}") != said:
+                    said = now
+                    self.on_event("note", said)
+                self.on_event("tick", "")
+                time.sleep(POLL)
+        finally:
+            give_up(ticket)
+        return held
+
+    def go(self, held: Held, resume_from: str | None, max_restarts: int) -> dict[str, Any]:
+        """Launches until the run ends by itself, is stopped, or does not get any further."""
+        for number in range(max_restarts + 1):
+            source = "auto" if number and last_checkpoint(self.run) else resume_from
+            argv = launch_argv(self.run, self.devices.num_processes, source)
+            descriptors = held.descriptors
+            ending = supervise(self.run, argv, self.env, self.on_event, self.signals, descriptors=descriptors)
+            if ending["state"] != "failed" or ending.get("permanent") or self.run.stop_asked() is not None:
+                return ending
+            reached = self._step()
+            if reached <= self.furthest:
+                return ending
+            self.furthest = reached
+            if number < max_restarts:
+                self._note_restart(number + 1, max_restarts, str(ending["cause"]))
+        return ending
+
+    def _note_restart(self, number: int, allowed: int, cause: str) -> None:
+        come_from = last_checkpoint(self.run) or "the beginning"
+        line = f"restart {number} of {allowed}, from {come_from}, after: {cause}"
+        with contextlib.suppress(OSError), open(self.run.log, "a", encoding="utf-8") as log:
+            log.write(log_line("supervisor", line))
+        self.on_event("note", line)
+
+    def _step(self) -> int:
+        """The furthest step that any attempt is known to have reached."""
+        beats = [read_json(path) or {} for path in self.run.heartbeats.glob("rank-*.json")]
+        steps = [entry.get("step") for entry in [self.run.read_state() or {}, *beats]]
+        return max((step for step in steps if isinstance(step, int)), default=0)
