@@ -8,7 +8,7 @@ TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test parity lint clean
+.PHONY: setup demo test test-browser parity lint clean
 
 setup: $(STAMP)
 
@@ -35,6 +35,14 @@ lint: setup
 
 test: setup lint
 	$(BIN)/python -m pytest
+
+# Chromium from the system's packages where that can be had, else Playwright's own.
+test-browser: setup
+	command -v chromium >/dev/null 2>&1 || command -v google-chrome >/dev/null 2>&1 \
+	  || { test "$$(id -u)" = 0 && apt-get update -q && apt-get install -y -q chromium; } \
+	  || { sudo -n apt-get update -q && sudo -n apt-get install -y -q chromium; } \
+	  || $(BIN)/playwright install chromium
+	$(BIN)/python -m pytest tests/browser
 
 parity: setup
 	$(BIN)/python -m pytest tests/parity -m ""

@@ -1,0 +1,197 @@
+"""A real server in an empty folder, and a real browser: a test fails, and is never skipped, where there is none."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Page, sync_playwright
+
+WIDE = (1440, 900)
+PHONE = (390, 844)
+SIZES = {"wide": WIDE, "phone": PHONE}
+PATIENCE = 120.0
+"""Seconds that anything may take on a busy machine; nothing waits that long when all is well."""
+
+
+class Served:
+    """A running `tunesmith ui`.
+
+    Args:
+        folder: where it is started; runs go to `runs` in it, the state folder is `state`.
+        options: further words of the command line.
+        environment: further variables.
+    """
+
+    def __init__(self, folder: Path, *options: str, **environment: str):
+        self.folder, self.options, self.environment = folder, options, environment
+        folder.mkdir(parents=True, exist_ok=True)
+        self.seconds = 0.0
+        self.port: str | None = None
+        self.start()
+
+    @property
+    def runs_dir(self) -> Path:
+        return self.folder / "runs"
+
+    @property
+    def said(self) -> str:
+        """What it has printed on stderr."""
+        return (self.folder / "ui.err").read_text(encoding="utf-8", errors="replace")
+
+    def start(self) -> None:
+        """Starts it, on the port it had before, and waits until it says its address."""
+        port = ["--port", self.port] if self.port else []
+        argv = [sys.executable, "-P", "-m", "app.cli", "ui", *port, *self.options]
+        own = {"XDG_STATE_HOME": str(self.folder / "state"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        root = str(Path(__file__).resolve().parents[2])
+        began = time.monotonic()
+        with open(self.folder / "ui.out", "wb") as out, open(self.folder / "ui.err", "wb") as err:
+            self.process = subprocess.Popen(
+                argv, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+                env={**os.environ, "PYTHONPATH": root, **own, **self.environment},
+            )  # fmt: skip
+        try:
+            wait_for(lambda: self._address() or self.process.poll() is not None, "the server's address")
+        except AssertionError:
+            self.process.kill()
+            raise
+        self.seconds = time.monotonic() - began
+        assert self.process.poll() is None, self.said
+        self.url = self._address()
+        self.port = self.url.rpartition(":")[2]
+
+    def _address(self) -> str:
+        text = (self.folder / "ui.out").read_text(encoding="utf-8")
+        return text.strip() if text.endswith("\n") else ""
+
+    def stop(self, sig: signal.Signals = signal.SIGTERM) -> int:
+        """Sends it a signal, and waits for its exit status."""
+        self.process.send_signal(sig)
+        return self.process.wait(timeout=PATIENCE)
+
+    def restart(self, sig: signal.Signals = signal.SIGTERM) -> None:
+        """Ends it with a signal and starts it again on the same port."""
+        self.stop(sig)
+        self.start()
+
+
+def wait_for(found: Callable[[], object], what: str, patience: float = PATIENCE) -> None:
+    """Returns once `found()` is true; fails with `what` when that takes too long."""
+    deadline = time.monotonic() + patience
+    while not found():
+        assert time.monotonic() < deadline, f"waited {patience:.0f} s in vain for {what}"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
+    """Starts a server: `serve(*options, **environment)`; the folder is the test's own."""
+    started: list[Served] = []
+
+    def start(*options: str, **environment: str) -> Served:
+        started.append(Served(tmp_path / f"server-{len(started)}", *options, **environment))
+        return started[-1]
+
+    yield start
+    for server in started:
+        if server.process.poll() is None:
+            server.stop(signal.SIGKILL)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One server with an empty runs folder, for all tests that only look."""
+    served = Served(tmp_path_factory.mktemp("ui"))
+    yield served
+    served.stop()
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """The system's Chromium, else the one that Playwright installed."""
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=found, args=arguments)
+        yield opened
+        opened.close()
+
+
+class Tabs:
+    """Opens pages, each in a context of its own, and keeps what goes wrong in them.
+
+    Args:
+        browser: where they are opened.
+        server: whose pages they are, unless `open` is told another.
+    """
+
+    def __init__(self, browser: Browser, server: Served):
+        self.browser, self.server = browser, server
+        self.errors: list[str] = []
+        self.outside: list[str] = []
+
+    def __call__(
+        self, path: str = "/", size: str = "wide", scheme: str = "light", server: Served | None = None
+    ) -> Page:
+        """A new tab with a page, whose heading is there.
+
+        Args:
+            path: e.g. `/runs`.
+            size: `wide` (1440x900) or `phone` (390x844).
+            scheme: `light` or `dark`.
+            server: default: the shared one.
+        """
+        width, height = SIZES[size]
+        context = self.browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+        context.set_default_timeout(1000 * PATIENCE)
+        page, url = context.new_page(), (server or self.server).url
+        page.on("console", lambda line: self.errors.append(line.text) if line.type == "error" else None)
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("request", lambda request: self._note(request.url, url))
+        page.goto(url + path)
+        page.wait_for_selector("h1")
+        page.wait_for_load_state("load")
+        return page
+
+    def _note(self, address: str, url: str) -> None:
+        if not address.startswith((f"{url}/", "data:", "blob:")):
+            self.outside.append(address)
+
+
+@pytest.fixture
+def new_page(browser: Browser, server: Served) -> Iterator[Tabs]:
+    """Opens pages; in the end no console may hold an error, and nothing but the server may have been asked.
+
+    A test that expects errors, as when it ends the server, clears `new_page.errors` itself.
+    """
+    tabs = Tabs(browser, server)
+    yield tabs
+    for context in browser.contexts:
+        context.close()
+    assert tabs.errors == []
+    assert tabs.outside == []
+
+
+def axe(page: Page) -> None:
+    """Fails when axe-core finds a serious or critical fault on the page."""
+    found = Axe().run(page).response["violations"]
+    grave = [fault for fault in found if fault["impact"] in ("serious", "critical")]
+    lines = [f"{fault['id']}: {node['target']} {node['html'][:200]}" for fault in grave for node in fault["nodes"]]
+    assert lines == []
+
+
+def screenshot(page: Page, name: str) -> None:
+    """Keeps a picture in the folder that TUNESMITH_SCREENSHOTS names; without it, nothing."""
+    folder = os.environ.get("TUNESMITH_SCREENSHOTS")
+    if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=str(Path(folder) / f"{name}.png"))

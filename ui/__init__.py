@@ -1,0 +1,1 @@
+"""The pages: each only shows what `app/` returns and calls what `app/` offers."""

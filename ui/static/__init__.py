@@ -1,0 +1,1 @@
+"""Scripts and styles that the pages draw with; nothing is fetched from the internet."""
