@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,8 +81,8 @@ def rename(run: RunFolder, new_id: str) -> RunFolder:
     Raises:
         ConfigError: for a name that is no plain word or is taken, or a run that lives.
     """
-    shown = repr(shortened(new_id))
-    if not _ID.fullmatch(new_id):
+    shown = repr(shortened(str(new_id)))
+    if not isinstance(new_id, str) or not _ID.fullmatch(new_id):
         raise ConfigError(f"the name {shown} is refused; use up to 100 letters, digits, dots, dashes and underscores")
     target = RunFolder(run.path.with_name(new_id))
     with _ended(run, "rename"):
@@ -98,15 +99,19 @@ def rename(run: RunFolder, new_id: str) -> RunFolder:
 def _repoint(old: RunFolder, new: RunFolder) -> None:
     """Brings the files that name the folder itself up to date."""
     state = new.read_state() or {}
-    exported = str(state.get("export_dir") or "")
-    inside = Path(exported).is_relative_to(old.path) if exported else False
-    moved = str(new.path / Path(exported).relative_to(old.path)) if inside else state.get("export_dir")
-    new.write_state(id=new.id, export_dir=moved)
-    with contextlib.suppress(OSError):
-        command = new.command.read_text(encoding="utf-8")
-        write_atomic(new.command, command.replace(str(old.path), str(new.path)))
+    exported = state.get("export_dir")
+    new.write_state(id=new.id, export_dir=_moved(str(exported), old, new) if exported else None)
+    with contextlib.suppress(OSError, ValueError):
+        words = shlex.split(new.command.read_text(encoding="utf-8"))
+        write_atomic(new.command, shlex.join(_moved(word, old, new) for word in words) + "\n")
     if unregister(old):
         register(new)
+
+
+def _moved(word: str, old: RunFolder, new: RunFolder) -> str:
+    """A path in the old folder as one in the new; any other word as it is."""
+    path = Path(word)
+    return str(new.path / path.relative_to(old.path)) if path.is_relative_to(old.path) else word
 
 
 @contextlib.contextmanager
@@ -147,7 +152,10 @@ def delete(run: RunFolder) -> int:
     with _ended(run, "delete"):
         before = size(run)
         # The state file goes first: from then on no list shows a run of which a part is gone.
-        ours = [*(run.path / name for name in ("state.json", *OWN)), *run.path.glob("bad-*")]
+        ours = [run.path / name for name in ("state.json", *OWN)]
+        # What writers leave behind that are killed halfway.
+        endings = ("[0-9]*.????????", "tmp", "old")
+        ours += [half for name in OWN for ending in endings for half in run.path.glob(f".{name}.{ending}")]
         try:
             for path in ours:
                 if path.is_dir() and not path.is_symlink():

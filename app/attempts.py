@@ -14,6 +14,10 @@ from app.supervisor import POLL, Listener, StopSignals, supervise
 from trainers.device_locks import Held, Need, enqueue, give_up, try_take, who_has
 from trainers.run_folder import Process, RunFolder, log_line, read_json
 
+QUEUE_POLL = 1.0
+"""Seconds between two looks at the queue; each costs a few milliseconds, and many runs may wait."""
+CANCELLED = {"state": "stopped", "cause": "cancelled before it started"}
+
 
 def run_to_end(
     run: RunFolder,
@@ -41,10 +45,10 @@ def run_to_end(
         The final state. No process of the run lives any more, and its GPUs are free.
     """
     with StopSignals() as signals:
-        attempts = _Attempts(run, devices, env, on_event, signals)
+        attempts = _Attempts(run, devices, env, _noting(run, on_event), signals)
         held = Held({}) if share_gpus else attempts.wait()
         if held is None:
-            ending = {"state": "stopped", "cause": "cancelled before it started"}
+            ending = dict(CANCELLED)
         else:
             with held:
                 ending = attempts.go(held, resume_from, max_restarts)
@@ -52,6 +56,18 @@ def run_to_end(
     state = run.write_state(**{**ending, "ending": None})
     on_event("tick", "")
     return state
+
+
+def _noting(run: RunFolder, on_event: Listener) -> Listener:
+    """Puts the notes into the run's log too."""
+
+    def listen(kind: str, text: str) -> None:
+        if kind == "note":
+            with contextlib.suppress(OSError), open(run.log, "a", encoding="utf-8") as log:
+                log.write(log_line("supervisor", text))
+        on_event(kind, text)
+
+    return listen
 
 
 def need_of(devices: Devices) -> Need:
@@ -78,28 +94,36 @@ class _Attempts:
             self.run.write_state(
                 state="queued", cause=None, ending=None, processes=[Process.of("supervisor").as_json()]
             )
-            while (held := try_take(ticket)) is None:
+            looked = -QUEUE_POLL
+            while True:
                 self.signals.pass_on(self.run, self.on_event)
                 if self.run.stop_asked() is not None:
                     return None
-                if (now := f"queued: {who_has(need) or 'another run is first'}") != said:
-                    said = now
-                    self.on_event("note", said)
+                if time.monotonic() - looked >= QUEUE_POLL:
+                    looked = time.monotonic()
+                    if (held := try_take(ticket)) is not None:
+                        return held
+                    if (now := f"queued: {who_has(need) or 'another run is first'}") != said:
+                        said = now
+                        self.on_event("note", said)
                 self.on_event("tick", "")
                 time.sleep(POLL)
         finally:
             give_up(ticket)
-        return held
 
     def go(self, held: Held, resume_from: str | None, max_restarts: int) -> dict[str, Any]:
         """Launches until the run ends by itself, is stopped, or does not get any further."""
+        if self.run.stop_asked() is not None:
+            return dict(CANCELLED)
         for number in range(max_restarts + 1):
             source = "auto" if number and last_checkpoint(self.run) else resume_from
             argv = launch_argv(self.run, self.devices.num_processes, source)
             descriptors = held.descriptors
             ending = supervise(self.run, argv, self.env, self.on_event, self.signals, descriptors=descriptors)
-            if ending["state"] != "failed" or ending.get("permanent") or self.run.stop_asked() is not None:
+            if ending["state"] != "failed" or ending.get("permanent"):
                 return ending
+            if self.run.stop_asked() is not None:
+                return {**ending, "state": "stopped", "cause": f"stopped by request; before that: {ending['cause']}"}
             reached = self._step()
             if reached <= self.furthest:
                 return ending
@@ -110,10 +134,7 @@ class _Attempts:
 
     def _note_restart(self, number: int, allowed: int, cause: str) -> None:
         come_from = last_checkpoint(self.run) or "the beginning"
-        line = f"restart {number} of {allowed}, from {come_from}, after: {cause}"
-        with contextlib.suppress(OSError), open(self.run.log, "a", encoding="utf-8") as log:
-            log.write(log_line("supervisor", line))
-        self.on_event("note", line)
+        self.on_event("note", f"restart {number} of {allowed}, from {come_from}, after: {cause}")
 
     def _step(self) -> int:
         """The furthest step that any attempt is known to have reached."""

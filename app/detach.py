@@ -63,12 +63,16 @@ def _hand_over(job: Job, lock: int) -> dict[str, Any]:
     # The starter may live long (the page's server) and must not leave a zombie.
     threading.Thread(target=child.wait, daemon=True).start()
     deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline and child.poll() is None:
-        state = job.run.read_state() or {}
-        if any(process.pid == child.pid for process in job.run.processes()):
-            child.stderr.close()
-            return state
-        time.sleep(0.05)
+    try:
+        while time.monotonic() < deadline and child.poll() is None:
+            state = job.run.read_state() or {}
+            if any(process.pid == child.pid for process in job.run.processes()):
+                child.stderr.close()
+                return state
+            time.sleep(0.05)
+    except KeyboardInterrupt:
+        job.run.ask_stop(save=False)  # whoever interrupts the start does not want the run
+        raise
     final = job.run.read_state() or {}
     if final.get("state") not in (None, "queued"):
         return final  # it has ended already
@@ -92,7 +96,7 @@ def main(argv: list[str]) -> int:
         config = Request(config=str(run.config)).resolve()
         devices = Devices(gpu_ids(run), world_size(run) or 1)
         environment = launch_environment(devices)
-        run_to_end(run, devices, environment, _say, words.resume_from, config.max_restarts, config.share_gpus)
+        run_to_end(run, devices, environment, _unheard, words.resume_from, config.max_restarts, config.share_gpus)
     except ConfigError as error:
         run.write_state(state="failed", cause="; ".join(error.mistakes), ending=None)
         return 2
@@ -103,9 +107,8 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _say(kind: str, text: str) -> None:
-    if kind == "note":
-        print(text, flush=True)
+def _unheard(kind: str, text: str) -> None:
+    """Nobody listens to a detached run; its notes are in the log."""
 
 
 if __name__ == "__main__":

@@ -42,17 +42,17 @@ def run_paths(runs_dir: Path) -> list[Path]:
 
     A link in `runs_dir` that leads out of it is left out.
     """
-    home = runs_dir.resolve()
+    home = Path(os.path.realpath(runs_dir))
     inside: dict[Path, Path] = {}
     try:
         with os.scandir(runs_dir) as entries:
             for entry in entries:
-                whole = home / entry.name if not entry.is_symlink() else Path(entry.path).resolve()
+                whole = home / entry.name if not entry.is_symlink() else Path(os.path.realpath(entry.path))
                 if entry.is_dir() and whole.is_relative_to(home):
                     inside[whole] = runs_dir / entry.name
     except OSError:
         inside = {}
-    outside = {path.resolve(): path for path in registered_runs()}
+    outside = {Path(os.path.realpath(path)): path for path in registered_runs()}
     return list({**outside, **inside}.values())
 
 
@@ -176,8 +176,10 @@ def processes_in(state: dict[str, Any]) -> list[Process]:
     named = state.get("processes")
     for entry in named if isinstance(named, list) else []:
         try:
-            found.append(Process(str(entry["role"]), entry["rank"], int(entry["pid"]), float(entry["started"])))
-        except (KeyError, TypeError, ValueError, OverflowError):
+            since = None if entry.get("since_boot") is None else float(entry["since_boot"])
+            one = Process(str(entry["role"]), entry["rank"], int(entry["pid"]), float(entry["started"]), since)
+            found.append(one)
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError):
             continue
     return found
 
@@ -361,17 +363,18 @@ def end_by_force(run: RunFolder, patience: float = 15.0) -> Stopped:
 
     Args:
         run: a run of this host.
-        patience: seconds for its supervisor to say that it has ended.
+        patience: seconds for its supervisor to say that it has ended; then it is killed too.
     """
-    named = [process for process in processes_in(true_state(run)) if process.role != "supervisor"]
-    tree = {process for entry in named if _is_alive(entry) for process in _with_children(entry.pid)}
-    for process in tree:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
-    psutil.wait_procs(tree, timeout=patience)
-    deadline = time.monotonic() + patience
-    while _lives(state := true_state(run)) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    for roles in (("launcher", "rank"), ("supervisor",)):
+        named = [process for process in processes_in(true_state(run)) if process.role in roles and _is_alive(process)]
+        tree = {process for entry in named for process in _with_children(entry.pid)}
+        for process in tree:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(tree, timeout=patience)
+        deadline = time.monotonic() + patience
+        while _lives(state := true_state(run)) and time.monotonic() < deadline:
+            time.sleep(0.1)
     with contextlib.suppress(ConfigError), run.hold():  # nobody else writes its state any more
         if state.get("state") != "done":
             run.write_state(state="stopped", cause="ended by force; the last checkpoint stands", ending=None)

@@ -20,6 +20,8 @@ from app.processes import Descendants, adopting_orphans
 from trainers.run_folder import Process, RunFolder, log_line, now, secrets_in
 
 POLL = 0.2
+LOOK = 2.0
+"""Seconds between two looks for new descendants: each reads every process of the machine."""
 EXIT_PATIENCE = 10.0
 """Seconds for the ranks to end by themselves once their launcher is gone."""
 TEARDOWN_PATIENCE = 30.0
@@ -111,7 +113,7 @@ class _Supervision:
         self.beat: tuple[str, ...] = ()
         self.beat_at = 0.0
         self.log_start = run.log.stat().st_size if run.log.exists() else 0
-        self.overdue = False
+        self.overdue, self.look_at = False, 0.0
 
     def go(self) -> dict[str, Any]:
         self._announce()
@@ -126,6 +128,7 @@ class _Supervision:
         reader = threading.Thread(target=self._copy_log, args=(launcher.stdout,), daemon=True)
         reader.start()
         try:
+            self._name(launcher)
             while not self._over(launcher):
                 self.signals.pass_on(self.run, self.on_event)
                 self.on_event("tick", "")
@@ -148,6 +151,15 @@ class _Supervision:
             started_at=before.get("started_at") or now(), launched_at=now(), host=os.uname().nodename, export_dir=None,
         )  # fmt: skip
 
+    def _name(self, launcher: subprocess.Popen[bytes]) -> None:
+        """Names the launcher in the state, where rank 0 does so only once the ranks have met.
+
+        Without it a run whose supervisor is killed in between would count as dead, and could be started twice.
+        """
+        processes = [Process.of("supervisor").as_json(), Process.of("launcher", pid=launcher.pid).as_json()]
+        with contextlib.suppress(OSError):
+            self.run.write_state(processes=processes)
+
     def _copy_log(self, pipe: IO[bytes]) -> None:
         """Appends what the launcher prints to the log, line by line; runs in a thread of its own."""
         hidden = secrets_in(self.env)
@@ -159,9 +171,12 @@ class _Supervision:
 
     def _over(self, launcher: subprocess.Popen[bytes]) -> bool:
         """Whether nothing lives any more, or what lives has had its time."""
-        self.descendants.collect(self._named())
         clock = time.monotonic()
-        if launcher.poll() is not None:
+        gone = launcher.poll() is not None
+        if gone or clock >= self.look_at:
+            self.look_at = clock + LOOK
+            self.descendants.collect(self._named())
+        if gone:
             self.exit_at = self.exit_at or clock
             if not self.descendants.alive():
                 return True
@@ -206,7 +221,7 @@ class _Supervision:
         if self.stop_at is not None and self.overdue:
             cause = f"the ranks did not end within {self.grace:g} s of the stop request and were ended"
             return {"state": "stopped", "cause": cause}
-        asked = "stopped by request before the first step" * (self.stop_at is not None)
+        asked = "stopped by request before its ranks could save" * (self.stop_at is not None)
         cause = cause_of(self.run, self.log_start, status, asked)
         return {"state": "stopped" if cause.startswith("stopped") else "failed", "cause": cause}
 

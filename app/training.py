@@ -113,7 +113,8 @@ def held(job: Job) -> Iterator[TextIO]:
         ConfigError: when another process holds it, or has started it since the job was made.
     """
     run = job.run
-    run.create()
+    if job.attempt is None:
+        run.create()
     try:
         lock = _hold(run)
     except OSError as error:

@@ -12,13 +12,14 @@ import fcntl
 import json
 import os
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 from trainers.config import ConfigError
-from trainers.run_folder import Process, read_json, state_folder, write_json
+from trainers.run_folder import Process, read_json, state_folder
 
 CPU = "cpu-"
 
@@ -137,18 +138,16 @@ def _is_held(slot: str) -> bool:
     return False
 
 
-def _lock_all(need: Need, holder: Holder, reserved: frozenset[str]) -> Held | None:
-    """Locks everything that is needed, or nothing; slots in `reserved` are waited for by others."""
+def _lock_all(need: Need, holder: Holder) -> Held | None:
+    """Locks everything that is needed, or nothing."""
     named = list(need.gpus)
     if need.cpu_slots:
         every = cpu_slots()
-        free = [slot for slot in every if slot not in reserved and not _is_held(slot)]
+        free = [slot for slot in every if not _is_held(slot)]
         count = min(need.cpu_slots, len(every))
         if len(free) < count:
             return None
         named += free[:count]
-    if reserved & set(named):
-        return None
     held = Held({})
     for slot in named:
         file = _try_lock(slot, holder)
@@ -166,14 +165,25 @@ def holders() -> dict[str, dict[str, Any]]:
         return {slot: read_json(_locks() / f"{slot}.lock") or {"run": "?"} for slot in names if _is_held(slot)}
 
 
-def take_now(need: Need, holder: Holder) -> Held:
-    """Takes slots without waiting, for what cannot be queued. Those that tickets wait for are not taken.
+def take_now(need: Need, holder: Holder, patience: float = 0.0) -> Held:
+    """Takes slots for what cannot be queued. Those that tickets wait for are not taken.
+
+    Args:
+        need: the slots.
+        holder: for whom.
+        patience: seconds to try; the last processes of a run that was killed may need some to end.
 
     Raises:
         ConfigError: when one is held or waited for, with the name of who has it.
     """
-    with _mutex():
-        held = _lock_all(need, holder, _reserved(live_tickets()))
+    deadline = time.monotonic() + patience
+    while True:
+        with _mutex():
+            waited_for = any(_clash(ticket.need, need) for ticket in live_tickets())
+            held = None if waited_for else _lock_all(need, holder)
+        if held is not None or time.monotonic() >= deadline:
+            break
+        time.sleep(0.1)
     if held is None:
         raise ConfigError(
             f"{told(need)} cannot be taken: {who_has(need) or 'a queued run waits for it'}; wait for its end, "
@@ -228,7 +238,7 @@ class Ticket:
         """Puts it into the queue folder at `place`; called under the mutex."""
         need = {"gpus": list(self.need.gpus), "cpu_slots": self.need.cpu_slots}
         entry = {"name": self.name, "run_dir": self.run_dir, "need": need, "place": place}
-        write_json(self.path, {**entry, "owner": self.owner.as_json()})
+        self.path.write_text(json.dumps({**entry, "owner": self.owner.as_json()}), encoding="utf-8")
 
 
 def _read_ticket(path: Path) -> Ticket | None:
@@ -243,41 +253,56 @@ def _read_ticket(path: Path) -> Ticket | None:
         return None
 
 
+def _tickets() -> list[Ticket]:
+    """The tickets, first in the queue first; the owner of one may be dead."""
+    found = [ticket for path in _queue().glob("*.json") if (ticket := _read_ticket(path)) is not None]
+    return sorted(found, key=lambda ticket: (ticket.place, ticket.owner.started, ticket.owner.pid))
+
+
 def live_tickets() -> list[Ticket]:
     """The tickets whose owner still waits, first in the queue first; those of dead owners are removed."""
     tickets = []
-    for path in _queue().glob("*.json"):
-        ticket = _read_ticket(path)
-        if ticket is not None and ticket.owner.alive():
+    for ticket in _tickets():
+        if ticket.owner.alive():
             tickets.append(ticket)
-        elif ticket is not None:
-            path.unlink(missing_ok=True)
-    return sorted(tickets, key=lambda ticket: (ticket.place, ticket.owner.started, ticket.owner.pid))
+        else:
+            ticket.path.unlink(missing_ok=True)
+    return tickets
 
 
-def _reserved(earlier: Sequence[Ticket]) -> frozenset[str]:
-    """What the given tickets wait for; CPU slots are alike, so one that waits for some reserves all."""
-    gpus = {gpu for ticket in earlier for gpu in ticket.need.gpus}
-    return frozenset(gpus.union(cpu_slots() if any(ticket.need.cpu_slots for ticket in earlier) else ()))
+def _clash(one: Need, two: Need) -> bool:
+    """Whether both want the same; CPU slots are alike, so two that want some always do."""
+    return bool(set(one.gpus) & set(two.gpus)) or (one.cpu_slots > 0 and two.cpu_slots > 0)
 
 
 def enqueue(run_dir: Path, name: str, need: Need) -> Ticket:
     """Takes a ticket at the end of the queue, in the name of this process."""
     ticket = Ticket(name, str(run_dir), need, 0, Process.of("supervisor"))
     with _mutex():
-        ticket.write(max((other.place for other in live_tickets()), default=0) + 1)
+        ticket.write(_end_of(live_tickets()))
     return ticket
+
+
+def _end_of(tickets: Sequence[Ticket]) -> int:
+    return max((ticket.place for ticket in tickets), default=0) + 1
 
 
 def try_take(ticket: Ticket) -> Held | None:
     """The slots of a ticket, when all of them are free and no earlier ticket waits for one; the ticket ends then."""
     with _mutex():
-        tickets = live_tickets()
+        held = _lock_all(ticket.need, Holder(ticket.name, ticket.run_dir))
+        if held is None:
+            return None  # most looks end here, before the tickets are read
+        tickets = _tickets()
         order = [other.path for other in tickets]
-        earlier = tickets[: order.index(ticket.path)] if ticket.path in order else tickets
-        held = _lock_all(ticket.need, Holder(ticket.name, ticket.run_dir), _reserved(earlier))
-        if held is not None:
-            ticket.path.unlink(missing_ok=True)
+        if ticket.path not in order:
+            ticket.write(_end_of(tickets))  # its file is gone: somebody cleared the folder
+            order.append(ticket.path)
+        earlier = tickets[: order.index(ticket.path)]
+        if any(_clash(other.need, ticket.need) and other.owner.alive() for other in earlier):
+            held.close()
+            return None
+        ticket.path.unlink(missing_ok=True)
         return held
 
 

@@ -11,7 +11,7 @@ import re
 import secrets
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -85,30 +85,46 @@ def new_run_id(name: str, started: float, number: int) -> str:
 
 @dataclass(frozen=True)
 class Process:
-    """A process of a run, told apart from a later one of the same pid by its start time."""
+    """A process of a run, told apart from a later one of the same pid by its start time.
+
+    Args:
+        role: supervisor, launcher or rank.
+        rank: global rank; None for the others.
+        pid: its process id.
+        started: seconds since the epoch. When the system's clock is set, the system tells another time for it.
+        since_boot: seconds from the machine's start to its own, which no clock changes; None where that is not known.
+    """
 
     role: str
     rank: int | None
     pid: int
     started: float
+    since_boot: float | None = None
 
     @classmethod
     def of(cls, role: str, rank: int | None = None, pid: int | None = None) -> Process:
         """The process `pid` (default: this one) in a role: supervisor, launcher or rank."""
         process = psutil.Process(pid)
-        return cls(role, rank, process.pid, process.create_time())
+        return cls(role, rank, process.pid, process.create_time(), _since_boot(process))
 
     def as_json(self) -> dict[str, Any]:
-        return {"role": self.role, "rank": self.rank, "pid": self.pid, "started": self.started}
+        return asdict(self)
 
     def alive(self) -> bool:
         """Whether that very process still runs (a zombie does not)."""
         try:
             process = psutil.Process(self.pid)
-            same = abs(process.create_time() - self.started) < 1.0
+            if self.since_boot is None:
+                same = abs(process.create_time() - self.started) < 1.0
+            else:
+                same = abs(_since_boot(process) - self.since_boot) < 0.1
             return same and process.status() != psutil.STATUS_ZOMBIE
         except psutil.Error:
             return False
+
+
+def _since_boot(process: psutil.Process) -> float:
+    return round(process.create_time() - psutil.boot_time(), 2)
 
 
 class RunFolder:
@@ -223,7 +239,7 @@ class RunFolder:
     def processes(self) -> list[Process]:
         """The processes that the state file names."""
         named = (self.read_state() or {}).get("processes") or []
-        return [Process(entry["role"], entry["rank"], entry["pid"], entry["started"]) for entry in named]
+        return [Process(**entry) for entry in named]
 
     def ask_stop(self, save: bool = True) -> None:
         """Asks the ranks to stop at the next step; asking twice is the same.

@@ -55,8 +55,7 @@ def find_launch() -> Launch:
     for ancestor in psutil.Process().parents()[:3]:
         argv = ancestor.cmdline()
         if "launch" in " ".join(argv[:4]) and any(Path(word).name == SCRIPT for word in argv):
-            started = ancestor.create_time()
-            process = Process("launcher", None, ancestor.pid, started)
+            process = Process.of("launcher", pid=ancestor.pid)
             return Launch(process, parent, from_launcher(argv, SCRIPT), os.environ.get(SUPERVISED) == "1")
     raise ConfigError(
         f"{SCRIPT} was started without a launcher; use `accelerate launch --config_file accelerate_configs/ddp.yaml "

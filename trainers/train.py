@@ -92,7 +92,7 @@ def take_gpus(config: TrainConfig, run: RunFolder) -> Held | None:
     if config.share_gpus or os.environ.get("LOCAL_RANK", "0") != "0":
         return None
     ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), [gpu.uuid for gpu in find_gpus()]
-    return take_now(local_need(ranks, gpus), Holder(run.id, str(run.path)))
+    return take_now(local_need(ranks, gpus), Holder(run.id, str(run.path)), patience=8.0)
 
 
 def in_one_line(error: BaseException) -> str:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import signal
+import subprocess
+import urllib.request
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_commands import OPTIONS, start, steps_of, tunesmith, wait_for
-from tests.launching import ROOT, SCRIPT, launch
+from app.runs import true_state
+from tests.e2e.test_commands import OPTIONS, TUNESMITH, start, steps_of, tunesmith, wait_for
+from tests.launching import ROOT, SCRIPT, environment, launch
 from trainers.run_folder import RunFolder
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -18,13 +22,16 @@ BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
 COMMANDS = [line.partition("  #")[0].strip() for block in BLOCKS for line in block.splitlines() if line.strip()]
 TRAINING = [line for line in COMMANDS if line.startswith("tunesmith train")]
 PROVING = [line for line in COMMANDS if line.startswith("tunesmith prove")]
+SERVING = [line for line in COMMANDS if line.startswith("tunesmith ui")]
 SHORT = "--max_steps 2 --quiet"
 
 
 def test_the_readme_has_these_commands() -> None:
     assert COMMANDS[:2] == ["make demo", "make test"]
     verbs = {line.split()[1] for line in COMMANDS if line.startswith("tunesmith")}
-    assert verbs == {"presets", "strategies", "train", "runs", "stop", "resume", "export", "prove"}
+    assert verbs == {
+        "presets", "strategies", "train", "data", "runs", "stop", "resume", "export", "chat", "ui", "prove"
+    }  # fmt: skip
     assert all(line.split()[0] in ("make", "tunesmith", "accelerate") for line in COMMANDS)
 
 
@@ -51,13 +58,16 @@ def test_training_commands(line: str, tmp_path: Path) -> None:
         return
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs").exists() == ("--check" not in words)
+    for folder in (tmp_path / "runs").glob("*"):
+        wait_for(lambda folder=folder: true_state(RunFolder(folder))["state"] == "done")  # type: ignore[misc]
 
 
 def test_commands_on_a_run(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "runs" / "RUN")
     program = start(run, tmp_path)
     wait_for(lambda: steps_of(run) >= 3)
-    lines = [line for line in COMMANDS if line.startswith("tunesmith") and line not in TRAINING + PROVING]
+    others = [*TRAINING, *PROVING, *SERVING]
+    lines = [line for line in COMMANDS if line.startswith("tunesmith") and line not in others]
     place = {"stop": 0, "resume": 1}
     for line in sorted(lines, key=lambda line: place.get(line.split()[1], 2)):
         done = tunesmith(*shlex.split(line)[1:], cwd=tmp_path)
@@ -65,6 +75,24 @@ def test_commands_on_a_run(tmp_path: Path) -> None:
     program.communicate(timeout=60)
     assert (run.read_state() or {})["step"] == OPTIONS["max_steps"]
     assert (tmp_path / "my-model" / "model.safetensors").exists()
+
+
+def test_the_pages_are_served(tmp_path: Path) -> None:
+    (line,) = SERVING
+    env = environment(PYTHONPATH=str(ROOT), XDG_STATE_HOME=str(tmp_path / "state"))
+    words = [*TUNESMITH, *shlex.split(line)[1:]]
+    program = subprocess.Popen(
+        words, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        assert program.stdout
+        url = program.stdout.readline().strip()
+        with urllib.request.urlopen(url, timeout=60) as answer:  # noqa: S310 - its own address
+            assert b"Tunesmith" in answer.read()
+        program.send_signal(signal.SIGTERM)
+        assert program.wait(timeout=30) == 0
+    finally:
+        program.kill()
 
 
 @pytest.mark.parametrize("line", PROVING)

@@ -74,7 +74,8 @@ def test_a_zombie_is_no_living_process(make: Maker, living: subprocess.Popen[byt
 
 
 def test_another_process_with_the_same_pid_does_not_count(make: Maker, living: subprocess.Popen[bytes]) -> None:
-    old = entry(living.pid) | {"started": entry(living.pid)["started"] - 1000}
+    now = entry(living.pid)
+    old = now | {"started": now["started"] - 1000, "since_boot": now["since_boot"] - 1000}
     assert true_state(make("a", "running", processes=[old]))["cause"] == runs.GONE
 
 

@@ -37,8 +37,8 @@ def end(state, cause=None, **more):
     run.end(state, cause, True, **more)
 
 def running(**more):
-    named = run.read_state()["processes"] + [Process.of("launcher").as_json()]
-    run.write_state(state="running", processes=named, **more)
+    ranks = [Process.of("rank", 0).as_json()]
+    run.write_state(state="running", processes=run.read_state()["processes"] + ranks, **more)
 """
 IGNORES_TERM = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 
@@ -82,7 +82,7 @@ def test_the_first_state_names_the_supervisor_and_is_kept_by_the_ranks(run: RunF
     go(run, "note('self', os.getpid()); running(); end(state='done')")
     state = run.read_state()
     assert state
-    assert [entry["role"] for entry in state["processes"]] == ["supervisor", "launcher"]
+    assert [entry["role"] for entry in state["processes"]] == ["supervisor", "launcher", "rank"]
     assert state["processes"][0]["pid"] == os.getpid()
     assert (state["attempt"], alive(run)) == (0, [])
 

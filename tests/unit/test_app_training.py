@@ -19,12 +19,12 @@ from app.request import resume_job, sort_words, train_job
 from app.runs import summary
 from app.training import (
     CheckBroke,
-    take_back,
     preflight,
     print_summary,
     result,
     run_program,
     speed,
+    take_back,
     train,
     write_folder,
 )  # fmt: skip

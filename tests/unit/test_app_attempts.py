@@ -1,0 +1,515 @@
+"""A run from the queue to its published end, with small launchers that are real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from app import attempts, supervisor
+from app.attempts import need_of, run_to_end
+from app.hardware import Devices
+from app.request import refuse_unresumable
+from app.runs import end_by_force, stop_run, true_state
+from trainers.config import ConfigError
+from trainers.device_locks import Holder, Need, holders, place_of, take_now
+from trainers.run_folder import END_STATES, RunFolder, read_json, write_json
+
+ROOT = Path(__file__).resolve().parents[2]
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.unit.test_app_attempts"])
+EVERY_SLOT = Need(cpu_slots=1000)
+# What rank 0 writes, in the standard library alone: a launcher of a test starts in milliseconds.
+PRELUDE = """
+import json, os, signal, subprocess, sys, time
+run, launch = sys.argv[1], int(sys.argv[2])
+
+def here(name):
+    return os.path.join(run, name)
+
+def state(**changes):
+    with open(here("state.json")) as file:
+        merged = {**json.load(file), **changes}
+    with open(here("half"), "w") as file:
+        json.dump(merged, file)
+    os.replace(here("half"), here("state.json"))
+
+def end(name, cause=None, **more):
+    state(state="stopping", ending={"state": name, "cause": cause, **more})
+
+def wait_for(name):
+    while not os.path.exists(here(name)):
+        time.sleep(0.02)
+    with open(here(name)) as file:
+        return file.read()
+
+def note(name, text=""):
+    with open(here(name), "a") as file:
+        file.write(text + "\\n")
+
+def checkpoint(step):
+    os.makedirs(here("checkpoints/step-%08d" % step), exist_ok=True)
+
+note("launchers", str(os.getpid()))
+while True:  # real ranks take seconds before they write; the supervisor has long named the launcher by then
+    with open(here("state.json")) as file:
+        if any(one["role"] == "launcher" for one in json.load(file)["processes"]):
+            break
+    time.sleep(0.01)
+"""
+IGNORES_TERM = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(100)"
+STUBBORN = f"child = subprocess.Popen([sys.executable, '-I', '-S', '-c', {IGNORES_TERM!r}], start_new_session=True)\n"
+
+
+@pytest.fixture(autouse=True)
+def _quick(elsewhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("EXIT_PATIENCE", "TEARDOWN_PATIENCE", "TERM_PATIENCE"):
+        monkeypatch.setattr(supervisor, name, 0.5)
+    monkeypatch.setattr(supervisor, "POLL", 0.03)
+    monkeypatch.setattr(attempts, "POLL", 0.03)
+    monkeypatch.setattr(attempts, "QUEUE_POLL", 0.03)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path / "runs" / "a run")
+    folder.create()
+    return folder
+
+
+def script(run: RunFolder, body: str) -> Path:
+    path = run.path / "launcher.py"
+    path.write_text(PRELUDE + textwrap.dedent(body), encoding="utf-8")
+    return path
+
+
+class Attempts:
+    """`run_to_end` with a launcher of the test's own; keeps from where each launch was to resume."""
+
+    def __init__(self, run: RunFolder, monkeypatch: pytest.MonkeyPatch):
+        self.run, self.sources, self.notes = run, list[str | None](), list[str]()
+        monkeypatch.setattr(attempts, "launch_argv", self._argv)
+
+    def _argv(self, run: RunFolder, processes: int, source: str | None) -> list[str]:
+        self.sources.append(source)
+        return [sys.executable, "-I", "-S", str(run.path / "launcher.py"), str(run.path), str(len(self.sources) - 1)]
+
+    def __call__(
+        self, body: str, max_restarts: int = 0, when: Callable[[str, dict], None] | None = None, **more: Any
+    ) -> dict[str, Any]:
+        script(self.run, body)
+
+        def listen(kind: str, text: str) -> None:
+            if kind == "note":
+                self.notes.append(text)
+            if when is not None:
+                when(text, self.run.read_state() or {})
+
+        return run_to_end(self.run, Devices([], 1), os.environ, listen, max_restarts=max_restarts, **more)
+
+
+@pytest.fixture
+def go(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> Attempts:
+    return Attempts(run, monkeypatch)
+
+
+def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "it did not come to be in time"
+        time.sleep(0.02)
+    return value
+
+
+def launchers(run: RunFolder) -> list[int]:
+    """Process ids of the launchers that were started, and of what they noted besides."""
+    path = run.path / "launchers"
+    return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+
+def living(run: RunFolder) -> list[int]:
+    return [pid for pid in launchers(run) if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+
+
+# -- restarts ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_crash_is_restarted_from_the_newest_checkpoint_while_it_gets_further(go: Attempts, run: RunFolder) -> None:
+    body = """
+    state(state="running", step=5 * launch + 5)
+    if launch == 1:
+        checkpoint(10)
+    if launch < 2:
+        sys.exit(1)
+    end("done", step=15)
+    """
+    state = go(body, max_restarts=3, resume_from="/elsewhere/step-00000002")
+    assert go.sources == ["/elsewhere/step-00000002", "/elsewhere/step-00000002", "auto"]
+    assert (state["state"], state["step"], state["attempt"]) == ("done", 15, 2)
+    told = [line.partition("[supervisor] ")[2] for line in run.log.read_text().splitlines() if "[supervisor]" in line]
+    assert [line.partition(", after: ")[0] for line in told] == [
+        "restart 1 of 3, from the beginning",
+        "restart 2 of 3, from step-00000010",
+    ]
+    assert holders() == {}
+
+
+@pytest.mark.parametrize("allowed", [0, 2])
+def test_no_more_restarts_than_allowed(allowed: int, go: Attempts) -> None:
+    state = go("state(state='running', step=launch + 1); sys.exit(1)", max_restarts=allowed)
+    assert (state["state"], len(go.sources), state["attempt"]) == ("failed", allowed + 1, allowed)
+
+
+@pytest.mark.parametrize(
+    ("body", "launches"),
+    [
+        ("sys.exit(1)", 1),
+        ("state(state='running', step=5); sys.exit(1)", 2),
+        ("state(state='running', step=5 - launch); sys.exit(1)", 2),
+    ],
+    ids=["before the first step", "at the same step", "at an earlier step"],
+)
+def test_no_restart_without_progress(body: str, launches: int, go: Attempts) -> None:
+    state = go(body, max_restarts=5)
+    assert (state["state"], len(go.sources)) == ("failed", launches)
+
+
+def test_a_heartbeat_is_progress_too(go: Attempts, run: RunFolder) -> None:
+    """A rank may be killed before the step that it is in is logged."""
+    body = """
+    with open(here("heartbeat/rank-1.json"), "w") as file:
+        json.dump({"step": launch + 3}, file)
+    sys.exit(1)
+    """
+    assert go(body, max_restarts=2)["state"] == "failed"
+    assert len(go.sources) == 3
+
+
+def test_a_failure_that_would_come_again_is_not_restarted(go: Attempts) -> None:
+    body = "state(state='running', step=launch + 1); end('failed', 'loss nan', permanent=True); sys.exit(1)"
+    state = go(body, max_restarts=5)
+    assert (state["state"], state["cause"], len(go.sources)) == ("failed", "loss nan", 1)
+
+
+def test_a_crash_after_a_stop_request_is_a_stop(go: Attempts, run: RunFolder) -> None:
+    body = "state(state='running', step=4); wait_for('stop'); raise ValueError('row 7')"
+    state = go(body, max_restarts=5, when=lambda text, state: run.ask_stop() if state["state"] == "running" else None)
+    assert (state["state"], len(go.sources)) == ("stopped", 1)
+    assert state["cause"] == "stopped by request; before that: launcher: ValueError: row 7"
+
+
+def test_a_launcher_that_cannot_be_started_is_said(go: Attempts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempts, "launch_argv", lambda *words: ["/nowhere/python"])
+    state = go("", max_restarts=3)
+    assert (state["state"], state["cause"]) == (
+        "failed",
+        "the launcher could not be started: No such file or directory",
+    )
+    assert holders() == {}
+
+
+# -- the queue ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_waits_for_its_slots_and_says_for_whom(go: Attempts, run: RunFolder) -> None:
+    busy = take_now(EVERY_SLOT, Holder("busy"))
+    seen = []
+
+    def when(text: str, state: dict[str, Any]) -> None:
+        if text.startswith("queued"):
+            seen.append((text, state["state"], place_of(run.path)))
+            busy.close()
+
+    assert go("end('done')", when=when)["state"] == "done"
+    assert [(text.endswith("held by busy"), *rest) for text, *rest in seen] == [(True, "queued", 1)]
+    assert place_of(run.path) is None
+
+
+def test_a_queued_run_is_cancelled(go: Attempts, run: RunFolder) -> None:
+    with take_now(EVERY_SLOT, Holder("busy")):
+        state = go("end('done')", when=lambda text, state: run.ask_stop() if text.startswith("queued") else None)
+        assert {holder["run"] for holder in holders().values()} == {"busy"}
+    assert (state["state"], state["cause"]) == ("stopped", "cancelled before it started")
+    assert (go.sources, place_of(run.path), state.get("ending")) == ([], None, None)
+
+
+def test_a_run_that_is_stopped_before_its_launch_is_never_launched(go: Attempts, run: RunFolder) -> None:
+    run.ask_stop()
+    assert go("end('done')")["cause"] == "cancelled before it started"
+    run.ask_stop()
+    assert go("end('done')", share_gpus=True)["cause"] == "cancelled before it started"
+    assert (go.sources, holders()) == ([], {})
+
+
+def test_with_share_gpus_it_waits_for_nobody(go: Attempts) -> None:
+    with take_now(EVERY_SLOT, Holder("busy")):
+        assert go("end('done')", share_gpus=True)["state"] == "done"
+
+
+def test_what_a_run_needs() -> None:
+    assert need_of(Devices([], 3)) == Need(cpu_slots=3)
+    assert need_of(Devices([5], 1)) == Need(gpus=("index-5",)), "a GPU that has gone still has one name"
+
+
+# -- the published end -------------------------------------------------------------------------------------------------
+
+
+def _watch(home: str, path: str, pipe: Connection) -> None:
+    """Looks without a pause; the moment that the state says that it is over, takes the slots and counts the living."""
+    os.environ["XDG_STATE_HOME"] = home
+    run, busy = RunFolder(path), 0
+    pipe.send("ready")
+    while (state := run.read_state() or {}).get("state") not in END_STATES:
+        if state.get("ending"):
+            with contextlib.suppress(ConfigError):
+                take_now(EVERY_SLOT, Holder("watcher")).close()
+                if alive := living(run):
+                    pipe.send(f"the slots are free while {alive} live")
+                    return
+            busy += 1
+    alive = living(run)
+    try:
+        take_now(EVERY_SLOT, Holder("watcher")).close()
+        pipe.send((state["state"], alive, "free", busy > 0))
+    except ConfigError as error:
+        pipe.send((state["state"], alive, str(error), busy > 0))
+
+
+LINGERS = STUBBORN + "note('launchers', str(child.pid))\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (LINGERS + "end('done', step=3)", ("done", [], "free", True)),
+        (LINGERS + "end('stopped', 'stopped by request')", ("stopped", [], "free", True)),
+        (LINGERS + "os.abort()", ("failed", [], "free", False)),
+    ],
+    ids=["done", "stopped", "failed"],
+)
+def test_the_end_is_published_when_nothing_lives_and_the_slots_are_free(
+    body: str, expected: tuple, go: Attempts, run: RunFolder, tmp_path: Path
+) -> None:
+    pipe, theirs = CONTEXT.Pipe()
+    watcher = CONTEXT.Process(target=_watch, args=(str(tmp_path / "state"), str(run.path), theirs), daemon=True)
+    watcher.start()
+    assert pipe.recv() == "ready"
+    go(body)
+    assert len(launchers(run)) == 2
+    assert pipe.poll(30)
+    assert pipe.recv() == expected
+    watcher.join(30)
+
+
+# -- stops -------------------------------------------------------------------------------------------------------------
+
+STOPS = """
+wait_for("begin")
+state(state="running", step=1)
+wait_for("stop")
+state(state="stopping")
+wait_for("finish")
+asked = json.loads(wait_for("stop"))
+if asked["save"]:
+    note("saves")
+end("stopped", "saved" if asked["save"] else "not saved")
+"""
+
+
+@pytest.mark.parametrize("phase", ["starting", "running", "stopping"])
+@pytest.mark.parametrize("times", [1, 5])
+def test_a_stop_in_any_phase_asked_once_or_often_is_one_stop(
+    phase: str, times: int, go: Attempts, run: RunFolder
+) -> None:
+    def when(text: str, state: dict[str, Any]) -> None:
+        if state["state"] == "starting" and phase != "starting":
+            (run.path / "begin").touch()
+        if state["state"] == "running" and phase == "stopping":
+            run.ask_stop()
+        if state["state"] == phase and launchers(run):
+            for _ in range(times):
+                run.ask_stop()
+            (run.path / "begin").touch()
+            (run.path / "finish").touch()
+
+    state = go(STOPS, max_restarts=3, when=when)
+    assert (state["state"], state["cause"], len(go.sources)) == ("stopped", "saved", 1)
+    assert (run.path / "saves").read_text() == "\n"
+    assert (living(run), holders()) == ([], {})
+
+
+@pytest.mark.parametrize("order", [(True, False), (False, True)], ids=["taken back", "not asked back"])
+def test_stop_without_saving_holds_whatever_else_is_asked(
+    order: tuple[bool, bool], go: Attempts, run: RunFolder
+) -> None:
+    (run.path / "begin").touch()
+
+    def when(text: str, state: dict[str, Any]) -> None:
+        if state["state"] == "running":
+            for save in order:
+                run.ask_stop(save)
+            (run.path / "finish").touch()
+
+    assert go(STOPS, when=when)["cause"] == "not saved"
+
+
+# -- supervisors that are killed ---------------------------------------------------------------------------------------
+
+SUPERVISE = f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+from app import attempts
+from app.hardware import Devices
+from trainers.run_folder import RunFolder
+run = RunFolder(sys.argv[1])
+words = [sys.executable, "-I", "-S", str(run.path / "launcher.py"), str(run.path), "0"]
+attempts.launch_argv = lambda *more: words
+with run.hold():
+    attempts.run_to_end(run, Devices([], 1), os.environ, lambda kind, text: None, None, 3)
+"""
+ENDS_ITSELF = f"""
+state(state="running", step=2)
+wait_for("finish")
+sys.path[:0] = {[str(ROOT), *sys.path]!r}
+from trainers.run_folder import RunFolder
+RunFolder(run).end("done", None, True, step=9)
+wait_for("leave")
+"""
+
+
+@pytest.fixture
+def supervised(run: RunFolder) -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
+    """Starts a supervisor in a process of its own; ends it and its launcher."""
+    made = []
+
+    def start(body: str) -> subprocess.Popen[bytes]:
+        script(run, body)
+        made.append(subprocess.Popen([sys.executable, "-c", SUPERVISE, str(run.path)], start_new_session=True))
+        return made[-1]
+
+    yield start
+    for process in made:
+        process.kill()
+        process.wait()
+    for pid in living(run):
+        os.kill(pid, signal.SIGKILL)
+
+
+Starter = Callable[[str], subprocess.Popen[bytes]]
+
+
+def killed(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+
+
+def test_training_goes_on_without_its_supervisor_and_says_itself_how_it_ended(
+    supervised: Starter, run: RunFolder
+) -> None:
+    process = supervised(ENDS_ITSELF)
+    until(lambda: (run.read_state() or {}).get("state") == "running")
+    killed(process)
+    assert (true_state(run)["state"], [holder["run"] for holder in holders().values()]) == ("running", [run.id])
+    with pytest.raises(ConfigError, match="is running; stop it first"):
+        refuse_unresumable(run)
+    (run.path / "finish").touch()
+    until(lambda: (run.read_state() or {}).get("state") == "done")
+    assert holders(), "its launcher still holds the slot"
+    (run.path / "leave").touch()
+    until(lambda: not holders())
+    assert (true_state(run)["state"], true_state(run)["step"], living(run)) == ("done", 9, [])
+
+
+def test_an_ending_that_its_supervisor_did_not_live_to_publish_counts(supervised: Starter, run: RunFolder) -> None:
+    process = supervised("end('done', step=9, export_dir='m'); wait_for('leave')")
+    until(lambda: (run.read_state() or {}).get("ending"))
+    killed(process)
+    assert true_state(run)["state"] == "stopping", "its launcher lives"
+    (run.path / "leave").touch()
+    until(lambda: not living(run))
+    state = true_state(run)
+    assert (state["state"], state["step"], state["export_dir"]) == ("done", 9, "m")
+    assert (run.read_state() or {})["state"] == "stopping", "a reader writes nothing"
+
+
+def test_a_launch_whose_supervisor_is_killed_before_the_ranks_report_is_not_taken_for_dead(
+    supervised: Starter, run: RunFolder
+) -> None:
+    """It would be started a second time in the same folder."""
+    process = supervised("wait_for('leave')")
+    until(lambda: len((run.read_state() or {}).get("processes", [])) == 2 and launchers(run))
+    killed(process)
+    assert true_state(run)["state"] == "starting"
+    (run.path / "leave").touch()
+    until(lambda: not living(run))
+    assert true_state(run)["state"] == "failed"
+
+
+def test_a_killed_supervisor_leaves_the_queue(supervised: Starter, run: RunFolder) -> None:
+    with take_now(EVERY_SLOT, Holder("busy")):
+        process = supervised("end('done')")
+        until(lambda: place_of(run.path) == 1 and (run.read_state() or {}).get("state") == "queued")
+        killed(process)
+        assert place_of(run.path) is None
+    assert true_state(run)["state"] == "failed"
+    assert launchers(run) == []
+
+
+def test_a_signal_to_a_queued_supervisor_cancels_the_run(supervised: Starter, run: RunFolder) -> None:
+    with take_now(EVERY_SLOT, Holder("busy")):
+        process = supervised("end('done')")
+        until(lambda: place_of(run.path) == 1 and (run.read_state() or {}).get("state") == "queued")
+        process.terminate()
+        assert process.wait(30) == 0
+    assert true_state(run)["cause"] == "cancelled before it started"
+
+
+# -- by force ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reported", [True, False], ids=["running", "starting"])
+def test_a_run_that_does_not_stop_is_ended_by_force(reported: bool, supervised: Starter, run: RunFolder) -> None:
+    lines = ["signal.signal(signal.SIGTERM, signal.SIG_IGN)", LINGERS, "state(state='running', step=3)" * reported]
+    process = supervised("\n".join([*lines, "time.sleep(100)"]))
+    until(lambda: len(launchers(run)) == 2 and (not reported or (run.read_state() or {}).get("state") == "running"))
+    assert not stop_run(run, 0.3).in_time
+    stopped = end_by_force(run)
+    assert (stopped.in_time, stopped.state["state"]) == (True, "stopped")
+    assert "force" in stopped.state["cause"]
+    assert (living(run), holders()) == ([], {})
+    assert process.wait(30) == 0
+
+
+def test_a_supervisor_that_hangs_is_ended_by_force_too(supervised: Starter, run: RunFolder) -> None:
+    process = supervised("state(state='running'); time.sleep(100)")
+    until(lambda: (run.read_state() or {}).get("state") == "running")
+    process.send_signal(signal.SIGSTOP)
+    assert not stop_run(run, 0.3).in_time
+    stopped = end_by_force(run, patience=1.0)
+    assert (stopped.in_time, stopped.state["state"]) == (True, "stopped")
+    assert not psutil.pid_exists(process.pid)
+    assert (living(run), holders()) == ([], {})
+
+
+def test_force_does_not_touch_a_process_that_only_has_the_pid(run: RunFolder) -> None:
+    bystander = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(100)"])
+    try:
+        past = {"role": "launcher", "rank": None, "pid": bystander.pid, "started": 1.0}
+        run.write_state(state="running", processes=[past])
+        end_by_force(run, patience=0.5)
+        assert bystander.poll() is None
+    finally:
+        killed(bystander)
+    write_json(run.state_file, {**(read_json(run.state_file) or {}), "processes": []})
