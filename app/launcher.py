@@ -43,6 +43,22 @@ def command_line(run: RunFolder, devices: Devices) -> str:
     return " ".join([*variables, shlex.join(_new_run_argv(run, devices.num_processes))])
 
 
+def by_hand_line(strategy_file: Path, devices: Devices, options: Sequence[str]) -> str:
+    """The `accelerate launch` line, quoted for a shell, with which a person starts a new run from any folder.
+
+    Args:
+        strategy_file: absolute path of an Accelerate YAML.
+        devices: GPUs and processes.
+        options: words for the training script, such as `--preset NAME`.
+    """
+    script = Path(sys.executable).with_name("accelerate")
+    program = [str(script)] if script.exists() else [sys.executable, "-m", "accelerate.commands.accelerate_cli"]
+    port = ["--main_process_port", "0"] if devices.num_processes > 1 else []
+    launcher = [*program, "launch", "--config_file", str(strategy_file), "--num_processes", str(devices.num_processes)]
+    variables = [f"{name}={value}" for name, value in _device_variables(devices).items()]
+    return " ".join([*variables, shlex.join([*launcher, *port, str(TRAIN_SCRIPT), *options])])
+
+
 def read_command_line(line: str) -> tuple[list[int], list[str]]:
     """The GPU ids and the argv of a line that `command_line` wrote; no ids where it names none."""
     try:
@@ -90,7 +106,7 @@ def check_environment(devices: Devices, outer: Mapping[str, str] | None = None) 
 
 def module_argv(module: str, arguments: Sequence[str]) -> list[str]:
     """A program of `trainers`, such as `trainers.export`; run it with `cwd=ROOT` and `module_environment()`."""
-    return [sys.executable, "-m", module, *arguments]
+    return [sys.executable, "-P", "-m", module, *arguments]  # -P: the working folder's `app` is not ours
 
 
 def module_environment(outer: Mapping[str, str] | None = None) -> dict[str, str]:

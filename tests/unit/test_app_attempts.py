@@ -19,13 +19,13 @@ import psutil
 import pytest
 
 from app import attempts, supervisor
-from app.attempts import need_of, run_to_end
+from app.attempts import run_to_end
 from app.hardware import Devices
 from app.request import refuse_unresumable
 from app.runs import end_by_force, stop_run, true_state
 from trainers.config import ConfigError
 from trainers.device_locks import Holder, Need, holders, place_of, take_now
-from trainers.run_folder import END_STATES, RunFolder, read_json, write_json
+from trainers.run_folder import END_STATES, RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -210,16 +210,6 @@ def test_a_crash_after_a_stop_request_is_a_stop(go: Attempts, run: RunFolder) ->
     assert state["cause"] == "stopped by request; before that: launcher: ValueError: row 7"
 
 
-def test_a_launcher_that_cannot_be_started_is_said(go: Attempts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempts, "launch_argv", lambda *words: ["/nowhere/python"])
-    state = go("", max_restarts=3)
-    assert (state["state"], state["cause"]) == (
-        "failed",
-        "the launcher could not be started: No such file or directory",
-    )
-    assert holders() == {}
-
-
 # -- the queue ---------------------------------------------------------------------------------------------------------
 
 
@@ -256,11 +246,6 @@ def test_a_run_that_is_stopped_before_its_launch_is_never_launched(go: Attempts,
 def test_with_share_gpus_it_waits_for_nobody(go: Attempts) -> None:
     with take_now(EVERY_SLOT, Holder("busy")):
         assert go("end('done')", share_gpus=True)["state"] == "done"
-
-
-def test_what_a_run_needs() -> None:
-    assert need_of(Devices([], 3)) == Need(cpu_slots=3)
-    assert need_of(Devices([5], 1)) == Need(gpus=("index-5",)), "a GPU that has gone still has one name"
 
 
 # -- the published end -------------------------------------------------------------------------------------------------
@@ -512,4 +497,3 @@ def test_force_does_not_touch_a_process_that_only_has_the_pid(run: RunFolder) ->
         assert bystander.poll() is None
     finally:
         killed(bystander)
-    write_json(run.state_file, {**(read_json(run.state_file) or {}), "processes": []})

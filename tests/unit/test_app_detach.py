@@ -15,6 +15,8 @@ import psutil
 import pytest
 
 from app import actions, detach
+from app.attempts import need_of
+from app.hardware import Devices
 from app.request import Job, sort_words, train_job
 from app.runs import true_state
 from tests.made_runs import made_run
@@ -143,6 +145,11 @@ def test_a_state_folder_that_cannot_be_written_is_the_cause(tmp_path: Path, monk
     until(lambda: true_state(run)["state"] == "failed")
     assert "cannot be written" in true_state(run)["cause"]
     assert "XDG_STATE_HOME" in true_state(run)["cause"]
+
+
+def test_what_a_run_needs() -> None:
+    assert need_of(Devices([], 3)) == Need(cpu_slots=3)
+    assert need_of(Devices([5], 1)) == Need(gpus=("index-5",)), "a GPU that has gone still has one name"
 
 
 def test_a_config_that_cannot_be_read_is_the_cause() -> None:

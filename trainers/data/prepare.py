@@ -56,6 +56,13 @@ def prepare(config: TrainConfig, split: Split) -> TokenSet:
         ConfigError: for data or a model that cannot be read, bad rows (unless `bad_rows=skip`), rows too long under
             `overlong=refuse`, no room for the cache, or when nothing is left.
     """
+    found = tokenised(config, split)
+    refuse_bad(found.report, config)
+    return found
+
+
+def tokenised(config: TrainConfig, split: Split) -> TokenSet:
+    """Like `prepare`, but rows that training would refuse are left out and stand in the report."""
     if split == "eval" and not config.has_evaluation():
         raise ConfigError("there is no evaluation data; set eval_dataset_name or eval_share")
     files = resolve(config, split)
@@ -65,7 +72,6 @@ def prepare(config: TrainConfig, split: Split) -> TokenSet:
     if found is None:
         with _locked(folder, split):
             found = open_cache(folder, fingerprint) or _build(config, split, files, folder, fingerprint)
-    _refuse_bad(found.report, config)
     return found
 
 
@@ -123,13 +129,11 @@ def _locked(folder: Path, split: Split) -> Iterator[None]:
 def _build(config: TrainConfig, split: Split, files: list[DataFile], folder: Path, fingerprint: str) -> TokenSet:
     """Tokenises everything and publishes it."""
     shards = plan(files, config.sample_by, SHARD_BYTES)
-    selection = _selection(config, split, sum(shard.rows for shard in shards))
-    formats = _formats(config, shards)
+    selection = selection_of(config, split, sum(shard.rows for shard in shards))
+    formats = formats_of(config, shards)
     shards = _first_rows(shards, selection, _limit(config, split))
-    tokenizer = load_tokenizer(config)
-    encoder = Encoder.of(tokenizer, config.assistant_only_loss)
-    chat = encoder.options.chat_template is not None
-    options = Options(config.sample_by, config.columns, config.max_length, config.overlong, chat, selection)
+    encoder = Encoder.of(load_tokenizer(config), config.assistant_only_loss)
+    options = options_of(config, encoder, selection)
     report = Report(_dataset(config, split), split, sorted(set(formats.values())), len(files))
     try:
         writer = CacheWriter(folder)
@@ -151,11 +155,17 @@ def _build(config: TrainConfig, split: Split, files: list[DataFile], folder: Pat
     return made
 
 
+def options_of(config: TrainConfig, encoder: Encoder, selection: Selection) -> Options:
+    """What decides how a row becomes documents."""
+    chat = encoder.options.chat_template is not None
+    return Options(config.sample_by, config.columns, config.max_length, config.overlong, chat, selection)
+
+
 def _dataset(config: TrainConfig, split: Split) -> str:
     return config.eval_dataset_name if split == "eval" and config.eval_dataset_name else config.dataset_name
 
 
-def _selection(config: TrainConfig, split: Split, rows: int) -> Selection:
+def selection_of(config: TrainConfig, split: Split, rows: int) -> Selection:
     """Which rows `eval_share` gives to this split: an exact share, at least one row for each side."""
     if not config.eval_share:
         return Selection()
@@ -169,7 +179,7 @@ def _selection(config: TrainConfig, split: Split, rows: int) -> Selection:
     return Selection(config.seed, threshold, split == "eval")
 
 
-def _formats(config: TrainConfig, shards: list[Shard]) -> dict[str, str]:
+def formats_of(config: TrainConfig, shards: list[Shard]) -> dict[str, str]:
     """The format of each file, by its first rows that can be read.
 
     Raises:
@@ -285,7 +295,7 @@ def _refuse_nothing(report: Report) -> None:
     )
 
 
-def _refuse_bad(report: Report, config: TrainConfig) -> None:
+def refuse_bad(report: Report, config: TrainConfig) -> None:
     """Refuses bad rows unless they are to be skipped, and rows too long if they are to be refused."""
     if report.bad and config.bad_rows == "refuse":
         raise ConfigError(report.refusal())

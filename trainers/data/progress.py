@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 _SECONDS = 5.0
+_LISTENER_SECONDS = 0.3
+listeners: list[Callable[[str, int, int], None]] = []
+"""Called with what is being done, rows done and rows in all, a few times a second."""
 
 
 class Progress:
@@ -15,7 +19,7 @@ class Progress:
 
     def __init__(self, what: str, total: int):
         self.what, self.total, self.done = what, total, 0
-        self._started = self._said = time.monotonic()
+        self._started = self._said = self._told = time.monotonic()
         self._bar: Any = None
         if sys.stderr.isatty():
             from tqdm import tqdm
@@ -35,6 +39,10 @@ class Progress:
         """So many rows more are done."""
         self.done += rows
         now = time.monotonic()
+        if listeners and (now - self._told >= _LISTENER_SECONDS or self.done == self.total):
+            self._told = now
+            for listener in listeners:
+                listener(self.what, self.done, self.total)
         if self._bar is not None:
             self._bar.update(rows)
         elif now - self._said >= _SECONDS:

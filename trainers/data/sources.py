@@ -27,17 +27,23 @@ def plan(files: Iterable[DataFile], sample_by: str, shard_bytes: int = SHARD_BYT
     Raises:
         ConfigError: when a file cannot be read, or is a `.json` list too large to be held.
     """
-    shards: list[Shard] = []
+    return list(cut(files, sample_by, shard_bytes))
+
+
+def cut(files: Iterable[DataFile], sample_by: str, shard_bytes: int) -> Iterator[Shard]:
+    """The shards of `plan` one by one: a file is looked through no further than they are asked for."""
     row = 0
     for file in files:
+        empty = True
         try:
-            cuts = list(_cuts(file, sample_by, shard_bytes)) or [Shard(file, 0, 0, 1, 0, 1)]
+            for shard in _cuts(file, sample_by, shard_bytes):
+                yield replace(shard, first_row=row)
+                row, empty = row + shard.rows, False
         except (OSError, ValueError) as error:
             raise error if isinstance(error, ConfigError) else unreadable(file.shown, error) from None
-        for cut in cuts:
-            shards.append(replace(cut, first_row=row))
-            row += cut.rows
-    return shards
+        if empty:
+            yield Shard(file, 0, 0, 1, row, 1)
+            row += 1
 
 
 def read(shard: Shard, sample_by: str, wanted: Iterable[str] = ()) -> Iterator[Item]:

@@ -132,7 +132,7 @@ def run_job(job: Job, encoder: Encoder, options: Options, progress: Callable[[in
         streams = {name: stack.enter_context(path.open("wb")) for name, path in job.paths().items()}
         for shard, number, format_name in job.shards:
             for rows in _batches(shard, format_name, options):
-                kept = _encode(rows, shard.file.shown, encoder, options, report)
+                kept = encode_rows(rows, shard.file.shown, encoder, options, report)
                 for name, values in _arrays(kept, number).items():
                     streams[name].write(values.tobytes())
                 if progress:
@@ -154,7 +154,7 @@ def _batches(shard: Shard, format_name: str, options: Options) -> Iterator[list[
         read_rows += 1
         if not wanted:
             continue
-        document = item if isinstance(item, Bad) else _document(item, format_name, options)
+        document = item if isinstance(item, Bad) else document_of(item, format_name, options)
         batch.append((line, document))
         size += document.size if isinstance(document, Document) else 0
         if len(batch) == _BATCH or size > _BATCH_CHARACTERS:
@@ -165,7 +165,8 @@ def _batches(shard: Shard, format_name: str, options: Options) -> Iterator[list[
     yield batch
 
 
-def _document(row: dict[str, Any], format_name: str, options: Options) -> Document | Bad:
+def document_of(row: dict[str, Any], format_name: str, options: Options) -> Document | Bad:
+    """A row as a document, or what is wrong with it."""
     try:
         return canonical(row, format_name, options.columns, options.chat)
     except RowError as error:
@@ -175,8 +176,8 @@ def _document(row: dict[str, Any], format_name: str, options: Options) -> Docume
 _Piece = tuple[int, Encoded]
 
 
-def _encode(rows: list[_Row], shown: str, encoder: Encoder, options: Options, report: Report) -> list[_Piece]:
-    """The rows' documents, cut to `max_length`, with their lines."""
+def encode_rows(rows: list[_Row], shown: str, encoder: Encoder, options: Options, report: Report) -> list[_Piece]:
+    """The rows' documents, cut to `max_length`, with their lines; what becomes of them is added to the report."""
     kept: list[_Piece] = []
     report.rows += len(rows)
     done = iter(encoder.encode([item for _, item in rows if isinstance(item, Document)]))

@@ -1,0 +1,122 @@
+"""The Data page as a person uses it: rows, trained tokens, packed rows, statistics, mistakes, hostile content."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from tests.browser.conftest import PATIENCE, SIZES, Served, Tabs, axe, screenshot
+
+expect.set_options(timeout=1000 * PATIENCE)
+SHAPES = [(size, scheme) for size in SIZES for scheme in ("light", "dark")]
+HOSTILE = '</mark><img src=x onerror=alert(1)> ${1+1} {{2+2}} <script>alert(2)</script> & "fine"'
+
+
+def chat(question: str, answer: str) -> str:
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return json.dumps({"messages": turns})
+
+
+def a_file(server: Served, name: str, lines: list[str]) -> Path:
+    path = server.folder / name
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def fill(page: Page, option: str, text: str) -> None:
+    page.locator(f"#opt-{option} input, #opt-{option} textarea").first.fill(text)
+
+
+def show(page: Page) -> None:
+    page.locator("#data-show").click()
+
+
+@pytest.mark.parametrize(("size", "scheme"), SHAPES)
+def test_it_shows_rows_and_statistics(new_page: Tabs, size: str, scheme: str) -> None:
+    page = new_page("/data?preset=tiny-lora", size, scheme)
+    expect(page.locator("#data-rows article")).to_have_count(10)
+    expect(page.locator("#data-statistics")).to_contain_text("packing efficiency")
+    told = "Documents by length, 74 to 172 tokens; most: 110 to 112 tokens: 304"
+    expect(page.locator("#data-statistics svg[role=img]")).to_have_attribute("aria-label", told)
+    trained = page.locator("#data-rows article mark").first
+    expect(trained).to_contain_text("<|end|>")
+    assert trained.evaluate("mark => getComputedStyle(mark).textDecorationLine") == "underline"
+    assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]
+    screenshot(page, f"data-rows-{size}-{scheme}")
+    axe(page)
+
+
+def test_it_pages(new_page: Tabs) -> None:
+    page = new_page("/data?preset=tiny-lora")
+    first = page.locator("#data-rows article").first
+    expect(first).to_have_attribute("data-number", "0")
+    page.locator("#data-next").click()
+    expect(first).to_have_attribute("data-number", "10")
+    page.locator("#data-previous").click()
+    expect(first).to_have_attribute("data-number", "0")
+    page.locator("#data-row input, #data-row textarea").fill("3995")
+    page.locator("#data-row input, #data-row textarea").press("Enter")
+    expect(first).to_have_attribute("data-number", "3995")
+    expect(page.locator("#data-rows article")).to_have_count(5)
+    page.get_by_label("rows of the batches").check()
+    expect(page.locator("#data-rows")).to_contain_text("Packed row 0 of 1,964")
+    expect(page.locator("#data-rows")).to_contain_text("positions 0 to")
+    assert page.locator("#data-rows .ts-document").count() >= 2
+    axe(page)
+
+
+def test_hostile_content_is_shown_as_text(new_page: Tabs, server: Served) -> None:
+    data = a_file(server, "hostile.jsonl", [chat(HOSTILE, HOSTILE), chat(HOSTILE, "fine"), '{"messages": [<img>'])
+    page = new_page("/data")
+    said: list[str] = []
+    page.on("dialog", lambda dialog: (said.append(dialog.message), dialog.dismiss()))
+    fill(page, "dataset_name", str(data))
+    show(page)
+    expect(page.locator("#data-rows article")).to_have_count(3)
+    expect(page.locator("#data-rows article mark").first).to_contain_text(HOSTILE)
+    expect(page.locator("#data-statistics")).to_contain_text(f"{data}:3")
+    assert page.locator("#data-rows img, #data-rows script").count() == 0
+    assert said == []
+
+
+def test_a_mistake_stands_beside_its_field(new_page: Tabs) -> None:
+    page = new_page("/data")
+    fill(page, "max_length", "many")
+    fill(page, "dataset_name", "/etc/passwd")
+    show(page)
+    expect(page.locator("#data-mistakes [role=alert] li")).to_have_count(2)
+    expect(page.locator("#opt-max_length .ts-field-error")).to_contain_text("max_length='many'")
+    fill(page, "max_length", "64")
+    show(page)
+    expect(page.locator("#opt-dataset_name .ts-field-error")).to_contain_text("outside the allowed folders")
+    axe(page)
+
+
+def test_a_count_is_cancelled(new_page: Tabs, server: Served) -> None:
+    data = a_file(server, "large.jsonl", [chat("why " * 30, "because " * 40)] * 150_000)
+    page = new_page("/data")
+    fill(page, "dataset_name", str(data))
+    show(page)
+    expect(page.locator("#data-statistics")).to_contain_text("press Count everything")
+    page.get_by_label("rows of the batches").check()
+    expect(page.locator("#data-mistakes")).to_contain_text("start its statistics")
+    page.locator("#data-count").click()
+    expect(page.locator("#data-statistics [role=meter]")).to_be_visible()
+    page.locator("#data-cancel").click()
+    expect(page.locator("#data-statistics")).to_contain_text("Cancelled")
+
+
+def test_an_upload_is_shown(new_page: Tabs, server: Served, tmp_path: Path) -> None:
+    data = tmp_path / "mine.jsonl"
+    data.write_text(chat("what?", "this") + "\n", encoding="utf-8")
+    page = new_page("/data")
+    with page.expect_file_chooser() as chosen:
+        page.locator("#upload-data").click()
+    chosen.value.set_files(data)
+    field = page.locator("#opt-dataset_name input, #opt-dataset_name textarea").first
+    expect(field).not_to_have_value("embedded")
+    show(page)
+    expect(page.locator("#data-rows article mark")).to_contain_text("this")

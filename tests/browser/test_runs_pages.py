@@ -1,0 +1,247 @@
+"""The pages of runs, with prepared run folders and with one that really trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from tests.browser.conftest import PATIENCE, Served, Tabs, axe, screenshot, wait_for
+from tests.made_runs import add_checkpoint, log_lines, made_run
+from trainers.run_folder import Process, RunFolder, write_json
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+COMPARED = "/compare?runs=done-run,failed-run"
+expect.set_options(timeout=1000 * PATIENCE)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server whose runs folder holds a finished, a failed, a stopped and a live run."""
+    folder = tmp_path_factory.mktemp("ui")
+    runs = folder / "runs"
+    done = made_run(runs, "done-run", steps=600, resumed_at=300, strategy="fsdp2")
+    add_checkpoint(done, 500, best=500)
+    add_checkpoint(done, 600, best=500)
+    failed = made_run(runs, "failed-run", "failed", steps=120, total_steps=300, minutes=60, gpus="0,1",
+                      cause=f"rank 1: ValueError: {HOSTILE}", config={"learning_rate": 1e-3})  # fmt: skip
+    with open(failed.log, "w", encoding="utf-8") as log:
+        log.write("".join(log_lines(4000)))
+        log.write(f"2026-11-20T09:00:00.000+00:00 [rank 1] ValueError: \x1b[31m{HOSTILE}\x1b[0m\n")
+        log.write("".join(log_lines(4000)))
+    made_run(runs, "stopped-run", "stopped", steps=40, total_steps=100, minutes=90, cause="stopped by a stop request")
+    made_run(runs, "live-run", "running", steps=80, total_steps=200, minutes=120,
+             processes=[Process.of("supervisor", pid=os.getpid()).as_json()])  # fmt: skip
+    served = Served(folder)
+    yield served
+    served.stop()
+
+
+def grow(run: RunFolder, step: int) -> None:
+    """One more step of a prepared run."""
+    row = {
+        "step": step,
+        "attempt": 0,
+        "loss": 9.25,
+        "tokens": step * 10,
+        "elapsed_s": step,
+        "memory_gib_by_rank": [1, 2],
+    }
+    with open(run.metrics, "a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+    with open(run.log, "a", encoding="utf-8") as file:
+        file.write(f"2026-11-20T10:00:00.000+00:00 [rank 0] grown to step {step}\n")
+    write_json(run.state_file, {**(run.read_state() or {}), "step": step})
+
+
+def rows(page: Page) -> list[str]:
+    return page.locator(".ts-runs tbody a").all_inner_texts()
+
+
+def no_side_scroll(page: Page) -> bool:
+    return bool(page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"))
+
+
+def test_the_table_is_filtered_searched_sorted_and_kept_in_the_address(new_page: Tabs) -> None:
+    page = new_page("/runs")
+    expect(page.locator(".ts-runs tbody tr")).to_have_count(4)
+    assert rows(page) == ["live-run", "stopped-run", "failed-run", "done-run"]
+    page.get_by_label("State").select_option("failed")
+    expect(page.locator(".ts-runs tbody tr")).to_have_count(1)
+    assert page.locator("img[src=x]").count() == 0
+    expect(page.locator(".ts-cause")).to_contain_text(HOSTILE)
+    page.reload()
+    expect(page.locator(".ts-runs tbody tr")).to_have_count(1)
+    page.get_by_label("State").select_option("")
+    page.get_by_label("Search").fill("FSDP2")
+    expect(page.locator(".ts-runs tbody tr")).to_have_count(1)
+    assert rows(page) == ["done-run"]
+    page.get_by_label("Search").fill("")
+    expect(page.locator(".ts-runs tbody tr")).to_have_count(4)
+    page.get_by_role("button", name="Duration").click()
+    expect(page.locator("th[aria-sort=descending]")).to_contain_text("Duration")
+    expect(page.locator("svg[aria-label^='loss from']")).to_have_count(4)
+
+
+def test_the_table_moves_by_itself(new_page: Tabs, server: Served) -> None:
+    page = new_page("/runs")
+    run = RunFolder(server.runs_dir / "live-run")
+    expect(page.get_by_text("/ 200")).to_be_visible()
+    grow(run, 150)
+    expect(page.get_by_text("150 / 200")).to_be_visible()
+    made_run(server.runs_dir, "late-run", minutes=300)
+    expect(page.get_by_role("link", name="late-run")).to_be_visible()
+
+
+def test_two_runs_are_chosen_and_compared(new_page: Tabs) -> None:
+    page = new_page("/runs")
+    compare = page.locator(".ts-runs a.ts-button")
+    page.get_by_label("compare done-run").check()
+    expect(compare).to_have_attribute("aria-disabled", "true")
+    page.get_by_label("compare failed-run").check()
+    compare.click()
+    page.wait_for_url(re.compile("compare.runs=done-run"))
+    settings = page.get_by_role("region", name="Settings")
+    expect(settings.get_by_text("learning_rate", exact=True)).to_be_visible()
+    expect(settings.get_by_text("weight_decay", exact=True)).to_have_count(0)
+    page.get_by_label("Only differences").uncheck()
+    expect(settings.get_by_text("weight_decay", exact=True)).to_be_visible()
+    expect(page.locator(".u-wrap[role=img]")).to_be_visible()
+    legend = page.locator(".u-legend")
+    expect(legend).to_contain_text("done-run")
+    expect(legend).to_contain_text("failed-run")
+    page.get_by_label("Along").select_option("tokens")
+    expect(legend).to_contain_text("tokens")
+    expect(page.get_by_role("region", name="Final metrics")).to_contain_text("Training loss")
+
+
+def test_a_finished_run_shows_charts_log_and_checkpoints(new_page: Tabs) -> None:
+    page = new_page("/run?run=done-run")
+    expect(page.locator("h1")).to_contain_text("done-run")
+    expect(page.locator(".u-wrap[aria-label^='Loss: train from']")).to_be_visible()
+    expect(page.locator(".u-legend").first).to_contain_text("replaced, attempt 1")
+    expect(page.locator(".ts-lines")).to_contain_text("step 600")
+    expect(page.get_by_role("region", name="Checkpoints")).to_contain_text("best")
+    expect(page.get_by_role("button", name="Delete")).to_be_visible()
+    expect(page.get_by_role("button", name="Resume")).to_be_hidden()
+    page.get_by_label("Smoothing").fill("0.9")
+    expect(page.locator(".u-legend").first).to_contain_text("train, as logged")
+    page.get_by_label("Log scale").check()
+    expect(page.locator(".u-wrap[aria-label^='Loss: train, as logged']")).to_be_visible()
+
+
+def test_a_failed_run_says_why_and_its_error_is_found(new_page: Tabs) -> None:
+    page = new_page("/run?run=failed-run")
+    alert = page.locator(".ts-alert-error")
+    expect(alert).to_contain_text(HOSTILE)
+    expect(alert).to_contain_text("tunesmith resume")
+    lines = page.locator(".ts-lines")
+    expect(lines).to_contain_text("step 4000")
+    page.get_by_role("button", name="Previous error").click()
+    expect(page.locator(".ts-found .ts-text")).to_have_text(f"ValueError: {HOSTILE}")
+    assert page.locator("img[src=x]").count() == 0
+    page.get_by_label("Written by").select_option("1")
+    expect(lines.locator(".ts-by").last).to_have_text("rank 1")
+    page.get_by_label("Find").fill("step 17 ")
+    page.get_by_role("button", name="Previous", exact=True).click()
+    expect(page.locator(".ts-found .ts-text")).to_contain_text("step 17 loss")
+
+
+def test_a_live_run_moves_in_two_tabs(new_page: Tabs, server: Served) -> None:
+    first, second = new_page("/run?run=live-run"), new_page("/run?run=live-run", size="phone")
+    run = RunFolder(server.runs_dir / "live-run")
+    for page, step in ((first, 160), (second, 170)):
+        expect(page.locator(".ts-lines")).to_contain_text("rank 0")
+        grow(run, step)
+        expect(page.locator(".ts-lines")).to_contain_text(f"grown to step {step}")
+        expect(page.locator(".ts-metered").first).to_contain_text(f"{step} of 200")
+        expect(page.locator(".u-wrap[aria-label$='to 9.25']").first).to_be_attached()
+    expect(first.get_by_role("button", name="Stop and save")).to_be_visible()
+    expect(first.get_by_role("button", name="Delete")).to_be_hidden()
+
+
+def test_stopping_asks_the_run(new_page: Tabs, server: Served) -> None:
+    page = new_page("/run?run=live-run")
+    page.get_by_role("button", name="Stop without saving").click()
+    expect(page.get_by_text("What was trained since the last checkpoint is lost.")).to_be_visible()
+    page.get_by_role("button", name="Leave it").click()
+    assert not RunFolder(server.runs_dir / "live-run").stop_request.exists()
+    page.get_by_role("button", name="Stop and save").click()
+    expect(page.get_by_text("asked to save and stop")).to_be_visible()
+    assert RunFolder(server.runs_dir / "live-run").stop_request.exists()
+
+
+def test_a_run_is_renamed_and_deleted(new_page: Tabs, server: Served) -> None:
+    made_run(server.runs_dir, "old-name")
+    page = new_page("/run?run=old-name")
+    page.get_by_role("button", name="Rename").click()
+    page.get_by_label("New name").fill("../evil")
+    page.locator("#sure-rename").click()
+    expect(page.locator(".ts-alert-error")).to_contain_text("is refused")
+    page.get_by_label("New name").fill("new-name")
+    page.locator("#sure-rename").click()
+    page.wait_for_url(re.compile("run=new-name"))
+    expect(page.locator("h1")).to_contain_text("new-name")
+    page.get_by_role("button", name="Delete").click()
+    expect(page.get_by_text(re.compile(r"new-name holds \d.* (KiB|MiB|B)"))).to_be_visible()
+    page.locator("#sure-delete").click()
+    page.wait_for_url(re.compile("/runs"))
+    assert not (server.runs_dir / "new-name").exists()
+    assert (server.runs_dir / "done-run").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["nothing", "../../etc", "%2Fetc%2Fpasswd", "..", "", HOSTILE, "a%00b", "%F0%9F%98%80"]
+)
+def test_an_unknown_run_says_so(new_page: Tabs, name: str) -> None:
+    page = new_page(f"/run?run={name}")
+    expect(page.locator("h1")).to_have_text("No such run")
+    expect(page.get_by_role("link", name="all runs")).to_be_visible()
+    assert page.locator("img[src=x]").count() == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "scheme"), [("wide", "light"), ("phone", "dark"), ("wide", "dark"), ("phone", "light")]
+)
+@pytest.mark.parametrize(
+    "path", ["/runs", "/run?run=done-run", "/run?run=failed-run", "/compare?runs=done-run,failed-run"]
+)
+def test_the_pages_fit_and_axe_finds_nothing(new_page: Tabs, path: str, size: str, scheme: str) -> None:
+    page = new_page(path, size=size, scheme=scheme)
+    expect(page.locator("svg[aria-label^='loss from'], .u-wrap[role=img]").first).to_be_visible()
+    if path.startswith("/run?"):
+        expect(page.get_by_role("region", name="Checkpoints")).to_be_attached()
+    screenshot(page, f"{re.sub(r'[^a-z]+', '-', path).strip('-')}-{size}-{scheme}")
+    assert no_side_scroll(page)
+    axe(page)
+
+
+def test_a_real_run_is_watched_from_its_start(new_page: Tabs, server: Served) -> None:
+    page = new_page("/runs")
+    log = open(server.folder / "train.log", "wb")  # noqa: SIM115 - for as long as the child lives
+    own = {"XDG_STATE_HOME": str(server.folder / "state"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    words = ["train", "tiny-lora", "--max_steps", "12", "--num_processes", "1", "--output_dir", "runs/real"]
+    root = str(Path(__file__).resolve().parents[2])
+    argv = [sys.executable, "-P", "-m", "app.cli", *words]
+    training = subprocess.Popen(
+        argv, cwd=server.folder, stdout=log, stderr=log, env={**os.environ, "PYTHONPATH": root, **own}
+    )
+    try:
+        page.get_by_role("link", name="real").click()
+        page.wait_for_url(re.compile("run=real"))
+        expect(page.locator(".ts-lines")).to_contain_text("step 12 loss")
+        wait_for(lambda: training.poll() is not None, "the end of the training")
+        expect(page.locator("h1 .ts-badge")).to_have_text("done")
+        expect(page.locator(".ts-alert-good")).to_contain_text("The model is in")
+        expect(page.get_by_role("region", name="Checkpoints")).to_contain_text("step-00000012")
+    finally:
+        training.kill()
+        training.wait()
+        log.close()

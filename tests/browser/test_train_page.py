@@ -1,0 +1,182 @@
+"""The Train page as a person uses it: choose, see the preview, mend a mistake, launch, clone; and as a script does."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from gradio_client import Client
+from playwright.sync_api import Page, expect
+
+from tests.browser.conftest import Served, Tabs, axe, screenshot, wait_for
+
+EXPECT = 60_000
+
+
+@pytest.fixture(autouse=True)
+def patient() -> None:
+    """A busy machine may take its time."""
+    expect.set_options(timeout=EXPECT)
+
+
+def opened(new_page: Tabs, path: str = "/", size: str = "wide", scheme: str = "light") -> Page:
+    """The page, once its first preview is there."""
+    page = new_page(path, size, scheme)
+    expect(page.locator("#train-preview")).to_be_visible()
+    expect(page.locator("#train-command pre, #train-command .ts-note")).to_be_visible()
+    return page
+
+
+def choose(page: Page, name: str, value: str) -> None:
+    """Picks a value of a list."""
+    page.locator(f"#opt-{name} input").click()
+    page.get_by_role("option", name=value).first.click()
+
+
+def command(page: Page) -> str:
+    """The command that is shown."""
+    return page.locator("#train-command pre").inner_text()
+
+
+@pytest.mark.parametrize("size", ["wide", "phone"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_is_whole_and_accessible(new_page: Tabs, size: str, scheme: str) -> None:
+    page = opened(new_page, "/", size, scheme)
+    expect(page.locator(".ts-verdict-good")).to_contain_text("Ready to start: ddp on 2 CPU processes")
+    axe(page)
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    screenshot(page, f"train-{size}-{scheme}")
+
+
+def test_a_wrong_value_is_told_beside_its_field(new_page: Tabs) -> None:
+    page = opened(new_page)
+    page.locator("#opt-learning_rate input").fill("abc")
+    expect(page.locator("#opt-learning_rate .ts-field-error")).to_contain_text("learning_rate='abc' is refused")
+    expect(page.locator("#train-panel [role=alert]")).to_contain_text("learning_rate='abc'")
+    expect(page.locator("#opt-learning_rate input")).to_have_attribute("aria-invalid", "true")
+    expect(page.locator("#launch")).to_be_disabled()
+    axe(page)
+    page.locator("#opt-learning_rate input").fill("1e-3")
+    expect(page.locator("#opt-learning_rate .ts-field-error")).to_have_count(0)
+    page.locator("#opt-global_batch_size input").fill("30")
+    expect(page.locator("#opt-global_batch_size .ts-field-error")).to_contain_text("does not divide")
+    page.locator("#opt-global_batch_size input").fill("32")
+    expect(page.locator(".ts-verdict-good")).to_be_visible()
+    expect(page.locator("#launch")).to_be_enabled()
+    expect(page.locator("#train-panel")).to_contain_text("32 rows = 8 per micro-batch x 2 accumulated x 2")
+
+
+def test_a_mistake_in_a_closed_section_leads_to_its_field(new_page: Tabs) -> None:
+    page = opened(new_page)
+    page.get_by_role("button", name="All options").click()
+    page.get_by_role("button", name="Optimizer").click()
+    page.locator("#opt-adam_beta1 input").fill("7")
+    expect(page.locator(".ts-jump")).to_contain_text("adam_beta1")
+    page.get_by_role("button", name="All options").click()
+    expect(page.locator("#opt-adam_beta1")).to_be_hidden()
+    page.locator(".ts-jump").click()
+    expect(page.locator("#opt-adam_beta1 input")).to_be_focused()
+
+
+def test_preset_and_strategy_change_what_is_shown_and_keep_what_was_typed(new_page: Tabs) -> None:
+    page = opened(new_page)
+    page.locator("#opt-max_steps input").fill("7")
+    expect(page.locator("#train-command")).to_contain_text("--max_steps 7")
+    choose(page, "preset", "tiny-full")
+    expect(page.locator("#train-command")).to_contain_text("--preset tiny-full --max_steps 7")
+    expect(page.locator("#opt-method input:checked")).to_have_value("full")
+    choose(page, "strategy", "fsdp2")
+    expect(page.locator("#train-command")).to_contain_text("accelerate_configs/fsdp2.yaml --num_processes 2")
+    expect(page.locator("#strategy-note")).to_contain_text("Can run here")
+    choose(page, "strategy", "hsdp")
+    expect(page.locator("#opt-strategy .ts-field-error")).to_contain_text("use at least 4")
+
+
+def test_hostile_values_are_text(new_page: Tabs) -> None:
+    page = opened(new_page)
+    hostile = "<img src=x onerror=alert(1)>; $(touch /tmp/x) `id` 'a'"
+    page.locator("#opt-run_name input").fill(hostile)
+    expect(page.locator("#train-command pre")).to_contain_text("<img src=x onerror=alert(1)>")
+    page.locator("#opt-dataset_name input").fill("<img src=x onerror=alert(1)>")
+    expect(page.locator("#opt-dataset_name .ts-field-error")).to_contain_text("<img src=x onerror=alert(1)>")
+    assert page.locator("img[src=x]").count() == 0
+    for path in ("/etc/passwd", "../../etc", "file:///etc/passwd", "~/x"):
+        page.locator("#opt-dataset_name input").fill(path)
+        expect(page.locator("#opt-dataset_name .ts-field-error")).to_contain_text(f"dataset_name={path}")
+
+
+def test_the_command_is_copied_and_the_config_saved_and_loaded(new_page: Tabs, tmp_path: Path) -> None:
+    page = opened(new_page)
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.locator("#opt-max_steps input").fill("9")
+    expect(page.locator("#train-command")).to_contain_text("--max_steps 9")
+    page.get_by_role("button", name="Copy: Command").click()
+    expect(page.get_by_role("button", name="Copy: Command")).to_have_text("Copied")
+    assert page.evaluate("navigator.clipboard.readText()") == command(page)
+    page.get_by_role("button", name="Resolved config").click()
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Save").click()
+    saved.value.save_as(tmp_path / "config.yaml")
+    assert "max_steps: 9" in (tmp_path / "config.yaml").read_text()
+    other = opened(new_page)
+    other.locator("#load-yaml input[type=file], input[type=file]").last.set_input_files(tmp_path / "config.yaml")
+    expect(other.locator("#train-command")).to_contain_text("--max_steps 9")
+    assert command(other) == command(page)
+
+
+def test_uploaded_data_is_used(new_page: Tabs, tmp_path: Path) -> None:
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    (tmp_path / "my data.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(8)))
+    page = opened(new_page)
+    page.locator("input[type=file]").first.set_input_files(tmp_path / "my data.jsonl")
+    expect(page.locator("#opt-dataset_name input")).to_have_value(re.compile(r"/\.uploads/my-data.*\.jsonl"))
+    expect(page.locator("#train-command")).to_contain_text("my-data")
+
+
+def test_launched_twice_it_is_one_run_that_can_be_cloned(serve: Callable[..., Served], new_page: Tabs) -> None:
+    server = serve()
+    page = new_page("/", server=server)
+    page.locator("#opt-max_steps input").fill("4")
+    expect(page.locator("#train-command")).to_contain_text("--max_steps 4")
+    page.locator("#launch").dblclick()
+    expect(page.locator("#train-panel")).to_contain_text("Checking data and model")
+    page.wait_for_url("**/run?run=*", timeout=2 * EXPECT)
+    run_id = page.url.partition("run=")[2]
+    found = [path.name for path in server.runs_dir.iterdir() if not path.name.startswith(".")]
+    assert found == [run_id]
+    state = server.runs_dir / run_id / "state.json"
+    wait_for(lambda: json.loads(state.read_text())["state"] == "done", "the end of the run", 2 * EXPECT / 1000)
+    page = new_page(f"/?clone={run_id}", server=server)
+    expect(page.locator("#opt-max_steps input")).to_have_value("4")
+    expect(page.locator("#train-command")).to_contain_text("--max_steps 4")
+
+
+def test_what_the_check_refuses_is_told_beside_its_field(new_page: Tabs, server: Served) -> None:
+    (server.folder / "bad.jsonl").write_text("{broken\n" * 5)
+    page = opened(new_page)
+    page.locator("#opt-dataset_name input").fill(str(server.folder / "bad.jsonl"))
+    expect(page.locator("#train-command")).to_contain_text("bad.jsonl")
+    page.locator("#launch").click()
+    expect(page.locator("#train-panel [role=alert]")).to_contain_text("bad.jsonl", timeout=2 * EXPECT)
+    expect(page.locator("#launch")).to_be_enabled()
+    assert not [path for path in server.runs_dir.glob("*") if not path.name.startswith(".")]
+
+
+def test_a_script_previews_and_launches(serve: Callable[..., Served]) -> None:
+    server = serve()
+    client = Client(server.url, verbose=False)
+    assert set(client.view_api(return_format="dict")["named_endpoints"]) >= {"/preview", "/launch"}
+    request = {"preset": "tiny-lora", "num_processes": 1, "options": {"max_steps": 2, "learning_rate": "x"}}
+    assert list(client.predict(request, api_name="/preview")["errors"]) == ["learning_rate"]
+    for bad in (request, {"x": 1}, [], {"preset": "tiny-lora", "options": {"dataset_name": "/etc/passwd"}}):
+        with pytest.raises(Exception, match=r"refused|keys are|JSON object|outside"):
+            client.predict(bad, api_name="/launch")
+    assert not [path for path in server.runs_dir.glob("*") if not path.name.startswith(".")]
+    request["options"] = {"max_steps": 2}
+    made = client.predict(request, api_name="/launch")
+    assert (server.runs_dir / made["id"]) == Path(made["run_dir"])
+    state = Path(made["run_dir"]) / "state.json"
+    wait_for(lambda: json.loads(state.read_text())["state"] == "done", "the end of the run", 2 * EXPECT / 1000)

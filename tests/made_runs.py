@@ -1,0 +1,101 @@
+"""Writes run folders as the trainer would have left them, without training anything."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from trainers.config import build
+from trainers.options import dump_yaml
+from trainers.run_folder import RunFolder, write_json
+from trainers.strategies import load_strategy, resolve
+
+BEGUN = datetime(2026, 11, 20, 8, 0, tzinfo=UTC)
+
+
+def made_run(
+    runs_dir: Path, name: str, state: str = "done", steps: int = 60, strategy: str = "ddp", world: int = 2, **more: Any
+) -> RunFolder:
+    """A run folder with config, state, metrics and a short log.
+
+    Args:
+        runs_dir: folder of run folders.
+        name: the run's id.
+        state: its state; the processes of a live one have to be given in `processes`.
+        steps: steps that were logged, of `total_steps` (default: as many).
+        strategy: name of the strategy.
+        world: ranks.
+        **more: other keys of the state file; `config`: options that differ; `resumed_at`: step at which a second
+            attempt began; `minutes`: when it began, after `BEGUN`.
+    """
+    options = {"preset": "tiny-lora", "model_name_or_path": "embedded", "dataset_name": "embedded"}
+    config = build({**options, **more.pop("config", {})})
+    resumed_at, minutes = more.pop("resumed_at", None), more.pop("minutes", 0)
+    begun = BEGUN + timedelta(minutes=minutes)
+    run = RunFolder(runs_dir / name)
+    run.create()
+    run.config.write_text(dump_yaml(config), encoding="utf-8")
+    run.accelerate.write_text(resolve(load_strategy(strategy), world, config.mixed_precision).dump(), encoding="utf-8")
+    gpus = more.pop("gpus", "")
+    run.command.write_text(f"CUDA_VISIBLE_DEVICES={gpus} python train.py\n" if gpus else "python train.py\n")
+    run.metrics.write_text("".join(metric_lines(steps, world, resumed_at, config.learning_rate)), encoding="utf-8")
+    run.log.write_text("".join(log_lines(steps, world)), encoding="utf-8")
+    state_of = {
+        "id": name, "state": state, "cause": None, "step": steps, "total_steps": steps, "host": os.uname().nodename,
+        "attempt": 0 if resumed_at is None else 1, "processes": [], "started_at": begun.isoformat(),
+        "updated_at": (begun + timedelta(seconds=2 * steps)).isoformat(), "export_dir": None,
+    }  # fmt: skip
+    write_json(run.state_file, state_of | more)
+    return run
+
+
+def metric_lines(steps: int, world: int = 2, resumed_at: int | None = None, rate: float = 3e-3) -> list[str]:
+    """Rows of `metrics.jsonl`; a second attempt repeats what came after step `resumed_at`."""
+    rows = [line for step in range(1, steps + 1) for line in _rows(step, steps, world, 0, rate)]
+    if resumed_at is not None:
+        died = min(steps, resumed_at + max(1, steps // 6))
+        rows = [line for step in range(1, died + 1) for line in _rows(step, steps, world, 0, rate)]
+        rows += [line for step in range(resumed_at + 1, steps + 1) for line in _rows(step, steps, world, 1, rate)]
+    return rows
+
+
+def _rows(step: int, steps: int, world: int, attempt: int, rate: float) -> list[str]:
+    noise = math.sin(step * 12.9898) * 0.05
+    loss = 2.2 * math.exp(-3 * step / steps) + 0.3 + noise + 0.02 * attempt
+    row = {
+        "step": step, "attempt": attempt, "epoch": step / 100, "loss": loss, "grad_norm": 0.5 + abs(noise) * 9,
+        "learning_rate": rate * 0.5 * (1 + math.cos(math.pi * step / steps)),
+        "tokens_per_second": 5200 + 900 * math.sin(step / 9), "trained_tokens_per_second": 1800 + 300 * noise,
+        "mfu": None, "data_wait": 0.002, "memory_gib": 1.4 + 0.1 * math.sin(step / 5),
+        "memory_gib_by_rank": [1.4 - 0.05 * rank for rank in range(world)], "tokens": step * 3680,
+        "elapsed_s": step * 0.7, "eta_s": (steps - step) * 0.7,
+    }  # fmt: skip
+    lines = [json.dumps(row) + "\n"]
+    if step % max(1, steps // 6) == 0:
+        lines.append(json.dumps({"step": step, "attempt": attempt, "eval_loss": loss + 0.1}) + "\n")
+    return lines
+
+
+def log_lines(steps: int, world: int = 2) -> list[str]:
+    """Lines of `log.txt`: a start, and a line per step of every rank."""
+    made = ["2026-11-20T08:00:00.000+00:00 [launcher] *** Setting OMP_NUM_THREADS ***\n"]
+    for step in range(1, steps + 1):
+        time = (BEGUN + timedelta(seconds=2 * step)).isoformat(timespec="milliseconds")
+        made += [f"{time} [rank {rank}] step {step} loss 0.4273 tokens_per_second 2662\n" for rank in range(world)]
+    return made
+
+
+def add_checkpoint(run: RunFolder, step: int, best: int | None = None, files: Sequence[int] = (4096,)) -> Path:
+    """A published checkpoint with a manifest and files of these sizes in bytes."""
+    folder = run.checkpoints / f"step-{step:08}"
+    folder.mkdir(parents=True)
+    for rank, size in enumerate(files):
+        (folder / f"rank-{rank:05}.safetensors").write_bytes(b"\0" * size)
+    progress = {"step": step, "best_step": best, "best_score": None, "tokens": step * 3680, "elapsed_s": step * 0.7}
+    write_json(folder / "manifest.json", {"format": 1, "step": step, "world": len(files), "progress": progress})
+    return folder

@@ -1,0 +1,66 @@
+// What the live parts share: elements from plain text, a poll that rests while nobody looks, values as words.
+const Live = (() => {
+  function make(tag, attributes, ...children) {
+    const svg = ["svg", "polyline", "circle", "title"].includes(tag);
+    const node = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes || {})) {
+      if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+      else if (value !== false && value != null) node.setAttribute(name, value === true ? "" : value);
+    }
+    node.append(...children.filter((child) => child != null));
+    return node;
+  }
+
+  function poll(element, look, seconds) {
+    let busy = false;
+    const tick = async () => {
+      if (!element.isConnected) return clearInterval(timer);
+      if (busy || document.hidden) return;
+      busy = true;
+      try {
+        await look();
+      } catch (error) {
+        console.warn("no answer; asking again", error);
+      } finally {
+        busy = false;
+      }
+    };
+    const timer = setInterval(tick, seconds * 1000);
+    document.addEventListener("visibilitychange", tick);
+    tick();
+    return tick;
+  }
+
+  function durationText(seconds) {
+    if (seconds == null || !isFinite(seconds)) return "-";
+    const whole = Math.max(0, Math.round(seconds));
+    const two = (number) => String(number).padStart(2, "0");
+    if (whole < 60) return `${whole} s`;
+    if (whole < 3600) return `${Math.floor(whole / 60)} min ${two(whole % 60)} s`;
+    if (whole < 86400) return `${Math.floor(whole / 3600)} h ${two(Math.floor((whole % 3600) / 60))} min`;
+    return `${Math.floor(whole / 86400)} d ${two(Math.floor((whole % 86400) / 3600))} h`;
+  }
+
+  function timeText(iso) {
+    const time = new Date(iso);
+    if (!iso || isNaN(time)) return "-";
+    const two = (number) => String(number).padStart(2, "0");
+    const day = `${time.getFullYear()}-${two(time.getMonth() + 1)}-${two(time.getDate())}`;
+    return `${day} ${two(time.getHours())}:${two(time.getMinutes())}`;
+  }
+
+  function numberText(value) {
+    if (value == null || !isFinite(value)) return "-";
+    const size = Math.abs(value);
+    if (size >= 1e9) return `${+(value / 1e9).toPrecision(4)}G`;
+    if (size >= 1e6) return `${+(value / 1e6).toPrecision(4)}M`;
+    if (size >= 1e4) return `${+(value / 1e3).toPrecision(4)}k`;
+    if (size && size < 1e-3) return value.toExponential(2).replace(/\.?0+e/, "e");
+    return String(+value.toPrecision(4));
+  }
+
+  const badge = (state) => make("span", { class: `ts-badge ts-${/^[a-z]+$/.test(state) ? state : "unknown"}` }, state);
+  const runPage = (id) => `run?${new URLSearchParams({ run: id })}`;
+
+  return { make, poll, durationText, timeText, numberText, badge, runPage };
+})();
