@@ -201,7 +201,7 @@ def export(run: RunFolder, checkpoint: str | None = None, merged: bool = False, 
     if merged and method == "full":
         raise ConfigError(f"--merged: run {run.id} has method=full, there is no adapter to merge; leave --merged out")
     kind = "full" if method == "full" else "merged" if merged else "adapter"
-    target = (output.expanduser() if output else run.path / f"export-{kind}").absolute()
+    target = (Path(os.path.expanduser(output)) if output else run.path / f"export-{kind}").absolute()
     if output:
         _refuse_target(target)
     words = ["--run", str(run.path), "--output", str(target), "--kind", kind]

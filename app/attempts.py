@@ -9,7 +9,7 @@ from typing import Any
 
 from app.hardware import Devices, find_gpus
 from app.launcher import launch_argv
-from app.runs import last_checkpoint
+from app.runs import last_checkpoint, saved_step
 from app.supervisor import POLL, Listener, StopSignals, supervise
 from trainers.device_locks import Held, Need, enqueue, give_up, try_take, who_has
 from trainers.run_folder import Process, RunFolder, log_line, read_json
@@ -83,7 +83,6 @@ class _Attempts:
         self, run: RunFolder, devices: Devices, env: Mapping[str, str], on_event: Listener, signals: StopSignals
     ):
         self.run, self.devices, self.env, self.on_event, self.signals = run, devices, env, on_event, signals
-        self.furthest = self._step()
 
     def wait(self) -> Held | None:
         """The run's slots once its turn has come; None when a stop is asked for first."""
@@ -112,11 +111,16 @@ class _Attempts:
             give_up(ticket)
 
     def go(self, held: Held, resume_from: str | None, max_restarts: int) -> dict[str, Any]:
-        """Launches until the run ends by itself, is stopped, or does not get any further."""
+        """Launches until the run ends by itself, is stopped, or does not get any further.
+
+        An attempt that makes no step, or falls at the very step of the one before, would do so again.
+        """
         if self.run.stop_asked() is not None:
             return dict(CANCELLED)
+        crashed_at = -1
         for number in range(max_restarts + 1):
             source = "auto" if number and last_checkpoint(self.run) else resume_from
+            begun_at = saved_step(self.run)
             argv = launch_argv(self.run, self.devices.num_processes, source)
             descriptors = held.descriptors
             ending = supervise(self.run, argv, self.env, self.on_event, self.signals, descriptors=descriptors)
@@ -125,9 +129,9 @@ class _Attempts:
             if self.run.stop_asked() is not None:
                 return {**ending, "state": "stopped", "cause": f"stopped by request; before that: {ending['cause']}"}
             reached = self._step()
-            if reached <= self.furthest:
+            if reached <= begun_at or reached == crashed_at:
                 return ending
-            self.furthest = reached
+            crashed_at = reached
             if number < max_restarts:
                 self._note_restart(number + 1, max_restarts, str(ending["cause"]))
         return ending
@@ -137,7 +141,7 @@ class _Attempts:
         self.on_event("note", f"restart {number} of {allowed}, from {come_from}, after: {cause}")
 
     def _step(self) -> int:
-        """The furthest step that any attempt is known to have reached."""
+        """The step that the last attempt is known to have reached."""
         beats = [read_json(path) or {} for path in self.run.heartbeats.glob("rank-*.json")]
         steps = [entry.get("step") for entry in [self.run.read_state() or {}, *beats]]
         return max((step for step in steps if isinstance(step, int)), default=0)

@@ -106,7 +106,7 @@ def find_run(name: str, runs_dir: Path) -> RunFolder:
     shown = repr(shortened(name))
     if not name.isprintable() or not name.strip():
         raise ConfigError(f"{shown} is no run; `tunesmith runs list` names them")
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if ".." in path.parts:
         raise ConfigError(f"{shown} is refused: a run's path has no `..`; give its id, or its folder's full path")
     if len(path.parts) == 1 and not path.is_absolute() and os.sep not in name:
@@ -259,6 +259,11 @@ def last_checkpoint(run: RunFolder) -> str | None:
     """Name of the newest published checkpoint."""
     names = [path.name for path in run.checkpoints.glob("step-*") if path.name.removeprefix("step-").isdigit()]
     return max(names, default=None)
+
+
+def saved_step(run: RunFolder) -> int:
+    """Step of the newest published checkpoint; 0 without any."""
+    return int((last_checkpoint(run) or "step-0").removeprefix("step-"))
 
 
 # -- the log ---------------------------------------------------------------------------------------------------------

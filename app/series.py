@@ -84,6 +84,8 @@ class _Run:
     """First step that each attempt logged."""
     latest: Values = field(default_factory=dict)
     """Newest value of every metric, also those that are no numbers."""
+    told: tuple[str, int] = ("", -1)
+    """Token of the newest view, and how many rows it was made of."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def rows(self) -> int:
@@ -178,8 +180,9 @@ class Curves:
             patience: seconds of reading; what is left is read by the next call.
 
         Returns:
-            `token`; `rows` read so far, and `more` when there are others; `width` in steps of a point; `attempts`
-            (attempt and its first step). `full`: whether all points follow; else those of steps from `cut` on, which
+            `token`; `rows` read so far, and `more` when there are others; `same: true` and nothing else when the
+            caller has it all. `width` in steps of a point; `attempts` (attempt and its first step).
+            `full`: whether all points follow; else those of steps from `cut` on, which
             replace the caller's. `train` and `eval`: lists `step`, `tokens`, `elapsed_s`, and for each metric `mean`
             (the mean of a point's steps) and, where a point is of several steps, `min` and `max`. `replaced`: a
             list of `{attempt, step, loss}`.
@@ -187,7 +190,12 @@ class Curves:
         kept = self._run(run)
         with kept.lock:
             kept.read_on(run.metrics, patience)
-            return _view(kept, str(since or "")[:100])
+            asked = str(since or "")[:100]
+            if (asked, kept.rows()) == kept.told:
+                return {"token": asked, "rows": kept.rows(), "more": kept.more, "same": True}
+            seen = _view(kept, asked)
+            kept.told = seen["token"], kept.rows()
+            return seen
 
 
 def _view(kept: _Run, since: str) -> Values:
@@ -198,10 +206,11 @@ def _view(kept: _Run, since: str) -> Values:
     width = 1 << max(0, math.ceil(math.log2(max(1, last) / POINTS)))
     generation = f"{kept.inode}.{kept.replaced}.{width}.{len(begins)}.{begins[-1][1] if begins else 0}"
     before, _, shown = since.rpartition(".")
+    before = before.rpartition(".")[0]
     cut = int(shown) if before == generation and shown.isascii() and shown.isdigit() else 0
     cut = min(cut, last) // width * width
     answer = {
-        "token": f"{generation}.{last}",
+        "token": f"{generation}.{kept.rows()}.{last}",
         "rows": kept.rows(),
         "more": kept.more,
         "width": width,

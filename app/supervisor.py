@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from app.causes import cause_of, sharpened
 from app.processes import Descendants, adopting_orphans
+from app.runs import saved_step
 from trainers.run_folder import Process, RunFolder, log_line, now, secrets_in
 
 POLL = 0.2
@@ -141,12 +142,14 @@ class _Supervision:
         return self._ending(launcher.returncode)
 
     def _announce(self) -> None:
-        """`starting`, with this process named and the attempt counted."""
+        """`starting`, with this process named, the attempt counted, and the step that it starts from."""
+        for old in self.run.heartbeats.glob("rank-*.json"):
+            old.unlink(missing_ok=True)
         before = self.run.read_state() or {}
         last = before.get("attempt")
         attempt = (last if isinstance(last, int) else 0) + bool(before.get("launched_at"))
         self.run.write_state(
-            state="starting", cause=None, ending=None, permanent=None, attempt=attempt,
+            state="starting", cause=None, ending=None, permanent=None, attempt=attempt, step=saved_step(self.run),
             processes=[Process.of("supervisor").as_json()],
             started_at=before.get("started_at") or now(), launched_at=now(), host=os.uname().nodename, export_dir=None,
         )  # fmt: skip

@@ -57,7 +57,7 @@ def ui_verb(
         "socket": listening.fileno(),
         "user": user,
         "runs_dir": str(runs_dir.absolute()),
-        "roots": list(dict.fromkeys(str(root.expanduser().resolve()) for root in roots)),
+        "roots": list(dict.fromkeys(str(Path(os.path.expanduser(root)).resolve()) for root in roots)),
         "uploads": str(uploads.absolute()),
         "remote_code": remote_code,
     }
@@ -100,7 +100,7 @@ def _check(port: str | None, host: str, user: str | None, allow: Sequence[Path])
     if user is not None and not (user.strip() == user and user.isprintable() and 1 <= len(user) <= 100):
         mistakes.append(f"auth={shortened(user)!r} is no user name; use up to 100 printable letters")
     for folder in allow:
-        if not folder.expanduser().is_dir():
+        if not Path(os.path.expanduser(folder)).is_dir():
             mistakes.append(f"allow={shortened(str(folder))!r} is no folder; name one that is there")
     return (number or None), mistakes
 

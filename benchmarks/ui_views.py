@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -88,6 +89,7 @@ def metrics(run: RunFolder) -> None:
 
 def main(folder: Path) -> None:
     """Makes the folders, and prints a line per measurement."""
+    os.environ["XDG_STATE_HOME"] = str(folder / "state")  # without the runs that this machine knows of elsewhere
     history(folder / "history")
     run = made_run(folder / "large", "large", steps=10)
     log(run)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -73,6 +74,8 @@ class TrainConfig(BaseModel):
         for text in texts:
             if any(ord(letter) < 32 or 0x202A <= ord(letter) <= 0x202E for letter in str(text)):
                 raise ValueError("control characters are not allowed")
+        if isinstance(value, str) and value.startswith("~") and os.path.expanduser(value) == value:
+            raise ValueError("there is no such home folder")
         numbers = cls.model_fields[str(info.field_name)].annotation in (int, float)
         if numbers and isinstance(value, bool):
             raise ValueError("input should be a number, not true or false")

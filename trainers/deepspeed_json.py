@@ -7,6 +7,7 @@ The keys are listed here and not asked of DeepSpeed, whose import takes seconds 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -251,7 +252,7 @@ def read_json(name: str) -> dict[str, Any]:
     Raises:
         ConfigError: unreadable, too large, not an object, with a duplicate key, NaN or an infinite number.
     """
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     where = f"deepspeed_config_file={name}"
     try:
         if path.exists() and not path.is_file():

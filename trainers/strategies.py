@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -134,7 +135,7 @@ def load_strategy(name_or_path: str) -> Strategy:
     """
     path = STRATEGIES_DIR / f"{name_or_path}.yaml"
     if name_or_path not in strategy_names():
-        path = Path(name_or_path).expanduser()
+        path = Path(os.path.expanduser(name_or_path))
         if path.suffix not in (".yaml", ".yml"):
             way = unknown_option(name_or_path, strategy_names()).partition("; ")[2]
             listed = f"use one of {', '.join(strategy_names())}, or the path of an Accelerate YAML"
@@ -160,7 +161,7 @@ def _absolute_json(values: dict[str, Any]) -> dict[str, Any]:
     inline = values.get("deepspeed_config")
     if not isinstance(inline, dict) or not isinstance(file := inline.get("deepspeed_config_file"), str):
         return values
-    whole = str(Path(file).expanduser().absolute())
+    whole = str(Path(os.path.expanduser(file)).absolute())
     return {**values, "deepspeed_config": {**inline, "deepspeed_config_file": whole}}
 
 

@@ -73,13 +73,13 @@ def test_the_table_is_filtered_searched_sorted_and_kept_in_the_address(new_page:
     page = new_page("/runs")
     expect(page.locator(".ts-runs tbody tr")).to_have_count(4)
     assert rows(page) == ["live-run", "stopped-run", "failed-run", "done-run"]
-    page.get_by_label("State").select_option("failed")
+    page.get_by_label("State", exact=True).select_option("failed")
     expect(page.locator(".ts-runs tbody tr")).to_have_count(1)
     assert page.locator("img[src=x]").count() == 0
     expect(page.locator(".ts-cause")).to_contain_text(HOSTILE)
     page.reload()
     expect(page.locator(".ts-runs tbody tr")).to_have_count(1)
-    page.get_by_label("State").select_option("")
+    page.get_by_label("State", exact=True).select_option("")
     page.get_by_label("Search").fill("FSDP2")
     expect(page.locator(".ts-runs tbody tr")).to_have_count(1)
     assert rows(page) == ["done-run"]

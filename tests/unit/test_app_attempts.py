@@ -177,13 +177,19 @@ def test_no_more_restarts_than_allowed(allowed: int, go: Attempts) -> None:
     [
         ("sys.exit(1)", 1),
         ("state(state='running', step=5); sys.exit(1)", 2),
-        ("state(state='running', step=5 - launch); sys.exit(1)", 2),
+        ("checkpoint(5 + launch); state(state='running', step=5); sys.exit(1)", 2),
     ],
-    ids=["before the first step", "at the same step", "at an earlier step"],
+    ids=["before the first step", "at the same step", "at the step of its checkpoint"],
 )
 def test_no_restart_without_progress(body: str, launches: int, go: Attempts) -> None:
     state = go(body, max_restarts=5)
     assert (state["state"], len(go.sources)) == ("failed", launches)
+
+
+def test_kills_at_any_steps_are_restarted_as_often_as_allowed(go: Attempts) -> None:
+    """A run that is killed for no fault of its own may fall earlier than before."""
+    body = "state(state='running', step=[30, 25, 28, 26][launch]); sys.exit(1) if launch < 3 else end('done')"
+    assert (go(body, max_restarts=3)["state"], len(go.sources)) == ("done", 4)
 
 
 def test_a_heartbeat_is_progress_too(go: Attempts, run: RunFolder) -> None:

@@ -61,9 +61,9 @@ def build(here: Here) -> None:
     gr.HTML(title("Compare", f"Up to {MOST_RUNS} runs on one axis, and what differs between them."))
     picked = gr.Dropdown([], multiselect=True, max_choices=MOST_RUNS, label="Runs", elem_id="compare-runs")
     live_part("charts", "compare", [curves])
-    metrics = gr.HTML()
+    metrics = gr.HTML(apply_default_css=False)
     only = gr.Checkbox(True, label="Only differences", info="of the settings")
-    settings = gr.HTML()
+    settings = gr.HTML(apply_default_css=False)
     digest = gr.Textbox(visible=False)
     quiet: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
     gr.on(None, choices, None, picked, **quiet)

@@ -52,7 +52,7 @@ class _Page:
         self.here, self.curves = here, Curves()
 
     def lay_out(self) -> None:
-        self.head = gr.HTML(element("p", "Looking…", class_="ts-note"))
+        self.head = gr.HTML(element("p", "Looking…", class_="ts-note"), apply_default_css=False)
         with gr.Row(elem_classes="ts-actions"):
             self.buttons = {
                 name: gr.Button(
@@ -61,7 +61,7 @@ class _Page:
                 )
                 for name, words in _BUTTONS.items()
             }  # fmt: skip
-        self.said = gr.HTML()
+        self.said = gr.HTML(apply_default_css=False)
         self.address = gr.Textbox(visible=False)
         self.panels: dict[str, gr.Group] = {}
         self._lay_out_panels()
@@ -89,7 +89,7 @@ class _Page:
         log_writers_.__name__ = "log_writers"
         live_part("charts", "run", [curves], "Charts")
         live_part("logs", "log", [log_lines, log_find, log_writers_], "Log")
-        self.details = gr.HTML()
+        self.details = gr.HTML(apply_default_css=False)
 
     def _asked(self, request: Any) -> RunFolder:
         return run_of_id(request.get("run") if isinstance(request, dict) else None, self.here.runs_dir)
@@ -162,7 +162,7 @@ class _Page:
         panel = gr.Group(visible=False, elem_classes="ts-panel", elem_id=f"panel-{name}")
         self.panels[name] = panel
         with panel:
-            question = gr.HTML(padding=True)
+            question = gr.HTML(padding=True, apply_default_css=False)
         return panel, question
 
     def _open(self, name: str, fill: Callable[..., Any], outputs: list[Any]) -> None:

@@ -34,8 +34,8 @@ Live.compare = (element, server) => {
       const before = kept.get(id);
       const answer = await server.curves({ run: id, since: before?.token });
       if (answer.error) continue;
-      changed ||= before?.token !== answer.token || before?.rows !== answer.rows;
-      kept.set(id, merged(before, answer));
+      if (!answer.same) kept.set(id, merged(before, answer));
+      changed ||= !answer.same;
       more ||= answer.more;
     }
     if (changed) draw(read());

@@ -47,11 +47,10 @@ Live.run = (element, server) => {
   const look = poll(box, async () => {
     const answer = await server.curves({ run: id, since: kept?.token });
     if (answer.error) { said.textContent = answer.error; return; }
-    const same = kept && kept.token === answer.token && kept.rows === answer.rows;
-    kept = merged(kept, answer);
+    if (!answer.same) kept = merged(kept, answer);
     said.textContent = !answer.rows ? "No metrics yet." : answer.more ? `reading the metrics: ${answer.rows} rows so far` : "";
     said.hidden = !said.textContent;
-    if (!same) draw(read());
+    if (!answer.same) draw(read());
     if (answer.more) setTimeout(look, 50);
   }, 2);
 };

@@ -17,8 +17,8 @@ Live.runs = (element, server) => {
   const STATES = ["queued", "starting", "running", "stopping", "done", "stopped", "failed"];
 
   const search = make("input", { type: "search", value: view.words, placeholder: "id, preset, strategy, cause", oninput: later });
-  const states = make("select", { onchange: () => change({ state: states.value, page: 0 }) });
-  const order = make("select", { onchange: () => change({ sort: order.value, down: order.value !== "id", page: 0 }) },
+  const states = make("select", { "aria-label": "State", onchange: () => change({ state: states.value, page: 0 }) });
+  const order = make("select", { "aria-label": "Sort by", onchange: () => change({ sort: order.value, down: order.value !== "id", page: 0 }) },
     ...COLUMNS.filter(([key]) => key).map(([key, name]) => make("option", { value: key }, name)));
   const compare = make("a", { class: "ts-button", href: "#", "aria-disabled": "true" }, "Compare");
   const said = make("p", { class: "ts-note", role: "status" });
