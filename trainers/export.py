@@ -172,9 +172,10 @@ def export_again(run: RunFolder, target: Path, kind: str, checkpoint: str | None
     if kind not in fitting:
         raise ConfigError(f"--kind {kind} does not fit method={config.method}; use {' or '.join(fitting)}")
     names = sorted(path.name for path in run.checkpoints.glob("step-" + "[0-9]" * 8))
-    if not names or (checkpoint and checkpoint not in names):
-        known = ", ".join(names) or "none"
-        raise ConfigError(f"checkpoint {checkpoint or 'of this run'} is not there; the run {run.id} has: {known}")
+    if not names:
+        raise ConfigError(f"run {run.id} has no checkpoint; it saves one every save_steps, and when it is stopped")
+    if checkpoint and checkpoint not in names:
+        raise ConfigError(f"checkpoint {checkpoint} is not there; the run {run.id} has: {', '.join(names)}")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"--output {target} is not empty; name a new folder, so that nothing is written over")
     folder = run.checkpoints / (checkpoint or _chosen(run, names, config))
