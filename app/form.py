@@ -18,9 +18,9 @@ from typing import Any
 from app.console import shortened
 from app.form_fields import as_texts, fields, names, text_of
 from app.launcher import by_hand_line
-from app.request import Job, _job, _Mistakes
+from app.request import Job, Mistakes, job_of
 from app.roots import INPUTS, OUTPUTS, path_mistakes, strategy_mistake
-from app.runs import find_run, gpu_ids, world_size
+from app.runs import gpu_ids, run_of_id, world_size
 from trainers.config import EMBEDDED, ConfigError, TrainConfig, build
 from trainers.options import Request, dump_yaml, parse_yaml, preset_path, read_yaml
 from trainers.run_folder import RunFolder
@@ -169,7 +169,7 @@ def preview(
         remote_code: whether `trust_remote_code` may be on.
         rows: training rows (packed ones when packing), when they are known.
     """
-    mistakes = _Mistakes()
+    mistakes = Mistakes()
     given = {"preset": preset, "strategy": strategy, "gpus": gpus or None, "num_processes": num_processes}
     launch = {name: text for name, text in _texts(given, mistakes).items() if text not in ("", "none")}
     texts = _without_blanks(_texts(values, mistakes))
@@ -180,7 +180,7 @@ def preview(
     kept = {name: text for name, text in texts.items() if name not in refused}
     job = None
     try:
-        job = _job(Request(preset, options=dict(kept)), _allowed(launch, refused), mistakes, None)
+        job = job_of(Request(preset, options=dict(kept)), _allowed(launch, refused), mistakes, None)
     except ConfigError as error:
         lines = [line for line in error.mistakes if not any(line.startswith(f"{name} is missing") for name in refused)]
     else:
@@ -190,7 +190,7 @@ def preview(
     return _shown(job, texts, launch.get("strategy"), rows)
 
 
-def _texts(values: Mapping[str, Any], mistakes: _Mistakes) -> dict[str, str]:
+def _texts(values: Mapping[str, Any], mistakes: Mistakes) -> dict[str, str]:
     """The values that have a text; what is wrong with the others is added to the mistakes."""
     texts: dict[str, str] = {}
     for name, value in values.items():
@@ -216,7 +216,7 @@ def _refused(
     texts: Mapping[str, str], preset: str | None, launch: Mapping[str, str], roots: Sequence[Path]
 ) -> dict[str, str]:
     below: dict[str, Any] = {}
-    with _Mistakes():  # an unknown preset is told with the rest
+    with Mistakes():  # an unknown preset is told with the rest
         below = _base(preset).model_dump(include={*INPUTS, *OUTPUTS})
     found = path_mistakes({**below, **texts}, roots)
     line = strategy_mistake(launch["strategy"], roots) if "strategy" in launch else None
@@ -416,9 +416,7 @@ def clone(run_id: str, runs_dir: Path) -> Choices:
     Raises:
         ConfigError: also for a path: its config need not be one that the page may show.
     """
-    if "/" in run_id or run_id.startswith("~"):
-        raise ConfigError(f"{shortened(repr(run_id))} is no id of a run; the Runs page lists them")
-    return from_run(find_run(run_id, runs_dir))
+    return from_run(run_of_id(run_id, runs_dir))
 
 
 def _is_shipped(stored: Strategy, config: TrainConfig) -> bool:

@@ -105,13 +105,13 @@ class Job:
     attempt: int | None = None
 
 
-class _Mistakes:
+class Mistakes:
     """Collects what several checks refuse, so that the user sees all of it at once."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def __enter__(self) -> _Mistakes:
+    def __enter__(self) -> Mistakes:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
@@ -131,14 +131,14 @@ def train_job(words: Words) -> Job:
     Raises:
         ConfigError: with every mistake in options, strategy and devices at once.
     """
-    mistakes, request = _Mistakes(), Request()
+    mistakes, request = Mistakes(), Request()
     with mistakes:
         request = parse_request(words.options)
     request.preset = _preset(words.names, request.preset, mistakes)
-    return _job(request, words.values, mistakes, None)
+    return job_of(request, words.values, mistakes, None)
 
 
-def _preset(names: list[str], flag: str | None, mistakes: _Mistakes) -> str | None:
+def _preset(names: list[str], flag: str | None, mistakes: Mistakes) -> str | None:
     mistakes.lines += [f"{word!r} stands alone; options are written --name value" for word in names[1:]]
     if names and flag and names[0] != flag:
         mistakes.lines.append(f"two presets, {names[0]!r} and {flag!r}; name one")
@@ -153,7 +153,7 @@ def resume_job(run: RunFolder, words: Words) -> Job:
     """
     attempt = run_attempt(run)
     refuse_unresumable(run)
-    mistakes, request = _Mistakes(), Request()
+    mistakes, request = Mistakes(), Request()
     with mistakes:
         request = parse_request(words.options)
     fixed = sorted({"output_dir", "resume_from_checkpoint", "runs_dir"} & set(request.options))
@@ -161,7 +161,7 @@ def resume_job(run: RunFolder, words: Words) -> Job:
     mistakes.lines += [f"--{name} cannot change when a run is resumed; leave it out" for name in fixed]
     request.config, request.preset = str(run.config), None
     mistakes.lines += _fixed_changes(run, request.options)
-    job = _job(request, _as_before(run, words.values), mistakes, run)
+    job = job_of(request, _as_before(run, words.values), mistakes, run)
     job.attempt = attempt
     return job
 
@@ -172,13 +172,13 @@ def clone_job(run: RunFolder, words: Words) -> Job:
     Raises:
         ConfigError: with every mistake at once.
     """
-    mistakes, request = _Mistakes(), Request()
+    mistakes, request = Mistakes(), Request()
     with mistakes:
         request = parse_request(words.options)
     if request.preset or request.config:
         mistakes.lines.append("a clone has its run's config; leave --preset and --config out")
     request.config, request.preset = str(run.config), None
-    return _job(request, _as_before(run, words.values), mistakes, None)
+    return job_of(request, _as_before(run, words.values), mistakes, None)
 
 
 def run_attempt(run: RunFolder) -> int:
@@ -254,7 +254,18 @@ def _keeps_strategy(run: RunFolder, values: dict[str, str]) -> bool:
     return processes > 1
 
 
-def _job(request: Request, values: dict[str, str], mistakes: _Mistakes, run: RunFolder | None) -> Job:
+def job_of(request: Request, values: dict[str, str], mistakes: Mistakes, run: RunFolder | None) -> Job:
+    """The job of a request.
+
+    Args:
+        request: preset, config file and options.
+        values: of `--strategy`, `--gpus` and `--num_processes`.
+        mistakes: those found so far; more are added.
+        run: the one that is resumed; None for a new one.
+
+    Raises:
+        ConfigError: with every mistake at once.
+    """
     config = strategy = devices = None
     with mistakes:
         config = _config(request, mistakes)
@@ -291,9 +302,9 @@ def _promise(config: TrainConfig, strategy: Strategy) -> list[str]:
     return [f"outside the promise that the strategy never changes the model: {', '.join(outside)}"] if outside else []
 
 
-def _config(request: Request, mistakes: _Mistakes) -> TrainConfig:
+def _config(request: Request, mistakes: Mistakes) -> TrainConfig:
     """The validated config; where preset or file cannot be read, what else is wrong is found all the same."""
-    unread = _Mistakes()
+    unread = Mistakes()
     if request.preset:
         with unread:
             preset_path(request.preset)

@@ -44,7 +44,7 @@ class Page:
 
     def lay_out(self) -> None:
         """Puts the components on the page and ties them to what they do."""
-        gr.HTML(title("Chat", _LEAD), padding=False)
+        gr.HTML(title("Chat", _LEAD), padding=False, apply_default_css=False)
         with gr.Row(equal_height=False):
             self.run = gr.Dropdown(
                 label="Run or base model", allow_custom_value=True, scale=3, min_width=240,
@@ -61,8 +61,10 @@ class Page:
         with gr.Row():
             self.load_button = gr.Button("Load", size="md", min_width=110)
             self.free_button = gr.Button("Free", size="md", min_width=110)
-        self.status = gr.HTML(_status(self.chats.state()), padding=False, elem_id="chat-status")
-        self.alerts = gr.HTML("", padding=False, elem_id="chat-alerts")
+        self.status = gr.HTML(
+            _status(self.chats.state()), padding=False, apply_default_css=False, elem_id="chat-status"
+        )
+        self.alerts = gr.HTML("", padding=False, apply_default_css=False, elem_id="chat-alerts")
         with gr.Row(equal_height=True):
             self.tuned, self.base = _chatbot("Tuned", "chat-tuned"), _chatbot("Base", "chat-base")
         self.message = gr.Textbox(

@@ -70,26 +70,28 @@ class _Page:
         self.run = gr.Textbox("", visible=False, label="run")
         self.key = gr.Textbox("", visible=False, label="count")
         self.asked = gr.Textbox("", visible=False, label="asked for by the address")
-        self.source = gr.HTML("", elem_id="data-source", padding=False)
+        self.source = gr.HTML("", elem_id="data-source", padding=False, apply_default_css=False)
         with gr.Row():
             self.show = gr.Button("Show", variant="primary", elem_id="data-show", scale=0, min_width=160)
             self.upload = gr.UploadButton(
                 "Upload data", file_types=list(ENDINGS), elem_id="upload-data", scale=0, min_width=160
             )
-        self.mistakes = gr.HTML(mistakes_panel([]), elem_id="data-mistakes", padding=False)
+        self.mistakes = gr.HTML(mistakes_panel([]), elem_id="data-mistakes", padding=False, apply_default_css=False)
         with gr.Row():
             with gr.Column(scale=3, min_width=300):
                 self._lay_out_rows()
             with gr.Column(scale=2, min_width=300):
-                gr.HTML("<h2>Statistics</h2>", padding=False)
+                gr.HTML("<h2>Statistics</h2>", padding=False, apply_default_css=False)
                 with gr.Row():
                     self.count = gr.Button("Count everything", elem_id="data-count", min_width=120)
                     self.cancel = gr.Button("Cancel", elem_id="data-cancel", min_width=120)
-                self.statistics = gr.HTML(statistics_panel(None), elem_id="data-statistics", padding=False)
+                self.statistics = gr.HTML(
+                    statistics_panel(None), elem_id="data-statistics", padding=False, apply_default_css=False
+                )
         self.timer = gr.Timer(1.0, active=False)
 
     def _lay_out_rows(self) -> None:
-        gr.HTML("<h2>Rows</h2>", padding=False)
+        gr.HTML("<h2>Rows</h2>", padding=False, apply_default_css=False)
         self.view = gr.Radio(
             [_AS_READ, _AS_PACKED], value=_AS_READ, label="View", elem_id="data-view",
             info="Rows of the batches are packed when packing is on; the whole data set is counted for them.",

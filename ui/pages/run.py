@@ -15,6 +15,7 @@ from app.log_view import find_in_log, log_piece, log_writers
 from app.run_view import checkpoints, run_files, run_view
 from app.runs import run_of_id
 from app.series import Curves
+from app.training import CheckBroke
 from trainers.config import ConfigError
 from trainers.run_folder import RunFolder
 from ui.context import Here
@@ -125,6 +126,8 @@ class _Page:
             work(_run(self.here, request))
         except ConfigError as error:
             return alert_list(error.mistakes)
+        except CheckBroke as error:
+            return alert_list([error.cause, *error.output.strip().splitlines()[-1:]])
         except actions.ExportFailed as error:
             return alert_list([f"the export failed: {error}"])
         return alert_list([done], "good") if done else ""

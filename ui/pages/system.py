@@ -37,7 +37,7 @@ def build(here: Here) -> None:
         return picture(machine(here.runs_dir))
 
     gr.HTML(title("System", "What this machine has, what is in use, and who holds it."))
-    shown = gr.HTML(element("p", "Looking…", class_="ts-note"))
+    shown = gr.HTML(element("p", "Looking…", class_="ts-note"), apply_default_css=False)
     gr.on(None, look, None, shown, show_progress="hidden", queue=False, api_visibility="private")
     gr.Timer(_EVERY).tick(look, None, shown, show_progress="hidden", queue=False, api_visibility="private")
 
