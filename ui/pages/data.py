@@ -101,8 +101,9 @@ class _Page:
             self.previous = gr.Button("Previous", elem_id="data-previous", min_width=90)
             self.next = gr.Button("Next", elem_id="data-next", min_width=90)
         self.rows = gr.HTML(
-            note("Choose data and press Show; the first look takes some seconds."), elem_id="data-rows", padding=False
-        )
+            note("Choose data and press Show; the first look takes some seconds."), elem_id="data-rows", padding=False,
+            apply_default_css=False,
+        )  # fmt: skip
 
     def connect(self) -> None:
         """Every event of the page."""
