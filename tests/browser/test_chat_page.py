@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from gradio_client import Client  # type: ignore[import-untyped]
 from playwright.sync_api import Browser, Page, expect
 
-from tests.browser.conftest import SIZES, Served, Tabs, axe, screenshot, wait_for
+from tests.browser.conftest import PATIENCE, SIZES, Served, Tabs, axe, screenshot, wait_for
 from tests.launching import launch_well
 
 RUN, STEP = "five-steps", "step-00000005"
@@ -44,7 +45,7 @@ def tabs(browser: Browser, chatting: Served) -> Iterator[Tabs]:
 
 def send(page: Page, message: str) -> None:
     """Types a message and sends it."""
-    page.get_by_label("Message").fill(message)
+    page.get_by_label("Message", exact=True).fill(message)
     page.get_by_role("button", name="Send").click()
 
 
@@ -71,23 +72,25 @@ def test_base_and_tuned_answer_side_by_side(tabs: Tabs, chatting: Served, size: 
     by_script = Client(chatting.url, verbose=False).predict(**request, api_name="/chat")
     assert by_script["base"] != by_script["tuned"]
     assert (answers(page, "base"), answers(page, "tuned")) == ([by_script["base"]], [by_script["tuned"]])
-    expect(page.get_by_label("Message")).to_have_value("")
+    expect(page.get_by_label("Message", exact=True)).to_have_value("")
     screenshot(page, f"chat-answered-{size}-{scheme}")
     assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]
     axe(page)
     send(page, "and as YAML?")
     wait_for_answers(page, 2)
-    page.get_by_role("button", name="Clear", exact=True).click()
-    expect(page.locator("#chat-tuned .md")).to_have_count(0)
+    page.locator("#chat-clear").click()
+    expect(page.locator("#chat-tuned .bot .md")).to_have_count(0)
 
 
 def test_the_process_is_freed_on_demand(tabs: Tabs) -> None:
     page = tabs(f"/chat?run={RUN}")
     page.get_by_role("button", name="Load").click()
     status = page.locator("#chat-status")
-    expect(status).to_contain_text("loaded")
-    words = status.inner_text().split()
-    process = psutil.Process(int(words[words.index("process") + 1]))
+    told = re.compile(r"process (\d+)")
+    expect(status).to_contain_text(told, timeout=1000 * PATIENCE)
+    found = told.search(status.inner_text())
+    assert found
+    process = psutil.Process(int(found[1]))
     second = tabs("/chat")
     expect(second.locator("#chat-status")).to_contain_text(f"process {process.pid}")
     page.get_by_role("button", name="Free").click()
@@ -138,7 +141,7 @@ def test_a_wrong_value_says_what_to_do(tabs: Tabs) -> None:
     page.get_by_label("temperature").fill("99")
     send(page, ASKED)
     expect(page.get_by_role("alert").first).to_contain_text("temperature=99 is out of range; use a number from 0 to 5")
-    expect(page.get_by_label("Message")).to_have_value(ASKED)
+    expect(page.get_by_label("Message", exact=True)).to_have_value(ASKED)
     other = tabs("/chat?run=../../etc&checkpoint=<script>alert(1)</script>")
     other.get_by_role("button", name="Load").click()
     expect(other.get_by_role("alert").first).to_contain_text("refused")

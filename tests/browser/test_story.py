@@ -135,7 +135,7 @@ def compare_and_chat(new_page: Tabs, server: Served, run: RunFolder, other: RunF
     expect(page.get_by_role("row", name=re.compile("learning_rate"))).to_be_visible()
     expect(page.locator("canvas").first).to_be_visible()
     page = new_page(f"/chat?run={run.id}", server=server)
-    page.get_by_label("Message").fill("title: Sea; year: 1999. Write it as XML.")
+    page.get_by_label("Message", exact=True).fill("title: Sea; year: 1999. Write it as XML.")
     page.get_by_role("button", name="Send").click()
     for side in ("tuned", "base"):
         expect(page.locator(f"#chat-{side} .bot .md").first).not_to_be_empty(timeout=1000 * LONG)

@@ -74,7 +74,7 @@ class Page:
         with gr.Row():
             self.send_button = gr.Button("Send", variant="primary", size="md", min_width=110)
             self.stop_button = gr.Button("Stop", variant="stop", size="md", min_width=110)
-            self.clear_button = gr.Button("Clear", size="md", min_width=110)
+            self.clear_button = gr.Button("Clear", size="md", min_width=110, elem_id="chat-clear")
         self._lay_out_options()
         self._tie()
 
