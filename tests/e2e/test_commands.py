@@ -126,7 +126,7 @@ def test_ctrl_c_saves_and_stops(times: int, tmp_path: Path) -> None:
 
 def test_a_killed_worker_fails_the_run_and_resume_goes_on(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "runs" / "mine")
-    program = start(run, tmp_path)
+    program = start(run, tmp_path, max_restarts=0)
     wait_for(lambda: steps_of(run) >= 14)
     os.kill(pid_of(run, "rank", 1), signal.SIGKILL)
     _, errors = program.communicate(timeout=90)
@@ -144,7 +144,7 @@ def test_a_killed_worker_fails_the_run_and_resume_goes_on(tmp_path: Path) -> Non
 
 def test_a_killed_launcher_leaves_no_orphans_and_loses_nothing(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "runs" / "mine")
-    program = start(run, tmp_path)
+    program = start(run, tmp_path, max_restarts=0)
     wait_for(lambda: steps_of(run) >= 3)
     os.kill(pid_of(run, "launcher"), signal.SIGKILL)
     killed = time.monotonic()
