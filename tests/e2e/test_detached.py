@@ -152,7 +152,7 @@ def test_a_run_outlives_its_terminal_and_the_kill_of_a_rank(home: Path) -> None:
 
 
 def test_training_outlives_its_supervisor_and_keeps_its_slots_to_the_end(home: Path) -> None:
-    run = detached(home, "mine", 1, **SMALL, max_steps=24)
+    run = detached(home, "mine", 1, **{**ENDLESS, "max_steps": 200})
     until(lambda: state_of(run) == "running" and step_of(run) >= 1)
     os.kill(pid_of(run, "supervisor"), signal.SIGKILL)
     until(lambda: not psutil.pid_exists(pid_of(run, "supervisor")))
@@ -162,7 +162,7 @@ def test_training_outlives_its_supervisor_and_keeps_its_slots_to_the_end(home: P
     until(lambda: not processes(run.path))
     assert holders() == {}
     state = ended(run)
-    assert (state["state"], state["step"], state["export_dir"]) == ("done", 24, str(run.model))
+    assert (state["state"], state["step"], state["export_dir"]) == ("done", 200, str(run.model))
 
 
 def test_two_runs_at_once_a_queue_and_every_kind_of_stop(home: Path) -> None:
