@@ -364,7 +364,7 @@ def test_a_run_can_be_made_again(strategy: str, count: int, tmp_path: Path) -> N
     chosen = clone(shown.job.run.id, tmp_path / "runs")
     assert (chosen.preset, chosen.strategy, chosen.num_processes, chosen.gpus) == ("tiny-lora", strategy, count, ())
     assert chosen.values == {"learning_rate": "0.0007", "global_batch_size": "48"}
-    with pytest.raises(ConfigError, match="no id"):
+    with pytest.raises(ConfigError, match="no run id"):
         clone(str(shown.job.run.path), tmp_path / "runs")
 
 
