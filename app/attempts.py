@@ -38,7 +38,7 @@ def run_to_end(
         env: the launcher's whole environment.
         on_event: gets the progress.
         resume_from: `auto` or a checkpoint's path.
-        max_restarts: after a crash, as long as each attempt gets further than those before.
+        max_restarts: after a crash, as long as each attempt gets beyond the checkpoint that it started from.
         share_gpus: do not wait for the GPUs, and take no locks.
 
     Returns:
@@ -111,9 +111,9 @@ class _Attempts:
             give_up(ticket)
 
     def go(self, held: Held, resume_from: str | None, max_restarts: int) -> dict[str, Any]:
-        """Launches until the run ends by itself, is stopped, or does not get any further.
+        """Launches until the run ends by itself, is stopped, or would only fall again.
 
-        An attempt that makes no step, or falls at the very step of the one before, would do so again.
+        One that made no step beyond its checkpoint, or fell at the very step of the one before, would.
         """
         if self.run.stop_asked() is not None:
             return dict(CANCELLED)

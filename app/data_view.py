@@ -19,7 +19,7 @@ from typing import Any, Literal
 from app.console import shortened
 from app.form_fields import as_texts, fields
 from app.roots import INPUTS, path_mistakes
-from app.runs import find_run
+from app.runs import run_of_id
 from app.worker import Worker, WorkerDied
 from trainers.config import ConfigError, TrainConfig, absolute_paths
 from trainers.options import Request
@@ -179,9 +179,7 @@ def data_config(
 
 def _run_config(run_id: str, runs_dir: Path) -> Path:
     """The config of a run; from outside only ids are taken, no paths."""
-    if "/" in run_id or run_id.startswith("~"):
-        raise ConfigError(f"{shortened(run_id)!r} is no run's id; the Runs page lists them")
-    return find_run(run_id, runs_dir).config
+    return run_of_id(run_id, runs_dir).config
 
 
 def row_number(value: object) -> int:

@@ -102,7 +102,11 @@ def main(argv: list[str]) -> int:
         return 2
     except BaseException as error:
         with contextlib.suppress(OSError):
-            run.write_state(state="failed", cause=f"its supervisor broke: {error!r}", ending=None)
+            run.write_state(
+                state="failed",
+                cause=f"its supervisor broke: {error!r}; the log has more, and resume goes on from the last checkpoint",
+                ending=None,
+            )
         raise
     return 0
 

@@ -246,7 +246,7 @@ def by_field(lines: Sequence[str], strategy: str = "") -> dict[str, list[str]]:
         begins = re.match(r"(unknown )?(--)?(\w+)", line)
         first = begins[3] if begins else ""
         known = {*names(), *_LAUNCH}
-        if (strategy and line.startswith(file)) or strategy_names().count(line.partition(".yaml: ")[0]):
+        if (strategy and line.startswith(file)) or line.partition(".yaml: ")[0] in strategy_names():
             name = "strategy"
         elif line.startswith("unknown option"):
             name = "columns" if line.startswith("unknown option columns.") else ""

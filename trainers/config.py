@@ -241,7 +241,7 @@ class TrainConfig(BaseModel):
     save_total_limit: int = _option("run", 2, "checkpoints", ge=2)
     """Checkpoints to keep besides the best one."""
     max_restarts: int = _option("run", 3, "restarts", ge=0, le=1000)
-    """Restart a crashed run from its newest checkpoint so often, as long as it gets further each time."""
+    """Restart a crashed run from its newest checkpoint so often, as long as each attempt gets beyond its start."""
     share_gpus: bool = _option("run", False)
     """Start although another run uses the same GPUs; neither waits for the other."""
     report_to: Names = _option("run", [])
@@ -269,7 +269,9 @@ class TrainConfig(BaseModel):
         if total % rows == 0:
             return total // rows
         ways = [f"use {max(1, round(total / rows)) * rows}"]
-        ways += [f"{n} process{'es' * (n > 1)}" for n in range(data_parallel_size, 0, -1) if total % (micro * n) == 0][:1]
+        ways += [f"{n} process{'es' * (n > 1)}" for n in range(data_parallel_size, 0, -1) if total % (micro * n) == 0][
+            :1
+        ]
         raise ConfigError(
             f"global_batch_size={total} does not divide by per_device_train_batch_size={micro} x "
             f"{data_parallel_size} data-parallel ranks = {rows}; {', or '.join(ways)}"
