@@ -423,6 +423,7 @@ def _load_optimizer(folder: Path, manifest: dict[str, Any], backend: Backend) ->
         weight, _, key = name.rpartition(".")
         if key != "step" and shards[weight].elements:
             shards[weight].fill(key, tensor)
+    backend.put_back(list(shards.values()))
 
 
 def load_weights(folder: Path, model: nn.Module) -> None:

@@ -307,6 +307,9 @@ def _check_whole(content: dict[str, Any]) -> list[str]:
             stage != 3 and state.get("ratio", 1) != 1
         ),
     }
+    rules["zero_optimization.offload_param.device=nvme: no checkpoint could be made of it; write cpu"] = (
+        stage == 3 and param.get("device") == "nvme"
+    )
     for name, section in (("offload_param", param), ("offload_optimizer", state)):
         nvme = section.get("device") == "nvme"
         rules |= {

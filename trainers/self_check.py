@@ -128,10 +128,12 @@ def _layout(strategy: Strategy, accelerator: Any, backend: Backend) -> list[Line
         got = {} if mesh is None else dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
         lines.append(Line("mesh", str(strategy.mesh), str({axis: got.get(axis, 1) for axis in strategy.mesh})))
     if strategy.zero_stage:
-        model: Any = backend.model
-        lines.append(Line("ZeRO stage", str(strategy.zero_stage), str(model.zero_optimization_stage())))
-        settings = model.config["zero_optimization"]
+        zero: Any = backend
+        lines.append(Line("ZeRO stage", str(strategy.zero_stage), str(zero.model.zero_optimization_stage())))
+        settings = zero.model.config["zero_optimization"]
         places = {(settings.get(f"offload_{what}") or {}).get("device", "none") for what in ("optimizer", "param")}
+        if "nvme" in places and not zero.on_disk():  # DeepSpeed keeps what is small in memory
+            places = places - {"nvme"} | {"cpu"}
         got_place = next((place for place in ("nvme", "cpu") if place in places), "none")
         lines.append(Line("offload", strategy.offload, got_place))
     if strategy.sharded or strategy.zero_stage:

@@ -187,7 +187,6 @@ def cannot_run(strategy: Strategy, method: str, has_gpu: bool) -> str | None:
         "DeepSpeed builds what it needs on a CPU with a C++ compiler, and there is none; install g++": (
             deepspeed and (offloads or not has_gpu) and not (shutil.which("c++") or shutil.which("g++"))
         ),
-        "offload to NVMe was never run with the checkpoints of this project; use cpu": strategy.offload == "nvme",
         f"method=qlora: FSDP 1 would put 4-bit and fp32 weights into one flat tensor; {spreads}": (
             quantised and strategy.fsdp_version == 1
         ),

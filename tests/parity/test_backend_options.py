@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ import torch
 import yaml
 
 from tests.launching import launch, launch_well
-from tests.parity.checks import reference
-from tests.parity.runs import config, curve, mostly_long, options
+from tests.parity.checks import equal_after_resume, reference, resumed
+from tests.parity.runs import config, curve, long, mostly_long, options
 from trainers.config import ConfigError
 from trainers.errors import TrainingError
 from trainers.models import build_model
@@ -78,6 +79,28 @@ def test_zero(name: str, tmp_path: Path) -> None:
     file = write(tmp_path, "DEEPSPEED", deepspeed_config=inline)
     finished = launch_well(tmp_path / "run", 2, options("full", True), strategy=file)
     assert curve(finished).agrees(reference("full", True))
+
+
+@long
+def test_zero3_on_nvme(tmp_path: Path) -> None:
+    """The optimizer's state rests on a disk: the same curve, a bit-exact resume, and a checkpoint that moves."""
+    disk = tmp_path / "nvme"
+    place = {"device": "nvme", "nvme_path": str(disk), "pin_memory": False}
+    (killed := disk / "tunesmith-of-a-killed-process").mkdir(parents=True)
+    (tmp_path / "zero.json").write_text(json.dumps(
+        {"zero_optimization": {"stage": 3, "sub_group_size": 600_000, "offload_optimizer": place}}
+    ))  # fmt: skip
+    inline = {"deepspeed_config_file": str(tmp_path / "zero.json"), "zero3_init_flag": False}
+    file = write(tmp_path, "DEEPSPEED", deepspeed_config=inline)
+    finished = launch_well(tmp_path / "run", 2, options("full", True), strategy=file, timeout=900)
+    assert re.search(r"offload +nvme\n", finished.output)
+    assert not killed.exists()
+    assert not list(disk.glob("tunesmith-*/")), "what was written is removed"
+    assert curve(finished).agrees(reference("full", True))
+    again = resumed(tmp_path / "again", 2, "full", finished.checkpoints[0], file)
+    assert equal_after_resume(finished, again)
+    moved = resumed(tmp_path / "moved", 2, "full", finished.checkpoints[0], "fsdp2")
+    assert moved.series("loss") == pytest.approx(reference("full", True).losses[10:], abs=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ def adam(kind: str = "AdamW", **params: Any) -> dict[str, Any]:
 
 
 NVME = {"device": "nvme", "nvme_path": "/nvme"}
+CPU = {"device": "cpu"}
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({}, "zero_optimization.stage is missing; write 1, 2 or 3"),
@@ -107,6 +108,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (
         content(zero={"offload_optimizer": NVME}),
         "zero_optimization.offload_optimizer.device=nvme is taken for cpu under stag",
+    ),
+    (
+        content(zero={"stage": 3, "offload_param": NVME}),
+        "zero_optimization.offload_param.device=nvme: no checkpoint could be made of it; write cpu",
     ),
     (
         content(zero={"offload_optimizer": {"ratio": 0.5}}),
@@ -240,7 +245,7 @@ RIGHT: dict[str, dict[str, Any]] = {
         **{name: {"enabled": False, "more": 1} for name in MAY_BE_OFF},
         comms_logger={"enabled": False, "verbose": False},
     ),
-    "nvme": content(zero={"stage": 3, "offload_param": NVME, "offload_optimizer": NVME}, aio={"block_size": 1}),
+    "nvme": content(zero={"stage": 3, "offload_param": CPU, "offload_optimizer": NVME}, aio={"block_size": 1}),
     "another optimizer": content(optimizer={"type": "Lion", "params": {"betas": [0.9, 0.99]}}),
     "quantised": content(zero={"stage": 3, "zero_quantized_weights": True}, communication_data_type="bf16"),
 }

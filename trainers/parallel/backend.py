@@ -41,6 +41,9 @@ class Backend(Protocol):
     def shards(self) -> list[Shard]:
         """This rank's run of every trained weight, in the same order on every rank."""
 
+    def put_back(self, shards: list[Shard]) -> None:
+        """Makes what was written to these shards, all of `shards()`, count where they are copies and not views."""
+
     def make_state(self, keys: Iterable[str], steps: dict[str, float]) -> None:
         """Gives the optimizer a state of zeros for the weights in `steps`, for a checkpoint to be read into."""
 

@@ -116,6 +116,9 @@ class FullySharded:
         whole = {WEIGHT: _local(weight).reshape(-1), **tensors}
         return Shard(name, self.shapes[name], self.starts[name], whole, step, self.primary)
 
+    def put_back(self, shards: list[Shard]) -> None:
+        """See `Backend`; they are views."""
+
     def make_state(self, keys: Iterable[str], steps: dict[str, float]) -> None:
         """See `Backend`."""
         for name, weight in self.trained:

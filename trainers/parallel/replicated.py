@@ -55,6 +55,9 @@ class Replicated:
         """See `Backend`; every run is a whole weight."""
         return [_shard(name, weight, self.optimizer.state) for name, weight in self.trained]
 
+    def put_back(self, shards: list[Shard]) -> None:
+        """See `Backend`; they are views."""
+
     def make_state(self, keys: Iterable[str], steps: dict[str, float]) -> None:
         """See `Backend`."""
         for name, weight in self.trained:

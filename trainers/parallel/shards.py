@@ -7,7 +7,7 @@ that a checkpoint can be written from any layout and read into any other without
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import distributed
@@ -27,7 +27,7 @@ class Shard:
         shape: of the whole weight.
         start: index of the first element held here in the flattened weight.
         tensors: `[elements here]` vectors that share the layout: the weight (`WEIGHT`) and the optimizer's
-            (`exp_avg`, ...). They are views: writing to them changes model and optimizer.
+            (`exp_avg`, ...). They are views: writing to them changes model and optimizer (see `Backend.put_back`).
         step: the optimizer's count of updates of this weight, None before the first.
         primary: False where another rank holds the same run.
     """
@@ -48,6 +48,15 @@ class Shard:
     def elements(self) -> int:
         """Elements held here."""
         return self.tensors[WEIGHT].numel()
+
+    def copied(self) -> Shard:
+        """The same run with tensors of its own, in CPU memory."""
+        return replace(self, tensors={key: tensor.detach().cpu().clone() for key, tensor in self.tensors.items()})
+
+    def take(self, other: Shard) -> None:
+        """Copies the tensors of another shard of the same run into this one's."""
+        for key, tensor in self.tensors.items():
+            tensor.copy_(other.tensors[key])
 
     def fill(self, key: str, whole: torch.Tensor) -> None:
         """Takes this rank's run out of a whole tensor."""

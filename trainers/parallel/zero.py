@@ -6,14 +6,17 @@ clips and updates in one call, `step`, and skips the update by itself when the g
 
 from __future__ import annotations
 
+import atexit
 import os
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from trainers.config import TrainConfig
 from trainers.deepspeed_json import drop_idle
@@ -22,6 +25,8 @@ from trainers.models import build_optimizer, parameter_groups
 from trainers.parallel.backend import trained_names
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.shards import WEIGHT, Shard
+
+ASYNC_IO = "AsyncIOBuilder"
 
 
 class Zero:
@@ -46,7 +51,8 @@ class Zero:
             optimizer: Any = DummyOptim(groups, lr=config.scaled_learning_rate(), weight_decay=config.weight_decay)
         else:
             optimizer = build_optimizer(groups, config)
-        build_extensions(_adam_builder(settings))
+        build_extensions(_builders(settings))
+        self.swapped_to = _own_swap_folder(settings)
         self.model, _ = accelerator.prepare(loss, optimizer)
         self.optimizer = self.model.optimizer
         self._check_layout()
@@ -94,9 +100,46 @@ class Zero:
         """Done in `clip`."""
 
     def shards(self) -> list[Shard]:
-        """See `Backend`."""
+        """See `Backend`; copies, where the optimizer's state rests on NVMe."""
         cut = self._third if self.stage == 3 else self._flat
-        return [cut(name, weight) for name, weight in self.trained]
+        if not self.on_disk():
+            return [cut(name, weight) for name, weight in self.trained]
+        copies: dict[str, Shard] = {}
+        for number in self.on_disk():
+            with self._in_memory(number, keep=False):
+                copies |= {name: cut(name, weight).copied() for name, weight in self._trained_in(number)}
+        return [copies.get(name) or cut(name, weight) for name, weight in self.trained]
+
+    def put_back(self, shards: list[Shard]) -> None:
+        """See `Backend`."""
+        given = {shard.name: shard for shard in shards}
+        for number in self.on_disk():
+            with self._in_memory(number, keep=True):
+                for name, weight in self._trained_in(number):
+                    self._third(name, weight).take(given[name])
+
+    def on_disk(self) -> list[int]:
+        """The sub-groups of weights whose optimizer state rests on NVMe; their flat tensors are empty meanwhile."""
+        if self.stage != 3:
+            return []
+        groups = range(len(self.optimizer.fp32_partitioned_groups_flat))
+        return [number for number in groups if self.optimizer._swappable_optimizer_subgroup(number)]
+
+    @contextmanager
+    def _in_memory(self, number: int, keep: bool) -> Iterator[torch.Tensor]:
+        """A sub-group read from NVMe into its flat tensor; `keep` writes it back."""
+        optimizer = self.optimizer
+        flat = optimizer.fp32_partitioned_groups_flat[number]
+        optimizer.optimizer_swapper.swap_in_optimizer_state(flat)
+        try:
+            yield flat
+        finally:
+            flat.grad = None
+            optimizer.optimizer_swapper.writeback_optimizer_state_and_gradients(flat, keep, False)
+
+    def _trained_in(self, number: int) -> list[tuple[str, Any]]:
+        position = self.optimizer.grad_position
+        return [(name, one) for name, one in self.trained if position[self.optimizer.get_param_id(one)][0] == number]
 
     def _flat(self, name: str, weight: Any) -> Shard:
         """ZeRO 1 and 2: the weight's fragment of this rank's flat fp32 partition."""
@@ -130,9 +173,11 @@ class Zero:
         inner, keys = self.optimizer.optimizer, list(keys)
         counts = type(inner).__module__.startswith("deepspeed")  # they count in plain integers
         step = max(steps.values())
-        for flat in self._flats():
-            number = int(step) if counts else torch.tensor(step, dtype=torch.float32, device=flat.device)
-            inner.state[flat] = {"step": number, **{key: torch.zeros_like(flat, requires_grad=False) for key in keys}}
+        for number, flat in enumerate(self._flats()):
+            with self._in_memory(number, keep=True) if number in self.on_disk() else nullcontext():
+                count = int(step) if counts else torch.tensor(step, dtype=torch.float32, device=flat.device)
+                zeros = {key: torch.zeros_like(flat, requires_grad=False) for key in keys}
+                inner.state[flat] = {"step": count, **zeros}
 
     def _flats(self) -> list[torch.Tensor]:
         if self.stage == 3:
@@ -171,12 +216,46 @@ def _fill(settings: dict[str, Any], config: TrainConfig, world: int, hidden: int
     chosen.update({name: auto[name] for name, value in chosen.items() if value == "auto" and name in auto})
 
 
-def _adam_builder(settings: dict[str, Any]) -> list[str]:
-    """DeepSpeed's builder of the Adam that it will use; none for torch's."""
-    offloaded = (settings["zero_optimization"].get("offload_optimizer") or {}).get("device", "none") != "none"
-    chosen = settings.get("optimizer", {})
+def _optimizer_device(settings: dict[str, Any]) -> str:
+    return (settings["zero_optimization"].get("offload_optimizer") or {}).get("device", "none")
+
+
+def _builders(settings: dict[str, Any]) -> list[str]:
+    """DeepSpeed's builders of the Adam that it will use (none for torch's), and of what reaches NVMe."""
+    device, chosen = _optimizer_device(settings), settings.get("optimizer", {})
     own = str(chosen.get("type", "none")).lower() in ("adam", "adamw") and not chosen["params"].get("torch_adam")
-    return ["CPUAdamBuilder"] if offloaded else ["FusedAdamBuilder"] if own else []
+    if device == "nvme":
+        return ["CPUAdamBuilder", ASYNC_IO]
+    return ["CPUAdamBuilder"] if device == "cpu" else ["FusedAdamBuilder"] if own else []
+
+
+def _own_swap_folder(settings: dict[str, Any]) -> FileLock | None:
+    """Gives this process a folder of its own under `nvme_path`, empty, and removed at its end.
+
+    DeepSpeed names its files by rank alone: two runs with one `nvme_path` would train on each other's weights, and
+    what it wrote would stay. What a killed process left is known by its lock, which nobody holds.
+
+    Returns:
+        the lock, to be kept as long as the folder is used; None when nothing rests on NVMe.
+    """
+    if _optimizer_device(settings) != "nvme":
+        return None
+    section = settings["zero_optimization"]["offload_optimizer"]
+    place = Path(section["nvme_path"])
+    place.mkdir(parents=True, exist_ok=True)
+    with FileLock(place / "tunesmith.lock"):
+        for old in place.glob("tunesmith-*/"):
+            try:
+                FileLock(old / "lock").acquire(timeout=0)
+            except Timeout:
+                continue
+            shutil.rmtree(old, ignore_errors=True)
+        folder = Path(tempfile.mkdtemp(prefix="tunesmith-", dir=place))
+        lock = FileLock(folder / "lock")
+        lock.acquire()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    section["nvme_path"] = str(folder)
+    return lock
 
 
 def build_extensions(builders: list[str]) -> None:
@@ -193,4 +272,7 @@ def build_extensions(builders: list[str]) -> None:
         for stale in folder.glob("**/lock"):
             stale.unlink()
         for name in builders:
-            get_accelerator().create_op_builder(name).load(verbose=False)
+            builder = get_accelerator().create_op_builder(name)
+            if name == ASYNC_IO and not builder.is_compatible():
+                raise TrainingError("offload to NVMe needs libaio, and there is none; install libaio-dev, or use cpu")
+            builder.load(verbose=False)
