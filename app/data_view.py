@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from app.console import shortened
 from app.form_fields import as_texts, fields
+from app.request import Mistakes
 from app.roots import INPUTS, path_mistakes
 from app.runs import run_of_id
 from app.worker import Worker, WorkerDied
@@ -166,14 +167,17 @@ def data_config(
     optional = {one.name for one in fields() if one.optional or one.kind in ("list", "map")}
     texts = {name: text for name, text in as_texts(dict(values)).items() if text.strip() or name in optional}
     stored = str(_run_config(run_id, runs_dir)) if run_id and runs_dir else None
-    config = Request(as_texts({"preset": preset})["preset"] if preset else None, stored, options=dict(texts)).resolve()
-    mistakes: list[str] = []
+    name = as_texts({"preset": preset})["preset"] if preset else None
+    mistakes, asked = Mistakes(), dict[str, Any](texts)
+    with mistakes:
+        config = Request(name, stored, options=dict(texts)).resolve()
+        asked = config.model_dump()
     if roots is not None:
-        mistakes += path_mistakes(config.model_dump(include={*INPUTS, "cache_dir"}), roots).values()
-    if config.trust_remote_code and not remote_code:
-        mistakes.append("trust_remote_code=true is refused here; start the server with --trust_remote_code to allow it")
-    if mistakes:
-        raise ConfigError(mistakes)
+        mistakes.lines += path_mistakes({one: asked.get(one) for one in (*INPUTS, "cache_dir")}, roots).values()
+    if asked.get("trust_remote_code") is True and not remote_code:
+        refused = "trust_remote_code=true is refused here; start the server with --trust_remote_code to allow it"
+        mistakes.lines.append(refused)
+    mistakes.refuse()
     return config
 
 

@@ -21,6 +21,10 @@ SIZES = {"wide": WIDE, "phone": PHONE}
 PATIENCE = 120.0
 """Seconds that anything may take on a busy machine; nothing waits that long when all is well."""
 
+_STILL = """() => Promise.all(document.getAnimations()
+  .filter((one) => one.effect.getComputedTiming().endTime !== Infinity).map((one) => one.finished.catch(() => 0)))"""
+_LEFT = ("signal is aborted", "Connection errored out")  # Gradio's open request of a page that is being left
+
 
 class Served:
     """A running `tunesmith ui`.
@@ -154,13 +158,17 @@ class Tabs:
         context = self.browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
         context.set_default_timeout(1000 * PATIENCE)
         page, url = context.new_page(), (server or self.server).url
-        page.on("console", lambda line: self.errors.append(line.text) if line.type == "error" else None)
-        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("console", lambda line: self._hear(line.text) if line.type == "error" else None)
+        page.on("pageerror", lambda error: self._hear(str(error)))
         page.on("request", lambda request: self._note(request.url, url))
         page.goto(url + path)
         page.wait_for_selector("h1")
         page.wait_for_load_state("load")
         return page
+
+    def _hear(self, error: str) -> None:
+        if not any(sign in error for sign in _LEFT):
+            self.errors.append(error)
 
     def _note(self, address: str, url: str) -> None:
         if not address.startswith((f"{url}/", "data:", "blob:")):
@@ -168,10 +176,11 @@ class Tabs:
 
 
 @pytest.fixture
-def new_page(browser: Browser, server: Served) -> Iterator[Tabs]:
+def new_page(browser: Browser, server: Served, serve: Callable[..., Served]) -> Iterator[Tabs]:
     """Opens pages; in the end no console may hold an error, and nothing but the server may have been asked.
 
-    A test that expects errors, as when it ends the server, clears `new_page.errors` itself.
+    A test that expects errors, as when it ends the server, clears `new_page.errors` itself. Pages are closed before
+    the servers of `serve` end.
     """
     tabs = Tabs(browser, server)
     yield tabs
@@ -182,7 +191,8 @@ def new_page(browser: Browser, server: Served) -> Iterator[Tabs]:
 
 
 def axe(page: Page) -> None:
-    """Fails when axe-core finds a serious or critical fault on the page."""
+    """Fails when axe-core finds a serious or critical fault on the page, once colours have stopped changing."""
+    page.evaluate(_STILL)
     found = Axe().run(page).response["violations"]
     grave = [fault for fault in found if fault["impact"] in ("serious", "critical")]
     lines = [f"{fault['id']}: {node['target']} {node['html'][:200]}" for fault in grave for node in fault["nodes"]]

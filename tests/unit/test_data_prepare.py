@@ -66,6 +66,19 @@ def test_a_second_time_it_is_found(tmp_path, data, monkeypatch):
         prepare(config.model_copy(update={"max_length": 99}), "train")
 
 
+def test_data_that_moved_is_found_and_named_as_it_is_now(tmp_path, monkeypatch):
+    data = write_jsonl(tmp_path / "old.jsonl", [*ROWS, b"{"])
+    made = prepare(configure(tmp_path, data, bad_rows="skip"), "train")
+    assert made.report.bad_examples[0].startswith(f"{data}:{len(ROWS) + 1}: ")
+    (tmp_path / "elsewhere").mkdir()
+    moved = data.rename(tmp_path / "elsewhere" / data.name)
+    forbid_building(monkeypatch)
+    found = prepare(configure(tmp_path, moved, bad_rows="skip"), "train")
+    assert found.report.bad_examples[0].startswith(f"{moved}:{len(ROWS) + 1}: ")
+    assert found.report.dataset == str(moved)
+    assert found.where(0) == f"{moved}:1"
+
+
 def test_processes_that_come_at_once_do_the_work_once(tmp_path, data):
     config = configure(tmp_path, data)
     code = (

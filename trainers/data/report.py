@@ -55,7 +55,15 @@ class Report:
         count = self.bad_rows.get(bad.kind, 0)
         self.bad_rows[bad.kind] = count + 1
         if count < EXAMPLES:
-            self.bad_listed.append([_printable(where), bad.kind, _printable(bad.detail)])
+            self.bad_listed.append([_printable(where), bad.kind, _printable(bad.detail)[:300]])
+
+    def call(self, dataset: str, names: dict[str, str]) -> None:
+        """Puts other names of the data set and of its files, by those that they had, wherever they stand."""
+        self.dataset = dataset
+        now = {_printable(old): _printable(new) for old, new in names.items()}
+        for bad in self.bad_listed:
+            file, _, line = bad[0].rpartition(":")
+            bad[0] = f"{now.get(file, file)}:{line}"
 
     def merge(self, other: Report) -> None:
         """Adds the counts of the rows that follow."""
@@ -128,4 +136,4 @@ class Report:
 
 def _printable(text: str) -> str:
     """Text without control characters, for terminals and logs."""
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)[:300]
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
