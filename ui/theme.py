@@ -87,6 +87,7 @@ class Tunesmith(Base):
             "block_label_text_weight": "600",
             "button_large_text_weight": "600",
             "button_border_width": "1px",
+            "input_border_width": "1px",
             "layout_gap": "12px",
         }
         chosen = {name: light for name, (light, _) in light_and_dark.items()}

@@ -25,7 +25,7 @@ def difference(one: Finished, other: Finished) -> float:
 CHOICES = [(option, method) for option in ("gradient_checkpointing", "eager attention") for method in ("lora", "full")]
 
 
-@pytest.mark.parametrize(("option", "method"), mostly_long(CHOICES, [("gradient_checkpointing", "full")]))
+@pytest.mark.parametrize(("option", "method"), mostly_long(CHOICES, []))
 def test_the_curve_stays(option: str, method: str) -> None:
     changes: dict[str, Any] = {"attn_implementation": "eager"} if option == "eager attention" else {option: True}
     assert curve(run(1, method, True, **changes)).agrees(curve(run(1, method, True)))
@@ -51,6 +51,7 @@ def test_another_rate_leaves_the_band(method: str, rate: float) -> None:
     assert difference(run(1, method, True, learning_rate=rate), run(1, method, True)) > BF16_BAND[method]
 
 
+@long
 def test_compressed_gradients_train_and_are_named_as_outside_the_promise() -> None:
     finished = run(2, "full", True, ddp_comm_hook="fp16")
     assert "ddp_comm_hook=fp16" in finished.output

@@ -20,6 +20,8 @@ from trainers.export import export_again
 from trainers.strategies import load_strategy, strategy_names
 
 NEEDS_ACCELERATOR = {"fsdp2_offload"}
+# Under LoRA a grad_op, a stage 1 and an offload differ from these by what full training shows as well.
+WITH_LORA = ["fsdp1", "fsdp2", "hsdp", "zero2", "zero3"]
 STRATEGIES = [name for name in strategy_names() if name not in {"single", "ddp"} | NEEDS_ACCELERATOR]
 
 
@@ -44,7 +46,7 @@ def test_p2_full(name: str) -> None:
     assert curve(full(name)).agrees(reference("full", True))
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", mostly_long(STRATEGIES, WITH_LORA))
 def test_p2_lora(name: str) -> None:
     assert curve(lora(name)).agrees(reference("lora", False))
 
@@ -62,7 +64,7 @@ def test_what_was_asked_for_is_what_ran(name: str) -> None:
         assert re.search(r"mesh +\{'dp_replicate': 2, 'dp_shard': 2\}", said)
 
 
-@pytest.mark.parametrize("name", mostly_long(STRATEGIES, ["fsdp2", "zero2"]))
+@pytest.mark.parametrize("name", mostly_long(STRATEGIES, ["fsdp2"]))
 def test_p0_rerun_is_the_same_bit_for_bit(name: str) -> None:
     assert same_bits(lora(name), lora(name, again=1))
 
@@ -78,10 +80,14 @@ def test_resume_is_bit_exact(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_p4_plain_libraries_load_the_export(name: str) -> None:
     check_export(full(name), "full", True)
+
+
+@pytest.mark.parametrize("name", mostly_long(STRATEGIES, WITH_LORA))
+def test_p4_plain_libraries_load_the_adapter(name: str) -> None:
     check_export(lora(name), "lora", False)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", mostly_long(STRATEGIES, WITH_LORA))
 def test_p4_merged_adapters_are_the_trained_model(name: str, tmp_path: Path) -> None:
     export_again(lora(name).run, tmp_path / "merged", "merged", None)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager").eval()

@@ -69,7 +69,7 @@ class _Page:
         with gr.Column() as self.body:
             self._lay_out_body()
         self.digest = gr.Textbox(visible=False)
-        outputs = [self.head, self.details, self.body, *self.buttons.values(), self.digest]
+        outputs = [self.head, self.details, self.body, self.said, *self.buttons.values(), self.digest]
         gr.on(None, self.look, self.digest, outputs, **_QUIET)
         gr.Timer(_EVERY).tick(self.look, self.digest, outputs, **_QUIET)
         self._connect_simple()
@@ -98,25 +98,25 @@ class _Page:
     # -- what is shown -----------------------------------------------------------------------------------------------
 
     def look(self, digest: str | None, request: gr.Request) -> list[Any]:
-        """Head, details, body, buttons and digest; what has not changed is skipped."""
+        """Head, details, body, what was said, buttons and digest; what has not changed is skipped."""
         try:
             run = _run(self.here, request)
             seen = run_view(run, self.curves)
         except ConfigError as error:
             hidden = [gr.update(visible=False)] * len(self.buttons)
-            return [unknown(error.mistakes), "", gr.update(visible=False), *hidden, ""]
+            return [unknown(error.mistakes), "", gr.update(visible=False), "", *hidden, ""]
         parts = [headline(seen), details(seen, run_files(run)), " ".join(seen["actions"])]
         digests = [hashlib.sha256(part.encode()).hexdigest()[:12] for part in parts]
         before = str(digest or "").split(" ")
         before = before if len(before) == len(digests) else [""] * len(digests)
         if before == digests:
-            return [gr.skip()] * (len(self.buttons) + 4)
+            return [gr.skip()] * (len(self.buttons) + 5)
         fresh = [new != old for new, old in zip(digests, before, strict=True)]
         shown = [gr.update(visible=name in seen["actions"]) if fresh[2] else gr.skip() for name in self.buttons]
         first = gr.update(visible=True) if not before[0] else gr.skip()
-        return [
-            parts[0] if fresh[0] else gr.skip(), parts[1] if fresh[1] else gr.skip(), first, *shown, " ".join(digests),
-        ]  # fmt: skip
+        said = "" if before[2] and fresh[2] else gr.skip()  # of a state that is over
+        head, below = (part if new else gr.skip() for part, new in zip(parts[:2], fresh[:2], strict=True))
+        return [head, below, first, said, *shown, " ".join(digests)]
 
     # -- what is done ------------------------------------------------------------------------------------------------
 

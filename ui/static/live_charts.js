@@ -39,6 +39,7 @@ Object.assign(Live, (() => {
     dark: ["#5eead4", "#fbbf24", "#c4b5fd", "#fda4af", "#93c5fd", "#bef264", "#f0abfc", "#cbd5e1"] };
   const isDark = () => document.body.classList.contains("dark");
   const faint = (colour, share) => `${colour}${Math.round(share * 255).toString(16).padStart(2, "0")}`;
+  const alone = (line) => line.y.filter((value) => value != null).length === 1;  // a line of one point is invisible
   const AXIS = { step: ["step", numberText], tokens: ["tokens", numberText], elapsed_s: ["time trained", durationText] };
 
   /* One chart. `show` takes lines: {label, x, y, low, high, colour (index), faint, dots, axis}; and marks: [{x, label}]. */
@@ -67,7 +68,7 @@ Object.assign(Live, (() => {
         return [kept.map(([x]) => x), column(line.y), ...sides];
       });
       const data = uPlot.join(tables);
-      const key = JSON.stringify([axis, log, isDark(), used.map((line) => [line.label, !!line.low, line.colour, line.faint])]);
+      const key = JSON.stringify([axis, log, isDark(), used.map((line) => [line.label, !!line.low, line.colour, line.faint, alone(line)])]);
       if (key === this.key) this.plot.setData(data);
       else this.draw(used, data, axis, log, key);
       this.describe(used[0]);
@@ -93,7 +94,7 @@ Object.assign(Live, (() => {
         const colour = palette[line.colour % palette.length];
         const base = { spanGaps: true, value: (_, value) => numberText(value) };
         series.push({ ...base, label: line.label, stroke: line.faint ? faint(colour, 0.4) : colour, width: line.faint ? 1 : 1.8,
-          points: { show: !!line.dots, size: 5, fill: colour }, class: line.hidden ? "ts-quiet" : undefined });
+          points: { show: !!line.dots || alone(line), size: 5, fill: colour }, class: line.hidden ? "ts-quiet" : undefined });
         if (line.low) {
           bands.push({ series: [series.length + 1, series.length], fill: faint(colour, 0.16) });
           for (const side of ["low", "high"])
