@@ -6,8 +6,10 @@ The work is done by `trainers/data/preview.py` in processes that are kept for th
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
 import json
+import os
 import threading
 import time
 from collections import OrderedDict
@@ -221,6 +223,7 @@ class StatisticsJob:
 
 _jobs: OrderedDict[str, StatisticsJob] = OrderedDict()
 _jobs_lock = threading.Lock()
+_rows: dict[str, int] = {}  # by what decides them; a few bytes for each data set that was counted
 
 
 def statistics_key(config: TrainConfig) -> str:
@@ -267,7 +270,25 @@ def cancel_statistics(key: str) -> None:
             _counts.get().cancel()
 
 
+def known_rows(config: TrainConfig) -> int | None:
+    """Rows of the batches of an epoch, where they have been counted since the data last changed; else None."""
+    return _rows.get(_data_key(absolute_paths(config).model_dump()))
+
+
+def _data_key(values: Mapping[str, Any]) -> str:
+    """What decides how many rows there are: the options of data and tokenizer, the file's state, a split's seed."""
+    deciding = {one.name: values[one.name] for one in fields() if one.section in ("model", "data")}
+    for name in ("attn_implementation", "num_hidden_layers", "random_init", "dataset_num_proc", "group_by_length"):
+        del deciding[name]
+    with contextlib.suppress(OSError, ValueError):
+        status = os.stat(values["dataset_name"])
+        deciding["state"] = [status.st_size, status.st_mtime_ns]
+    deciding["seed"] = values["seed"] if values["eval_share"] else None
+    return json.dumps(deciding, sort_keys=True)
+
+
 def _count(job: StatisticsJob, values: dict[str, Any]) -> None:
+    key = _data_key(values)
     try:
         worker = _counts.get()
         for document in worker.ask({"ask": "statistics", "config": values}):
@@ -279,7 +300,8 @@ def _count(job: StatisticsJob, values: dict[str, Any]) -> None:
             job.statistics = document.get("statistics", job.statistics)
             if document.get("cancelled"):
                 job.state = "cancelled"
-        if job.state == "running":
+        if job.state == "running" and job.statistics:
+            _rows[key] = int(job.statistics["training_rows"])
             job.state = "done"
     except (ConfigError, WorkerDied, OSError) as error:
         job.mistakes = error.mistakes if isinstance(error, ConfigError) else str(error).splitlines()

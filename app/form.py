@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from app.console import shortened
+from app.data_view import known_rows
 from app.form_fields import as_texts, fields, names, text_of
 from app.launcher import by_hand_line
 from app.request import Job, Mistakes, job_of
@@ -44,7 +45,7 @@ class Numbers:
         tokens_per_step: tokens of a step at most.
         learning_rate: the peak rate after its scaling rule.
         epochs: passes over the data; None when `max_steps` decides.
-        steps_per_epoch: None while the number of rows is not known.
+        steps_per_epoch: None while the number of rows is not known; the Data page and `tunesmith data` count them.
         total_steps: None while neither is known.
     """
 
@@ -155,7 +156,6 @@ def preview(
     num_processes: int | str | None = None,
     roots: Sequence[Path] | None = None,
     remote_code: bool = False,
-    rows: int | None = None,
 ) -> Preview:
     """What a request would do, with every mistake at once. Starts and writes nothing.
 
@@ -167,7 +167,6 @@ def preview(
         num_processes: processes on a machine without GPUs.
         roots: folders in which files may lie; None allows every path.
         remote_code: whether `trust_remote_code` may be on.
-        rows: training rows (packed ones when packing), when they are known.
     """
     mistakes = Mistakes()
     given = {"preset": preset, "strategy": strategy, "gpus": gpus or None, "num_processes": num_processes}
@@ -187,7 +186,7 @@ def preview(
         lines = _remote_code(job.config, remote_code)
     if lines or not job:
         return Preview(by_field(lines, launch.get("strategy", "")))
-    return _shown(job, texts, launch.get("strategy"), rows)
+    return _shown(job, texts, launch.get("strategy"))
 
 
 def _texts(values: Mapping[str, Any], mistakes: Mistakes) -> dict[str, str]:
@@ -258,7 +257,7 @@ def by_field(lines: Sequence[str], strategy: str = "") -> dict[str, list[str]]:
     return grouped
 
 
-def _shown(job: Job, texts: Mapping[str, str], strategy: str | None, rows: int | None) -> Preview:
+def _shown(job: Job, texts: Mapping[str, str], strategy: str | None) -> Preview:
     config, warnings = job.config, list(job.warnings)
     words = _words(config, texts)
     named = strategy or job.strategy.name
@@ -270,7 +269,7 @@ def _shown(job: Job, texts: Mapping[str, str], strategy: str | None, rows: int |
             f"`accelerate launch` takes strategy {job.strategy.name} only with {load_strategy(named).num_processes} "
             "processes, as its file says; the command shown is `tunesmith train`, which fits it"
         )
-    return Preview({}, warnings, _numbers(job, rows), dump_yaml(config), command, job)
+    return Preview({}, warnings, _numbers(job), dump_yaml(config), command, job)
 
 
 def _words(config: TrainConfig, texts: Mapping[str, str]) -> list[str]:
@@ -303,8 +302,8 @@ def _own_command(strategy: str, job: Job, words: Sequence[str]) -> str:
     return shlex.join([*program, "train", "--strategy", strategy, *devices, *words])
 
 
-def _numbers(job: Job, rows: int | None) -> Numbers:
-    config, ranks = job.config, job.strategy.data_parallel_size
+def _numbers(job: Job) -> Numbers:
+    config, ranks, rows = job.config, job.strategy.data_parallel_size, known_rows(job.config)
     per_epoch = math.ceil(rows / config.global_batch_size) if rows else None
     total = config.max_steps or (math.ceil(config.num_train_epochs * per_epoch) if per_epoch else None)
     return Numbers(

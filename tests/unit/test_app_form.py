@@ -153,8 +153,9 @@ def test_a_script_gets_what_a_person_sees(tmp_path: Path) -> None:
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_derived_numbers() -> None:
-    shown = preview({"global_batch_size": "32", "per_device_train_batch_size": 4}, **CPU, rows=100)
+def test_the_derived_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.form.known_rows", lambda config: 100)
+    shown = preview({"global_batch_size": "32", "per_device_train_batch_size": 4}, **CPU)
     assert shown.numbers
     assert (shown.numbers.accumulation_steps, shown.numbers.data_parallel_size) == (4, 2)
     assert shown.numbers.tokens_per_step == 32 * 256

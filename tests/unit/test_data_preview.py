@@ -19,11 +19,13 @@ from app.data_view import (
     cancel_statistics,
     close_data,
     data_config,
+    known_rows,
     open_data,
     row_number,
     start_statistics,
     statistics_job,
 )
+from app.form import preview as form_preview
 from app.worker import Worker
 from trainers.config import ConfigError, TrainConfig, build
 from trainers.data import preview
@@ -269,6 +271,13 @@ def test_a_count_in_the_background_serves_the_training(tmp_path: Path) -> None:
     until(lambda: job.state not in ("waiting", "running"))
     assert job.state == "done", job.mistakes
     assert job.statistics is not None
+    assert known_rows(config) == job.statistics["training_rows"] > 0
+    assert known_rows(config.model_copy(update={"learning_rate": 0.5})) == known_rows(config)
+    assert known_rows(config.model_copy(update={"max_length": config.max_length // 2})) is None, "control"
+    typed = {name: value for name, value in config.model_dump(exclude_defaults=True).items() if name != "preset"}
+    numbers = form_preview(typed, num_processes=1).numbers
+    assert numbers
+    assert numbers.total_steps == job.statistics["total_steps"] > 0
     folder = prepare(config, "train").folder
     made = folder.stat().st_mtime_ns
     assert prepare(config, "train").folder.stat().st_mtime_ns == made

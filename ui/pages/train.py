@@ -23,7 +23,7 @@ from app.form import (
     read_text,
     starting_values,
 )
-from app.form_choices import gpu_choices, strategy_choices
+from app.form_choices import GpuChoice, gpu_choices, strategy_choices
 from app.form_fields import FormField
 from app.hardware import CPU_PROCESSES
 from app.training import CheckBroke
@@ -69,9 +69,17 @@ def _heading(words: str) -> None:
     gr.HTML(element("h2", words), apply_default_css=False)
 
 
+def _free(gpus: Sequence[GpuChoice]) -> list[str]:
+    return [str(one.index) for one in gpus if not one.holder]
+
+
 def _refusal(error: Exception) -> gr.Error:
     """The error as the page, or a script, is told."""
     return gr.Error(str(error), print_exception=False)
+
+
+_DEVICES = 3
+"""Where the devices stand among what `prefill` fills."""
 
 
 class _Form:
@@ -83,7 +91,7 @@ class _Form:
 
     def __init__(self, here: Here):
         self.here = here
-        self.gpus = gpu_choices()
+        self.gpus = gpu_choices()  # which there are; `prefill` tells who holds them when the page is opened
         self.fields: list[FormField] = []
         self.options: list[gr.components.Component] = []
 
@@ -134,7 +142,7 @@ class _Form:
             )  # fmt: skip
             if self.gpus:
                 self.devices: gr.components.Component = gr.CheckboxGroup(
-                    gpu_labels(self.gpus), value=self._free_gpus(), label="GPUs", info="None ticked means all of them.",
+                    gpu_labels(self.gpus), value=_free(self.gpus), label="GPUs", info="None ticked means all of them.",
                     elem_id="opt-gpus", elem_classes=["ts-field"], min_width=260,
                 )  # fmt: skip
             else:
@@ -143,9 +151,6 @@ class _Form:
                     max_lines=1, elem_id="opt-gpus", elem_classes=["ts-field"], min_width=260,
                 )  # fmt: skip
         self.strategy_note = gr.HTML("", elem_id="strategy-note", apply_default_css=False)
-
-    def _free_gpus(self) -> list[str]:
-        return [str(one.index) for one in self.gpus if not one.holder]
 
     def lay_out_preview(self) -> None:
         """What stands beside the form."""
@@ -287,12 +292,20 @@ class _Form:
         query = dict(request.query_params)
         try:
             if query.get("clone"):
-                return self._filled(clone(query["clone"], self.here.runs_dir), devices=True)
+                return self._with_gpus(self._filled(clone(query["clone"], self.here.runs_dir), devices=True))
             if query.get("preset"):
-                return self._filled(Choices(query["preset"]), devices=False)
+                return self._with_gpus(self._filled(Choices(query["preset"]), devices=False))
         except ConfigError as error:
             raise _refusal(error) from None
-        return [gr.skip()] * (4 + len(self.fields))
+        return self._with_gpus([gr.skip()] * (4 + len(self.fields)))
+
+    def _with_gpus(self, updates: list[Any]) -> list[Any]:
+        """The same, and the GPUs with who holds each now; those that are free are ticked unless a run chose others."""
+        if self.gpus:
+            now, chosen = gpu_choices(), updates[_DEVICES]
+            ticked = chosen if isinstance(chosen, list) else _free(now)
+            updates[_DEVICES] = gr.update(choices=gpu_labels(now), value=ticked)
+        return updates
 
     def start(self, preset: str, strategy: str | None, devices: Any, *raw: Any) -> Iterator[list[Any]]:
         """Starts the run; shows the check's progress, and its mistakes."""

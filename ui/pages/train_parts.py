@@ -144,7 +144,7 @@ def _length(derived: Numbers) -> str:
     if derived.epochs is None:
         return f"{derived.total_steps:,} steps"
     epochs = f"{derived.epochs:g} epoch{'s' * (derived.epochs != 1)}"
-    return f"{epochs} = {derived.total_steps:,} steps" if derived.total_steps else epochs
+    return f"{epochs} = {derived.total_steps:,} steps" if derived.total_steps else f"{epochs}; steps: see Data"
 
 
 def copied_text(name: str, words: str, file: str | None = None) -> Html:
