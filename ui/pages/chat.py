@@ -59,8 +59,8 @@ class Page:
                 info="Held while loaded.",
             )  # fmt: skip
         with gr.Row():
-            self.load_button = gr.Button("Load", size="md", min_width=110)
-            self.free_button = gr.Button("Free", size="md", min_width=110)
+            self.load_button = gr.Button("Load", size="md", min_width=110, scale=0)
+            self.free_button = gr.Button("Free", size="md", min_width=110, scale=0)
         self.status = gr.HTML(
             _status(self.chats.state()), padding=False, apply_default_css=False, elem_id="chat-status"
         )
@@ -72,9 +72,9 @@ class Page:
             placeholder="Enter sends, Shift+Enter starts a new line", submit_btn=False,
         )  # fmt: skip
         with gr.Row():
-            self.send_button = gr.Button("Send", variant="primary", size="md", min_width=110)
-            self.stop_button = gr.Button("Stop", variant="stop", size="md", min_width=110)
-            self.clear_button = gr.Button("Clear", size="md", min_width=110, elem_id="chat-clear")
+            self.send_button = gr.Button("Send", variant="primary", size="md", min_width=160, scale=0)
+            self.stop_button = gr.Button("Stop", size="md", min_width=110, scale=0)
+            self.clear_button = gr.Button("Clear", size="md", min_width=110, scale=0, elem_id="chat-clear")
         self._lay_out_options()
         self._tie()
 

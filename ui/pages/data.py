@@ -72,9 +72,9 @@ class _Page:
         self.asked = gr.Textbox("", visible=False, label="asked for by the address")
         self.source = gr.HTML("", elem_id="data-source", padding=False, apply_default_css=False)
         with gr.Row():
-            self.show = gr.Button("Show", variant="primary", elem_id="data-show", scale=0, min_width=160)
+            self.show = gr.Button("Show", variant="primary", elem_id="data-show", size="md", scale=0, min_width=160)
             self.upload = gr.UploadButton(
-                "Upload data", file_types=list(ENDINGS), elem_id="upload-data", scale=0, min_width=160
+                "Upload data", file_types=list(ENDINGS), elem_id="upload-data", size="md", scale=0, min_width=160
             )
         self.mistakes = gr.HTML(mistakes_panel([]), elem_id="data-mistakes", padding=False, apply_default_css=False)
         with gr.Row():
@@ -83,8 +83,8 @@ class _Page:
             with gr.Column(scale=2, min_width=300):
                 gr.HTML("<h2>Statistics</h2>", padding=False, apply_default_css=False)
                 with gr.Row():
-                    self.count = gr.Button("Count everything", elem_id="data-count", min_width=120)
-                    self.cancel = gr.Button("Cancel", elem_id="data-cancel", min_width=120)
+                    self.count = gr.Button("Count everything", elem_id="data-count", size="md", min_width=190, scale=0)
+                    self.cancel = gr.Button("Cancel", elem_id="data-cancel", size="md", min_width=110, scale=0)
                 self.statistics = gr.HTML(
                     statistics_panel(None), elem_id="data-statistics", padding=False, apply_default_css=False
                 )
@@ -97,9 +97,9 @@ class _Page:
             info="Rows of the batches are packed when packing is on; the whole data set is counted for them.",
         )  # fmt: skip
         with gr.Row(elem_id="data-pager"):
-            self.row = gr.Textbox("0", label="First row", max_lines=1, elem_id="data-row", min_width=100)
-            self.previous = gr.Button("Previous", elem_id="data-previous", min_width=90)
-            self.next = gr.Button("Next", elem_id="data-next", min_width=90)
+            self.row = gr.Textbox("0", label="First row", max_lines=1, elem_id="data-row", scale=0, min_width=160)
+            self.previous = gr.Button("Previous", elem_id="data-previous", size="md", min_width=110, scale=0)
+            self.next = gr.Button("Next", elem_id="data-next", size="md", min_width=110, scale=0)
         self.rows = gr.HTML(
             note("Choose data and press Show; the first look takes some seconds."), elem_id="data-rows", padding=False,
             apply_default_css=False,
