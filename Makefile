@@ -8,7 +8,7 @@ TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-browser parity lint clean
+.PHONY: setup demo test test-browser parity faults lint clean
 
 setup: $(STAMP)
 
@@ -43,6 +43,9 @@ test-browser: setup
 	  || { sudo -n apt-get update -q && sudo -n apt-get install -y -q chromium; } \
 	  || $(BIN)/playwright install chromium
 	$(BIN)/python -m pytest tests/browser
+
+faults: setup
+	$(BIN)/python -m pytest tests/faults -m ""
 
 parity: setup
 	$(BIN)/python -m pytest tests/parity -m ""

@@ -26,7 +26,7 @@ from trainers.options import Request
 from trainers.run_folder import END_STATES, RunFolder, register, unregister, write_atomic
 
 OWN = ("config.yaml", "accelerate.yaml", "command.txt", "state.json", "heartbeat", "metrics.jsonl", "log.txt",
-       "checkpoints", "model", "export-full", "export-merged", "export-adapter", "stop", ".lock")  # fmt: skip
+       "checkpoints", "model", "export-full", "export-merged", "export-adapter", "stop", "save", ".lock")  # fmt: skip
 """What Tunesmith itself puts into a run folder; nothing else in it is ever deleted."""
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -41,7 +41,7 @@ def allowed(run: RunFolder) -> list[str]:
     if state == "queued":
         return ["cancel", "move_up", "move_down", "clone"]
     if state not in END_STATES:
-        return ["stop", "stop_without_saving", "clone"]
+        return ["stop", *([] if state == "stopping" else ["save"]), "stop_without_saving", "clone"]
     exports = ["export"] if last_checkpoint(run) else []
     return [*(["resume"] if state != "done" else []), *exports, "clone", "rename", "delete"]
 
@@ -55,6 +55,12 @@ def stop(run: RunFolder, save: bool = True) -> None:
     """
     if true_state(run)["state"] not in END_STATES:
         run.ask_stop(save)
+
+
+def save(run: RunFolder) -> None:
+    """Asks a run to save after its current step and go on, and returns at once; nothing happens when it has ended."""
+    if true_state(run)["state"] not in (*END_STATES, "queued"):
+        run.ask_save()
 
 
 def resume(run: RunFolder, words: Words | None = None) -> dict[str, Any]:

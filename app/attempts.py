@@ -10,7 +10,7 @@ from typing import Any
 from app.hardware import Devices, find_gpus
 from app.launcher import launch_argv
 from app.runs import last_checkpoint, saved_step
-from app.supervisor import POLL, Listener, StopSignals, supervise
+from app.supervisor import POLL, Listener, RunSignals, supervise
 from trainers.device_locks import Held, Need, enqueue, give_up, try_take, who_has
 from trainers.run_folder import Process, RunFolder, log_line, read_json
 
@@ -30,7 +30,8 @@ def run_to_end(
 ) -> dict[str, Any]:
     """Trains a run whose folder is written, and publishes how it ended.
 
-    SIGINT, SIGTERM and SIGHUP to this process (when called in its main thread) ask the ranks to save and stop.
+    SIGINT, SIGTERM and SIGHUP to this process (when called in its main thread) ask the ranks to save and stop,
+    SIGUSR1 to save and go on.
 
     Args:
         run: held by the caller (`RunFolder.hold`).
@@ -44,7 +45,7 @@ def run_to_end(
     Returns:
         The final state. No process of the run lives any more, and its GPUs are free.
     """
-    with StopSignals() as signals:
+    with RunSignals() as signals:
         attempts = _Attempts(run, devices, env, _noting(run, on_event), signals)
         held = Held({}) if share_gpus else attempts.wait()
         if held is None:
@@ -80,7 +81,7 @@ def need_of(devices: Devices) -> Need:
 
 class _Attempts:
     def __init__(
-        self, run: RunFolder, devices: Devices, env: Mapping[str, str], on_event: Listener, signals: StopSignals
+        self, run: RunFolder, devices: Devices, env: Mapping[str, str], on_event: Listener, signals: RunSignals
     ):
         self.run, self.devices, self.env, self.on_event, self.signals = run, devices, env, on_event, signals
 

@@ -18,7 +18,7 @@ from typing import IO, Any
 from app.causes import cause_of, sharpened
 from app.processes import Descendants, adopting_orphans
 from app.runs import saved_step
-from trainers.run_folder import Process, RunFolder, log_line, now, secrets_in
+from trainers.run_folder import Process, RunFolder, log_line, now, read_json, secrets_in
 
 POLL = 0.2
 LOOK = 2.0
@@ -35,17 +35,20 @@ Listener = Callable[[str, str], None]
 """Called with `tick` and nothing several times a second, and with `note` and a line for the user."""
 
 
-class StopSignals:
-    """Counts the signals that ask for a stop; restores the old handlers at the end. For the main thread."""
+class RunSignals:
+    """Notes the signals that ask to stop, and SIGUSR1, which asks to save; restores the old handlers at the end.
 
-    WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    For the main thread.
+    """
+
+    WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
     def __init__(self) -> None:
         self.seen: list[int] = []
         self.handled = 0
         self.old: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> StopSignals:
+    def __enter__(self) -> RunSignals:
         if threading.current_thread() is threading.main_thread():
             self.old = {number: signal.signal(number, self._note) for number in self.WATCHED}
         return self
@@ -58,12 +61,16 @@ class StopSignals:
             signal.signal(number, handler)
 
     def pass_on(self, run: RunFolder, on_event: Listener) -> None:
-        """Turns new signals into a stop request."""
-        if len(self.seen) == self.handled:
-            return
-        again, self.handled = self.handled > 0, len(self.seen)
-        run.ask_stop()
-        on_event("note", "already stopping: the ranks are saving" if again else "stopping: the ranks save first")
+        """Turns new signals into requests."""
+        fresh, earlier = self.seen[self.handled :], self.seen[: self.handled]
+        self.handled += len(fresh)
+        if signal.SIGUSR1 in fresh:
+            run.ask_save()
+            on_event("note", "asked to save: the ranks do so after their current step, and go on")
+        if any(number != signal.SIGUSR1 for number in fresh):
+            run.ask_stop()
+            again = any(number != signal.SIGUSR1 for number in earlier)
+            on_event("note", "already stopping: the ranks are saving" if again else "stopping: the ranks save first")
 
 
 def supervise(
@@ -71,7 +78,7 @@ def supervise(
     argv: Sequence[str],
     env: Mapping[str, str],
     on_event: Listener,
-    signals: StopSignals,
+    signals: RunSignals,
     grace: float = 60.0,
     descriptors: Sequence[int] = (),
 ) -> dict[str, Any]:
@@ -102,7 +109,7 @@ class _Supervision:
         env: Mapping[str, str],
         on_event: Listener,
         grace: float,
-        signals: StopSignals,
+        signals: RunSignals,
         descriptors: Sequence[int],
     ):
         self.run, self.argv, self.env, self.descriptors = run, argv, env, descriptors
@@ -111,13 +118,15 @@ class _Supervision:
         self.stop_at: float | None = None
         self.exit_at: float | None = None
         self.end_at: float | None = None
-        self.beat: tuple[str, ...] = ()
+        self.beat: tuple[Any, ...] = ()
         self.beat_at = 0.0
         self.log_start = run.log.stat().st_size if run.log.exists() else 0
         self.overdue, self.look_at = False, 0.0
 
     def go(self) -> dict[str, Any]:
         self._announce()
+        # The launcher would die of a SIGUSR1; the ranks unblock it. A supervisor handles it in its own loop.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
         try:
             launcher = subprocess.Popen(
                 list(self.argv), env=dict(self.env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -125,6 +134,8 @@ class _Supervision:
             )  # fmt: skip
         except OSError as error:
             return {"state": "failed", "cause": f"the launcher could not be started: {error.strerror}"}
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self.descendants.waited_for = launcher.pid
         reader = threading.Thread(target=self._copy_log, args=(launcher.stdout,), daemon=True)
         reader.start()
@@ -202,13 +213,11 @@ class _Supervision:
         return min(limits)
 
     def _feel_pulse(self, clock: float) -> None:
-        """Notes when a heartbeat last moved."""
-        beats: list[str] = []
-        for path in sorted(self.run.heartbeats.glob("rank-*.json")):
-            with contextlib.suppress(OSError, UnicodeDecodeError):
-                beats.append(path.read_text(encoding="utf-8"))
-        if tuple(beats) != self.beat:
-            self.beat, self.beat_at = tuple(beats), clock
+        """Notes when a rank last moved; that it writes its heartbeat only tells that it lives."""
+        files = (read_json(path) or {} for path in sorted(self.run.heartbeats.glob("rank-*.json")))
+        beat = tuple((one.get("section"), one.get("step"), one.get("passed")) for one in files)
+        if beat != self.beat:
+            self.beat, self.beat_at = beat, clock
 
     def _named(self) -> list[Process]:
         try:

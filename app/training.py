@@ -269,7 +269,8 @@ def write_folder(job: Job) -> None:
     write_atomic(run.config, dump_yaml(job.config))
     write_atomic(run.accelerate, job.strategy.dump())
     write_atomic(run.command, command_line(run, job.devices) + "\n")
-    run.stop_request.unlink(missing_ok=True)
+    for request in (run.stop_request, run.save_request):
+        request.unlink(missing_ok=True)
     register_outside(run, job.config.runs_dir)
 
 

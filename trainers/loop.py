@@ -7,12 +7,12 @@ for step in steps:
     for each micro-batch:                                          (only the last one sums gradients over ranks)
         loss = sum over trained tokens                          -> forward
         gradients of loss / trained tokens of the global batch  -> backward
-    sum loss and stop requests over the ranks                   -> all-reduce  (every rank now decides alike)
+    sum loss and requests over the ranks                        -> all-reduce  (every rank now decides alike)
     stop here, before the update, if a number is not finite     -> FAILED
     clip, set the rate of this step, update                     -> step
     log a row, every logging_steps                              -> LOG
     evaluate, every eval_steps; save if it is the best          -> evaluation, SAVE
-    save, every save_steps                                      -> SAVE
+    save, every save_steps, or if any rank was asked to         -> SAVE
     save (unless it was asked not to) and leave, if any rank was asked to stop  -> SAVE, STOPPED
     leave, if evaluations stopped improving
 evaluate and save, unless the last step did
@@ -36,11 +36,12 @@ from trainers.checkpoint import Checkpoints, Progress
 from trainers.config import TrainConfig
 from trainers.data.batches import MicroBatch, Rows, StepBatch, TrainPlan, evaluation_batches
 from trainers.errors import TrainingError
+from trainers.heartbeat import Heartbeat
 from trainers.metrics import MetricsFile, Window, memory_gib, peak_flops, step_flops
 from trainers.models import compute_dtype, matmul_parameters
 from trainers.parallel.backend import Backend, set_rate
 from trainers.parallel.ranks import Ranks
-from trainers.run_folder import Heartbeat, RunFolder
+from trainers.run_folder import RunFolder
 from trainers.schedule import learning_rate
 from trainers.startup import end_with_launcher
 
@@ -87,23 +88,32 @@ class Outcome:
     results: dict[str, Any] = field(default_factory=dict)
 
 
-class StopRequest:
-    """Whether this rank was asked to stop: a signal, the control file (seen by rank 0), or its launcher's death."""
+class Requests:
+    """What this rank was asked to do: by a signal, by a control file (seen by rank 0), or by its launcher's death.
+
+    SIGTERM, SIGINT and SIGHUP ask to save and stop, SIGUSR1 to save and go on.
+    """
 
     def __init__(self, job: Job):
-        self.job, self.signal = job, ""
+        self.job, self.signal, self.save = job, "", False
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-                signal.signal(number, self._note)
+                signal.signal(number, self._stop)
+        signal.signal(signal.SIGUSR1, self._save)
         end_with_launcher(False)  # from here on `orphaned` sees it, and the run is saved first
 
-    def _note(self, number: int, frame: Any) -> None:
+    def _stop(self, number: int, frame: Any) -> None:
         self.signal = signal.Signals(number).name
 
-    def asked(self) -> tuple[bool, bool]:
-        """Whether this rank was asked to stop, and whether without saving; once true it stays true."""
-        saves = self.job.run.stop_asked() if self.job.ranks.is_main else None
-        return bool(self.signal) or saves is not None or self.orphaned(), saves is False
+    def _save(self, number: int, frame: Any) -> None:
+        self.save = True
+
+    def asked(self) -> tuple[bool, bool, bool]:
+        """Whether to stop, whether to stop without saving (both stay true), and whether to save now (told once)."""
+        run, main = self.job.run, self.job.ranks.is_main
+        saves = run.stop_asked() if main else None
+        save_now, self.save = self.save or (main and run.take_save_request()), False
+        return bool(self.signal) or saves is not None or self.orphaned(), saves is False, save_now
 
     def orphaned(self) -> bool:
         """True when the launcher died: nobody would end this rank, so it must end itself."""
@@ -119,9 +129,10 @@ class StepResult:
     rate: float
     stop: bool
     discard: bool
+    save: bool
 
 
-def train_step(job: Job, batch: StepBatch, step: int, stop: StopRequest) -> StepResult:
+def train_step(job: Job, batch: StepBatch, step: int, requests: Requests) -> StepResult:
     """One optimizer step on this rank's share of the global batch.
 
     Raises:
@@ -139,16 +150,17 @@ def train_step(job: Job, batch: StepBatch, step: int, stop: StopRequest) -> Step
             job.heartbeat.at("backward", step)
             backend.backward(loss * _share(job, batch, micro))
     job.heartbeat.at("all-reduce", step)
-    summed = job.ranks.sum(torch.stack([total, *(torch.full_like(total, float(asked)) for asked in stop.asked())]))
+    asked = [torch.full_like(total, float(one)) for one in requests.asked()]
+    summed = job.ranks.sum(torch.stack([total, *asked]))
     norm = backend.clip(job.config.max_grad_norm or math.inf)
-    # The one host sync of the step: loss, stop requests and norm come over together.
+    # The one host sync of the step: loss, requests and norm come over together.
     found = torch.cat([summed, torch.as_tensor(norm, device=device).float().reshape(1)])
-    loss_sum, stops, discards, grad_norm = found.tolist()
+    loss_sum, stops, discards, saves, grad_norm = found.tolist()
     loss_mean = loss_sum / max(batch.trained_tokens, 1)
-    _refuse_not_finite(job, step, loss_mean, grad_norm)
+    _refuse_not_finite(job, step, loss_mean, grad_norm, total)
     job.heartbeat.at("step", step)
     backend.step()
-    return StepResult(loss_mean, grad_norm, rate, stops > 0, discards > 0)
+    return StepResult(loss_mean, grad_norm, rate, stops > 0, discards > 0, saves > 0)
 
 
 def _share(job: Job, batch: StepBatch, micro: MicroBatch) -> float:
@@ -161,14 +173,20 @@ def _share(job: Job, batch: StepBatch, micro: MicroBatch) -> float:
     return job.plan.world / max(batch.trained_tokens, 1)
 
 
-def _refuse_not_finite(job: Job, step: int, loss: float, grad_norm: float) -> None:
+def _refuse_not_finite(job: Job, step: int, loss: float, grad_norm: float, own_loss: torch.Tensor) -> None:
+    """Stops every rank alike; the ranks tell each other whose loss it was only when there is something to tell."""
     scaled = job.config.mixed_precision == "fp16"  # its loss scaling meets infinite gradients and skips the step
     if math.isfinite(loss) and (scaled or math.isfinite(grad_norm)):
         return
-    places = ", ".join(job.plan.rows.places(job.plan.rows_of(step))[:6])
+    fine = job.ranks.gather(math.isfinite(own_loss.item()))
+    wrong = [rank for rank, good in enumerate(fine) if not good] or list(range(job.ranks.world))
+    whose = f"rank {wrong[0]}" if len(wrong) == 1 else f"ranks {', '.join(map(str, wrong))}"
+    places = [place for rank in wrong for rows in job.plan.shares(step, rank) for place in job.plan.rows.places(rows)]
+    more = f" and {len(places) - 6} more" if len(places) > 6 else ""
     raise TrainingError(
-        f"step {step + 1}: loss {loss}, gradient norm {grad_norm}, in the batch from {places}, …; no weight was "
-        "updated; lower learning_rate, look at those rows, or use mixed_precision bf16 or no"
+        f"step {step + 1}: loss {loss}, gradient norm {grad_norm}, on {whose}, in the batch from "
+        f"{', '.join(places[:6])}{more}; no weight was updated; lower learning_rate, look at those rows, "
+        "or use mixed_precision bf16 or no"
     )
 
 
@@ -229,7 +247,7 @@ class Fit:
     def run(self) -> Outcome:
         """Trains from the progress in hand to the end, or until asked to stop."""
         job, plan = self.job, self.job.plan
-        stop = StopRequest(job)
+        requests = Requests(job)
         job.backend.model.train()
         job.report(state="running", step=self.progress.step, total_steps=plan.total_steps)
         if job.config.eval_on_start and job.eval_rows is not None and self.progress.step == 0:
@@ -244,11 +262,11 @@ class Fit:
             job.heartbeat.at("data", step)
             with self.window.waiting():
                 batch = next(batches)
-            result = train_step(job, batch, step, stop)
+            result = train_step(job, batch, step, requests)
             self._after_step(batch, result)
             if result.stop:
                 batches.close()
-                return self._leave_unsaved() if result.discard else self._stop(stop)
+                return self._leave_unsaved() if result.discard else self._stop(requests)
         return self._finish(None)
 
     def _after_step(self, batch: StepBatch, result: StepResult) -> None:
@@ -261,7 +279,7 @@ class Fit:
             self._log(result)
         if config.eval_steps and progress.step % config.eval_steps == 0 and self.job.eval_rows is not None:
             self._evaluate()
-        if config.save_steps and progress.step % config.save_steps == 0:
+        if result.save or (config.save_steps and progress.step % config.save_steps == 0):
             self._save()
 
     def _log(self, result: StepResult) -> None:
@@ -326,13 +344,13 @@ class Fit:
             self.job.checkpoints.save(self.job.backend, buffers, so_far)
         self.saved_at = self.progress.step
 
-    def _stop(self, stop: StopRequest) -> Outcome:
+    def _stop(self, requests: Requests) -> Outcome:
         self._save()
         step, total = self.progress.step, self.job.plan.total_steps
-        asked = self.job.ranks.gather(stop.signal)
+        asked = self.job.ranks.gather(requests.signal)
         who = next((f"{name} on rank {rank}" for rank, name in enumerate(asked) if name), "a stop request")
         # A launcher that was asked to stop may be gone first; then it is a stop all the same.
-        if any(self.job.ranks.gather(stop.orphaned())) and not any(asked):
+        if any(self.job.ranks.gather(requests.orphaned())) and not any(asked):
             cause = f"the launcher was killed; saved at step {step} of {total}; resume goes on from there"
             return Outcome("failed", cause, self.progress, self.results)
         cause = f"stopped by {who} at step {step} of {total}; its checkpoint is saved; resume goes on from there"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import json
@@ -10,7 +9,6 @@ import os
 import re
 import secrets
 import socket
-import time
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,7 +20,6 @@ from trainers.config import ConfigError
 from trainers.log_tee import log_line, secrets_in
 
 __all__ = [
-    "Heartbeat",
     "Process",
     "RunFolder",
     "log_line",
@@ -146,6 +143,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"
         self.stop_request = self.path / "stop"
+        self.save_request = self.path / "save"
         self.lock = self.path / ".lock"
 
     @property
@@ -257,33 +255,16 @@ class RunFolder:
             return None
         return (read_json(self.stop_request) or {}).get("save") is not False
 
+    def ask_save(self) -> None:
+        """Asks the ranks to save at the next step and go on; asking twice before that is the same."""
+        write_json(self.save_request, {"time": now()})
 
-class Heartbeat:
-    """Writes `heartbeat/rank-N.json`: the step and the section that this rank is in.
-
-    Args:
-        folder: the run folder.
-        rank: global rank.
-        interval: least seconds between two writes; a step may be much shorter.
-    """
-
-    def __init__(self, folder: RunFolder, rank: int, interval: float = 1.0):
-        self.path = folder.heartbeats / f"rank-{rank}.json"
-        self.interval = interval
-        self.beat = {**Process.of("rank", rank).as_json(), "host": socket.gethostname(), "step": 0, "section": "start"}
-        self.written = 0.0
-
-    def at(self, section: str, step: int) -> None:
-        """Notes where this rank is."""
-        self.beat.update(section=section, step=step)
-        if time.monotonic() - self.written >= self.interval:
-            self.flush()
-
-    def flush(self) -> None:
-        """Writes now."""
-        self.written = time.monotonic()
-        with contextlib.suppress(OSError):  # a full disk must not end the run through its heartbeat
-            write_json(self.path, {**self.beat, "time": now()})
+    def take_save_request(self) -> bool:
+        """Whether a save was asked for since the last look. For rank 0 alone."""
+        asked = self.save_request.exists()
+        if asked:
+            self.save_request.unlink(missing_ok=True)
+        return asked
 
 
 def state_folder() -> Path:

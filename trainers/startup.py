@@ -119,6 +119,12 @@ def end_with_launcher(on: bool) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM if on else 0)  # 1: PR_SET_PDEATHSIG
 
 
+def hear_save_requests_later() -> None:
+    """SIGUSR1 asks to save; until there is something to save it is passed over, and would end the process."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])  # the supervisor blocks it for its launcher
+
+
 def write_run_files(run: RunFolder, config: TrainConfig, strategy: Strategy) -> None:
     """Writes config, strategy and command of a run that no supervisor prepared."""
     write_atomic(run.config, dump_yaml(absolute_paths(config)))

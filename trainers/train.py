@@ -8,6 +8,7 @@ The Accelerate file says how the model is spread; the options (`trainers/config.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
@@ -24,13 +25,14 @@ from trainers.gpus import find_gpus, gpu_count
 from trainers.log_tee import start_tee, without_secrets
 from trainers.options import Request, parse_request
 from trainers.preflight import check, describe_plan, machine_mistakes, make_rows, plan_training
-from trainers.run_folder import Heartbeat, Process, RunFolder, now, register_outside
+from trainers.run_folder import Process, RunFolder, now, register_outside
 from trainers.startup import (
     Launch,
     asked_strategy,
     check_one_root,
     find_launch,
     give_way,
+    hear_save_requests_later,
     open_run,
     rank_of_environment,
     write_run_files,
@@ -40,6 +42,7 @@ from trainers.strategies import Strategy, cannot_run
 
 def main(argv: list[str]) -> int:
     """Parses, opens the run folder, trains; returns the exit status: 0 done or stopped, 1 failed, 2 wrong request."""
+    hear_save_requests_later()
     try:
         check_one_root()
         request = parse_request(argv)
@@ -139,6 +142,7 @@ def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
     from trainers import build
     from trainers.checkpoint import Progress, base_digest, kept_buffers
     from trainers.export import export_checkpoint, export_kind
+    from trainers.heartbeat import Heartbeat
     from trainers.loop import Fit, Job
     from trainers.metrics import memory_gib
     from trainers.self_check import check as check_asked
@@ -173,22 +177,23 @@ def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
         plan=plan,
         eval_rows=make_rows(config, eval_data, tokenizer.pad_token_id) if eval_data else None,
         checkpoints=checkpoints,
-        heartbeat=Heartbeat(run, ranks.rank),
+        heartbeat=Heartbeat(run, ranks.rank, config.hang_timeout),
         metrics=build.metrics_file(run, attempt) if main_rank else None,
         report=reporter.state,
         show=reporter.row,
         launcher=launch.parent,
     )
-    outcome = Fit(job, progress, folder).run()
-    del backend, loss  # the wrapper must not outlive the process group
-    build.tear_down(accelerator, ranks, job)
+    with contextlib.closing(job.heartbeat):
+        outcome = Fit(job, progress, folder).run()
+        del backend, loss  # the wrapper must not outlive the process group
+        build.tear_down(accelerator, ranks, job)
 
-    ending = {}
-    if outcome.state == "done" and main_rank:
-        job.heartbeat.at("export", outcome.progress.step)
-        chosen = checkpoints.path(outcome.results["exported_step"])
-        export_checkpoint(chosen, config, run.model, export_kind(config), outcome.results)
-        ending = {"export_dir": str(run.model)}
+        ending = {}
+        if outcome.state == "done" and main_rank:
+            job.heartbeat.at("export", outcome.progress.step)
+            chosen = checkpoints.path(outcome.results["exported_step"])
+            export_checkpoint(chosen, config, run.model, export_kind(config), outcome.results)
+            ending = {"export_dir": str(run.model)}
     reporter.close(outcome.state, outcome.cause, launch.supervised, step=outcome.progress.step, **ending)
     return 1 if outcome.state == "failed" else 0
 
@@ -201,7 +206,8 @@ def begin(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
     if launch.supervised:
         return int((before or {}).get("attempt", 0))
     attempt = int(before["attempt"]) + 1 if before else 0
-    run.stop_request.unlink(missing_ok=True)
+    for request in (run.stop_request, run.save_request):
+        request.unlink(missing_ok=True)
     run.write_state(state="starting", cause=None, permanent=None, attempt=attempt, launched_at=now(),
                     processes=[launch.launcher.as_json()])  # fmt: skip
     write_run_files(run, config, strategy)

@@ -6,119 +6,35 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from app import actions
-from app.runs import last_checkpoint, true_state
-from tests.launching import ROOT, Finished, environment, flags, launch
+from app.runs import last_checkpoint
+from tests.detached import (
+    SMALL,
+    TUNESMITH,
+    detached,
+    ended,
+    inside,
+    pid_of,
+    processes,
+    saved,
+    state_of,
+    step_of,
+    train_words,
+    tunesmith,
+    until,
+)
+from tests.launching import Finished, launch
 from trainers import device_locks
 from trainers.device_locks import Holder, Need, holders
-from trainers.run_folder import END_STATES, RunFolder
+from trainers.run_folder import RunFolder
 
-TUNESMITH = [sys.executable, "-m", "app.cli"]
-SMALL: dict[str, Any] = {
-    "max_train_samples": 60,
-    "max_length": 128,
-    "global_batch_size": 4,
-    "per_device_train_batch_size": 2,
-    "eval_dataset_name": "none",
-    "save_steps": 5,
-    "save_total_limit": 100,
-}
+pytestmark = pytest.mark.usefixtures("two_cores")
 ENDLESS = {**SMALL, "max_steps": 5000, "save_steps": 5000}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _two_cores() -> Iterator[None]:
-    """Two CPU slots, whatever the machine has; children inherit it."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, sorted(before)[:2])
-    yield
-    os.sched_setaffinity(0, before)
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An own folder, with own locks and queue; what is left of its runs at the end is killed."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    yield tmp_path
-    for process in processes(tmp_path):
-        process.kill()
-
-
-def processes(folder: Path) -> list[psutil.Process]:
-    """What runs with a path below the folder in its command line."""
-    found = []
-    for process in psutil.process_iter(["cmdline", "status"]):
-        words = process.info["cmdline"] or []
-        named = any(word.startswith(f"{folder}{os.sep}") for word in words)
-        if named and process.info["status"] != psutil.STATUS_ZOMBIE and process.pid != os.getpid():
-            found.append(process)
-    return found
-
-
-def inside(home: Path) -> dict[str, str]:
-    return environment(PYTHONPATH=str(ROOT), XDG_STATE_HOME=str(home / "state"), CUDA_VISIBLE_DEVICES="")
-
-
-def tunesmith(*words: str, home: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*TUNESMITH, *words], cwd=home, env=inside(home), capture_output=True, text=True, timeout=600)
-
-
-def train_words(run: RunFolder, processes: int, **options: Any) -> list[str]:
-    words = ["tiny-lora", "--num_processes", str(processes), "--detach", "--json"]
-    return ["train", *words, *flags({"output_dir": run.path, **options})]
-
-
-def detached(home: Path, name: str, processes: int, **options: Any) -> RunFolder:
-    """A run that was started with `--detach`, by a command that has ended."""
-    run = RunFolder(home / "runs" / name)
-    done = tunesmith(*train_words(run, processes, **options), home=home)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["run_dir"] == str(run.path)
-    return run
-
-
-def until(condition: Callable[[], Any], seconds: float = 600) -> Any:
-    """Looks until the condition holds; the time is a bound, not a wait."""
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "the condition did not come to hold"
-        time.sleep(0.05)
-    return value
-
-
-def ended(run: RunFolder) -> dict[str, Any]:
-    """The state in which it ended; no process of it lives then, and it holds nothing."""
-    until(lambda: true_state(run)["state"] in END_STATES)
-    state = true_state(run)
-    assert [process for process in run.processes() if process.role != "supervisor" and process.alive()] == []
-    assert run.id not in {holder["run"] for holder in holders().values()}
-    return state
-
-
-def state_of(run: RunFolder) -> str:
-    return str(true_state(run)["state"])
-
-
-def step_of(run: RunFolder) -> int:
-    return int((run.read_state() or {}).get("step") or 0)
-
-
-def saved(run: RunFolder) -> int:
-    """The step of the newest checkpoint, 0 without one."""
-    return int((last_checkpoint(run) or "step-0").removeprefix("step-"))
-
-
-def pid_of(run: RunFolder, role: str, rank: int | None = None) -> int:
-    return next(one.pid for one in run.processes() if (one.role, one.rank) == (role, rank))
 
 
 def test_a_run_outlives_its_terminal_and_the_kill_of_a_rank(home: Path) -> None:

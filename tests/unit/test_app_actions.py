@@ -55,8 +55,8 @@ def files(folder: Path) -> set[str]:
     ("state", "alive", "expected"),
     [
         ("queued", True, ["cancel", "move_up", "move_down", "clone"]),
-        ("starting", True, ["stop", "stop_without_saving", "clone"]),
-        ("running", True, ["stop", "stop_without_saving", "clone"]),
+        ("starting", True, ["stop", "save", "stop_without_saving", "clone"]),
+        ("running", True, ["stop", "save", "stop_without_saving", "clone"]),
         ("stopping", True, ["stop", "stop_without_saving", "clone"]),
         ("running", False, ["resume", "export", "clone", "rename", "delete"]),
         ("failed", False, ["resume", "export", "clone", "rename", "delete"]),

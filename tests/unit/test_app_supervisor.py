@@ -15,14 +15,15 @@ import psutil
 import pytest
 
 from app import supervisor
-from app.supervisor import StopSignals, supervise
+from app.supervisor import RunSignals, supervise
 from trainers.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 PRELUDE = f"""
 import os, signal, subprocess, sys, time
 sys.path.insert(0, {str(ROOT)!r})
-from trainers.run_folder import Heartbeat, Process, RunFolder, log_line, write_json
+from trainers.heartbeat import Heartbeat
+from trainers.run_folder import Process, RunFolder, log_line, write_json
 run = RunFolder(sys.argv[1])
 
 def note(name, pid):
@@ -64,7 +65,7 @@ def launcher(run: RunFolder, body: str) -> list[str]:
 
 
 def go(run: RunFolder, body: str, grace: float = 60.0) -> dict:
-    return supervise(run, launcher(run, body), os.environ, lambda kind, text: None, StopSignals(), grace)
+    return supervise(run, launcher(run, body), os.environ, lambda kind, text: None, RunSignals(), grace)
 
 
 def alive(run: RunFolder) -> list[str]:
@@ -127,7 +128,7 @@ def test_a_silent_end_is_a_failure_and_not_a_success(run: RunFolder) -> None:
 
 
 def test_a_launcher_that_cannot_start_is_a_failed_run(run: RunFolder) -> None:
-    state = supervise(run, [str(run.path / "missing")], os.environ, lambda kind, text: None, StopSignals())
+    state = supervise(run, [str(run.path / "missing")], os.environ, lambda kind, text: None, RunSignals())
     assert state["state"] == "failed"
     assert "could not be started" in state["cause"]
 
@@ -185,13 +186,13 @@ def test_a_moving_heartbeat_prolongs_the_grace(run: RunFolder) -> None:
     body = """
     running()
     run.ask_stop()
-    beat = Heartbeat(run, 0, interval=0.0)
-    for step in range(15):
+    beat = Heartbeat(run, 0)
+    for step in range(12):
         beat.at("save", step)
-        time.sleep(0.2)
+        time.sleep(0.5)
     end(state="stopped", cause="stopped by request", step=3)
     """
-    state = go(run, body, grace=1.0)
+    state = go(run, body, grace=3.0)
     assert (state["state"], state["cause"], state["step"]) == ("stopped", "stopped by request", 3)
 
 
@@ -203,7 +204,7 @@ def test_the_log_hides_secrets_and_cuts_endless_lines(run: RunFolder) -> None:
     end(state="done")
     """
     env = {**os.environ, "MY_API_KEY": "abcdefgh-secret"}
-    supervise(run, launcher(run, body), env, lambda kind, text: None, StopSignals())
+    supervise(run, launcher(run, body), env, lambda kind, text: None, RunSignals())
     lines = run.log.read_text(encoding="utf-8").splitlines()
     assert "[launcher] token is ***" in lines[0]
     assert max(map(len, lines)) < 70_000
@@ -213,11 +214,11 @@ def test_the_log_hides_secrets_and_cuts_endless_lines(run: RunFolder) -> None:
 
 SUPERVISE = """
 import json, os, sys
-from app.supervisor import StopSignals, supervise
+from app.supervisor import RunSignals, supervise
 from trainers.run_folder import RunFolder
 argv = json.loads(sys.argv[2])
 say = lambda kind, text: kind == "note" and print(text, flush=True)
-with StopSignals() as signals:
+with RunSignals() as signals:
     state = supervise(RunFolder(sys.argv[1]), argv, os.environ, say, signals)
 print(state["state"], state["cause"], flush=True)
 """

@@ -203,12 +203,16 @@ class TrainPlan:
         size = self.config.global_batch_size
         return self._order_of(epoch)[place * size : (place + 1) * size]
 
-    def batch(self, step: int, rank: int) -> StepBatch:
-        """The share of `rank` in the global batch of `step`."""
+    def shares(self, step: int, rank: int) -> list[np.ndarray]:
+        """Row numbers of each micro-batch of `rank` in the global batch of `step`; some may be empty."""
         chosen, size = self.rows_of(step), self.config.per_device_train_batch_size
         starts = [(number * self.world + rank) * size for number in range(self.accumulation)]
-        micro = [self.rows.collate(chosen[start : start + size]) for start in starts]
-        rows = self.rows
+        return [chosen[start : start + size] for start in starts]
+
+    def batch(self, step: int, rank: int) -> StepBatch:
+        """The share of `rank` in the global batch of `step`."""
+        chosen, rows = self.rows_of(step), self.rows
+        micro = [rows.collate(share) for share in self.shares(step, rank)]
         counts = (int(values[chosen].sum()) for values in (rows.trained, rows.lengths, rows.squared_lengths))
         return StepBatch(micro, *counts)
 

@@ -26,9 +26,9 @@ from ui.parts import alert_list, byte_text, element, section
 _EVERY = 1.0
 """Seconds between two looks."""
 _BUTTONS = {
-    "stop": "Stop and save", "stop_without_saving": "Stop without saving", "cancel": "Cancel", "move_up": "Move up",
-    "move_down": "Move down", "resume": "Resume", "export": "Export", "clone": "Clone", "rename": "Rename",
-    "delete": "Delete",
+    "stop": "Stop and save", "save": "Save now", "stop_without_saving": "Stop without saving", "cancel": "Cancel",
+    "move_up": "Move up", "move_down": "Move down", "resume": "Resume", "export": "Export", "clone": "Clone",
+    "rename": "Rename", "delete": "Delete",
 }  # fmt: skip
 _PANELS = ("stop_without_saving", "rename", "delete", "export")
 """Actions that ask first."""
@@ -135,6 +135,7 @@ class _Page:
     def _connect_simple(self) -> None:
         simple: dict[str, tuple[Callable[[RunFolder], Any], str]] = {
             "stop": (actions.stop, "asked to save and stop; it ends after its current step"),
+            "save": (actions.save, "asked to save; it does so after its current step, and goes on"),
             "cancel": (actions.stop, "cancelled"),
             "resume": (actions.resume, "resumed; it goes on in the background"),
             "move_up": (lambda run: actions.move(run, -1), ""),

@@ -1,0 +1,71 @@
+"""Faults that no signal from outside can place: put on PYTHONPATH, read by every rank before its first line.
+
+FAULT is `save:PHASE:RANK:STEP` (the rank kills itself there, in its first attempt) or `nan:RANK:STEP`.
+FAULT_NOTE names a file that tells what stood in `checkpoints/` at that moment.
+"""
+
+import os
+import signal
+from pathlib import Path
+
+
+def die(checkpoints: Path) -> None:
+    Path(os.environ["FAULT_NOTE"]).write_text("\n".join(sorted(path.name for path in checkpoints.iterdir())))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_in_save(phase: str, step: int) -> None:
+    from trainers.checkpoint import Checkpoints
+
+    write, publish, prune = Checkpoints._write_share, Checkpoints._publish, Checkpoints._prune
+
+    def due(kept: Checkpoints, at: int) -> bool:
+        return kept.attempt == 0 and at == step
+
+    def write_share(self, temporary, tensors):
+        if phase == "writing" and due(self, int(temporary.name[5:13])):
+            (temporary / "rank-00009.safetensors").write_bytes(b"half a file")
+            die(self.folder)
+        entry = write(self, temporary, tensors)
+        if phase == "written" and due(self, int(temporary.name[5:13])):
+            die(self.folder)
+        return entry
+
+    def publish_it(self, temporary, final, progress, entries):
+        if phase == "publishing" and due(self, progress.step):
+            (temporary / "manifest.json").write_text('{"format":')
+            die(self.folder)
+        publish(self, temporary, final, progress, entries)
+
+    def prune_old(self, progress):
+        if phase == "pruning" and due(self, progress.step):
+            die(self.folder)
+        prune(self, progress)
+
+    Checkpoints._write_share, Checkpoints._publish, Checkpoints._prune = write_share, publish_it, prune_old
+
+
+def poison(step: int) -> None:
+    from trainers import loop
+
+    step_of_it = loop.train_step
+
+    def train_step(job, batch, number, requests):
+        if number + 1 == step:
+            forward = job.backend.model.forward
+
+            def poisoned(*args, **kwargs):
+                loss, correct = forward(*args, **kwargs)
+                return loss * float("nan"), correct
+
+            job.backend.model.forward = poisoned
+        return step_of_it(job, batch, number, requests)
+
+    loop.train_step = train_step
+
+
+if "FAULT" in os.environ and "RANK" in os.environ:
+    kind, *rest = os.environ["FAULT"].split(":")
+    *more, rank, at = rest
+    if os.environ["RANK"] == rank:
+        kill_in_save(more[0], int(at)) if kind == "save" else poison(int(at))
