@@ -243,7 +243,7 @@ class TrainConfig(BaseModel):
     max_restarts: int = _option("run", 3, "restarts", ge=0, le=1000)
     """Restart a crashed run from its newest checkpoint so often, as long as each attempt gets beyond its start."""
     hang_timeout: int = _option("run", 600, "seconds", ge=0)
-    """End, and restart, a run in which a rank has not moved for so long; 0: never. Start, save, export: half an hour."""
+    """End and restart a run in which a rank has not moved for so long; 0: never. Start, save, export: half an hour."""
     share_gpus: bool = _option("run", False)
     """Start although another run uses the same GPUs; neither waits for the other."""
     report_to: Names = _option("run", [])
