@@ -69,12 +69,14 @@ def curve_of(run: RunFolder) -> Curve:
     return {row["step"]: (row.get("loss"), row.get("grad_norm")) for row in metrics(run) if "loss" in row}
 
 
-def incomplete(curve: Curve, steps: int) -> str | None:
-    """Why a curve is no whole one: steps that are missing, or numbers that are not finite."""
-    missing = [step for step in range(1, steps + 1) if step not in curve]
+def incomplete(curve: Curve, steps: int, first: int = 1) -> str | None:
+    """Why a curve is no whole one from `first` on: steps that are missing, or numbers that are not finite."""
+    wanted = range(first, steps + 1)
+    missing = [step for step in wanted if step not in curve]
     if missing:
-        return f"logged {steps - len(missing)} of {steps} steps; the first that is missing is step {missing[0]}"
-    for step in range(1, steps + 1):
+        logged = len(wanted) - len(missing)
+        return f"logged {logged} of {len(wanted)} steps; the first that is missing is step {missing[0]}"
+    for step in wanted:
         for name, value in zip(("loss", "gradient norm"), curve[step], strict=True):
             if not _is_finite(value):
                 return f"the {name} of step {step} is not finite"
@@ -85,25 +87,26 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and abs(value) < float("inf")
 
 
-def compare(reference: Curve, row: Curve, steps: int) -> Comparison:
+def compare(reference: Curve, row: Curve, steps: int, first: int = 1) -> Comparison:
     """Compares step by step.
 
     Args:
         reference: a whole curve of that many steps.
         row: the curve to judge.
         steps: that both must have.
+        first: step at which the comparison begins.
     """
     losses: dict[int, float] = {}
     norms: dict[int, float] = {}
-    for step in range(1, steps + 1):
+    for step in range(first, steps + 1):
         (loss, norm), (right_loss, right_norm) = row.get(step, (None, None)), reference[step]
         if _is_finite(loss) and _is_finite(norm):
             losses[step] = abs(loss - right_loss)  # type: ignore[operator]
             norms[step] = abs(norm - right_norm) / max(abs(right_norm), _TINY)  # type: ignore[operator, arg-type]
-    equal = sum(row.get(step) == reference[step] for step in range(1, steps + 1))
+    equal = sum(row.get(step) == reference[step] for step in range(first, steps + 1))
     apart = _apart("loss", losses, LOSS_TOLERANCE) or _apart("gradient norm", norms, NORM_TOLERANCE)
     largest = max(losses.values(), default=None), max(norms.values(), default=None)
-    return Comparison(*largest, equal, incomplete(row, steps), apart)
+    return Comparison(*largest, equal, incomplete(row, steps, first), apart)
 
 
 def _apart(name: str, differences: Mapping[int, float], most: float) -> str | None:
@@ -123,14 +126,20 @@ def prove_verb(words: Sequence[str]) -> int:
     Raises:
         ConfigError: for a request that is wrong; nothing is left behind then.
     """
-    sorted_words = sort_words(words)
+    resume = "--resume" in words
+    sorted_words = sort_words([word for word in words if word != "--resume"])
     if "help" in sorted_words.switches:
         from app.train_help import show_prove_help
 
         show_prove_help()
         return 0
-    plan = make_plan(sorted_words)
-    proof = Proof(plan, words, "quiet" in sorted_words.switches)
+    plan, quiet = make_plan(sorted_words), "quiet" in sorted_words.switches
+    if resume:
+        from app.prove_resume import ResumeProof
+
+        proof: Proof = ResumeProof(plan, words, quiet)
+    else:
+        proof = Proof(plan, words, quiet)
     proof.run()
     if "json" in sorted_words.switches:
         report_json(proof.document)
@@ -171,7 +180,7 @@ class Proof:
         self.outer = {"OMP_NUM_THREADS": str(max(1, cpu_count() // most)), **os.environ}
         config = plan.reference.config
         control = None if plan.control == "none" else {"fault": plan.control, "seen": 0, "rows": 0}
-        self.rows = [_blank(row, config.method) for row in plan.rows]
+        self.rows = [blank(row, config.method) for row in plan.rows]
         reference = {"strategy": plan.reference.strategy.name, "world_size": 1, "state": None, "cause": None}
         self.document: dict[str, Any] = {
             "reference": reference, "steps": plan.steps, "rows": self.rows, "control": control, "interrupted": False,
@@ -230,7 +239,7 @@ class Proof:
         job, entry = self.plan.reference, self.document["reference"]
         state = self._train(job, entry, f"[1/{count}] reference")
         self.curve, self.weights = curve_of(job.run), entry["weights_sha256"]
-        fault = _failure(state) or incomplete(self.curve, self.plan.steps)
+        fault = failure(state) or incomplete(self.curve, self.plan.steps)
         entry["cause"] = fault
         entry["losses"], entry["grad_norms"] = ([values[at] for values in self.curve.values()] for at in (0, 1))
         return fault
@@ -250,8 +259,8 @@ class Proof:
         if not self.quiet:
             say(clean(f"      {verdict(entry, self.plan.control != 'none')}"))
 
-    def _train(self, job: Job, entry: dict[str, Any], label: str) -> dict[str, Any]:
-        """One run from its check to its end; what it leaves is tidied whatever comes.
+    def _train(self, job: Job, entry: dict[str, Any], label: str, keep: bool = False) -> dict[str, Any]:
+        """One run from its check to its end; what it leaves is tidied whatever comes, but for checkpoints to `keep`.
 
         Raises:
             KeyboardInterrupt: when it was stopped.
@@ -275,7 +284,7 @@ class Proof:
             return state
         finally:
             unregister(job.run)
-            _tidy(job.run)
+            _tidy(job.run, keep)
 
     def _display(self, job: Job) -> AbstractContextManager[Listener]:
         return progress_display(job.run, self.quiet or not sys.stderr.isatty(), job.warnings)
@@ -283,7 +292,7 @@ class Proof:
     def _judge(self, row: Row, entry: dict[str, Any], state: Mapping[str, Any]) -> None:
         found = compare(self.curve, curve_of(RunFolder(entry["run_dir"])), self.plan.steps)
         entry |= {"max_loss_difference": found.loss, "max_grad_norm_difference": found.norm}
-        fault, control = _failure(state) or found.fault, self.plan.control != "none"
+        fault, control = failure(state) or found.fault, self.plan.control != "none"
         alone = row.job is not None and row.job.strategy.distributed_type == "NO"
         rerun = "" if control or not alone else self._not_repeated(found, entry["weights_sha256"])
         reason = fault or found.apart or rerun
@@ -317,14 +326,15 @@ class Proof:
             write_report(self.plan.folder, self.document, self.plan.reference.config)
 
 
-def _blank(row: Row, method: str) -> dict[str, Any]:
+def blank(row: Row, method: str) -> dict[str, Any]:
     """A row of the document before its run."""
     numbers = dict.fromkeys(("max_loss_difference", "max_grad_norm_difference", "bit_equal_steps", "passed"))
     named = {"strategy": row.strategy, "world_size": row.world_size, "method": method}
     return {**named, **numbers, "reason": row.reason, "warnings": row.warnings}
 
 
-def _failure(state: Mapping[str, Any]) -> str | None:
+def failure(state: Mapping[str, Any]) -> str | None:
+    """Why a run is not done; None when it is."""
     return None if state["state"] == "done" else str(state.get("cause") or state["state"])
 
 
@@ -338,9 +348,9 @@ def _weights_digest(run: RunFolder) -> str | None:
     return digest.hexdigest() if files else None
 
 
-def _tidy(run: RunFolder) -> None:
+def _tidy(run: RunFolder, keep: bool) -> None:
     """Deletes checkpoints and export, which a proof needs no longer: each may be as large as the model or larger."""
-    for folder in (run.checkpoints, run.model, *run.path.glob("export-*")):
+    for folder in (*([] if keep else [run.checkpoints]), run.model, *run.path.glob("export-*")):
         shutil.rmtree(folder, ignore_errors=True)
     if run.state_file.exists():
         run.write_state(export_dir=None, cause=_lost((run.read_state() or {}).get("cause")))

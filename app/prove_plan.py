@@ -175,7 +175,8 @@ def _fill(plan: Plan, asked: _Asked, entries: list[_Entry], settings: dict[str, 
     shared = {**settings, "per_device_train_batch_size": str(micro), "runs_dir": str(plan.folder)}
 
     def job(name: str, devices: dict[str, str], control: str) -> Job:
-        return asked.job(devices, {**shared, "output_dir": str(plan.folder / name), **_known({"control": control})})
+        place = str(plan.folder / name.replace(":", "-"))
+        return asked.job(devices, {**shared, "output_dir": place, **_known({"control": control})})
 
     plan.reference = job(REFERENCE, _devices(asked, 1) | {"strategy": "single"}, "none")
     plan.warnings = [line for line in plan.reference.warnings if line.partition("=")[0].split()[0] in asked.chosen]
@@ -337,9 +338,9 @@ def _entries(asked: _Asked, method: str) -> list[_Entry]:
     if mistakes or ids is None:
         raise ConfigError(mistakes)
     wanted, entries = _wanted(asked), []
-    for spec, strategy in named:
+    for spec, strategy, own in named:
         try:
-            entries.append(_entry(spec, strategy, ids, wanted, method))
+            entries.append(_entry(spec, strategy, ids, wanted, own, method))
         except ConfigError as error:
             mistakes += error.mistakes
     if mistakes:
@@ -347,19 +348,23 @@ def _entries(asked: _Asked, method: str) -> list[_Entry]:
     return entries
 
 
-def _strategies(text: str, mistakes: _Mistakes) -> list[tuple[str, Strategy]]:
-    """Names or files, and what they mean; each run has its own folder, so that each name stands once."""
+def _strategies(text: str, mistakes: _Mistakes) -> list[tuple[str, Strategy, int | None]]:
+    """Names or files, what they mean, and processes of their own where `NAME:4` says so; each name stands once."""
     specs = strategy_names() if text == "all" else [word.strip() for word in text.split(",")]
-    found: list[tuple[str, Strategy]] = []
+    found: list[tuple[str, Strategy, int | None]] = []
     if "all" in specs:
         mistakes.append(f"strategies={told(text)}: `all` stands alone; write --strategies all, or name each")
         specs = [spec for spec in specs if spec != "all"]
     for spec in specs:
-        strategy = mistakes.of(lambda spec=spec: _load(spec))  # type: ignore[misc]
-        if strategy and strategy.name in [REFERENCE, *(other.name for _, other in found)]:
+        plain, colon, world = spec.rpartition(":")
+        own = colon and world.isascii() and world.isdigit()
+        strategy = mistakes.of(lambda spec=plain if own else spec: _load(spec))  # type: ignore[misc]
+        if strategy and own:
+            strategy = replace(strategy, name=f"{strategy.name}:{int(world)}")
+        if strategy and strategy.name in [REFERENCE, *(other.name for _, other, _ in found)]:
             mistakes.append(f"strategies={told(text)}: two runs would be named {strategy.name}; name it once")
         elif strategy:
-            found.append((spec, strategy))
+            found.append((plain if own else spec, strategy, int(world) if own else None))
     return found
 
 
@@ -369,13 +374,13 @@ def _load(spec: str) -> Strategy:
     return replace(strategy, name=re.sub(r"[^\w.-]+", "-", strategy.name).strip(".-") or "strategy")
 
 
-def _entry(spec: str, strategy: Strategy, ids: list[int], wanted: int | None, method: str) -> _Entry:
+def _entry(spec: str, strategy: Strategy, ids: list[int], wanted: int | None, own: int | None, method: str) -> _Entry:
     written = strategy.values.get("mixed_precision")
     precision = written if written in ("fp16", "bf16") else None
     if precision:  # prove sets its own precision, so that the file's is no contradiction
         values = {key: value for key, value in strategy.values.items() if key != "mixed_precision"}
         strategy = replace(strategy, values=values)
-    world = _world(strategy, wanted)
+    world = resolve(strategy, own, "no").num_processes if own is not None else _world(strategy, wanted)
     entry = _Entry(spec, strategy, cannot_run(strategy, method, bool(ids)) or _too_few(world, ids), precision)
     try:
         entry.strategy = resolve(strategy, world, "no")

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import platform
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -57,11 +57,28 @@ def _hashes(config: TrainConfig) -> dict[str, str]:
     return found
 
 
+def name_of(row: Mapping[str, Any]) -> str:
+    """The strategy, or the pair of a resume."""
+    return f"{row['from']} -> {row['to']}" if "from" in row else str(row["strategy"])
+
+
+def matrix(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Headers and rows of the table from x to: the largest difference of the loss, FAIL, or why there is none."""
+    found = {(row["from"], row["to"]): row for row in rows}
+    names = list(dict.fromkeys(row["from"] for row in rows))
+    lines = [[first, *(_cell(found[first, second]) for second in names)] for first in names]
+    return ["from \\ to", *names], lines
+
+
+def _cell(row: Mapping[str, Any]) -> str:
+    return _difference(row["max_loss_difference"]) if row["passed"] else _word(row, False)
+
+
 def cells(row: Mapping[str, Any], control: bool) -> list[str]:
     """A row of the table."""
     differences = [_difference(row[key]) for key in ("max_loss_difference", "max_grad_norm_difference")]
     equal = "-" if row["bit_equal_steps"] is None else str(row["bit_equal_steps"])
-    return [row["strategy"], str(row["world_size"]), *differences, equal, _word(row, control), row["reason"] or ""]
+    return [name_of(row), str(row["world_size"]), *differences, equal, _word(row, control), row["reason"] or ""]
 
 
 def _difference(value: float | None) -> str:
@@ -93,10 +110,10 @@ def summary(document: Mapping[str, Any]) -> list[str]:
     if control:
         lines.append(f"control: the test saw the fault in {control['seen']} of {control['rows']} rows")
     elif passed or failed:
+        does = "go on" if "resumed_at" in document else "train"
         bound = f"loss within {within['loss']:g}, gradient norm within {within['grad_norm']:g} (relative)"
-        lines.append(
-            f"{passed} of {passed + failed} rows train as one process does: {bound}, {document['steps']} steps"
-        )
+        told = f"{passed} of {passed + failed} rows {does} as one process does"
+        lines.append(f"{told}: {bound}, {document['steps']} steps")
     skipped = len(rows) - passed - failed
     return [*lines, f"{skipped} of {len(rows)} rows were not run; the reasons are above"] if skipped else lines
 
@@ -104,10 +121,13 @@ def summary(document: Mapping[str, Any]) -> list[str]:
 def show(document: Mapping[str, Any]) -> None:
     """The table and what it comes to, on stdout."""
     control = document["control"] is not None
-    show_table(_SHORT, [cells(row, control)[: len(_SHORT)] for row in document["rows"]], _EXPENDABLE)
+    if "resumed_at" in document:
+        show_table(*matrix(document["rows"]))
+    else:
+        show_table(_SHORT, [cells(row, control)[: len(_SHORT)] for row in document["rows"]], _EXPENDABLE)
     for row in document["rows"]:
         if row["reason"]:
-            report(clean(f"{row['strategy']}: {row['reason']}").replace("\n", " "))
+            report(clean(f"{name_of(row)}: {row['reason']}").replace("\n", " "))
     report("")
     for line in summary(document):
         report(clean(line))
@@ -128,15 +148,17 @@ def markdown(document: Mapping[str, Any]) -> str:
     hardware, control = document.get("hardware", {}), document["control"] is not None
     gpus = ", ".join(hardware.get("gpus") or []) or "no GPU"
     versions = ", ".join(f"{name} {number}" for name, number in document.get("versions", {}).items())
+    resumed = _resumed(document) if "resumed_at" in document else []
     batch = f"{document['global_batch_size']} rows in micro-batches of {document['per_device_train_batch_size']}"
     lines = [
         "# Does the strategy change the model?", "",
         f"`{shlex.join(document['command'])}`", "",
         f"Reference: {document['reference']['strategy']}, one process; {document['steps']} steps of {batch}.", "",
+        *resumed,
         _markdown_row(list(HEADERS)), "|---" * len(HEADERS) + "|",
         *(_markdown_row(cells(row, control)) for row in document["rows"]), "",
         *(f"- {line}" for line in summary(document)),
-        *(f"- warning: {row['strategy']}: {line}" for row in document["rows"] for line in row.get("warnings", ())),
+        *(f"- warning: {name_of(row)}: {line}" for row in document["rows"] for line in row.get("warnings", ())),
         f"- machine: {hardware.get('cpu', '?')}, {hardware.get('cores', '?')} cores, {gpus}",
         f"- versions: {versions}",
         f"- data: {document.get('data_fingerprint')}",
@@ -146,6 +168,13 @@ def markdown(document: Mapping[str, Any]) -> str:
         "and exported weights were deleted after the comparison.",
     ]  # fmt: skip
     return clean("\n".join(lines)) + "\n"
+
+
+def _resumed(document: Mapping[str, Any]) -> list[str]:
+    headers, lines = matrix(document["rows"])
+    told = f"Saved after step {document['resumed_at']} under each strategy (rows) and taken up by each (columns): the"
+    table = [_markdown_row(headers), "|---" * len(headers) + "|", *(_markdown_row(line) for line in lines)]
+    return [f"{told} largest difference of the loss after it.", "", *table, ""]
 
 
 def _markdown_row(texts: list[str]) -> str:

@@ -88,6 +88,7 @@ def show_prove_help() -> None:
     own = {
         "strategies": _option("strategies", "<a,b,c>", "Strategies or Accelerate YAMLs.", "Options", "all"),
         "steps": _option("steps", "<int>", "Steps of each run.", "Options", str(STEPS)),
+        **_switch("resume", "Save in the middle under each strategy, and go on from there under each."),
         "layers": _option("layers", "<int>", "Keep the first decoder layers alone, for one process.", "Options"),
         "control": _option("control", "<none|mean-of-means>", control, "Options", "none"),
         "config": _option("config", "<file>", "YAML file with options.", "Options"),
@@ -117,7 +118,9 @@ def _show(
     def command(**values: Any) -> None:
         """Never called: only its signature is shown."""
 
-    kinds = {key: bool if key in (*_SWITCHES, "check", "detach") else str for key in options} | {f"{name}_name": str}
+    kinds = {key: bool if key in (*_SWITCHES, "check", "detach", "resume") else str for key in options} | {
+        f"{name}_name": str
+    }
     given = {f"{name}_name": argument, **options}
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [

@@ -107,6 +107,8 @@ def backend(
         check_whole(wrapped.shards(), ranks)
     with Census(loss) as census:
         probe_attention(wrapped.model, loss.base, config.packing, ranks.device)
+    if isinstance(wrapped, Replicated):
+        wrapped.settle()
     return wrapped, census
 
 

@@ -41,6 +41,16 @@ def test_single_and_ddp_train_the_same_model(tmp_path: Path) -> None:
     assert json.loads(tunesmith("runs", "list", "--json", cwd=tmp_path).stdout) == []
 
 
+def test_a_checkpoint_goes_on_under_the_other_strategy(tmp_path: Path) -> None:
+    status, document, said = prove("--resume", "--strategies", "single,ddp", "--steps", "4", cwd=tmp_path)
+    assert status == 0, said
+    assert [(row["from"], row["to"], row["passed"]) for row in document["rows"]] == [
+        ("single", "single", True), ("single", "ddp", True), ("ddp", "single", True), ("ddp", "ddp", True),
+    ]  # fmt: skip
+    assert document["rows"][0]["bit_equal_steps"] == 2
+    assert not list(Path(document["report_dir"]).rglob("*.safetensors"))
+
+
 def test_the_mean_of_means_is_seen_in_a_model_that_was_cut(tmp_path: Path) -> None:
     words = ["--strategies", "ddp", "--steps", "3", "--control", "mean-of-means", "--layers", "2"]
     words += ["--output_dir", "report"]

@@ -71,6 +71,13 @@ def test_resume_is_bit_exact(processes: int, method: str, tmp_path: Path) -> Non
     assert equal_after_resume(undisturbed, again)
 
 
+def test_resume_is_bit_exact_on_four_processes(tmp_path: Path) -> None:
+    """DDP groups gradients anew after its first step; on more than two ranks the groups decide how they are summed."""
+    undisturbed = run(4, "full", True)
+    again = resumed(tmp_path / "again", 4, "full", undisturbed.checkpoints[0])
+    assert equal_after_resume(undisturbed, again)
+
+
 def test_resume_without_optimizer_state_would_be_seen(tmp_path: Path) -> None:
     """Control: the same checkpoint with Adam's second moments set to zero resumes to something else."""
     undisturbed = run(1, "full", True)

@@ -340,3 +340,71 @@ def test_the_help_names_what_is_set(width: str, monkeypatch: pytest.MonkeyPatch,
     words = set(capsys.readouterr().out.replace(",", " ").split())
     assert {"--strategies", "--steps", "--layers", "--control", "--json", "--learning_rate", "mixed_precision"} <= words
     assert not {"--strategy", "--mixed_precision", "--max_steps"} & words
+
+
+# -- resume ----------------------------------------------------------------------------------------------------------
+
+
+class Saving(Launcher):
+    """Leaves a checkpoint in the middle too, and logs what comes after it in a run that goes on from one."""
+
+    def __call__(self, job: Job, display: object, outer: object = None) -> dict[str, Any]:
+        state = super().__call__(job, display, outer)
+        (job.run.checkpoints / "step-00000001").mkdir(exist_ok=True)
+        if job.resume_from:
+            assert Path(job.resume_from).is_dir(), "it is kept until all have gone on from it"
+            rows = [row for row in map(json.loads, job.run.metrics.read_text().splitlines()) if row["step"] > 1]
+            job.run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return state
+
+
+def test_every_strategy_goes_on_from_every_other(prove: Prove) -> None:
+    launcher = Saving()
+    status, document = prove(launcher, "--resume", strategies="single,ddp,ddp:4")
+    assert status == 0
+    pairs = [(row["from"], row["to"]) for row in document["rows"]]
+    names = ["single", "ddp", "ddp:4"]
+    assert pairs == [(first, second) for first in names for second in names]
+    assert [(row["world_size"], row["passed"], row["bit_equal_steps"]) for row in document["rows"][:3]] == [
+        (1, True, 2), (2, True, 2), (4, True, 2),
+    ]  # fmt: skip
+    assert launcher.trained[:5] == ["reference", "single", "single-to-single", "single-to-ddp", "single-to-ddp-4"]
+    folder = Path(document["report_dir"])
+    assert not list(folder.rglob("step-*"))
+    report = (folder / "report.md").read_text()
+    assert "| from \\ to | single | ddp | ddp:4 |" in report
+    assert "| ddp -> ddp:4 | 4 | 0 | 0 | 2 | pass |  |" in report
+    assert document["resumed_at"] == 1
+
+
+def test_on_its_own_topology_every_bit_must_be_the_same(prove: Prove) -> None:
+    """Control: a bit that would pass under another strategy."""
+    bit = (math.nextafter(1.5, 2), 0.5)
+    status, document = prove(Saving({"ddp-to-ddp": changed(s2=bit), "ddp-to-single": changed(s2=bit)}), "--resume")
+    assert status == 1
+    found = {(row["from"], row["to"]): row for row in document["rows"]}
+    assert found["ddp", "single"]["passed"]
+    assert not found["ddp", "ddp"]["passed"]
+    assert "must have the same bits; 1 of 2 steps have" in found["ddp", "ddp"]["reason"]
+
+
+def test_a_strategy_that_falls_takes_its_row_with_it(prove: Prove) -> None:
+    status, document = prove(Saving(ends={"ddp": ("failed", "out of memory")}), "--resume")
+    assert status == 1
+    assert [row["passed"] for row in document["rows"]] == [True, True, False, False]
+    assert document["rows"][2]["reason"] == "ddp itself: out of memory"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--steps", "1"], "steps=1 has no middle"),
+        (["--control", "mean-of-means", "--global_batch_size", "8"], "control=mean-of-means is no fault of a resume"),
+        (["--strategies", "single:2"], "single"),
+        (["--strategies", "ddp,ddp:0"], "ddp"),
+    ],
+)
+def test_what_resume_refuses(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [] if "--strategies" in words else ["--strategies", "single"]
+    assert run_verb(["prove", "--resume", *given, *words]) == 2
+    assert line in capsys.readouterr().err

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from trainers.config import TrainConfig
 from trainers.models import build_optimizer, parameter_groups
@@ -28,6 +29,22 @@ class Replicated:
         shapes = {name: weight.shape for name, weight in self.trained}
         optimizer = build_optimizer(parameter_groups(self.trained, shapes, config), config)
         self.model, self.optimizer = accelerator.prepare(loss.to(accelerator.device), optimizer)
+
+    def settle(self) -> None:
+        """Two passes whose gradients are thrown away, on more than two ranks.
+
+        DDP regroups its buckets once, by the order in which the first gradients come, and with more than two ranks the
+        grouping decides the order of their sums: a resumed run would begin in the first groups again, and differ.
+        """
+        if not isinstance(self.model, DistributedDataParallel) or self.accelerator.num_processes <= 2:
+            return
+        device = self.accelerator.device
+        ids = torch.zeros(1, 2, dtype=torch.long, device=device)
+        place, first = torch.arange(2, device=device)[None], torch.zeros(1, dtype=torch.long, device=device)
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.compiler.set_stance("force_eager"):
+            for _ in range(2):
+                self.model(ids, place, None, first, first)[0].backward()
+        self.optimizer.zero_grad(set_to_none=True)
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         """Under DDP the gradients are summed over the ranks in the last micro-batch only."""
