@@ -57,7 +57,8 @@ class _Page:
         with gr.Row(elem_classes="ts-actions"):
             self.buttons = {
                 name: gr.Button(
-                    words, visible=False, size="sm", min_width=100 if len(words) < 14 else 160, scale=0, elem_id=f"run-{name}",
+                    words, visible=False, size="sm", min_width=100 if len(words) < 14 else 160, scale=0,
+                    elem_id=f"run-{name}",
                     variant="stop" if name == "delete" else "primary" if name in ("resume", "stop") else "secondary",
                 )
                 for name, words in _BUTTONS.items()
