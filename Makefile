@@ -39,8 +39,8 @@ test: setup lint
 # Chromium from the system's packages where that can be had, else Playwright's own.
 test-browser: setup
 	command -v chromium >/dev/null 2>&1 || command -v google-chrome >/dev/null 2>&1 \
-	  || { test "$$(id -u)" = 0 && apt-get update -q && apt-get install -y -q chromium; } \
-	  || { sudo -n apt-get update -q && sudo -n apt-get install -y -q chromium; } \
+	  || { test "$$(id -u)" = 0 && apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q chromium; } \
+	  || { sudo -n apt-get update -q && sudo -n DEBIAN_FRONTEND=noninteractive apt-get install -y -q chromium; } \
 	  || $(BIN)/playwright install chromium
 	$(BIN)/python -m pytest tests/browser
 
