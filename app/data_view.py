@@ -271,18 +271,25 @@ def cancel_statistics(key: str) -> None:
 
 
 def known_rows(config: TrainConfig) -> int | None:
-    """Rows of the batches of an epoch, where they have been counted since the data last changed; else None."""
-    return _rows.get(_data_key(absolute_paths(config).model_dump()))
+    """Rows of the batches of an epoch, where they were counted since the data last changed; else None.
+
+    Always None for a folder or a glob: whether a file in it changed would take a look at each.
+    """
+    key = _data_key(absolute_paths(config).model_dump())
+    return _rows.get(key) if key else None
 
 
-def _data_key(values: Mapping[str, Any]) -> str:
-    """What decides how many rows there are: the options of data and tokenizer, the file's state, a split's seed."""
+def _data_key(values: Mapping[str, Any]) -> str | None:
+    """What decides how many rows there are: the options of data and tokenizer, the files' state, a split's seed."""
+    if os.path.isdir(values["dataset_name"]) or any(mark in values["dataset_name"] for mark in "*?["):
+        return None
     deciding = {one.name: values[one.name] for one in fields() if one.section in ("model", "data")}
     for name in ("attn_implementation", "num_hidden_layers", "random_init", "dataset_num_proc", "group_by_length"):
         del deciding[name]
-    with contextlib.suppress(OSError, ValueError):
-        status = os.stat(values["dataset_name"])
-        deciding["state"] = [status.st_size, status.st_mtime_ns]
+    for name in ("dataset_name", "chat_template"):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            status = os.stat(values[name])
+            deciding[f"state of {name}"] = [status.st_size, status.st_mtime_ns]
     deciding["seed"] = values["seed"] if values["eval_share"] else None
     return json.dumps(deciding, sort_keys=True)
 
@@ -301,7 +308,8 @@ def _count(job: StatisticsJob, values: dict[str, Any]) -> None:
             if document.get("cancelled"):
                 job.state = "cancelled"
         if job.state == "running" and job.statistics:
-            _rows[key] = int(job.statistics["training_rows"])
+            if key:
+                _rows[key] = int(job.statistics["training_rows"])
             job.state = "done"
     except (ConfigError, WorkerDied, OSError) as error:
         job.mistakes = error.mistakes if isinstance(error, ConfigError) else str(error).splitlines()

@@ -17,6 +17,7 @@ from app.prove import Comparison, Curve, Proof, blank, compare, curve_of, failur
 from app.prove_plan import Plan, Row
 from app.prove_report import facts, verdict
 from app.request import Job
+from app.training import CheckBroke
 from trainers.config import ConfigError
 from trainers.run_folder import RunFolder
 
@@ -72,20 +73,21 @@ class ResumeProof(Proof):
                 if fault:
                     entry |= {"passed": False, "reason": f"{row.strategy} itself: {fault}"}
                     continue
-                self._resume_to(second, entry, checkpoint, whole if second is row else None)
+                same = (whole, scratch["weights_sha256"]) if second is row else None
+                self._resume_to(second, entry, checkpoint, same)
                 self._write()
         finally:
             shutil.rmtree(job.run.checkpoints, ignore_errors=True)
 
-    def _resume_to(self, row: Row, entry: dict[str, Any], checkpoint: Path, same: Curve | None) -> None:
-        """Trains the rest under one strategy and judges it; `same` is the curve of its own topology."""
+    def _resume_to(self, row: Row, entry: dict[str, Any], checkpoint: Path, same: tuple[Curve, str] | None) -> None:
+        """Trains the rest under one strategy and judges it; `same`: curve and weights' digest of its own topology."""
         assert row.job is not None
         words = f"{entry['from']} -> {entry['to']}"
         job = _moved(self._saving(row.job), checkpoint, self.plan.folder / _folder(entry))
         fault = self._trained(job, entry, self._label(words))
         found = self._tail(entry)
         entry |= {"max_loss_difference": found.loss, "max_grad_norm_difference": found.norm}
-        reason = fault or found.fault or found.apart or ("" if same is None else self._not_exact(entry, same))
+        reason = fault or found.fault or found.apart or ("" if same is None else self._not_exact(entry, *same))
         entry |= {"bit_equal_steps": found.bit_equal, "passed": not reason, "reason": reason or None}
         if not self.quiet:
             say(clean(f"      {verdict(entry, False)}"))
@@ -100,16 +102,20 @@ class ResumeProof(Proof):
             return failure(self._train(job, entry, label, keep))
         except ConfigError as error:
             return "; ".join(error.mistakes)
+        except CheckBroke as error:
+            return error.cause
 
     def _tail(self, entry: Mapping[str, Any]) -> Comparison:
         curve = curve_of(RunFolder(entry["run_dir"])) if "run_dir" in entry else {}
         return compare(self.curve, curve, self.plan.steps, self.middle + 1)
 
-    def _not_exact(self, entry: Mapping[str, Any], same: Curve) -> str:
+    def _not_exact(self, entry: Mapping[str, Any], same: Curve, weights: str) -> str:
+        """Why it is not what the run that saved the checkpoint went on to be; empty when it is."""
         found = compare(same, curve_of(RunFolder(entry["run_dir"])), self.plan.steps, self.middle + 1)
         rest = self.plan.steps - self.middle
         if found.bit_equal == rest:
-            return ""
+            must = "a resume on the same topology must have the same bits; the exported weights have not"
+            return "" if entry["weights_sha256"] == weights else must
         return f"a resume on the same topology must have the same bits; {found.bit_equal} of {rest} steps have"
 
 

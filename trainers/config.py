@@ -271,9 +271,8 @@ class TrainConfig(BaseModel):
         if total % rows == 0:
             return total // rows
         ways = [f"use {max(1, round(total / rows)) * rows}"]
-        ways += [f"{n} process{'es' * (n > 1)}" for n in range(data_parallel_size, 0, -1) if total % (micro * n) == 0][
-            :1
-        ]
+        fits = [n for n in range(data_parallel_size, 0, -1) if total % (micro * n) == 0]
+        ways += [f"{n} process{'es' * (n > 1)}" for n in fits[:1]]
         raise ConfigError(
             f"global_batch_size={total} does not divide by per_device_train_batch_size={micro} x "
             f"{data_parallel_size} data-parallel ranks = {rows}; {', or '.join(ways)}"

@@ -30,6 +30,7 @@ LONG = 1800.0
 HUNG = 86
 """Exit status of a rank that ended because one of them hung."""
 _LONG_SECTIONS = ("start", "save", "export")
+_BETWEEN_STEPS = ("save", "evaluation", "export")
 
 
 class Place(NamedTuple):
@@ -128,7 +129,8 @@ def hanging_ranks(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def _told(beat: dict[str, Any]) -> str:
-    return f"rank {beat['rank']} hangs in {beat['section']} of step {beat['step'] + 1}{_condition(beat)}"
+    step = f"after step {beat['step']}" if beat["section"] in _BETWEEN_STEPS else f"of step {beat['step'] + 1}"
+    return f"rank {beat['rank']} hangs in {beat['section']} {step}{_condition(beat)}"
 
 
 def _condition(beat: dict[str, Any]) -> str:

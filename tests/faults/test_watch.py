@@ -28,6 +28,19 @@ def test_a_rank_that_is_stopped_is_named_and_the_run_restarts(home: Path, undist
     assert "rank 0: RankHung: rank 1 hangs" in next(line for line in log.splitlines() if "restart 1 of 3" in line)
 
 
+def test_a_rank_that_hangs_tells_where(home: Path, faulty: dict[str, str]) -> None:
+    """It is alive, and the first to speak: its own stack is in the log."""
+    at = INTERVAL + 2
+    variables = {**faulty, "FAULT": f"hang:1:{at}"}
+    run = detached(home, "mine", 2, variables, strategy="ddp", hang_timeout=8, max_restarts=0, **OPTIONS)
+    state = ended(run)
+    assert (state["state"], saved(run)) == ("failed", INTERVAL)
+    assert told(run).startswith(f"rank 1: RankHung: rank 1 hangs in data of step {at}; nothing has moved for ")
+    spoken = [line for line in run.log.read_text().splitlines() if "[rank 1]" in line]
+    assert any("in never_ends" in line for line in spoken)
+    clean(run)
+
+
 def test_a_loss_that_is_no_number_on_one_rank_stops_all(home: Path, faulty: dict[str, str]) -> None:
     at = INTERVAL + 2
     variables = {**faulty, "FAULT": f"nan:1:{at}", "FAULT_NOTE": str(note(home))}

@@ -278,6 +278,7 @@ def test_a_count_in_the_background_serves_the_training(tmp_path: Path) -> None:
     numbers = form_preview(typed, num_processes=1).numbers
     assert numbers
     assert numbers.total_steps == job.statistics["total_steps"] > 0
+    assert known_rows(config.model_copy(update={"dataset_name": str(tmp_path)})) is None, "a folder may change unseen"
     folder = prepare(config, "train").folder
     made = folder.stat().st_mtime_ns
     assert prepare(config, "train").folder.stat().st_mtime_ns == made

@@ -388,6 +388,22 @@ def test_on_its_own_topology_every_bit_must_be_the_same(prove: Prove) -> None:
     assert "must have the same bits; 1 of 2 steps have" in found["ddp", "ddp"]["reason"]
 
 
+def test_on_its_own_topology_the_weights_must_be_the_same(prove: Prove) -> None:
+    """Control: the curve is the same, the exported weights are not."""
+
+    class Other(Saving):
+        def __call__(self, job: Job, display: object, outer: object = None) -> dict[str, Any]:
+            state = super().__call__(job, display, outer)
+            if job.run.id == "ddp-to-ddp":
+                (job.run.model / "model.safetensors").write_text("other weights")
+            return state
+
+    status, document = prove(Other(), "--resume")
+    assert status == 1
+    assert [row["passed"] for row in document["rows"]] == [True, True, True, False]
+    assert "the exported weights have not" in document["rows"][3]["reason"]
+
+
 def test_a_strategy_that_falls_takes_its_row_with_it(prove: Prove) -> None:
     status, document = prove(Saving(ends={"ddp": ("failed", "out of memory")}), "--resume")
     assert status == 1
@@ -400,8 +416,8 @@ def test_a_strategy_that_falls_takes_its_row_with_it(prove: Prove) -> None:
     [
         (["--steps", "1"], "steps=1 has no middle"),
         (["--control", "mean-of-means", "--global_batch_size", "8"], "control=mean-of-means is no fault of a resume"),
-        (["--strategies", "single:2"], "single"),
-        (["--strategies", "ddp,ddp:0"], "ddp"),
+        (["--strategies", "single:2"], "strategy single:2: distributed_type='NO' is one process"),
+        (["--strategies", "ddp,ddp:0"], "strategy ddp:0: num_processes=0 must be at least 1"),
     ],
 )
 def test_what_resume_refuses(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:

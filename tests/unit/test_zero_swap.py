@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from trainers.errors import TrainingError
 from trainers.parallel.zero import _own_swap_folder
 
 OTHER = """
@@ -55,3 +58,9 @@ def test_without_nvme_nothing_is_made(tmp_path: Path) -> None:
     place = tmp_path / "not"
     assert _own_swap_folder(settings("cpu", place)) is None
     assert not place.exists()
+
+
+def test_a_place_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrainingError, match=r"nvme_path=.*/file/swap cannot be used: .*; name a folder on that disk"):
+        _own_swap_folder(settings("nvme", tmp_path / "file" / "swap"))

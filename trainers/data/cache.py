@@ -45,14 +45,14 @@ class TokenSet:
         self._files, self._lines = arrays["files"], arrays["lines"]
         self._starts = np.concatenate([[0], np.cumsum(self.lengths)])
 
-    def call(self, dataset: str, names: list[str]) -> None:
+    def rename_sources(self, dataset: str, names: list[str]) -> None:
         """Gives the data the names that it has now; the cache knows it by content, wherever it was then.
 
         Args:
             dataset: As the user gave it.
             names: Of the files, in their order.
         """
-        self.report.call(dataset, dict(zip(self._names, names, strict=True)))
+        self.report.rename_sources(dataset, dict(zip(self._names, names, strict=True)))
         self._names = names
 
     def __len__(self) -> int:

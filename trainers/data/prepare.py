@@ -72,7 +72,7 @@ def tokenised(config: TrainConfig, split: Split) -> TokenSet:
     if found is None:
         with _locked(folder, split):
             found = open_cache(folder, fingerprint) or _build(config, split, files, folder, fingerprint)
-    found.call(_dataset(config, split), [file.shown for file in files])
+    found.rename_sources(_dataset(config, split), [file.shown for file in files])
     return found
 
 

@@ -57,7 +57,7 @@ class Report:
         if count < EXAMPLES:
             self.bad_listed.append([_printable(where), bad.kind, _printable(bad.detail)[:300]])
 
-    def call(self, dataset: str, names: dict[str, str]) -> None:
+    def rename_sources(self, dataset: str, names: dict[str, str]) -> None:
         """Puts other names of the data set and of its files, by those that they had, wherever they stand."""
         self.dataset = dataset
         now = {_printable(old): _printable(new) for old, new in names.items()}

@@ -52,7 +52,7 @@ class Zero:
         else:
             optimizer = build_optimizer(groups, config)
         build_extensions(_builders(settings))
-        self.swapped_to = _own_swap_folder(settings)
+        self.swap_lock = _own_swap_folder(settings)
         self.model, _ = accelerator.prepare(loss, optimizer)
         self.optimizer = self.model.optimizer
         self._check_layout()
@@ -237,12 +237,18 @@ def _own_swap_folder(settings: dict[str, Any]) -> FileLock | None:
 
     Returns:
         the lock, to be kept as long as the folder is used; None when nothing rests on NVMe.
+
+    Raises:
+        TrainingError: when `nvme_path` cannot be made.
     """
     if _optimizer_device(settings) != "nvme":
         return None
     section = settings["zero_optimization"]["offload_optimizer"]
     place = Path(section["nvme_path"])
-    place.mkdir(parents=True, exist_ok=True)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TrainingError(f"nvme_path={place} cannot be used: {error.strerror}; name a folder on that disk") from None
     with FileLock(place / "tunesmith.lock"):
         for old in place.glob("tunesmith-*/"):
             try:

@@ -1,11 +1,13 @@
 """Faults that no signal from outside can place: put on PYTHONPATH, read by every rank before its first line.
 
-FAULT is `save:PHASE:RANK:STEP` (the rank kills itself there, in its first attempt) or `nan:RANK:STEP`.
+FAULT is `save:PHASE:RANK:STEP` (the rank kills itself there, in its first attempt), `nan:RANK:STEP` or
+`hang:RANK:STEP`.
 FAULT_NOTE names a file that tells what stood in `checkpoints/` at that moment.
 """
 
 import os
 import signal
+import time
 from pathlib import Path
 
 
@@ -64,8 +66,21 @@ def poison(step: int) -> None:
     loop.train_step = train_step
 
 
+def hang(step: int) -> None:
+    from trainers import loop
+
+    step_of_it = loop.train_step
+
+    def never_ends(job, batch, number, requests):
+        while number + 1 == step:
+            time.sleep(1)
+        return step_of_it(job, batch, number, requests)
+
+    loop.train_step = never_ends
+
+
 if "FAULT" in os.environ and "RANK" in os.environ:
     kind, *rest = os.environ["FAULT"].split(":")
     *more, rank, at = rest
     if os.environ["RANK"] == rank:
-        kill_in_save(more[0], int(at)) if kind == "save" else poison(int(at))
+        {"save": lambda step: kill_in_save(more[0], step), "nan": poison, "hang": hang}[kind](int(at))
