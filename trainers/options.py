@@ -150,7 +150,7 @@ def parse_request(argv: Sequence[str]) -> Request:
             parser.add_argument(f"--{name}")
     known, rest = parser.parse_known_args(list(argv))
     # argparse takes the value of `--name=--` for its own separator and makes an empty list of it.
-    values = {name: "--" if value == [] else value for name, value in vars(known).items()}
+    values: dict[str, Any] = {name: "--" if value == [] else value for name, value in vars(known).items()}
     request = Request(values.pop("preset", None), values.pop("config", None), values.pop("check", False), values)
     request.options.update(_unknown_flags(rest))
     return request
