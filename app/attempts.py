@@ -53,6 +53,7 @@ def run_to_end(
         else:
             with held:
                 ending = attempts.go(held, resume_from, max_restarts)
+    run.remove_unfinished()
     ending = {key: value for key, value in ending.items() if value is not None or key == "cause"}
     state = run.write_state(**{**ending, "ending": None})
     on_event("tick", "")

@@ -17,11 +17,12 @@ from transformers import set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.utils import logging
 
-from trainers.checkpoint import Checkpoints, Origin
+from trainers.checkpoint import Checkpoints
 from trainers.config import TrainConfig
 from trainers.export import versions
 from trainers.fp8 import convert
 from trainers.log_tee import without_secrets
+from trainers.manifest import Origin
 from trainers.metrics import MetricsFile
 from trainers.models import build_model, compile_blocks, compute_dtype, probe_attention
 from trainers.objectives.sft import SupervisedLoss

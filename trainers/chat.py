@@ -17,11 +17,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import GenerationConfig, StoppingCriteria, TextIteratorStreamer, set_seed
 
-from trainers.checkpoint import base_digest, load_weights, verify
+from trainers.checkpoint import base_digest, load_weights
 from trainers.config import ConfigError, TrainConfig
 from trainers.data.formats import RowError
 from trainers.data.template import Encoder
 from trainers.data.tokenizer import load_tokenizer
+from trainers.manifest import verify
 from trainers.models import add_adapters, compute_dtype, load_base
 from trainers.options import Request
 from trainers.run_folder import RunFolder

@@ -1,22 +1,25 @@
-"""Checkpoints: save, verify, publish, prune, load. Safetensors and JSON only; no pickle is written or read.
+"""Checkpoints: save, publish, prune, load. Safetensors and JSON only; no pickle is written or read.
 
-A checkpoint is written beside its final name, hashed, and renamed when it is whole; only then are older ones pruned.
-Tensors are keyed by the names that transformers and peft give them, so that any layout can read them.
+A checkpoint is a copy in memory first, which a thread then writes beside its final name, while training goes on; it is
+renamed when it is whole, and only then are older ones pruned. Tensors are keyed by the names that transformers and peft
+give them, so that any layout can read them.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
-import json
 import os
-import random
 import shutil
+import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -24,52 +27,15 @@ from torch import nn
 from transformers import set_seed
 
 from trainers.errors import TrainingError
+from trainers.manifest import FORMAT, Origin, Progress, read_manifest, seal, set_aside, sha256, sync, verify
 from trainers.parallel.backend import Backend, trained_names
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.shards import WEIGHT, steps_of, wholes
-from trainers.run_folder import read_json, write_json
+from trainers.random_state import random_state, set_random_state
+from trainers.run_folder import write_json
 
-FORMAT = 1
 _STATE = "optim.state."
 _BAD = (ValueError, KeyError, OSError, SafetensorError, RuntimeError)
-
-
-@dataclass
-class Progress:
-    """What a run knows besides tensors; it is saved and comes back with a checkpoint.
-
-    Args:
-        step: optimizer steps done.
-        elapsed_s: seconds of training over all attempts.
-        tokens: real tokens trained on.
-        best_step, best_score, best_results: the best evaluation so far.
-        stale_evaluations: evaluations since the best one.
-        loss_scale: state of fp16's gradient scaler.
-    """
-
-    step: int = 0
-    elapsed_s: float = 0.0
-    tokens: int = 0
-    best_step: int | None = None
-    best_score: float | None = None
-    best_results: dict[str, float] = field(default_factory=dict)
-    stale_evaluations: int = 0
-    loss_scale: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where a checkpoint comes from; kept in its manifest.
-
-    Args:
-        base: digest of the frozen weights, which a checkpoint of adapters does not hold; empty without any.
-    """
-
-    layout: str
-    config: dict[str, Any]
-    data_fingerprint: str
-    base: str = ""
-    versions: dict[str, str] = field(default_factory=dict)
 
 
 def kept_buffers(model: nn.Module) -> list[str]:
@@ -101,97 +67,39 @@ def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict(trained_names(model)) | {name: model.get_buffer(name) for name in kept_buffers(model)}
 
 
-def _random_state() -> dict[str, torch.Tensor]:
-    """The generators of this rank as tensors: torch, CUDA, NumPy, Python."""
-    numpy_state: Any = np.random.get_state()
-    _, python_words, python_gauss = random.getstate()
-    states = {
-        "rng.torch": torch.get_rng_state(),
-        "rng.numpy": torch.from_numpy(numpy_state[1].astype(np.int64)),
-        "rng.numpy_position": torch.tensor(numpy_state[2]),
-        "rng.python": torch.tensor(python_words, dtype=torch.int64),
-    }
-    if python_gauss is not None:
-        states["rng.python_gauss"] = torch.tensor(python_gauss, dtype=torch.float64)
-    if torch.cuda.is_available():
-        states["rng.cuda"] = torch.cuda.get_rng_state()
-    return states
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """In memory of its own on the CPU, so that training may go on."""
+    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
-def _set_random_state(states: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(states["rng.torch"])
-    words = states["rng.numpy"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", words, int(states["rng.numpy_position"]), 0, 0.0))
-    gauss = float(states["rng.python_gauss"]) if "rng.python_gauss" in states else None
-    random.setstate((3, tuple(int(word) for word in states["rng.python"]), gauss))
-    if "rng.cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["rng.cuda"])
+@dataclass(frozen=True)
+class Pending:
+    """A checkpoint that is being written.
 
-
-def sha256(path: Path) -> str:
-    """Hex digest of a file, read in pieces."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def sync(path: Path) -> None:
-    """Makes a file's or folder's content survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _set_aside(folder: Path, why: str) -> Path:
-    """Renames a checkpoint so that nothing takes it for one; the next save removes it."""
-    aside = folder.with_name(f"{why}-{folder.name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    return folder.rename(aside)
-
-
-def _seal(manifest: dict[str, Any]) -> str:
-    """Digest of a manifest without its own seal, so that a flipped bit in it is seen too."""
-    body = {key: value for key, value in manifest.items() if key != "seal"}
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint.
-
-    Raises:
-        ValueError: when it is missing, damaged or of another format.
+    Args:
+        temporary: the folder that it is written to.
+        progress: at its step.
+        needed: bytes of all ranks' tensors.
+        entry: what this rank's thread wrote, as the manifest names it.
     """
-    manifest = read_json(folder / "manifest.json")
-    if manifest is None:
-        raise ValueError("its manifest is missing or no JSON")
-    if manifest.get("seal") != _seal(manifest):
-        raise ValueError("its manifest was changed after it was written")
-    if manifest.get("format") != FORMAT:
-        raise ValueError(f"its format is {manifest.get('format')}, this version reads {FORMAT}")
-    return manifest
+
+    temporary: Path
+    progress: Progress
+    needed: int
+    entry: Future[dict[str, Any]]
 
 
-def verify(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint whose every file is as it was written.
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was published: its step, its size, and how long the slowest rank wrote."""
 
-    Raises:
-        ValueError: naming the first file that is missing, of another size, or of another content.
-    """
-    manifest = read_manifest(folder)
-    for name, expected in manifest["files"].items():
-        path = folder / name
-        if not path.is_file():
-            raise ValueError(f"{name} is missing")
-        if path.stat().st_size != expected["bytes"]:
-            raise ValueError(f"{name} has {path.stat().st_size} bytes, {expected['bytes']} were written")
-        if sha256(path) != expected["sha256"]:
-            raise ValueError(f"{name} was changed after it was written")
-    return manifest
+    step: int
+    bytes: int
+    write_seconds: float
 
 
 class Checkpoints:
-    """The checkpoints of one run.
+    """The checkpoints of one run, of which at most one is being written.
 
     Args:
         folder: `checkpoints/` of the run folder.
@@ -204,6 +112,7 @@ class Checkpoints:
     def __init__(self, folder: Path, ranks: Ranks, origin: Origin, limit: int = 2, attempt: int = 0):
         self.folder, self.ranks, self.origin = folder, ranks, origin
         self.limit, self.attempt = max(limit, 2), attempt
+        self.pending: Pending | None = None
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step is."""
@@ -213,8 +122,8 @@ class Checkpoints:
         """Whole checkpoints, oldest first."""
         return sorted(path for path in self.folder.glob("step-" + "[0-9]" * 8) if path.is_dir())
 
-    def save(self, backend: Backend, buffers: dict[str, torch.Tensor], progress: Progress) -> Path:
-        """Writes and publishes the checkpoint of `progress.step`; returns its folder. Collective.
+    def begin(self, backend: Backend, buffers: dict[str, torch.Tensor], progress: Progress) -> None:
+        """Takes a copy of everything at `progress.step` and begins to write it, in a thread. Collective.
 
         Args:
             backend: holds weights and optimizer state, in whatever layout.
@@ -222,57 +131,99 @@ class Checkpoints:
             progress: what is saved beside the tensors.
 
         Raises:
+            TrainingError: on every rank when one has no room; the checkpoints before it stand.
+        """
+        assert self.pending is None, "the one before is not finished"
+        temporary = self.folder / f"{self.path(progress.step).name}.tmp-{self.attempt}"
+        error = None
+        mine = self._share(backend, buffers)
+        needed = sum(self.ranks.gather(sum(one.numel() * one.element_size() for one in mine.values())))
+        try:
+            self._check_room(needed)
+            temporary.mkdir(parents=True, exist_ok=True)
+        except Exception as problem:
+            error = problem
+        self._agree(error, temporary, f"saving the checkpoint of step {progress.step}")
+        entry: Future[dict[str, Any]] = Future()
+        self.pending = Pending(temporary, progress, needed, entry)
+        Thread(target=self._write, args=(temporary, mine, needed, entry), name="checkpoint", daemon=True).start()
+
+    def written(self, patience: float = 0.0) -> bool:
+        """Whether this rank has nothing to write any more.
+
+        Args:
+            patience: seconds to wait for it.
+        """
+        return self.pending is None or not wait_for([self.pending.entry], patience).not_done
+
+    def finish(self) -> Saved | None:
+        """Publishes what was begun, once every rank has written its part; None when nothing was. Collective.
+
+        Raises:
             TrainingError: on every rank when any could not write; the checkpoints before it stand.
         """
-        final = self.path(progress.step)
-        temporary = self.folder / f"{final.name}.tmp-{self.attempt}"
-        error: Exception | None = None
-        entry: dict[str, Any] = {}
-        mine = self._share(backend, buffers)
-        try:
-            self._check_room(mine)
-            temporary.mkdir(parents=True, exist_ok=True)
-            entry = self._write_share(temporary, mine)
-        except Exception as problem:  # whatever it is, the other ranks must hear of it before this one raises
-            error = problem
-        try:
-            self.ranks.agree(error, f"saving the checkpoint of step {progress.step}")
-        except TrainingError:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
+        if self.pending is None:
+            return None
+        pending, self.pending = self.pending, None
+        error, entry = pending.entry.exception(), dict[str, Any]()  # waits for it
+        if error is None:
+            entry = pending.entry.result()
+        step = pending.progress.step
+        self._agree(error, pending.temporary, f"saving the checkpoint of step {step}")
         entries = self.ranks.gather(entry)
         error = None
         if self.ranks.is_main:
             try:
-                self._publish(temporary, final, progress, entries)
+                self._publish(pending.temporary, self.path(step), pending.progress, entries)
             except OSError as problem:
-                error = problem
-        self.ranks.agree(error, f"publishing the checkpoint of step {progress.step}")
-        return final
+                error = self._told(problem, pending.needed)
+        self.ranks.agree(error, f"publishing the checkpoint of step {step}")
+        return Saved(step, pending.needed, max(one["seconds"] for one in entries))
+
+    def _agree(self, error: BaseException | None, temporary: Path, doing: str) -> None:
+        """Raises on every rank when any failed, what was written so far removed."""
+        try:
+            self.ranks.agree(error, doing)
+        except TrainingError:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
 
     def _share(self, backend: Backend, buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The whole tensors that fall to this rank, on the CPU, and its own random state. Collective."""
+        """Copies of the whole tensors that fall to this rank, on the CPU, and of its own random state. Collective."""
         mine: dict[str, torch.Tensor] = {}
         shards = backend.shards()
         steps = steps_of(shards, self.ranks)
         for name, key, owner, whole in wholes(shards, steps, self.ranks):
             if owner == self.ranks.rank and whole is not None:
-                full_name = f"model.{name}" if key == WEIGHT else f"optim.state.{name}.{key}"
-                mine[full_name] = whole.detach().cpu().contiguous()
+                mine[f"model.{name}" if key == WEIGHT else f"optim.state.{name}.{key}"] = _copy(whole)
         if self.ranks.is_main:
             mine |= {f"optim.state.{name}.step": torch.tensor(step) for name, step in steps.items()}
-            mine |= {f"model.{name}": buffer.detach().cpu().contiguous() for name, buffer in buffers.items()}
-        return mine | {f"{name}.{self.ranks.rank}": state for name, state in _random_state().items()}
+            mine |= {f"model.{name}": _copy(buffer) for name, buffer in buffers.items()}
+        return mine | {f"{name}.{self.ranks.rank}": state for name, state in random_state().items()}
 
-    def _check_room(self, tensors: dict[str, torch.Tensor]) -> None:
+    def _check_room(self, needed: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) * self.ranks.world
+        if shutil.disk_usage(self.folder).free < needed * 1.01 + 2**20:
+            raise self._told(OSError(errno.ENOSPC, ""), needed)
+
+    def _told(self, problem: Exception, needed: int) -> Exception:
+        """A full disk in words that tell what is missing."""
+        if getattr(problem, "errno", None) != errno.ENOSPC and f"os error {errno.ENOSPC}" not in str(problem):
+            return problem
         free = shutil.disk_usage(self.folder).free
-        if free < needed * 1.01 + 2**20:
-            raise OSError(
-                f"{self.folder} has {free:,} bytes free, a checkpoint needs {needed:,}; "
-                "make room, then resume from the last one"
-            )
+        return OSError(
+            f"{self.folder} has {free:,} bytes free, a checkpoint needs {needed:,}; "
+            "make room, then resume from the last one"
+        )
+
+    def _write(self, temporary: Path, tensors: dict[str, torch.Tensor], needed: int, entry: Future[Any]) -> None:
+        """Runs in a thread of its own; whatever goes wrong, the other ranks must hear of it."""
+        try:
+            began = time.perf_counter()
+            made = self._write_share(temporary, tensors)
+            entry.set_result({**made, "seconds": time.perf_counter() - began})
+        except Exception as problem:
+            entry.set_exception(self._told(problem, needed))
 
     def _write_share(self, temporary: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Writes one file and tells what is in it: name, bytes, sha256, tensors."""
@@ -294,10 +245,10 @@ class Checkpoints:
                 name: {**shape, "file": entry["file"]} for entry in entries for name, shape in entry["tensors"].items()
             },
         }
-        write_json(temporary / "manifest.json", {**manifest, "seal": _seal(manifest)})
+        write_json(temporary / "manifest.json", {**manifest, "seal": seal(manifest)})
         sync(temporary)
         if final.exists():
-            _set_aside(final, "later")  # computed again after a resume from an older one
+            set_aside(final, "later")  # computed again after a resume from an older one
         os.replace(temporary, final)
         sync(self.folder)
         self._prune(progress)
@@ -319,7 +270,7 @@ class Checkpoints:
                     found = path
                     break
                 except (ValueError, OSError) as problem:
-                    aside = _set_aside(path, "bad")
+                    aside = set_aside(path, "bad")
                     print(f"checkpoint {path.name} is bad: {problem}; set aside as {aside.name}", flush=True)
         found = self.ranks.broadcast(None if found is None else str(found))
         return None if found is None else Path(found)
@@ -359,7 +310,7 @@ class Checkpoints:
         if self.ranks.is_main:
             # They are of another future than the one that begins here, and `newest` must not find them.
             for path in [path for path in self.published() if path.name > self.path(manifest["step"]).name]:
-                _set_aside(path, "later")
+                set_aside(path, "later")
 
     def intact(self, step: int) -> bool:
         """Whether the checkpoint of a step is here and as it was written. Collective."""
@@ -399,7 +350,7 @@ class Checkpoints:
             return
         ending = f".{self.ranks.rank}"
         states = {f"rng.{name}": tensor for name, tensor in _read(folder, "rng.")}
-        _set_random_state({name.removesuffix(ending): one for name, one in states.items() if name.endswith(ending)})
+        set_random_state({name.removesuffix(ending): one for name, one in states.items() if name.endswith(ending)})
 
 
 def _read(folder: Path, prefix: str, ending: str = "") -> Iterator[tuple[str, torch.Tensor]]:

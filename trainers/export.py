@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainers.checkpoint import load_weights, sync, verify
+from trainers.checkpoint import load_weights
 from trainers.config import ConfigError, TrainConfig
 from trainers.data.prepare import load_tokenizer
+from trainers.manifest import sync, verify
 from trainers.models import add_adapters, build_model, compute_dtype
 from trainers.options import Request, dump_yaml
 from trainers.quantise import dequantise

@@ -12,18 +12,21 @@ for step in steps:
     clip, set the rate of this step, update                     -> step
     log a row, every logging_steps                              -> LOG
     evaluate, every eval_steps; save if it is the best          -> evaluation, SAVE
-    save, every save_steps, or if any rank was asked to         -> SAVE
-    save (unless it was asked not to) and leave, if any rank was asked to stop  -> SAVE, STOPPED
+    save, every save_steps, or if any rank was asked to         -> SAVE  (a copy; a thread of each rank writes it)
+    publish the checkpoint, once every rank has written its part
+    save (unless it was asked not to), wait for it, and leave, if any rank was asked to stop  -> SAVE, STOPPED
     leave, if evaluations stopped improving
-evaluate and save, unless the last step did
+evaluate and save, unless the last step did, and wait for it
 the best checkpoint is exported, if load_best_model_at_end      -> DONE
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,11 +35,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainers.checkpoint import Checkpoints, Progress
+from trainers.checkpoint import Checkpoints
 from trainers.config import TrainConfig
 from trainers.data.batches import MicroBatch, Rows, StepBatch, TrainPlan, evaluation_batches
 from trainers.errors import TrainingError
 from trainers.heartbeat import Heartbeat
+from trainers.manifest import Progress
 from trainers.metrics import MetricsFile, Window, memory_gib, peak_flops, step_flops
 from trainers.models import compute_dtype, matmul_parameters
 from trainers.parallel.backend import Backend, set_rate
@@ -44,6 +48,9 @@ from trainers.parallel.ranks import Ranks
 from trainers.run_folder import RunFolder
 from trainers.schedule import learning_rate
 from trainers.startup import end_with_launcher
+
+SAVE_PATIENCE = 0.5
+"""Seconds that the loop waits for a save before it goes on meanwhile: a small one costs no repeated step in a crash."""
 
 
 @dataclass
@@ -130,6 +137,7 @@ class StepResult:
     stop: bool
     discard: bool
     save: bool
+    writing: bool
 
 
 def train_step(job: Job, batch: StepBatch, step: int, requests: Requests) -> StepResult:
@@ -150,17 +158,17 @@ def train_step(job: Job, batch: StepBatch, step: int, requests: Requests) -> Ste
             job.heartbeat.at("backward", step)
             backend.backward(loss * _share(job, batch, micro))
     job.heartbeat.at("all-reduce", step)
-    asked = [torch.full_like(total, float(one)) for one in requests.asked()]
-    summed = job.ranks.sum(torch.stack([total, *asked]))
+    told = (*requests.asked(), not job.checkpoints.written())
+    summed = job.ranks.sum(torch.stack([total, *(torch.full_like(total, float(one)) for one in told)]))
     norm = backend.clip(job.config.max_grad_norm or math.inf)
     # The one host sync of the step: loss, requests and norm come over together.
     found = torch.cat([summed, torch.as_tensor(norm, device=device).float().reshape(1)])
-    loss_sum, stops, discards, saves, grad_norm = found.tolist()
+    loss_sum, stops, discards, saves, writing, grad_norm = found.tolist()
     loss_mean = loss_sum / max(batch.trained_tokens, 1)
     _refuse_not_finite(job, step, loss_mean, grad_norm, total)
     job.heartbeat.at("step", step)
     backend.step()
-    return StepResult(loss_mean, grad_norm, rate, stops > 0, discards > 0, saves > 0)
+    return StepResult(loss_mean, grad_norm, rate, stops > 0, discards > 0, saves > 0, writing > 0)
 
 
 def _share(job: Job, batch: StepBatch, micro: MicroBatch) -> float:
@@ -218,6 +226,7 @@ class Fit:
     def __init__(self, job: Job, progress: Progress, resumed_from: Path | None):
         self.job, self.window, self.results = job, Window(), dict[str, Any]()
         self.progress, self.evaluated_at, self.saved_at = progress, -1, -1
+        self.stalled = 0.0
         self.flops_parameters = matmul_parameters(job.bare)
         shape = getattr(job.bare, "config", None)
         self.hidden_layers = int(getattr(shape, "hidden_size", 0) * getattr(shape, "num_hidden_layers", 0))
@@ -246,6 +255,14 @@ class Fit:
 
     def run(self) -> Outcome:
         """Trains from the progress in hand to the end, or until asked to stop."""
+        try:
+            return self._steps()
+        except TrainingError:  # on every rank alike
+            with contextlib.suppress(TrainingError):
+                self._publish()
+            raise
+
+    def _steps(self) -> Outcome:
         job, plan = self.job, self.job.plan
         requests = Requests(job)
         job.backend.model.train()
@@ -279,6 +296,9 @@ class Fit:
             self._log(result)
         if config.eval_steps and progress.step % config.eval_steps == 0 and self.job.eval_rows is not None:
             self._evaluate()
+        if self.job.checkpoints.pending and not result.writing:
+            with self.window.pause():
+                self._publish()
         if result.save or (config.save_steps and progress.step % config.save_steps == 0):
             self._save()
 
@@ -332,20 +352,50 @@ class Fit:
         patience = self.job.config.early_stopping_patience
         return patience is not None and self.progress.stale_evaluations >= patience
 
-    def _save(self) -> None:
-        if self.saved_at == self.progress.step:
-            return
-        self.job.heartbeat.at("save", self.progress.step)
-        if self.job.scaler is not None:
-            self.progress.loss_scale = self.job.scaler.state_dict()
-        so_far = replace(self.progress, elapsed_s=self.progress.elapsed_s + self.window.seconds())
+    def _save(self, wait: bool = False) -> None:
+        """Begins a checkpoint of this step, if there is none.
+
+        Args:
+            wait: until it is published; else only a moment, and training goes on.
+        """
+        job, step = self.job, self.progress.step
+        job.heartbeat.at("save", step)
+        began, elapsed = time.perf_counter(), self.progress.elapsed_s + self.window.seconds()
         with self.window.pause():
-            buffers = {name: self.job.bare.get_buffer(name) for name in self.job.buffers}
-            self.job.checkpoints.save(self.job.backend, buffers, so_far)
+            if self.saved_at != step:
+                self._publish()
+                self._begin_saving(elapsed)
+            done = wait or all(job.ranks.gather(job.checkpoints.written(SAVE_PATIENCE)))
+            self.stalled += time.perf_counter() - began
+            if done:
+                self._publish()
+
+    def _begin_saving(self, elapsed: float) -> None:
+        job, self.stalled = self.job, 0.0
+        if job.scaler is not None:
+            self.progress.loss_scale = job.scaler.state_dict()
+        so_far = replace(self.progress, elapsed_s=elapsed)
+        buffers = {name: job.bare.get_buffer(name) for name in job.buffers}
+        job.checkpoints.begin(job.backend, buffers, so_far)
         self.saved_at = self.progress.step
 
+    def _publish(self) -> None:
+        """Publishes the checkpoint that was begun, if any, waiting for what is still to be written. Collective."""
+        began = time.perf_counter()
+        saved = self.job.checkpoints.finish()
+        if saved is None or self.job.metrics is None:
+            return
+        stalled = self.stalled + time.perf_counter() - began
+        print(
+            f"checkpoint of step {saved.step} saved: {saved.bytes:,} bytes, written in {saved.write_seconds:.2f} s; "
+            f"training stood still for {stalled:.2f} s",
+            flush=True,
+        )
+        row = {"checkpoint_bytes": saved.bytes, "checkpoint_write_s": saved.write_seconds}
+        self.job.metrics.write({"step": saved.step, **row, "checkpoint_stall_s": stalled})
+
     def _stop(self, requests: Requests) -> Outcome:
-        self._save()
+        self._save(wait=True)
         step, total = self.progress.step, self.job.plan.total_steps
         asked = self.job.ranks.gather(requests.signal)
         who = next((f"{name} on rank {rank}" for rank, name in enumerate(asked) if name), "a stop request")
@@ -357,6 +407,7 @@ class Fit:
         return Outcome("stopped", cause, self.progress, self.results)
 
     def _leave_unsaved(self) -> Outcome:
+        self._publish()
         kept = self.job.checkpoints.published()
         rest = f"the last checkpoint is {kept[-1].name}" if kept else "there is no checkpoint"
         cause = f"stopped without saving at step {self.progress.step} of {self.job.plan.total_steps}; {rest}"
@@ -366,7 +417,7 @@ class Fit:
         job, progress = self.job, self.progress
         if job.eval_rows is not None and self.evaluated_at != progress.step:
             self._evaluate()
-        self._save()
+        self._save(wait=True)
         best = progress.best_step
         if job.config.load_best_model_at_end and best is not None and job.checkpoints.intact(best):
             self.results |= {"exported_step": best, **progress.best_results}

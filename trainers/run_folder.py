@@ -8,6 +8,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import socket
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -254,6 +255,11 @@ class RunFolder:
         if not self.stop_request.exists():
             return None
         return (read_json(self.stop_request) or {}).get("save") is not False
+
+    def remove_unfinished(self) -> None:
+        """Removes the checkpoints that a killed attempt had begun; no process of the run may live."""
+        for path in self.checkpoints.glob("step-*.tmp-*"):
+            shutil.rmtree(path, ignore_errors=True)
 
     def ask_save(self) -> None:
         """Asks the ranks to save at the next step and go on; asking twice before that is the same."""

@@ -140,10 +140,11 @@ def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
     plan = plan_training(config, data, strategy.data_parallel_size, tokenizer.pad_token_id)
 
     from trainers import build
-    from trainers.checkpoint import Progress, base_digest, kept_buffers
+    from trainers.checkpoint import base_digest, kept_buffers
     from trainers.export import export_checkpoint, export_kind
     from trainers.heartbeat import Heartbeat
     from trainers.loop import Fit, Job
+    from trainers.manifest import Progress
     from trainers.metrics import memory_gib
     from trainers.self_check import check as check_asked
     from trainers.self_check import compare, table
@@ -208,6 +209,7 @@ def begin(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
     attempt = int(before["attempt"]) + 1 if before else 0
     for request in (run.stop_request, run.save_request):
         request.unlink(missing_ok=True)
+    run.remove_unfinished()
     run.write_state(state="starting", cause=None, permanent=None, attempt=attempt, launched_at=now(),
                     processes=[launch.launcher.as_json()])  # fmt: skip
     write_run_files(run, config, strategy)

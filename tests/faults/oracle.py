@@ -15,7 +15,7 @@ from app.series import Curves
 from tests.detached import SMALL, ended, processes, until
 from tests.launching import Finished
 from tests.parity.checks import weights
-from trainers.checkpoint import verify
+from trainers.manifest import verify
 from trainers.run_folder import RunFolder
 
 STEPS, INTERVAL = 24, 5

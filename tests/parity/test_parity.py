@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests.parity import plain
 from tests.parity.checks import check_export, equal_after_resume, reference, resumed, same_bits
 from tests.parity.runs import config, curve, mostly_long, run
-from trainers.checkpoint import _seal, read_manifest, sha256
+from trainers.manifest import read_manifest, seal, sha256
 from trainers.run_folder import write_json
 
 METHODS = ("lora", "full")
@@ -88,7 +88,7 @@ def test_resume_without_optimizer_state_would_be_seen(tmp_path: Path) -> None:
     save_file({name: one * 0 if name.endswith("exp_avg_sq") else one for name, one in tensors.items()}, file)
     manifest = read_manifest(damaged)
     manifest["files"][file.name] = {"bytes": file.stat().st_size, "sha256": sha256(file)}
-    write_json(damaged / "manifest.json", {**manifest, "seal": _seal(manifest)})
+    write_json(damaged / "manifest.json", {**manifest, "seal": seal(manifest)})
     again = resumed(tmp_path / "again", 1, "full", damaged)
     assert not equal_after_resume(undisturbed, again)
 

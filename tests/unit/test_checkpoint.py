@@ -13,18 +13,10 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from trainers.checkpoint import (
-    Checkpoints,
-    Origin,
-    Progress,
-    base_digest,
-    kept_buffers,
-    load_weights,
-    read_manifest,
-    verify,
-)
+from trainers.checkpoint import Checkpoints, base_digest, kept_buffers, load_weights
 from trainers.config import build
 from trainers.errors import TrainingError
+from trainers.manifest import Origin, Progress, read_manifest, verify
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.replicated import Replicated
 
@@ -57,7 +49,9 @@ def trained(seed: int = 0) -> tuple[Loss, Replicated]:
 
 def save(store: Checkpoints, loss: Loss, backend: Replicated, progress: Progress) -> Path:
     buffers = {name: loss.model.get_buffer(name) for name in kept_buffers(loss.model)}
-    return store.save(backend, buffers, progress)
+    store.begin(backend, buffers, progress)
+    assert store.finish()
+    return store.path(progress.step)
 
 
 def checkpoints(folder: Path, data: str = "data", seed: int = 1, **changes: int) -> Checkpoints:

@@ -49,7 +49,7 @@ class Ranks:
         distributed.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
-    def agree(self, error: Exception | None, doing: str) -> None:
+    def agree(self, error: BaseException | None, doing: str) -> None:
         """Raises on all ranks when any failed, so that none is left waiting in a collective.
 
         Raises:

@@ -1,7 +1,7 @@
 """Faults that no signal from outside can place: put on PYTHONPATH, read by every rank before its first line.
 
-FAULT is `save:PHASE:RANK:STEP` (the rank kills itself there, in its first attempt), `nan:RANK:STEP` or
-`hang:RANK:STEP`.
+FAULT is `save:PHASE:RANK:STEP` (the rank kills itself there, in its first attempt), `nan:RANK:STEP`,
+`hang:RANK:STEP` or `slow_disk:RANK:SECONDS` (each write takes that much longer).
 FAULT_NOTE names a file that tells what stood in `checkpoints/` at that moment.
 """
 
@@ -47,6 +47,18 @@ def kill_in_save(phase: str, step: int) -> None:
     Checkpoints._write_share, Checkpoints._publish, Checkpoints._prune = write_share, publish_it, prune_old
 
 
+def slow_disk(seconds: int) -> None:
+    from trainers.checkpoint import Checkpoints
+
+    write = Checkpoints._write_share
+
+    def write_slowly(self, temporary, tensors):
+        time.sleep(seconds)
+        return write(self, temporary, tensors)
+
+    Checkpoints._write_share = write_slowly
+
+
 def poison(step: int) -> None:
     from trainers import loop
 
@@ -83,4 +95,5 @@ if "FAULT" in os.environ and "RANK" in os.environ:
     kind, *rest = os.environ["FAULT"].split(":")
     *more, rank, at = rest
     if os.environ["RANK"] == rank:
-        {"save": lambda step: kill_in_save(more[0], step), "nan": poison, "hang": hang}[kind](int(at))
+        faults = {"save": lambda step: kill_in_save(more[0], step), "nan": poison, "hang": hang, "slow_disk": slow_disk}
+        faults[kind](int(at))
