@@ -15,23 +15,17 @@ from app.console import shortened
 from app.hardware import Devices, choose_devices
 from app.runs import gpu_ids, true_state, world_size
 from trainers.config import EMBEDDED, ConfigError, TrainConfig, absolute_paths, build, ignored_choices
+from trainers.differences import changes_since_save
 from trainers.options import Request, parse_request, preset_path, read_yaml
 from trainers.run_folder import LIVE_STATES, RunFolder, new_run_id
 from trainers.strategies import Strategy, cannot_run, default_strategy, load_strategy, resolve
 
 _VALUES = ("strategy", "gpus", "num_processes")
-_SWITCHES = ("json", "quiet", "help", "check", "detach")
+_SWITCHES = ("json", "quiet", "help", "check", "detach", "force")
 _LOG_ROOM = 2_000_000
 _PATHS = ("model_name_or_path", "dataset_name", "eval_dataset_name", "chat_template", "cache_dir", "runs_dir",
           "output_dir", "resume_from_checkpoint")  # fmt: skip
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095
-# What a checkpoint's tensors, or the place in the data that it has reached, depend on.
-FIXED = (
-    "model_name_or_path", "model_revision", "random_init", "method", "lora_r", "lora_alpha", "lora_target_modules",
-    "use_rslora", "dataset_name", "dataset_config_name", "dataset_split", "eval_share", "dataset_format", "columns",
-    "sample_by", "chat_template", "assistant_only_loss", "max_length", "overlong", "packing", "group_by_length",
-    "max_train_samples", "global_batch_size", "seed",
-)  # fmt: skip
 
 
 @dataclass
@@ -41,7 +35,7 @@ class Words:
     Args:
         names: words that stand alone: the preset, or the run.
         values: `--strategy`, `--gpus` and `--num_processes`.
-        switches: those of `--json`, `--quiet`, `--help`, `--check` and `--detach` that were given.
+        switches: those of `--json`, `--quiet`, `--help`, `--check`, `--detach` and `--force` that were given.
         options: everything else, for `trainers.options.parse_request`.
     """
 
@@ -135,6 +129,10 @@ def train_job(words: Words) -> Job:
     with mistakes:
         request = parse_request(words.options)
     request.preset = _preset(words.names, request.preset, mistakes)
+    if "force" in words.switches:
+        request.options["force_resume"] = True
+        if "resume_from_checkpoint" not in request.options:
+            mistakes.lines.append("--force is for going on from a checkpoint; name it with --resume_from_checkpoint")
     return job_of(request, words.values, mistakes, None)
 
 
@@ -160,7 +158,7 @@ def resume_job(run: RunFolder, words: Words) -> Job:
     fixed += [name for name in ("preset", "config") if getattr(request, name)]
     mistakes.lines += [f"--{name} cannot change when a run is resumed; leave it out" for name in fixed]
     request.config, request.preset = str(run.config), None
-    mistakes.lines += _fixed_changes(run, request.options)
+    request.options["force_resume"] = "force" in words.switches  # for this once: config.yaml may say otherwise
     job = job_of(request, _as_before(run, words.values), mistakes, run)
     job.attempt = attempt
     return job
@@ -175,6 +173,8 @@ def clone_job(run: RunFolder, words: Words) -> Job:
     mistakes, request = Mistakes(), Request()
     with mistakes:
         request = parse_request(words.options)
+    if "force" in words.switches:
+        mistakes.lines.append("--force is for `resume`; a clone begins at step 0: leave it out")
     if request.preset or request.config:
         mistakes.lines.append("a clone has its run's config; leave --preset and --config out")
     request.config, request.preset = str(run.config), None
@@ -195,26 +195,6 @@ def refuse_unresumable(run: RunFolder) -> None:
         raise ConfigError(f"run {run.id} is done; to train on its config again: {again}")
     if state not in ("stopped", "failed"):
         raise ConfigError(f"run {run.id} is {state}; stop it first with `tunesmith stop {path}`")
-
-
-def _fixed_changes(run: RunFolder, options: dict[str, Any]) -> list[str]:
-    """A line for each option given anew that the checkpoints cannot follow.
-
-    It comes before anything is written: a `config.yaml` that its checkpoints do not fit fails every later resume too.
-    """
-    given = {name: value for name, value in options.items() if name in FIXED}
-    try:
-        stored = read_yaml(run.config)
-        before = absolute_paths(Request(config=str(run.config)).resolve())
-        after = absolute_paths(build({**stored, **given}))
-    except (ConfigError, OSError):
-        return []  # reported with everything else that is wrong with the config
-    return [
-        f"{name}={told(getattr(after, name))} cannot change when a run is resumed (it was trained with "
-        f"{told(getattr(before, name))}); leave it out, or start a new run"
-        for name in given
-        if getattr(before, name) != getattr(after, name)
-    ]
 
 
 def told(value: Any) -> str:
@@ -287,7 +267,7 @@ def job_of(request: Request, values: dict[str, str], mistakes: Mistakes, run: Ru
         folder = run or (_new_folder(config) if config else None)
         if folder and config:
             _check_room(config, folder)
-            mistakes.lines += _fixed_changes(folder, config.model_dump()) if not run and folder.exists() else []
+            mistakes.lines += changes_since_save(folder, config, "auto" if run else config.resume_from_checkpoint)
     mistakes.refuse()
     if not (config and strategy and devices and folder):
         raise AssertionError("no mistake, and yet no job")

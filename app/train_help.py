@@ -44,9 +44,12 @@ def show_resume_help() -> None:
     """Prints the help of `resume`."""
     text = (
         "Go on with a stopped or failed run from its newest good checkpoint. "
-        "Options of `train` may change, but for those that fix the model or the order of the data."
+        "Options of `train` may change; those that change the steps to come need --force."
     )
-    folder = {"runs_dir": _option("runs_dir", "<dir>", "Folder of run folders.", "Options")}
+    folder = {
+        "runs_dir": _option("runs_dir", "<dir>", "Folder of run folders.", "Options"),
+        **_switch("force", "Go on although data, options or code have changed since the checkpoint was saved."),
+    }
     _show("resume", "run", "Id of a run, or the path of its folder.", text, {**folder, **_detach()})
 
 

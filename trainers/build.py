@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from trainers.checkpoint import Checkpoints
 from trainers.config import TrainConfig
-from trainers.export import versions
+from trainers.differences import plain, versions
 from trainers.fp8 import convert
 from trainers.log_tee import without_secrets
 from trainers.manifest import Origin
@@ -117,9 +117,8 @@ def checkpoints(
     config: TrainConfig, strategy: Strategy, run: RunFolder, ranks: Ranks, fingerprint: str, base: str, attempt: int
 ) -> Checkpoints:
     """The run's checkpoints, each of which will tell where it comes from."""
-    place = {"output_dir", "resume_from_checkpoint", "runs_dir"}
-    origin = Origin(strategy.name, config.model_dump(exclude=place), fingerprint, base, versions())
-    return Checkpoints(run.checkpoints, ranks, origin, config.save_total_limit, attempt)
+    origin = Origin(strategy.name, plain(config), fingerprint, base, versions())
+    return Checkpoints(run.checkpoints, ranks, origin, config.save_total_limit, attempt, config.force_resume)
 
 
 def resume_folder(config: TrainConfig, kept: Checkpoints) -> Path | None:

@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import set_seed
 
+from trainers.differences import changed_options, changed_versions, refusals
 from trainers.errors import TrainingError
 from trainers.manifest import FORMAT, Origin, Progress, read_manifest, seal, set_aside, sha256, sync, verify
 from trainers.parallel.backend import Backend, trained_names
@@ -107,11 +108,14 @@ class Checkpoints:
         origin: kept in every manifest.
         limit: how many to keep besides the best one.
         attempt: number of this start of the run; part of the temporary name.
+        force: load although data, options or code have changed since a checkpoint was saved.
     """
 
-    def __init__(self, folder: Path, ranks: Ranks, origin: Origin, limit: int = 2, attempt: int = 0):
+    def __init__(
+        self, folder: Path, ranks: Ranks, origin: Origin, limit: int = 2, attempt: int = 0, force: bool = False
+    ):
         self.folder, self.ranks, self.origin = folder, ranks, origin
-        self.limit, self.attempt = max(limit, 2), attempt
+        self.limit, self.attempt, self.force = max(limit, 2), attempt, force
         self.pending: Pending | None = None
 
     def path(self, step: int) -> Path:
@@ -284,8 +288,7 @@ class Checkpoints:
         error, progress = None, Progress()
         try:
             manifest = verify(folder) if self.ranks.is_main else read_manifest(folder)
-            self._refuse_other_data(manifest)
-            self._refuse_other_base(manifest)
+            self._refuse_changes(manifest)
             load_weights(folder, model)
             progress = Progress(**manifest["progress"])
         except _BAD as problem:
@@ -323,25 +326,31 @@ class Checkpoints:
                 print(f"checkpoint {self.path(step).name} is bad: {problem}", flush=True)
         return self.ranks.broadcast(problem) is None
 
-    def _refuse_other_data(self, manifest: dict[str, Any]) -> None:
-        if manifest["data_fingerprint"] != self.origin.data_fingerprint:
-            raise ValueError(
-                "the data, its tokenizer or its options changed since it was saved, so its steps would be others; "
-                "restore them, or start a new run"
-            )
-
-    def _refuse_other_base(self, manifest: dict[str, Any]) -> None:
+    def _refuse_changes(self, manifest: dict[str, Any]) -> None:
+        """Raises ValueError, naming what has changed since the checkpoint was saved."""
+        lines = refusals(manifest, self.origin.config, self.origin.versions, self.force)
         if manifest["base"] != self.origin.base:
-            raise ValueError(
+            lines.append(
                 "the base model's weights are not those that its adapters were trained on; restore them, "
                 "or start a new run"
             )
+        if manifest["data_fingerprint"] != self.origin.data_fingerprint and not self.force:
+            lines.append(
+                "the data, its tokenizer or its options changed since it was saved, so its steps would be others; "
+                "restore them, or go on all the same with --force"
+            )
+        if lines:
+            raise ValueError("; ".join(lines))
 
     def differences(self, folder: Path) -> list[str]:
-        """What the config says now beside what it said when a checkpoint was saved, a line per option."""
-        then, now = read_manifest(folder)["config"], self.origin.config
-        names = [name for name in now if name in then and then[name] != now[name]]
-        return [f"{name}={now[name]}, and {then[name]} when the checkpoint was saved" for name in names]
+        """What options, versions and data are now beside what they were when a checkpoint was saved, a line each."""
+        manifest = read_manifest(folder)
+        data = manifest["data_fingerprint"] != self.origin.data_fingerprint
+        return [
+            *changed_options(manifest, self.origin.config).values(),
+            *changed_versions(manifest, self.origin.versions),
+            *(["the data are not those that the checkpoint was saved with"] if data else []),
+        ]
 
     def _load_random_state(self, folder: Path, manifest: dict[str, Any], seed: int) -> None:
         """The saved generators on the same number of ranks; derived from seed and step on another."""

@@ -232,6 +232,8 @@ class TrainConfig(BaseModel):
     """Run folder itself; default: a new one in `runs_dir`."""
     resume_from_checkpoint: Annotated[str | None, Optionally] = _option("run", None)
     """`auto` for the newest good checkpoint of `output_dir`, or the path of one."""
+    force_resume: bool = _option("run", False)
+    """Resume although data, options or code have changed since the checkpoint was saved."""
     seed: int = _option("run", 42, ge=0, le=2**32 - 1)
     """Seed of initialisation, data order and dropout."""
     logging_steps: int = _option("run", 10, "steps", ge=1)

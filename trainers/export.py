@@ -6,12 +6,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import shutil
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from torch import nn
 from trainers.checkpoint import load_weights
 from trainers.config import ConfigError, TrainConfig
 from trainers.data.prepare import load_tokenizer
+from trainers.differences import versions
 from trainers.manifest import sync, verify
 from trainers.models import add_adapters, build_model, compute_dtype
 from trainers.options import Request, dump_yaml
@@ -28,14 +27,6 @@ from trainers.quantise import dequantise
 from trainers.run_folder import RunFolder, read_json
 
 SHARD_SIZE = "5GB"
-PACKAGES = ("torch", "accelerate", "transformers", "datasets", "peft", "safetensors")
-EXTRAS = ("bitsandbytes", "deepspeed")
-
-
-def versions() -> dict[str, str]:
-    """Installed versions of the packages that decide a result."""
-    extras = [name for name in EXTRAS if importlib.util.find_spec(name) is not None]
-    return {name: version(name) for name in (*PACKAGES, *extras)}
 
 
 def export_kind(config: TrainConfig) -> str:

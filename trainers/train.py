@@ -20,6 +20,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from trainers.config import ConfigError, TrainConfig, ignored_choices
 from trainers.device_locks import Held, Holder, local_need, take_now
+from trainers.differences import changes_since_save
 from trainers.errors import TrainingError
 from trainers.gpus import find_gpus, gpu_count
 from trainers.log_tee import start_tee, without_secrets
@@ -55,6 +56,8 @@ def main(argv: list[str]) -> int:
         if mistakes := refused + machine_mistakes(config, gpu_count() > 0):
             raise ConfigError(mistakes)
         run = open_run(config, launch)
+        if changes := changes_since_save(run, config, config.resume_from_checkpoint):
+            raise ConfigError(changes)
         # Run and GPUs are held until this process ends; a supervisor holds them for its ranks.
         held = None if launch.supervised or rank_of_environment() > 0 else run.hold()
         gpus = None if launch.supervised else take_gpus(config, run)

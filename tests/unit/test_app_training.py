@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -29,8 +31,10 @@ from app.training import (
     write_folder,
 )  # fmt: skip
 from trainers.config import ConfigError
+from trainers.differences import plain, versions
+from trainers.manifest import FORMAT, seal
 from trainers.options import Request
-from trainers.run_folder import Process, RunFolder
+from trainers.run_folder import Process, RunFolder, write_json
 
 
 @pytest.fixture(autouse=True)
@@ -215,18 +219,33 @@ def stopped(*words: str) -> RunFolder:
     return job.run
 
 
+def with_checkpoint(run: RunFolder, **changes: Any) -> RunFolder:
+    """The run with a checkpoint of step 4, as far as it is looked at before a launch."""
+    config = plain(Request(config=str(run.config)).resolve())
+    manifest = {"format": FORMAT, "step": 4, "config": config, "versions": versions(), **changes}
+    folder = run.checkpoints / "step-00000004"
+    folder.mkdir(parents=True)
+    write_json(folder / "manifest.json", {**manifest, "seal": seal(manifest)})
+    return run
+
+
+NO_FORCE_HELPS = {"lora_r", "method", "lora_target_modules"}
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("--lora_r 4", "lora_r=4 cannot change when a run is resumed (it was trained with 16); leave it out"),
-        ("--method full", "method=full cannot change"),
-        ("--packing=false", "packing=false cannot change when a run is resumed (it was trained with true)"),
-        ("--lora_target_modules q_proj,v_proj", "lora_target_modules=q_proj,v_proj cannot change"),
-        ("--seed 9 --lora_alpha 1", "lora_alpha=1.0 cannot change"),
+        ("--lora_r 4", "lora_r=4, and 16 when the checkpoint of step 4 was saved; its tensors do not fit"),
+        ("--method full", "method=full, and lora when"),
+        ("--packing=false", "packing=false, and true when the checkpoint of step 4 was saved; the steps to come would"),
+        ("--lora_target_modules q_proj,v_proj", "lora_target_modules=q_proj,v_proj, and all-linear when"),
+        ("--seed 9 --lora_alpha 1", "lora_alpha=1.0, and 32.0 when"),
+        ("--learning_rate 0.5", "learning_rate=0.5, and"),
+        ("--max_steps 9", "max_steps=9, and"),
     ],
 )
 def test_a_resume_refuses_what_its_checkpoints_cannot_follow(words: str, line: str) -> None:
-    run = stopped()
+    run = with_checkpoint(stopped())
     before = run.config.read_bytes()
     with pytest.raises(ConfigError) as refused:
         resume_job(run, sort_words(["one", *words.split()]))
@@ -234,14 +253,46 @@ def test_a_resume_refuses_what_its_checkpoints_cannot_follow(words: str, line: s
     assert len(refused.value.mistakes) == words.count("--")
     assert run.config.read_bytes() == before
     again = ["tiny-lora", "--output_dir", str(run.path), "--resume_from_checkpoint", "auto", *words.split()]
-    with pytest.raises(ConfigError, match="cannot change when a run is resumed"):
+    with pytest.raises(ConfigError, match="when the checkpoint of step 4 was saved"):
         train_job(sort_words(again))
+    forced = sort_words(["one", *words.split(), "--force"])
+    if NO_FORCE_HELPS & {word.removeprefix("--") for word in words.split()}:
+        with pytest.raises(ConfigError, match="its tensors do not fit"):
+            resume_job(run, forced)
+    else:
+        assert resume_job(run, forced).config.force_resume
 
 
 def test_a_resume_takes_the_rest_and_the_same_again() -> None:
-    words = "--lora_r 16 --learning_rate 0.5 --max_steps 9 --save_steps 3 --logging_steps 2 --eval_steps 4"
-    config = resume_job(stopped(), sort_words(["one", *words.split()])).config
-    assert (config.lora_r, config.learning_rate, config.max_steps, config.eval_steps) == (16, 0.5, 9, 4)
+    words = "--lora_r 16 --save_steps 3 --logging_steps 2 --eval_steps 4 --per_device_train_batch_size 1"
+    config = resume_job(with_checkpoint(stopped()), sort_words(["one", *words.split()])).config
+    assert (config.lora_r, config.save_steps, config.eval_steps, config.force_resume) == (16, 3, 4, False)
+
+
+def test_a_run_without_checkpoints_begins_anew_with_whatever_is_asked_for() -> None:
+    assert resume_job(stopped(), sort_words(["one", "--learning_rate", "0.5"])).config.learning_rate == 0.5
+
+
+def test_a_longer_run_is_refused_only_where_its_rates_depend_on_the_length() -> None:
+    run = with_checkpoint(stopped("--lr_scheduler_type", "constant", "--warmup_ratio", "0"))
+    assert resume_job(run, sort_words(["one", "--max_steps", "900"])).config.max_steps == 900
+
+
+def test_other_code_is_refused_unless_forced() -> None:
+    run = with_checkpoint(stopped(), versions={**versions(), "torch": "2.0.0", "tunesmith": "0.0.1 (0123456789)"})
+    with pytest.raises(ConfigError) as refused:
+        resume_job(run, sort_words(["one"]))
+    torch, own = sorted(refused.value.mistakes)
+    assert re.match(r"torch is 2\.[\d.]+, and was 2\.0\.0 when the checkpoint of step 4 was saved; .*--force", torch)
+    assert "was 0.0.1 (0123456789)" in own
+    assert resume_job(run, sort_words(["one", "--force"])).config.force_resume
+
+
+def test_force_needs_a_checkpoint_to_go_on_from() -> None:
+    with pytest.raises(ConfigError, match="--force is for going on from a checkpoint"):
+        train_job(sort_words(["tiny-lora", "--force"]))
+    words = ["--output_dir", "one", "--resume_from_checkpoint", "auto", "--num_processes", "1", "--force"]
+    assert train_job(sort_words(["tiny-lora", *words])).config.force_resume
 
 
 def test_a_checkpoint_of_another_run_does_not_open_a_used_folder() -> None:

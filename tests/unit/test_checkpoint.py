@@ -15,10 +15,13 @@ from torch import nn
 
 from trainers.checkpoint import Checkpoints, base_digest, kept_buffers, load_weights
 from trainers.config import build
+from trainers.differences import plain
 from trainers.errors import TrainingError
 from trainers.manifest import Origin, Progress, read_manifest, verify
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.replicated import Replicated
+
+CONFIG = plain(build({"model_name_or_path": "embedded", "dataset_name": "embedded", "learning_rate": 0.1}))
 
 
 class Loss(nn.Module):
@@ -34,8 +37,7 @@ class Loss(nn.Module):
 
 
 def wrap(loss: Loss) -> Replicated:
-    config = build({"model_name_or_path": "embedded", "dataset_name": "embedded", "learning_rate": 0.1})
-    return Replicated(loss, config, Accelerator(cpu=True))
+    return Replicated(loss, build(CONFIG), Accelerator(cpu=True))
 
 
 def trained(seed: int = 0) -> tuple[Loss, Replicated]:
@@ -55,7 +57,8 @@ def save(store: Checkpoints, loss: Loss, backend: Replicated, progress: Progress
 
 
 def checkpoints(folder: Path, data: str = "data", seed: int = 1, **changes: int) -> Checkpoints:
-    return Checkpoints(folder, Ranks(torch.device("cpu")), Origin("single", {"seed": seed}, data), **changes)
+    config = {**CONFIG, "seed": seed}
+    return Checkpoints(folder, Ranks(torch.device("cpu")), Origin("single", config, data), **changes)
 
 
 def saved(folder: Path, *steps: int) -> Checkpoints:
@@ -184,12 +187,19 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
         load_weights(tmp_path / "step-00000003", longer)
 
 
-def test_changed_data_is_refused_and_a_changed_config_is_named(tmp_path: Path) -> None:
+def test_changed_data_and_options_are_refused_unless_forced(tmp_path: Path) -> None:
     saved(tmp_path, 3)
     folder = tmp_path / "step-00000003"
     with pytest.raises(TrainingError, match="the data, its tokenizer or its options changed since it was saved"):
         checkpoints(tmp_path, data="other").load(folder, Loss(0).model)
-    assert checkpoints(tmp_path, seed=2).differences(folder) == ["seed=2, and 1 when the checkpoint was saved"]
+    with pytest.raises(TrainingError, match="seed=2, and 1 when the checkpoint of step 3 was saved; the steps to come"):
+        checkpoints(tmp_path, seed=2).load(folder, Loss(0).model)
+    forced = checkpoints(tmp_path, data="other", seed=2, force=True)
+    assert forced.load(folder, Loss(0).model).step == 3
+    assert forced.differences(folder) == [
+        "seed=2, and 1 when the checkpoint of step 3 was saved",
+        "the data are not those that the checkpoint was saved with",
+    ]
     assert checkpoints(tmp_path).differences(folder) == []
 
 

@@ -13,7 +13,17 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(path for top in ("app", "trainers", "ui") for path in (ROOT / top).rglob("*.py"))
 TORCH_FREE = {
     f"trainers.{name}"
-    for name in ("config", "options", "strategies", "run_folder", "log_tee", "embedded", "gpus", "device_locks")
+    for name in (
+        "config",
+        "options",
+        "strategies",
+        "run_folder",
+        "log_tee",
+        "embedded",
+        "gpus",
+        "device_locks",
+        "differences",
+    )
 }
 
 
