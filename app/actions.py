@@ -26,7 +26,8 @@ from trainers.options import Request
 from trainers.run_folder import END_STATES, RunFolder, register, unregister, write_atomic
 
 OWN = ("config.yaml", "accelerate.yaml", "command.txt", "state.json", "heartbeat", "metrics.jsonl", "log.txt",
-       "checkpoints", "model", "export-full", "export-merged", "export-adapter", "stop", "save", ".lock")  # fmt: skip
+       "checkpoints", "model", "export-full", "export-merged", "export-adapter", "stop", "save",
+       "passed_over.json", ".lock")  # fmt: skip
 """What Tunesmith itself puts into a run folder; nothing else in it is ever deleted."""
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 

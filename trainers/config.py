@@ -246,6 +246,12 @@ class TrainConfig(BaseModel):
     """Restart a crashed run from its newest checkpoint so often, as long as each attempt gets beyond its start."""
     hang_timeout: int = _option("run", 600, "seconds", ge=0)
     """End and restart a run in which a rank has not moved for so long; 0: never. Start, save, export: half an hour."""
+    non_finite: Literal["stop", "skip"] = _option("run", "stop")
+    """A loss or gradient that is not finite stops the run, or its update is skipped (at most ten in a row)."""
+    loss_spike_factor: float = _option("run", 0.0, ge=0)
+    """Go back to a checkpoint when a loss is so many times the median of those before; pass over it; 0: never."""
+    auto_find_batch_size: bool = _option("run", False)
+    """Out of memory: restart with half the per_device_train_batch_size and the same global batch."""
     share_gpus: bool = _option("run", False)
     """Start although another run uses the same GPUs; neither waits for the other."""
     report_to: Names = _option("run", [])
@@ -375,6 +381,9 @@ def _clashes(config: TrainConfig) -> list[str]:
         ),
         f"lr_scaling={config.lr_scaling} needs lr_scaling_batch_size, the batch that learning_rate was chosen for": (
             config.lr_scaling != "none" and config.lr_scaling_batch_size is None
+        ),
+        f"loss_spike_factor={config.loss_spike_factor} would call every other loss a spike; use 2 or more, or 0": (
+            0 < config.loss_spike_factor <= 1
         ),
         "merge_adapter=true with method=full: there is no adapter; leave it out": (
             config.merge_adapter and config.method == "full"

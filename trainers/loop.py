@@ -8,9 +8,10 @@ for step in steps:
         loss = sum over trained tokens                          -> forward
         gradients of loss / trained tokens of the global batch  -> backward
     sum loss and requests over the ranks                        -> all-reduce  (every rank now decides alike)
-    stop here, before the update, if a number is not finite     -> FAILED
+    stop here, before the update, if a number is not finite     -> FAILED  (or skip the update)
     clip, set the rate of this step, update                     -> step
     log a row, every logging_steps                              -> LOG
+    go back to an earlier checkpoint, if the loss is a spike    -> FAILED  (the next attempt passes over its batch)
     evaluate, every eval_steps; save if it is the best          -> evaluation, SAVE
     save, every save_steps, or if any rank was asked to         -> SAVE  (a copy; a thread of each rank writes it)
     publish the checkpoint, once every rank has written its part
@@ -39,10 +40,12 @@ from trainers.checkpoint import Checkpoints
 from trainers.config import TrainConfig
 from trainers.data.batches import MicroBatch, Rows, StepBatch, TrainPlan, evaluation_batches
 from trainers.errors import TrainingError
+from trainers.guard import may_update, pass_over, watch
 from trainers.heartbeat import Heartbeat
 from trainers.manifest import Progress
 from trainers.metrics import MetricsFile, Window, memory_gib, peak_flops, step_flops
 from trainers.models import compute_dtype, matmul_parameters
+from trainers.pace import Pace, slow_ranks
 from trainers.parallel.backend import Backend, set_rate
 from trainers.parallel.ranks import Ranks
 from trainers.run_folder import RunFolder
@@ -66,6 +69,7 @@ class Job:
         report: called on rank 0 with changes of the run's state (`step=…`, `state=…`).
         show: called on rank 0 with each metrics row, for progress bar and trackers.
         launcher: process id of this rank's parent, without which it must not go on.
+        pace: this rank's own speed.
     """
 
     config: TrainConfig
@@ -83,6 +87,7 @@ class Job:
     report: Callable[..., None]
     show: Callable[[dict[str, Any]], None]
     launcher: int
+    pace: Pace
 
 
 @dataclass
@@ -134,6 +139,7 @@ class StepResult:
     loss: float
     grad_norm: float
     rate: float
+    updated: bool
     stop: bool
     discard: bool
     save: bool
@@ -144,7 +150,7 @@ def train_step(job: Job, batch: StepBatch, step: int, requests: Requests) -> Ste
     """One optimizer step on this rank's share of the global batch.
 
     Raises:
-        TrainingError: on every rank, before the update, when loss or gradient norm is not finite.
+        TrainingError: on every rank, before the update, when loss or gradient norm is not finite and none is skipped.
     """
     device, backend = job.ranks.device, job.backend
     rate = learning_rate(job.config, step, job.plan.total_steps)
@@ -153,7 +159,8 @@ def train_step(job: Job, batch: StepBatch, step: int, requests: Requests) -> Ste
     for number, micro in enumerate(batch.micro):
         with backend.accumulate(last=number == len(batch.micro) - 1):
             job.heartbeat.at("forward", step)
-            loss, _ = backend.model(**micro.inputs(device))
+            with job.pace.alone(number == 0 and job.pace.alone_in_forward):
+                loss, _ = backend.model(**micro.inputs(device))
             total += loss.detach()
             job.heartbeat.at("backward", step)
             backend.backward(loss * _share(job, batch, micro))
@@ -165,10 +172,13 @@ def train_step(job: Job, batch: StepBatch, step: int, requests: Requests) -> Ste
     found = torch.cat([summed, torch.as_tensor(norm, device=device).float().reshape(1)])
     loss_sum, stops, discards, saves, writing, grad_norm = found.tolist()
     loss_mean = loss_sum / max(batch.trained_tokens, 1)
-    _refuse_not_finite(job, step, loss_mean, grad_norm, total)
     job.heartbeat.at("step", step)
-    backend.step()
-    return StepResult(loss_mean, grad_norm, rate, stops > 0, discards > 0, saves > 0, writing > 0)
+    updated = may_update(job, step, loss_mean, grad_norm, total)
+    if updated:
+        backend.step()
+    else:
+        backend.drop()
+    return StepResult(loss_mean, grad_norm, rate, updated, stops > 0, discards > 0, saves > 0, writing > 0)
 
 
 def _share(job: Job, batch: StepBatch, micro: MicroBatch) -> float:
@@ -179,23 +189,6 @@ def _share(job: Job, batch: StepBatch, micro: MicroBatch) -> float:
     if job.config.control == "mean-of-means":
         return 1 / (max(len(micro.labels), 1) * len(batch.micro))
     return job.plan.world / max(batch.trained_tokens, 1)
-
-
-def _refuse_not_finite(job: Job, step: int, loss: float, grad_norm: float, own_loss: torch.Tensor) -> None:
-    """Stops every rank alike; the ranks tell each other whose loss it was only when there is something to tell."""
-    scaled = job.config.mixed_precision == "fp16"  # its loss scaling meets infinite gradients and skips the step
-    if math.isfinite(loss) and (scaled or math.isfinite(grad_norm)):
-        return
-    fine = job.ranks.gather(math.isfinite(own_loss.item()))
-    wrong = [rank for rank, good in enumerate(fine) if not good] or list(range(job.ranks.world))
-    whose = f"rank {wrong[0]}" if len(wrong) == 1 else f"ranks {', '.join(map(str, wrong))}"
-    places = [place for rank in wrong for rows in job.plan.shares(step, rank) for place in job.plan.rows.places(rows)]
-    more = f" and {len(places) - 6} more" if len(places) > 6 else ""
-    raise TrainingError(
-        f"step {step + 1}: loss {loss}, gradient norm {grad_norm}, on {whose}, in the batch from "
-        f"{', '.join(places[:6])}{more}; no weight was updated; lower learning_rate, look at those rows, "
-        "or use mixed_precision bf16 or no"
-    )
 
 
 @torch.no_grad()
@@ -226,7 +219,7 @@ class Fit:
     def __init__(self, job: Job, progress: Progress, resumed_from: Path | None):
         self.job, self.window, self.results = job, Window(), dict[str, Any]()
         self.progress, self.evaluated_at, self.saved_at = progress, -1, -1
-        self.stalled = 0.0
+        self.stalled, self.told_slow = 0.0, set[int]()
         self.flops_parameters = matmul_parameters(job.bare)
         shape = getattr(job.bare, "config", None)
         self.hidden_layers = int(getattr(shape, "hidden_size", 0) * getattr(shape, "num_hidden_layers", 0))
@@ -277,8 +270,11 @@ class Fit:
                 return self._finish(f"no better {job.config.metric_for_best_model} in {self.progress.stale_evaluations}"
                                     f" evaluations; stopped early at step {self.progress.step}")  # fmt: skip
             job.heartbeat.at("data", step)
-            with self.window.waiting():
+            with self.window.waiting(), job.pace.alone():
                 batch = next(batches)
+            if step + 1 in self.progress.passed_over:
+                self._pass_by(step)
+                continue
             result = train_step(job, batch, step, requests)
             self._after_step(batch, result)
             if result.stop:
@@ -289,24 +285,41 @@ class Fit:
     def _after_step(self, batch: StepBatch, result: StepResult) -> None:
         config, progress = self.job.config, self.progress
         progress.step += 1
+        if not result.updated:
+            pass_over(progress, progress.step)
         progress.tokens += batch.tokens
         flops = step_flops(batch.tokens, self.flops_parameters, self.hidden_layers, batch.squared_lengths)
         self.window.count(batch.tokens, batch.trained_tokens, flops)
-        if progress.step % config.logging_steps == 0 or progress.step in (1, self.job.plan.total_steps) or result.stop:
+        ends = result.stop or not result.updated
+        if ends or progress.step % config.logging_steps == 0 or progress.step in (1, self.job.plan.total_steps):
             self._log(result)
-        if config.eval_steps and progress.step % config.eval_steps == 0 and self.job.eval_rows is not None:
-            self._evaluate()
+        watch(self.job, progress, result.loss)
         if self.job.checkpoints.pending and not result.writing:
             with self.window.pause():
                 self._publish()
-        if result.save or (config.save_steps and progress.step % config.save_steps == 0):
+        self._when_due(result.save)
+
+    def _when_due(self, save_asked: bool = False) -> None:
+        """Evaluates and saves where the step, or somebody, asks for it."""
+        config, step = self.job.config, self.progress.step
+        if config.eval_steps and step % config.eval_steps == 0 and self.job.eval_rows is not None:
+            self._evaluate()
+        if save_asked or (config.save_steps and step % config.save_steps == 0):
             self._save()
+
+    def _pass_by(self, step: int) -> None:
+        """A step whose batch is not trained on: its number passes, and it is in the metrics."""
+        self.progress.step += 1
+        rate = learning_rate(self.job.config, step, self.job.plan.total_steps)
+        self._emit({"step": step + 1, "passed_over": True, "loss": None, "grad_norm": None, "learning_rate": rate})
+        self._when_due()
 
     def _log(self, result: StepResult) -> None:
         job, window, progress = self.job, self.window, self.progress
         seconds, steps = window.seconds(), max(window.steps, 1)
         progress.elapsed_s += seconds
-        memory = job.ranks.gather(round(memory_gib(job.ranks.device), 4))
+        told = job.ranks.gather((round(memory_gib(job.ranks.device), 4), *job.pace.take()))
+        memory, slow = [one[0] for one in told], slow_ranks([one[1:] for one in told], seconds)
         row = {
             "step": progress.step,
             "epoch": progress.step / job.plan.steps_per_epoch,
@@ -319,11 +332,24 @@ class Fit:
             "tokens": progress.tokens,
             "elapsed_s": progress.elapsed_s,
             "eta_s": (job.plan.total_steps - progress.step) * seconds / steps,
+            **({"slow_ranks": sorted(slow)} if slow else {}),
+            **({} if result.updated else {"passed_over": True}),
         }
+        self._tell_slow(slow)
         self._emit(row)
         self.results |= {"train_loss": result.loss, "tokens_per_second": row["tokens_per_second"]}
         job.report(state="stopping" if result.stop else "running", step=progress.step)
         window.reset()
+
+    def _tell_slow(self, slow: dict[int, float]) -> None:
+        """Names a slow rank, once in an attempt; it goes on."""
+        for rank in slow.keys() - self.told_slow if self.job.ranks.is_main else ():
+            self.told_slow.add(rank)
+            print(
+                f"warning: rank {rank} is slow: what it does alone takes {slow[rank]:.1f} times as long as on the "
+                "others, which wait for it; look at what else runs there, its clock and its temperature",
+                flush=True,
+            )
 
     def _emit(self, row: dict[str, Any]) -> None:
         if self.job.metrics is not None:
@@ -387,7 +413,7 @@ class Fit:
             return
         stalled = self.stalled + time.perf_counter() - began
         print(
-            f"checkpoint of step {saved.step} saved: {saved.bytes:,} bytes, written in {saved.write_seconds:.2f} s; "
+            f"saved the checkpoint of step {saved.step}: {saved.bytes:,} bytes in {saved.write_seconds:.2f} s; "
             f"training stood still for {stalled:.2f} s",
             flush=True,
         )

@@ -26,6 +26,8 @@ class Progress:
         best_step, best_score, best_results: the best evaluation so far.
         stale_evaluations: evaluations since the best one.
         loss_scale: state of fp16's gradient scaler.
+        passed_over: steps (from 1) without an update: their numbers, or their batches, were bad.
+        recent_losses: those that the next one is held against.
     """
 
     step: int = 0
@@ -36,6 +38,8 @@ class Progress:
     best_results: dict[str, float] = field(default_factory=dict)
     stale_evaluations: int = 0
     loss_scale: dict[str, Any] | None = None
+    passed_over: list[int] = field(default_factory=list)
+    recent_losses: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

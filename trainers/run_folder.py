@@ -145,6 +145,7 @@ class RunFolder:
         self.model = self.path / "model"
         self.stop_request = self.path / "stop"
         self.save_request = self.path / "save"
+        self.passed_over = self.path / "passed_over.json"
         self.lock = self.path / ".lock"
 
     @property
@@ -260,6 +261,15 @@ class RunFolder:
         """Removes the checkpoints that a killed attempt had begun; no process of the run may live."""
         for path in self.checkpoints.glob("step-*.tmp-*"):
             shutil.rmtree(path, ignore_errors=True)
+
+    def write_passed_over(self, steps: list[int]) -> None:
+        """Leaves word for the attempt to come of the steps (from 1) whose batches it must not train on."""
+        write_json(self.passed_over, {"steps": steps})
+
+    def read_passed_over(self) -> list[int]:
+        """What `write_passed_over` left."""
+        steps = (read_json(self.passed_over) or {}).get("steps")
+        return [step for step in steps if isinstance(step, int)] if isinstance(steps, list) else []
 
     def ask_save(self) -> None:
         """Asks the ranks to save at the next step and go on; asking twice before that is the same."""

@@ -21,7 +21,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 from trainers.config import ConfigError, TrainConfig, ignored_choices
 from trainers.device_locks import Held, Holder, local_need, take_now
 from trainers.differences import changes_since_save
-from trainers.errors import TrainingError
+from trainers.errors import GoBack, TrainingError
 from trainers.gpus import find_gpus, gpu_count
 from trainers.log_tee import start_tee, without_secrets
 from trainers.options import Request, parse_request
@@ -73,6 +73,8 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         # Every rank meets the same mistake; one of them says so.
         return fail(run, "; ".join(error.mistakes), launch, 2, permanent=True)
+    except GoBack as error:
+        return fail(run, str(error), launch, 1, permanent=False)
     except TrainingError as error:
         return fail(run, str(error), launch, 1, permanent=True)
     except BaseException as error:
@@ -149,6 +151,7 @@ def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
     from trainers.loop import Fit, Job
     from trainers.manifest import Progress
     from trainers.metrics import memory_gib
+    from trainers.pace import Pace
     from trainers.self_check import check as check_asked
     from trainers.self_check import compare, table
 
@@ -159,6 +162,7 @@ def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
     checkpoints = build.checkpoints(config, strategy, run, ranks, data.fingerprint, base, attempt)
     folder = build.resume_folder(config, checkpoints)
     progress = checkpoints.load(folder, loss.model) if folder else Progress()
+    progress.passed_over = ranks.broadcast(sorted({*progress.passed_over, *run.read_passed_over()}))
     buffers, memory = kept_buffers(loss.model), memory_gib(ranks.device)
     backend, census = build.backend(config, strategy, accelerator, ranks, loss)
     lines = compare(strategy, config, accelerator, backend, loss, census)
@@ -186,6 +190,7 @@ def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
         report=reporter.state,
         show=reporter.row,
         launcher=launch.parent,
+        pace=Pace(ranks.device, strategy.distributed_type in ("NO", "MULTI_GPU", "MULTI_CPU")),
     )
     with contextlib.closing(job.heartbeat):
         outcome = Fit(job, progress, folder).run()

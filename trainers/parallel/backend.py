@@ -35,6 +35,9 @@ class Backend(Protocol):
     def step(self) -> None:
         """Updates the weights and drops the gradients."""
 
+    def drop(self) -> None:
+        """Drops the gradients, whose norm is not finite, without an update."""
+
     def held(self) -> tuple[int, int, int]:
         """Elements on this rank of what is cut, elements of the whole, and into how many parts it is cut."""
 

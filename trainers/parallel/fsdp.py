@@ -81,6 +81,10 @@ class FullySharded:
         weight: Any = self.trained[0][1]
         return weight.device_mesh.get_group(weight.device_mesh.ndim - 1)
 
+    def drop(self) -> None:
+        """See `Backend`."""
+        self.optimizer.zero_grad(set_to_none=True)
+
     def held(self) -> tuple[int, int, int]:
         """See `Backend`; frozen weights too."""
         return self.here, self.whole, distributed.get_world_size(self._shard_group())

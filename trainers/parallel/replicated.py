@@ -63,6 +63,10 @@ class Replicated:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
+    def drop(self) -> None:
+        """See `Backend`."""
+        self.optimizer.zero_grad(set_to_none=True)
+
     def held(self) -> tuple[int, int, int]:
         """See `Backend`; nothing is cut."""
         whole = sum(weight.numel() for weight in self.model.parameters())

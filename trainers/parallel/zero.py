@@ -99,6 +99,9 @@ class Zero:
     def step(self) -> None:
         """Done in `clip`."""
 
+    def drop(self) -> None:
+        """Done in `clip`."""
+
     def shards(self) -> list[Shard]:
         """See `Backend`; copies, where the optimizer's state rests on NVMe."""
         cut = self._third if self.stage == 3 else self._flat

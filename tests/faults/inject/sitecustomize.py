@@ -1,7 +1,8 @@
 """Faults that no signal from outside can place: put on PYTHONPATH, read by every rank before its first line.
 
 FAULT is `save:PHASE:RANK:STEP` (the rank kills itself there, in its first attempt), `nan:RANK:STEP`,
-`hang:RANK:STEP` or `slow_disk:RANK:SECONDS` (each write takes that much longer).
+`spike:RANK:STEP` (its loss is a thousand times as large), `hang:RANK:STEP`, `slow:RANK:MILLISECONDS` (each forward pass
+takes that much longer) or `slow_disk:RANK:SECONDS` (each write of a checkpoint does).
 FAULT_NOTE names a file that tells what stood in `checkpoints/` at that moment.
 """
 
@@ -59,20 +60,48 @@ def slow_disk(seconds: int) -> None:
     Checkpoints._write_share = write_slowly
 
 
-def poison(step: int) -> None:
+def poison(step: int, factor: float = float("nan")) -> None:
     from trainers import loop
 
     step_of_it = loop.train_step
 
     def train_step(job, batch, number, requests):
-        if number + 1 == step:
-            forward = job.backend.model.forward
+        if number + 1 != step:
+            return step_of_it(job, batch, number, requests)
+        model = job.backend.model
+        forward = model.forward
 
-            def poisoned(*args, **kwargs):
-                loss, correct = forward(*args, **kwargs)
-                return loss * float("nan"), correct
+        def poisoned(*args, **kwargs):
+            loss, correct = forward(*args, **kwargs)
+            return loss * factor, correct
 
-            job.backend.model.forward = poisoned
+        model.forward = poisoned
+        try:
+            return step_of_it(job, batch, number, requests)
+        finally:
+            model.forward = forward
+
+    loop.train_step = train_step
+
+
+def spike(step: int) -> None:
+    poison(step, 1000.0)
+
+
+def slow(milliseconds: int) -> None:
+    from trainers import loop
+
+    step_of_it = loop.train_step
+
+    def train_step(job, batch, number, requests):
+        if not hasattr(job.backend, "slowed"):
+            forward, job.backend.slowed = job.backend.model.forward, True
+
+            def slowly(*args, **kwargs):
+                time.sleep(milliseconds / 1000)
+                return forward(*args, **kwargs)
+
+            job.backend.model.forward = slowly
         return step_of_it(job, batch, number, requests)
 
     loop.train_step = train_step
@@ -95,5 +124,12 @@ if "FAULT" in os.environ and "RANK" in os.environ:
     kind, *rest = os.environ["FAULT"].split(":")
     *more, rank, at = rest
     if os.environ["RANK"] == rank:
-        faults = {"save": lambda step: kill_in_save(more[0], step), "nan": poison, "hang": hang, "slow_disk": slow_disk}
+        faults = {
+            "save": lambda step: kill_in_save(more[0], step),
+            "nan": poison,
+            "spike": spike,
+            "hang": hang,
+            "slow": slow,
+            "slow_disk": slow_disk,
+        }
         faults[kind](int(at))

@@ -1,0 +1,86 @@
+"""Numbers gone wrong: an update is skipped, a spike is gone back from, and what comes out is as if never trained on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.detached import detached, ended
+from tests.faults.oracle import OPTIONS, clean, rows
+from tests.launching import Finished
+from tests.parity.checks import weights
+from tests.parity.runs import mostly_long
+from trainers.manifest import verify
+from trainers.run_folder import RunFolder
+
+STRATEGIES = ["ddp", "fsdp2", "zero3"]
+
+
+def passing_over(home: Path, strategy: str, steps: list[int]) -> RunFolder:
+    """A run that meets no fault and is told to pass over some steps."""
+    folder = home / "runs" / "told"
+    folder.mkdir(parents=True)
+    RunFolder(folder).write_passed_over(steps)
+    run = detached(home, "told", 2, strategy=strategy, **OPTIONS)
+    assert ended(run)["state"] == "done"
+    return run
+
+
+def same(one: RunFolder, two: RunFolder, but: list[int]) -> bool:
+    """Whether weights, and the numbers of all steps but these, are the same to the last bit."""
+    mine, theirs = ([(row["step"], row["loss"], row["grad_norm"]) for row in rows(run)] for run in (one, two))
+    equal = [pair for pair in zip(mine, theirs, strict=True) if pair[0][0] not in but]
+    first, second = (weights(Finished(run, 0, "")) for run in (one, two))
+    return all(a == b for a, b in equal) and all(first[name].equal(second[name]) for name in first)
+
+
+def passed_over(run: RunFolder) -> list[int]:
+    return [row["step"] for row in rows(run) if row.get("passed_over")]
+
+
+@pytest.mark.parametrize("strategy", mostly_long(STRATEGIES, ["ddp"]))
+def test_an_update_that_is_not_finite_is_skipped(strategy: str, home: Path, faulty: dict[str, str]) -> None:
+    variables = {**faulty, "FAULT": "nan:1:8"}
+    run = detached(home, "mine", 2, variables, strategy=strategy, non_finite="skip", **OPTIONS)
+    state = ended(run)
+    assert (state["state"], state["attempt"], passed_over(run)) == ("done", 0, [8])
+    (warning,) = [line for line in run.log.read_text().splitlines() if "its update is skipped" in line]
+    assert "step 8: loss nan" in warning
+    assert "on rank 1, in the batch from " in warning
+    told = passing_over(home, strategy, [8])
+    assert same(run, told, but=[8])
+    other = RunFolder(home / "runs" / "other")
+    other.path.mkdir()
+    other.write_passed_over([9])
+    detached(home, "other", 2, strategy=strategy, **OPTIONS)
+    assert ended(other)["state"] == "done"
+    assert not same(run, other, but=[8, 9]), "control: another step passed over is another model"
+
+
+def test_a_spike_is_gone_back_from_and_its_batch_passed_over(home: Path, faulty: dict[str, str]) -> None:
+    variables = {**faulty, "FAULT": "spike:0:12"}
+    run = detached(home, "mine", 2, variables, strategy="ddp", loss_spike_factor=20, **OPTIONS)
+    state = ended(run)
+    assert (state["state"], state["attempt"]) == ("done", 1)
+    log = run.log.read_text()
+    assert "restart 1 of 3, from step-00000010, after: step 12: loss " in log
+    assert "passes over the batches of steps 11 and 12" in log
+    assert passed_over(run) == [11, 12]
+    assert same(run, passing_over(home, "ddp", [11, 12]), but=[])
+    last = max(run.checkpoints.glob("step-" + "[0-9]" * 8))
+    assert verify(last)["progress"]["passed_over"] == [11, 12]
+    clean(run)
+    first = [json.loads(line) for line in run.metrics.read_text().splitlines() if '"loss"' in line]
+    assert [row["step"] for row in first if row["attempt"] == 0][-1] == 12, "the spike itself is in the metrics"
+
+
+def test_a_slow_rank_is_named_and_not_ended(home: Path, faulty: dict[str, str]) -> None:
+    run = detached(home, "mine", 2, {**faulty, "FAULT": "slow:1:150"}, strategy="ddp", **OPTIONS)
+    state = ended(run)
+    assert (state["state"], state["attempt"]) == ("done", 0)
+    slow = [row["slow_ranks"] for row in rows(run) if "slow_ranks" in row]
+    assert len(slow) > len(rows(run)) / 2
+    assert all(1 in ranks for ranks in slow)
+    assert "warning: rank 1 is slow: what it does alone takes" in run.log.read_text()
