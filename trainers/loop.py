@@ -45,7 +45,7 @@ from trainers.heartbeat import Heartbeat
 from trainers.manifest import Progress
 from trainers.metrics import MetricsFile, Window, memory_gib, peak_flops, step_flops
 from trainers.models import compute_dtype, matmul_parameters
-from trainers.pace import Pace, slow_ranks
+from trainers.pace import Pace
 from trainers.parallel.backend import Backend, set_rate
 from trainers.parallel.ranks import Ranks
 from trainers.run_folder import RunFolder
@@ -318,8 +318,8 @@ class Fit:
         job, window, progress = self.job, self.window, self.progress
         seconds, steps = window.seconds(), max(window.steps, 1)
         progress.elapsed_s += seconds
-        told = job.ranks.gather((round(memory_gib(job.ranks.device), 4), *job.pace.take()))
-        memory, slow = [one[0] for one in told], slow_ranks([one[1:] for one in told], seconds)
+        told = job.ranks.gather((round(memory_gib(job.ranks.device), 4), job.pace.look(seconds)))
+        memory, slow = [one[0] for one in told], job.pace.verdict([one[1] for one in told])
         row = {
             "step": progress.step,
             "epoch": progress.step / job.plan.steps_per_epoch,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
@@ -18,13 +18,29 @@ SLOW = 1.5
 """Times the median of the others from which a rank is called slow."""
 SHARE = 0.05
 """Share of the training time that it must cost."""
-LOOKS = 5
-"""Logged rows over which the product of matrices is averaged; a single one is noise."""
+LEAST_SECONDS, LEAST_LOOKS = 5.0, 5
+"""Training time and logged rows that a verdict is of: less is noise."""
 _SIZE = 256
 
 
+class Taken(NamedTuple):
+    """What a rank measured since the last verdict.
+
+    Args:
+        training: seconds of training.
+        alone: seconds of them in work that waits for no other rank.
+        product: seconds for all products of matrices.
+        looks: logged rows.
+    """
+
+    training: float = 0.0
+    alone: float = 0.0
+    product: float = 0.0
+    looks: int = 0
+
+
 class Pace:
-    """Measures this rank; `slow_ranks` compares.
+    """Measures this rank, and compares it with the others.
 
     Args:
         device: where it computes.
@@ -32,10 +48,9 @@ class Pace:
     """
 
     def __init__(self, device: torch.device, alone_in_forward: bool):
-        self.device, self.alone_in_forward = device, alone_in_forward and device.type == "cpu"
-        self.seconds = 0.0
-        self.products: deque[float] = deque(maxlen=LOOKS)
+        self.alone_in_forward = alone_in_forward and device.type == "cpu"  # on a GPU a pass only queues kernels
         self.matrix = torch.ones(_SIZE, _SIZE, device=device)
+        self.taken = Taken()
 
     @contextmanager
     def alone(self, counts: bool = True) -> Iterator[None]:
@@ -43,13 +58,13 @@ class Pace:
         began = time.perf_counter()
         yield
         if counts:
-            self.seconds += time.perf_counter() - began
+            self.taken = self.taken._replace(alone=self.taken.alone + time.perf_counter() - began)
 
-    def take(self) -> tuple[float, float]:
-        """Seconds alone since the last call, and the mean time of a product (0 before there are enough)."""
-        seconds, self.seconds = self.seconds, 0.0
-        self.products.append(self._product())
-        return seconds, statistics.mean(self.products) if len(self.products) == LOOKS else 0.0
+    def look(self, training: float) -> Taken:
+        """What was measured since the last verdict, `training` more seconds of training included."""
+        before = self.taken
+        self.taken = Taken(before.training + training, before.alone, before.product + self._product(), before.looks + 1)
+        return self.taken
 
     def _product(self) -> float:
         """Seconds for a small product of matrices; on a GPU nothing else runs at that moment."""
@@ -59,18 +74,25 @@ class Pace:
         product[0, 0].item()
         return time.perf_counter() - began
 
+    def verdict(self, taken: list[Taken]) -> dict[int, float]:
+        """Each slow rank, and how many times the median of the others it took; begins anew where there is a verdict.
 
-def slow_ranks(taken: list[tuple[float, float]], window: float) -> dict[int, float]:
-    """Each slow rank, and how many times the median of the others it took.
+        Args:
+            taken: what `look` gave on each rank, alike on all.
+        """
+        if taken[0].training < LEAST_SECONDS or taken[0].looks < LEAST_LOOKS:
+            return {}
+        self.taken = Taken()
+        return slow_ranks(taken)
 
-    Args:
-        taken: what `Pace.take` gave on each rank.
-        window: seconds of training that the first numbers are of.
-    """
+
+def slow_ranks(taken: list[Taken]) -> dict[int, float]:
+    """Each slow rank, and how many times the median of the others it took."""
     found: dict[int, float] = {}
-    for which, least in ((0, SHARE * window), (1, 0.0)):
-        for rank, one in enumerate(taken):
-            others = statistics.median([two[which] for other, two in enumerate(taken) if other != rank] or [0.0])
-            if others > 0 and one[which] > SLOW * others and one[which] - others > least:
-                found[rank] = max(found.get(rank, 0.0), one[which] / others)
+    for values, least in (([one.alone for one in taken], SHARE * taken[0].training),
+                          ([one.product for one in taken], 0.0)):  # fmt: skip
+        for rank, value in enumerate(values):
+            others = statistics.median(values[:rank] + values[rank + 1 :] or [0.0])
+            if others > 0 and value > SLOW * others and value - others > least:
+                found[rank] = max(found.get(rank, 0.0), value / others)
     return found

@@ -77,10 +77,10 @@ def test_a_spike_is_gone_back_from_and_its_batch_passed_over(home: Path, faulty:
 
 
 def test_a_slow_rank_is_named_and_not_ended(home: Path, faulty: dict[str, str]) -> None:
-    run = detached(home, "mine", 2, {**faulty, "FAULT": "slow:1:150"}, strategy="ddp", **OPTIONS)
+    run = detached(home, "mine", 2, {**faulty, "FAULT": "slow:1:700"}, strategy="ddp", **OPTIONS)
     state = ended(run)
     assert (state["state"], state["attempt"]) == ("done", 0)
-    slow = [row["slow_ranks"] for row in rows(run) if "slow_ranks" in row]
-    assert len(slow) > len(rows(run)) / 2
-    assert all(1 in ranks for ranks in slow)
+    named = [row["slow_ranks"] for row in rows(run) if "slow_ranks" in row]
+    assert named
+    assert all(ranks == [1] for ranks in named)
     assert "warning: rank 1 is slow: what it does alone takes" in run.log.read_text()
