@@ -17,6 +17,8 @@ from trainers.strategies import strategy_names
 
 INPUTS = ("model_name_or_path", "dataset_name", "eval_dataset_name", "chat_template")
 OUTPUTS = ("cache_dir", "runs_dir", "output_dir", "resume_from_checkpoint")
+STORES = ("s3", "gs", "az", "abfs", "hf")
+"""Where a page may send copies of checkpoints; other URLs of fsspec lead to this machine's files or to any host."""
 MOST_FILES = 10_000
 """Entries of a folder that are looked at for links that lead out."""
 _HUB = {"model_name_or_path", "dataset_name", "eval_dataset_name"}
@@ -33,7 +35,7 @@ def check_paths(config: TrainConfig, roots: Sequence[Path]) -> None:
     Raises:
         ConfigError: a line for each option: its name, its value and the allowed folders.
     """
-    if mistakes := path_mistakes(config.model_dump(include={*INPUTS, *OUTPUTS}), roots):
+    if mistakes := path_mistakes(config.model_dump(include={*INPUTS, *OUTPUTS, "checkpoint_url"}), roots):
         raise ConfigError(list(mistakes.values()))
 
 
@@ -49,6 +51,9 @@ def path_mistakes(values: Mapping[str, Any], roots: Sequence[Path]) -> dict[str,
         value = str(values.get(name) or "")
         if value.lower() not in ("", "none", "null") and (reason := _refused(name, value, roots)):
             found[name] = f"{name}={shortened(value)} {reason}"
+    url = str(values.get("checkpoint_url") or "")
+    if url.lower() not in ("", "none", "null") and url.partition("://")[0].lower() not in STORES:
+        found["checkpoint_url"] = f"checkpoint_url={shortened(url)} is no object store; use {', '.join(STORES)}"
     return found
 
 

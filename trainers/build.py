@@ -20,10 +20,12 @@ from transformers.utils import logging
 from trainers.checkpoint import Checkpoints
 from trainers.config import TrainConfig
 from trainers.differences import plain, versions
+from trainers.errors import TrainingError
 from trainers.fp8 import convert
 from trainers.log_tee import without_secrets
 from trainers.manifest import Origin
 from trainers.metrics import MetricsFile
+from trainers.mirror import Mirror, is_url, split_step
 from trainers.models import build_model, compile_blocks, compute_dtype, probe_attention
 from trainers.objectives.sft import SupervisedLoss
 from trainers.parallel.backend import Backend
@@ -116,18 +118,69 @@ def backend(
 def checkpoints(
     config: TrainConfig, strategy: Strategy, run: RunFolder, ranks: Ranks, fingerprint: str, base: str, attempt: int
 ) -> Checkpoints:
-    """The run's checkpoints, each of which will tell where it comes from."""
+    """The run's checkpoints, each of which will tell where it comes from.
+
+    Raises:
+        TrainingError: on every rank, when `checkpoint_url` cannot be used.
+    """
     origin = Origin(strategy.name, plain(config), fingerprint, base, versions())
-    return Checkpoints(run.checkpoints, ranks, origin, config.save_total_limit, attempt, config.force_resume)
+    made = Checkpoints(run.checkpoints, ranks, origin, config.save_total_limit, attempt, config.force_resume)
+    error = None
+    if ranks.is_main and config.checkpoint_url:
+        try:
+            made.mirror = Mirror(config.checkpoint_url, made.limit)
+            made.mirror.check_writable()
+        except TrainingError as problem:
+            error = problem
+    ranks.agree(error, "reaching the place of the copies")
+    return made
 
 
 def resume_folder(config: TrainConfig, kept: Checkpoints) -> Path | None:
-    """The checkpoint to go on from, None for a start at step 0. Collective."""
+    """The checkpoint to go on from, None for a start at step 0. Collective.
+
+    Raises:
+        TrainingError: on every rank, when it cannot be fetched, or a new run would mix its copies with another's.
+    """
     where = config.resume_from_checkpoint
-    folder = kept.newest() if where == "auto" else Path(where) if where else None
-    if where and folder is None and kept.ranks.is_main:
+    if where is None:
+        _refuse_used_mirror(kept)
+        return None
+    folder = kept.newest() if where == "auto" else _fetched(where, kept) if is_url(where) else Path(where)
+    if folder is None and kept.ranks.is_main:
         print("there is no checkpoint to resume from; it starts at step 0", flush=True)
     return folder
+
+
+def _refuse_used_mirror(kept: Checkpoints) -> None:
+    """A new run needs a place without copies: it would take them for its own. Collective."""
+    error = None
+    try:
+        steps = kept.mirror.steps() if kept.mirror else []
+        if kept.mirror and steps:
+            error = TrainingError(
+                f"checkpoint_url={kept.mirror.url} holds checkpoints, the newest of step {steps[0]}; go on from them "
+                "with --resume_from_checkpoint auto, or use another"
+            )
+    except TrainingError as problem:
+        error = problem
+    kept.ranks.agree(error, "starting a new run")
+
+
+def _fetched(url: str, kept: Checkpoints) -> Path:
+    """A checkpoint brought here from `URL/step-00000010`, or the newest of a URL. Collective."""
+    error, folder = None, None
+    if kept.ranks.is_main:
+        place, step = split_step(url)
+        try:
+            source = Mirror(place, kept.limit)
+            folder = source.fetch(step, kept.folder) if step is not None else source.fetch_newer(-1, kept.folder)
+            if folder is None:
+                error = TrainingError(f"there is no whole checkpoint at {url}; check the URL")
+        except TrainingError as problem:
+            error = problem
+    kept.ranks.agree(error, f"fetching {url}")
+    return Path(kept.ranks.broadcast(str(folder)))
 
 
 def metrics_file(run: RunFolder, attempt: int) -> MetricsFile:

@@ -29,6 +29,7 @@ from transformers import set_seed
 from trainers.differences import changed_options, changed_versions, refusals
 from trainers.errors import TrainingError
 from trainers.manifest import FORMAT, Origin, Progress, read_manifest, seal, set_aside, sha256, sync, verify
+from trainers.mirror import Mirror
 from trainers.parallel.backend import Backend, trained_names
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.shards import WEIGHT, steps_of, wholes
@@ -109,6 +110,8 @@ class Checkpoints:
         limit: how many to keep besides the best one.
         attempt: number of this start of the run; part of the temporary name.
         force: load although data, options or code have changed since a checkpoint was saved.
+
+    `mirror`, on rank 0, gets a copy of each that is published.
     """
 
     def __init__(
@@ -116,6 +119,7 @@ class Checkpoints:
     ):
         self.folder, self.ranks, self.origin = folder, ranks, origin
         self.limit, self.attempt, self.force = max(limit, 2), attempt, force
+        self.mirror: Mirror | None = None
         self.pending: Pending | None = None
 
     def path(self, step: int) -> Path:
@@ -256,17 +260,24 @@ class Checkpoints:
         os.replace(temporary, final)
         sync(self.folder)
         self._prune(progress)
+        if self.mirror:
+            self.mirror.copy(final, progress.best_step)
 
     def _prune(self, progress: Progress) -> None:
         best = self.path(progress.best_step) if progress.best_step is not None else None
-        old = [path for path in self.published() if path != best][: -self.limit]
+        in_use = (best, self.mirror.copying if self.mirror else None)
+        old = [path for path in self.published() if path not in in_use][: -self.limit]
         aside = [path for name in ("step-*.tmp-*", "later-step-*") for path in self.folder.glob(name)]
         for path in [*old, *aside]:
             shutil.rmtree(path, ignore_errors=True)
 
     def newest(self) -> Path | None:
-        """The newest checkpoint that verifies; bad ones are set aside by name and reported. Collective."""
-        found = None
+        """The newest checkpoint that verifies, here or in the mirror; bad ones are set aside and reported. Collective.
+
+        Raises:
+            TrainingError: on every rank, when the mirror cannot be read.
+        """
+        found, error = None, None
         if self.ranks.is_main:
             for path in reversed(self.published()):
                 try:
@@ -276,8 +287,36 @@ class Checkpoints:
                 except (ValueError, OSError) as problem:
                     aside = set_aside(path, "bad")
                     print(f"checkpoint {path.name} is bad: {problem}; set aside as {aside.name}", flush=True)
+            error, found = self._newer_copy(found)
+        self.ranks.agree(error, "looking for checkpoints")
         found = self.ranks.broadcast(None if found is None else str(found))
         return None if found is None else Path(found)
+
+    def _newer_copy(self, found: Path | None) -> tuple[TrainingError | None, Path | None]:
+        """A newer checkpoint from the mirror, if it has one, else the one that was found."""
+        if self.mirror is None:
+            return None, found
+        try:
+            return None, self.mirror.fetch_newer(int(found.name[5:]) if found else -1, self.folder) or found
+        except TrainingError as problem:
+            return problem, found
+
+    def forget_after(self, step: int) -> None:
+        """Sets later checkpoints aside: they are of another future than the one that begins. Collective.
+
+        Raises:
+            TrainingError: on every rank, when the mirror cannot be reached.
+        """
+        error = None
+        if self.ranks.is_main:
+            for path in [path for path in self.published() if path.name > self.path(step).name]:
+                set_aside(path, "later")
+            try:
+                if self.mirror:
+                    self.mirror.drop_after(step)
+            except TrainingError as problem:
+                error = problem
+        self.ranks.agree(error, "setting later checkpoints aside")
 
     def load(self, folder: Path, model: nn.Module) -> Progress:
         """Puts the weights of a checkpoint into a model that nothing wraps yet. Collective.
@@ -310,10 +349,7 @@ class Checkpoints:
         except _BAD as problem:
             error = problem
         self.ranks.agree(error, f"loading {folder}")
-        if self.ranks.is_main:
-            # They are of another future than the one that begins here, and `newest` must not find them.
-            for path in [path for path in self.published() if path.name > self.path(manifest["step"]).name]:
-                set_aside(path, "later")
+        self.forget_after(manifest["step"])
 
     def intact(self, step: int) -> bool:
         """Whether the checkpoint of a step is here and as it was written. Collective."""

@@ -242,6 +242,8 @@ class TrainConfig(BaseModel):
     """Write a checkpoint every so many steps; 0: only at the end."""
     save_total_limit: int = _option("run", 2, "checkpoints", ge=2)
     """Checkpoints to keep besides the best one."""
+    checkpoint_url: Annotated[str | None, Optionally] = _option("run", None, max_length=1000)
+    """Copy each checkpoint there too, and resume from there: any fsspec URL, such as s3://bucket/run."""
     max_restarts: int = _option("run", 3, "restarts", ge=0, le=1000)
     """Restart a crashed run from its newest checkpoint so often, as long as each attempt gets beyond its start."""
     hang_timeout: int = _option("run", 600, "seconds", ge=0)
@@ -384,6 +386,12 @@ def _clashes(config: TrainConfig) -> list[str]:
         ),
         f"loss_spike_factor={config.loss_spike_factor} would call every other loss a spike; use 2 or more, or 0": (
             0 < config.loss_spike_factor <= 1
+        ),
+        f"checkpoint_url={config.checkpoint_url} is no URL such as s3://bucket/run; save_steps saves to output_dir": (
+            config.checkpoint_url is not None and "://" not in config.checkpoint_url
+        ),
+        "checkpoint_url holds credentials; leave them out and set them in the environment (AWS_ACCESS_KEY_ID, ...)": (
+            config.checkpoint_url is not None and "@" in config.checkpoint_url
         ),
         "merge_adapter=true with method=full: there is no adapter; leave it out": (
             config.merge_adapter and config.method == "full"

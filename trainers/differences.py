@@ -25,8 +25,8 @@ FREE = frozenset({
     "per_device_train_batch_size", "per_device_eval_batch_size", "auto_find_batch_size",
     "gradient_checkpointing", "torch_compile", "deterministic", "ddp_bucket_cap_mb",
     "eval_steps", "eval_on_start", "load_best_model_at_end", "metric_for_best_model", "early_stopping_patience",
-    "early_stopping_threshold", "run_name", "logging_steps", "save_steps", "save_total_limit", "max_restarts",
-    "hang_timeout", "share_gpus", "non_finite", "loss_spike_factor", "report_to", "merge_adapter",
+    "early_stopping_threshold", "run_name", "checkpoint_url", "logging_steps", "save_steps", "save_total_limit",
+    "max_restarts", "hang_timeout", "share_gpus", "non_finite", "loss_spike_factor", "report_to", "merge_adapter",
 })  # fmt: skip
 """Options that change what a run costs, watches or exports, and no step of it beyond parity."""
 LENGTH = ("max_steps", "num_train_epochs")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from trainers.errors import GoBack, TrainingError
-from trainers.manifest import Progress, set_aside
+from trainers.manifest import Progress
 
 if TYPE_CHECKING:
     from trainers.loop import Job
@@ -91,9 +91,7 @@ def watch(job: Job, progress: Progress, loss: float) -> None:
     passed = sorted({*progress.passed_over, *range(max(step - 1, 1), step + 1)})
     if job.ranks.is_main:
         job.run.write_passed_over(passed)
-        for path in job.checkpoints.published():
-            if path.name > job.checkpoints.path(step - 2).name:
-                set_aside(path, "later")
+    job.checkpoints.forget_after(step - 2)
     kept = job.ranks.broadcast([path.name for path in job.checkpoints.published()])
     raise GoBack(
         f"step {step}: loss {loss:.4g} is {loss / statistics.median(recent):.1f} times the median of the last "

@@ -405,6 +405,12 @@ class Fit:
         job.checkpoints.begin(job.backend, buffers, so_far)
         self.saved_at = self.progress.step
 
+    def _copied(self) -> None:
+        """Waits until the last checkpoint is in the mirror too; the other ranks wait in what comes next."""
+        if self.job.checkpoints.mirror:
+            self.job.heartbeat.at("save", self.progress.step)
+            self.job.checkpoints.mirror.wait()
+
     def _publish(self) -> None:
         """Publishes the checkpoint that was begun, if any, waiting for what is still to be written. Collective."""
         began = time.perf_counter()
@@ -422,6 +428,7 @@ class Fit:
 
     def _stop(self, requests: Requests) -> Outcome:
         self._save(wait=True)
+        self._copied()
         step, total = self.progress.step, self.job.plan.total_steps
         asked = self.job.ranks.gather(requests.signal)
         who = next((f"{name} on rank {rank}" for rank, name in enumerate(asked) if name), "a stop request")
@@ -434,6 +441,7 @@ class Fit:
 
     def _leave_unsaved(self) -> Outcome:
         self._publish()
+        self._copied()
         kept = self.job.checkpoints.published()
         rest = f"the last checkpoint is {kept[-1].name}" if kept else "there is no checkpoint"
         cause = f"stopped without saving at step {self.progress.step} of {self.job.plan.total_steps}; {rest}"
@@ -444,6 +452,7 @@ class Fit:
         if job.eval_rows is not None and self.evaluated_at != progress.step:
             self._evaluate()
         self._save(wait=True)
+        self._copied()
         best = progress.best_step
         if job.config.load_best_model_at_end and best is not None and job.checkpoints.intact(best):
             self.results |= {"exported_step": best, **progress.best_results}
