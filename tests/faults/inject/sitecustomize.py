@@ -1,22 +1,35 @@
 """Faults that no signal from outside can place: put on PYTHONPATH, read by every rank before its first line.
 
-FAULT is `save:PHASE:RANK:STEP` (the rank kills itself there, in its first attempt), `nan:RANK:STEP` or
-`hang:RANK:STEP`.
+FAULT is `save:PHASE:RANK:STEP` (the rank kills itself there, in its first attempt), `term:PHASE:RANK:STEP` (it sends
+SIGTERM to the launcher there), `nan:RANK:STEP`, `inf:RANK:STEP` (a gradient of a finite loss), `hang:RANK:STEP` or
+`flood:RANK:STEP`.
 FAULT_NOTE names a file that tells what stood in `checkpoints/` at that moment.
 """
 
 import os
 import signal
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+
+def note(checkpoints: Path) -> None:
+    Path(os.environ["FAULT_NOTE"]).write_text("\n".join(sorted(path.name for path in checkpoints.iterdir())))
 
 
 def die(checkpoints: Path) -> None:
-    Path(os.environ["FAULT_NOTE"]).write_text("\n".join(sorted(path.name for path in checkpoints.iterdir())))
+    note(checkpoints)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill_in_save(phase: str, step: int) -> None:
+def end_launcher(checkpoints: Path) -> None:
+    note(checkpoints)
+    os.kill(os.getppid(), signal.SIGTERM)
+
+
+def act_in_save(act: Callable[[Path], None], phase: str, step: int) -> None:
     from trainers.checkpoint import Checkpoints
 
     write, publish, prune = Checkpoints._write_share, Checkpoints._publish, Checkpoints._prune
@@ -26,28 +39,30 @@ def kill_in_save(phase: str, step: int) -> None:
 
     def write_share(self, temporary, tensors):
         if phase == "writing" and due(self, int(temporary.name[5:13])):
-            (temporary / "rank-00009.safetensors").write_bytes(b"half a file")
-            die(self.folder)
+            if act is die:
+                (temporary / "rank-00009.safetensors").write_bytes(b"half a file")
+            act(self.folder)
         entry = write(self, temporary, tensors)
         if phase == "written" and due(self, int(temporary.name[5:13])):
-            die(self.folder)
+            act(self.folder)
         return entry
 
     def publish_it(self, temporary, final, progress, entries):
         if phase == "publishing" and due(self, progress.step):
-            (temporary / "manifest.json").write_text('{"format":')
-            die(self.folder)
+            if act is die:
+                (temporary / "manifest.json").write_text('{"format":')
+            act(self.folder)
         publish(self, temporary, final, progress, entries)
 
     def prune_old(self, progress):
         if phase == "pruning" and due(self, progress.step):
-            die(self.folder)
+            act(self.folder)
         prune(self, progress)
 
     Checkpoints._write_share, Checkpoints._publish, Checkpoints._prune = write_share, publish_it, prune_old
 
 
-def poison(step: int) -> None:
+def poison(step: int, spoil: Callable[[Any], Any]) -> None:
     from trainers import loop
 
     step_of_it = loop.train_step
@@ -58,12 +73,22 @@ def poison(step: int) -> None:
 
             def poisoned(*args, **kwargs):
                 loss, correct = forward(*args, **kwargs)
-                return loss * float("nan"), correct
+                return spoil(loss), correct
 
             job.backend.model.forward = poisoned
         return step_of_it(job, batch, number, requests)
 
     loop.train_step = train_step
+
+
+def to_nan(loss: Any) -> Any:
+    return loss * float("nan")
+
+
+def to_infinite_gradient(loss: Any) -> Any:
+    spoiled = loss * 1  # a tensor of its own, whose gradient alone goes wrong
+    spoiled.register_hook(lambda gradient: gradient * float("inf"))
+    return spoiled
 
 
 def hang(step: int) -> None:
@@ -79,8 +104,33 @@ def hang(step: int) -> None:
     loop.train_step = never_ends
 
 
+def flood(step: int) -> None:
+    from trainers import loop
+
+    step_of_it = loop.train_step
+
+    def train_step(job, batch, number, requests):
+        if number + 1 == step:
+            sys.stdout.flush()
+            with open(1, "wb", closefd=False) as out:
+                out.write(b"the flood begins\n" + b"\x1b[31mred\x1b[0m \x1b[2K\x1b[1;1H\n" * 1000)
+                out.write(b"".join(b"\r%d%%" % percent for percent in range(101)) + b"\n")
+                out.write(b"x" * 2**20 + b"\n" + bytes(range(256)) * 100 + b"\n")
+                out.write(b"".join(b"flood line %d\n" % line for line in range(100_000)) + b"the flood ends\n")
+        return step_of_it(job, batch, number, requests)
+
+    loop.train_step = train_step
+
+
 if "FAULT" in os.environ and "RANK" in os.environ:
     kind, *rest = os.environ["FAULT"].split(":")
     *more, rank, at = rest
     if os.environ["RANK"] == rank:
-        {"save": lambda step: kill_in_save(more[0], step), "nan": poison, "hang": hang}[kind](int(at))
+        {
+            "save": lambda step: act_in_save(die, more[0], step),
+            "term": lambda step: act_in_save(end_launcher, more[0], step),
+            "nan": lambda step: poison(step, to_nan),
+            "inf": lambda step: poison(step, to_infinite_gradient),
+            "hang": hang,
+            "flood": flood,
+        }[kind](int(at))
