@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from importlib.metadata import version
 
-from tests.faults.oracle import replayed
 from trainers.run_folder import RunFolder, now
 
 _LINE = re.compile(r"^(\S+) \[rank 0\] (?:(run) /|step (\d+) )", re.MULTILINE)
@@ -48,30 +47,30 @@ class Noted:
         """The oracle holds after all that was injected; `run` is given where it trained on after each fault."""
         self.survived = len(self.moments)
         if run is not None:
-            self.replayed = replayed(run)
-            self.seconds = [recovery(run.log.read_text(errors="replace"), moment) for moment in self.moments]
+            log = run.log.read_text(errors="replace")
+            costs = [cost(log, moment) for moment in self.moments]
+            self.replayed, self.seconds = sum(steps for steps, _ in costs), [seconds for _, seconds in costs]
 
 
-def recovery(log: str, moment: float) -> float:
-    """Seconds from a fault to the first step, of a later start of the run, that had not been done by then.
+def cost(log: str, moment: float) -> tuple[int, float]:
+    """Steps computed again after a fault, and seconds from it to the first step that had not been done by then.
 
-    Steps that another rank still ended after the fault count as done before it.
+    Only a later start of the run counts: steps that another rank still ended after the fault are of before it.
     """
-    start, reached = 0, 0
-    found: list[tuple[int, int, float]] = []  # start of the run, step, time
-    begun = [0.0]
+    begun, found = [0.0], list[tuple[int, int, float]]()  # start of the run, step, time
     for stamp, run, step in _LINE.findall(log):
         clock = datetime.fromisoformat(stamp).timestamp()
         if run:
-            start += 1
             begun.append(clock)
         else:
-            found.append((start, int(step), clock))
+            found.append((len(begun) - 1, int(step), clock))
     hit = max(number for number, clock in enumerate(begun) if clock <= moment)
     reached = max((step for number, step, _ in found if number <= hit), default=0)
-    beyond = [clock for number, step, clock in found if number > hit and step > reached]
+    last = max((step for number, step, _ in found if number == hit), default=0)
+    later = [(step, clock) for number, step, clock in found if number > hit]
+    beyond = [clock for step, clock in later if step > reached]
     assert beyond, f"no step beyond {reached} after the fault"
-    return min(beyond) - moment
+    return max(0, last - later[0][0] + 1), min(beyond) - moment
 
 
 def rows(noted: Iterable[Noted]) -> list[tuple[str, ...]]:
