@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -11,12 +12,13 @@ from trainers.run_folder import RunFolder
 
 
 def mount(*words: str) -> bool:
-    return subprocess.run(["mount", *words], capture_output=True).returncode == 0
+    return shutil.which("mount") is not None and subprocess.run(["mount", *words], capture_output=True).returncode == 0
 
 
 def mounted(folder: Path) -> bool:
     """`os.path.ismount` does not see a folder that is mounted on itself."""
-    return any(line.split()[4] == str(folder) for line in Path("/proc/self/mountinfo").read_text().splitlines())
+    mounts = Path("/proc/self/mountinfo")
+    return mounts.exists() and any(line.split()[4] == str(folder) for line in mounts.read_text().splitlines())
 
 
 def unmount(folder: Path) -> None:

@@ -59,7 +59,8 @@ def test_the_disk_is_full(left: int, home: Path, disk: SmallDisk, undisturbed: U
     fault.harmless(run)
 
 
-@pytest.mark.parametrize("part", mostly_long(["checkpoints", ""], ["checkpoints"]), ids=["checkpoints", "all of it"])
+@pytest.mark.long
+@pytest.mark.parametrize("part", ["checkpoints", ""], ids=["checkpoints", "all of it"])
 def test_a_folder_is_turned_read_only(part: str, home: Path, undisturbed: Undisturbed, noted: Note) -> None:
     whole, fault = undisturbed("ddp"), noted("folder read-only", "ddp")
     run = detached(home, "mine", 2, strategy="ddp", **OPTIONS)

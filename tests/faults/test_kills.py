@@ -56,6 +56,7 @@ def test_the_launcher_is_killed(strategy: str, home: Path, undisturbed: Undistur
     fault.harmless(run)
 
 
+@pytest.mark.long
 def test_the_supervisor_is_killed_and_later_a_rank(home: Path, undisturbed: Undisturbed, noted: Note) -> None:
     """Training goes on without it; what ends then ends alone, and leaves nothing behind."""
     whole, fault = undisturbed("ddp"), noted("the supervisor is killed, then a rank", "ddp")

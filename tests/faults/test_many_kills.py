@@ -18,7 +18,7 @@ from tests.faults.oracle import OPTIONS, clean, exact, told
 from trainers.run_folder import END_STATES, RunFolder
 
 KILLS = int(os.environ.get("KILLS", "100"))
-STEPS_PER_KILL = 24
+STEPS_PER_KILL = 16
 STEPS, INTERVAL, KEPT = STEPS_PER_KILL * KILLS + 20, 2, 3
 WAYS = {"one rank": 6, "both ranks": 1, "the launcher": 1, "the whole run": 1, "one rank as it starts": 1}
 """What is killed, and how often of ten times."""
@@ -50,7 +50,7 @@ def strike(run: RunFolder, way: str, chance: random.Random) -> None:
             kill(pid)
         return
     until(lambda: saved(run) > begun)
-    time.sleep(chance.uniform(0, 0.3))
+    time.sleep(chance.uniform(0, 0.4))
     named = {(one.role, one.rank): one.pid for one in run.processes()}
     kills = {
         "one rank": [("rank", chance.randint(0, 1))],

@@ -13,7 +13,6 @@ from tests.detached import TUNESMITH, ended, inside, train_words
 from tests.faults.conftest import Note, Undisturbed
 from tests.faults.oracle import OPTIONS, exact
 from tests.launching import ROOT, SCRIPT, flags
-from tests.parity.runs import mostly_long
 from trainers.run_folder import RunFolder
 
 TOGETHER = {**OPTIONS, "share_gpus": True}  # the machine has slots for one of them
@@ -43,8 +42,9 @@ def by_tunesmith(run: RunFolder, strategy: str) -> list[str]:
 WAYS = [(way, strategy) for way in (by_hand, by_tunesmith) for strategy in ("ddp", "fsdp2", "zero3")]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("taken")
-@pytest.mark.parametrize(("way", "strategy"), mostly_long(WAYS, [(by_hand, "ddp")]))
+@pytest.mark.parametrize(("way", "strategy"), WAYS)
 def test_two_runs_at_once_while_the_port_is_taken(
     way, strategy: str, home: Path, undisturbed: Undisturbed, noted: Note
 ) -> None:

@@ -112,9 +112,8 @@ def by_tunesmith(run: RunFolder) -> list[str]:
     return [*TUNESMITH, *(word for word in train_words(run, 2, strategy="ddp", **OPTIONS) if word != "--detach")]
 
 
-@pytest.mark.parametrize(
-    ("starts", "times"), mostly_long([(by_hand, 1), (by_hand, 2), (by_tunesmith, 2)], [(by_hand, 2)])
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("starts", "times"), [(by_hand, 1), (by_hand, 2), (by_tunesmith, 2)])
 def test_ctrl_c_in_a_terminal(starts, times: int, home: Path, undisturbed: Undisturbed, noted: Note) -> None:
     """It goes to every process of the foreground group, and some people press it twice."""
     whole, fault = undisturbed("ddp"), noted(f"Ctrl-C, {starts.__name__}", "ddp")

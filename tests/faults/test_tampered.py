@@ -73,6 +73,7 @@ def test_a_resume_that_is_not_the_same_run_is_seen(
         exact(run, whole, replays=0)
 
 
+@pytest.mark.long
 def test_a_resume_whose_checkpoint_was_only_written_again_passes(home: Path, undisturbed: Undisturbed) -> None:
     """With dropout, so that it shows that the generators come back."""
     whole = undisturbed("ddp", **DROPOUT)

@@ -55,7 +55,7 @@ def test_a_rank_that_hangs_tells_where(strategy: str, home: Path, faulty: dict[s
 CASES = [(kind, strategy) for kind in ("nan", "inf") for strategy in STRATEGIES]
 
 
-@pytest.mark.parametrize(("kind", "strategy"), mostly_long(CASES, [("nan", "ddp"), ("inf", "fsdp2")]))
+@pytest.mark.parametrize(("kind", "strategy"), mostly_long(CASES, [("nan", "ddp")]))
 def test_a_number_gone_wrong_on_one_rank_stops_all_before_the_update(
     kind: str, strategy: str, home: Path, faulty: dict[str, str], undisturbed: Undisturbed, noted: Note
 ) -> None:
