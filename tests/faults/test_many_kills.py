@@ -83,8 +83,9 @@ def test_many_random_kills(strategy: str, home: Path, undisturbed: Undisturbed, 
     faults = {way: noted(f"{way} killed, at random", strategy) for way in WAYS}
     options = {**OPTIONS, "max_steps": STEPS, "save_steps": INTERVAL, "save_total_limit": KEPT, "max_restarts": 1000}
     run = detached(home, "mine", 2, strategy=strategy, **options)
-    for _ in range(KILLS):
-        before, (way,) = attempt(run), chance.choices(list(WAYS), list(WAYS.values()))
+    each = chance.sample(list(WAYS), len(WAYS))  # so that few kills try every way too
+    for way in [*each, *chance.choices(list(WAYS), list(WAYS.values()), k=KILLS)][:KILLS]:
+        before = attempt(run)
         strike(run, way, chance)
         faults[way].at()
         goes_on(run, before, home)
