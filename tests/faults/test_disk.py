@@ -37,7 +37,8 @@ def stands(run: RunFolder) -> None:
 
 @pytest.mark.parametrize("left", mostly_long([2**20, 0], [2**20]), ids=["less than a checkpoint", "nothing"])
 def test_the_disk_is_full(left: int, home: Path, disk: SmallDisk, undisturbed: Undisturbed, noted: Note) -> None:
-    whole, fault = undisturbed("ddp"), noted(f"disk full ({left:,} bytes left)", "ddp")
+    name = f"disk full ({left:,} bytes left)" if disk.kind == "tmpfs" else "no file may grow (RLIMIT_FSIZE)"
+    whole, fault = undisturbed("ddp"), noted(name, "ddp")
     run = detached(home, "mine", 2, strategy="ddp", **OPTIONS)
     until(lambda: saved(run) >= INTERVAL)
     disk.fill(run, left)
