@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,4 +68,5 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         for line in plain(injected):
             terminalreporter.line(line)
         if "FAULT_TABLE" in os.environ:
-            Path(os.environ["FAULT_TABLE"]).write_text(markdown(injected))
+            command = shlex.join(["pytest", *map(str, config.invocation_params.args)])
+            Path(os.environ["FAULT_TABLE"]).write_text(markdown(injected, command))

@@ -87,13 +87,13 @@ def rows(noted: Iterable[Noted]) -> list[tuple[str, ...]]:
     return made
 
 
-def markdown(noted: Iterable[Noted]) -> str:
+def markdown(noted: Iterable[Noted], command: str) -> str:
     """The table with what it was measured on."""
     lines = [HEADINGS, tuple("-" * len(one) for one in HEADINGS), *rows(noted)]
     names = ("torch", "accelerate", "transformers", "deepspeed")
     where = f"{os.cpu_count()} CPU cores, {platform.machine()}, Python {platform.python_version()}"
     what = ", ".join(f"{name} {version(name)}" for name in names)
-    head = f"Faults injected into runs of two gloo ranks (tiny-lora, embedded model), {now()[:10]}: `make faults`."
+    head = f"Faults injected into runs of two gloo ranks (tiny-lora, embedded model), {now()[:10]}: `{command}`."
     return f"{head}\n\n{where}, {what}.\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 

@@ -42,4 +42,6 @@ def test_equal_faults_are_one_row() -> None:
         ("a kill", "ddp", "3", "3", "5", "12.0", "20.0"),
         ("a kill", "zero3", "1", "0", "0", "-", "-"),
     ]
-    assert "| a kill | zero3 | 1 | 0 | 0 | - | - |" in markdown([lost])
+    text = markdown([lost], "pytest tests/faults")
+    assert "`pytest tests/faults`" in text
+    assert "| a kill | zero3 | 1 | 0 | 0 | - | - |" in text
