@@ -47,8 +47,8 @@ def cause_of(run: RunFolder, offset: int, status: int, otherwise: str = "") -> s
     raised = _exceptions(lines)
     return (
         _origin(raised) or _killed_rank(lines, by_signal=True) or (raised and raised[0])
-        or _killed_rank(lines, by_signal=False) or _killed_launcher(status) or otherwise
-        or f"the launcher ended with exit status {status} and no traceback; the log's last lines may tell more"
+        or _with_last_words(_killed_rank(lines, by_signal=False), lines) or _killed_launcher(status) or otherwise
+        or _with_last_words(f"the launcher ended with exit status {status} and no traceback", lines)
     )  # fmt: skip
 
 
@@ -107,6 +107,16 @@ def _killed_rank(lines: list[tuple[str, str]], by_signal: bool) -> str:
 
 def _killed_launcher(status: int) -> str:
     return f"the launcher was killed by {_signal_name(-status)}" if status < 0 else ""
+
+
+def _with_last_words(cause: str, lines: list[tuple[str, str]]) -> str:
+    """Adds what was printed last before the launcher's own summary, such as why a program could not be started."""
+    said = ""
+    for who, text in lines:
+        if who == "launcher" and (_EXIT_CODE.search(text) or text.startswith("Traceback (most recent call last)")):
+            break
+        said = text.strip() or said
+    return f"{cause}; the log's last words: {said}"[:MAX_CAUSE] if cause and said else cause
 
 
 def _signal_name(number: int) -> str:

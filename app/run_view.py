@@ -26,7 +26,8 @@ _ADVICE = (
     (r"out of memory|OutOfMemory",
      "lower per_device_train_batch_size or max_length, set gradient_checkpointing to true, or use fsdp2"),
     (r"SIGKILL", "if memory ran out, lower per_device_train_batch_size or max_length"),
-    (r"[Nn]o space left|disk", "free space on that disk"),
+    (r"[Nn]o space left|disk|bytes free", "free space on that disk"),
+    (r"[Rr]ead-only|Permission denied|nothing can be written", "make that folder writable"),
     (r"not finite|loss (nan|inf)|gradient norm (nan|inf)", "lower learning_rate, or look at the rows that it names"),
 )  # fmt: skip
 

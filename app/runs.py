@@ -7,6 +7,7 @@ import difflib
 import json
 import os
 import shlex
+import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ from trainers.run_folder import END_STATES, LIVE_STATES, STATES, Process, RunFol
 from trainers.strategies import load_strategy
 
 GONE = "ended without a word: its processes are gone"
+LITTLE = 1 << 20
+"""Free bytes below which a disk counts as full."""
 
 
 # -- finding ---------------------------------------------------------------------------------------------------------
@@ -154,9 +157,19 @@ def true_state(run: RunFolder) -> dict[str, Any]:
         again = run.read_state() or {}
         if again.get("updated_at") == state.get("updated_at"):
             ending = state.get("ending")  # left by rank 0, for a supervisor that did not live to publish it
-            return {**state, **(ending if isinstance(ending, dict) else {"state": "failed", "cause": GONE})}
+            return {**state, **(ending if isinstance(ending, dict) else {"state": "failed", "cause": _gone(run)})}
         state = again  # it ended properly between the two looks
     return state
+
+
+def _gone(run: RunFolder) -> str:
+    """It could not say why it ended where its folder cannot be written to."""
+    with contextlib.suppress(OSError):
+        if not os.access(run.path, os.W_OK):
+            return f"{GONE}, and nothing can be written to {run.path}"
+        if (free := shutil.disk_usage(run.path).free) < LITTLE:
+            return f"{GONE}, and the disk of {run.path} has {free:,} bytes free"
+    return GONE
 
 
 def _lives(state: dict[str, Any]) -> bool:

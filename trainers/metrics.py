@@ -114,7 +114,7 @@ class MetricsFile:
 
     def __init__(self, path: Path, attempt: int):
         self.attempt = attempt
-        _end_last_line(path)
+        _mend_last_line(path)
         self.file: TextIO = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
 
     def write(self, row: dict[str, Any]) -> None:
@@ -125,10 +125,15 @@ class MetricsFile:
         self.file.flush()
 
 
-def _end_last_line(path: Path) -> None:
-    """A kill may have cut the last row; the next one must not be glued to it."""
-    if path.exists() and path.stat().st_size:
-        with open(path, "rb+") as file:
-            file.seek(-1, 2)
-            if file.read(1) != b"\n":
+def _mend_last_line(path: Path) -> None:
+    """A kill or a full disk may have cut the last row: a part of one is taken out, a whole one gets its end."""
+    if not path.exists():
+        return
+    with open(path, "rb+") as file:
+        last = file.read().rpartition(b"\n")[2]
+        if last:
+            try:
+                json.loads(last)
                 file.write(b"\n")
+            except ValueError:
+                file.truncate(file.tell() - len(last))

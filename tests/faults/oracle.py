@@ -58,17 +58,27 @@ def told(run: RunFolder) -> str:
     return str(seen["cause"])
 
 
-def exact(run: RunFolder, undisturbed: RunFolder, replays: int) -> None:
-    """It is done, and N1 to N5 hold."""
+def exact(
+    run: RunFolder, undisturbed: RunFolder, replays: int, steps: int = STEPS, interval: int = INTERVAL, limit: int = 100
+) -> None:
+    """It is done, and N1 to N5 hold.
+
+    Args:
+        run: the one that met faults.
+        undisturbed: the same one without.
+        replays: how many steps may have been computed again.
+        steps: of the whole run; it saves every `interval` and keeps `limit` checkpoints.
+    """
     state = ended(run)
-    assert (state["state"], state["step"]) == ("done", STEPS), state
+    assert (state["state"], state["step"]) == ("done", steps), state
     assert numbers(run) == numbers(undisturbed)
     mine, theirs = (weights(Finished(one, 0, "")) for one in (run, undisturbed))
     assert set(mine) == set(theirs)
     assert all(mine[name].equal(theirs[name]) for name in mine)
     assert replayed(run) <= replays
     saved = sorted(run.checkpoints.glob("step-" + "[0-9]" * 8))
-    assert {f"step-{step:08d}" for step in range(INTERVAL, STEPS, INTERVAL)} <= {path.name for path in saved}
+    due = {*range(interval, steps, interval), steps}
+    assert {f"step-{step:08d}" for step in sorted(due)[-limit:]} <= {path.name for path in saved}
     for path in saved:
         verify(path)
     clean(run)

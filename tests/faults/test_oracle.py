@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.faults.conftest import Undisturbed
 from tests.faults.oracle import exact, rows
 from trainers.run_folder import RunFolder
 
 
 @pytest.fixture
-def copy(home: Path, undisturbed: Callable[[str], RunFolder]) -> RunFolder:
+def copy(home: Path, undisturbed: Undisturbed) -> RunFolder:
     """A copy of the run that met no fault, to be damaged."""
     return RunFolder(Path(shutil.copytree(undisturbed("ddp").path, home / "copy")))
 
@@ -27,17 +28,17 @@ def rewrite(run: RunFolder, change: Callable[[list[dict[str, float]]], object]) 
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in found))
 
 
-def test_an_untouched_copy_passes(copy: RunFolder, undisturbed: Callable[[str], RunFolder]) -> None:
+def test_an_untouched_copy_passes(copy: RunFolder, undisturbed: Undisturbed) -> None:
     exact(copy, undisturbed("ddp"), replays=0)
 
 
-def test_one_bit_of_a_loss_is_seen(copy: RunFolder, undisturbed: Callable[[str], RunFolder]) -> None:
+def test_one_bit_of_a_loss_is_seen(copy: RunFolder, undisturbed: Undisturbed) -> None:
     rewrite(copy, lambda found: found[6].update(loss=math.nextafter(found[6]["loss"], math.inf)))
     with pytest.raises(AssertionError):
         exact(copy, undisturbed("ddp"), replays=0)
 
 
-def test_one_bit_of_a_weight_is_seen(copy: RunFolder, undisturbed: Callable[[str], RunFolder]) -> None:
+def test_one_bit_of_a_weight_is_seen(copy: RunFolder, undisturbed: Undisturbed) -> None:
     (file,) = copy.model.glob("*.safetensors")
     tensors = load_file(file)
     first = next(iter(tensors.values()))
@@ -60,9 +61,7 @@ def test_a_repetition_without_its_attempt_is_seen(copy: RunFolder) -> None:
 
 
 @pytest.mark.parametrize("lost", [True, False], ids=["lost checkpoint", "half-written folder"])
-def test_what_is_wrong_in_the_checkpoints_is_seen(
-    lost: bool, copy: RunFolder, undisturbed: Callable[[str], RunFolder]
-) -> None:
+def test_what_is_wrong_in_the_checkpoints_is_seen(lost: bool, copy: RunFolder, undisturbed: Undisturbed) -> None:
     if lost:
         shutil.rmtree(copy.checkpoints / "step-00000010")
     else:

@@ -71,11 +71,22 @@ def test_one_process_without_elastic(tmp_path: Path) -> None:
         (-15, "", "the launcher was killed by SIGTERM"),
         (-250, "", "the launcher was killed by signal 250"),
         (1, "stopped by request before the first step", "stopped by request before the first step"),
-        (3, "", "the launcher ended with exit status 3 and no traceback; the log's last lines may tell more"),
+        (3, "", "the launcher ended with exit status 3 and no traceback; the log's last words: Warning: fine"),
     ],
 )
 def test_without_a_traceback_the_exit_speaks(tmp_path: Path, status: int, otherwise: str, expected: str) -> None:
     assert cause(tmp_path, [("rank 0", "Step: 1"), ("launcher", "Warning: fine")], status, otherwise) == expected
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_program_that_cannot_be_started_is_told_by_its_last_words(ranks: int, tmp_path: Path) -> None:
+    words = "python: can't open file '/x/train.py': [Errno 2] No such file or directory"
+    summary = "E1122 00:01 api.py:1002] failed (exitcode: 2) local_rank: 0 (pid: 2898) of binary: python"
+    alone = "subprocess.CalledProcessError: Command '['python', 'train.py']' returned non-zero exit status 2."
+    lines = [words, summary, *ECHO] if ranks == 2 else [words, *ECHO[:-1], alone]
+    told = cause(tmp_path, [("launcher", line) for line in lines])
+    assert "exit status" in told
+    assert told.endswith(f"; the log's last words: {words}")
 
 
 def test_an_earlier_attempts_traceback_is_not_this_ones(tmp_path: Path) -> None:

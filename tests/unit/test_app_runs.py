@@ -79,6 +79,14 @@ def test_another_process_with_the_same_pid_does_not_count(make: Maker, living: s
     assert true_state(make("a", "running", processes=[old]))["cause"] == runs.GONE
 
 
+def test_a_full_disk_is_named_where_a_run_ended_without_a_word(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It could not write why."""
+    run = make("a", "running", processes=[])
+    monkeypatch.setattr(runs, "LITTLE", 1 << 62)
+    assert "bytes free" in true_state(run)["cause"]
+    assert true_state(run)["cause"].startswith(runs.GONE)
+
+
 def test_an_old_state_alone_is_no_death(make: Maker, living: subprocess.Popen[bytes]) -> None:
     run = make("a", "running", processes=[entry(living.pid)])
     write_json(run.state_file, {**(run.read_state() or {}), "updated_at": "2001-01-01T00:00:00+00:00"})

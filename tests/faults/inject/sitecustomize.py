@@ -1,23 +1,37 @@
 """Faults that no signal from outside can place: put on PYTHONPATH, read by every rank before its first line.
 
-FAULT is `save:PHASE:RANK:STEP` (the rank kills itself there, in its first attempt), `nan:RANK:STEP`,
-`spike:RANK:STEP` (its loss is a thousand times as large), `hang:RANK:STEP`, `slow:RANK:MILLISECONDS` (each forward pass
-takes that much longer) or `slow_disk:RANK:SECONDS` (each write of a checkpoint does).
+FAULT is one of
+- `save:PHASE:RANK:STEP`: the rank kills itself there, in its first attempt; `term:…`: it sends SIGTERM to the launcher
+- `nan:RANK:STEP`, `spike:RANK:STEP` (a thousand times the loss), `inf:RANK:STEP` (a gradient of a finite loss)
+- `hang:RANK:STEP`, `flood:RANK:STEP` (of the log)
+- `slow:RANK:MILLISECONDS` (each forward pass takes that much longer), `slow_disk:RANK:SECONDS` (each write of a share)
 FAULT_NOTE names a file that tells what stood in `checkpoints/` at that moment.
 """
 
 import os
 import signal
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+
+def note(checkpoints: Path) -> None:
+    Path(os.environ["FAULT_NOTE"]).write_text("\n".join(sorted(path.name for path in checkpoints.iterdir())))
 
 
 def die(checkpoints: Path) -> None:
-    Path(os.environ["FAULT_NOTE"]).write_text("\n".join(sorted(path.name for path in checkpoints.iterdir())))
+    note(checkpoints)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill_in_save(phase: str, step: int) -> None:
+def end_launcher(checkpoints: Path) -> None:
+    note(checkpoints)
+    os.kill(os.getppid(), signal.SIGTERM)
+
+
+def act_in_save(act: Callable[[Path], None], phase: str, step: int) -> None:
     from trainers.checkpoint import Checkpoints
 
     write, publish, prune = Checkpoints._write_share, Checkpoints._publish, Checkpoints._prune
@@ -27,22 +41,24 @@ def kill_in_save(phase: str, step: int) -> None:
 
     def write_share(self, temporary, tensors):
         if phase == "writing" and due(self, int(temporary.name[5:13])):
-            (temporary / "rank-00009.safetensors").write_bytes(b"half a file")
-            die(self.folder)
+            if act is die:
+                (temporary / "rank-00009.safetensors").write_bytes(b"half a file")
+            act(self.folder)
         entry = write(self, temporary, tensors)
         if phase == "written" and due(self, int(temporary.name[5:13])):
-            die(self.folder)
+            act(self.folder)
         return entry
 
     def publish_it(self, temporary, final, progress, entries):
         if phase == "publishing" and due(self, progress.step):
-            (temporary / "manifest.json").write_text('{"format":')
-            die(self.folder)
+            if act is die:
+                (temporary / "manifest.json").write_text('{"format":')
+            act(self.folder)
         publish(self, temporary, final, progress, entries)
 
     def prune_old(self, progress):
         if phase == "pruning" and due(self, progress.step):
-            die(self.folder)
+            act(self.folder)
         prune(self, progress)
 
     Checkpoints._write_share, Checkpoints._publish, Checkpoints._prune = write_share, publish_it, prune_old
@@ -60,7 +76,7 @@ def slow_disk(seconds: int) -> None:
     Checkpoints._write_share = write_slowly
 
 
-def poison(step: int, factor: float = float("nan")) -> None:
+def poison(step: int, spoil: Callable[[Any], Any]) -> None:
     from trainers import loop
 
     step_of_it = loop.train_step
@@ -73,7 +89,7 @@ def poison(step: int, factor: float = float("nan")) -> None:
 
         def poisoned(*args, **kwargs):
             loss, correct = forward(*args, **kwargs)
-            return loss * factor, correct
+            return spoil(loss), correct
 
         model.forward = poisoned
         try:
@@ -82,10 +98,6 @@ def poison(step: int, factor: float = float("nan")) -> None:
             model.forward = forward
 
     loop.train_step = train_step
-
-
-def spike(step: int) -> None:
-    poison(step, 1000.0)
 
 
 def slow(milliseconds: int) -> None:
@@ -107,6 +119,12 @@ def slow(milliseconds: int) -> None:
     loop.train_step = train_step
 
 
+def to_infinite_gradient(loss: Any) -> Any:
+    spoiled = loss * 1  # a tensor of its own, whose gradient alone goes wrong
+    spoiled.register_hook(lambda gradient: gradient * float("inf"))
+    return spoiled
+
+
 def hang(step: int) -> None:
     from trainers import loop
 
@@ -120,15 +138,36 @@ def hang(step: int) -> None:
     loop.train_step = never_ends
 
 
+def flood(step: int) -> None:
+    from trainers import loop
+
+    step_of_it = loop.train_step
+
+    def train_step(job, batch, number, requests):
+        if number + 1 == step:
+            sys.stdout.flush()
+            with open(1, "wb", closefd=False) as out:
+                out.write(b"the flood begins\n" + b"\x1b[31mred\x1b[0m \x1b[2K\x1b[1;1H\n" * 1000)
+                out.write(b"".join(b"\r%d%%" % percent for percent in range(101)) + b"\n")
+                out.write(b"x" * 2**20 + b"\n" + bytes(range(256)) * 100 + b"\n")
+                out.write(b"".join(b"flood line %d\n" % line for line in range(100_000)) + b"the flood ends\n")
+        return step_of_it(job, batch, number, requests)
+
+    loop.train_step = train_step
+
+
 if "FAULT" in os.environ and "RANK" in os.environ:
     kind, *rest = os.environ["FAULT"].split(":")
     *more, rank, at = rest
     if os.environ["RANK"] == rank:
-        faults = {
-            "save": lambda step: kill_in_save(more[0], step),
-            "nan": poison,
-            "spike": spike,
+        faults: dict[str, Callable[[int], None]] = {
+            "save": lambda step: act_in_save(die, more[0], step),
+            "term": lambda step: act_in_save(end_launcher, more[0], step),
+            "nan": lambda step: poison(step, lambda loss: loss * float("nan")),
+            "spike": lambda step: poison(step, lambda loss: loss * 1000.0),
+            "inf": lambda step: poison(step, to_infinite_gradient),
             "hang": hang,
+            "flood": flood,
             "slow": slow,
             "slow_disk": slow_disk,
         }
