@@ -153,7 +153,8 @@ def resume_job(run: RunFolder, words: Words) -> Job:
         ConfigError: with every mistake at once; also when the run is done or still lives.
     """
     attempt = run_attempt(run)
-    if words.values.get("machine_rank", "0") == "0":  # on the other machines it may have been resumed by machine 0
+    # On another machine than 0 it may have been resumed already.
+    if words.values.get("machine_rank", "0") == "0" or true_state(run)["state"] == "done":
         refuse_unresumable(run)
     mistakes, request = Mistakes(), Request()
     with mistakes:

@@ -319,4 +319,5 @@ def print_summary(run: RunFolder, state: Mapping[str, Any]) -> None:
         return
     say(how_it_ended(state))
     say(f"last checkpoint: {last_checkpoint(run) or 'none'}; log: {run.log}")
-    say(f"go on with: tunesmith resume {shlex.quote(str(run.path))}")
+    machines = " --machine_rank K, on each machine" if state.get("machines") else ""
+    say(f"go on with: tunesmith resume {shlex.quote(str(run.path))}{machines}")

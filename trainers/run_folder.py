@@ -188,7 +188,7 @@ class RunFolder:
         Raises:
             ConfigError: when another process holds it.
         """
-        path = self.path / f"{self.lock.name}-{machine}" if machine else self.lock
+        path = self.heartbeats / f"machine-{machine}.lock" if machine else self.lock
         file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - held open on purpose
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,17 +14,11 @@ import pytest
 
 from tests.detached import TUNESMITH, inside, pid_of, processes, saved, state_of, step_of, until
 from tests.faults.oracle import INTERVAL, OPTIONS, STEPS, clean, exact, replayed, told
-from tests.launching import ROOT, SCRIPT, flags
+from tests.launching import ROOT, SCRIPT, flags, free_port
 from trainers.run_folder import RunFolder, read_json
 
 Undisturbed = Callable[[str], RunFolder]
 long = pytest.mark.long
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 class Machines:
@@ -45,9 +38,8 @@ class Machines:
         for machine in (1, 0):
             line = [*TUNESMITH, *words, "--machine_rank", str(machine), *flags(options)]
             with open(self.home / f"machine-{machine}.txt", "ab") as out:
-                self.typed.insert(
-                    0, subprocess.Popen(line, cwd=self.home, env=self.place(machine), stdout=out, stderr=out)
-                )
+                made = subprocess.Popen(line, cwd=self.home, env=self.place(machine), stdout=out, stderr=out)
+            self.typed.insert(0, made)
 
     def train(self, strategy: str = "ddp", **options: Any) -> None:
         network = {"num_machines": 2, "main_process_ip": "127.0.0.1", "main_process_port": self.port}
@@ -63,11 +55,8 @@ class Machines:
         return next(int(one["pid"]) for one in word["processes"] if one["role"] == role)
 
     def until_saved(self) -> None:
-        until(
-            lambda: (
-                state_of(self.run) == "running" and saved(self.run) >= INTERVAL and step_of(self.run) > saved(self.run)
-            )
-        )
+        run = self.run
+        until(lambda: state_of(run) == "running" and saved(run) >= INTERVAL and step_of(run) > saved(run))
 
 
 @pytest.fixture

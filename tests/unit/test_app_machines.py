@@ -130,6 +130,12 @@ def test_a_resume_needs_the_rank_alone() -> None:
         resume_job(job.run, sort_words(["shared"]))
     alone = resume_job(job.run, sort_words(["shared", "--num_machines", "1"]))
     assert (alone.devices, alone.strategy.values["num_machines"]) == (Devices([], 2), 1)
+    job.run.write_state(state="running", host="another")  # machine 0 was quicker
+    assert resume_job(job.run, sort_words(["shared", "--machine_rank", "1"])).devices.machine_rank == 1
+    for state, rank in (("running", "0"), ("done", "0"), ("done", "1")):
+        job.run.write_state(state=state, host="another")
+        with pytest.raises(ConfigError, match=f"run shared is {state}"):
+            resume_job(job.run, sort_words(["shared", "--machine_rank", rank]))
 
 
 def test_a_machine_joins_a_folder_that_machine_0_has_made_and_none_whose_run_is_over() -> None:
