@@ -9,6 +9,7 @@ from typing import Any
 
 from app.hardware import Devices, find_gpus
 from app.launcher import launch_argv
+from app.members import FIRST_PATIENCE, PATIENCE, Members
 from app.runs import last_checkpoint, saved_step
 from app.supervisor import POLL, Listener, RunSignals, supervise
 from trainers.device_locks import Held, Need, enqueue, give_up, try_take, who_has
@@ -75,9 +76,29 @@ def _noting(run: RunFolder, on_event: Listener) -> Listener:
 def need_of(devices: Devices) -> Need:
     """The slots that a run on these devices takes."""
     if not devices.gpu_ids:
-        return Need(cpu_slots=devices.num_processes)
+        return Need(cpu_slots=devices.local_processes)
     uuids = {gpu.index: gpu.uuid for gpu in find_gpus()}
     return Need(gpus=tuple(uuids.get(index, f"index-{index}") for index in devices.gpu_ids))
+
+
+def _hopeless(number: int, allowed: int, begun_at: int, reached: int, crashed_at: int) -> str:
+    """Why a run that has just fallen is not started again, in words; empty when it is, or was never to be.
+
+    Args:
+        number: restarts so far.
+        allowed: `max_restarts`.
+        begun_at: step of the checkpoint that this attempt began with.
+        reached: step at which it fell.
+        crashed_at: step at which the attempt before it fell; -1 without one.
+    """
+    if not allowed:
+        return ""
+    if reached <= begun_at:
+        start = f"its checkpoint of step {begun_at}" if begun_at else "its start"
+        return f"not restarted: it made no step beyond {start}"
+    if reached == crashed_at:
+        return f"not restarted: the last 2 attempts fell at step {reached} alike"
+    return f"gave up after {allowed} restart{'s' * (allowed > 1)}" if number == allowed else ""
 
 
 class _Attempts:
@@ -123,20 +144,32 @@ class _Attempts:
         for number in range(max_restarts + 1):
             source = "auto" if number and last_checkpoint(self.run) else resume_from
             begun_at = saved_step(self.run)
-            argv = launch_argv(self.run, self.devices.num_processes, source)
-            descriptors = held.descriptors
-            ending = supervise(self.run, argv, self.env, self.on_event, self.signals, descriptors=descriptors)
+            ending = self._launch(held, source, PATIENCE if number else FIRST_PATIENCE)
             if ending["state"] != "failed" or ending.get("permanent"):
                 return ending
             if self.run.stop_asked() is not None:
                 return {**ending, "state": "stopped", "cause": f"stopped by request; before that: {ending['cause']}"}
             reached = self._step()
-            if reached <= begun_at or reached == crashed_at:
-                return ending
+            if why := _hopeless(number, max_restarts, begun_at, reached, crashed_at):
+                return {**ending, "cause": f"{ending['cause']}; {why}"}
             crashed_at = reached
             if number < max_restarts:
                 self._note_restart(number + 1, max_restarts, str(ending["cause"]))
         return ending
+
+    def _launch(self, held: Held, source: str | None, patience: float) -> dict[str, Any]:
+        """One launch, to its end; the other machines have `patience` seconds to join it."""
+        machines = self.devices.machines
+        if machines is None:
+            members, argv = None, launch_argv(self.run, self.devices.num_processes, source)
+        else:
+            members = Members(self.run, machines, source, patience)
+            argv = launch_argv(self.run, self.devices.num_processes, source, machines, patience)
+            others = ", ".join(str(number) for number in range(1, machines.count))
+            self.on_event("note", f"machine 0: waiting up to {patience:g} s for the others to join: {others}")
+        return supervise(
+            self.run, argv, self.env, self.on_event, self.signals, descriptors=held.descriptors, members=members
+        )
 
     def _note_restart(self, number: int, allowed: int, cause: str) -> None:
         come_from = last_checkpoint(self.run) or "the beginning"

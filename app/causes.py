@@ -21,6 +21,7 @@ _CONSEQUENCE = re.compile(
 _ECHOES = ("ChildFailedError", "CalledProcessError", "SignalException")
 # The launcher's summary of a rank without a traceback, and accelerate's own launcher of one process.
 _EXIT_CODE = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
+_MACHINE = re.compile(r"(machine \d+): ")  # whose launcher it is, where it is not machine 0's
 _MEMORY = " (by hand, or by the system when memory ran out)"
 _DIED_WITH = re.compile(r"died with <Signals\.(\w+)")
 
@@ -99,7 +100,8 @@ def _killed_rank(lines: list[tuple[str, str]], by_signal: bool) -> str:
             code, rank = int(match[1]), match[2]
             if (code < 0) == by_signal:
                 how = f"was killed by {_signal_name(-code)}" if by_signal else f"ended with exit status {code}"
-                return f"rank {rank} {how}"
+                machine = _MACHINE.match(text)
+                return f"local rank {rank} of {machine[1]} {how}" if machine else f"rank {rank} {how}"
         elif by_signal and (match := _DIED_WITH.search(text)):
             return f"rank 0 was killed by {match[1]}" + _MEMORY * (match[1] == "SIGKILL")
     return ""

@@ -15,12 +15,13 @@ from typing import Any
 from app.attempts import run_to_end
 from app.hardware import Devices
 from app.launcher import launch_environment, module_argv, module_environment
+from app.machines import choose_machines
 from app.request import Job
 from app.runs import gpu_ids, world_size
 from app.training import held, preflight, take_back, write_folder
 from trainers.config import ConfigError
 from trainers.log_tee import start_tee
-from trainers.options import Request
+from trainers.options import Request, read_yaml
 from trainers.run_folder import Process, RunFolder
 
 PATIENCE = 60.0
@@ -41,6 +42,9 @@ def start(job: Job, quiet: bool = True) -> dict[str, Any]:
         ConfigError: when the pre-flight check refuses the job, or another command started the run meanwhile.
         CheckBroke: when that check crashed.
     """
+    if job.devices.machine_rank:
+        way = "leave --detach out there, and keep the command from its terminal by nohup, tmux or your scheduler"
+        raise ConfigError(f"--detach with machine_rank={job.devices.machine_rank}: only machine 0 detaches; {way}")
     preflight(job, quiet)
     with held(job) as lock:
         try:
@@ -94,7 +98,8 @@ def main(argv: list[str]) -> int:
     start_tee(run.log, "supervisor", echo=False)
     try:
         config = Request(config=str(run.config)).resolve()
-        devices = Devices(gpu_ids(run), world_size(run) or 1)
+        machines = choose_machines({}, {**read_yaml(run.accelerate), "machine_rank": 0})
+        devices = Devices(gpu_ids(run), world_size(run) or 1, machines)
         environment = launch_environment(devices)
         run_to_end(run, devices, environment, _unheard, words.resume_from, config.max_restarts, config.share_gpus)
     except ConfigError as error:

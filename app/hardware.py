@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from trainers.config import ConfigError
 from trainers.gpus import Gpu, find_gpus, visible
+from trainers.strategies import Machines
 
 __all__ = ["Devices", "Gpu", "choose_devices", "cpu_count", "find_gpus", "visible"]
 
@@ -17,10 +18,27 @@ MAX_PROCESSES = 256
 
 @dataclass(frozen=True)
 class Devices:
-    """What a run is started on: one process per GPU, or processes on the CPU where `gpu_ids` is empty."""
+    """What a run is started on: one process per GPU, or processes on the CPU where `gpu_ids` is empty.
+
+    Args:
+        gpu_ids: of this machine.
+        num_processes: over all machines.
+        machines: None for this machine alone.
+    """
 
     gpu_ids: list[int]
     num_processes: int
+    machines: Machines | None = None
+
+    @property
+    def local_processes(self) -> int:
+        """Processes on this machine."""
+        return self.num_processes // self.machines.count if self.machines else self.num_processes
+
+    @property
+    def machine_rank(self) -> int:
+        """This machine's number among those of the run."""
+        return self.machines.rank if self.machines else 0
 
 
 def cpu_count() -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from app.hardware import Devices, cpu_count
 from trainers.run_folder import RunFolder
+from trainers.strategies import Machines
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN_SCRIPT = ROOT / "trainers" / "train.py"
@@ -18,29 +19,44 @@ _GPUS = "CUDA_VISIBLE_DEVICES"
 _ORDER = "CUDA_DEVICE_ORDER"
 
 
-def launch_argv(run: RunFolder, num_processes: int, resume_from: str | None = None) -> list[str]:
+def launch_argv(
+    run: RunFolder,
+    num_processes: int,
+    resume_from: str | None = None,
+    machines: Machines | None = None,
+    patience: float = 0,
+) -> list[str]:
     """The `accelerate launch` command that trains into `run`.
 
     Args:
         run: a folder with `config.yaml` and `accelerate.yaml`.
-        num_processes: ranks.
+        num_processes: ranks, over all machines.
         resume_from: `auto` for the newest good checkpoint of `run`, or the path of one.
+        machines: None for this machine alone.
+        patience: seconds in which all machines must have met.
     """
-    argv = [*_new_run_argv(run, num_processes), "--output_dir", str(run.path)]
+    argv = [*_new_run_argv(run, num_processes, machines), "--output_dir", str(run.path)]
+    if machines:
+        script = argv.index(str(TRAIN_SCRIPT))
+        argv[script:script] = ["--rdzv_conf", f"timeout={patience:.0f}"]
     return [*argv, "--resume_from_checkpoint", resume_from] if resume_from else argv
 
 
-def _new_run_argv(run: RunFolder, num_processes: int) -> list[str]:
-    port = ["--main_process_port", "0"] if num_processes > 1 else []
+def _new_run_argv(run: RunFolder, num_processes: int, machines: Machines | None) -> list[str]:
+    if machines:
+        network = ["--num_machines", str(machines.count), "--machine_rank", str(machines.rank)]
+        network += ["--main_process_ip", machines.ip, "--main_process_port", str(machines.port)]
+    else:
+        network = ["--main_process_port", "0"] if num_processes > 1 else []
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(run.accelerate)]
-    return [*launcher, "--num_processes", str(num_processes), *port, str(TRAIN_SCRIPT), "--config", str(run.config)]
+    return [*launcher, "--num_processes", str(num_processes), *network, str(TRAIN_SCRIPT), "--config", str(run.config)]
 
 
 def command_line(run: RunFolder, devices: Devices) -> str:
     """The line of `command.txt`: pasted in a terminal it starts a new run with the same resolved config."""
     gpus = _device_variables(devices)
     variables = [f"{name}={value}" for name, value in gpus.items()]
-    return " ".join([*variables, shlex.join(_new_run_argv(run, devices.num_processes))])
+    return " ".join([*variables, shlex.join(_new_run_argv(run, devices.num_processes, devices.machines))])
 
 
 def by_hand_line(strategy_file: Path, devices: Devices, options: Sequence[str]) -> str:
@@ -87,7 +103,7 @@ def launch_environment(devices: Devices, outer: Mapping[str, str] | None = None)
         outer: environment to extend; default: this process's.
     """
     outer = os.environ if outer is None else outer
-    threads = max(1, cpu_count() // devices.num_processes)
+    threads = max(1, cpu_count() // devices.local_processes)
     # Unbuffered, so that a rank's last words are in the log when it is killed.
     fixed = {**_device_variables(devices), "TUNESMITH_SUPERVISED": "1", "PYTHONUNBUFFERED": "1"}
     return {"OMP_NUM_THREADS": str(threads), **outer, **fixed}

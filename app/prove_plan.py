@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from app.console import shortened
 from app.hardware import CPU_PROCESSES, choose_devices
 from app.request import Job, Words, told, train_job
-from trainers.config import ConfigError, TrainConfig, unknown_option
+from trainers.config import MACHINE_OPTIONS, ConfigError, TrainConfig, unknown_option
 from trainers.options import Request, parse_request, read_yaml
 from trainers.run_folder import new_run_id
 from trainers.strategies import Strategy, cannot_run, load_strategy, resolve, strategy_names
@@ -261,6 +261,8 @@ def _refuse_others(words: Words, asked: _Asked, mistakes: _Mistakes) -> None:
     """What `train` takes and `prove` decides by itself."""
     if "strategy" in words.values:
         mistakes.append(f"--strategy {words.values['strategy']}: prove takes several; write --strategies a,b,c")
+    others = [name for name in MACHINE_OPTIONS if name in words.values]
+    mistakes += [f"--{name} {words.values[name]}: prove runs on this machine alone; leave it out" for name in others]
     if asked.chosen.get("resume_from_checkpoint") is not None:
         mistakes.append("resume_from_checkpoint: prove starts each run at its first step; leave it out")
     if "check" in words.switches:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import time
@@ -12,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from app.console import shortened
-from app.hardware import Devices, choose_devices
+from app.hardware import Devices
+from app.machines import as_words, choose_machines, devices_here, folder_mistakes
 from app.runs import gpu_ids, true_state, world_size
-from trainers.config import EMBEDDED, ConfigError, TrainConfig, absolute_paths, build, ignored_choices
+from trainers.config import EMBEDDED, LAUNCH_OPTIONS, ConfigError, TrainConfig, absolute_paths, build, ignored_choices
 from trainers.differences import changes_since_save
 from trainers.options import Request, parse_request, preset_path, read_yaml
-from trainers.run_folder import LIVE_STATES, RunFolder, new_run_id
-from trainers.strategies import Strategy, cannot_run, default_strategy, load_strategy, resolve
+from trainers.run_folder import END_STATES, LIVE_STATES, RunFolder, new_run_id
+from trainers.strategies import Strategy, cannot_run, default_strategy, load_strategy, over_machines, resolve
 
-_VALUES = ("strategy", "gpus", "num_processes")
 _SWITCHES = ("json", "quiet", "help", "check", "detach", "force")
 _LOG_ROOM = 2_000_000
 _PATHS = ("model_name_or_path", "dataset_name", "eval_dataset_name", "chat_template", "cache_dir", "runs_dir",
@@ -34,7 +35,7 @@ class Words:
 
     Args:
         names: words that stand alone: the preset, or the run.
-        values: `--strategy`, `--gpus` and `--num_processes`.
+        values: those of the `LAUNCH_OPTIONS`, such as `--strategy`.
         switches: those of `--json`, `--quiet`, `--help`, `--check`, `--detach` and `--force` that were given.
         options: everything else, for `trainers.options.parse_request`.
     """
@@ -62,7 +63,7 @@ def sort_words(words: Sequence[str]) -> Words:
             sorted_words.names.append(word)
         elif name in _SWITCHES and not equals:
             sorted_words.switches.add(name)
-        elif name in _VALUES:
+        elif name in LAUNCH_OPTIONS:
             value = value if equals else rest.pop(0) if rest and not rest[0].startswith("--") else ""
             if not value or name in sorted_words.values:
                 mistakes.append(f"--{name} {'stands twice' if value else 'has no value'}; write --{name} VALUE once")
@@ -150,7 +151,9 @@ def resume_job(run: RunFolder, words: Words) -> Job:
         ConfigError: with every mistake at once; also when the run is done or still lives.
     """
     attempt = run_attempt(run)
-    refuse_unresumable(run)
+    # On another machine than 0 it may have been resumed already.
+    if words.values.get("machine_rank", "0") == "0" or true_state(run)["state"] == "done":
+        refuse_unresumable(run)
     mistakes, request = Mistakes(), Request()
     with mistakes:
         request = parse_request(words.options)
@@ -213,6 +216,8 @@ def _as_before(run: RunFolder, values: dict[str, str]) -> dict[str, str]:
         ids, processes = gpu_ids(run), world_size(run)
         before.update({"gpus": ",".join(map(str, ids))} if ids else {})
         before.update({"num_processes": str(processes)} if processes and not ids else {})
+    with contextlib.suppress(ConfigError):
+        before.update(as_words(read_yaml(run.accelerate)) if "num_machines" not in values else {})
     return {**before, **values}
 
 
@@ -224,7 +229,8 @@ def _keeps_strategy(run: RunFolder, values: dict[str, str]) -> bool:
     if "strategy" in values:
         return False
     try:
-        processes = choose_devices(values.get("gpus"), values.get("num_processes")).num_processes
+        machines = choose_machines(values, read_yaml(run.accelerate))
+        processes = devices_here(values, machines, None).num_processes
         if not {"gpus", "num_processes"} & set(values) or processes == world_size(run):
             return True
         stored = load_strategy(str(run.accelerate))
@@ -239,7 +245,7 @@ def job_of(request: Request, values: dict[str, str], mistakes: Mistakes, run: Ru
 
     Args:
         request: preset, config file and options.
-        values: of `--strategy`, `--gpus` and `--num_processes`.
+        values: of the `LAUNCH_OPTIONS`, such as `--strategy`.
         mistakes: those found so far; more are added.
         run: the one that is resumed; None for a new one.
 
@@ -253,21 +259,25 @@ def job_of(request: Request, values: dict[str, str], mistakes: Mistakes, run: Ru
     with mistakes:
         strategy = load_strategy(named) if named else None
     with mistakes:
-        given = strategy.num_processes if strategy else None
-        devices = choose_devices(values.get("gpus"), values.get("num_processes"), strategy_processes=given)
+        machines = choose_machines(values, strategy.values if strategy else {})
+        mistakes.lines += folder_mistakes(config, machines) if run is None else []
+        devices = devices_here(values, machines, strategy.num_processes if strategy else None)
     with mistakes:
         if devices and not named:
             strategy = load_strategy(default_strategy(devices.num_processes))
         if config and strategy and devices:
-            strategy = resolve(strategy, devices.num_processes, config.mixed_precision)
+            spread = over_machines(strategy, devices.machines)
+            strategy = resolve(spread, devices.num_processes, config.mixed_precision)
             config.accumulation_steps(strategy.data_parallel_size)
             if reason := cannot_run(strategy, config.method, bool(devices.gpu_ids)):
                 raise ConfigError(f"strategy {strategy.name}: {reason}")
     with mistakes:
-        folder = run or (_new_folder(config) if config else None)
+        member = bool(devices and devices.machine_rank)  # machine 0 decides whether the folder is free
+        folder = run or (_new_folder(config, member) if config else None)
         if folder and config:
             _check_room(config, folder)
-            mistakes.lines += changes_since_save(folder, config, "auto" if run else config.resume_from_checkpoint)
+            source = "auto" if run else config.resume_from_checkpoint
+            mistakes.lines += changes_since_save(folder, config, source) if not member else []
     mistakes.refuse()
     if not (config and strategy and devices and folder):
         raise AssertionError("no mistake, and yet no job")
@@ -315,8 +325,8 @@ def _too_long(config: TrainConfig) -> list[str]:
     return lines
 
 
-def _new_folder(config: TrainConfig) -> RunFolder:
-    """The folder of a run that `train` starts; it holds one only when that is resumed.
+def _new_folder(config: TrainConfig, member: bool) -> RunFolder:
+    """The folder of a run that `train` starts; it holds one only when that is resumed, or started by machine 0.
 
     Raises:
         ConfigError: when it holds a run that is not resumed, or one that lives.
@@ -326,6 +336,10 @@ def _new_folder(config: TrainConfig) -> RunFolder:
         source = config.resume_from_checkpoint
         path = Path(source or "").expanduser()
         inside = source == "auto" or (source and path.resolve().parent == run.checkpoints.resolve())
+        if member and not inside and (run.read_state() or {}).get("state") in END_STATES:
+            raise ConfigError(f"output_dir={run.path} holds a run that has ended; resume it, or use another")
+        if member:
+            return run
         if not inside:
             run.refuse_used()
         elif run.exists() and true_state(run)["state"] in LIVE_STATES:

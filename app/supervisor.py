@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
 from app.causes import cause_of, sharpened
+from app.members import LINGER, Members
 from app.processes import Descendants, adopting_orphans
 from app.runs import saved_step
 from trainers.run_folder import Process, RunFolder, log_line, now, read_json, secrets_in
@@ -81,6 +82,7 @@ def supervise(
     signals: RunSignals,
     grace: float = 60.0,
     descriptors: Sequence[int] = (),
+    members: Members | None = None,
 ) -> dict[str, Any]:
     """Launches once, waits, and ends what is left.
 
@@ -93,15 +95,24 @@ def supervise(
         signals: entered; those that come ask the ranks to save and stop.
         grace: seconds in which the ranks must end after a stop request; counted again whenever a heartbeat moves.
         descriptors: open files that the launcher inherits.
+        members: the other machines of the run; None for this one alone.
 
     Returns:
         The ending, which is not published yet: `state`, `cause`, and what rank 0 added. No process of it lives.
     """
     with adopting_orphans():
-        return _Supervision(run, argv, env, on_event, grace, signals, descriptors).go()
+        return Supervision(run, argv, env, on_event, grace, signals, descriptors, members).go()
 
 
-class _Supervision:
+class Supervision:
+    """One launcher, from its start to the end of its last process.
+
+    The arguments are those of `supervise`.
+    """
+
+    mark = ""
+    """Stands before each line of the launcher in the log."""
+
     def __init__(
         self,
         run: RunFolder,
@@ -111,7 +122,9 @@ class _Supervision:
         grace: float,
         signals: RunSignals,
         descriptors: Sequence[int],
+        members: Members | None = None,
     ):
+        self.members, self.began = members, time.monotonic()
         self.run, self.argv, self.env, self.descriptors = run, argv, env, descriptors
         self.on_event, self.grace, self.signals = on_event, grace, signals
         self.descendants = Descendants()
@@ -124,6 +137,7 @@ class _Supervision:
         self.overdue, self.look_at = False, 0.0
 
     def go(self) -> dict[str, Any]:
+        """Launches and waits; returns the ending."""
         self._announce()
         # The launcher would die of a SIGUSR1; the ranks unblock it. A supervisor handles it in its own loop.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
@@ -149,6 +163,7 @@ class _Supervision:
             self.descendants.end(TERM_PATIENCE)
             launcher.wait()
             reader.join(5.0)
+            self._dismiss()
         self.on_event("tick", "")
         return self._ending(launcher.returncode)
 
@@ -158,11 +173,12 @@ class _Supervision:
             old.unlink(missing_ok=True)
         before = self.run.read_state() or {}
         last = before.get("attempt")
-        attempt = (last if isinstance(last, int) else 0) + bool(before.get("launched_at"))
+        attempt, launch = (last if isinstance(last, int) else 0) + bool(before.get("launched_at")), now()
         self.run.write_state(
             state="starting", cause=None, ending=None, permanent=None, attempt=attempt, step=saved_step(self.run),
             processes=[Process.of("supervisor").as_json()],
-            started_at=before.get("started_at") or now(), launched_at=now(), host=os.uname().nodename, export_dir=None,
+            started_at=before.get("started_at") or launch, launched_at=launch, host=os.uname().nodename,
+            export_dir=None, machines=self.members.notice(launch) if self.members else None,
         )  # fmt: skip
 
     def _name(self, launcher: subprocess.Popen[bytes]) -> None:
@@ -180,7 +196,7 @@ class _Supervision:
         with pipe, open(self.run.log, "a", encoding="utf-8") as log:
             for line in iter(lambda: pipe.readline(MAX_LINE), b""):
                 with contextlib.suppress(OSError):
-                    log.write(log_line("launcher", line.decode("utf-8", "replace"), hidden))
+                    log.write(log_line("launcher", self.mark + line.decode("utf-8", "replace"), hidden))
                     log.flush()
 
     def _over(self, launcher: subprocess.Popen[bytes]) -> bool:
@@ -199,8 +215,23 @@ class _Supervision:
         if self.run.stop_asked() is not None:
             self.stop_at = self.stop_at or clock
         self._feel_pulse(clock)
-        self.overdue = clock > self._deadline()
+        early = self.stop_at is not None and self.members is not None and bool(self.members.missing())
+        if self.members and not ending and self.members.fallen():  # their ranks are gone; ours may wait for them
+            self.exit_at = self.exit_at or clock
+        self.overdue = early or clock > self._deadline()
         return self.overdue
+
+    def _dismiss(self) -> None:
+        """Tells the members that this launch is over, and waits until nothing of theirs lives."""
+        if self.members is None:
+            return
+        with contextlib.suppress(OSError):
+            self.run.write_state(machines=self.members.notice(self.members.launch, over=True))
+        deadline = time.monotonic() + LINGER
+        while not self.members.ended() and time.monotonic() < deadline:
+            self.signals.pass_on(self.run, self.on_event)
+            self.on_event("tick", "")
+            time.sleep(POLL)
 
     def _deadline(self) -> float:
         limits = [float("inf")]
@@ -220,6 +251,9 @@ class _Supervision:
             self.beat, self.beat_at = beat, clock
 
     def _named(self) -> list[Process]:
+        """Those that the state names, on a machine of its own; several may have the same process ids."""
+        if (self.run.read_state() or {}).get("machines"):
+            return []
         try:
             return self.run.processes()
         except (KeyError, TypeError, AttributeError):
@@ -230,6 +264,10 @@ class _Supervision:
         ending = (self.run.read_state() or {}).get("ending")
         if isinstance(ending, dict):
             return {**ending, "cause": self._true_cause(ending, status)}
+        if self.members and self.stop_at is not None and self.members.missing():
+            return {"state": "stopped", "cause": "stopped before all machines had joined"}
+        if self.members and (known := self.members.ending(time.monotonic() - self.began)):
+            return known
         if self.stop_at is not None and self.overdue:
             cause = f"the ranks did not end within {self.grace:g} s of the stop request and were ended"
             return {"state": "stopped", "cause": cause}

@@ -21,7 +21,11 @@ _TITLES = {"ddp": "Data parallel", "precision": "Precision and memory"}
 _OWN = {
     "strategy": ("<name|file>", "Strategy, or an Accelerate YAML; default: single for one process, else ddp."),
     "gpus": ("<ids>", "GPU ids such as 0,2; default: all."),
-    "num_processes": ("<int>", "Processes; needed only without GPUs."),
+    "num_processes": ("<int>", "Processes over all machines; needed only without GPUs."),
+    "num_machines": ("<int>", "Machines; the same command is typed on each, but for --machine_rank. Default: 1."),
+    "machine_rank": ("<int>", "This machine's number, from 0."),
+    "main_process_ip": ("<host>", "Address of machine 0."),
+    "main_process_port": ("<int>", "Port there at which the machines meet."),
 }
 _SWITCHES = {
     "json": "Print one JSON document and nothing else on stdout.",

@@ -20,6 +20,7 @@ from typing import Any, TextIO
 
 from app.attempts import run_to_end
 from app.console import clean, counted, number, report, say
+from app.joining import join_to_end
 from app.launcher import check_argv, check_environment, command_line, launch_environment
 from app.progress import progress_display
 from app.request import Job, refuse_unresumable, run_attempt
@@ -82,9 +83,12 @@ def launch(
         The final state.
 
     Raises:
-        ConfigError: when the run was started by another command meanwhile.
+        ConfigError: when the run was started by another command meanwhile, or machine 0 trains something else.
     """
     env, config = launch_environment(job.devices, outer), job.config
+    if job.devices.machine_rank:
+        with display as listener:
+            return join_to_end(job, env, listener)
     with held(job):
         try:
             write_folder(job)
@@ -153,11 +157,11 @@ def take_back(run: RunFolder) -> None:
 
 
 def where(job: Job) -> str:
-    """`GPUs 0, 2` or `2 CPU processes`."""
-    ids, count = job.devices.gpu_ids, job.devices.num_processes
-    if ids:
-        return f"GPU{'s' * (count > 1)} {', '.join(map(str, ids))}"
-    return counted(count, "CPU process", "CPU processes")
+    """`GPUs 0, 2` or `2 CPU processes`, of this machine."""
+    ids, count, machines = job.devices.gpu_ids, job.devices.local_processes, job.devices.machines
+    named = f"GPU{'s' * (len(ids) > 1)} {', '.join(map(str, ids))}"
+    here = named if ids else counted(count, "CPU process", "CPU processes")
+    return f"{here} of machine {machines.rank} of {machines.count}" if machines else here
 
 
 def preflight(job: Job, quiet: bool) -> None:
@@ -315,4 +319,5 @@ def print_summary(run: RunFolder, state: Mapping[str, Any]) -> None:
         return
     say(how_it_ended(state))
     say(f"last checkpoint: {last_checkpoint(run) or 'none'}; log: {run.log}")
-    say(f"go on with: tunesmith resume {shlex.quote(str(run.path))}")
+    machines = " --machine_rank K, on each machine" if state.get("machines") else ""
+    say(f"go on with: tunesmith resume {shlex.quote(str(run.path))}{machines}")

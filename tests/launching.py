@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -54,6 +55,13 @@ def environment(**extra: str) -> dict[str, str]:
     """The environment of a child: one thread each, nothing inherited that would change a run."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "TUNESMITH_"))}
     return {**kept, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **extra}
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
 def launch(

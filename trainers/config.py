@@ -16,7 +16,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 EMBEDDED = "embedded"
 COLUMN_ROLES = ("messages", "conversations", "prompt", "completion", "instruction", "input", "output", "system", "text")
-LAUNCH_OPTIONS = ("strategy", "gpus", "num_processes")
+MACHINE_OPTIONS = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
+LAUNCH_OPTIONS = ("strategy", "gpus", "num_processes", *MACHINE_OPTIONS)
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 

@@ -177,18 +177,27 @@ class RunFolder:
                 f"output_dir={self.path} holds a run; resume it with resume_from_checkpoint=auto, or use another"
             )
 
-    def hold(self) -> TextIO:
+    def machine_file(self, machine: int) -> Path:
+        """Where the supervisor of a machine other than 0 leaves word for that of machine 0."""
+        return self.heartbeats / f"machine-{machine}.json"
+
+    def hold(self, machine: int = 0) -> TextIO:
         """Marks the run as live for as long as the returned file is open.
+
+        Args:
+            machine: in a run over several machines, the one that this process supervises.
 
         Raises:
             ConfigError: when another process holds it.
         """
-        file = open(self.lock, "w", encoding="utf-8")  # noqa: SIM115 - held open on purpose
+        path = self.heartbeats / f"machine-{machine}.lock" if machine else self.lock
+        file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - held open on purpose
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             file.close()
-            raise ConfigError(f"run {self.id} is already running; watch it with `tunesmith runs logs`") from None
+            where = f" on machine {machine}" if machine else ""
+            raise ConfigError(f"run {self.id} is already running{where}; watch it with `tunesmith runs logs`") from None
         return file
 
     def note_failure(self, rank: int, cause: str) -> None:

@@ -97,7 +97,11 @@ def open_run(config: TrainConfig, launch: Launch) -> RunFolder:
     run = RunFolder(config.output_dir or Path(config.runs_dir) / run_id)
     # First whether it is used, then by whom: rank 0 may write its first state between the two looks.
     used = run.exists()
-    mine = launch.supervised or any(one.role == "launcher" and one == launch.launcher for one in run.processes())
+    # On another machine than the first, whose ranks decide alone: they may have written their first state already.
+    other = os.environ.get("GROUP_RANK", "0") != "0"
+    mine = (
+        launch.supervised or other or any(one.role == "launcher" and one == launch.launcher for one in run.processes())
+    )
     if used and not mine and not _resumes(config, run):
         run.refuse_used()
     run.create()

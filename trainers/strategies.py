@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from trainers.accelerate_rules import FP16_WAY, SCALED_TYPES, check, mesh_sizes
-from trainers.config import ConfigError, unknown_option
+from trainers.config import MACHINE_OPTIONS, ConfigError, unknown_option
 from trainers.deepspeed_json import leaves_parity, read_json
 from trainers.options import read_yaml
 
@@ -115,6 +115,41 @@ class Strategy:
         """The YAML that Accelerate gets, the strategy's name in its first line."""
         name = "".join(letter for letter in self.name if letter.isprintable())
         return f"{HEADER}{name}\n{yaml.safe_dump(self.values, sort_keys=False)}"
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The machines of a run over several of them, as one of them sees it.
+
+    Args:
+        count: how many there are, at least 2.
+        rank: this one's number, from 0.
+        ip: address of machine 0, where all meet.
+        port: the port there.
+    """
+
+    count: int
+    rank: int
+    ip: str
+    port: int
+
+
+def over_machines(strategy: Strategy, machines: Machines | None) -> Strategy:
+    """The strategy for these machines; the same on each, as a machine's own rank is told on its command line.
+
+    Args:
+        strategy: may name machines itself.
+        machines: None for this machine alone.
+    """
+    if machines is None and (strategy.values.get("num_machines") or 1) == 1:
+        return strategy
+    values = {key: value for key, value in strategy.values.items() if key not in (*MACHINE_OPTIONS, "same_network")}
+    values["num_machines"] = machines.count if machines else 1
+    if machines:
+        values |= {"main_process_ip": machines.ip, "main_process_port": machines.port}
+    if machines and strategy.distributed_type == "DEEPSPEED":  # else Accelerate would look for pdsh
+        values["deepspeed_config"] = {**strategy.deepspeed, "deepspeed_multinode_launcher": "standard"}
+    return replace(strategy, values=values)
 
 
 def strategy_names() -> list[str]:

@@ -14,13 +14,14 @@ import pytest
 
 from app.runs import true_state
 from tests.e2e.test_commands import OPTIONS, TUNESMITH, start, steps_of, tunesmith, wait_for
-from tests.launching import ROOT, SCRIPT, environment, launch
+from tests.launching import ROOT, SCRIPT, environment, free_port, launch
 from trainers.run_folder import RunFolder
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
 COMMANDS = [line.partition("  #")[0].strip() for block in BLOCKS for line in block.splitlines() if line.strip()]
-TRAINING = [line for line in COMMANDS if line.startswith("tunesmith train")]
+MACHINES = [line for line in COMMANDS if line.startswith("tunesmith train") and "--num_machines" in line]
+TRAINING = [line for line in COMMANDS if line.startswith("tunesmith train") and line not in MACHINES]
 PROVING = [line for line in COMMANDS if line.startswith("tunesmith prove")]
 SERVING = [line for line in COMMANDS if line.startswith("tunesmith ui")]
 SHORT = "--max_steps 2 --quiet"
@@ -62,11 +63,30 @@ def test_training_commands(line: str, tmp_path: Path) -> None:
         wait_for(lambda folder=folder: true_state(RunFolder(folder))["state"] == "done")  # type: ignore[misc]
 
 
+def test_two_machines(tmp_path: Path) -> None:
+    """On loopback; the lines differ in nothing but the rank."""
+    first, second = MACHINES
+    assert first.replace("--machine_rank 0", "--machine_rank 1") == second
+    programs, port = [], str(free_port())
+    for machine, line in enumerate(MACHINES):
+        here = line.replace("/shared/", f"{tmp_path}/").replace("10.0.0.1", "127.0.0.1").replace("29500", port)
+        home = tmp_path / f"machine-{machine}"
+        home.mkdir()
+        env = environment(PYTHONPATH=str(ROOT), XDG_STATE_HOME=str(home))
+        programs.append(subprocess.Popen([*TUNESMITH, *shlex.split(here)[1:], *shlex.split(SHORT)], cwd=home, env=env))
+    try:
+        assert [program.wait(timeout=150) for program in programs] == [0, 0]
+    finally:
+        for program in programs:
+            program.terminate()
+    assert (RunFolder(tmp_path / "two").read_state() or {})["state"] == "done"
+
+
 def test_commands_on_a_run(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "runs" / "RUN")
     program = start(run, tmp_path)
     wait_for(lambda: steps_of(run) >= 3)
-    others = [*TRAINING, *PROVING, *SERVING]
+    others = [*TRAINING, *MACHINES, *PROVING, *SERVING]
     lines = [line for line in COMMANDS if line.startswith("tunesmith") and line not in others]
     place = {"stop": 0, "resume": 1}
     for line in sorted(lines, key=lambda line: place.get(line.split()[1], 2)):

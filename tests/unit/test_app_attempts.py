@@ -170,20 +170,26 @@ def test_a_crash_is_restarted_from_the_newest_checkpoint_while_it_gets_further(g
 def test_no_more_restarts_than_allowed(allowed: int, go: Attempts) -> None:
     state = go("state(state='running', step=launch + 1); sys.exit(1)", max_restarts=allowed)
     assert (state["state"], len(go.sources), state["attempt"]) == ("failed", allowed + 1, allowed)
+    assert state["cause"].partition("; the log")[2].partition("; ")[2] == "gave up after 2 restarts" * bool(allowed)
 
 
 @pytest.mark.parametrize(
-    ("body", "launches"),
+    ("body", "launches", "why"),
     [
-        ("sys.exit(1)", 1),
-        ("state(state='running', step=5); sys.exit(1)", 2),
-        ("checkpoint(5 + launch); state(state='running', step=5); sys.exit(1)", 2),
+        ("sys.exit(1)", 1, "it made no step beyond its start"),
+        ("state(state='running', step=5); sys.exit(1)", 2, "the last 2 attempts fell at step 5 alike"),
+        (
+            "state(state='running', step=5 + launch); checkpoint(6); sys.exit(1)", 2,
+            "it made no step beyond its checkpoint of step 6",
+        ),
     ],
     ids=["before the first step", "at the same step", "at the step of its checkpoint"],
-)
-def test_no_restart_without_progress(body: str, launches: int, go: Attempts) -> None:
+)  # fmt: skip
+def test_a_crash_loop_ends_and_says_so(body: str, launches: int, why: str, go: Attempts) -> None:
     state = go(body, max_restarts=5)
     assert (state["state"], len(go.sources)) == ("failed", launches)
+    assert state["cause"].startswith("the launcher ended with exit status 1")
+    assert state["cause"].endswith(f"; not restarted: {why}")
 
 
 def test_kills_at_any_steps_are_restarted_as_often_as_allowed(go: Attempts) -> None:
