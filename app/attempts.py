@@ -13,7 +13,9 @@ from app.members import FIRST_PATIENCE, PATIENCE, Members
 from app.runs import last_checkpoint, saved_step
 from app.supervisor import POLL, Listener, RunSignals, supervise
 from trainers.device_locks import Held, Need, enqueue, give_up, try_take, who_has
-from trainers.run_folder import Process, RunFolder, log_line, read_json
+from trainers.options import Request, dump_yaml
+from trainers.run_folder import Process, RunFolder, log_line, read_json, write_atomic
+from trainers.strategies import load_strategy
 
 QUEUE_POLL = 1.0
 """Seconds between two looks at the queue; each costs a few milliseconds, and many runs may wait."""
@@ -101,6 +103,32 @@ def _hopeless(number: int, allowed: int, begun_at: int, reached: int, crashed_at
     return f"gave up after {allowed} restart{'s' * (allowed > 1)}" if number == allowed else ""
 
 
+def smaller_batch(run: RunFolder) -> str | None:
+    """Halves the micro-batch of a run that ran out of memory, in its config; a line for the user, None when it cannot.
+
+    The global batch stays, and by that the result: there is more accumulation in its place.
+    """
+    note = read_json(run.out_of_memory)
+    if note is None:
+        return None
+    config = Request(config=str(run.config)).resolve()
+    if not config.auto_find_batch_size:
+        return None
+    ranks = load_strategy(str(run.accelerate)).data_parallel_size
+    evaluates = note.get("section") == "evaluation"
+    name = "per_device_eval_batch_size" if evaluates else "per_device_train_batch_size"
+    now = getattr(config, name)
+    fits = [size for size in range(now // 2, 0, -1) if evaluates or config.global_batch_size % (size * ranks) == 0]
+    if not fits:
+        return None
+    config = config.model_copy(update={name: fits[0]})
+    write_atomic(run.config, dump_yaml(config))
+    rest = "" if evaluates else f", {config.accumulation_steps(ranks)} times a step"
+    return f"out of memory on rank {note.get('rank')} with {name}={now}: again with {fits[0]}{rest}; " + (
+        "the result stays the same" if evaluates else f"the global batch of {config.global_batch_size} stays"
+    )
+
+
 class _Attempts:
     def __init__(
         self, run: RunFolder, devices: Devices, env: Mapping[str, str], on_event: Listener, signals: RunSignals
@@ -142,9 +170,9 @@ class _Attempts:
             return dict(CANCELLED)
         crashed_at = -1
         for number in range(max_restarts + 1):
-            source = "auto" if number and last_checkpoint(self.run) else resume_from
             begun_at = saved_step(self.run)
-            ending = self._launch(held, source, PATIENCE if number else FIRST_PATIENCE)
+            source = resume_from if number == 0 else self._source(resume_from)
+            ending = self._launch_what_fits(held, source, PATIENCE if number else FIRST_PATIENCE)
             if ending["state"] != "failed" or ending.get("permanent"):
                 return ending
             if self.run.stop_asked() is not None:
@@ -156,6 +184,23 @@ class _Attempts:
             if number < max_restarts:
                 self._note_restart(number + 1, max_restarts, str(ending["cause"]))
         return ending
+
+    def _source(self, resume_from: str | None) -> str | None:
+        """Where a further attempt goes on: a copy of a checkpoint may be elsewhere when none is here."""
+        return "auto" if last_checkpoint(self.run) else resume_from or "auto"
+
+    def _launch_what_fits(self, held: Held, source: str | None, patience: float) -> dict[str, Any]:
+        """One launch; where memory ran out, further ones with smaller batches, which count as no restart."""
+        resume_from = source
+        while True:
+            ending = self._launch(held, source, patience)
+            if ending["state"] != "failed" or self.run.stop_asked() is not None:
+                return ending
+            smaller = smaller_batch(self.run)
+            if smaller is None:
+                return ending
+            self.on_event("note", smaller)
+            source = self._source(resume_from)
 
     def _launch(self, held: Held, source: str | None, patience: float) -> dict[str, Any]:
         """One launch, to its end; the other machines have `patience` seconds to join it."""

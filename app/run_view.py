@@ -24,7 +24,7 @@ _MOST_RANKS = 1024
 _STEP = re.compile(r"step-(\d{1,15})")
 _ADVICE = (
     (r"out of memory|OutOfMemory",
-     "lower per_device_train_batch_size or max_length, set gradient_checkpointing to true, or use fsdp2"),
+     "set auto_find_batch_size to true, lower max_length, set gradient_checkpointing to true, or use fsdp2"),
     (r"SIGKILL", "if memory ran out, lower per_device_train_batch_size or max_length"),
     (r"[Nn]o space left|disk|bytes free", "free space on that disk"),
     (r"[Rr]ead-only|Permission denied|nothing can be written", "make that folder writable"),

@@ -169,8 +169,7 @@ class Supervision:
 
     def _announce(self) -> None:
         """`starting`, with this process named, the attempt counted, and the step that it starts from."""
-        for old in self.run.heartbeats.glob("rank-*.json"):
-            old.unlink(missing_ok=True)
+        self.run.forget_last_attempt()
         before = self.run.read_state() or {}
         last = before.get("attempt")
         attempt, launch = (last if isinstance(last, int) else 0) + bool(before.get("launched_at")), now()

@@ -145,6 +145,7 @@ class RunFolder:
         self.model = self.path / "model"
         self.stop_request = self.path / "stop"
         self.save_request = self.path / "save"
+        self.out_of_memory = self.heartbeats / "out-of-memory.json"
         self.passed_over = self.path / "passed_over.json"
         self.lock = self.path / ".lock"
 
@@ -207,6 +208,11 @@ class RunFolder:
             self.heartbeats / f"rank-{rank}.json", {"rank": rank, "section": "failed", "cause": cause, "time": now()}
         )
 
+    def note_out_of_memory(self, rank: int) -> None:
+        """Leaves word that memory ran out on a rank, and in which section: a smaller batch may fit."""
+        beat = read_json(self.heartbeats / f"rank-{rank}.json") or {}
+        write_json(self.out_of_memory, {"rank": rank, "section": beat.get("section"), "time": now()})
+
     def noted_failure(self) -> str | None:
         """What a fallen rank left word of."""
         notes = (read_json(path) or {} for path in sorted(self.heartbeats.glob("rank-*.json")))
@@ -265,6 +271,11 @@ class RunFolder:
         if not self.stop_request.exists():
             return None
         return (read_json(self.stop_request) or {}).get("save") is not False
+
+    def forget_last_attempt(self) -> None:
+        """Removes what the ranks of the attempt before left word of."""
+        for old in (*self.heartbeats.glob("rank-*.json"), self.out_of_memory):
+            old.unlink(missing_ok=True)
 
     def remove_unfinished(self) -> None:
         """Removes the checkpoints that a killed attempt had begun; no process of the run may live."""

@@ -80,6 +80,8 @@ def main(argv: list[str]) -> int:
     except BaseException as error:
         traceback.print_exc()
         cause = in_one_line(error)
+        if out_of_memory(error):
+            run.note_out_of_memory(rank_of_environment())
         if rank_of_environment() > 0:
             run.note_failure(rank_of_environment(), cause)
             return 1
@@ -109,6 +111,12 @@ def in_one_line(error: BaseException) -> str:
     if any(mark in line for mark in ("Connection closed by peer", "Connection reset by peer", "Read error [")):
         return f"another rank died, was killed or hung; the last lines of log.txt tell which ({line[:80]})"
     return f"{type(error).__name__}: {line}"
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether a smaller batch might have fitted."""
+    named = {kind.__name__ for kind in type(error).__mro__}
+    return bool(named & {"OutOfMemoryError", "MemoryError"}) or "can't allocate memory" in str(error)
 
 
 def print_check(request: Request) -> int:
@@ -169,7 +177,7 @@ def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
     by_rank = ranks.gather((memory, memory_gib(ranks.device)))
     if main_rank:
         print(f"run {run.path}\n{table(lines, ranks, backend, census, by_rank)}\n{describe_plan(plan)}")
-        print("\n".join([*data.report.lines(), *warnings(config, strategy)]), flush=True)
+        print("\n".join([*data.report.lines(), *warnings(config, strategy, launch.supervised)]), flush=True)
     check_asked(lines, ranks)
 
     processes = [launch.launcher, *ranks.gather(Process.of("rank", ranks.rank))]
@@ -210,8 +218,7 @@ def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
 def begin(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launch) -> int:
     """Writes the first state of this start of the run, on rank 0; returns its attempt number."""
     before = run.read_state()
-    for old in run.heartbeats.glob("rank-*.json"):
-        old.unlink(missing_ok=True)
+    run.forget_last_attempt()
     if launch.supervised:
         return int((before or {}).get("attempt", 0))
     attempt = int(before["attempt"]) + 1 if before else 0
@@ -225,13 +232,15 @@ def begin(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
     return attempt
 
 
-def warnings(config: TrainConfig, strategy: Strategy) -> list[str]:
+def warnings(config: TrainConfig, strategy: Strategy, supervised: bool) -> list[str]:
     """What the user should know: choices that do nothing, and choices outside the parity promise."""
     outside = config.outside_parity() + strategy.outside_parity()
     promise = (
         [f"outside the promise that the strategy never changes the model: {', '.join(outside)}"] if outside else []
     )
-    return [f"warning: {line}" for line in ignored_choices(config) + promise]
+    alone = config.auto_find_batch_size and not supervised
+    restarts = ["auto_find_batch_size is ignored: only `tunesmith train` starts a run again"] if alone else []
+    return [f"warning: {line}" for line in ignored_choices(config) + restarts + promise]
 
 
 if __name__ == "__main__":

@@ -170,7 +170,7 @@ def test_a_crash_is_restarted_from_the_newest_checkpoint_while_it_gets_further(g
 def test_no_more_restarts_than_allowed(allowed: int, go: Attempts) -> None:
     state = go("state(state='running', step=launch + 1); sys.exit(1)", max_restarts=allowed)
     assert (state["state"], len(go.sources), state["attempt"]) == ("failed", allowed + 1, allowed)
-    assert state["cause"].partition("; the log")[2].partition("; ")[2] == "gave up after 2 restarts" * bool(allowed)
+    assert state["cause"].endswith("; gave up after 2 restarts") == bool(allowed), state["cause"]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ FAULT is one of
 - `save:PHASE:RANK:STEP`: the rank kills itself there, in its first attempt; `term:…`: it sends SIGTERM to the launcher
 - `nan:RANK:STEP`, `spike:RANK:STEP` (a thousand times the loss), `inf:RANK:STEP` (a gradient of a finite loss)
 - `hang:RANK:STEP`, `flood:RANK:STEP` (of the log)
+- `memory:RANK:ROWS` (it runs out with more rows than that in a micro-batch of training)
 - `slow:RANK:MILLISECONDS` (each forward pass takes that much longer), `slow_disk:RANK:SECONDS` (each write of a share)
 FAULT_NOTE names a file that tells what stood in `checkpoints/` at that moment.
 """
@@ -125,6 +126,21 @@ def to_infinite_gradient(loss: Any) -> Any:
     return spoiled
 
 
+def memory(rows: int) -> None:
+    import torch
+
+    from trainers.objectives.sft import SupervisedLoss
+
+    forward = SupervisedLoss.forward
+
+    def in_little_memory(self, input_ids, *args, **kwargs):
+        if torch.is_grad_enabled() and len(input_ids) > rows:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more than there is")
+        return forward(self, input_ids, *args, **kwargs)
+
+    SupervisedLoss.forward = in_little_memory
+
+
 def hang(step: int) -> None:
     from trainers import loop
 
@@ -166,6 +182,7 @@ if "FAULT" in os.environ and "RANK" in os.environ:
             "nan": lambda step: poison(step, lambda loss: loss * float("nan")),
             "spike": lambda step: poison(step, lambda loss: loss * 1000.0),
             "inf": lambda step: poison(step, to_infinite_gradient),
+            "memory": memory,
             "hang": hang,
             "flood": flood,
             "slow": slow,

@@ -1,0 +1,47 @@
+"""Memory runs out on one rank: the micro-batch is halved and the global batch stays, so the model is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.detached import detached, ended
+from tests.faults.oracle import OPTIONS, clean, rows, told
+from tests.parity.runs import mostly_long
+from trainers.options import Request
+from trainers.run_folder import RunFolder
+
+Undisturbed = Callable[[str], RunFolder]
+
+
+@pytest.mark.parametrize("strategy", mostly_long(["ddp", "fsdp2", "zero3"], ["ddp"]))
+def test_a_smaller_micro_batch_gives_the_same_model(
+    strategy: str, home: Path, undisturbed: Undisturbed, faulty: dict[str, str]
+) -> None:
+    whole = undisturbed(strategy)
+    variables = {**faulty, "FAULT": "memory:1:1"}
+    run = detached(home, "mine", 2, variables, strategy=strategy, auto_find_batch_size=True, max_restarts=0, **OPTIONS)
+    state = ended(run)
+    assert (state["state"], state["attempt"]) == ("done", 1), state
+    assert "out of memory on rank 1 with per_device_train_batch_size=2: again with 1, 2 times a step; " in (
+        log := run.log.read_text()
+    )
+    assert "the global batch of 4 stays" in log
+    assert Request(config=str(run.config)).resolve().per_device_train_batch_size == 1
+    for mine, theirs in zip(rows(run), rows(whole), strict=True):
+        assert abs(mine["loss"] - theirs["loss"]) < 1e-5
+        assert abs(mine["grad_norm"] - theirs["grad_norm"]) < 1e-4 * theirs["grad_norm"]
+    clean(run)
+
+
+@pytest.mark.parametrize("finds", [True, False], ids=["nothing smaller is left", "not asked for"])
+def test_it_fails_and_says_what_to_do(finds: bool, home: Path, faulty: dict[str, str]) -> None:
+    variables = {**faulty, "FAULT": f"memory:1:{0 if finds else 1}"}
+    size = {"per_device_train_batch_size": 1} if finds else {}
+    run = detached(home, "mine", 2, variables, strategy="ddp", auto_find_batch_size=finds, **{**OPTIONS, **size})
+    state = ended(run)
+    assert (state["state"], state["attempt"]) == ("failed", 0)
+    assert "rank 1: OutOfMemoryError: CUDA out of memory" in told(run)
+    clean(run)

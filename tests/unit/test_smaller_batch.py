@@ -1,0 +1,55 @@
+"""Memory ran out: which micro-batch comes next, and that the global batch stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from app.attempts import smaller_batch
+from trainers.config import build
+from trainers.options import Request, dump_yaml
+from trainers.run_folder import RunFolder, write_json
+from trainers.strategies import load_strategy, resolve
+
+
+def ran_out(folder: Path, section: str = "forward", **options: int | bool) -> RunFolder:
+    run = RunFolder(folder)
+    run.create()
+    values = {"model_name_or_path": "embedded", "dataset_name": "embedded", "auto_find_batch_size": True}
+    run.config.write_text(dump_yaml(build({**values, **options})))
+    run.accelerate.write_text(resolve(load_strategy("ddp"), 2, "no").dump())
+    write_json(run.heartbeats / "rank-1.json", {"rank": 1, "section": section})
+    run.note_out_of_memory(1)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("whole", "before", "after"), [(32, 8, 4), (4, 2, 1), (24, 6, 3), (20, 5, 2), (30, 5, 1), (14, 7, 1)]
+)
+def test_the_largest_half_that_divides(whole: int, before: int, after: int, tmp_path: Path) -> None:
+    run = ran_out(tmp_path, global_batch_size=whole, per_device_train_batch_size=before)
+    line = smaller_batch(run)
+    config = Request(config=str(run.config)).resolve()
+    assert (config.per_device_train_batch_size, config.global_batch_size) == (after, whole)
+    assert line == (
+        f"out of memory on rank 1 with per_device_train_batch_size={before}: again with {after}, "
+        f"{whole // after // 2} times a step; the global batch of {whole} stays"
+    )
+
+
+def test_an_evaluation_gets_smaller_batches_of_its_own(tmp_path: Path) -> None:
+    run = ran_out(tmp_path, "evaluation", per_device_eval_batch_size=9, global_batch_size=16)
+    assert "per_device_eval_batch_size=9: again with 4; the result stays the same" in str(smaller_batch(run))
+    assert Request(config=str(run.config)).resolve().per_device_eval_batch_size == 4
+
+
+@pytest.mark.parametrize("why", ["one row", "not asked for", "another fault"])
+def test_nothing_is_tried_where_nothing_helps(why: str, tmp_path: Path) -> None:
+    size = 1 if why == "one row" else 2
+    run = ran_out(tmp_path, per_device_train_batch_size=size, auto_find_batch_size=why != "not asked for")
+    if why == "another fault":
+        run.forget_last_attempt()
+    before = run.config.read_text()
+    assert smaller_batch(run) is None
+    assert run.config.read_text() == before
