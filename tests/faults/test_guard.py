@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.detached import detached, ended
+from tests.faults.conftest import Note
 from tests.faults.oracle import OPTIONS, clean, rows
 from tests.launching import Finished
 from tests.parity.checks import weights
@@ -41,8 +42,11 @@ def passed_over(run: RunFolder) -> list[int]:
 
 
 @pytest.mark.parametrize("strategy", mostly_long(STRATEGIES, ["ddp"]))
-def test_an_update_that_is_not_finite_is_skipped(strategy: str, home: Path, faulty: dict[str, str]) -> None:
-    variables = {**faulty, "FAULT": "nan:1:8"}
+def test_an_update_that_is_not_finite_is_skipped(
+    strategy: str, home: Path, faulty: dict[str, str], noted: Note
+) -> None:
+    fault, variables = noted("a loss that is no number, skipped", strategy), {**faulty, "FAULT": "nan:1:8"}
+    fault.at()
     run = detached(home, "mine", 2, variables, strategy=strategy, non_finite="skip", **OPTIONS)
     state = ended(run)
     assert (state["state"], state["attempt"], passed_over(run)) == ("done", 0, [8])
@@ -57,10 +61,12 @@ def test_an_update_that_is_not_finite_is_skipped(strategy: str, home: Path, faul
     detached(home, "other", 2, strategy=strategy, **OPTIONS)
     assert ended(other)["state"] == "done"
     assert not same(run, other, but=[8, 9]), "control: another step passed over is another model"
+    fault.harmless()
 
 
-def test_a_spike_is_gone_back_from_and_its_batch_passed_over(home: Path, faulty: dict[str, str]) -> None:
-    variables = {**faulty, "FAULT": "spike:0:12"}
+def test_a_spike_is_gone_back_from_and_its_batch_passed_over(home: Path, faulty: dict[str, str], noted: Note) -> None:
+    fault, variables = noted("a spike of the loss, gone back from", "ddp"), {**faulty, "FAULT": "spike:0:12"}
+    fault.at()
     run = detached(home, "mine", 2, variables, strategy="ddp", loss_spike_factor=20, **OPTIONS)
     state = ended(run)
     assert (state["state"], state["attempt"]) == ("done", 1)
@@ -74,9 +80,12 @@ def test_a_spike_is_gone_back_from_and_its_batch_passed_over(home: Path, faulty:
     clean(run)
     first = [json.loads(line) for line in run.metrics.read_text().splitlines() if '"loss"' in line]
     assert [row["step"] for row in first if row["attempt"] == 0][-1] == 12, "the spike itself is in the metrics"
+    fault.harmless()
 
 
-def test_a_slow_rank_is_named_and_not_ended(home: Path, faulty: dict[str, str]) -> None:
+def test_a_slow_rank_is_named_and_not_ended(home: Path, faulty: dict[str, str], noted: Note) -> None:
+    fault = noted("a rank is slow", "ddp")
+    fault.at()
     run = detached(home, "mine", 2, {**faulty, "FAULT": "slow:1:700"}, strategy="ddp", **OPTIONS)
     state = ended(run)
     assert (state["state"], state["attempt"]) == ("done", 0)
@@ -84,3 +93,4 @@ def test_a_slow_rank_is_named_and_not_ended(home: Path, faulty: dict[str, str]) 
     assert named
     assert all(ranks == [1] for ranks in named)
     assert "warning: rank 1 is slow: what it does alone takes" in run.log.read_text()
+    fault.harmless()

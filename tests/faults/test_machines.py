@@ -6,18 +6,17 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.detached import TUNESMITH, inside, pid_of, processes, saved, state_of, step_of, until
+from tests.faults.conftest import Note, Undisturbed
 from tests.faults.oracle import INTERVAL, OPTIONS, STEPS, clean, exact, replayed, told
 from tests.launching import ROOT, SCRIPT, flags, free_port
 from trainers.run_folder import RunFolder, read_json
 
-Undisturbed = Callable[[str], RunFolder]
 long = pytest.mark.long
 
 
@@ -71,13 +70,17 @@ def restarts(run: RunFolder) -> list[str]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=long), pytest.param("zero3", marks=long)])
-def test_a_rank_of_another_machine_is_killed(strategy: str, machines: Machines, undisturbed: Undisturbed) -> None:
-    whole = undisturbed(strategy)
+def test_a_rank_of_another_machine_is_killed(
+    strategy: str, machines: Machines, undisturbed: Undisturbed, noted: Note
+) -> None:
+    whole, fault = undisturbed(strategy), noted("a rank of another machine is killed", strategy)
     machines.train(strategy)
     machines.until_saved()
     os.kill(pid_of(machines.run, "rank", 1), signal.SIGKILL)
+    fault.at()
     assert machines.codes() == [0, 0]
     exact(machines.run, whole, replays=INTERVAL)
+    fault.harmless(machines.run)
     (cause,) = restarts(machines.run)
     assert cause.startswith("local rank 0 of machine 1 was killed by SIGKILL")
     assert (machines.run.read_state() or {})["attempt"] == 1

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.detached import detached, ended
+from tests.faults.conftest import Note, Undisturbed
 from tests.faults.oracle import OPTIONS, clean, rows, told
 from tests.parity.runs import mostly_long
 from trainers.options import Request
-from trainers.run_folder import RunFolder
-
-Undisturbed = Callable[[str], RunFolder]
 
 
 @pytest.mark.parametrize("strategy", mostly_long(["ddp", "fsdp2", "zero3"], ["ddp"]))
 def test_a_smaller_micro_batch_gives_the_same_model(
-    strategy: str, home: Path, undisturbed: Undisturbed, faulty: dict[str, str]
+    strategy: str, home: Path, undisturbed: Undisturbed, faulty: dict[str, str], noted: Note
 ) -> None:
-    whole = undisturbed(strategy)
+    whole, fault = undisturbed(strategy), noted("memory runs out on a rank", strategy)
+    fault.at()
     variables = {**faulty, "FAULT": "memory:1:1"}
     run = detached(home, "mine", 2, variables, strategy=strategy, auto_find_batch_size=True, max_restarts=0, **OPTIONS)
     state = ended(run)
@@ -34,6 +32,7 @@ def test_a_smaller_micro_batch_gives_the_same_model(
         assert abs(mine["loss"] - theirs["loss"]) < 1e-5
         assert abs(mine["grad_norm"] - theirs["grad_norm"]) < 1e-4 * theirs["grad_norm"]
     clean(run)
+    fault.harmless()
 
 
 @pytest.mark.parametrize("finds", [True, False], ids=["nothing smaller is left", "not asked for"])

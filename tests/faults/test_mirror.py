@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import boto3
@@ -11,6 +11,7 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from tests.detached import ended, state_of, step_of, train_words, tunesmith, until
+from tests.faults.conftest import Note, Undisturbed
 from tests.faults.oracle import INTERVAL, OPTIONS, STEPS
 from tests.launching import Finished
 from tests.parity.checks import weights
@@ -37,15 +38,17 @@ def store() -> Iterator[dict[str, str]]:
 
 
 def test_a_run_goes_on_where_nothing_of_it_is_left(
-    store: dict[str, str], home: Path, undisturbed: Callable[[str], RunFolder]
+    store: dict[str, str], home: Path, undisturbed: Undisturbed, noted: Note
 ) -> None:
     whole, run = undisturbed("ddp"), RunFolder(home / "runs" / "mine")
+    fault = noted("the machine is gone with its disk", "ddp")
     options = {**OPTIONS, "save_total_limit": 2, "strategy": "ddp", "checkpoint_url": "s3://runs/mine"}
     assert tunesmith(*train_words(run, 2, **options), home=home, **store).returncode == 0
     until(lambda: state_of(run) == "running" and step_of(run) >= 2 * INTERVAL + 1)
     assert tunesmith("stop", "mine", home=home).returncode == 0
     stopped = ended(run)["step"]
     assert f"copied step-{stopped:08d} to s3://runs/mine" in run.log.read_text()
+    fault.at()
     first = run.log.read_text() + run.config.read_text() + run.command.read_text()
     shutil.rmtree(run.path)
 
@@ -63,4 +66,5 @@ def test_a_run_goes_on_where_nothing_of_it_is_left(
     mine, theirs = (weights(Finished(one, 0, "")) for one in (run, whole))
     assert all(mine[name].equal(theirs[name]) for name in mine)
     assert max(found) == STEPS
+    fault.harmless()
     assert SECRET not in first + run.log.read_text() + run.config.read_text()

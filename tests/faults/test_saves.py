@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from tests.detached import detached, ended, pid_of, step_of, until
+from tests.faults.conftest import Note, Undisturbed
 from tests.faults.oracle import INTERVAL, OPTIONS, exact
 from tests.parity.runs import mostly_long
 from trainers.manifest import verify
 from trainers.run_folder import RunFolder
 
-Undisturbed = Callable[[str], RunFolder]
 STRATEGIES = ["ddp", "fsdp2", "zero3"]
 
 
@@ -52,14 +51,16 @@ def test_training_goes_on_while_a_rank_writes(
     assert not same_tensors(run.checkpoints / name, whole.checkpoints / later), "control: other steps differ"
 
 
-def test_a_kill_while_it_is_written(home: Path, undisturbed: Undisturbed, faulty: dict[str, str]) -> None:
-    whole = undisturbed("ddp")
+def test_a_kill_while_it_is_written(home: Path, undisturbed: Undisturbed, faulty: dict[str, str], noted: Note) -> None:
+    whole, fault = undisturbed("ddp"), noted("a rank is killed while a slow save overlaps", "ddp")
     run = detached(home, "mine", 2, {**faulty, "FAULT": "slow_disk:1:2"}, strategy="ddp", **OPTIONS)
     half = run.checkpoints / f"step-{2 * INTERVAL:08d}.tmp-0"
     until(lambda: half.exists() and step_of(run) > 2 * INTERVAL)
     os.kill(pid_of(run, "rank", 0), signal.SIGKILL)
+    fault.at()
     assert half.exists(), "control: it was being written"
     exact(run, whole, replays=2 * INTERVAL)
+    fault.harmless(run)
 
 
 def test_no_half_written_folder_is_left_by_a_run_that_fails(home: Path, faulty: dict[str, str]) -> None:
