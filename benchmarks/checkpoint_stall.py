@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tests.launching import ROOT, Finished, launch_well
 
-STEPS, EVERY = 17, 8
+STEPS, EVERY = 18, 6
 WAITING = "import os\nif 'RANK' in os.environ:\n    import trainers.loop\n    trainers.loop.SAVE_PATIENCE = 1e9\n"
 WAYS = ("no save", "waited for", "overlapped")
 

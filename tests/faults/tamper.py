@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from trainers.checkpoint import _seal, read_manifest, sha256
+from trainers.manifest import read_manifest, seal, sha256
 from trainers.run_folder import RunFolder, write_json
 
 Change = Callable[[dict[str, torch.Tensor]], None]
@@ -40,7 +40,7 @@ def reseal(folder: Path) -> None:
     for name in manifest["files"]:
         path = folder / name
         manifest["files"][name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
-    write_json(folder / "manifest.json", {**manifest, "seal": _seal(manifest)})
+    write_json(folder / "manifest.json", {**manifest, "seal": seal(manifest)})
 
 
 def rewrite(folder: Path, change: Change) -> None:

@@ -16,7 +16,8 @@ from tests.detached import ended, processes, saved, tunesmith, until
 from tests.faults.conftest import Note, Undisturbed
 from tests.faults.oracle import INTERVAL, clean, exact, told
 from tests.faults.tamper import checkpoint, cut, reseal
-from trainers.checkpoint import Checkpoints, Origin, verify
+from trainers.checkpoint import Checkpoints
+from trainers.manifest import Origin, verify
 from trainers.parallel.ranks import Ranks
 from trainers.run_folder import RunFolder
 
