@@ -190,16 +190,22 @@ class _Attempts:
         return "auto" if last_checkpoint(self.run) else resume_from or "auto"
 
     def _launch_what_fits(self, held: Held, source: str | None, patience: float) -> dict[str, Any]:
-        """One launch; where memory ran out, further ones with smaller batches, which count as no restart."""
-        resume_from = source
+        """One launch, and more where it only has to go on otherwise, which is no restart after a crash.
+
+        That is with smaller batches where memory ran out, and past a spike of the loss; each of them can come only so
+        often: a batch has an end, and every spike adds a step that is passed over.
+        """
+        resume_from, passed_over = source, self.run.read_passed_over()
         while True:
             ending = self._launch(held, source, patience)
             if ending["state"] != "failed" or self.run.stop_asked() is not None:
                 return ending
-            smaller = smaller_batch(self.run)
-            if smaller is None:
+            before, passed_over = passed_over, self.run.read_passed_over()
+            went_back = bool(ending.pop("goes_back", None)) and len(passed_over) > len(before)
+            otherwise = str(ending["cause"]) if went_back else smaller_batch(self.run)
+            if otherwise is None:
                 return ending
-            self.on_event("note", smaller)
+            self.on_event("note", otherwise)
             source = self._source(resume_from)
 
     def _launch(self, held: Held, source: str | None, patience: float) -> dict[str, Any]:

@@ -134,7 +134,8 @@ class _Member:
     def _differences(self) -> list[str]:
         """What machine 0 trains and this one was not asked for; its files are what every rank reads."""
         theirs, mine = absolute_paths(Request(config=str(self.run.config)).resolve()), self.job.config
-        names = [name for name in TrainConfig.model_fields if name not in _OWN]
+        halved = ("per_device_train_batch_size", "per_device_eval_batch_size") if mine.auto_find_batch_size else ()
+        names = [name for name in TrainConfig.model_fields if name not in (*_OWN, *halved)]
         pairs = [(name, getattr(mine, name), getattr(theirs, name)) for name in names]
         file, own = read_yaml(self.run.accelerate), self.job.strategy.values
         pairs += [(name, own.get(name), file.get(name)) for name in sorted({*file, *own} - {"machine_rank"})]

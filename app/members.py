@@ -65,7 +65,9 @@ class Members:
 
     def __init__(self, run: RunFolder, machines: Machines, source: str | None, patience: float):
         self.run, self.machines, self.patience, self.launch = run, machines, patience, ""
-        self.source = source if source in (None, "auto") else str(Path(source).expanduser().absolute())
+        self.source = source
+        if source not in (None, "auto") and "://" not in str(source):
+            self.source = str(Path(str(source)).expanduser().absolute())
 
     def notice(self, launch: str, over: bool = False) -> dict[str, Any]:
         """What the state tells them of a launch."""

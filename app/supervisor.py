@@ -174,7 +174,8 @@ class Supervision:
         last = before.get("attempt")
         attempt, launch = (last if isinstance(last, int) else 0) + bool(before.get("launched_at")), now()
         self.run.write_state(
-            state="starting", cause=None, ending=None, permanent=None, attempt=attempt, step=saved_step(self.run),
+            state="starting", cause=None, ending=None, permanent=None, goes_back=None,
+            attempt=attempt, step=saved_step(self.run),
             processes=[Process.of("supervisor").as_json()],
             started_at=before.get("started_at") or launch, launched_at=launch, host=os.uname().nodename,
             export_dir=None, machines=self.members.notice(launch) if self.members else None,

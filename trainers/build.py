@@ -143,13 +143,21 @@ def resume_folder(config: TrainConfig, kept: Checkpoints) -> Path | None:
         TrainingError: on every rank, when it cannot be fetched, or a new run would mix its copies with another's.
     """
     where = config.resume_from_checkpoint
-    if where is None:
+    if where is None or not _is_own(where, kept):
         _refuse_used_mirror(kept)
+    if where is None:
         return None
     folder = kept.newest() if where == "auto" else _fetched(where, kept) if is_url(where) else Path(where)
     if folder is None and kept.ranks.is_main:
         print("there is no checkpoint to resume from; it starts at step 0", flush=True)
     return folder
+
+
+def _is_own(where: str, kept: Checkpoints) -> bool:
+    """Whether a run goes on from a checkpoint of its own, and no branch of another begins."""
+    if is_url(where):
+        return kept.mirror is not None and split_step(where)[0] == kept.mirror.url
+    return where == "auto" or Path(where).expanduser().resolve().parent == kept.folder.resolve()
 
 
 def _refuse_used_mirror(kept: Checkpoints) -> None:

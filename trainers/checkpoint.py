@@ -164,6 +164,14 @@ class Checkpoints:
         """
         return self.pending is None or not wait_for([self.pending.entry], patience).not_done
 
+    def copied(self, patience: float = 0.0) -> bool:
+        """Whether the mirror, if this rank has one, has all that was published.
+
+        Args:
+            patience: seconds to wait for it.
+        """
+        return self.mirror is None or self.mirror.copied(patience)
+
     def finish(self) -> Saved | None:
         """Publishes what was begun, once every rank has written its part; None when nothing was. Collective.
 
@@ -265,7 +273,7 @@ class Checkpoints:
 
     def _prune(self, progress: Progress) -> None:
         best = self.path(progress.best_step) if progress.best_step is not None else None
-        in_use = (best, self.mirror.copying if self.mirror else None)
+        in_use = [best, *(self.mirror.in_use() if self.mirror else [])]
         old = [path for path in self.published() if path not in in_use][: -self.limit]
         aside = [path for name in ("step-*.tmp-*", "later-step-*") for path in self.folder.glob(name)]
         for path in [*old, *aside]:
@@ -350,14 +358,18 @@ class Checkpoints:
             error = problem
         self.ranks.agree(error, f"loading {folder}")
         self.forget_after(manifest["step"])
+        if self.mirror and folder.parent == self.folder and manifest["step"] not in self.mirror.known:
+            self.mirror.copy(folder, manifest["progress"]["best_step"])  # its attempt ended before it was copied
 
     def intact(self, step: int) -> bool:
-        """Whether the checkpoint of a step is here and as it was written. Collective."""
+        """Whether the checkpoint of a step is here, or was fetched from the mirror, as it was written. Collective."""
         problem = None
         if self.ranks.is_main:
             try:
+                if self.mirror and not self.path(step).exists():
+                    self.mirror.fetch(step, self.folder)
                 verify(self.path(step))
-            except (ValueError, OSError) as error:
+            except (ValueError, OSError, TrainingError) as error:
                 problem = str(error)
                 print(f"checkpoint {self.path(step).name} is bad: {problem}", flush=True)
         return self.ranks.broadcast(problem) is None

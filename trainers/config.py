@@ -392,7 +392,10 @@ def _clashes(config: TrainConfig) -> list[str]:
             config.checkpoint_url is not None and "://" not in config.checkpoint_url
         ),
         "checkpoint_url holds credentials; leave them out and set them in the environment (AWS_ACCESS_KEY_ID, ...)": (
-            config.checkpoint_url is not None and "@" in config.checkpoint_url
+            _holds_credentials(config.checkpoint_url)
+        ),
+        "resume_from_checkpoint holds credentials; leave them out and set them in the environment": (
+            _holds_credentials(config.resume_from_checkpoint)
         ),
         "merge_adapter=true with method=full: there is no adapter; leave it out": (
             config.merge_adapter and config.method == "full"
@@ -415,6 +418,11 @@ def _clashes(config: TrainConfig) -> list[str]:
     found += [unknown_option(f"columns.{role}", roles) for role in config.columns if role not in COLUMN_ROLES]
     strange = [name for name in config.report_to if name not in TRACKERS]
     return found + [f"report_to={name} is not a tracker; use {', '.join(TRACKERS)}" for name in strange]
+
+
+def _holds_credentials(url: str | None) -> bool:
+    """Whether a URL has a user or password before its host: it would stand in argv, log and state."""
+    return url is not None and "://" in url and "@" in url.partition("://")[2].partition("/")[0]
 
 
 def ignored_choices(config: TrainConfig) -> list[str]:

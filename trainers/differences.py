@@ -21,6 +21,7 @@ PLACES = ("output_dir", "resume_from_checkpoint", "force_resume", "runs_dir")
 """Options that say where a run is and how it is started; its checkpoints do not keep them."""
 FREE = frozenset({
     "preset", "model_revision", "trust_remote_code", "attn_implementation",
+    "dataset_name", "dataset_config_name", "dataset_split", "chat_template",
     "eval_dataset_name", "eval_split", "max_eval_samples", "bad_rows", "dataset_num_proc", "cache_dir",
     "per_device_train_batch_size", "per_device_eval_batch_size", "auto_find_batch_size",
     "gradient_checkpointing", "torch_compile", "deterministic", "ddp_bucket_cap_mb",
@@ -28,7 +29,8 @@ FREE = frozenset({
     "early_stopping_threshold", "run_name", "checkpoint_url", "logging_steps", "save_steps", "save_total_limit",
     "max_restarts", "hang_timeout", "share_gpus", "non_finite", "loss_spike_factor", "report_to", "merge_adapter",
 })  # fmt: skip
-"""Options that change what a run costs, watches or exports, and no step of it beyond parity."""
+"""Options that change what a run costs, watches or exports, and no step of it beyond parity; and names of data, whose
+content the ranks compare."""
 LENGTH = ("max_steps", "num_train_epochs")
 """How far a run goes; free where the learning rate of a step does not depend on it."""
 STRUCTURE = ("method", "lora_r", "lora_target_modules", "num_hidden_layers")

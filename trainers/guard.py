@@ -87,6 +87,7 @@ def watch(job: Job, progress: Progress, loss: float) -> None:
         progress.recent_losses = [*recent, loss][-WINDOW:]
         return
     step = progress.step
+    job.heartbeat.at("save", step)
     job.checkpoints.finish()
     passed = sorted({*progress.passed_over, *range(max(step - 1, 1), step + 1)})
     if job.ranks.is_main:

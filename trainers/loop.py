@@ -54,6 +54,8 @@ from trainers.startup import end_with_launcher
 
 SAVE_PATIENCE = 0.5
 """Seconds that the loop waits for a save before it goes on meanwhile: a small one costs no repeated step in a crash."""
+WAIT = 5.0
+"""Seconds between two heartbeats while a save or a copy is waited for."""
 
 
 @dataclass
@@ -295,6 +297,7 @@ class Fit:
             self._log(result)
         watch(self.job, progress, result.loss)
         if self.job.checkpoints.pending and not result.writing:
+            self.job.heartbeat.at("save", progress.step)
             with self.window.pause():
                 self._publish()
         self._when_due(result.save)
@@ -389,9 +392,12 @@ class Fit:
         began, elapsed = time.perf_counter(), self.progress.elapsed_s + self.window.seconds()
         with self.window.pause():
             if self.saved_at != step:
+                self._until(job.checkpoints.written)
                 self._publish()
                 self._begin_saving(elapsed)
-            done = wait or all(job.ranks.gather(job.checkpoints.written(SAVE_PATIENCE)))
+            if wait:
+                self._until(job.checkpoints.written)
+            done = all(job.ranks.gather(job.checkpoints.written(SAVE_PATIENCE)))
             self.stalled += time.perf_counter() - began
             if done:
                 self._publish()
@@ -405,11 +411,10 @@ class Fit:
         job.checkpoints.begin(job.backend, buffers, so_far)
         self.saved_at = self.progress.step
 
-    def _copied(self) -> None:
-        """Waits until the last checkpoint is in the mirror too; the other ranks wait in what comes next."""
-        if self.job.checkpoints.mirror:
+    def _until(self, done: Callable[[float], bool]) -> None:
+        """Waits until that is so on every rank; each look is a heartbeat, so that nobody takes it for a hang."""
+        while not all(self.job.ranks.gather(done(WAIT))):
             self.job.heartbeat.at("save", self.progress.step)
-            self.job.checkpoints.mirror.wait()
 
     def _publish(self) -> None:
         """Publishes the checkpoint that was begun, if any, waiting for what is still to be written. Collective."""
@@ -428,7 +433,7 @@ class Fit:
 
     def _stop(self, requests: Requests) -> Outcome:
         self._save(wait=True)
-        self._copied()
+        self._until(self.job.checkpoints.copied)
         step, total = self.progress.step, self.job.plan.total_steps
         asked = self.job.ranks.gather(requests.signal)
         who = next((f"{name} on rank {rank}" for rank, name in enumerate(asked) if name), "a stop request")
@@ -440,8 +445,9 @@ class Fit:
         return Outcome("stopped", cause, self.progress, self.results)
 
     def _leave_unsaved(self) -> Outcome:
+        self._until(self.job.checkpoints.written)
         self._publish()
-        self._copied()
+        self._until(self.job.checkpoints.copied)
         kept = self.job.checkpoints.published()
         rest = f"the last checkpoint is {kept[-1].name}" if kept else "there is no checkpoint"
         cause = f"stopped without saving at step {self.progress.step} of {self.job.plan.total_steps}; {rest}"
@@ -452,7 +458,7 @@ class Fit:
         if job.eval_rows is not None and self.evaluated_at != progress.step:
             self._evaluate()
         self._save(wait=True)
-        self._copied()
+        self._until(self.job.checkpoints.copied)
         best = progress.best_step
         if job.config.load_best_model_at_end and best is not None and job.checkpoints.intact(best):
             self.results |= {"exported_step": best, **progress.best_results}

@@ -6,10 +6,11 @@ manifest last, so that a copy without one does not count. Credentials and endpoi
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from pathlib import Path
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any
 
 import fsspec
@@ -19,7 +20,7 @@ from trainers.log_tee import without_secrets
 from trainers.manifest import set_aside, verify
 
 _MANIFEST = "manifest.json"
-_STEP = "step-" + "[0-9]" * 8
+_STEP = re.compile(r"step-\d{8}")
 
 
 def is_url(place: str) -> bool:
@@ -41,7 +42,11 @@ class Mirror:
     def __init__(self, url: str, limit: int):
         self.url, self.limit = url.rstrip("/"), limit
         self.thread: Thread | None = None
-        self.copying: Path | None = None
+        self.lock = Lock()
+        self.copying: tuple[Path, int | None] | None = None
+        self.coming: tuple[Path, int | None] | None = None
+        self.known: list[int] = []
+        self.unreadable: set[int] = set()
         try:
             self.fs, root = fsspec.url_to_fs(self.url)
             self.root = str(root).rstrip("/")
@@ -74,42 +79,67 @@ class Mirror:
         """
         try:
             self.fs.invalidate_cache()
-            found = self.fs.glob(f"{self.root}/{_STEP}/{_MANIFEST}")
+            names = [str(path).rstrip("/").rpartition("/")[2] for path in self.fs.ls(self.root, detail=False)]
+            found = [name for name in names if _STEP.fullmatch(name)]
+            whole = [name for name in found if self.fs.exists(f"{self.root}/{name}/{_MANIFEST}")]
         except FileNotFoundError:
             return []
         except Exception as error:
             raise self._unreachable(error) from None
-        return sorted((int(str(path).rsplit("/", 2)[1][5:]) for path in found), reverse=True)
+        self.known = sorted((int(name[5:]) for name in whole), reverse=True)
+        return self.known
 
     def copy(self, folder: Path, best: int | None) -> None:
-        """Begins to copy a published checkpoint, after the one before; returns at once where that is done.
+        """Copies a published checkpoint in the background; of those that wait for a slow place, the newest one.
 
         Args:
             folder: the checkpoint.
             best: step of the best one, which is kept.
         """
-        self.wait()
-        self.copying = folder
-        self.thread = Thread(target=self._copy, args=(folder, best), name="mirror", daemon=True)
-        self.thread.start()
+        with self.lock:
+            self.coming = (folder, best)
+            if self.thread is None:
+                self.thread = Thread(target=self._work, name="mirror", daemon=True)
+                self.thread.start()
 
-    def wait(self) -> None:
-        """Until the copy under way is there."""
-        if self.thread is not None:
-            self.thread.join()
-        self.thread = self.copying = None
+    def copied(self, patience: float = 0.0) -> bool:
+        """Whether nothing is left to copy.
+
+        Args:
+            patience: seconds to wait for it.
+        """
+        thread = self.thread
+        if thread is not None:
+            thread.join(patience)
+        return self.thread is None
+
+    def in_use(self) -> list[Path]:
+        """The checkpoints that must stay here until they are copied."""
+        with self.lock:
+            return [pair[0] for pair in (self.copying, self.coming) if pair]
+
+    def _work(self) -> None:
+        while True:
+            with self.lock:
+                self.copying, self.coming = self.coming, None
+                if self.copying is None:
+                    self.thread = None
+                    return
+            self._copy(*self.copying)
 
     def _copy(self, folder: Path, best: int | None) -> None:
         """A copy that fails costs no run: the checkpoint itself stands, and the next one is copied again."""
-        there, began = f"{self.root}/{folder.name}", time.perf_counter()
+        step, began = int(folder.name[5:]), time.perf_counter()
+        there = f"{self.root}/{folder.name}"
         try:
-            self._remove(int(folder.name[5:]))
+            self._remove(step)
             self.fs.makedirs(there, exist_ok=True)
             files = sorted(path for path in folder.iterdir() if path.name != _MANIFEST)
             for path in [*files, folder / _MANIFEST]:
                 self.fs.put_file(str(path), f"{there}/{path.name}")
-            for step in [step for step in self.steps() if step != best][self.limit :]:
-                self._remove(step)
+            # Later ones are not touched: they could not be read, and a person may still want them.
+            for old in [one for one in self.steps() if one <= step and one not in (step, best)][self.limit - 1 :]:
+                self._remove(old)
         except Exception as error:
             told = without_secrets(f"{type(error).__name__}: {error}".partition("\n")[0])
             print(f"warning: {folder.name} could not be copied to {self.url}: {told}; it is kept here", flush=True)
@@ -126,13 +156,14 @@ class Mirror:
         self.fs.rm(there, recursive=True)
 
     def drop_after(self, step: int) -> None:
-        """Removes the copies of later steps.
+        """Removes the copies of later steps, but for those that could not be read: a person may still want them.
 
         Raises:
             TrainingError: when that fails.
         """
-        self.wait()
-        later = [one for one in self.steps() if one > step]
+        while not self.copied(1.0):
+            pass
+        later = [one for one in self.steps() if one > step and one not in self.unreadable]
         try:
             for one in later:
                 self._remove(one)
@@ -159,6 +190,7 @@ class Mirror:
         try:
             return self._fetch(step, checkpoints)
         except ValueError as problem:
+            self.unreadable.add(step)
             print(f"checkpoint {self.url}/step-{step:08d} is bad: {problem}; it is passed over", flush=True)
             return None
         except Exception as error:

@@ -20,6 +20,8 @@ SHARE = 0.05
 """Share of the training time that it must cost."""
 LEAST_SECONDS, LEAST_LOOKS = 5.0, 5
 """Training time and logged rows that a verdict is of: less is noise."""
+LEAST_PRODUCT = 2e-4
+"""Seconds by which a slow product is slower at least: what is less is the clock's."""
 _SIZE = 256
 
 
@@ -67,7 +69,8 @@ class Pace:
         return self.taken
 
     def _product(self) -> float:
-        """Seconds for a small product of matrices; on a GPU nothing else runs at that moment."""
+        """Seconds for a small product of matrices, once the device has done what was queued before."""
+        (self.matrix @ self.matrix)[0, 0].item()
         began = time.perf_counter()
         for _ in range(4):
             product = self.matrix @ self.matrix
@@ -90,7 +93,7 @@ def slow_ranks(taken: list[Taken]) -> dict[int, float]:
     """Each slow rank, and how many times the median of the others it took."""
     found: dict[int, float] = {}
     for values, least in (([one.alone for one in taken], SHARE * taken[0].training),
-                          ([one.product for one in taken], 0.0)):  # fmt: skip
+                          ([one.product for one in taken], LEAST_PRODUCT * taken[0].looks)):  # fmt: skip
         for rank, value in enumerate(values):
             others = statistics.median(values[:rank] + values[rank + 1 :] or [0.0])
             if others > 0 and value > SLOW * others and value - others > least:

@@ -18,7 +18,7 @@ from typing import Any
 # Run as a file, Python puts trainers/ first on the path; the folder above it is the one that holds the packages.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from trainers.config import ConfigError, TrainConfig, ignored_choices
+from trainers.config import ConfigError, TrainConfig, absolute_paths, ignored_choices
 from trainers.device_locks import Held, Holder, local_need, take_now
 from trainers.differences import changes_since_save
 from trainers.errors import GoBack, TrainingError
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
         request = parse_request(argv)
         if request.check:
             return print_check(request)
-        launch, config = find_launch(), request.resolve()
+        launch, config = find_launch(), absolute_paths(request.resolve())
         strategy = asked_strategy(launch, config)
         unable = cannot_run(strategy, config.method, gpu_count() > 0)
         refused = [f"strategy {strategy.name}: {unable}"] if unable else []
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
         # Every rank meets the same mistake; one of them says so.
         return fail(run, "; ".join(error.mistakes), launch, 2, permanent=True)
     except GoBack as error:
-        return fail(run, str(error), launch, 1, permanent=False)
+        return fail(run, str(error), launch, 1, permanent=False, goes_back=True)
     except TrainingError as error:
         return fail(run, str(error), launch, 1, permanent=True)
     except BaseException as error:
@@ -127,15 +127,16 @@ def print_check(request: Request) -> int:
     return 0
 
 
-def fail(run: RunFolder, cause: str, launch: Launch, status: int, permanent: bool) -> int:
+def fail(run: RunFolder, cause: str, launch: Launch, status: int, permanent: bool, goes_back: bool = False) -> int:
     """Notes on rank 0 why the run failed; the other ranks give way to it. Returns the exit status.
 
     Args:
         permanent: starting again would fail alike.
+        goes_back: the next attempt is to go on otherwise; it is no crash.
     """
     if rank_of_environment() == 0:
         print(cause, file=sys.stderr, flush=True)
-        run.end("failed", without_secrets(cause), launch.supervised, permanent=permanent)
+        run.end("failed", without_secrets(cause), launch.supervised, permanent=permanent, goes_back=goes_back or None)
     give_way()
     return status
 
@@ -225,7 +226,7 @@ def begin(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
     for request in (run.stop_request, run.save_request):
         request.unlink(missing_ok=True)
     run.remove_unfinished()
-    run.write_state(state="starting", cause=None, permanent=None, attempt=attempt, launched_at=now(),
+    run.write_state(state="starting", cause=None, permanent=None, goes_back=None, attempt=attempt, launched_at=now(),
                     processes=[launch.launcher.as_json()])  # fmt: skip
     write_run_files(run, config, strategy)
     register_outside(run, config.runs_dir)

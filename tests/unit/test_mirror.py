@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 
 import fsspec
 import pytest
 
 from app.roots import path_mistakes
+from tests.detached import until
 from tests.unit.test_checkpoint import checkpoints, saved
 from trainers.config import ConfigError, build
 from trainers.errors import TrainingError
@@ -29,9 +31,13 @@ def mirrored(folder: Path, url: str, *steps: int) -> Mirror:
     mirror.check_writable()
     store = saved(folder, *steps)
     for step in steps:
-        mirror.copy(store.path(step), best=None)
-    mirror.wait()
+        copy(mirror, store.path(step))
     return mirror
+
+
+def copy(mirror: Mirror, folder: Path, best: int | None = None) -> None:
+    mirror.copy(folder, best)
+    until(mirror.copied, 30)
 
 
 def test_a_copy_comes_back_on_another_machine(tmp_path: Path, url: str) -> None:
@@ -75,9 +81,54 @@ def test_as_many_are_kept_as_here_and_the_best(tmp_path: Path, url: str) -> None
     mirror = Mirror(url, limit=2)
     store = saved(tmp_path / "here", 1, 2, 3, 4)
     for step in (1, 2, 3, 4):
-        mirror.copy(store.path(step), best=1)
-    mirror.wait()
+        copy(mirror, store.path(step), best=1)
     assert mirror.steps() == [4, 3, 1]
+
+
+def test_of_those_that_wait_for_a_slow_place_the_newest_is_copied(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror, store, go_on = Mirror(url, limit=2), saved(tmp_path / "here", 1, 2, 3), Event()
+    put = mirror.fs.put_file
+
+    def wait_and_put(*words: str) -> None:
+        assert go_on.wait(30)
+        put(*words)
+
+    monkeypatch.setattr(mirror.fs, "put_file", wait_and_put)
+    for step in (1, 2, 3):
+        mirror.copy(store.path(step), best=None)
+        until(lambda: mirror.copying)
+    assert not mirror.copied()
+    assert mirror.in_use() == [store.path(1), store.path(3)], "they are not pruned meanwhile"
+    go_on.set()
+    until(mirror.copied, 30)
+    assert mirror.steps() == [3, 1]
+
+
+def test_copies_that_cannot_be_read_are_left_to_a_person(tmp_path: Path, url: str) -> None:
+    mirror = mirrored(tmp_path / "here", url, 5, 6)
+    for step in (5, 6):
+        mirror.fs.pipe_file(f"{mirror.root}/step-{step:08d}/rank-00000.safetensors", b"no tensors")
+    assert mirror.fetch_newer(-1, tmp_path / "there") is None
+    mirror.drop_after(0)
+    store = saved(tmp_path / "there", 1)
+    copy(mirror, store.path(1))
+    assert mirror.steps() == [6, 5, 1]
+
+
+def test_the_best_one_is_fetched_too(tmp_path: Path, url: str) -> None:
+    mirrored(tmp_path / "here", url, 3, 6)
+    store = checkpoints(tmp_path / "there")
+    store.mirror = Mirror(url, 2)
+    assert store.newest() == tmp_path / "there" / "step-00000006"
+    assert store.intact(3)
+    assert not store.intact(4), "control: it is nowhere"
+
+
+def test_a_url_is_no_pattern(tmp_path: Path) -> None:
+    mirror = mirrored(tmp_path / "here", f"file://{tmp_path}/lr[1e-4]", 3)
+    assert mirror.steps() == [3]
 
 
 def test_steps_of_another_future_are_removed(tmp_path: Path, url: str) -> None:
@@ -100,8 +151,7 @@ def test_a_copy_that_fails_is_told_and_costs_no_checkpoint(
 
     monkeypatch.setattr(mirror.fs, "put_file", refuse)
     store = saved(tmp_path / "here", 3)
-    mirror.copy(store.path(3), best=None)
-    mirror.wait()
+    copy(mirror, store.path(3))
     assert "warning: step-00000003 could not be copied to" in (told := capsys.readouterr().out)
     assert "very-secret-value" not in told
     verify(store.path(3))
@@ -121,6 +171,17 @@ def test_what_is_no_url_or_holds_a_password_is_refused(url: str, line: str) -> N
     with pytest.raises(ConfigError, match=line) as refused:
         build({"model_name_or_path": "embedded", "dataset_name": "embedded", "checkpoint_url": url})
     assert "key:word" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("url", "allowed"), [("ftp://me:word@host/run", False), ("s3://bucket/run@home", True)])
+def test_a_password_in_the_url_to_resume_from_is_refused(url: str, allowed: bool) -> None:
+    values = {"model_name_or_path": "embedded", "dataset_name": "embedded", "resume_from_checkpoint": url}
+    if allowed:
+        assert build(values)
+        return
+    with pytest.raises(ConfigError, match="resume_from_checkpoint holds credentials") as refused:
+        build(values)
+    assert "word" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,9 @@ class Replicated:
         self.optimizer.zero_grad(set_to_none=True)
 
     def drop(self) -> None:
-        """See `Backend`."""
+        """See `Backend`; unless fp16's scaler hears of it, it takes the next gradients for scaled back already."""
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
 
     def held(self) -> tuple[int, int, int]:
