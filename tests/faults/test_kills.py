@@ -79,7 +79,7 @@ def test_the_supervisor_is_killed_and_later_a_rank(home: Path, undisturbed: Undi
     fault.harmless(run)
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", mostly_long(PHASES, ["writing", "publishing"]))
 def test_a_rank_is_killed_in_the_middle_of_a_save(
     phase: str, home: Path, undisturbed: Undisturbed, faulty: dict[str, str], noted: Note
 ) -> None:

@@ -35,7 +35,7 @@ def extra(run: RunFolder) -> set[int]:
     return {step for step in steps if step % INTERVAL and step != STEPS}
 
 
-@pytest.mark.parametrize("who", ["rank 1", "supervisor", "control file"])
+@pytest.mark.parametrize("who", mostly_long(["rank 1", "supervisor", "control file"], ["rank 1", "control file"]))
 def test_a_request_to_save_is_obeyed_and_it_goes_on(who: str, home: Path, undisturbed: Undisturbed) -> None:
     whole = undisturbed("ddp")
     run = detached(home, "mine", 2, strategy="ddp", **OPTIONS)
@@ -54,7 +54,9 @@ def test_a_request_to_save_is_obeyed_and_it_goes_on(who: str, home: Path, undist
     assert (run.read_state() or {})["attempt"] == 0
 
 
-@pytest.mark.parametrize("who", ["rank 1", "rank 1, twice", "launcher", "supervisor"])
+@pytest.mark.parametrize(
+    "who", mostly_long(["rank 1", "rank 1, twice", "launcher", "supervisor"], ["rank 1, twice", "launcher"])
+)
 def test_a_signal_to_any_process_stops_all_at_one_step(
     who: str, home: Path, undisturbed: Undisturbed, noted: Note
 ) -> None:

@@ -63,6 +63,7 @@ def test_a_kill_while_it_is_written(home: Path, undisturbed: Undisturbed, faulty
     fault.harmless(run)
 
 
+@pytest.mark.long
 def test_no_half_written_folder_is_left_by_a_run_that_fails(home: Path, faulty: dict[str, str]) -> None:
     variables = {**faulty, "FAULT": "slow_disk:1:60"}
     run = detached(home, "mine", 2, variables, strategy="ddp", max_restarts=0, **OPTIONS)

@@ -14,6 +14,7 @@ from tests.detached import ended, tunesmith
 from tests.faults.conftest import Undisturbed
 from tests.faults.oracle import INTERVAL, exact, numbers
 from tests.faults.tamper import checkpoint, cut, rewrite
+from tests.parity.runs import mostly_long
 from trainers.run_folder import RunFolder
 
 Change = Callable[[RunFolder], None]
@@ -24,7 +25,7 @@ DROPOUT = {"lora_dropout": 0.1}  # without it no number of a run comes from a ge
 def resumed(whole: RunFolder, home: Path, change: Change) -> RunFolder:
     run = cut(whole, home / "runs" / "mine", AT)
     change(run)
-    again = tunesmith("resume", "mine", "--detach", home=home)
+    again = tunesmith("resume", "mine", "--detach", "--force", home=home)
     assert again.returncode == 0, again.stderr
     return run
 
@@ -52,7 +53,7 @@ def untouched(run: RunFolder) -> None:
 
 
 def other_order(run: RunFolder) -> None:
-    """The command line refuses another seed, so it is put where nothing looks for a change."""
+    """It is refused, so it is forced."""
     text = run.config.read_text()
     assert "\nseed: 42\n" in text
     run.config.write_text(text.replace("\nseed: 42\n", "\nseed: 7\n"))
@@ -60,7 +61,7 @@ def other_order(run: RunFolder) -> None:
 
 @pytest.mark.parametrize(
     ("change", "options"),
-    [(stale_generators, DROPOUT), (lost_moment, {}), pytest.param(other_order, {}, marks=pytest.mark.long)],
+    mostly_long([(stale_generators, DROPOUT), (lost_moment, {}), (other_order, {})], [(stale_generators, DROPOUT)]),
 )
 def test_a_resume_that_is_not_the_same_run_is_seen(
     change: Change, options: dict[str, Any], home: Path, undisturbed: Undisturbed

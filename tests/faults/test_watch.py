@@ -36,7 +36,7 @@ def test_a_rank_that_is_stopped_is_named_and_the_run_restarts(
     fault.harmless(run)
 
 
-@pytest.mark.parametrize("strategy", mostly_long(STRATEGIES, ["ddp"]))
+@pytest.mark.parametrize("strategy", mostly_long(STRATEGIES, []))
 def test_a_rank_that_hangs_tells_where(strategy: str, home: Path, faulty: dict[str, str], noted: Note) -> None:
     """It is alive, and the first to speak: its own stack is in the log."""
     at, fault = INTERVAL + 2, noted("a rank hangs (endless loop)", strategy)
