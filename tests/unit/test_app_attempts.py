@@ -22,7 +22,7 @@ from app import attempts, supervisor
 from app.attempts import run_to_end
 from app.hardware import Devices
 from app.request import refuse_unresumable
-from app.runs import end_by_force, stop_run, true_state
+from app.runs import true_state
 from trainers.config import ConfigError
 from trainers.device_locks import Holder, Need, holders, place_of, take_now
 from trainers.run_folder import END_STATES, RunFolder
@@ -190,6 +190,25 @@ def test_a_crash_loop_ends_and_says_so(body: str, launches: int, why: str, go: A
     assert (state["state"], len(go.sources)) == ("failed", launches)
     assert state["cause"].startswith("the launcher ended with exit status 1")
     assert state["cause"].endswith(f"; not restarted: {why}")
+
+
+def test_going_back_from_a_spike_is_no_restart_after_a_crash(go: Attempts, run: RunFolder) -> None:
+    body = """
+    with open(here("passed_over.json"), "w") as file:
+        json.dump({"steps": list(range(launch + 1))}, file)
+    if launch < 2:
+        end("failed", "a spike", goes_back=True)
+    elif launch == 2:
+        end("done")
+    """
+    state = go(body, max_restarts=0)
+    assert (state["state"], len(go.sources), state.get("goes_back")) == ("done", 3, None)
+    assert go.notes.count("a spike") == 2
+
+
+def test_going_back_without_a_step_to_pass_over_would_never_end(go: Attempts) -> None:
+    state = go("end('failed', 'a spike', goes_back=True)", max_restarts=0)
+    assert (state["state"], len(go.sources)) == ("failed", 1)
 
 
 def test_kills_at_any_steps_are_restarted_as_often_as_allowed(go: Attempts) -> None:
@@ -471,41 +490,3 @@ def test_a_signal_to_a_queued_supervisor_cancels_the_run(supervised: Starter, ru
         process.terminate()
         assert process.wait(30) == 0
     assert true_state(run)["cause"] == "cancelled before it started"
-
-
-# -- by force ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("reported", [True, False], ids=["running", "starting"])
-def test_a_run_that_does_not_stop_is_ended_by_force(reported: bool, supervised: Starter, run: RunFolder) -> None:
-    lines = ["signal.signal(signal.SIGTERM, signal.SIG_IGN)", LINGERS, "state(state='running', step=3)" * reported]
-    process = supervised("\n".join([*lines, "time.sleep(100)"]))
-    until(lambda: len(launchers(run)) == 2 and (not reported or (run.read_state() or {}).get("state") == "running"))
-    assert not stop_run(run, 0.3).in_time
-    stopped = end_by_force(run)
-    assert (stopped.in_time, stopped.state["state"]) == (True, "stopped")
-    assert "force" in stopped.state["cause"]
-    assert (living(run), holders()) == ([], {})
-    assert process.wait(30) == 0
-
-
-def test_a_supervisor_that_hangs_is_ended_by_force_too(supervised: Starter, run: RunFolder) -> None:
-    process = supervised("state(state='running'); time.sleep(100)")
-    until(lambda: (run.read_state() or {}).get("state") == "running")
-    process.send_signal(signal.SIGSTOP)
-    assert not stop_run(run, 0.3).in_time
-    stopped = end_by_force(run, patience=1.0)
-    assert (stopped.in_time, stopped.state["state"]) == (True, "stopped")
-    assert not psutil.pid_exists(process.pid)
-    assert (living(run), holders()) == ([], {})
-
-
-def test_force_does_not_touch_a_process_that_only_has_the_pid(run: RunFolder) -> None:
-    bystander = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(100)"])
-    try:
-        past = {"role": "launcher", "rank": None, "pid": bystander.pid, "started": 1.0}
-        run.write_state(state="running", processes=[past])
-        end_by_force(run, patience=0.5)
-        assert bystander.poll() is None
-    finally:
-        killed(bystander)
