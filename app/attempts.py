@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from app.hardware import Devices, find_gpus
@@ -129,6 +129,33 @@ def smaller_batch(run: RunFolder) -> str | None:
     )
 
 
+def wait_for_slots(run: RunFolder, devices: Devices, on_event: Listener, look: Callable[[], bool]) -> Held | None:
+    """The slots of a run on this machine once its turn has come.
+
+    Args:
+        run: named in the queue.
+        devices: what it needs.
+        on_event: hears for whom it waits.
+        look: called several times a second; when it is false, the wait is given up with None.
+    """
+    need, said, looked = need_of(devices), "", -QUEUE_POLL
+    ticket = enqueue(run.path, run.id, need)
+    try:
+        while look():
+            if time.monotonic() - looked >= QUEUE_POLL:
+                looked = time.monotonic()
+                if (held := try_take(ticket)) is not None:
+                    return held
+                if (now := f"queued: {who_has(need) or 'another run is first'}") != said:
+                    said = now
+                    on_event("note", said)
+            on_event("tick", "")
+            time.sleep(POLL)
+    finally:
+        give_up(ticket)
+    return None
+
+
 class _Attempts:
     def __init__(
         self, run: RunFolder, devices: Devices, env: Mapping[str, str], on_event: Listener, signals: RunSignals
@@ -137,29 +164,14 @@ class _Attempts:
 
     def wait(self) -> Held | None:
         """The run's slots once its turn has come; None when a stop is asked for first."""
-        need = need_of(self.devices)
-        ticket = enqueue(self.run.path, self.run.id, need)
-        said = ""
-        try:
-            self.run.write_state(
-                state="queued", cause=None, ending=None, processes=[Process.of("supervisor").as_json()]
-            )
-            looked = -QUEUE_POLL
-            while True:
-                self.signals.pass_on(self.run, self.on_event)
-                if self.run.stop_asked() is not None:
-                    return None
-                if time.monotonic() - looked >= QUEUE_POLL:
-                    looked = time.monotonic()
-                    if (held := try_take(ticket)) is not None:
-                        return held
-                    if (now := f"queued: {who_has(need) or 'another run is first'}") != said:
-                        said = now
-                        self.on_event("note", said)
-                self.on_event("tick", "")
-                time.sleep(POLL)
-        finally:
-            give_up(ticket)
+
+        def look() -> bool:
+            self.signals.pass_on(self.run, self.on_event)
+            return self.run.stop_asked() is None
+
+        queued = {"state": "queued", "cause": None, "ending": None}
+        self.run.write_state(**queued, processes=[Process.of("supervisor").as_json()])
+        return wait_for_slots(self.run, self.devices, self.on_event, look)
 
     def go(self, held: Held, resume_from: str | None, max_restarts: int) -> dict[str, Any]:
         """Launches until the run ends by itself, is stopped, or would only fall again.

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from app.attempts import QUEUE_POLL, need_of
+from app.attempts import wait_for_slots
 from app.launcher import launch_argv
 from app.members import FIRST_PATIENCE, PATIENCE, Word
 from app.processes import adopting_orphans
@@ -20,7 +20,7 @@ from app.request import Job, told
 from app.runs import true_state
 from app.supervisor import POLL, Listener, RunSignals, Supervision
 from trainers.config import ConfigError, TrainConfig, absolute_paths
-from trainers.device_locks import Held, enqueue, give_up, try_take, who_has
+from trainers.device_locks import Held
 from trainers.options import Request, read_yaml
 from trainers.run_folder import END_STATES, LIVE_STATES, log_line, read_json, register_outside
 
@@ -147,24 +147,12 @@ class _Member:
 
     def _wait_for_slots(self, launch: str) -> Held | None:
         """This machine's slots, once they are free; None when the launch is over by then."""
-        need, said = need_of(self.job.devices), ""
-        ticket = enqueue(self.run.path, self.run.id, need)
-        looked = -QUEUE_POLL
-        try:
-            while not is_over(self._state(), launch):
-                self.signals.pass_on(self.run, self.tell)
-                if time.monotonic() - looked >= QUEUE_POLL:
-                    looked = time.monotonic()
-                    if (held := try_take(ticket)) is not None:
-                        return held
-                    if (now := f"queued: {who_has(need) or 'another run is first'}") != said:
-                        said = now
-                        self.tell("note", said)
-                self.listener("tick", "")
-                time.sleep(POLL)
-        finally:
-            give_up(ticket)
-        return None
+
+        def look() -> bool:
+            self.signals.pass_on(self.run, self.tell)
+            return not is_over(self._state(), launch)
+
+        return wait_for_slots(self.run, self.job.devices, self.tell, look)
 
 
 def is_over(state: Mapping[str, Any], launch: Any) -> bool:
