@@ -80,7 +80,7 @@ def test_a_spike_is_gone_back_from_and_its_batch_passed_over(home: Path, faulty:
 def test_a_slow_rank_is_named_and_not_ended(home: Path, faulty: dict[str, str], noted: Note) -> None:
     fault = noted("a rank is slow", "ddp")
     fault.at()
-    run = detached(home, "mine", 2, {**faulty, "FAULT": "slow:1:700"}, strategy="ddp", **OPTIONS)
+    run = detached(home, "mine", 2, {**faulty, "FAULT": "slow:1:350"}, strategy="ddp", **OPTIONS)
     state = ended(run)
     assert (state["state"], state["attempt"]) == ("done", 0)
     named = [row["slow_ranks"] for row in rows(run) if "slow_ranks" in row]

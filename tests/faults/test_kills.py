@@ -96,6 +96,7 @@ def test_a_rank_is_killed_in_the_middle_of_a_save(
     fault.harmless(run)
 
 
+@pytest.mark.long
 def test_a_damaged_checkpoint_is_set_aside(home: Path, undisturbed: Undisturbed, noted: Note) -> None:
     whole, fault = undisturbed("ddp"), noted("one bit of the newest checkpoint is flipped", "ddp")
     run = detached(home, "mine", 2, strategy="ddp", **OPTIONS)

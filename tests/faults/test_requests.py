@@ -54,9 +54,7 @@ def test_a_request_to_save_is_obeyed_and_it_goes_on(who: str, home: Path, undist
     assert (run.read_state() or {})["attempt"] == 0
 
 
-@pytest.mark.parametrize(
-    "who", mostly_long(["rank 1", "rank 1, twice", "launcher", "supervisor"], ["rank 1, twice", "launcher"])
-)
+@pytest.mark.parametrize("who", mostly_long(["rank 1", "rank 1, twice", "launcher", "supervisor"], ["rank 1, twice"]))
 def test_a_signal_to_any_process_stops_all_at_one_step(
     who: str, home: Path, undisturbed: Undisturbed, noted: Note
 ) -> None:

@@ -51,6 +51,7 @@ def test_training_goes_on_while_a_rank_writes(
     assert not same_tensors(run.checkpoints / name, whole.checkpoints / later), "control: other steps differ"
 
 
+@pytest.mark.long
 def test_a_kill_while_it_is_written(home: Path, undisturbed: Undisturbed, faulty: dict[str, str], noted: Note) -> None:
     whole, fault = undisturbed("ddp"), noted("a rank is killed while a slow save overlaps", "ddp")
     run = detached(home, "mine", 2, {**faulty, "FAULT": "slow_disk:1:2"}, strategy="ddp", **OPTIONS)
