@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import set_seed
 
-from trainers.differences import changed_options, changed_versions, refusals
+from trainers.differences import FORCE, changed_options, changed_versions, refusals
 from trainers.errors import TrainingError
 from trainers.manifest import FORMAT, Origin, Progress, read_manifest, seal, set_aside, sha256, sync, verify
 from trainers.mirror import Mirror
@@ -385,7 +385,7 @@ class Checkpoints:
         if manifest["data_fingerprint"] != self.origin.data_fingerprint and not self.force:
             lines.append(
                 "the data, its tokenizer or its options changed since it was saved, so its steps would be others; "
-                "restore them, or go on all the same with --force"
+                f"restore them, or {FORCE}"
             )
         if lines:
             raise ValueError("; ".join(lines))

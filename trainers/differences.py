@@ -31,6 +31,7 @@ FREE = frozenset({
 })  # fmt: skip
 """Options that change what a run costs, watches or exports, and no step of it beyond parity; and names of data, whose
 content the ranks compare."""
+FORCE = "go on all the same with --force (by hand: --force_resume true)"
 LENGTH = ("max_steps", "num_train_epochs")
 """How far a run goes; free where the learning rate of a step does not depend on it."""
 STRUCTURE = ("method", "lora_r", "lora_target_modules", "num_hidden_layers")
@@ -92,7 +93,7 @@ def refusals(
     if force:
         return lines
     pass_by = {*FREE, *STRUCTURE, *(LENGTH if _rate_is_free_of_length(config) else ())}
-    way = "the steps to come would be others: put it back, or go on all the same with --force"
+    way = f"the steps to come would be others: put it back, or {FORCE}"
     others = [line for name, line in changed.items() if name not in pass_by] + changed_versions(manifest, installed)
     return lines + [f"{line}; {way}" for line in others]
 

@@ -56,10 +56,10 @@ def main(argv: list[str]) -> int:
         if mistakes := refused + machine_mistakes(config, gpu_count() > 0):
             raise ConfigError(mistakes)
         run = open_run(config, launch)
-        if changes := changes_since_save(run, config, config.resume_from_checkpoint):
-            raise ConfigError(changes)
         # Run and GPUs are held until this process ends; a supervisor holds them for its ranks.
         held = None if launch.supervised or rank_of_environment() > 0 else run.hold()
+        if changes := changes_since_save(run, config, config.resume_from_checkpoint):
+            raise ConfigError(changes)
         gpus = None if launch.supervised else take_gpus(config, run)
     except ConfigError as error:
         if rank_of_environment() == 0:

@@ -114,7 +114,8 @@ def test_two_runs_at_once_a_queue_and_every_kind_of_stop(home: Path) -> None:
     until(lambda: not processes(home / "runs"))
     assert holders() == {}
 
-    again = tunesmith("resume", "first", "--detach", "--json", "--max_steps", str(state["step"] + 1), home=home)
+    longer = ["--max_steps", str(state["step"] + 1), "--force"]
+    again = tunesmith("resume", "first", "--detach", "--json", *longer, home=home)
     assert again.returncode == 0, again.stderr
     assert (ended(first)["state"], step_of(first)) == ("done", state["step"] + 1)
 
