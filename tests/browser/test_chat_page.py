@@ -43,6 +43,24 @@ def tabs(browser: Browser, chatting: Served) -> Iterator[Tabs]:
     assert made.outside == []
 
 
+def chosen(page: Page, run: str) -> Page:
+    """The page once the address has filled its fields."""
+    expect(page.get_by_label("Run or base model")).to_have_value(run)
+    return page
+
+
+def set_number(page: Page, label: str, value: str) -> None:
+    """Fills a field of a panel that has just been opened: Gradio may still put its first value into it."""
+    field = page.get_by_label(label)
+
+    def filled() -> bool:
+        field.fill(value)
+        field.press("Tab")
+        return field.input_value() == value
+
+    wait_for(filled, f"{label} to keep its value")
+
+
 def send(page: Page, message: str) -> None:
     """Types a message and sends it."""
     page.get_by_label("Message", exact=True).fill(message)
@@ -102,8 +120,8 @@ def test_the_process_is_freed_on_demand(tabs: Tabs) -> None:
 def test_an_answer_can_be_stopped(tabs: Tabs) -> None:
     page = tabs("/chat?run=embedded")
     page.get_by_text("System prompt and sampling").click()
-    page.get_by_label("temperature").fill("5")
-    page.get_by_label("max_new_tokens").fill("900")
+    set_number(page, "temperature", "5")
+    set_number(page, "max_new_tokens", "900")
     send(page, "hello")
     page.locator("#chat-base .bot .md").first.wait_for()
     page.get_by_role("button", name="Stop").click()
@@ -115,8 +133,8 @@ def test_an_answer_can_be_stopped(tabs: Tabs) -> None:
 def test_a_closed_tab_leaves_the_model_to_others(tabs: Tabs) -> None:
     page = tabs("/chat?run=embedded")
     page.get_by_text("System prompt and sampling").click()
-    page.get_by_label("temperature").fill("5")
-    page.get_by_label("max_new_tokens").fill("900")
+    set_number(page, "temperature", "5")
+    set_number(page, "max_new_tokens", "900")
     send(page, "hello")
     page.locator("#chat-base .bot .md").first.wait_for()
     page.context.close()
@@ -136,13 +154,13 @@ def test_what_is_written_is_shown_as_text(tabs: Tabs) -> None:
 
 
 def test_a_wrong_value_says_what_to_do(tabs: Tabs) -> None:
-    page = tabs(f"/chat?run={RUN}")
+    page = chosen(tabs(f"/chat?run={RUN}"), RUN)
     page.get_by_text("System prompt and sampling").click()
-    page.get_by_label("temperature").fill("99")
+    set_number(page, "temperature", "99")
     send(page, ASKED)
     expect(page.get_by_role("alert").first).to_contain_text("temperature=99 is out of range; use a number from 0 to 5")
     expect(page.get_by_label("Message", exact=True)).to_have_value(ASKED)
-    other = tabs("/chat?run=../../etc&checkpoint=<script>alert(1)</script>")
+    other = chosen(tabs("/chat?run=../../etc&checkpoint=<script>alert(1)</script>"), "../../etc")
     other.get_by_role("button", name="Load").click()
     expect(other.get_by_role("alert").first).to_contain_text("refused")
 
