@@ -191,12 +191,18 @@ def new_page(browser: Browser, server: Served, serve: Callable[..., Served]) -> 
 
 
 def axe(page: Page) -> None:
-    """Fails when axe-core finds a serious or critical fault on the page, once colours have stopped changing."""
+    """Fails when axe-core finds a serious or critical fault on the page that is there at a second look too.
+
+    A part that the server has just sent is pale for a moment.
+    """
+    assert (_faults(page) and _faults(page)) == []
+
+
+def _faults(page: Page) -> list[str]:
     page.evaluate(_STILL)
     found = Axe().run(page).response["violations"]
     grave = [fault for fault in found if fault["impact"] in ("serious", "critical")]
-    lines = [f"{fault['id']}: {node['target']} {node['html'][:200]}" for fault in grave for node in fault["nodes"]]
-    assert lines == []
+    return [f"{fault['id']}: {node['target']} {node['html'][:200]}" for fault in grave for node in fault["nodes"]]
 
 
 def screenshot(page: Page, name: str) -> None:
