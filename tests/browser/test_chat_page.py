@@ -101,7 +101,7 @@ def test_base_and_tuned_answer_side_by_side(tabs: Tabs, chatting: Served, size: 
 
 
 def test_the_process_is_freed_on_demand(tabs: Tabs) -> None:
-    page = tabs(f"/chat?run={RUN}")
+    page = chosen(tabs(f"/chat?run={RUN}"), RUN)
     page.get_by_role("button", name="Load").click()
     status = page.locator("#chat-status")
     told = re.compile(r"process (\d+)")
@@ -118,7 +118,7 @@ def test_the_process_is_freed_on_demand(tabs: Tabs) -> None:
 
 
 def test_an_answer_can_be_stopped(tabs: Tabs) -> None:
-    page = tabs("/chat?run=embedded")
+    page = chosen(tabs("/chat?run=embedded"), "embedded")
     page.get_by_text("System prompt and sampling").click()
     set_number(page, "temperature", "5")
     set_number(page, "max_new_tokens", "900")
@@ -131,21 +131,21 @@ def test_an_answer_can_be_stopped(tabs: Tabs) -> None:
 
 
 def test_a_closed_tab_leaves_the_model_to_others(tabs: Tabs) -> None:
-    page = tabs("/chat?run=embedded")
+    page = chosen(tabs("/chat?run=embedded"), "embedded")
     page.get_by_text("System prompt and sampling").click()
     set_number(page, "temperature", "5")
     set_number(page, "max_new_tokens", "900")
     send(page, "hello")
     page.locator("#chat-base .bot .md").first.wait_for()
     page.context.close()
-    other = tabs("/chat?run=embedded")
+    other = chosen(tabs("/chat?run=embedded"), "embedded")
     send(other, "hello")
     expect(other.locator("#chat-status")).to_contain_text("loaded")
     wait_for(lambda: len(answers(other, "base")) == 1, "an answer in the other tab")
 
 
 def test_what_is_written_is_shown_as_text(tabs: Tabs) -> None:
-    page = tabs(f"/chat?run={RUN}&checkpoint={STEP}")
+    page = chosen(tabs(f"/chat?run={RUN}&checkpoint={STEP}"), RUN)
     page.on("dialog", lambda dialog: tabs.errors.append(f"dialog: {dialog.message}"))
     send(page, HOSTILE)
     wait_for_answers(page)
