@@ -181,7 +181,8 @@ def _fetched(url: str, kept: Checkpoints) -> Path:
     if kept.ranks.is_main:
         place, step = split_step(url)
         try:
-            source = Mirror(place, kept.limit)
+            own = kept.mirror if kept.mirror and kept.mirror.url == place else None
+            source = own or Mirror(place, kept.limit)  # its own remembers what could not be read, and keeps it
             folder = source.fetch(step, kept.folder) if step is not None else source.fetch_newer(-1, kept.folder)
             if folder is None:
                 error = TrainingError(f"there is no whole checkpoint at {url}; check the URL")

@@ -254,6 +254,7 @@ class Fit:
             return self._steps()
         except TrainingError:  # on every rank alike
             with contextlib.suppress(TrainingError):
+                self._until(self.job.checkpoints.written)
                 self._publish()
             raise
 

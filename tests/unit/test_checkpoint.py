@@ -175,6 +175,23 @@ def test_a_read_only_folder_leaves_the_last_good_one(tmp_path: Path, monkeypatch
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
 
+def test_gradients_dropped_after_they_were_scaled_back_leave_fp16_s_scaler_ready() -> None:
+    loss, backend = trained()
+    scaler = torch.amp.GradScaler("cpu")
+    inner = backend.optimizer.optimizer
+
+    def scale_back() -> None:
+        scaler.scale(loss(torch.randn(8, 6))).backward()
+        scaler.unscale_(inner)
+
+    scale_back()
+    with pytest.raises(RuntimeError, match="already been called"):
+        scaler.unscale_(inner)  # control: it would refuse the next step
+    backend.accelerator.scaler = scaler
+    backend.drop()
+    scale_back()
+
+
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     saved(tmp_path, 3)
     with pytest.raises(ValueError, match="in the checkpoint and not in the model"):

@@ -12,6 +12,7 @@ import pytest
 from app.roots import path_mistakes
 from tests.detached import until
 from tests.unit.test_checkpoint import checkpoints, saved
+from trainers.build import resume_folder
 from trainers.config import ConfigError, build
 from trainers.errors import TrainingError
 from trainers.manifest import verify
@@ -124,6 +125,17 @@ def test_the_best_one_is_fetched_too(tmp_path: Path, url: str) -> None:
     assert store.newest() == tmp_path / "there" / "step-00000006"
     assert store.intact(3)
     assert not store.intact(4), "control: it is nowhere"
+
+
+def test_a_copy_that_cannot_be_read_outlives_a_resume_from_its_url(tmp_path: Path, url: str) -> None:
+    mirror = mirrored(tmp_path / "here", url, 3, 6)
+    mirror.fs.pipe_file(f"{mirror.root}/step-00000006/rank-00000.safetensors", b"no tensors")
+    store = checkpoints(tmp_path / "there")
+    store.mirror = Mirror(url, 2)
+    config = build({"model_name_or_path": "embedded", "dataset_name": "embedded", "resume_from_checkpoint": url})
+    assert resume_folder(config, store) == tmp_path / "there" / "step-00000003"
+    store.forget_after(3)
+    assert store.mirror.steps() == [6, 3]
 
 
 def test_a_url_is_no_pattern(tmp_path: Path) -> None:
