@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.detached import detached, ended, pid_of, step_of, until
+from app.supervisor import supervise
+from tests.detached import detached, ended, pid_of, saved, state_of, step_of, until
 from tests.faults.conftest import Note, Undisturbed
 from tests.faults.oracle import INTERVAL, OPTIONS, exact
 from tests.parity.runs import mostly_long
@@ -62,6 +64,18 @@ def test_a_kill_while_it_is_written(home: Path, undisturbed: Undisturbed, faulty
     assert half.exists(), "control: it was being written"
     exact(run, whole, replays=2 * INTERVAL)
     fault.harmless(run)
+
+
+@pytest.mark.long
+def test_a_stop_waits_for_a_save_that_takes_longer_than_its_grace(home: Path, faulty: dict[str, str]) -> None:
+    seconds = 70
+    assert seconds > inspect.signature(supervise).parameters["grace"].default
+    variables = {**faulty, "FAULT": f"slow_disk:1:{seconds}"}
+    run = detached(home, "mine", 2, variables, strategy="ddp", **{**OPTIONS, "save_steps": 0, "max_steps": 4000})
+    until(lambda: state_of(run) == "running" and step_of(run) >= 2)
+    run.ask_stop()
+    state = ended(run)
+    assert (state["state"], saved(run)) == ("stopped", state["step"]), state
 
 
 @pytest.mark.long
