@@ -15,6 +15,7 @@ from app.series import Curves
 from tests.detached import SMALL, ended, processes, until
 from tests.launching import Finished
 from tests.parity.checks import weights
+from trainers.device_locks import holders
 from trainers.manifest import verify
 from trainers.run_folder import RunFolder
 
@@ -45,7 +46,7 @@ def replayed(run: RunFolder) -> int:
 
 def clean(run: RunFolder) -> None:
     """N5."""
-    until(lambda: not processes(run.path), 60)
+    until(lambda: not processes(run.path) and str(run.path) not in {held["run_dir"] for held in holders().values()}, 60)
     assert [path.name for path in run.checkpoints.iterdir() if not path.name.startswith(("step-", "bad-"))] == []
     assert list(run.checkpoints.glob("*.tmp-*")) == []
 

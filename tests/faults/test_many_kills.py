@@ -17,7 +17,7 @@ from tests.faults.conftest import Note, Undisturbed
 from tests.faults.oracle import OPTIONS, clean, exact, told
 from trainers.run_folder import END_STATES, RunFolder
 
-KILLS = int(os.environ.get("KILLS", "100"))
+KILLS = int(os.environ.get("KILLS", "70"))
 STEPS_PER_KILL = 16
 STEPS, INTERVAL, KEPT = STEPS_PER_KILL * KILLS + 20, 2, 3
 WAYS = {"one rank": 6, "both ranks": 1, "the launcher": 1, "the whole run": 1, "one rank as it starts": 1}
