@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import os
 import shlex
@@ -9,6 +11,7 @@ import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 
@@ -152,3 +155,15 @@ def give_way(seconds: float = 30.0) -> None:
     if rank_of_environment() > 0:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         signal.sigtimedwait([signal.SIGTERM], seconds)
+
+
+def leave(status: int) -> NoReturn:
+    """Ends this process, once all that is registered for its end has run.
+
+    Python's own way out takes thousands of modules apart first: one to four seconds in which the run is not over.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            stream.flush()
+    os._exit(status)

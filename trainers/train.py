@@ -34,6 +34,7 @@ from trainers.startup import (
     find_launch,
     give_way,
     hear_save_requests_later,
+    leave,
     open_run,
     rank_of_environment,
     write_run_files,
@@ -245,4 +246,4 @@ def warnings(config: TrainConfig, strategy: Strategy, supervised: bool) -> list[
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

@@ -225,3 +225,27 @@ def test_a_build_that_was_killed_hangs_no_later_run(tmp_path: Path) -> None:
     (cache / "deepspeed_shm_comm" / "lock").touch()
     launch_well(tmp_path / "run", 2, SHORT, strategy="zero1", timeout=500)
     assert not (cache / "deepspeed_shm_comm" / "lock").exists()
+
+
+def test_a_rank_is_gone_as_soon_as_its_end_has_run() -> None:
+    """What is registered for the end runs, what is printed is read; modules are not taken apart."""
+    program = """
+import atexit
+from trainers.startup import leave
+class Apart:
+    def __del__(self):
+        print("taken apart")
+kept = Apart()
+atexit.register(print, "registered")
+print("printed", end=" ")
+{end}
+"""
+    ways = {
+        end: subprocess.run(
+            [sys.executable, "-c", program.replace("{end}", end)], cwd=ROOT, capture_output=True, text=True
+        )
+        for end in ("leave(3)", "raise SystemExit(3)")
+    }
+    assert {done.returncode for done in ways.values()} == {3}
+    assert ways["leave(3)"].stdout == "printed registered\n"
+    assert ways["raise SystemExit(3)"].stdout == "printed registered\ntaken apart\n", "Python's own way does"
