@@ -148,12 +148,18 @@ def _by_id(name: str, shown: str, runs_dir: Path) -> RunFolder:
 
 
 def true_state(run: RunFolder) -> dict[str, Any]:
-    """The state file, or `failed` where it says that the run lives and none of its processes does.
+    """The state file, but `failed` where it says that the run lives and none of its processes does.
 
-    Processes are told by pid and start time on this host; a run of another host is believed.
+    And `stopping` where it says that the run is over and a rank is still on its way out, with its GPU: without a
+    supervisor, rank 0 itself says so. Processes are told by pid and start time on this host; a run of another host is
+    believed.
     """
     state = run.read_state() or {"state": "failed", "cause": "it never started: there is no state file"}
-    while state.get("state") in LIVE_STATES and state.get("host") == socket.gethostname() and not _lives(state):
+    if state.get("host") != socket.gethostname():
+        return state
+    if state.get("state") in END_STATES and any(one.role == "rank" and _is_alive(one) for one in processes_in(state)):
+        return {**state, "state": "stopping"}
+    while state.get("state") in LIVE_STATES and not _lives(state):
         again = run.read_state() or {}
         if again.get("updated_at") == state.get("updated_at"):
             ending = state.get("ending")  # left by rank 0, for a supervisor that did not live to publish it

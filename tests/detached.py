@@ -77,6 +77,11 @@ def until(condition: Callable[[], Any], seconds: float = 600) -> Any:
     return value
 
 
+def gone(run: RunFolder) -> None:
+    """Waits for the last process of it; one on its way out has no command line any more, and may still hold files."""
+    until(lambda: not processes(run.path) and not any(one.alive() for one in run.processes()), 60)
+
+
 def ended(run: RunFolder) -> dict[str, Any]:
     """The state in which it ended; no process of it lives then, and it holds nothing."""
     until(lambda: true_state(run)["state"] in END_STATES)

@@ -18,6 +18,7 @@ from tests.detached import (
     TUNESMITH,
     detached,
     ended,
+    gone,
     inside,
     pid_of,
     processes,
@@ -64,7 +65,7 @@ def test_a_run_outlives_its_terminal_and_the_kill_of_a_rank(home: Path) -> None:
     assert set(first) & set(second), "steps after it are computed again"
     assert 1 < second[0] <= len(first) <= second[0] + 4, "and at most one save interval of them"
     assert run.log.read_text().count("[supervisor] restart 1 of 3, from step-0000") == 1
-    until(lambda: not processes(run.path))
+    gone(run)
 
 
 def test_training_outlives_its_supervisor_and_keeps_its_slots_to_the_end(home: Path) -> None:
@@ -75,7 +76,8 @@ def test_training_outlives_its_supervisor_and_keeps_its_slots_to_the_end(home: P
     assert (state_of(run), {holder["run"] for holder in holders().values()}) == ("running", {"mine"})
     until(lambda: (run.read_state() or {})["state"] != "running" or not holders())
     assert (run.read_state() or {})["state"] in ("stopping", "done"), "the slots were free before it said that it ended"
-    until(lambda: not processes(run.path) and not holders())
+    gone(run)
+    assert holders() == {}
     state = ended(run)
     assert (state["state"], state["step"], state["export_dir"]) == ("done", 200, str(run.model))
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from app.run_view import run_view
 from app.series import Curves
-from tests.detached import SMALL, ended, processes, until
+from tests.detached import SMALL, ended, gone
 from tests.launching import Finished
 from tests.parity.checks import weights
 from trainers.device_locks import holders
@@ -46,7 +46,8 @@ def replayed(run: RunFolder) -> int:
 
 def clean(run: RunFolder) -> None:
     """N5."""
-    until(lambda: not processes(run.path) and str(run.path) not in {held["run_dir"] for held in holders().values()}, 60)
+    gone(run)
+    assert str(run.path) not in {held["run_dir"] for held in holders().values()}
     assert [path.name for path in run.checkpoints.iterdir() if not path.name.startswith(("step-", "bad-"))] == []
     assert list(run.checkpoints.glob("*.tmp-*")) == []
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.detached import ended, processes, saved, tunesmith, until
+from tests.detached import ended, gone, saved, tunesmith
 from tests.faults.conftest import Note, Undisturbed
 from tests.faults.oracle import INTERVAL, clean, exact, told
 from tests.faults.tamper import checkpoint, cut, reseal
@@ -92,7 +92,7 @@ def payload(home: Path) -> bytes:
 def resumed(run: RunFolder, home: Path) -> str:
     assert tunesmith("resume", "mine", "--detach", home=home).returncode == 0
     state = str(ended(run)["state"])
-    until(lambda: not processes(run.path), 60)
+    gone(run)
     return state
 
 

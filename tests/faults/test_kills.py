@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.detached import detached, ended, pid_of, processes, saved, state_of, step_of, tunesmith, until
+from tests.detached import detached, ended, gone, pid_of, saved, state_of, step_of, tunesmith, until
 from tests.faults.conftest import Note, Undisturbed
 from tests.faults.oracle import INTERVAL, OPTIONS, clean, exact, note, told
 from tests.parity.runs import mostly_long
@@ -69,7 +69,7 @@ def test_the_supervisor_is_killed_and_later_a_rank(home: Path, undisturbed: Undi
     assert psutil.pid_exists(launcher)
     os.kill(rank, signal.SIGKILL)
     fault.at()
-    until(lambda: not processes(run.path), 60)  # rank 0 says how it ended, where nobody is left to say so after it
+    gone(run)  # rank 0 says how it ended, where nobody is left to say so after it
     assert ended(run)["state"] == "failed"
     clean(run)
     assert told(run)

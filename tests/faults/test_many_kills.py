@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.detached import detached, ended, pid_of, processes, saved, state_of, tunesmith, until
+from tests.detached import detached, ended, gone, pid_of, saved, state_of, tunesmith, until
 from tests.faults.conftest import Note, Undisturbed
 from tests.faults.oracle import OPTIONS, clean, exact, told
 from trainers.run_folder import END_STATES, RunFolder
@@ -68,7 +68,7 @@ def goes_on(run: RunFolder, before: int, home: Path) -> None:
     if attempt(run) == before:
         assert ended(run)["state"] == "failed"
         assert told(run)
-        until(lambda: not processes(run.path), 60)
+        gone(run)
         again = tunesmith("resume", "mine", "--detach", home=home)
         assert again.returncode == 0, again.stderr
         until(lambda: attempt(run) > before)

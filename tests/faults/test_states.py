@@ -14,8 +14,8 @@ from tests.detached import (
     TUNESMITH,
     detached,
     ended,
+    gone,
     inside,
-    processes,
     state_of,
     step_of,
     train_words,
@@ -133,7 +133,7 @@ def test_stopped_twice_while_it_trains(home: Path, watch: Watch, undisturbed: Un
     run.ask_stop()
     run.ask_stop()
     assert ended(run)["state"] == "stopped"
-    until(lambda: not processes(run.path), 60)
+    gone(run)
     assert tunesmith("stop", "mine", home=home).returncode == 0, "it has ended already"
     assert tunesmith("resume", "mine", "--detach", home=home).returncode == 0
     exact(run, whole, replays=0)

@@ -64,6 +64,18 @@ def test_a_live_state_whose_processes_are_gone_is_a_failure(make: Maker, living:
     assert (run.read_state() or {})["state"] == "running", "a reader never writes the state"
 
 
+def test_a_run_is_over_when_its_last_rank_is_gone(make: Maker, living: subprocess.Popen[bytes]) -> None:
+    """Rank 0 says so itself where no supervisor does, with its GPU still in hand."""
+    rank = Process.of("rank", 0, pid=living.pid).as_json()
+    run = make("a", "done", processes=[rank], step=5)
+    assert true_state(run)["state"] == "stopping"
+    assert true_state(make("b", "done", processes=[{**rank, "role": "launcher"}]))["state"] == "done", "it holds none"
+    assert true_state(make("c", "done", host="elsewhere", processes=[rank]))["state"] == "done"
+    living.kill()
+    living.wait()
+    assert true_state(run)["state"] == "done"
+
+
 def test_a_zombie_is_no_living_process(make: Maker, living: subprocess.Popen[bytes]) -> None:
     run = make("a", "running", processes=[entry(living.pid)])
     living.kill()
