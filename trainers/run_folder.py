@@ -109,14 +109,17 @@ class Process:
         return asdict(self)
 
     def alive(self) -> bool:
-        """Whether that very process still runs (a zombie does not)."""
+        """Whether that very process still runs.
+
+        A zombie does not, unless threads of it are left: its main thread may be gone first, and they hold its files.
+        """
         try:
             process = psutil.Process(self.pid)
             if self.since_boot is None:
                 same = abs(process.create_time() - self.started) < 1.0
             else:
                 same = abs(_since_boot(process) - self.since_boot) < 0.1
-            return same and process.status() != psutil.STATUS_ZOMBIE
+            return same and (process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1)
         except psutil.Error:
             return False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from app import runs
@@ -21,6 +23,8 @@ from trainers.run_folder import Process, RunFolder, register_outside, write_json
 from trainers.strategies import load_strategy, resolve
 
 Maker = Callable[..., RunFolder]
+SYS_EXIT = {"x86_64": 60, "aarch64": 93}.get(platform.machine(), 0)
+"""Number of the system call that ends one thread."""
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +86,24 @@ def test_a_zombie_is_no_living_process(make: Maker, living: subprocess.Popen[byt
     deadline = time.monotonic() + 10
     while true_state(run)["state"] == "running" and time.monotonic() < deadline:
         time.sleep(0.02)
+    assert true_state(run)["state"] == "failed"
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not SYS_EXIT, reason="a thread ends alone by Linux's own call")
+def test_a_process_lives_as_long_as_its_last_thread(make: Maker) -> None:
+    """A killed process may lose its main thread first, and holds its locks a moment longer."""
+    alone = "import ctypes, threading, time; threading.Thread(target=time.sleep, args=(60,)).start()"
+    process = subprocess.Popen([sys.executable, "-c", f"{alone}; ctypes.CDLL(None).syscall({SYS_EXIT}, 0)"])
+    try:
+        run = make("a", "running", processes=[entry(process.pid)])
+        deadline = time.monotonic() + 10
+        while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert true_state(run)["state"] == "running"
+    finally:
+        process.kill()
+        process.wait()
     assert true_state(run)["state"] == "failed"
 
 
