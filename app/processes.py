@@ -69,7 +69,8 @@ class Descendants:
         try:
             if not process.is_running():
                 return False
-            if process.status() != psutil.STATUS_ZOMBIE:
+            # Threads may outlive the main one, with all that the process holds.
+            if process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1:
                 return True
             if process.ppid() == os.getpid() and process.pid != self.waited_for:
                 _reap(process.pid)

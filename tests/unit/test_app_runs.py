@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from app import runs
+from app.processes import Descendants
 from app.runs import Tail, find_run, list_runs, log_lines, metrics, stop_run, strategy_name, summary, true_state
 from app.verbs import list_verb
 from trainers.config import ConfigError
@@ -89,22 +90,39 @@ def test_a_zombie_is_no_living_process(make: Maker, living: subprocess.Popen[byt
     assert true_state(run)["state"] == "failed"
 
 
-@pytest.mark.skipif(sys.platform != "linux" or not SYS_EXIT, reason="a thread ends alone by Linux's own call")
-def test_a_process_lives_as_long_as_its_last_thread(make: Maker) -> None:
-    """A killed process may lose its main thread first, and holds its locks a moment longer."""
-    alone = "import ctypes, threading, time; threading.Thread(target=time.sleep, args=(60,)).start()"
-    process = subprocess.Popen([sys.executable, "-c", f"{alone}; ctypes.CDLL(None).syscall({SYS_EXIT}, 0)"])
-    try:
-        run = make("a", "running", processes=[entry(process.pid)])
-        deadline = time.monotonic() + 10
-        while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        assert true_state(run)["state"] == "running"
-    finally:
-        process.kill()
-        process.wait()
+@pytest.fixture
+def leaderless() -> Iterator[subprocess.Popen[bytes]]:
+    """A process whose main thread has ended and whose other one has not, as a killed one may be for a moment."""
+    if sys.platform != "linux" or not SYS_EXIT:
+        pytest.skip("a thread ends alone by Linux's own call")
+    other = "import ctypes, threading, time; threading.Thread(target=time.sleep, args=(60,)).start()"
+    process = subprocess.Popen([sys.executable, "-c", f"{other}; ctypes.CDLL(None).syscall({SYS_EXIT}, 0)"])
+    deadline = time.monotonic() + 10
+    while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_process_lives_as_long_as_its_last_thread(make: Maker, leaderless: subprocess.Popen[bytes]) -> None:
+    """It holds its locks and its GPU as long."""
+    run = make("a", "running", processes=[entry(leaderless.pid)])
+    assert true_state(run)["state"] == "running"
+    leaderless.kill()
+    leaderless.wait()
     assert true_state(run)["state"] == "failed"
+
+
+def test_the_last_thread_of_a_run_is_ended_too(leaderless: subprocess.Popen[bytes]) -> None:
+    mine = Descendants()
+    mine.before.discard(psutil.Process(leaderless.pid))
+    mine.collect()
+    assert psutil.Process(leaderless.pid) in mine.alive()
+    mine.end(5.0)
+    assert mine.alive() == []
+    assert not psutil.pid_exists(leaderless.pid)
 
 
 def test_another_process_with_the_same_pid_does_not_count(make: Maker, living: subprocess.Popen[bytes]) -> None:
