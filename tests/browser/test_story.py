@@ -133,6 +133,7 @@ def compare_and_chat(new_page: Tabs, server: Served, run: RunFolder, other: RunF
     expect(page.get_by_role("row", name=re.compile("learning_rate"))).to_be_visible()
     expect(page.locator("canvas").first).to_be_visible()
     page = new_page(f"/chat?run={run.id}", server=server)
+    expect(page.get_by_label("Run or base model")).to_have_value(run.id)  # the address has filled the fields
     page.get_by_label("Message", exact=True).fill("title: Sea; year: 1999. Write it as XML.")
     page.get_by_role("button", name="Send").click()
     for side in ("tuned", "base"):
