@@ -196,7 +196,7 @@ def test_only_stopped_and_failed_runs_resume(state: str, part: str, shell: Shell
     run = RunFolder("runs/a")
     run.create()
     run.config.write_text("preset: tiny-lora\n")
-    run.write_state(state=state, processes=[Process.of("rank").as_json()])
+    run.write_state(state=state, processes=[Process.of("launcher").as_json()])
     assert shell("resume", "a") == 2
     assert part in shell.errors[0]
 
