@@ -6,40 +6,50 @@ no host sync is spent on inspecting positions (its own packed-row detection cost
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
-KERNELS = {"sdpa": "tunesmith_fused", "eager": "tunesmith_eager"}
+from trainers.data.layout import DocumentLayout
+
+if TYPE_CHECKING:  # it takes its time to import
+    from torch.nn.attention.flex_attention import BlockMask
+
+# transformers takes any name with `sdpa` in it for its own, and asks the model whether it may be used.
+KERNELS = {name: f"tunesmith_{name}" for name in ("varlen", "flex", "documents", "eager")} | {"sdpa": "tunesmith_fused"}
 
 
-class _Documents:
+class _Current:
     """The documents of the micro-batch in hand; its masks are built once for all layers."""
 
     def __init__(self) -> None:
-        self.ids: torch.Tensor | None = None
+        self.layout: DocumentLayout | None = None
         self.masks: dict[int | None, torch.Tensor] = {}
+        self.blocks: dict[tuple[int, int | None], BlockMask] = {}
 
 
-_current = _Documents()
+_current = _Current()
 
 
-def use_documents(ids: torch.Tensor | None) -> None:
+def use_documents(layout: DocumentLayout | None) -> None:
     """Sets what the next forward and backward pass may attend to.
 
     Args:
-        ids: `[batch, sequence]` document number of each token; tokens see earlier tokens of the same number.
-            None: each row is one document, padded on the right if at all.
+        layout: the documents; tokens see earlier tokens of their own. None: each row is one document, padded on
+            the right if at all.
     """
-    _current.ids, _current.masks = ids, {}
+    _current.layout, _current.masks, _current.blocks = layout, {}, {}
 
 
 def _mask(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
     """`[batch or 1, 1, query, key]`, True where a query may look; None for plain causal attention."""
-    if _current.ids is None and (window is None or window >= length):
+    ids = None if _current.layout is None else _current.layout.ids
+    if ids is None and (window is None or window >= length):
         return None
     if window not in _current.masks:
         place = torch.arange(length, device=device)
@@ -47,24 +57,29 @@ def _mask(length: int, window: int | None, device: torch.device) -> torch.Tensor
         if window is not None:
             allowed = allowed & (place[:, None] - place[None, :] < window)
         allowed = allowed[None]
-        if _current.ids is not None:
-            allowed = allowed & (_current.ids[:, :, None] == _current.ids[:, None, :])
+        if ids is not None:
+            allowed = allowed & (ids[:, :, None] == ids[:, None, :])
         _current.masks[window] = allowed[:, None]
     return _current.masks[window]
 
 
-def _refuse_unknown(attention_mask: Any, arguments: dict[str, Any]) -> None:
+def _refuse_unknown(attention_mask: Any, arguments: dict[str, Any], softcap: bool = False) -> None:
     if attention_mask is not None:
         raise ValueError("this model builds an attention mask of its own, which would be lost")
-    for name in ("s_aux", "position_bias", "cache"):
+    for name in ("s_aux", "position_bias", "cache", *(() if softcap else ("softcap",))):
         if arguments.get(name) is not None:
             raise ValueError(f"this model's attention uses {name}, which is not supported")
+
+
+def _plain(arguments: dict[str, Any]) -> dict[str, Any]:
+    """What PyTorch's fused attention takes besides tensors and mask."""
+    return {name: arguments[name] for name in ("dropout", "scaling") if name in arguments}
 
 
 def sdpa(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **rest: Any
 ) -> tuple[torch.Tensor, None]:
-    """PyTorch's fused attention under the document mask.
+    """PyTorch's fused attention under the document mask: any device and dtype, one shape for all micro-batches.
 
     Args:
         query: `[batch, heads, sequence, head size]`; key and value may have fewer heads.
@@ -72,19 +87,138 @@ def sdpa(
     Returns:
         `[batch, sequence, heads, head size]` and None for the weights.
     """
-    if rest.get("softcap") is not None:
-        return eager(module, query, key, value, attention_mask, **rest)
     _refuse_unknown(attention_mask, rest)
-    mask = _mask(query.shape[2], rest.pop("sliding_window", None), query.device)
-    kept = {name: rest[name] for name in ("dropout", "scaling") if name in rest}
-    return sdpa_attention_forward(module, query, key, value, mask, is_causal=True, **kept)
+    mask = _mask(query.shape[2], rest.get("sliding_window"), query.device)
+    return sdpa_attention_forward(module, query, key, value, mask, is_causal=True, **_plain(rest))
+
+
+class _Spread(torch.autograd.Function):
+    """Rows to their slots, zeros between them; `_Gather` is the way back. Each has the other for its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, slots: torch.Tensor, size: int) -> torch.Tensor:
+        ctx.slots = slots
+        return rows.new_zeros(size, *rows.shape[1:]).index_copy_(0, slots, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
+        return upstream[0].index_select(0, ctx.slots), None, None
+
+
+class _Gather(torch.autograd.Function):
+    """The rows in some slots, none twice; so its gradient adds nothing up, unlike that of `index_select`."""
+
+    @staticmethod
+    def forward(ctx: Any, spread: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        ctx.slots, ctx.size = slots, spread.shape[0]
+        return spread.index_select(0, slots)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
+        rows = upstream[0]
+        return rows.new_zeros(ctx.size, *rows.shape[1:]).index_copy_(0, ctx.slots, rows), None
+
+
+def documents(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **rest: Any
+) -> tuple[torch.Tensor, None]:
+    """PyTorch's fused attention on each document by itself, those of like length side by side. Shapes as in `sdpa`.
+
+    The work grows with the squares of the documents' lengths and not of the rows'.
+    """
+    layout, window = _current.layout, rest.get("sliding_window")
+    if layout is None or (window is not None and window < layout.longest):
+        return sdpa(module, query, key, value, attention_mask, **rest)
+    _refuse_unknown(attention_mask, rest)
+    sizes = [count * width for count, width in layout.buckets]
+    spread = (_Spread.apply(_rows(one), layout.slots, sum(sizes)) for one in (query, key, value))
+    parts = []
+    for bucket, *three in zip(layout.buckets, *(one.split(sizes) for one in spread), strict=True):
+        beside = (part.unflatten(0, bucket).transpose(1, 2) for part in three)
+        # The padding is on the right, where no token looks.
+        parts.append(sdpa_attention_forward(module, *beside, None, is_causal=True, **_plain(rest))[0].flatten(0, 1))
+    found = _Gather.apply(torch.cat(parts), layout.slots)
+    return found.unflatten(0, (query.shape[0], query.shape[2])), None
+
+
+def _rows(heads: torch.Tensor) -> torch.Tensor:
+    """`[batch, heads, sequence, head size]` as `[batch * sequence, heads, head size]`."""
+    return heads.transpose(1, 2).flatten(0, 1)
+
+
+def varlen(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **rest: Any
+) -> tuple[torch.Tensor, None]:
+    """Flash attention over documents of any length: NVIDIA GPUs, bf16 or fp16. Shapes as in `sdpa`."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    layout, window = _current.layout, rest.get("sliding_window")
+    if layout is None:
+        return sdpa(module, query, key, value, attention_mask, **rest)
+    _refuse_unknown(attention_mask, rest)
+    # Autocast does not know this kernel, and norms of queries and keys leave them in fp32.
+    queries, keys, values = (_rows(one).to(value.dtype) for one in (query, key, value))
+    more: dict[str, Any] = {"scale": rest.get("scaling"), "window_size": (-1 if window is None else window - 1, 0)}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        more["enable_gqa"] = True
+    else:
+        groups = query.shape[1] // key.shape[1]
+        keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
+    borders, longest = layout.borders, layout.longest
+    found: Any = varlen_attn(queries, keys, values, borders, borders, longest, longest, **more)
+    return found.unflatten(0, (query.shape[0], query.shape[2])), None
+
+
+def flex(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **rest: Any
+) -> tuple[torch.Tensor, None]:
+    """Attention compiled for the documents' blocks and a softcap, if any: NVIDIA GPUs. Shapes as in `sdpa`."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    _refuse_unknown(attention_mask, rest, softcap=True)
+    cap: Any = rest.get("softcap")
+    blocks = _blocks(query.shape[2], rest.get("sliding_window"), query)
+
+    def capped(score: torch.Tensor, *place: torch.Tensor) -> torch.Tensor:
+        return cap * torch.tanh(score / cap)
+
+    attend = _compiled_flex() if query.is_cuda else flex_attention
+    found = attend(
+        query.to(value.dtype), key.to(value.dtype), value, score_mod=capped if cap else None, block_mask=blocks,
+        scale=rest.get("scaling"), enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+    return found.transpose(1, 2).contiguous(), None
+
+
+@cache
+def _compiled_flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)
+
+
+def _blocks(length: int, window: int | None, like: torch.Tensor) -> BlockMask:
+    """Which blocks of queries and keys meet at all, for the micro-batch in hand."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    ids = None if _current.layout is None else _current.layout.ids
+
+    def allowed(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        seen = query >= key
+        seen = seen if window is None else seen & (query - key < window)
+        return seen if ids is None else seen & (ids[batch, query] == ids[batch, key])
+
+    if (length, window) not in _current.blocks:
+        rows = None if ids is None else ids.shape[0]
+        _current.blocks[length, window] = create_block_mask(allowed, rows, None, length, length, like.device)
+    return _current.blocks[length, window]
 
 
 def eager(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **rest: Any
 ) -> tuple[torch.Tensor, None]:
     """The same in plain matrix products, softmax in fp32; honours a softcap. Shapes as in `sdpa`."""
-    _refuse_unknown(attention_mask, rest)
+    _refuse_unknown(attention_mask, rest, softcap=True)
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     scaling = rest.get("scaling")
@@ -100,5 +234,5 @@ def eager(
     return (weights @ value).transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(KERNELS["sdpa"], sdpa)
-AttentionInterface.register(KERNELS["eager"], eager)
+for _name, _kernel in (("varlen", varlen), ("flex", flex), ("documents", documents), ("sdpa", sdpa), ("eager", eager)):
+    AttentionInterface.register(KERNELS[_name], _kernel)

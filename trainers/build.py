@@ -17,11 +17,13 @@ from transformers import set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.utils import logging
 
+from trainers.attention import KERNELS
 from trainers.checkpoint import Checkpoints
-from trainers.config import TrainConfig
+from trainers.config import ConfigError, TrainConfig
 from trainers.differences import plain, versions
 from trainers.errors import TrainingError
 from trainers.fp8 import convert
+from trainers.kernel_choice import choose
 from trainers.log_tee import without_secrets
 from trainers.manifest import Origin
 from trainers.metrics import MetricsFile
@@ -96,6 +98,7 @@ def backend(
     config: TrainConfig, strategy: Strategy, made: Accelerator, ranks: Ranks, loss: SupervisedLoss
 ) -> tuple[Backend, Census]:
     """The strategy's hold on model and optimizer, its attention proved, and the dtypes seen meanwhile."""
+    _use_kernel(config, ranks, loss)
     if config.torch_compile:
         compile_blocks(loss.base)
     if strategy.distributed_type == "FSDP":
@@ -113,6 +116,18 @@ def backend(
     if isinstance(wrapped, Replicated):
         wrapped.settle()
     return wrapped, census
+
+
+def _use_kernel(config: TrainConfig, ranks: Ranks, loss: SupervisedLoss) -> None:
+    """Gives the model its attention kernel, the same on every rank. Collective."""
+    kernel, error = "sdpa", None
+    try:
+        kernel = choose(config, loss.base.config.get_text_config(), ranks.device, loss.compute)
+    except ConfigError as problem:
+        error = problem
+    ranks.agree(error, "choosing the attention kernel")
+    alike = len(set(ranks.gather(kernel))) == 1
+    loss.base.set_attn_implementation(KERNELS[kernel if alike else "sdpa"])
 
 
 def checkpoints(

@@ -95,8 +95,8 @@ class TrainConfig(BaseModel):
     """Start from seeded random weights of the model's shape and not from its pretrained ones."""
     num_hidden_layers: Annotated[int | None, Optionally] = _option("model", None, "layers", ge=1)
     """Keep only the first decoder layers; for trying out a model that does not fit."""
-    attn_implementation: Literal["sdpa", "eager"] = _option("model", "sdpa")
-    """Attention kernel; each keeps packed documents apart."""
+    attn_implementation: Literal["auto", "varlen", "flex", "documents", "sdpa", "eager"] = _option("model", "auto")
+    """Attention kernel; each keeps packed documents apart; auto: the fastest that fits device, dtype and model."""
 
     # Method
     method: Literal["full", "lora", "qlora"] = _option("method", "lora")
@@ -396,6 +396,12 @@ def _clashes(config: TrainConfig) -> list[str]:
         ),
         "resume_from_checkpoint holds credentials; leave them out and set them in the environment": (
             _holds_credentials(config.resume_from_checkpoint)
+        ),
+        f"attn_implementation=varlen needs half precision, not mixed_precision={config.mixed_precision}; use auto": (
+            config.attn_implementation == "varlen" and config.mixed_precision == "no"
+        ),
+        "attn_implementation=documents has new shapes at each step, all compiled by torch_compile=true; use auto": (
+            config.attn_implementation == "documents" and config.torch_compile
         ),
         "merge_adapter=true with method=full: there is no adapter; leave it out": (
             config.merge_adapter and config.method == "full"

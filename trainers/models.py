@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, set_
 
 from trainers.attention import KERNELS
 from trainers.config import EMBEDDED, ConfigError, TrainConfig
+from trainers.data.layout import DocumentLayout
 from trainers.embedded import BASE_DIR
 from trainers.quantise import finish, loading_options, many_threads, refuse_unfit
 
@@ -53,8 +54,7 @@ def load_base(config: TrainConfig) -> PreTrainedModel:
     _check_layers(config, shape)
     _check_quantisation(config, shape)
     _drop_dropout(shape)
-    kernel = KERNELS[config.attn_implementation]
-    settings: dict[str, Any] = {"dtype": base_dtype(config), "attn_implementation": kernel}
+    settings: dict[str, Any] = {"dtype": base_dtype(config), "attn_implementation": KERNELS["sdpa"]}
     if config.method == "qlora":
         settings |= loading_options(compute_dtype(config))
     if config.random_init:
@@ -164,7 +164,7 @@ def probe_attention(wrapped: nn.Module, base: PreTrainedModel, packing: bool, de
     ids = (place + 1) % base.config.get_text_config().vocab_size
     for row, changed in enumerate((half, size - 1, half - 1), start=1):
         ids[row, changed] = (ids[row, changed] + 7) % base.config.get_text_config().vocab_size
-    documents = (place >= half).long() if packing else None
+    documents = DocumentLayout.of((place >= half).long().cpu().numpy()).to(device) if packing else None
     seen: list[torch.Tensor] = []
     hook = base.get_decoder().register_forward_hook(lambda module, inputs, output: seen.append(output[0].float()))
     wrapped.eval()

@@ -77,7 +77,7 @@ def compare(
     frozen = [weight for weight in weights if not weight.requires_grad]
     freezes = config.method != "full" or bool(silent_weights(loss.base))
     frozen_dtype = _name(base_dtype(config)) if freezes else "none"
-    wrapper = type(backend.model).__name__
+    wrapper, kernel = type(backend.model).__name__, str(loss.base.config._attn_implementation)
     return [
         Line("processes", str(strategy.num_processes), str(accelerator.num_processes)),
         Line("distributed type", strategy.distributed_type, accelerator.distributed_type.value),
@@ -89,7 +89,7 @@ def compare(
         *(_four_bits(strategy, backend, loss) if config.method == "qlora" else []),
         Line("matrix products", _name(compute_dtype(config)), ", ".join(sorted(census.linear))),
         Line("own accumulation", "1", str(accelerator.gradient_accumulation_steps)),
-        Line("attention", KERNELS[config.attn_implementation], str(loss.base.config._attn_implementation)),
+        Line("attention", KERNELS.get(config.attn_implementation, kernel), kernel),
     ]
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from trainers.config import ConfigError, TrainConfig
+from trainers.data.layout import DocumentLayout
 from trainers.data.packing import pack
 
 if TYPE_CHECKING:  # the pre-flight check plans batches without waiting for torch
@@ -47,7 +48,7 @@ class MicroBatch:
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
-    documents: torch.Tensor | None
+    documents: DocumentLayout | None
     positions: torch.Tensor
     labels: torch.Tensor
     tokens: int
@@ -134,9 +135,9 @@ class Rows:
                 document[line, start:end], trained[line, start + 1 : end] = number, mask[1:]
                 start = end
         flat = np.flatnonzero(trained)
-        parts = (ids, place, document, flat - 1, ids.reshape(-1)[flat])
-        ids_t, place_t, document_t, positions, labels = (torch.from_numpy(part) for part in parts)
-        documents = document_t if self.packing else None
+        parts = (ids, place, flat - 1, ids.reshape(-1)[flat])
+        ids_t, place_t, positions, labels = (torch.from_numpy(part) for part in parts)
+        documents = DocumentLayout.of(document) if self.packing else None
         real = int(self.lengths[rows].sum()) if len(rows) else 0
         return MicroBatch(ids_t, place_t, documents, positions, labels, real, ids.size)
 

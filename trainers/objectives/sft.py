@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from trainers.attention import use_documents
+from trainers.data.layout import DocumentLayout
 
 # 32M fp32 logits (128 MiB) at once; it depends on the vocabulary alone, so that all strategies chunk alike.
 LOGITS_PER_CHUNK = 2**25
@@ -152,7 +153,7 @@ class SupervisedLoss(nn.Module):
         self,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
-        documents: torch.Tensor | None,
+        documents: DocumentLayout | None,
         positions: torch.Tensor,
         labels: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -161,7 +162,7 @@ class SupervisedLoss(nn.Module):
         Args:
             input_ids: `[batch, sequence]`.
             position_ids: `[batch, sequence]`, restarting at each document.
-            documents: `[batch, sequence]` document numbers of packed rows, None for one document per row.
+            documents: of packed rows, None for one document per row.
             positions: `[trained]` index into the flattened batch of the token before each trained one.
             labels: `[trained]` the trained tokens.
 

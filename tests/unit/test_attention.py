@@ -1,0 +1,210 @@
+"""Each attention kernel equals plain matrix products, and the one that a run uses is chosen by what it can do."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from trainers import attention, kernel_choice
+from trainers.config import ConfigError, build
+from trainers.data.layout import DocumentLayout
+from trainers.kernel_choice import choose
+
+CPU = torch.device("cpu")
+LENGTHS = [[3, 9, 1, 7], [1, 1, 2, 16], [20], [5, 5, 5, 5]]
+"""Documents of four rows of 20 tokens; one of a single token at the end of none, in the middle and at the start."""
+SHAPE = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, head_dim=8, hidden_size=32)
+"""What a choice reads of a model's config."""
+
+
+def layout(lengths: list[list[int]] = LENGTHS) -> DocumentLayout:
+    return DocumentLayout.of(np.stack([np.repeat(np.arange(len(row)), row) for row in lengths]))
+
+
+def outcome(kernel: str, gradients: bool = True, **options: Any) -> list[torch.Tensor]:
+    """Output, and gradients of query, key and value, of a kernel on the documents in hand."""
+    made = torch.Generator().manual_seed(1)
+    tensors = [torch.randn(4, heads, 20, 8, generator=made) for heads in (4, 2, 2)]
+    module: Any = nn.Module()
+    module.num_key_value_groups = 2
+    for one in tensors:
+        one.requires_grad_(gradients)
+    output, _ = getattr(attention, kernel)(module, *tensors, None, **options)
+    assert output.shape == (4, 20, 4, 8)
+    return [output.detach(), *(torch.autograd.grad(output.square().sum(), tensors) if gradients else ())]
+
+
+def reference_varlen(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, key_starts: torch.Tensor,
+    longest: int, longest_key: int, *, scale: float | None, window_size: tuple[int, int], enable_gqa: bool,
+) -> torch.Tensor:  # fmt: skip
+    """What `torch.nn.attention.varlen.varlen_attn` documents, which runs on GPUs alone; `[tokens, heads, size]`."""
+    assert starts.dtype == torch.int32
+    assert torch.equal(starts, key_starts)
+    assert int(starts.diff().max()) == longest == longest_key
+    assert window_size[1] == 0
+    parts = []
+    for start, end in pairwise(starts.tolist()):
+        place = torch.arange(end - start)
+        far = place[:, None] - place[None, :]
+        seen = (far >= 0) & ((far <= window_size[0]) | (window_size[0] < 0))
+        three = (one[start:end].transpose(0, 1) for one in (query, key, value))
+        found = functional.scaled_dot_product_attention(*three, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)
+        parts.append(found.transpose(0, 1))
+    return torch.cat(parts)
+
+
+@pytest.fixture
+def varlen_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", reference_varlen)
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "documents", "varlen"])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 4}, {"sliding_window": 50}, {"scaling": 0.3}])
+@pytest.mark.usefixtures("varlen_of_a_gpu")
+def test_a_kernel_equals_plain_matrix_products(kernel: str, packed: bool, options: dict[str, Any]) -> None:
+    attention.use_documents(layout() if packed else None)
+    for mine, plain in zip(outcome(kernel, **options), outcome("eager", **options), strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 4}, {"softcap": 2.0}, {"softcap": 2.0, "scaling": 0.3}])
+def test_flex_equals_plain_matrix_products(packed: bool, options: dict[str, Any]) -> None:
+    """Forward alone: torch has no flex gradients on a CPU."""
+    attention.use_documents(layout() if packed else None)
+    torch.testing.assert_close(
+        outcome("flex", False, **options), outcome("eager", False, **options), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_another_border_would_be_seen() -> None:
+    """Control: one token in the document of its neighbours moves the output."""
+    attention.use_documents(layout())
+    plain = outcome("eager")[0]
+    attention.use_documents(layout([[3, 9, 1, 7], [1, 1, 2, 16], [20], [5, 5, 6, 4]]))
+    for kernel in ("sdpa", "documents", "eager"):
+        moved = (outcome(kernel)[0] - plain).abs().amax((2, 3))
+        assert moved[3, 15:].max() > 1e-2
+        assert moved[:3].max() < 1e-5
+
+
+def test_the_layout_names_every_token_once() -> None:
+    one = layout()
+    assert one.borders.tolist() == [0, 3, 12, 13, 20, 21, 22, 24, 40, 60, 65, 70, 75, 80]
+    assert one.longest == 20
+    room = sum(count * width for count, width in one.buckets)
+    assert len(set(one.slots.tolist())) == 80
+    assert int(one.slots.max()) < room < 2 * 80
+    assert sum(count for count, _ in one.buckets) == 13
+    starts = one.slots[one.borders[:-1].long()]
+    lengths = one.borders.diff()
+    for start, length, border in zip(starts, lengths, one.borders, strict=False):
+        assert one.slots[border : border + length].tolist() == list(range(start, start + length))
+
+
+def asked(**changes: Any) -> Any:
+    return build({"model_name_or_path": "embedded", "dataset_name": "embedded", **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "shape", "kernel"),
+    [
+        ({}, {}, "documents"),
+        ({"packing": False}, {}, "sdpa"),
+        ({"torch_compile": True}, {}, "sdpa"),
+        ({}, {"attn_logit_softcapping": 50.0}, "eager"),
+        ({"attn_implementation": "sdpa"}, {}, "sdpa"),
+        ({"attn_implementation": "eager"}, {"attn_logit_softcapping": 50.0}, "eager"),
+    ],
+)
+def test_the_choice_on_a_cpu(changes: dict[str, Any], shape: dict[str, Any], kernel: str) -> None:
+    assert choose(asked(**changes), SimpleNamespace(**{**vars(SHAPE), **shape}), CPU, torch.float32) == kernel
+
+
+@pytest.mark.parametrize(
+    ("changes", "shape", "reason"),
+    [
+        ({"attn_implementation": "varlen", "mixed_precision": "bf16"}, {}, "it needs an NVIDIA GPU; use auto"),
+        ({"attn_implementation": "flex"}, {}, "it needs an NVIDIA GPU"),
+        ({"attn_implementation": "documents"}, {"attn_logit_softcapping": 50.0}, "caps its attention scores"),
+        ({"attn_implementation": "sdpa"}, {"attn_logit_softcapping": 50.0}, "eager and flex can do alone"),
+    ],
+)
+def test_a_kernel_that_cannot_do_the_work_is_refused(
+    changes: dict[str, Any], shape: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"attn_implementation={changes['attn_implementation']}: .*{reason}"):
+        choose(asked(**changes), SimpleNamespace(**{**vars(SHAPE), **shape}), CPU, torch.float32)
+
+
+def test_half_precision_passes_the_trial() -> None:
+    assert choose(asked(mixed_precision="bf16"), SHAPE, CPU, torch.bfloat16) == "documents"
+
+
+def leaking(*inputs: Any, **rest: Any) -> Any:
+    """A kernel that looks across the borders of documents."""
+    kept, attention._current.layout = attention._current.layout, None
+    try:
+        return attention.sdpa(*inputs, **rest)
+    finally:
+        attention._current.layout = kept
+
+
+def test_a_kernel_with_wrong_results_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Control of the trial: it sees a leak, tells of it, and refuses the kernel to those who ask for it."""
+    monkeypatch.setattr(attention, "documents", leaking)
+    assert choose(asked(), SHAPE, CPU, torch.float32) == "sdpa"
+    assert "the attention kernel documents is not used: its results are off by" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="attn_implementation=documents: its results are off"):
+        choose(asked(attn_implementation="documents"), SHAPE, CPU, torch.float32)
+
+
+def test_a_kernel_that_fails_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing(*inputs: Any, **rest: Any) -> Any:
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr(attention, "documents", failing)
+    assert choose(asked(), SHAPE, CPU, torch.float32) == "sdpa"
+    assert "it fails on this device: no kernel image is available" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"attn_implementation": "varlen"}, "attn_implementation=varlen needs half precision, not mixed_precision=no"),
+        (
+            {"attn_implementation": "documents", "torch_compile": True},
+            "attn_implementation=documents has new shapes at each step",
+        ),
+    ],
+)
+def test_clashes_are_told_before_the_launch(changes: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        asked(**changes)
+
+
+def test_a_gpu_of_today_gets_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rules for a GPU; the trial that would run on it is stood in for."""
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(kernel_choice, "_wrong", lambda *inputs: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert choose(asked(mixed_precision="bf16"), SHAPE, gpu, torch.bfloat16) == "varlen"
+    assert choose(asked(), SHAPE, gpu, torch.float32) == "sdpa"
+    odd = SimpleNamespace(**{**vars(SHAPE), "head_dim": 20})
+    assert choose(asked(mixed_precision="bf16"), odd, gpu, torch.bfloat16) == "sdpa"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert choose(asked(mixed_precision="fp16"), SHAPE, gpu, torch.float16) == "sdpa"
