@@ -149,19 +149,11 @@ def fail(run: RunFolder, cause: str, launch: Launch, status: int, permanent: boo
 def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launch, console: Any) -> int:
     """Data, model, strategy, loop, export: one run on this rank. Returns the exit status."""
     main_rank = rank_of_environment() == 0
-    CLOCK.ended("imports")
     attempt = begin(config, strategy, run, launch) if main_rank else 0
-
-    # The data is tokenised before the ranks meet: a collective would time out while one of them works.
-    from trainers.data.prepare import load_tokenizer, prepare
-
-    tokenizer, data = load_tokenizer(config), prepare(config, "train")
-    eval_data = prepare(config, "eval") if config.has_evaluation() else None
-    plan = plan_training(config, data, strategy.data_parallel_size, tokenizer.pad_token_id)
-    CLOCK.ended("data")
 
     from trainers import build
     from trainers.checkpoint import base_digest, kept_buffers
+    from trainers.data.prepare import load_tokenizer, prepare
     from trainers.export import export_checkpoint, export_kind
     from trainers.heartbeat import Heartbeat
     from trainers.loop import Fit, Job
@@ -172,6 +164,12 @@ def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
     from trainers.self_check import compare, table
 
     CLOCK.ended("imports")
+    # The data is tokenised before the ranks meet: a collective would time out while one of them works.
+    tokenizer, data = load_tokenizer(config), prepare(config, "train")
+    eval_data = prepare(config, "eval") if config.has_evaluation() else None
+    plan = plan_training(config, data, strategy.data_parallel_size, tokenizer.pad_token_id)
+    CLOCK.ended("data")
+
     accelerator, ranks = build.accelerator(config, strategy, run)
     attempt = ranks.broadcast(attempt)
     CLOCK.ended("processes")
