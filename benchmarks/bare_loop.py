@@ -1,6 +1,6 @@
 """A page of plain PyTorch on a transformers model: what any training tool is held against.
 
-`torchrun benchmarks/bare_loop.py --model FOLDER --batches FILE --micro N --steps N --warm N --out FILE`
+`torchrun benchmarks/bare_loop.py --model FOLDER --batches FILE --micro N --steps N --warm N --rate R --out FILE`
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.rows import Batches
@@ -33,8 +34,59 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--warm", type=int, required=True)
     parser.add_argument("--rate", type=float, required=True)
+    parser.add_argument("--method", choices=("full", "lora", "qlora"), default="full")
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
+
+
+def device_here() -> torch.device:
+    """This rank's GPU, or the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def moment(device: torch.device) -> float:
+    """Seconds on a clock, once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def load_model(asked: argparse.Namespace) -> Any:
+    """The model to train, as Tunesmith has it: what is trained is fp32, a frozen base bf16 or quantised to 4 bits."""
+    dtype = torch.bfloat16 if asked.bf16 and asked.method != "full" else torch.float32
+    four_bits: dict[str, Any] = {}
+    if asked.method == "qlora":
+        nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
+        four_bits = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **nf4), "device_map": {"": 0}}
+    model = AutoModelForCausalLM.from_pretrained(asked.model, dtype=dtype, attn_implementation="sdpa", **four_bits)
+    if asked.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model if asked.method == "full" else with_adapters(model)
+
+
+def with_adapters(model: Any) -> Any:
+    """Tunesmith's default adapters, with its default seed."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(42)
+    return get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+def write_result(asked: argparse.Namespace, seconds: float, losses: torch.Tensor) -> None:
+    """What the program that started this one reads.
+
+    Args:
+        seconds: of the steps after the warm ones.
+        losses: first and last.
+    """
+    first, last = losses.tolist()
+    peak = torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_available() else None
+    asked.out.write_text(json.dumps({"seconds": seconds, "first_loss": first, "last_loss": last, "gpu_peak_mib": peak}))
 
 
 def collate(batches: Batches, rows: range) -> dict[str, torch.Tensor]:
@@ -51,43 +103,46 @@ def collate(batches: Batches, rows: range) -> dict[str, torch.Tensor]:
 
 def main() -> None:
     """Trains, and writes seconds of the steps after the warm ones, and the first and last loss."""
-    asked = arguments()
+    asked, device = arguments(), device_here()
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
-        dist.init_process_group("gloo")
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     batches = Batches.load(asked.batches)
-    model = AutoModelForCausalLM.from_pretrained(asked.model, dtype=torch.float32, attn_implementation="sdpa").train()
+    model = load_model(asked).to(device).train()
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False) if world > 1 else None
-    optimizer = torch.optim.AdamW(model.parameters(), lr=asked.rate, weight_decay=0.0, fused=True)
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=asked.rate, weight_decay=0.0, fused=True)
     size, losses, began = batches.global_batch_size, [], 0.0
     for step in range(asked.steps):
         if step == asked.warm:
-            began = time.perf_counter()
+            began = moment(device)
         starts = range(step * size + rank * asked.micro, (step + 1) * size, world * asked.micro)
         trained = sum(int(batches.row(row)[1].sum()) for row in range(step * size, (step + 1) * size))
-        total = torch.zeros(())
+        total = torch.zeros((), device=device)
         for start in starts:
-            micro = collate(batches, range(start, start + asked.micro))
+            found = collate(batches, range(start, start + asked.micro))
+            micro = {name: one.to(device, non_blocking=True) for name, one in found.items()}
             last = start == starts[-1]
+            half = torch.autocast(device.type, torch.bfloat16, enabled=asked.bf16)
             with ddp.no_sync() if ddp is not None and not last else contextlib.nullcontext():
                 # Without a mask transformers takes positions that start again for packed documents.
                 places = {"position_ids": micro["places"]} if asked.packed else {}
-                logits = (ddp or model)(input_ids=micro["ids"], use_cache=False, **places).logits[:, :-1].float()
-                labels = micro["labels"][:, 1:]
+                with half:
+                    logits = (ddp or model)(input_ids=micro["ids"], use_cache=False, **places).logits
+                logits, labels = logits[:, :-1].float(), micro["labels"][:, 1:]
                 loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
                 (loss * world / trained).backward()
             total += loss.detach() / trained
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total)
-    seconds = time.perf_counter() - began
+    seconds = moment(device) - began
     told = torch.stack([losses[0], losses[-1]])
     if world > 1:
         dist.all_reduce(told)
     if rank == 0:
-        first, last = told.tolist()
-        asked.out.write_text(json.dumps({"seconds": seconds, "first_loss": first, "last_loss": last}))
+        write_result(asked, seconds, told)
     if world > 1:
         del ddp
         dist.destroy_process_group()

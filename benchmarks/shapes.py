@@ -5,35 +5,77 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 from tests.launching import ROOT
 from trainers.embedded import BASE_DIR
 
-NAMES = ("embedded", "24M", "135M")
+ARCHITECTURES = {
+    "135M": "smollm2-135m", "qwen3-0.6b": "qwen3-0.6b", "qwen3-1.7b": "qwen3-1.7b", "llama-3.1-8b": "llama-3.1-8b",
+}  # fmt: skip
+NAMES = ("embedded", "24M", *ARCHITECTURES)
+TINY = "tiny-"
+"""Before a name: two narrow layers of that model, for a test."""
 _24M = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 6,
         "num_key_value_heads": 6, "head_dim": 64, "vocab_size": 8192}  # fmt: skip
+_TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 2048}  # fmt: skip
 
 
 def model_folder(name: str, folder: Path) -> Path:
-    """A model that any tool loads: the embedded one, one of 24M parameters, or SmolLM2-135M's shape.
+    """A model that any tool loads: the embedded one, one of 24M parameters, or a real shape.
+
+    Weights are fp32, in models of more than half a billion parameters bf16.
 
     Args:
+        name: one of `NAMES`, or `TINY` and one of `ARCHITECTURES`.
         folder: where it is made, once.
     """
     if name == "embedded":
         return BASE_DIR
     made = folder / name
-    if made.exists():
-        return made
+    if not made.exists():
+        unfinished = folder / f"{name}.unfinished"
+        shutil.copytree(BASE_DIR, unfinished, ignore=shutil.ignore_patterns("model.safetensors"))
+        (unfinished / "config.json").write_text(json.dumps(_config(name)))
+        _write_weights(unfinished)
+        unfinished.rename(made)
+    return made
+
+
+def _config(name: str) -> dict[str, Any]:
+    if name == "24M":
+        return {**json.loads((BASE_DIR / "config.json").read_text()), **_24M}
+    stem = ARCHITECTURES[name.removeprefix(TINY)]
+    shape = json.loads((ROOT / "tests/unit/architectures" / f"{stem}.json").read_text())["config"]
+    classes = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+    tiny = _TINY if name.startswith(TINY) else {}
+    return {**shape, **tiny, "architectures": [classes[shape["model_type"]]]}
+
+
+def empty_model(folder: Path) -> Any:
+    """The folder's model, without memory for its weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    base = json.loads((BASE_DIR / "config.json").read_text())
-    smol = json.loads((ROOT / "tests/unit/architectures/smollm2-135m.json").read_text())["config"]
-    shutil.copytree(BASE_DIR, made)
-    (made / "model.safetensors").unlink()
-    config = {**base, **_24M} if name == "24M" else {**smol, "architectures": ["LlamaForCausalLM"]}
-    (made / "config.json").write_text(json.dumps(config))
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(made), dtype=torch.float32).save_pretrained(made)
-    return made
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+
+
+def _write_weights(folder: Path) -> None:
+    """Random matrices, norms of one, biases of zero, drawn on the GPU where there is one: on a CPU 8B take minutes."""
+    import torch
+    from safetensors.torch import save_file
+
+    model = empty_model(folder)
+    dtype = torch.bfloat16 if model.num_parameters() > 500_000_000 else torch.float32
+    generator = torch.Generator("cuda" if torch.cuda.is_available() else "cpu").manual_seed(0)
+    weights = {}
+    for name, shape in ((name, weight.shape) for name, weight in model.named_parameters()):  # a tied one comes once
+        drawn = torch.empty(shape, dtype=dtype, device=generator.device)
+        if len(shape) > 1:
+            drawn.normal_(0.0, model.config.initializer_range, generator=generator)
+        else:
+            drawn.fill_(0.0 if name.endswith("bias") else 1.0)
+        weights[name] = drawn.cpu()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})

@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.bare_loop import arguments
+from benchmarks.bare_loop import arguments, device_here, load_model, moment, write_result
 from benchmarks.rows import Batches
 
 
 class Clock(TrainerCallback):
     """Seconds of the steps after the warm ones."""
 
-    def __init__(self, warm: int):
-        self.warm, self.began, self.seconds = warm, 0.0, 0.0
+    def __init__(self, warm: int, last: int, device: torch.device):
+        self.warm, self.last, self.device = warm, last, device
+        self.began = self.seconds = 0.0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Called by the trainer after each optimizer step."""
         if state.global_step == self.warm:
-            self.began = time.perf_counter()
-        self.seconds = time.perf_counter() - self.began
+            self.began = moment(self.device)
+        if state.global_step == self.last:
+            self.seconds = moment(self.device) - self.began
 
 
 class Timed(SFTTrainer):
@@ -48,7 +48,7 @@ class Timed(SFTTrainer):
 
 def main() -> None:
     """Trains, and writes seconds of the steps after the warm ones, and the first and last loss."""
-    asked = arguments()
+    asked, device = arguments(), device_here()
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     batches = Batches.load(asked.batches)
     found = [batches.row(row) for row in range(asked.steps * batches.global_batch_size)]
@@ -59,16 +59,18 @@ def main() -> None:
         config = SFTConfig(
             output_dir=folder, max_steps=asked.steps, per_device_train_batch_size=asked.micro,
             gradient_accumulation_steps=accumulation, learning_rate=asked.rate, lr_scheduler_type="constant",
-            weight_decay=0.0, max_grad_norm=1.0, optim="adamw_torch_fused", use_cpu=True, bf16=False,
-            gradient_checkpointing=False, dataloader_pin_memory=False, train_sampling_strategy="sequential",
+            weight_decay=0.0, max_grad_norm=1.0, optim="adamw_torch_fused", bf16=asked.bf16,
+            use_cpu=device.type == "cpu", gradient_checkpointing=asked.checkpointing,
+            gradient_checkpointing_kwargs={"use_reentrant": False}, dataloader_pin_memory=device.type == "cuda",
+            train_sampling_strategy="sequential",
             max_length=batches.longest(), dataset_kwargs={"skip_prepare_dataset": True}, logging_steps=10,
             save_strategy="no", report_to="none", disable_tqdm=True, ddp_find_unused_parameters=False,
             ddp_broadcast_buffers=False,
         )  # fmt: skip
-        clock = Clock(asked.warm)
+        clock = Clock(asked.warm, asked.steps, device)
         trainer = Timed(
-            model=AutoModelForCausalLM.from_pretrained(asked.model, dtype=torch.float32, attn_implementation="sdpa"),
-            args=config, processing_class=AutoTokenizer.from_pretrained(asked.model), callbacks=[clock],
+            model=load_model(asked), args=config, callbacks=[clock],
+            processing_class=AutoTokenizer.from_pretrained(asked.model),
             train_dataset=Dataset.from_dict({"input_ids": [ids.tolist() for ids, _, _ in found], "labels": labels}),
         )  # fmt: skip
         trainer.losses = []
@@ -78,8 +80,7 @@ def main() -> None:
         dist.all_reduce(told)
         told /= world  # each rank's was scaled up for the average over them
     if rank == 0:
-        first, last = told.tolist()
-        asked.out.write_text(json.dumps({"seconds": clock.seconds, "first_loss": first, "last_loss": last}))
+        write_result(asked, clock.seconds, told)
 
 
 if __name__ == "__main__":

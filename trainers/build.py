@@ -11,9 +11,8 @@ from typing import Any, TextIO
 
 import torch
 from accelerate import Accelerator, DDPCommunicationHookType, DistributedDataParallelKwargs, InitProcessGroupKwargs
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, set_seed
 from tqdm import tqdm
-from transformers import set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.utils import logging
 

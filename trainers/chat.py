@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import set_seed
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import GenerationConfig, StoppingCriteria, TextIteratorStreamer, set_seed
+from transformers import GenerationConfig, StoppingCriteria, TextIteratorStreamer
 
 from trainers.checkpoint import base_digest, load_weights
 from trainers.config import ConfigError, TrainConfig

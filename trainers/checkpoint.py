@@ -21,10 +21,10 @@ from threading import Thread
 from typing import Any
 
 import torch
+from accelerate.utils import set_seed
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
-from transformers import set_seed
 
 from trainers.differences import FORCE, changed_options, changed_versions, refusals
 from trainers.errors import TrainingError

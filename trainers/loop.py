@@ -50,6 +50,7 @@ from trainers.parallel.backend import Backend, set_rate
 from trainers.parallel.ranks import Ranks
 from trainers.run_folder import RunFolder
 from trainers.schedule import learning_rate
+from trainers.start_clock import StartClock
 from trainers.startup import end_with_launcher
 
 SAVE_PATIENCE = 0.5
@@ -71,6 +72,7 @@ class Job:
         report: called on rank 0 with changes of the run's state (`step=…`, `state=…`).
         show: called on rank 0 with each metrics row, for progress bar and trackers.
         launcher: process id of this rank's parent, without which it must not go on.
+        clock: of the start, which ends with the first step.
         pace: this rank's own speed.
     """
 
@@ -89,6 +91,7 @@ class Job:
     report: Callable[..., None]
     show: Callable[[dict[str, Any]], None]
     launcher: int
+    clock: StartClock
     pace: Pace
 
 
@@ -229,6 +232,7 @@ class Fit:
         self.peak = peak * job.ranks.world if peak else None
         if resumed_from is not None:
             self._take_up(resumed_from)
+            job.clock.ended("resume")
 
     def _take_up(self, folder: Path) -> None:
         """What a loaded checkpoint means besides its weights."""
@@ -265,6 +269,7 @@ class Fit:
         job.report(state="running", step=self.progress.step, total_steps=plan.total_steps)
         if job.config.eval_on_start and job.eval_rows is not None and self.progress.step == 0:
             self._evaluate()
+            job.clock.ended("evaluation")
         batches = plan.batches(job.ranks.rank, self.progress.step)
         self.window.reset()
         for step in range(self.progress.step, plan.total_steps):
@@ -279,6 +284,7 @@ class Fit:
                 self._pass_by(step)
                 continue
             result = train_step(job, batch, step, requests)
+            job.clock.first_step_ended(tells=job.ranks.is_main)
             self._after_step(batch, result)
             if result.stop:
                 batches.close()

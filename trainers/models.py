@@ -11,8 +11,9 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from accelerate.utils import set_seed
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from trainers.attention import KERNELS
 from trainers.config import EMBEDDED, ConfigError, TrainConfig

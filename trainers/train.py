@@ -18,6 +18,10 @@ from typing import Any
 # Run as a file, Python puts trainers/ first on the path; the folder above it is the one that holds the packages.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from trainers.start_clock import StartClock
+
+CLOCK = StartClock()  # before the other imports, which take most of a start
+
 from trainers.config import ConfigError, TrainConfig, absolute_paths, ignored_choices
 from trainers.device_locks import Held, Holder, local_need, take_now
 from trainers.differences import changes_since_save
@@ -147,15 +151,9 @@ def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
     main_rank = rank_of_environment() == 0
     attempt = begin(config, strategy, run, launch) if main_rank else 0
 
-    # The data is tokenised before the ranks meet: a collective would time out while one of them works.
-    from trainers.data.prepare import load_tokenizer, prepare
-
-    tokenizer, data = load_tokenizer(config), prepare(config, "train")
-    eval_data = prepare(config, "eval") if config.has_evaluation() else None
-    plan = plan_training(config, data, strategy.data_parallel_size, tokenizer.pad_token_id)
-
     from trainers import build
     from trainers.checkpoint import base_digest, kept_buffers
+    from trainers.data.prepare import load_tokenizer, prepare
     from trainers.export import export_checkpoint, export_kind
     from trainers.heartbeat import Heartbeat
     from trainers.loop import Fit, Job
@@ -165,8 +163,16 @@ def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
     from trainers.self_check import check as check_asked
     from trainers.self_check import compare, table
 
+    CLOCK.ended("imports")
+    # The data is tokenised before the ranks meet: a collective would time out while one of them works.
+    tokenizer, data = load_tokenizer(config), prepare(config, "train")
+    eval_data = prepare(config, "eval") if config.has_evaluation() else None
+    plan = plan_training(config, data, strategy.data_parallel_size, tokenizer.pad_token_id)
+    CLOCK.ended("data")
+
     accelerator, ranks = build.accelerator(config, strategy, run)
     attempt = ranks.broadcast(attempt)
+    CLOCK.ended("processes")
     loss = build.module(config, main_rank)
     base = ranks.broadcast(base_digest(loss.model) if main_rank else "")  # the others may have read no weights
     checkpoints = build.checkpoints(config, strategy, run, ranks, data.fingerprint, base, attempt)
@@ -174,6 +180,7 @@ def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
     progress = checkpoints.load(folder, loss.model) if folder else Progress()
     progress.passed_over = ranks.broadcast(sorted({*progress.passed_over, *run.read_passed_over()}))
     buffers, memory = kept_buffers(loss.model), memory_gib(ranks.device)
+    CLOCK.ended("model")
     backend, census = build.backend(config, strategy, accelerator, ranks, loss)
     lines = compare(strategy, config, accelerator, backend, loss, census)
     by_rank = ranks.gather((memory, memory_gib(ranks.device)))
@@ -181,6 +188,7 @@ def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
         print(f"run {run.path}\n{table(lines, ranks, backend, census, by_rank)}\n{describe_plan(plan)}")
         print("\n".join([*data.report.lines(), *warnings(config, strategy, launch.supervised)]), flush=True)
     check_asked(lines, ranks)
+    CLOCK.ended("wrap")
 
     processes = [launch.launcher, *ranks.gather(Process.of("rank", ranks.rank))]
     reporter = build.Reporter(run, accelerator, config, main_rank, console, processes)
@@ -200,6 +208,7 @@ def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
         report=reporter.state,
         show=reporter.row,
         launcher=launch.parent,
+        clock=CLOCK,
         pace=Pace(ranks.device, strategy.distributed_type in ("NO", "MULTI_GPU", "MULTI_CPU")),
     )
     with contextlib.closing(job.heartbeat):

@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 
 from benchmarks import data, throughput
+from benchmarks.contenders import Bench, Broke, Case, Measured
 from benchmarks.rows import Batches, batches_of, write_chat
 from trainers.config import TrainConfig
 
 
 def test_all_contenders_do_equal_work(tmp_path: Path) -> None:
     """Tunesmith, a bare loop and TRL have the same losses on the same rows, packed ones apart."""
-    bench = throughput.Bench(tmp_path)
+    bench = Bench(tmp_path)
     for packing in (False, True):
-        case = throughput.Case("embedded", packing, 1, warm=1, timed=2, global_batch=4, micro=2)
+        case = Case("embedded", packing, 1, warm=1, timed=2, global_batch=4, micro=2)
         found = throughput.measure(bench, case, repeats=1)
         assert set(found["tools"]) == ({"tunesmith", "bare"} if packing else {"tunesmith", "bare", "trl"})
         assert all(run["tokens_per_second"] > 0 and run["peak_mib"] > 100 for run in found["tools"].values())
@@ -26,10 +27,10 @@ def test_all_contenders_do_equal_work(tmp_path: Path) -> None:
 
 
 def test_other_work_is_no_comparison() -> None:
-    case = throughput.Case("embedded", False, 1, warm=1, timed=2)
-    own = throughput.Measured(100.0, 500.0, first_loss=3.0, last_loss=2.0)
+    case = Case("embedded", False, 1, warm=1, timed=2)
+    own = Measured(100.0, 500.0, first_loss=3.0, last_loss=2.0)
     throughput.check_equal_work(case, {"tunesmith": own, "bare": replace(own, last_loss=2.00001)})
-    with pytest.raises(SystemExit, match=r"bare has loss 2\.001000 where tunesmith has 2\.000000"):
+    with pytest.raises(Broke, match=r"bare has loss 2\.001000 where tunesmith has 2\.000000"):
         throughput.check_equal_work(case, {"tunesmith": own, "bare": replace(own, last_loss=2.001)})
 
 

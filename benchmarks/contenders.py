@@ -1,0 +1,245 @@
+"""Tunesmith, a bare PyTorch loop and TRL on the same weights and rows: each run is a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.rows import Batches, batches_of, write_chat
+from benchmarks.shapes import model_folder
+from tests.launching import ROOT, SCRIPT, environment, flags
+from trainers.config import TrainConfig
+from trainers.gpus import gpu_count
+from trainers.run_folder import RunFolder
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
+_SPARE_STEPS = 1000
+"""More than are measured: a run is stopped once it was, and saves and exports nothing."""
+
+
+class Broke(RuntimeError):
+    """A run that did not come to a good end.
+
+    Args:
+        cause: one line.
+        output: the last of what it printed.
+    """
+
+    def __init__(self, cause: str, output: str = ""):
+        self.cause = cause
+        super().__init__(f"{cause}\n{output}".strip())
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained.
+
+    Args:
+        model: one of `benchmarks.shapes.NAMES`.
+        warm: steps before the clock starts.
+        timed: steps after them.
+    """
+
+    model: str
+    packing: bool
+    processes: int
+    warm: int
+    timed: int
+    micro: int = 8
+    global_batch: int = 16
+    max_length: int = 512
+    method: str = "full"
+    precision: str = "no"
+    checkpointing: bool = False
+    compiled: bool = False
+    rate: float = 1e-3
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        words = [self.model, *([self.method] if self.method != "full" else []), self.rows]
+        words += [self.precision] if self.precision != "no" else []
+        words += ["checkpointing"] * self.checkpointing + ["compiled"] * self.compiled
+        return ", ".join([*words, f"{self.processes} process(es)"])
+
+    @property
+    def rows(self) -> str:
+        """What a row is."""
+        return "packed" if self.packing else "unpacked"
+
+    @property
+    def steps(self) -> int:
+        """All of them."""
+        return self.warm + self.timed
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run: tokens per second after the warm steps, peak memory, first and last loss.
+
+    `peak_mib` is what PyTorch held at most on the GPU; without one, the resident memory of the largest process.
+    """
+
+    tokens_per_second: float
+    peak_mib: float
+    first_loss: float
+    last_loss: float
+
+
+class Bench:
+    """Runs contenders on cases, in a folder of its own.
+
+    Args:
+        folder: an empty one.
+        deadline: of `time.monotonic()`, after which what runs is ended; None for no limit.
+    """
+
+    def __init__(self, folder: Path, deadline: float | None = None):
+        self.folder, self.deadline, self.number = folder, deadline, 0
+        self.data = write_chat(folder / "train.jsonl", 4000, seed=1)
+
+    def options(self, case: Case) -> dict[str, Any]:
+        """Tunesmith's options for a case."""
+        return {
+            "model_name_or_path": str(model_folder(case.model, self.folder)), "dataset_name": str(self.data),
+            "method": case.method, "max_length": case.max_length, "packing": case.packing,
+            "global_batch_size": case.global_batch, "per_device_train_batch_size": case.micro,
+            "learning_rate": case.rate, "lr_scheduler_type": "constant", "max_steps": case.steps, "save_steps": 0,
+            "mixed_precision": case.precision, "gradient_checkpointing": case.checkpointing,
+            "torch_compile": case.compiled, "logging_steps": math.gcd(case.warm, case.timed),
+            "cache_dir": str(self.folder / "cache"),
+        }  # fmt: skip
+
+    def batches(self, case: Case) -> Path:
+        """The case's batches as a file."""
+        shape = (case.packing, case.global_batch, case.micro, case.max_length, case.steps)
+        path = self.folder / f"{case.model}-{'-'.join(map(str, shape))}.npz"
+        return path if path.exists() else batches_of(TrainConfig(**self.options(case))).save(path)
+
+    def run(self, case: Case, tool: str) -> Measured:
+        """One contender, once.
+
+        Raises:
+            Broke: when it fails, or the time is up.
+        """
+        batches, output = self.batches(case), self.output()
+        seconds, peak, losses = (self._tunesmith if tool == "tunesmith" else self._other)(case, tool, batches, output)
+        return Measured(Batches.load(batches).tokens(case.warm, case.steps) / seconds, peak, *losses)
+
+    def output(self) -> Path:
+        """A path that no run has used."""
+        self.number += 1
+        return self.folder / f"{self.number:03d}"
+
+    def other_words(self, case: Case, tool: str, batches: Path, output: Path, torchrun: bool) -> list[Any]:
+        """Python's arguments for the bare loop or TRL, started by `torchrun` or as a plain script."""
+        script = ROOT / "benchmarks" / {"bare": "bare_loop.py", "trl": "trl_sft.py"}[tool]
+        options = {"model": model_folder(case.model, self.folder), "batches": batches, "micro": case.micro,
+                   "steps": case.steps, "warm": case.warm, "rate": case.rate, "method": case.method,
+                   "out": output}  # fmt: skip
+        asked = {"--packed": case.packing, "--bf16": case.precision == "bf16", "--checkpointing": case.checkpointing}
+        switches = [word for word, wanted in asked.items() if wanted]
+        return [*([*TORCHRUN, case.processes] if torchrun else []), script, *flags(options), *switches]
+
+    def wait(self, words: list[Any], processes: int, output: Path, on_line: Callable[[str], None] | None = None) -> int:
+        """Runs python with these words to a good end; KiB of memory of its largest process.
+
+        Args:
+            on_line: called with each line that it prints.
+
+        Raises:
+            Broke: when it fails, or the time is up.
+        """
+        left = None if self.deadline is None else self.deadline - time.monotonic()
+        if left is not None and left <= 0:
+            raise Broke("no time left")
+        env = environment(OMP_NUM_THREADS=str(max(1, (os.cpu_count() or 1) // processes)))
+        process = subprocess.Popen(
+            [sys.executable, *map(str, words)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            encoding="utf-8", errors="replace",
+        )  # fmt: skip
+        assert process.stdout is not None
+        late = threading.Event()
+        timer = threading.Timer(left or 0, _end, [process.pid, late])
+        if left is not None:
+            timer.start()
+        printed = []
+        for line in process.stdout:
+            printed.append(line)
+            if on_line is not None:
+                on_line(line)
+        _, status, usage = os.wait4(process.pid, 0)
+        timer.cancel()
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if late.is_set():
+            raise Broke("cut off when the time was up")
+        if process.returncode != 0:
+            text = "".join(printed)
+            raise Broke(cause_of(text, process.returncode), text[-3000:])
+        return usage.ru_maxrss
+
+    def _tunesmith(self, case: Case, tool: str, batches: Path, output: Path) -> tuple[float, float, list[float]]:
+        strategy, run = "single" if case.processes == 1 else "ddp", RunFolder(output)
+        words = ["-m", "accelerate.commands.launch", "--config_file", ROOT / "accelerate_configs" / f"{strategy}.yaml"]
+        words += ["--num_processes", case.processes, "--main_process_port", 0] if case.processes > 1 else []
+        options = {**self.options(case), "max_steps": case.steps + _SPARE_STEPS, "output_dir": output}
+
+        def stop(line: str) -> None:
+            if line.startswith(f"step {case.steps} "):
+                run.ask_stop(save=False)
+
+        resident = self.wait([*words, SCRIPT, *flags(options)], case.processes, output, stop) / 1024
+        rows = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+        losses = {row["step"]: row["loss"] for row in rows if "loss" in row}
+        held = max(row["memory_gib"] for row in rows if "memory_gib" in row) * 1024
+        ended: dict[int, datetime] = {}
+        for line in run.log.read_text().splitlines():
+            stamp, _, rest = line.partition(" [rank 0] step ")
+            if rest:
+                ended.setdefault(int(rest.split()[0]), datetime.fromisoformat(stamp))
+        shutil.rmtree(output)
+        seconds = (ended[case.steps] - ended[case.warm]).total_seconds()
+        return seconds, held if gpu_count() else resident, [losses[1], losses[case.steps]]
+
+    def _other(self, case: Case, tool: str, batches: Path, output: Path) -> tuple[float, float, list[float]]:
+        words = self.other_words(case, tool, batches, output, torchrun=case.processes > 1)
+        resident = self.wait(words, case.processes, output) / 1024
+        found = json.loads(output.read_text())
+        return found["seconds"], found["gpu_peak_mib"] or resident, [found["first_loss"], found["last_loss"]]
+
+
+def cause_of(text: str, status: int) -> str:
+    """One line for a run that failed, from what it printed."""
+    if re.search(r"OutOfMemoryError|out of memory", text):
+        return "out of memory"
+    if missing := re.search(r"^(?:\w+\.)?ModuleNotFoundError: No module named '([\w.]+)'", text, re.MULTILINE):
+        return f"needs {missing[1]}, which is not installed"
+    last = [line.strip() for line in text.splitlines() if line.strip()]
+    return f"exit status {status}: {last[-1][:200] if last else 'it printed nothing'}"
+
+
+def _end(pid: int, late: threading.Event) -> None:
+    """Ends a process and all that it started, in whatever session."""
+    late.set()
+    try:
+        family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return
+    for one in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
