@@ -53,6 +53,7 @@ class Case:
         model: one of `benchmarks.shapes.NAMES`.
         warm: steps before the clock starts.
         timed: steps after them.
+        grouped: rows of like length in one global batch, where they are not packed.
     """
 
     model: str
@@ -68,6 +69,7 @@ class Case:
     checkpointing: bool = False
     compiled: bool = False
     rate: float = 1e-3
+    grouped: bool = True
 
     @property
     def name(self) -> str:
@@ -80,7 +82,7 @@ class Case:
     @property
     def rows(self) -> str:
         """What a row is."""
-        return "packed" if self.packing else "unpacked"
+        return "packed" if self.packing else "unpacked" if self.grouped else "unpacked in random order"
 
     @property
     def steps(self) -> int:
@@ -118,6 +120,7 @@ class Bench:
         return {
             "model_name_or_path": str(model_folder(case.model, self.folder)), "dataset_name": str(self.data),
             "method": case.method, "max_length": case.max_length, "packing": case.packing,
+            "group_by_length": case.grouped,
             "global_batch_size": case.global_batch, "per_device_train_batch_size": case.micro,
             "learning_rate": case.rate, "lr_scheduler_type": "constant", "max_steps": case.steps, "save_steps": 0,
             "mixed_precision": case.precision, "gradient_checkpointing": case.checkpointing,
@@ -127,7 +130,7 @@ class Bench:
 
     def batches(self, case: Case) -> Path:
         """The case's batches as a file."""
-        shape = (case.packing, case.global_batch, case.micro, case.max_length, case.steps)
+        shape = (case.packing, case.grouped, case.global_batch, case.micro, case.max_length, case.steps)
         path = self.folder / f"{case.model}-{'-'.join(map(str, shape))}.npz"
         return path if path.exists() else batches_of(TrainConfig(**self.options(case))).save(path)
 

@@ -197,6 +197,8 @@ class TrainConfig(BaseModel):
     """Dtype of matrix products (fp8: bf16 beside linear layers); trained weights, norms, softmax, loss stay fp32."""
     gradient_checkpointing: bool = _option("precision", False)
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    selective_checkpointing: bool = _option("precision", False)
+    """With gradient_checkpointing, keep results of matrix products and attention and recompute only the cheap rest."""
     torch_compile: bool = _option("precision", False)
     """Compile the decoder blocks; pays off on GPUs with packed rows."""
     tf32: bool = _option("precision", False)
@@ -446,6 +448,8 @@ def ignored_choices(config: TrainConfig) -> list[str]:
     if not config.has_evaluation():
         asked = sorted({"eval_steps", "eval_on_start", "max_eval_samples"} & changed)
         idle += [f"{name} is ignored: there is no evaluation data" for name in asked]
+    if config.selective_checkpointing and not config.gradient_checkpointing:
+        idle.append("selective_checkpointing is ignored: gradient_checkpointing is off")
     if config.min_lr_ratio and config.lr_scheduler_type in ("constant", "inverse_sqrt"):
         idle.append(f"min_lr_ratio={config.min_lr_ratio} is ignored: lr_scheduler_type={config.lr_scheduler_type}")
     if config.early_stopping_threshold and config.early_stopping_patience is None:

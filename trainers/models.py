@@ -8,11 +8,13 @@ from __future__ import annotations
 import logging
 import os
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate.utils import set_seed
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from trainers.attention import KERNELS
@@ -199,8 +201,18 @@ def build_model(config: TrainConfig) -> nn.Module:
     """
     base = load_base(config)
     if config.gradient_checkpointing:
-        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        choices: dict[str, Any] = {"use_reentrant": False}
+        if config.selective_checkpointing:
+            choices["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=choices)
     return base if config.method == "full" else add_adapters(base, config)
+
+
+def _keep_products(context: Any, operation: Any, *inputs: Any, **rest: Any) -> CheckpointPolicy:
+    """Matrix products and attention are dear to repeat; what lies between them is not."""
+    name = operation.name().partition(".")[0].rpartition("::")[2]
+    dear = name in ("mm", "addmm", "bmm", "baddbmm", "linear", "_varlen_attn", "_scaled_mm") or "dot_product" in name
+    return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def add_adapters(base: PreTrainedModel, config: TrainConfig) -> nn.Module:

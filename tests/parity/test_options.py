@@ -22,13 +22,18 @@ def difference(one: Finished, other: Finished) -> float:
     return max(abs(a - b) for a, b in pairs)
 
 
-CHOICES = [(option, method) for option in ("gradient_checkpointing", "eager attention") for method in ("lora", "full")]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "gradient_checkpointing": {"gradient_checkpointing": True},
+    "selective checkpointing": {"gradient_checkpointing": True, "selective_checkpointing": True},
+    "eager attention": {"attn_implementation": "eager"},
+    "masked attention": {"attn_implementation": "sdpa"},
+}
+CHOICES = [(option, method) for option in OPTIONS for method in ("lora", "full")]
 
 
 @pytest.mark.parametrize(("option", "method"), mostly_long(CHOICES, []))
 def test_the_curve_stays(option: str, method: str) -> None:
-    changes: dict[str, Any] = {"attn_implementation": "eager"} if option == "eager attention" else {option: True}
-    assert curve(run(1, method, True, **changes)).agrees(curve(run(1, method, True)))
+    assert curve(run(1, method, True, **OPTIONS[option])).agrees(curve(run(1, method, True)))
 
 
 @long
