@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import set_seed
 from torch import nn
@@ -167,7 +168,7 @@ def probe_attention(wrapped: nn.Module, base: PreTrainedModel, packing: bool, de
     ids = (place + 1) % base.config.get_text_config().vocab_size
     for row, changed in enumerate((half, size - 1, half - 1), start=1):
         ids[row, changed] = (ids[row, changed] + 7) % base.config.get_text_config().vocab_size
-    documents = DocumentLayout.of((place >= half).long().cpu().numpy()).to(device) if packing else None
+    documents = DocumentLayout.of(np.arange(0, 4 * size + 1, half), 4).to(device) if packing else None
     seen: list[torch.Tensor] = []
     hook = base.get_decoder().register_forward_hook(lambda module, inputs, output: seen.append(output[0].float()))
     wrapped.eval()

@@ -106,15 +106,14 @@ def test_packed_rows_restart_positions_and_predict_only_within_a_document() -> N
     one = plan([10, 20, 30, 7, 50, 64, 3, 9, 12, 40, 33, 21] * 2, 1, packing=True, global_batch_size=2)
     for micro in one.batch(0, 0).micro:
         assert micro.documents is not None
-        flat, place, number = (
-            micro.input_ids.reshape(-1),
-            micro.position_ids.reshape(-1),
-            micro.documents.ids.reshape(-1),
-        )
+        flat, place = micro.input_ids.reshape(-1), micro.position_ids.reshape(-1)
         assert torch.equal(flat[micro.positions + 1], micro.labels)
         assert torch.equal(flat[micro.positions] // 1000, micro.labels // 1000)
-        real = number >= 0
+        real = flat > 0
         assert torch.equal(place[real], flat[real] % 1000)
+        borders = micro.documents.borders
+        assert set(place[borders[:-1].long()].tolist()) == {0}
+        assert len(borders) - 1 == int((place == 0).sum()), "every document, and the padding of each row, is one"
 
 
 def test_data_smaller_than_a_global_batch_is_refused_with_the_way_out() -> None:

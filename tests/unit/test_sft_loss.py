@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
@@ -50,11 +51,10 @@ def tiny_model(family: str, kernel: str) -> torch.nn.Module:
 def packed_inputs(documents: list[list[int]]) -> dict[str, Any]:
     ids = torch.tensor([[token for one in documents for token in one]])
     place = torch.tensor([[index for one in documents for index in range(len(one))]])
-    number = torch.tensor([[index for index, one in enumerate(documents) for _ in one]])
-    starts = [sum(len(one) for one in documents[:index]) for index in range(len(documents))]
-    positions = [start + index for start, one in zip(starts, documents, strict=True) for index in range(len(one) - 1)]
+    starts = [sum(len(one) for one in documents[:index]) for index in range(len(documents) + 1)]
+    positions = [start + index for start, one in zip(starts, documents, strict=False) for index in range(len(one) - 1)]
     chosen = torch.tensor(positions)
-    return {"input_ids": ids, "position_ids": place, "documents": DocumentLayout.of(number.numpy()),
+    return {"input_ids": ids, "position_ids": place, "documents": DocumentLayout.of(np.array(starts), 1),
             "positions": chosen, "labels": ids[0, chosen + 1]}  # fmt: skip
 
 

@@ -120,24 +120,26 @@ class Rows:
         """The tensors of some rows; without any, one row of weight zero, so that every rank does as many passes."""
         import torch
 
-        longest = int(self.lengths[rows].max()) if len(rows) else 1
-        shape = (max(len(rows), 1), self.fixed_length or longest)
-        ids = np.full(shape, self.pad_token_id, dtype=np.int64)
-        place = np.zeros(shape, dtype=np.int64)
-        document = np.full(shape, -1, dtype=np.int64)
-        trained = np.zeros(shape, dtype=bool)
-        for line, row in enumerate(rows):
-            start = 0
-            for number, member in enumerate(self.members[self.offsets[row] : self.offsets[row + 1]]):
+        count, longest = max(len(rows), 1), int(self.lengths[rows].max()) if len(rows) else 1
+        width = self.fixed_length or longest
+        ids = np.full(count * width, self.pad_token_id, dtype=np.int64)
+        trained = np.zeros(count * width, dtype=bool)
+        borders = []
+        for line in range(count):
+            end = line * width
+            for member in self.members[self.offsets[rows[line]] : self.offsets[rows[line] + 1]] if len(rows) else ():
                 tokens, mask = self.documents.document(int(member))
-                end = start + len(tokens)
-                ids[line, start:end], place[line, start:end] = tokens, np.arange(len(tokens))
-                document[line, start:end], trained[line, start + 1 : end] = number, mask[1:]
-                start = end
+                start, end = end, end + len(tokens)
+                ids[start:end], trained[start + 1 : end] = tokens, mask[1:]
+                borders.append(start)
+            if end < (line + 1) * width:  # the padding is a document of its own
+                borders.append(end)
+        starts = np.array([*borders, count * width])
+        place = np.arange(count * width) - np.repeat(starts[:-1], np.diff(starts))
         flat = np.flatnonzero(trained)
-        parts = (ids, place, flat - 1, ids.reshape(-1)[flat])
+        parts = (ids.reshape(count, width), place.reshape(count, width), flat - 1, ids[flat])
         ids_t, place_t, positions, labels = (torch.from_numpy(part) for part in parts)
-        documents = DocumentLayout.of(document) if self.packing else None
+        documents = DocumentLayout.of(starts, count) if self.packing else None
         real = int(self.lengths[rows].sum()) if len(rows) else 0
         return MicroBatch(ids_t, place_t, documents, positions, labels, real, ids.size)
 

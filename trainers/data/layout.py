@@ -30,18 +30,15 @@ class DocumentLayout:
     buckets: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, ids: np.ndarray) -> DocumentLayout:
-        """The layout of `[batch, sequence]` document numbers; those of a document stand together in one row."""
+    def of(cls, borders: np.ndarray, rows: int) -> DocumentLayout:
+        """The layout of documents that fill `rows` rows of one length; no document goes on in the next row."""
         import torch
 
-        new = np.ones(ids.shape, dtype=bool)
-        new[:, 1:] = ids[:, 1:] != ids[:, :-1]
-        borders = np.append(np.flatnonzero(new), ids.size)
         lengths = np.diff(borders)
         slots, buckets = _buckets(lengths)
-        tensors = (torch.from_numpy(part) for part in (ids, borders.astype(np.int32), slots))
-        ids_t, borders_t, slots_t = tensors
-        return cls(ids_t, borders_t, int(lengths.max()), slots_t, buckets)
+        ids = np.repeat(np.arange(len(lengths)), lengths).reshape(rows, -1)
+        tensors = [torch.from_numpy(part) for part in (ids, borders.astype(np.int32), slots)]
+        return cls(tensors[0], tensors[1], int(lengths.max()), tensors[2], buckets)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> DocumentLayout:
         """The same with its tensors there."""
@@ -60,13 +57,15 @@ def _buckets(lengths: np.ndarray) -> tuple[np.ndarray, tuple[tuple[int, int], ..
     Returns:
         `[tokens]` slot of each token, and documents and width of each group.
     """
-    kind = np.ceil(np.log2(lengths)).astype(np.int64)
-    first_slot, buckets, used = np.empty(len(lengths), dtype=np.int64), [], 0
-    for one in np.unique(kind):
-        members = np.flatnonzero(kind == one)
-        width = max(2, int(lengths[members].max()))  # one query alone is what kernels take for generating
-        first_slot[members] = used + width * np.arange(len(members))
+    sizes, groups = lengths.tolist(), dict[int, list[int]]()  # tens of them: lists are quicker than arrays
+    for document, size in enumerate(sizes):
+        groups.setdefault((size - 1).bit_length(), []).append(document)
+    first_slot, buckets, used = [0] * len(sizes), [], 0
+    for _, members in sorted(groups.items()):
+        width = max(2, *(sizes[one] for one in members))  # one query alone is what kernels take for generating
+        for place, one in enumerate(members):
+            first_slot[one] = used + place * width
         buckets.append((len(members), width))
         used += width * len(members)
     starts = np.cumsum(lengths) - lengths
-    return np.arange(lengths.sum()) + np.repeat(first_slot - starts, lengths), tuple(buckets)
+    return np.arange(lengths.sum()) + np.repeat(np.array(first_slot) - starts, lengths), tuple(buckets)
