@@ -208,4 +208,5 @@ def measured(run: RunFolder, steps: int) -> Measured:
     first, last = rows[WARM], rows[WARM + steps]
     seconds = last["elapsed_s"] - first["elapsed_s"]
     memory = max(row["memory_gib"] for row in rows.values())
-    return Measured((last["tokens"] - first["tokens"]) / seconds, seconds / steps, memory, last["loss"])
+    rate = (last["tokens"] - first["tokens"]) / seconds
+    return Measured(rate, seconds / steps, memory, rows[1]["loss"], last["loss"])

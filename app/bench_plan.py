@@ -42,12 +42,14 @@ class Measured:
         tokens_per_second: real tokens of all ranks, padding not counted.
         seconds_per_step: their mean.
         memory_gib: peak of the rank with most; on a CPU the resident memory.
-        loss: of the last timed step; None when it is not finite.
+        first_loss: of the first step, before any update; None when it is not finite.
+        loss: of the last timed step, likewise.
     """
 
     tokens_per_second: float
     seconds_per_step: float
     memory_gib: float
+    first_loss: float | None
     loss: float | None
 
 

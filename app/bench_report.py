@@ -14,9 +14,10 @@ LEAST_GAIN = 0.03
 LEAST_SAVING = 0.1
 """Share of the memory likewise."""
 SAME_LOSS = 0.01
-"""Largest relative difference of the loss from that of the user's settings; rounding is far below."""
-_HEADERS = ("setting", "tokens/s", "against yours", "s/step", "memory GiB", "loss")
-_EXPENDABLE = ("loss", "s/step", "memory GiB")
+"""Largest relative difference of the first step's loss from that with the user's settings; rounding is far below."""
+_LOSS = "loss, first to last"
+_HEADERS = ("setting", "tokens/s", "against yours", "s/step", "memory GiB", _LOSS)
+_EXPENDABLE = (_LOSS, "s/step", "memory GiB")
 
 
 # -- the arithmetic --------------------------------------------------------------------------------------------------
@@ -35,7 +36,7 @@ def noise(one: Trial, base: Trial) -> float:
 
 def trains_otherwise(one: Trial, base: Trial) -> bool:
     """Whether the loss is another one, where it must be the same; `packing` alone may change it."""
-    mine, yours = one.median("loss"), base.median("loss")
+    mine, yours = one.median("first_loss"), base.median("first_loss")
     if "packing" in one.changes or yours is None:
         return False
     return mine is None or abs(mine - yours) > SAME_LOSS * abs(yours)
@@ -129,13 +130,13 @@ def document_of(plan: Plan, combined: Trial | None, steps: int | None) -> dict[s
 
 
 def _numbers_of(one: Trial, base: Trial) -> dict[str, Any]:
-    names = ("tokens_per_second", "seconds_per_step", "memory_gib", "loss")
+    names = ("tokens_per_second", "seconds_per_step", "memory_gib", "first_loss", "loss")
     medians = {name: one.median(name) for name in names}
     repeats = [run.tokens_per_second for run in one.runs]
     reason = one.reason
     if one.runs and not reason and trains_otherwise(one, base):
-        loss, yours = number(one.median("loss")), number(base.median("loss"))
-        reason = f"its loss is {loss}, yours {yours}: it does not train the same, and is not advised"
+        loss, yours = number(one.median("first_loss")), number(base.median("first_loss"))
+        reason = f"its first loss is {loss}, yours {yours}: it does not train the same, and is not advised"
     return {"setting": one.name, "changes": one.changes, "outcome": one.outcome, "reason": reason,
             "ratio": ratio(one, base), **medians, "repeats": repeats}  # fmt: skip
 
@@ -170,8 +171,8 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     if row["tokens_per_second"] is None:
         return [row["setting"], row["outcome"], "-", "-", "-", "-"]
     times = "-" if row["ratio"] is None else f"{row['ratio']:.2f}x"
-    numbers = (number(row[name], digits) for name, digits in
-               (("seconds_per_step", 3), ("memory_gib", 2), ("loss", 4)))  # fmt: skip
+    losses = f"{number(row['first_loss'])} to {number(row['loss'])}"
+    numbers = (number(row["seconds_per_step"], 3), number(row["memory_gib"], 2), losses)
     return [row["setting"], f"{row['tokens_per_second']:,.0f}", times, *numbers]
 
 

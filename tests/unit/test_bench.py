@@ -17,6 +17,7 @@ from app.bench import Watch, enough_steps
 from app.bench_plan import BATCH, LEAST_STEPS, MOST_STEPS, SETTINGS, WARM, Measured, Plan, Trial, changes_of, make_plan
 from app.bench_report import advice, conclusion, helpful
 from app.cli import run_verb
+from app.hardware import Gpu
 from app.request import Job, sort_words
 from app.supervisor import STOP_NOTES, Listener
 from app.training import CheckBroke
@@ -77,6 +78,13 @@ def test_every_run_is_the_users_but_for_its_change() -> None:
         assert one.config.max_steps is not None
         assert one.config.max_steps > WARM + MOST_STEPS
     assert (made.steps, made.turns, made.job.strategy.name) == (None, 2, "single")
+
+
+def test_gpus_are_worth_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.hardware.find_gpus", lambda: [Gpu(0, "GPU-a", "H100", 2**30)])
+    assert {"torch_compile": True} in [one.changes for one in plan("tiny-lora").variants]
+    monkeypatch.setattr("app.hardware.find_gpus", lambda: [])
+    assert {"torch_compile": True} not in [one.changes for one in plan("tiny-lora").variants]
 
 
 def test_a_batch_that_does_not_divide_is_not_possible() -> None:
@@ -165,7 +173,7 @@ def test_a_watched_run_is_stopped_without_saving(tmp_path: Path, capsys: pytest.
 
 def made(*rates: float, memory: float = 2.0, loss: float | None = 1.5, outcome: str = "measured",
          **changes: Any) -> Trial:  # fmt: skip
-    runs = [Measured(rate, 100 / rate, memory, loss) for rate in rates]
+    runs = [Measured(rate, 100 / rate, memory, loss, 0.5) for rate in rates]
     return Trial(changes, config(), outcome, None, runs)
 
 
@@ -209,7 +217,7 @@ def test_what_is_no_gain_is_not_advised(base: Trial, variant: Trial) -> None:
 
 def test_packing_may_change_the_loss_and_that_is_told() -> None:
     packed = made(200, 200, loss=2.5, packing=True)
-    packed.runs = [Measured(200, 2.0, 2.0, 2.5)] * 2
+    packed.runs = [Measured(200, 2.0, 2.0, 2.5, 2.0)] * 2
     (line,) = texts(BASE, packed)
     assert line.startswith("use --packing true: 1.96x tokens/s")
     assert line.endswith("it changes which rows make a step: 400 tokens in place of 100")
@@ -258,7 +266,7 @@ def test_settings_that_do_not_fit_get_one_that_does() -> None:
 
 def write_rows(run: RunFolder, steps: int, seconds: float, loss: float = 1.5, memory: float = 2.0) -> None:
     """Rows of steps of 100 real tokens; the first two are slow, as nothing is warm yet."""
-    rows = [{"step": step, "loss": loss, "memory_gib": memory, "tokens": 100 * step,
+    rows = [{"step": step, "loss": loss / step, "memory_gib": memory, "tokens": 100 * step,
              "elapsed_s": seconds * step + 10 * min(step, 2)} for step in range(1, steps + 1)]  # fmt: skip
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -340,7 +348,8 @@ def test_the_runs_take_turns(bench: Bench) -> None:
     assert launcher.ran == [*turn, *reversed(turn)]
     base = document["base"]
     assert (base["outcome"], base["repeats"], base["ratio"]) == ("measured", [100.0, 100.0], 1.0)
-    assert (base["seconds_per_step"], base["memory_gib"], base["loss"]) == (1.0, 2.0, 1.5)
+    assert (base["seconds_per_step"], base["memory_gib"], base["first_loss"]) == (1.0, 2.0, 1.5)
+    assert base["loss"] == 1.5 / (WARM + MOST_STEPS)
     assert [row["outcome"] for row in document["variants"]] == ["measured", "measured", "not possible", "measured"]
     assert (document["advice"], document["noise"], document["steps"]) == ([], 0.0, 20)
     assert (document["strategy"], document["world_size"], document["interrupted"]) == ("ddp", 2, False)
@@ -432,8 +441,20 @@ def test_the_table_is_for_people(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     shown = capsys.readouterr()
     lines = shown.out.splitlines()
     assert lines[0].startswith("yours: per_device_train_batch_size=8, packing=true")
-    assert lines[2].split() == ["setting", "tokens/s", "against", "yours", "s/step", "memory", "GiB", "loss"]
-    assert lines[4].split() == ["packing=false", "200", "2.00x", "0.500", "2.00", "1.5000"]
+    assert lines[2].split() == [
+        "setting",
+        "tokens/s",
+        "against",
+        "yours",
+        "s/step",
+        "memory",
+        "GiB",
+        "loss,",
+        "first",
+        "to",
+        "last",
+    ]
+    assert lines[4].split() == ["packing=false", "200", "2.00x", "0.500", "2.00", "1.5000", "to", "0.0652"]
     assert "attn_implementation=eager: failed: ValueError: no such kernel" in lines
     assert "2 runs of your settings are 0.0% apart, which is the noise" in shown.out
     assert "use --packing false: 2.00x tokens/s, memory 2.00 -> 2.00 GiB; it changes" in shown.out
