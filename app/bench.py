@@ -155,7 +155,7 @@ class Bench:
             one.outcome = "measured"
         shutil.rmtree(run.path, ignore_errors=True)
         if not self.quiet:
-            say(f"      {told_run(one)}")
+            say(clean(f"{label} {one.name}: {told_run(one)}"))
 
 
 class Watch:

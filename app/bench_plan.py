@@ -13,7 +13,7 @@ from typing import Any
 
 from app.prove_plan import SHORT_RUN
 from app.request import Job, Mistakes, Words, told, train_job
-from trainers.config import MACHINE_OPTIONS, ConfigError, TrainConfig, build
+from trainers.config import MACHINE_OPTIONS, ConfigError, TrainConfig, build, unknown_option
 from trainers.options import Request, parse_request
 
 BATCH = "per_device_train_batch_size"
@@ -25,6 +25,7 @@ LEAST_STEPS, MOST_STEPS = 3, 20
 LONG_ENOUGH = 20.0
 """Seconds."""
 TURNS = 2
+_OWN = ("settings", "steps", "turns")
 _MOST = {"steps": 10_000, "turns": 20}
 # A run is stopped after its last timed step, within half a second; at its very end it would save and export.
 _BEYOND = 200
@@ -130,7 +131,7 @@ def make_plan(words: Words) -> Plan:
     mistakes, request = Mistakes(), Request()
     with mistakes:
         request = parse_request(words.options)
-    own = {name: request.options.pop(name) for name in ("settings", "steps", "turns") if name in request.options}
+    own = {name: request.options.pop(name) for name in _OWN if name in request.options}
     steps, turns, chosen = None, TURNS, list(SETTINGS)
     with mistakes:
         steps = _count(own["steps"], "steps", 1) if "steps" in own else None
@@ -142,6 +143,7 @@ def make_plan(words: Words) -> Plan:
     job = None
     with mistakes:
         job = train_job(Words(words.names, _here(words), set(), _flags(request)))
+    mistakes.lines = [_with_own(line) for line in mistakes.lines]
     mistakes.refuse()
     if job is None:
         raise AssertionError("no mistake, and yet no job")
@@ -213,8 +215,8 @@ def _settings(text: str) -> list[str]:
     names = [name.strip() for name in str(text).split(",") if name.strip()]
     strange = [name for name in names if name not in SETTINGS]
     if strange or not names:
-        shown = ", ".join(name[:40] for name in strange) or "nothing"
-        raise ConfigError(f"settings: {shown} is none that bench varies; use {', '.join(SETTINGS)}")
+        what = f"{', '.join(name[:40] for name in strange)} is none that bench varies" if strange else "none is named"
+        raise ConfigError(f"settings: {what}; use {', '.join(SETTINGS)}")
     return list(dict.fromkeys(names))
 
 
@@ -227,6 +229,15 @@ def _others(words: Words, request: Request) -> list[str]:
     if "resume_from_checkpoint" in request.options:
         lines.append("resume_from_checkpoint: bench starts each run at its first step; leave it out")
     return lines
+
+
+def _with_own(line: str) -> str:
+    """A mistake of `train`; of an unknown option the nearest may be one of `bench`."""
+    start = "unknown option "
+    if not line.startswith(start):
+        return line
+    name = line.removeprefix(start).partition("; ")[0]
+    return unknown_option(name, [*_OWN, *TrainConfig.model_fields]).replace("`tunesmith train", "`tunesmith bench")
 
 
 def _here(words: Words) -> dict[str, str]:

@@ -16,8 +16,8 @@ LEAST_SAVING = 0.1
 SAME_LOSS = 0.01
 """Largest relative difference of the first step's loss from that with the user's settings; rounding is far below."""
 _LOSS = "loss, first to last"
-_HEADERS = ("setting", "tokens/s", "against yours", "s/step", "memory GiB", _LOSS)
-_EXPENDABLE = (_LOSS, "s/step", "memory GiB")
+_HEADERS = ("setting", "tokens/s", "against yours", "runs apart", "s/step", "memory GiB", _LOSS)
+_EXPENDABLE = (_LOSS, "runs apart", "s/step", "memory GiB")
 
 
 # -- the arithmetic --------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def _numbers_of(one: Trial, base: Trial) -> dict[str, Any]:
         loss, yours = number(one.median("first_loss")), number(base.median("first_loss"))
         reason = f"its first loss is {loss}, yours {yours}: it does not train the same, and is not advised"
     return {"setting": one.name, "changes": one.changes, "outcome": one.outcome, "reason": reason,
-            "ratio": ratio(one, base), **medians, "repeats": repeats}  # fmt: skip
+            "ratio": ratio(one, base), "spread": one.spread, **medians, "repeats": repeats}  # fmt: skip
 
 
 def told_run(one: Trial) -> str:
@@ -169,11 +169,12 @@ def show(document: Mapping[str, Any]) -> None:
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
     if row["tokens_per_second"] is None:
-        return [row["setting"], row["outcome"], "-", "-", "-", "-"]
+        return [row["setting"], row["outcome"], *"-----"]
     times = "-" if row["ratio"] is None else f"{row['ratio']:.2f}x"
     losses = f"{number(row['first_loss'])} to {number(row['loss'])}"
     numbers = (number(row["seconds_per_step"], 3), number(row["memory_gib"], 2), losses)
-    return [row["setting"], f"{row['tokens_per_second']:,.0f}", times, *numbers]
+    apart = f"{row['spread']:.1%}" if len(row["repeats"]) > 1 else "-"
+    return [row["setting"], f"{row['tokens_per_second']:,.0f}", times, apart, *numbers]
 
 
 def conclusion(document: Mapping[str, Any]) -> list[str]:

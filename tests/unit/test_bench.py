@@ -101,13 +101,14 @@ def test_a_batch_that_does_not_divide_is_not_possible() -> None:
         ("tiny-lroa", ["did you mean tiny-lora?"]),
         ("tiny-lora --seed", ["--seed"]),
         ("tiny-lora --learning_rte 1", ["did you mean learning_rate?"]),
+        ("tiny-lora --turn 3 --nonsense 1", ["did you mean turns?", "`tunesmith bench --help` lists"]),
         ("tiny-lora --num_processes 3", ["does not divide"]),
         ("tiny-lora --strategy dpp --gpus x", ["did you mean ddp?", "no GPU id"]),
         ("tiny-lora --steps 0 --turns 1", ["steps='0'", "turns='1' is no number of turns; write 2 to 20"]),
         ("tiny-lora --steps", ["steps=''"]),
         ("tiny-lora --steps ²", ["steps='²'"]),
         ("tiny-lora --settings packing,speed", ["speed is none that bench varies; use per_device"]),
-        ("tiny-lora --settings ,", ["settings: nothing is none"]),
+        ("tiny-lora --settings ,", ["settings: none is named"]),
         ("tiny-lora --settings torch_compile --num_processes 1", ["on GPUs alone"]),
         ("tiny-lora --check --detach", ["--check is for", "--detach is for"]),
         ("tiny-lora --force", ["--force is for"]),
@@ -441,25 +442,14 @@ def test_the_table_is_for_people(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     shown = capsys.readouterr()
     lines = shown.out.splitlines()
     assert lines[0].startswith("yours: per_device_train_batch_size=8, packing=true")
-    assert lines[2].split() == [
-        "setting",
-        "tokens/s",
-        "against",
-        "yours",
-        "s/step",
-        "memory",
-        "GiB",
-        "loss,",
-        "first",
-        "to",
-        "last",
-    ]
-    assert lines[4].split() == ["packing=false", "200", "2.00x", "0.500", "2.00", "1.5000", "to", "0.0652"]
+    header = "setting tokens/s against yours runs apart s/step memory GiB loss, first to last"
+    assert " ".join(lines[2].split()) == header
+    assert " ".join(lines[4].split()) == "packing=false 200 2.00x 0.0% 0.500 2.00 1.5000 to 0.0652"
     assert "attn_implementation=eager: failed: ValueError: no such kernel" in lines
     assert "2 runs of your settings are 0.0% apart, which is the noise" in shown.out
     assert "use --packing false: 2.00x tokens/s, memory 2.00 -> 2.00 GiB; it changes" in shown.out
     assert "[1/" in shown.err
-    assert "100 tokens/s, 1.000 s per step" in shown.err
+    assert "yours: 100 tokens/s, 1.000 s per step" in shown.err
 
 
 @pytest.mark.parametrize("width", ["60", "120"])
