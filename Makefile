@@ -8,7 +8,7 @@ TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-browser parity faults lint clean
+.PHONY: setup demo test test-browser parity faults bench lint clean
 
 setup: $(STAMP)
 
@@ -49,6 +49,9 @@ faults: setup
 
 parity: setup
 	$(BIN)/python -m pytest tests/parity -m ""
+
+bench: setup
+	$(BIN)/tunesmith bench tiny-full
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -67,6 +67,14 @@ def prove(words: Raw = None) -> int:
 
 
 @app.command(context_settings=_RAW)
+def bench(words: Raw = None) -> int:
+    """Measure which settings would train your model faster here."""
+    from app.bench import bench_verb
+
+    return bench_verb(words or [])
+
+
+@app.command(context_settings=_RAW)
 def data(words: Raw = None) -> int:
     """Show what would be trained: rows with their trained tokens, lengths, packing, bad rows."""
     from app.data_verb import data_verb

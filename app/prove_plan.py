@@ -29,13 +29,16 @@ PRESET = "tiny-full"
 """Taken when neither preset, config nor model is named: it trains all weights of the model that ships."""
 STEPS = 20
 MOST_COUNT = 100_000
+SHORT_RUN = {
+    "logging_steps": "1", "save_steps": "0", "report_to": "",
+    "eval_dataset_name": "none", "eval_steps": "0", "eval_on_start": "false",
+    "load_best_model_at_end": "false", "early_stopping_patience": "none", "max_restarts": "0",
+}  # fmt: skip
+"""Of a run of which only its logged steps are wanted."""
 # What the promise is measured with; see `Scope` in the design. Options that this version has not are left out.
 SETTINGS = {
     "mixed_precision": "no", "lora_dropout": "0", "tf32": "false", "deterministic": "true", "ddp_comm_hook": "none",
-    "torch_compile": "false", "master_weights": "true",
-    "logging_steps": "1", "save_steps": "0", "report_to": "",
-    "eval_dataset_name": "none", "eval_share": "0", "eval_steps": "0", "eval_on_start": "false",
-    "load_best_model_at_end": "false", "early_stopping_patience": "none", "max_restarts": "0",
+    "torch_compile": "false", "master_weights": "true", "eval_share": "0", **SHORT_RUN,
 }  # fmt: skip
 _NUMBERS = ("mixed_precision", "lora_dropout", "tf32", "ddp_comm_hook", "torch_compile", "master_weights")
 _OWN = ("steps", "strategies", "layers")

@@ -34,6 +34,8 @@ MAX_LINE = 65536
 
 Listener = Callable[[str, str], None]
 """Called with `tick` and nothing several times a second, and with `note` and a line for the user."""
+STOP_NOTES = ("stopping: the ranks save first", "already stopping: the ranks are saving")
+"""The notes of a first and of a further signal that asks to stop."""
 
 
 class RunSignals:
@@ -71,7 +73,7 @@ class RunSignals:
         if any(number != signal.SIGUSR1 for number in fresh):
             run.ask_stop()
             again = any(number != signal.SIGUSR1 for number in earlier)
-            on_event("note", "already stopping: the ranks are saving" if again else "stopping: the ranks save first")
+            on_event("note", STOP_NOTES[again])
 
 
 def supervise(

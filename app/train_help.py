@@ -105,6 +105,28 @@ def show_prove_help() -> None:
     _show("prove", "preset", hints, text, {**own, **kept}, _DEVICES)
 
 
+def show_bench_help() -> None:
+    """Prints the help of `bench`."""
+    from app.bench_plan import SETTINGS, SHORT_RUN, TURNS, WARM
+
+    text = (
+        "Measure what `train` with the same words would do in its first steps, with your settings and with one of them "
+        "changed at a time, in turns; then with all changes that helped. Nothing is saved. Exit status: 0 your "
+        "settings were measured, 1 they could not be, 130 interrupted, 2 the request was wrong."
+    )
+    own = {
+        "settings": _option("settings", "<a,b,c>", "Options to vary.", "Options", ",".join(SETTINGS)),
+        "steps": _option("steps", "<int>", f"Timed steps of each run, after {WARM} more; default: 3 to 20, as many as "
+                         "fit into 20 seconds.", "Options"),
+        "turns": _option("turns", "<int>", "How often each is run; at least 2.", "Options", str(TURNS)),
+        "config": _option("config", "<file>", "YAML file with options.", "Options"),
+    }  # fmt: skip
+    without = {*SHORT_RUN, *own, "max_steps", "num_train_epochs", "output_dir", "resume_from_checkpoint"}
+    kept = {name: option for name, option in _config_options().items() if name not in without}
+    devices = {name: _OWN[name] for name in ("strategy", *_DEVICES)}
+    _show("bench", "preset", "Preset to start from.", text, {**own, **kept}, devices)
+
+
 def _show(
     verb: str, name: str, name_help: str, text: str, more: dict[str, Any], own: dict[str, tuple[str, str]] = _OWN
 ) -> None:

@@ -174,7 +174,7 @@ def preflight(job: Job, quiet: bool) -> None:
     with tempfile.TemporaryDirectory(prefix="tunesmith-") as folder:
         config = Path(folder) / "config.yaml"
         config.write_text(dump_yaml(job.config), encoding="utf-8")
-        with _spinner("checking data and model", quiet):
+        with spinner("checking data and model", quiet):
             status, out, errors = run_program(check_argv(config), check_environment(job.devices))
     lines = [clean(line).strip() for line in errors.splitlines() if line.strip()]
     if status == 2:
@@ -243,7 +243,8 @@ def interruptible() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _spinner(text: str, quiet: bool) -> Iterator[None]:
+def spinner(text: str, quiet: bool) -> Iterator[None]:
+    """Says what is being done, and on a terminal that it still is."""
     if quiet:
         yield
     elif sys.stderr.isatty():

@@ -81,6 +81,7 @@ def test_help_imports_nothing_heavy() -> None:
         ["strategies"],
         ["stop", "x"],
         ["demo", "--method=x"],
+        ["bench", "tiny-full", "--steps=x"],
     ],
 )
 def test_no_verb_imports_torch(arguments: list[str]) -> None:
