@@ -15,6 +15,7 @@ import yaml
 
 from tests.launching import ROOT, Finished, environment, flags, launch, launch_well
 from trainers.options import Request
+from trainers.parallel.zero import extensions_folder
 from trainers.run_folder import RunFolder
 
 SHORT: dict[str, Any] = {"preset": "tiny-lora", "max_steps": 2, "max_train_samples": 200, "eval_dataset_name": "none"}
@@ -220,7 +221,7 @@ def test_the_last_checkpoint_knows_the_last_evaluation(tmp_path: Path) -> None:
 
 def test_a_build_that_was_killed_hangs_no_later_run(tmp_path: Path) -> None:
     """torch's builder waits for ever on the lock file that such a build leaves."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tunesmith" / "torch_extensions"
+    cache = extensions_folder()
     (cache / "deepspeed_shm_comm").mkdir(parents=True, exist_ok=True)
     (cache / "deepspeed_shm_comm" / "lock").touch()
     launch_well(tmp_path / "run", 2, SHORT, strategy="zero1", timeout=500)

@@ -7,8 +7,10 @@ clips and updates in one call, `step`, and skips the update by itself when the g
 from __future__ import annotations
 
 import atexit
+import hashlib
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -267,13 +269,18 @@ def _own_swap_folder(settings: dict[str, Any]) -> FileLock | None:
     return lock
 
 
+def extensions_folder() -> Path:
+    """Where compiled extensions lie: each Python environment has its own, as two would undo each other's builds."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tunesmith" / "torch_extensions"
+    return cache / hashlib.sha256(f"{sys.prefix} {torch.__version__}".encode()).hexdigest()[:12]
+
+
 def build_extensions(builders: list[str]) -> None:
     """Compiles what DeepSpeed will load, in a folder of our own, one rank and one run at a time.
 
     torch's builder waits for ever on the lock file of a build that was killed; under our lock such a file is stale.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tunesmith" / "torch_extensions"
-    folder = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache)))
+    folder = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(extensions_folder())))
     folder.mkdir(parents=True, exist_ok=True)
     from deepspeed.accelerator import get_accelerator
 
