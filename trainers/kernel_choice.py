@@ -30,7 +30,7 @@ def choose(config: TrainConfig, shape: Any, device: torch.device, compute: torch
     """
     asked = config.attn_implementation
     if asked != "auto":
-        problem = _unfit(asked, shape, device, compute) or _wrong(asked, shape, device, compute)
+        problem = _unfit(asked, shape, device, compute) or trial(asked, shape, device, compute)
         if problem:
             raise ConfigError(f"attn_implementation={asked}: {problem}; use auto")
         return asked
@@ -40,7 +40,7 @@ def choose(config: TrainConfig, shape: Any, device: torch.device, compute: torch
     best = "sdpa" if config.torch_compile or not config.packing else "varlen" if device.type == "cuda" else "documents"
     if _unfit(best, shape, device, compute):
         return "sdpa"
-    if problem := _wrong(best, shape, device, compute):
+    if problem := trial(best, shape, device, compute):
         print(f"warning: the attention kernel {best} is not used: {problem}", flush=True)
         return "sdpa"
     return best
@@ -77,7 +77,7 @@ def _unfit(kernel: str, shape: Any, device: torch.device, compute: torch.dtype) 
     return None if size % 8 == 0 and size <= 256 else f"it takes no heads of size {size}"
 
 
-def _wrong(kernel: str, shape: Any, device: torch.device, compute: torch.dtype) -> str | None:
+def trial(kernel: str, shape: Any, device: torch.device, compute: torch.dtype) -> str | None:
     """What goes wrong when it is tried on the device; None when output and gradients are those of `eager`.
 
     Plain matrix products in fp32 are the measure; two rows of several documents, heads as the model has them.

@@ -200,7 +200,7 @@ def test_clashes_are_told_before_the_launch(changes: dict[str, Any], line: str) 
 def test_a_gpu_of_today_gets_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rules for a GPU; the trial that would run on it is stood in for."""
     gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(kernel_choice, "_wrong", lambda *inputs: None)
+    monkeypatch.setattr(kernel_choice, "trial", lambda *inputs: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert choose(asked(mixed_precision="bf16"), SHAPE, gpu, torch.bfloat16) == "varlen"
     assert choose(asked(), SHAPE, gpu, torch.float32) == "sdpa"
