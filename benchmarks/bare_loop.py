@@ -62,7 +62,10 @@ def load_model(asked: argparse.Namespace) -> Any:
     four_bits: dict[str, Any] = {}
     if asked.method == "qlora":
         nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
-        four_bits = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **nf4), "device_map": {"": 0}}
+        four_bits = {
+            "quantization_config": BitsAndBytesConfig(load_in_4bit=True, **nf4),
+            "device_map": {"": device_here()},
+        }
     model = AutoModelForCausalLM.from_pretrained(asked.model, dtype=dtype, attn_implementation="sdpa", **four_bits)
     if asked.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -108,7 +111,8 @@ def main() -> None:
     if world > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     batches = Batches.load(asked.batches)
-    model = load_model(asked).to(device).train()
+    model = load_model(asked).train()
+    model = model if asked.method == "qlora" else model.to(device)  # what is quantised is there already
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False) if world > 1 else None
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=asked.rate, weight_decay=0.0, fused=True)

@@ -227,13 +227,21 @@ class Bench:
 
 
 def cause_of(text: str, status: int) -> str:
-    """One line for a run that failed, from what it printed."""
+    """One line for a run that failed, from what it printed; what its launcher says of that is passed over."""
     if re.search(r"OutOfMemoryError|out of memory", text):
         return "out of memory"
-    if missing := re.search(r"^(?:\w+\.)?ModuleNotFoundError: No module named '([\w.]+)'", text, re.MULTILINE):
+    if missing := re.search(r"^(?:\[rank\d+\]: )?ModuleNotFoundError: No module named '([\w.]+)'", text, re.MULTILINE):
         return f"needs {missing[1]}, which is not installed"
-    last = [line.strip() for line in text.splitlines() if line.strip()]
-    return f"exit status {status}: {last[-1][:200] if last else 'it printed nothing'}"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    launchers = ("subprocess.CalledProcessError", "torch.distributed.elastic")
+    raised = [line for line in lines if re.match(r"(\[rank\d+\]: )?[\w.]*(Error|Exception)\b", line)]
+    own = [line for line in raised if not line.startswith(launchers)]
+    first = lines.index(_TRACEBACK) if _TRACEBACK in lines else len(lines)
+    last = own[-1:] or lines[max(first - 1, 0) : first] or ["it printed nothing"]
+    return f"exit status {status}: {last[0][:200]}"
+
+
+_TRACEBACK = "Traceback (most recent call last):"
 
 
 def _end(pid: int, late: threading.Event) -> None:

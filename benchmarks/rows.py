@@ -64,6 +64,12 @@ class Batches:
         """Tokens of the steps from `first` up to `last`, which is left out."""
         return int(self.offsets[last * self.global_batch_size] - self.offsets[first * self.global_batch_size])
 
+    def squared_lengths(self, first: int, last: int) -> int:
+        """Sum of the squared lengths of the documents in those steps, for counting FLOPs of attention."""
+        start, end = (int(self.offsets[step * self.global_batch_size]) for step in (first, last))
+        begins = np.flatnonzero(self.places[start:end] == 0)
+        return int((np.diff(np.append(begins, end - start)) ** 2).sum())
+
     def longest(self) -> int:
         """Tokens of the longest row."""
         return int(np.diff(self.offsets).max())

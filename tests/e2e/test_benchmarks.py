@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks import data, throughput
-from benchmarks.contenders import Bench, Broke, Case, Measured
+from benchmarks import data, gpu, start, throughput
+from benchmarks.contenders import Bench, Broke, Case, Measured, cause_of
 from benchmarks.rows import Batches, batches_of, write_chat
 from trainers.config import TrainConfig
 
@@ -60,3 +62,71 @@ def test_the_data_benchmark_measures(tmp_path: Path) -> None:
     assert first["rows"] == again["rows"] == 200
     assert first["prepare_s"] > again["prepare_s"], "the second finds it in the cache"
     assert first["peak_mib"] > 50
+
+
+def test_the_gpu_benchmark_runs_without_one(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """On narrow layers: equal work by two contenders, and a case that cannot run here."""
+    gpu.main(["--tiny", "--only", "8b, lora, packed, bf16, 1", "fp8", "--out", str(tmp_path), "--json"])
+    shown = json.loads(capsys.readouterr().out)
+    found = {one["name"]: one["tools"] for one in shown["cases"]}
+    lora = found["tiny-llama-3.1-8b, lora, packed, bf16, 1 process(es)"]
+    assert set(lora) == {"tunesmith", "bare"}
+    assert all(run["tokens_per_second"] > 0 and run["peak_mib"] > 100 for run in lora.values())
+    assert "mixed_precision=fp8 needs" in found["tiny-qwen3-1.7b, packed, fp8, 1 process(es)"]["tunesmith"]["failed"]
+    (written,) = tmp_path.glob("20*-*.md")
+    assert "| bare |" in written.read_text()
+
+
+def test_the_gpu_benchmark_ends_in_time(capsys: pytest.CaptureFixture) -> None:
+    gpu.main(["--tiny", "--only", "llama", "--budget", "0"])
+    shown = capsys.readouterr().out
+    assert shown.count("not measured: no time left") == len(re.findall(r"^\| tiny-", shown, re.MULTILINE)) > 0
+
+
+@pytest.mark.parametrize(
+    ("printed", "cause"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", "out of memory"),
+        ("  import trl\nModuleNotFoundError: No module named 'trl'\n", "needs trl, which is not installed"),
+        ("ValueError: no\nTraceback (most recent call last):\nsubprocess.CalledProcessError: Command", "exit status 1: "
+         "ValueError: no"),
+        ("x=1; use y\nTraceback (most recent call last):\nsubprocess.CalledProcessError: Command", "exit status 1: "
+         "x=1; use y"),
+        ("", "exit status 1: it printed nothing"),
+    ],
+)  # fmt: skip
+def test_a_failed_run_is_told_in_one_line(printed: str, cause: str) -> None:
+    assert cause_of(printed, 1) == cause
+
+
+def test_flops_are_those_of_the_real_matrices(tmp_path: Path) -> None:
+    """Two layers, hidden size 64, heads 4 and 2 of 16, intermediate 128, vocabulary 2,048, untied head; r=16."""
+    case = Case("tiny-llama-3.1-8b", True, 1, warm=1, timed=1, micro=1, global_batch=2, max_length=64)
+    bench = Bench(tmp_path)
+    batches = Batches.load(bench.batches(case))
+    attention = 6 * 2 * 64 * batches.squared_lengths(1, 2) / batches.tokens(1, 2)
+    base = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128) + 64 * 2048
+    adapters = 2 * 16 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))
+    assert gpu.flops_per_token(bench, case) == pytest.approx(6 * base + attention)
+    lora = replace(case, method="lora")
+    assert gpu.flops_per_token(bench, lora) == pytest.approx(4 * base + 6 * adapters + attention)
+
+
+def test_attention_is_counted_over_documents() -> None:
+    """Two steps of two rows, the first of which holds documents of 3 and 2 tokens."""
+    places = np.array([0, 1, 2, 0, 1, 0, 1, 0, 0, 1, 2, 3])
+    made = Batches(places, places > 0, places, np.array([0, 5, 7, 8, 12]), global_batch_size=2)
+    assert made.squared_lengths(0, 1) == 9 + 4 + 4
+    assert made.squared_lengths(1, 2) == 1 + 16
+
+
+def test_a_start_is_told_by_phase(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    case = start.first_step(1)
+    own, theirs = start.tunesmith(bench, case, cold=True), start.bare(bench, case)
+    assert list(own) == ["command", "check", "launcher", "imports", "data", "processes", "model", "wrap", "first step",
+                         "total"]  # fmt: skip
+    total = own.pop("total")
+    assert sum(own.values()) == pytest.approx(total)
+    assert all(seconds >= 0 for seconds in own.values())
+    assert theirs["total"] > 0
