@@ -6,7 +6,6 @@ All but `packing` leave every step as it is: the same rows, the same loss.
 from __future__ import annotations
 
 import statistics
-import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,11 @@ from trainers.config import MACHINE_OPTIONS, ConfigError, TrainConfig, build, un
 from trainers.options import Request, parse_request
 
 BATCH = "per_device_train_batch_size"
-SETTINGS = (BATCH, "packing", "gradient_checkpointing", "attn_implementation", "torch_compile")
+SETTINGS = (
+    BATCH, "packing", "gradient_checkpointing", "selective_checkpointing", "attn_implementation", "torch_compile",
+)  # fmt: skip
+KERNELS_OF_GPUS, KERNELS_OF_CPUS = ("auto", "varlen", "flex", "sdpa"), ("auto", "sdpa", "eager")
+"""Values of `attn_implementation` that are worth a try; auto takes the others where they are best."""
 WARM = 3
 """Steps before the clock starts: the first ones allocate, choose kernels and compile."""
 LEAST_STEPS, MOST_STEPS = 3, 20
@@ -30,7 +33,7 @@ _MOST = {"steps": 10_000, "turns": 20}
 # A run is stopped after its last timed step, within half a second; at its very end it would save and export.
 _BEYOND = 200
 _OFF = {
-    **SHORT_RUN, "checkpoint_url": None, "auto_find_batch_size": False, "loss_spike_factor": 0.0,
+    **SHORT_RUN, "auto_find_batch_size": False, "loss_spike_factor": 0.0,
     "output_dir": None, "resume_from_checkpoint": None,
 }  # fmt: skip
 
@@ -186,20 +189,16 @@ def changes_of(config: TrainConfig, settings: Iterable[str], on_gpus: bool) -> l
         settings: options that may change.
         on_gpus: whether the run has any; compiling pays off there alone.
     """
-    size, kernels = config.per_device_train_batch_size, kernel_names()
+    size, kernels = config.per_device_train_batch_size, KERNELS_OF_GPUS if on_gpus else KERNELS_OF_CPUS
     values: dict[str, list[Any]] = {
         BATCH: [2 * size, *([size // 2] if size > 1 else [])],
         "packing": [not config.packing],
         "gradient_checkpointing": [not config.gradient_checkpointing],
+        "selective_checkpointing": [not config.selective_checkpointing] if config.gradient_checkpointing else [],
         "attn_implementation": [name for name in kernels if name != config.attn_implementation],
         "torch_compile": [not config.torch_compile] if on_gpus or config.torch_compile else [],
     }
     return [{name: value} for name in settings for value in values[name]]
-
-
-def kernel_names() -> tuple[str, ...]:
-    """The values of `attn_implementation`."""
-    return typing.get_args(TrainConfig.model_fields["attn_implementation"].annotation)
 
 
 def _count(value: Any, name: str, least: int) -> int:

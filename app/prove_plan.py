@@ -30,7 +30,7 @@ PRESET = "tiny-full"
 STEPS = 20
 MOST_COUNT = 100_000
 SHORT_RUN = {
-    "logging_steps": "1", "save_steps": "0", "report_to": "",
+    "logging_steps": "1", "save_steps": "0", "report_to": "", "checkpoint_url": "none",
     "eval_dataset_name": "none", "eval_steps": "0", "eval_on_start": "false",
     "load_best_model_at_end": "false", "early_stopping_patience": "none", "max_restarts": "0",
 }  # fmt: skip

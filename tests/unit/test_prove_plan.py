@@ -29,13 +29,13 @@ def plan(*words: str) -> Plan:
 
 def test_the_plan_takes_out_what_leaves_the_promise() -> None:
     made = plan("tiny-lora", "--strategies", "single,ddp", "--steps", "7", "--lora_dropout", "0.1", "--mixed_precision",
-                "bf16", "--learning_rate", "1e-4")  # fmt: skip
+                "bf16", "--learning_rate", "1e-4", "--checkpoint_url", "s3://bucket/run")  # fmt: skip
     for job in [made.reference, *(row.job for row in made.rows)]:
         assert job is not None
         config = job.config
         assert (config.mixed_precision, config.lora_dropout, config.deterministic) == ("no", 0.0, True)
         assert (config.max_steps, config.logging_steps, config.save_steps) == (7, 1, 0)
-        assert config.eval_dataset_name is None
+        assert config.eval_dataset_name is config.checkpoint_url is None
         assert (config.learning_rate, config.preset) == (1e-4, "tiny-lora")
         assert job.run.path.parent == made.folder
         assert config.runs_dir == str(made.folder)
@@ -44,6 +44,7 @@ def test_the_plan_takes_out_what_leaves_the_promise() -> None:
     assert made.overrides == [
         {"option": "mixed_precision", "given": "bf16", "used": "no"},
         {"option": "lora_dropout", "given": "0.1", "used": "0.0"},
+        {"option": "checkpoint_url", "given": "s3://bucket/run", "used": "none"},
     ]
     assert not made.folder.exists()
 
