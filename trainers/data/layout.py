@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -49,7 +50,7 @@ class DocumentLayout:
 
 
 def _buckets(lengths: np.ndarray) -> tuple[np.ndarray, tuple[tuple[int, int], ...]]:
-    """Documents grouped by length, within a factor of two, each group as wide as its longest.
+    """Documents grouped by length, four groups to a doubling, each as wide as its longest.
 
     Args:
         lengths: `[documents]`.
@@ -59,7 +60,7 @@ def _buckets(lengths: np.ndarray) -> tuple[np.ndarray, tuple[tuple[int, int], ..
     """
     sizes, groups = lengths.tolist(), dict[int, list[int]]()  # tens of them: lists are quicker than arrays
     for document, size in enumerate(sizes):
-        groups.setdefault((size - 1).bit_length(), []).append(document)
+        groups.setdefault(math.ceil(4 * math.log2(size)), []).append(document)
     first_slot, buckets, used = [0] * len(sizes), [], 0
     for _, members in sorted(groups.items()):
         width = max(2, *(sizes[one] for one in members))  # one query alone is what kernels take for generating
