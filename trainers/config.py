@@ -448,6 +448,10 @@ def ignored_choices(config: TrainConfig) -> list[str]:
     if not config.has_evaluation():
         asked = sorted({"eval_steps", "eval_on_start", "max_eval_samples"} & changed)
         idle += [f"{name} is ignored: there is no evaluation data" for name in asked]
+    if config.attn_implementation in ("varlen", "documents") and not config.packing:
+        idle.append(
+            f"attn_implementation={config.attn_implementation} is ignored: packing=false; sdpa does the same work"
+        )
     if config.selective_checkpointing and not config.gradient_checkpointing:
         idle.append("selective_checkpointing is ignored: gradient_checkpointing is off")
     if config.min_lr_ratio and config.lr_scheduler_type in ("constant", "inverse_sqrt"):

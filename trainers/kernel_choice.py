@@ -41,7 +41,7 @@ def choose(config: TrainConfig, shape: Any, device: torch.device, compute: torch
     if _unfit(best, shape, device, compute):
         return "sdpa"
     if problem := trial(best, shape, device, compute):
-        print(f"warning: the attention kernel {best} is not used: {problem}", flush=True)
+        print(f"warning: the attention kernel {best} is not used: {problem}; sdpa takes its place", flush=True)
         return "sdpa"
     return best
 
@@ -91,7 +91,7 @@ def trial(kernel: str, shape: Any, device: torch.device, compute: torch.dtype) -
     try:
         expected = _outcome("eager", tensors, device, torch.float32)
         found = _outcome(kernel, tensors, device, compute)
-    except (RuntimeError, ValueError, TypeError, NotImplementedError, ImportError) as error:
+    except (RuntimeError, ValueError, TypeError, ImportError) as error:  # other devices and versions of torch
         return f"it fails on this device: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
     finally:
         attention.use_documents(None)

@@ -13,13 +13,13 @@ from torch import nn
 from torch.nn import functional
 
 from trainers import attention, kernel_choice
-from trainers.config import ConfigError, build
+from trainers.config import ConfigError, build, ignored_choices
 from trainers.data.layout import DocumentLayout
 from trainers.kernel_choice import choose
 
 CPU = torch.device("cpu")
 LENGTHS = [[3, 9, 1, 7], [1, 1, 2, 16], [20], [5, 5, 5, 5]]
-"""Documents of four rows of 20 tokens; one of a single token at the end of none, in the middle and at the start."""
+"""Tokens of each document of four rows of 20; some have a single one, and one fills its row."""
 SHAPE = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, head_dim=8, hidden_size=32)
 """What a choice reads of a model's config."""
 
@@ -166,7 +166,9 @@ def test_a_kernel_with_wrong_results_is_passed_over(
     """Control of the trial: it sees a leak, tells of it, and refuses the kernel to those who ask for it."""
     monkeypatch.setattr(attention, "documents", leaking)
     assert choose(asked(), SHAPE, CPU, torch.float32) == "sdpa"
-    assert "the attention kernel documents is not used: its results are off by" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "the attention kernel documents is not used: its results are off by" in told
+    assert "sdpa takes its place" in told
     with pytest.raises(ConfigError, match="attn_implementation=documents: its results are off"):
         choose(asked(attn_implementation="documents"), SHAPE, CPU, torch.float32)
 
@@ -195,6 +197,14 @@ def test_a_kernel_that_fails_is_passed_over(
 def test_clashes_are_told_before_the_launch(changes: dict[str, Any], line: str) -> None:
     with pytest.raises(ConfigError, match=line):
         asked(**changes)
+
+
+@pytest.mark.parametrize("kernel", ["documents", "varlen"])
+def test_a_kernel_for_packed_rows_is_told_to_be_idle_without_them(kernel: str) -> None:
+    chosen = {"attn_implementation": kernel, "mixed_precision": "bf16"}
+    (line,) = [line for line in ignored_choices(asked(packing=False, **chosen)) if "attn" in line]
+    assert line.startswith(f"attn_implementation={kernel} is ignored: packing=false")
+    assert ignored_choices(asked(**chosen)) == []
 
 
 def test_a_gpu_of_today_gets_varlen(monkeypatch: pytest.MonkeyPatch) -> None:

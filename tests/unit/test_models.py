@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainers.attention import KERNELS
-from trainers.config import ConfigError, TrainConfig, build
+from trainers.config import ConfigError, TrainConfig, build, ignored_choices
 from trainers.embedded import BASE_DIR
 from trainers.models import _drop_dropout, add_adapters, build_model, load_base, probe_attention
 from trainers.objectives.sft import SupervisedLoss, linear_cross_entropy
@@ -143,6 +143,13 @@ def gradients_and_products(**changes: Any) -> tuple[dict[str, torch.Tensor], int
     return {name: weight.grad for name, weight in loss.model.named_parameters() if weight.grad is not None}, (
         products.count
     )
+
+
+def test_selective_checkpointing_alone_is_told_to_be_idle() -> None:
+    (line,) = [line for line in ignored_choices(config(selective_checkpointing=True)) if "selective" in line]
+    assert line == "selective_checkpointing is ignored: gradient_checkpointing is off"
+    both = config(selective_checkpointing=True, gradient_checkpointing=True)
+    assert not [line for line in ignored_choices(both) if "checkpointing" in line]
 
 
 def test_selective_checkpointing_repeats_no_matrix_product() -> None:
