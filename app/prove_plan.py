@@ -38,9 +38,9 @@ SHORT_RUN = {
 # What the promise is measured with; see `Scope` in the design. Options that this version has not are left out.
 SETTINGS = {
     "mixed_precision": "no", "lora_dropout": "0", "tf32": "false", "deterministic": "true", "ddp_comm_hook": "none",
-    "torch_compile": "false", "master_weights": "true", "eval_share": "0", **SHORT_RUN,
+    "torch_compile": "false", "master_weights": "true", "optim": "adamw", "eval_share": "0", **SHORT_RUN,
 }  # fmt: skip
-_NUMBERS = ("mixed_precision", "lora_dropout", "tf32", "ddp_comm_hook", "torch_compile", "master_weights")
+_NUMBERS = ("mixed_precision", "lora_dropout", "tf32", "ddp_comm_hook", "torch_compile", "master_weights", "optim")
 _OWN = ("steps", "strategies", "layers")
 REFERENCE = "reference"
 """Folder of the run that all others are compared with."""

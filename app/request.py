@@ -16,7 +16,8 @@ from app.console import shortened
 from app.hardware import Devices
 from app.machines import as_words, choose_machines, devices_here, folder_mistakes
 from app.runs import gpu_ids, true_state, world_size
-from trainers.config import EMBEDDED, LAUNCH_OPTIONS, ConfigError, TrainConfig, absolute_paths, build, ignored_choices
+from trainers.clashes import ignored_choices
+from trainers.config import EMBEDDED, LAUNCH_OPTIONS, ConfigError, TrainConfig, absolute_paths, build
 from trainers.differences import changes_since_save
 from trainers.options import Request, parse_request, preset_path, read_yaml
 from trainers.run_folder import END_STATES, LIVE_STATES, RunFolder, new_run_id
@@ -269,7 +270,7 @@ def job_of(request: Request, values: dict[str, str], mistakes: Mistakes, run: Ru
             spread = over_machines(strategy, devices.machines)
             strategy = resolve(spread, devices.num_processes, config.mixed_precision)
             config.accumulation_steps(strategy.data_parallel_size)
-            if reason := cannot_run(strategy, config.method, bool(devices.gpu_ids)):
+            if reason := cannot_run(strategy, config.method, bool(devices.gpu_ids), config.small_optimizer()):
                 raise ConfigError(f"strategy {strategy.name}: {reason}")
     with mistakes:
         member = bool(devices and devices.machine_rank)  # machine 0 decides whether the folder is free

@@ -39,7 +39,7 @@ def measured_here(data: Path, cache: Path, workers: int) -> dict[str, float]:
     began = time.perf_counter()
     documents = prepare(config, "train")
     prepared = time.perf_counter()
-    packed = pack(documents.lengths, config.max_length)
+    efficiency = pack(documents.lengths, config.max_length).efficiency
     packing = time.perf_counter() - prepared
     import torch  # noqa: F401 - the trainer has it by now
 
@@ -55,7 +55,7 @@ def measured_here(data: Path, cache: Path, workers: int) -> dict[str, float]:
     each = (time.perf_counter() - ready) / max(len(steps), 1)
     return {
         "rows": documents.report.rows, "tokens": int(documents.lengths.sum()), "prepare_s": prepared - began,
-        "pack_s": packing, "efficiency": packed.efficiency, "first_batch_s": first, "batch_ms": 1000 * each,
+        "pack_s": packing, "efficiency": efficiency, "first_batch_s": first, "batch_ms": 1000 * each,
     }  # fmt: skip
 
 

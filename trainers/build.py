@@ -90,7 +90,7 @@ def module(config: TrainConfig, main_rank: bool) -> SupervisedLoss:
     model = build_model(config)
     if config.mixed_precision == "fp8":
         convert(model)
-    return SupervisedLoss(model, compute_dtype(config))
+    return SupervisedLoss(model, compute_dtype(config), config.gradient_checkpointing and config.activation_offloading)
 
 
 def backend(

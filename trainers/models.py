@@ -39,8 +39,8 @@ def compute_dtype(config: TrainConfig) -> torch.dtype:
 
 
 def base_dtype(config: TrainConfig) -> torch.dtype:
-    """Dtype that the base is kept in: fp32 where it is trained, the compute dtype where it is frozen."""
-    return torch.float32 if config.method == "full" else compute_dtype(config)
+    """Dtype that the base is kept in: fp32 where it is trained (see `master_weights`), else the compute dtype."""
+    return torch.float32 if config.method == "full" and config.master_weights else compute_dtype(config)
 
 
 def load_base(config: TrainConfig) -> PreTrainedModel:
@@ -282,35 +282,6 @@ def compile_blocks(base: PreTrainedModel) -> None:
         )
     for block in blocks:
         block.compile()
-
-
-def parameter_groups(
-    trained: list[tuple[str, nn.Parameter]], shapes: dict[str, torch.Size], config: TrainConfig
-) -> list[dict[str, Any]]:
-    """Trained weights for AdamW: matrices decay, norms and biases do not.
-
-    Args:
-        trained: the weights by name, which a strategy may have cut and flattened.
-        shapes: of the whole weights.
-    """
-    matrices = [weight for name, weight in trained if len(shapes[name]) >= 2]
-    vectors = [weight for name, weight in trained if len(shapes[name]) < 2]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def build_optimizer(groups: list[dict[str, Any]], config: TrainConfig) -> torch.optim.Optimizer:
-    """Fused AdamW over the trained weights. The loop sets its rate at every step."""
-    return torch.optim.AdamW(
-        groups,
-        lr=config.scaled_learning_rate(),
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_epsilon,
-        fused=True,
-    )
 
 
 def matmul_parameters(model: nn.Module) -> tuple[int, int]:

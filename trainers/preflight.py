@@ -75,6 +75,9 @@ def machine_mistakes(config: TrainConfig, has_gpu: bool) -> list[str]:
             config.ddp_comm_hook in ("bf16", "power_sgd")  # under gloo, PowerSGD aborts the process
         ),
         "tf32=true needs a GPU and there is none; leave it out": config.tf32,
+        "activation_offloading=true needs a GPU, whose memory it spares, and there is none; leave it out": (
+            config.activation_offloading
+        ),
     }
     mistakes = [line for line, asked in needs_gpu.items() if asked and not has_gpu]
     if config.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None:

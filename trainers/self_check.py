@@ -83,7 +83,7 @@ def compare(
         Line("distributed type", strategy.distributed_type, accelerator.distributed_type.value),
         Line("wrapper", strategy.wrapped_class or "none", "none" if wrapper == "SupervisedLoss" else wrapper),
         *_layout(strategy, accelerator, backend),
-        Line("trained weights", "float32", _dtypes(trained)),
+        Line("trained weights", "float32" if config.master_weights else "bfloat16", _dtypes(trained)),
         Line("frozen weights", frozen_dtype, _dtypes(frozen)),
         *([_float8(loss)] if config.mixed_precision == "fp8" else []),
         *(_four_bits(strategy, backend, loss) if config.method == "qlora" else []),

@@ -200,13 +200,14 @@ def _absolute_json(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "deepspeed_config": {**inline, "deepspeed_config_file": whole}}
 
 
-def cannot_run(strategy: Strategy, method: str, has_gpu: bool) -> str | None:
+def cannot_run(strategy: Strategy, method: str, has_gpu: bool, small_optimizer: bool = False) -> str | None:
     """Why a strategy cannot run on this machine or with this method; None when it can. Nothing is launched for it.
 
     Args:
         strategy: the strategy.
         method: what is trained.
         has_gpu: whether the run would be on GPUs.
+        small_optimizer: whether weights or Adam's states are to be kept in less than fp32.
     """
     kind, offloads = strategy.distributed_type, strategy.offload != "none"
     deepspeed, quantised = kind == "DEEPSPEED", method == "qlora"
@@ -225,6 +226,8 @@ def cannot_run(strategy: Strategy, method: str, has_gpu: bool) -> str | None:
         f"method=qlora: FSDP 1 would put 4-bit and fp32 weights into one flat tensor; {spreads}": (
             quantised and strategy.fsdp_version == 1
         ),
+        "DeepSpeed keeps weights and Adam's states itself, in fp32; leave out optim=adamw_8bit and "
+        "master_weights=false, or use --strategy fsdp2": deepspeed and small_optimizer,
         f"method=qlora: ZeRO 3 would cut and cast 4-bit weights as if they were numbers; {spreads}": (
             quantised and strategy.zero_stage == 3
         ),

@@ -22,7 +22,8 @@ from trainers.start_clock import StartClock
 
 CLOCK = StartClock()  # before the other imports, which take most of a start
 
-from trainers.config import ConfigError, TrainConfig, absolute_paths, ignored_choices
+from trainers.clashes import ignored_choices
+from trainers.config import ConfigError, TrainConfig, absolute_paths
 from trainers.device_locks import Held, Holder, local_need, take_now
 from trainers.differences import changes_since_save
 from trainers.errors import GoBack, TrainingError
@@ -56,7 +57,7 @@ def main(argv: list[str]) -> int:
             return print_check(request)
         launch, config = find_launch(), absolute_paths(request.resolve())
         strategy = asked_strategy(launch, config)
-        unable = cannot_run(strategy, config.method, gpu_count() > 0)
+        unable = cannot_run(strategy, config.method, gpu_count() > 0, config.small_optimizer())
         refused = [f"strategy {strategy.name}: {unable}"] if unable else []
         if mistakes := refused + machine_mistakes(config, gpu_count() > 0):
             raise ConfigError(mistakes)

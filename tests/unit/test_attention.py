@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 from trainers import attention, kernel_choice
-from trainers.config import ConfigError, build, ignored_choices
+from trainers.clashes import ignored_choices
+from trainers.config import ConfigError, build
 from trainers.data.layout import DocumentLayout
 from trainers.kernel_choice import choose
 

@@ -15,6 +15,7 @@ TORCH_FREE = {
     f"trainers.{name}"
     for name in (
         "config",
+        "clashes",
         "options",
         "strategies",
         "run_folder",

@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainers.attention import KERNELS
-from trainers.config import ConfigError, TrainConfig, build, ignored_choices
+from trainers.clashes import ignored_choices
+from trainers.config import ConfigError, TrainConfig, build
 from trainers.embedded import BASE_DIR
 from trainers.models import _drop_dropout, add_adapters, build_model, load_base, probe_attention
 from trainers.objectives.sft import SupervisedLoss, linear_cross_entropy
@@ -161,3 +162,29 @@ def test_selective_checkpointing_repeats_no_matrix_product() -> None:
     for name, gradient in plain.items():
         assert torch.equal(gradient, kept[name])
         assert torch.equal(gradient, whole[name])
+
+
+def test_what_waits_elsewhere_for_the_backward_pass_is_one_tensor_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what comes back gives the same gradients; nothing is kept of what lies after the layers."""
+    kept: list[torch.Size] = []
+
+    def elsewhere(pin_memory: bool) -> Any:
+        assert not pin_memory  # on a CPU
+        return torch.autograd.graph.saved_tensors_hooks(
+            lambda one: (kept.append(one.shape), one.clone())[1], torch.clone
+        )
+
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", elsewhere)
+    gradients = {}
+    for offloads in (False, True):
+        loss = SupervisedLoss(
+            build_model(config(method="full", gradient_checkpointing=True)), offloads=offloads
+        ).train()
+        place = torch.arange(12)[None]
+        loss(place + 5, place, None, place[0, :-1], place[0, 1:] + 5)[0].backward()
+        gradients[offloads] = {name: weight.grad for name, weight in loss.model.named_parameters()}
+        layers = loss.base.config.num_hidden_layers
+        assert kept.count(torch.Size([1, 12, loss.base.config.hidden_size])) >= (layers if offloads else 0)
+        assert len(kept) < 3 * layers + 10  # the layers' insides are computed again, and not kept
+        assert bool(kept) == offloads
+    assert all(torch.equal(one, gradients[True][name]) for name, one in gradients[False].items())

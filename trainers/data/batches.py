@@ -99,17 +99,19 @@ class Rows:
             packed = pack(documents.lengths, max_length)
             self.members, self.offsets = packed.documents, packed.offsets
         else:
-            self.members, self.offsets = np.arange(count), np.arange(count + 1)
+            self.members, self.offsets = np.arange(count, dtype=np.int32), np.arange(count + 1)
         self.lengths = self._sums(documents.lengths)
         self.trained = self._sums(documents.trained)
-        self.squared_lengths = self._sums(documents.lengths**2)
+        self.squared_lengths = self._sums(documents.lengths, power=2)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def _sums(self, values: np.ndarray) -> np.ndarray:
-        running = np.concatenate([[0], np.cumsum(values[self.members], dtype=np.int64)])
-        return running[self.offsets[1:]] - running[self.offsets[:-1]]
+    def _sums(self, values: np.ndarray, power: int = 1) -> np.ndarray:
+        """One number for each row, of which none is empty."""
+        picked = values[self.members]
+        picked **= power
+        return np.add.reduceat(picked, self.offsets[:-1]) if len(picked) else np.zeros(0, dtype=np.int64)
 
     def places(self, rows: np.ndarray) -> list[str]:
         """File and line of each document in some rows."""

@@ -43,7 +43,8 @@ class TokenSet:
         self.trained: npt.NDArray[np.int64] = arrays["trained"]
         self._input_ids, self._mask = arrays["input_ids"], arrays["mask"]
         self._files, self._lines = arrays["files"], arrays["lines"]
-        self._starts = np.concatenate([[0], np.cumsum(self.lengths)])
+        self._starts = np.zeros(len(self.lengths) + 1, dtype=np.int64)
+        np.cumsum(self.lengths, out=self._starts[1:])
 
     def rename_sources(self, dataset: str, names: list[str]) -> None:
         """Gives the data the names that it has now; the cache knows it by content, wherever it was then.

@@ -6,6 +6,7 @@ The caller divides by the number of trained tokens of the whole global batch; no
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -128,13 +129,14 @@ class SupervisedLoss(nn.Module):
 
     Args:
         model: a transformers or peft causal language model; its parameters are the only ones here.
+        offloads: keep what the backward pass needs of the layers in CPU memory until then.
         compute: dtype of matrix products. The one place where it is applied, by autocast, for every strategy:
             parameters, norms, softmax, logits, loss and the reduction of gradients stay fp32.
     """
 
-    def __init__(self, model: nn.Module, compute: torch.dtype = torch.float32):
+    def __init__(self, model: nn.Module, compute: torch.dtype = torch.float32, offloads: bool = False):
         super().__init__()
-        self.model, self.compute = model, compute
+        self.model, self.compute, self.offloads = model, compute, offloads
         head = self.base.get_output_embeddings()
         text = self.base.config.get_text_config()  # of a model with a vision tower, its language part
         self.chunked = text.model_type in LINEAR_HEADS and isinstance(head, nn.Linear)
@@ -176,16 +178,23 @@ class SupervisedLoss(nn.Module):
             if not self.chunked:
                 return self._own_forward(input_ids, position_ids, positions, labels)
             decoder = self.base.get_decoder()
-            hidden = decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+            with self._resting(input_ids.device):
+                hidden = decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
             picked = hidden.flatten(0, 1).index_select(0, positions).to(self.compute)
         head = self.base.get_output_embeddings()
         with torch.autocast(input_ids.device.type, enabled=False):  # fp16's Accelerator has one around all this
             return linear_cross_entropy(picked, head.weight, head.bias, labels, *self.rule)
 
+    def _resting(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Where what the backward pass needs waits for it."""
+        pinned = device.type == "cuda"
+        return torch.autograd.graph.save_on_cpu(pin_memory=pinned) if self.offloads else nullcontext()
+
     def _own_forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+        with self._resting(input_ids.device):
+            logits = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
         picked = logits.flatten(0, 1).index_select(0, positions).float()
         correct = (picked.detach().argmax(-1) == labels).sum()
         return functional.cross_entropy(picked, labels, reduction="sum"), correct

@@ -60,10 +60,3 @@ def set_rate(optimizer: Any, rate: float) -> None:
 def trained_names(bare: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Trained weights by name, before anything wraps the model."""
     return [(name, weight) for name, weight in bare.named_parameters() if weight.requires_grad]
-
-
-def adam_state(weight: torch.Tensor, keys: Iterable[str], step: float) -> dict[str, torch.Tensor]:
-    """Zeros like a weight for each key, and the count of updates as torch's fused optimizers keep it."""
-    device = weight.to_local().device if hasattr(weight, "to_local") else weight.device
-    state = {key: torch.zeros_like(weight, requires_grad=False) for key in keys}
-    return {"step": torch.tensor(step, dtype=torch.float32, device=device), **state}

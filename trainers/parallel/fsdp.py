@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from trainers.config import ConfigError, TrainConfig
 from trainers.errors import TrainingError
-from trainers.models import build_optimizer, parameter_groups
-from trainers.parallel.backend import adam_state, trained_names
+from trainers.optimizers import build_optimizer, empty_state, parameter_groups, put_back, state_vectors
+from trainers.parallel.backend import trained_names
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.shards import WEIGHT, Shard
 
@@ -115,19 +115,20 @@ class FullySharded:
 
     def _shard(self, name: str, weight: nn.Parameter) -> Shard:
         state = self.optimizer.state.get(weight, {})
-        tensors = {key: _local(value).reshape(-1) for key, value in state.items() if key != "step"}
         step = float(state["step"]) if "step" in state else None
-        whole = {WEIGHT: _local(weight).reshape(-1), **tensors}
+        whole = {WEIGHT: _local(weight).reshape(-1), **state_vectors(state)}
         return Shard(name, self.shapes[name], self.starts[name], whole, step, self.primary)
 
     def put_back(self, shards: list[Shard]) -> None:
-        """See `Backend`; they are views."""
+        """See `Backend`."""
+        for (_, weight), shard in zip(self.trained, shards, strict=True):
+            put_back(self.optimizer.state.get(weight, {}), shard.tensors)
 
     def make_state(self, keys: Iterable[str], steps: dict[str, float]) -> None:
         """See `Backend`."""
         for name, weight in self.trained:
             if name in steps:
-                self.optimizer.state[weight] = adam_state(weight, keys, steps[name])
+                self.optimizer.state[weight] = empty_state(self.optimizer, weight, keys, steps[name])
 
 
 @torch.no_grad()

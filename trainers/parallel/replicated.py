@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainers.config import TrainConfig
-from trainers.models import build_optimizer, parameter_groups
-from trainers.parallel.backend import adam_state, trained_names
+from trainers.optimizers import build_optimizer, empty_state, parameter_groups, put_back, state_vectors
+from trainers.parallel.backend import trained_names
 from trainers.parallel.shards import WEIGHT, Shard
 
 
@@ -79,17 +79,18 @@ class Replicated:
         return [_shard(name, weight, self.optimizer.state) for name, weight in self.trained]
 
     def put_back(self, shards: list[Shard]) -> None:
-        """See `Backend`; they are views."""
+        """See `Backend`."""
+        for (_, weight), shard in zip(self.trained, shards, strict=True):
+            put_back(self.optimizer.state.get(weight, {}), shard.tensors)
 
     def make_state(self, keys: Iterable[str], steps: dict[str, float]) -> None:
         """See `Backend`."""
         for name, weight in self.trained:
             if name in steps:
-                self.optimizer.state[weight] = adam_state(weight, keys, steps[name])
+                self.optimizer.state[weight] = empty_state(self.optimizer, weight, keys, steps[name])
 
 
 def _shard(name: str, weight: nn.Parameter, states: Any) -> Shard:
     state = states.get(weight, {})
-    tensors = {key: value.reshape(-1) for key, value in state.items() if key != "step"}
     step = float(state["step"]) if "step" in state else None
-    return Shard(name, weight.shape, 0, {WEIGHT: weight.detach().reshape(-1), **tensors}, step)
+    return Shard(name, weight.shape, 0, {WEIGHT: weight.detach().reshape(-1), **state_vectors(state)}, step)

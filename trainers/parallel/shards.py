@@ -110,10 +110,10 @@ def wholes(
 def _put_together(one: Shard, key: str, owner: int, ranks: Ranks) -> torch.Tensor | None:
     """Sums the runs, each in its place among zeros, as integers: the bits come over as they are."""
     here = one.tensors.get(key)
-    dtype = one.tensors[WEIGHT].dtype
-    assert dtype == torch.float32, f"{one.name} is trained in {dtype}"
+    dtype = one.tensors[WEIGHT].dtype if key == WEIGHT else torch.float32
+    bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype]
     buffer = torch.zeros(one.numel, dtype=torch.int32, device=ranks.device)
     if here is not None and one.primary:
-        buffer[one.start : one.start + here.numel()] = here.detach().to(ranks.device).view(torch.int32)
+        buffer[one.start : one.start + here.numel()] = here.detach().to(ranks.device).view(bits)
     distributed.reduce(buffer, owner)
-    return buffer.view(torch.float32).reshape(one.shape) if ranks.rank == owner else None
+    return buffer.to(bits).view(dtype).reshape(one.shape) if ranks.rank == owner else None

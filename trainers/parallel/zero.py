@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 from trainers.config import TrainConfig
 from trainers.deepspeed_json import drop_idle
 from trainers.errors import TrainingError
-from trainers.models import build_optimizer, parameter_groups
+from trainers.optimizers import build_optimizer, parameter_groups
 from trainers.parallel.backend import trained_names
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.shards import WEIGHT, Shard
