@@ -60,3 +60,10 @@ def set_rate(optimizer: Any, rate: float) -> None:
 def trained_names(bare: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Trained weights by name, before anything wraps the model."""
     return [(name, weight) for name, weight in bare.named_parameters() if weight.requires_grad]
+
+
+def whole_elements(loss: Any) -> int:
+    """Elements of a whole model, of which tensor parallelism may have left this rank a part."""
+    cuts = loss.tensor.cuts if loss.tensor else {}
+    shapes = ((name, weight.shape) for name, weight in loss.model.named_parameters())
+    return sum((cuts[name].shape if name in cuts else shape).numel() for name, shape in shapes)
