@@ -62,8 +62,13 @@ def trained_names(bare: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, weight) for name, weight in bare.named_parameters() if weight.requires_grad]
 
 
-def whole_elements(loss: Any) -> int:
-    """Elements of a whole model, of which tensor parallelism may have left this rank a part."""
-    cuts = loss.tensor.cuts if loss.tensor else {}
-    shapes = ((name, weight.shape) for name, weight in loss.model.named_parameters())
+def whole_elements(model: nn.Module, tensor: Any) -> int:
+    """Elements of a whole model.
+
+    Args:
+        model: transformers' or peft's, before anything wraps it.
+        tensor: what tensor parallelism (`TensorParallel`) has left this rank of it; None: all.
+    """
+    cuts = tensor.cuts if tensor else {}
+    shapes = ((name, weight.shape) for name, weight in model.named_parameters())
     return sum((cuts[name].shape if name in cuts else shape).numel() for name, shape in shapes)

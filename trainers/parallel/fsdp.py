@@ -46,9 +46,9 @@ class FullySharded:
         plugin = accelerator.state.fsdp_plugin
         self.version = 2 if accelerator.is_fsdp2 else 1
         self.shapes = {name: weight.shape for name, weight in trained_names(loss.model)}
-        self.tensor = loss.tensor
+        self.tensor = getattr(loss, "tensor", None)  # what tensor parallelism left this rank
         _set_wrap_policy(plugin, loss, self.version)
-        self.whole = whole_elements(loss)
+        self.whole = whole_elements(loss.model, self.tensor)
         digests = _digests(loss.model.named_parameters()) if plugin.cpu_ram_efficient_loading and ranks.is_main else {}
         if self.version == 2:
             optimizer = build_optimizer(parameter_groups(trained_names(loss.model), self.shapes, config), config)

@@ -26,9 +26,10 @@ class Replicated:
     """
 
     def __init__(self, loss: Any, config: TrainConfig, accelerator: Any):
-        self.accelerator, self.trained, self.tensor = accelerator, trained_names(loss.model), loss.tensor
+        self.accelerator, self.trained = accelerator, trained_names(loss.model)
+        self.tensor = getattr(loss, "tensor", None)  # what tensor parallelism left this rank
         shapes = {name: weight.shape for name, weight in self.trained}
-        self.whole = whole_elements(loss)
+        self.whole = whole_elements(loss.model, self.tensor)
         optimizer = build_optimizer(parameter_groups(self.trained, shapes, config), config)
         self.model, self.optimizer = accelerator.prepare(loss.to(accelerator.device), optimizer)
 
@@ -88,7 +89,7 @@ class Replicated:
         step = float(state["step"]) if "step" in state else None
         held = {WEIGHT: weight.detach().reshape(-1), **state_vectors(state)}
         cut = self.tensor.cuts.get(name) if self.tensor else None
-        if cut is None:
+        if cut is None or self.tensor is None:
             return Shard(name, weight.shape, 0, held, step)
         return Shard(name, cut.shape, 0, held, step, self.tensor.first, cut.box)
 

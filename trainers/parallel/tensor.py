@@ -184,7 +184,7 @@ class CutHead(nn.Linear):
 
 
 @lru_cache
-def _mixed(mixin: type, kind: Any) -> Any:
+def _mixed(mixin: Any, kind: Any) -> Any:
     """The class with a mixin before it, under its own name, by which others know it."""
     return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
 
@@ -263,11 +263,12 @@ class _Cutter:
 
     def share(self, module: Any) -> None:
         """Keeps the weights whole, and adds their gradients up."""
-        module.__class__, module.place = _mixed(_PartialGradient, type(module)), self.place
+        kind: Any = type(module)
+        module.__class__, module.place = _mixed(_PartialGradient, kind), self.place
 
     def vocabulary(self, embedding: Any, head: Any) -> Cut:
-        """Embedding and head, by words; the shares may differ by one. Tied, they stay one weight. Returns the head's."""
-        kind = type(embedding)
+        """Embedding and head, by words, of which ranks may differ by one; tied, they stay one weight. Returns the head's."""
+        kind: Any = type(embedding)
         if not issubclass(kind, nn.Embedding):
             raise self.refusal(
                 "has an adapter on its embedding, which tensor parallelism does not cut",
