@@ -267,7 +267,11 @@ class _Cutter:
         module.__class__, module.place = _mixed(_PartialGradient, kind), self.place
 
     def vocabulary(self, embedding: Any, head: Any) -> Cut:
-        """Embedding and head, by words, of which ranks may differ by one; tied, they stay one weight. Returns the head's."""
+        """Embedding and head, by words; shares may differ by one. Tied, they stay one weight.
+
+        Returns:
+            What this rank has of the head.
+        """
         kind: Any = type(embedding)
         if not issubclass(kind, nn.Embedding):
             raise self.refusal(
