@@ -188,7 +188,7 @@ def exact(group: Any) -> dict[str, float]:
     for summed in mine[1:]:
         distributed.all_reduce(summed, group=group)
     worst = max(relative(a, b) for a, b in zip(mine, wanted, strict=True))
-    return {"model": model, "loss": max(worst, abs(float(got / plain_loss) - 1))}
+    return {"model": model, "loss": max(worst, abs(float(got.detach() / plain_loss.detach()) - 1))}
 
 
 def without_rows(group: Any) -> float:
@@ -327,7 +327,7 @@ class Alone(Ranks):
 def spread(loss: SupervisedLoss, mesh: DeviceMesh, how: str) -> Any:
     """A backend as a run would have it, built without an Accelerator."""
     place = mesh["tp"]
-    tensor_parallel.cut(loss, place.get_group(), place.get_local_rank(), place.size(), mesh["dp"].get_local_rank() == 0)
+    tensor_parallel.cut(loss, place.get_group(), place.get_local_rank(), place.size())
     if how == "tp":
         return Replicated(loss, CONFIG, Accelerating())
     if how == "tp_ddp":

@@ -41,15 +41,16 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]
         folder = tmp_path_factory.mktemp(f"ranks{world}")
         out, script = folder / "found.json", "tests.unit.tensor_parallel_ranks"
         alone = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        logs = [folder / f"log-{rank}.txt" for rank in range(world)]
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-m", script, str(folder / "store"), str(rank), str(world), str(out)],
-                cwd=ROOT, env=alone, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                cwd=ROOT, env=alone, stdout=logs[rank].open("w"), stderr=subprocess.STDOUT,
             )
             for rank in range(world)
         ]  # fmt: skip
-        said = [rank.communicate(timeout=500)[0] for rank in ranks]
-        assert not any(rank.returncode for rank in ranks), "\n".join(said)
+        failed = [log for rank, log in zip(ranks, logs, strict=True) if rank.wait(timeout=500)]
+        assert not failed, failed[0].read_text(encoding="utf-8")
         answers[world] = json.loads(out.read_text(encoding="utf-8"))
     return answers
 
@@ -172,11 +173,12 @@ def shape(**changes: Any) -> Any:
         (2, {"num_key_value_heads": 1}, ["tp_size=2: qwen3 has 1 key-value heads; use 1"]),
         (3, {"intermediate_size": 100}, ["tp_size=3: qwen3 has an intermediate_size of 100; use 1 or 2"]),
         (5, {"num_key_value_heads": None, "intermediate_size": 10},
-         ["tp_size=5: qwen3 has 12 attention heads; use 1 or 2", "tp_size=5: qwen3 has 12 key-value heads; use 1 or 2"]),
+         ["tp_size=5: qwen3 has 12 attention heads; use 1 or 2",
+          "tp_size=5: qwen3 has 12 key-value heads; use 1 or 2"]),
         (2, {"base_model_tp_plan": None}, ["tp_size=2: transformers has no tensor-parallel plan for qwen3; use "
          "tp_size=1, with fsdp2 for instance, which cuts any model"]),
-        (2, {"base_model_tp_plan": {"experts": "grouped_gemm"}}, ["tp_size=2: the plan of qwen3 has grouped_gemm, which "
-         "is not supported; use tp_size=1, with fsdp2 for instance, which cuts any model"]),
+        (2, {"base_model_tp_plan": {"experts": "grouped_gemm"}}, ["tp_size=2: the plan of qwen3 has grouped_gemm, "
+         "which is not supported; use tp_size=1, with fsdp2 for instance, which cuts any model"]),
     ],
 )  # fmt: skip
 def test_sizes_and_plans_are_judged_by_the_config(size: int, changes: dict[str, Any], lines: list[str]) -> None:
