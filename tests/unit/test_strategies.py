@@ -61,7 +61,8 @@ def test_what_a_strategy_says_of_itself(
     strategy = load_strategy(name)
     assert (strategy.distributed_type, strategy.fsdp_version, strategy.zero_stage) == (kind, version, stage)
     assert (strategy.offload, strategy.sharded, strategy.wrapped_class) == (offload, sharded, wrapped)
-    assert strategy.data_parallel_size == strategy.num_processes
+    cut = strategy.sizes.parts * strategy.sizes.tp * strategy.sizes.pp
+    assert strategy.data_parallel_size * cut == strategy.num_processes == strategy.sizes.world
     assert (bool(strategy.fsdp), bool(strategy.deepspeed)) == (kind == "FSDP", kind == "DEEPSPEED")
     assert strategy.outside_parity() == []
 

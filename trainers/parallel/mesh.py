@@ -75,6 +75,12 @@ class MeshSizes:
         """Parts that each row is cut into."""
         return self.cp * self.sp
 
+    @classmethod
+    def read(cls, text: str) -> MeshSizes:
+        """The sizes from what `str` makes of them."""
+        parts = [part.split() for part in text.split(" x ") if part not in ("", "1")]
+        return cls(**{axis: int(size) for axis, size in parts})
+
     def __str__(self) -> str:
         used = [f"{axis} {size}" for axis, size in self.by_axis.items() if size > 1]
         return " x ".join(used) or "1"
@@ -118,6 +124,14 @@ def combination_mistakes(kind: str, sizes: MeshSizes) -> list[str]:
         if reason := APART.get(frozenset(pair)):
             lines.append(f"{pair[0]} and {pair[1]}: {reason}")
     return lines
+
+
+def heads_mistake(sizes: MeshSizes, heads: int, model_type: str) -> str | None:
+    """Why Ulysses cannot share out a model's attention heads; None when it can."""
+    if heads % sizes.sp == 0:
+        return None
+    ways = ", ".join(str(size) for size in range(2, heads + 1) if heads % size == 0)
+    return f"sp={sizes.sp} does not divide the {heads} attention heads of {model_type}; use {ways}, or cp"
 
 
 def _kinds(axis: str) -> str:
