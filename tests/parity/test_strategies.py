@@ -21,7 +21,7 @@ from trainers.strategies import load_strategy, strategy_names
 
 NEEDS_ACCELERATOR = {"fsdp2_offload"}
 # Under LoRA a grad_op, a stage 1 and an offload differ from these by what full training shows as well.
-WITH_LORA = ["fsdp1", "fsdp2", "hsdp", "zero2", "zero3"]
+WITH_LORA = ["fsdp1", "fsdp2", "hsdp", "zero2", "zero3", "sp", "cp"]
 STRATEGIES = [name for name in strategy_names() if name not in {"single", "ddp"} | NEEDS_ACCELERATOR]
 
 
@@ -32,12 +32,12 @@ def full(name: str, **more: object) -> Finished:
 
 def lora(name: str, **more: object) -> Finished:
     """Adapters, one document per row, one micro-batch a step and rank on two ranks."""
-    micro = 8 // load_strategy(name).num_processes
+    micro = 8 // load_strategy(name).data_parallel_size
     return run(load_strategy(name).num_processes, "lora", False, name, per_device_train_batch_size=micro, **more)
 
 
 def test_every_strategy_is_here() -> None:
-    assert len(STRATEGIES) == 8
+    assert len(STRATEGIES) == 10
     assert set(strategy_names()) == {*STRATEGIES, *NEEDS_ACCELERATOR, "single", "ddp"}
 
 
@@ -56,7 +56,9 @@ def test_what_was_asked_for_is_what_ran(name: str) -> None:
     strategy, said = load_strategy(name), full(name).output
     assert re.search(rf"wrapper +{strategy.wrapped_class}\n", said)
     what = "weights held" if strategy.sharded else "Adam's share"
-    assert re.search(rf"{what} +1/{strategy.mesh.get('dp_shard', 2)}\n", said)
+    sizes = strategy.sizes
+    ways = sizes.dp_shard * sizes.parts if sizes.dp_shard * sizes.parts > 1 else 2
+    assert re.search(rf"{what} +1/{ways}\n", said)
     assert re.search(r"memory +rank 0 [\d.]+ -> [\d.]+ GiB; rank 1", said)
     if strategy.zero_stage:
         assert re.search(rf"ZeRO stage +{strategy.zero_stage}\n +offload +{strategy.offload}\n", said)

@@ -53,6 +53,8 @@ def test_every_strategy_is_whole_and_documented(path: Path) -> None:
         ("zero2", "DEEPSPEED", 0, 2, "none", False, "DeepSpeedEngine"),
         ("zero3", "DEEPSPEED", 0, 3, "none", True, "DeepSpeedEngine"),
         ("zero3_offload", "DEEPSPEED", 0, 3, "cpu", True, "DeepSpeedEngine"),
+        ("sp", "FSDP", 2, 0, "none", True, "FSDPSupervisedLoss"),
+        ("cp", "FSDP", 2, 0, "none", True, "FSDPSupervisedLoss"),
     ],
 )
 def test_what_a_strategy_says_of_itself(
