@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import warnings
@@ -37,6 +38,7 @@ from trainers.parallel.ranks import Ranks
 from trainers.parallel.replicated import Replicated
 from trainers.parallel.sequence import over_ranks, refuse_unfit
 from trainers.parallel.shards import check_whole
+from trainers.parallel.tensor import cut
 from trainers.run_folder import Process, RunFolder
 from trainers.self_check import Census
 from trainers.strategies import Strategy
@@ -88,7 +90,17 @@ def accelerator(config: TrainConfig, strategy: Strategy, run: RunFolder) -> tupl
         made.state.parallelism_config = ParallelismConfig(
             dp_replicate_size=mesh.sizes.dp_replicate, dp_shard_size=mesh.sizes.dp_shard * mesh.sizes.parts
         )
+    if strategy.mesh and strategy.distributed_type == "MULTI_GPU":
+        made.ddp_handler = _over_group(ddp, mesh.group("averaged"))
     return made, ranks, mesh
+
+
+def _over_group(ddp: DistributedDataParallelKwargs, group: Any) -> Any:
+    """The same settings for DDP, over some of the processes, which Accelerate has no word for."""
+    given = ddp.to_kwargs() | {"process_group": group}
+    narrowed = copy.copy(ddp)
+    narrowed.to_kwargs = lambda: dict(given)
+    return narrowed
 
 
 def module(config: TrainConfig, main_rank: bool) -> SupervisedLoss:
@@ -109,6 +121,7 @@ def backend(
     """The strategy's hold on model and optimizer, its attention proved, and the dtypes seen meanwhile."""
     refuse_unfit(loss.base.config.get_text_config(), mesh.sizes)
     _use_kernel(config, ranks, loss)
+    cut(loss, mesh.group("tp"), mesh.index("tp"), mesh.sizes.tp)
     if config.torch_compile:
         compile_blocks(loss.base)
     if strategy.distributed_type == "FSDP":
@@ -119,7 +132,7 @@ def backend(
         wrapped = Zero(loss, config, made, ranks)
     else:
         wrapped = Replicated(loss, config, made)
-    if strategy.distributed_type in ("FSDP", "DEEPSPEED"):
+    if strategy.distributed_type in ("FSDP", "DEEPSPEED") or mesh.sizes.tp > 1:
         check_whole(wrapped.shards(), ranks)
     with Census(loss) as census:
         probe_attention(wrapped.model, loss.base, config.packing, ranks.device)

@@ -138,8 +138,9 @@ def _layout(strategy: Strategy, mesh: Mesh, backend: Backend) -> list[Line]:
             places = places - {"nvme"} | {"cpu"}
         got_place = next((place for place in ("nvme", "cpu") if place in places), "none")
         lines.append(Line("offload", strategy.offload, got_place))
-    if strategy.sharded or strategy.zero_stage:
-        what = "weights held" if strategy.sharded else "Adam's share"
+    cut = strategy.sharded or getattr(backend, "tensor", None) is not None
+    if cut or strategy.zero_stage:
+        what = "weights held" if cut else "Adam's share"
         lines.append(_share(what, *backend.held()))
     return lines
 

@@ -55,6 +55,9 @@ def test_every_strategy_is_whole_and_documented(path: Path) -> None:
         ("zero3_offload", "DEEPSPEED", 0, 3, "cpu", True, "DeepSpeedEngine"),
         ("sp", "FSDP", 2, 0, "none", True, "FSDPSupervisedLoss"),
         ("cp", "FSDP", 2, 0, "none", True, "FSDPSupervisedLoss"),
+        ("tp", "MULTI_GPU", 0, 0, "none", False, "DistributedDataParallel"),
+        ("fsdp2_tp", "FSDP", 2, 0, "none", True, "FSDPSupervisedLoss"),
+        ("hsdp_tp", "FSDP", 2, 0, "none", True, "FSDPSupervisedLoss"),
     ],
 )
 def test_what_a_strategy_says_of_itself(

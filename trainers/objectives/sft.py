@@ -6,6 +6,7 @@ The caller divides by the number of trained tokens of the whole global batch; no
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -142,6 +143,9 @@ class SupervisedLoss(nn.Module):
         text = self.base.config.get_text_config()  # of a model with a vision tower, its language part
         self.chunked = text.model_type in LINEAR_HEADS and isinstance(head, nn.Linear)
         self.rule = _head_rule(text)
+        # Tensor parallelism, where it is used, puts its own here (`trainers.parallel.tensor.cut`).
+        self.tensor: Any = None
+        self.cross_entropy: Callable[..., tuple[torch.Tensor, torch.Tensor]] = linear_cross_entropy
 
     @property
     def base(self) -> Any:
@@ -184,7 +188,7 @@ class SupervisedLoss(nn.Module):
             picked = hidden.flatten(0, 1).index_select(0, positions).to(self.compute)
         head = self.base.get_output_embeddings()
         with torch.autocast(input_ids.device.type, enabled=False):  # fp16's Accelerator has one around all this
-            return linear_cross_entropy(picked, head.weight, head.bias, labels, *self.rule)
+            return self.cross_entropy(picked, head.weight, head.bias, labels, *self.rule)
 
     def _resting(self, device: torch.device) -> AbstractContextManager[Any]:
         """Where what the backward pass needs waits for it."""

@@ -28,8 +28,8 @@ MEANS = {
 }
 BACKENDS = {
     "NO": frozenset[str](),
-    "MULTI_GPU": frozenset({"dp_replicate", "cp", "sp"}),
-    "FSDP": frozenset({"dp_replicate", "dp_shard", "cp", "sp"}),
+    "MULTI_GPU": frozenset({"dp_replicate", "cp", "sp", "tp"}),
+    "FSDP": frozenset({"dp_replicate", "dp_shard", "cp", "sp", "tp"}),
     "DEEPSPEED": frozenset[str](),
 }
 """The axes that each `distributed_type` goes with."""
@@ -176,12 +176,12 @@ class Mesh:
         return self._place[axis]
 
     def group(self, axis: str) -> ProcessGroup | None:
-        """The processes that differ from this one along an axis alone; None where there is none besides it.
+        """The processes that differ from this one along an axis alone; None where it is not used.
 
         Args:
             axis: one of `AXES`, or `averaged`: all over which gradients are averaged.
         """
-        if self.device_mesh is None or (getattr(self.sizes, axis) == 1):
+        if self.device_mesh is None or (axis in AXES and getattr(self.sizes, axis) == 1):
             return None
         found: ProcessGroup = self.device_mesh[axis].get_group()
         return found
@@ -209,7 +209,8 @@ def _device_mesh(sizes: MeshSizes, device_type: str) -> Any:
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    used = [axis for axis in AXES if getattr(sizes, axis) > 1] or ["dp_shard"]
+    # DDP is given a group in any case, if only of one.
+    used = [axis for axis in AXES if getattr(sizes, axis) > 1 or axis == "dp_replicate"]
     mesh = init_device_mesh(device_type, tuple(getattr(sizes, axis) for axis in used), mesh_dim_names=tuple(used))
     for name, parts in (
         ("dp_shard_cp", ("dp_shard", "cp", "sp")),
