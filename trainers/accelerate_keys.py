@@ -45,6 +45,7 @@ class Key:
 
 TEXT, FLAG, WHOLE, LIST = Key((str,)), Key((bool,)), Key((int,)), Key((list,))
 COUNT = Key((int,), least=1)
+SIZE = Key((int,), least=1, idle=lambda value: value == -1)  # the rest
 
 _COMPILE = "the launcher's torch.compile is not supported; use torch_compile in the config"
 
@@ -177,16 +178,14 @@ NOT_BESIDE_FILE = (
     "zero3_save_16bit_model",
 )
 
-_LATER = "this parallelism is not supported yet; write 1 or remove the line"
-
 PARALLELISM: dict[str, Key] = {
-    "parallelism_config_dp_replicate_size": COUNT,
-    "parallelism_config_dp_shard_size": COUNT,
-    "parallelism_config_tp_size": Key((int,), (1,), why=_LATER),
-    "parallelism_config_cp_size": Key((int,), (1,), why=_LATER),
+    "parallelism_config_dp_replicate_size": SIZE,
+    "parallelism_config_dp_shard_size": SIZE,
+    "parallelism_config_tp_size": SIZE,
+    "parallelism_config_cp_size": SIZE,
     "parallelism_config_cp_backend": TEXT,
     "parallelism_config_cp_comm_strategy": TEXT,
-    "parallelism_config_sp_size": Key((int,), (1,), why=_LATER),
+    "parallelism_config_sp_size": SIZE,
     "parallelism_config_sp_backend": TEXT,
     "parallelism_config_sp_seq_length": WHOLE,
     "parallelism_config_sp_seq_length_is_variable": FLAG,

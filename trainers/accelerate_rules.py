@@ -5,7 +5,6 @@ What single keys may hold is in `trainers/accelerate_keys.py`, a DeepSpeed JSON 
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 from trainers.accelerate_keys import (
@@ -21,6 +20,7 @@ from trainers.accelerate_keys import (
 )
 from trainers.config import ConfigError
 from trainers.deepspeed_json import JSON, json_mistakes, read_json
+from trainers.parallel.mesh import AXES, combination_mistakes, fitted
 
 TYPES = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
 SCALED_TYPES = ("NO", "MULTI_GPU")  # the ones under which the training script scales the loss for fp16
@@ -28,7 +28,7 @@ FP16_WAY = "mixed_precision=fp16 needs loss scaling, which is only done under si
 _SECTIONS = {
     "fsdp_config": (FSDP, ("FSDP",)),
     "deepspeed_config": (DEEPSPEED, ("DEEPSPEED",)),
-    "parallelism_config": (PARALLELISM, ("FSDP",)),
+    "parallelism_config": (PARALLELISM, ("FSDP", "MULTI_GPU")),
 }
 
 
@@ -70,6 +70,7 @@ def _check_whole(values: dict[str, Any]) -> list[str]:
             mistakes.append(f"{name} under distributed_type={kind} is ignored; write {kinds[0]}, or remove {name}")
     if kind == "FSDP":
         mistakes += _check_fsdp(values, values.get("fsdp_config") or {})
+    if kind in _SECTIONS["parallelism_config"][1]:
         mistakes += _check_mesh(values)
     if kind == "DEEPSPEED":
         mistakes += _check_deepspeed(values, values.get("deepspeed_config") or {})
@@ -188,29 +189,40 @@ def _check_fsdp1(values: dict[str, Any], fsdp: dict[str, Any]) -> list[str]:
 
 
 def mesh_sizes(values: dict[str, Any]) -> dict[str, int]:
-    """Sizes of the device mesh by axis; empty when the config has no `parallelism_config`."""
-    sizes = values.get("parallelism_config") or {}
-    axes = {axis: int(sizes.get(f"parallelism_config_{axis}_size", 1)) for axis in ("dp_replicate", "dp_shard")}
-    return axes if sizes else {}
+    """Sizes of the device mesh by axis, as written; empty when the config has no `parallelism_config`."""
+    written = values.get("parallelism_config") or {}
+    keys = {axis: f"parallelism_config_{axis}_size" for axis in AXES}
+    return {axis: int(written[key]) for axis, key in keys.items() if key in written}
 
 
 def _check_mesh(values: dict[str, Any]) -> list[str]:
-    mesh, processes = mesh_sizes(values), values.get("num_processes")
-    if not mesh:
+    asked, processes, kind = mesh_sizes(values), values.get("num_processes"), str(values["distributed_type"])
+    if not asked or processes is None:
         return []
-    shown = " x ".join(f"{axis} {size}" for axis, size in mesh.items())
-    rules = {
-        "parallelism_config needs fsdp_version: 2; under 1 Accelerate builds no mesh": (
-            (values.get("fsdp_config") or {}).get("fsdp_version") == 1
-        ),
-        f"parallelism_config: {shown} = {prod(mesh.values())}, but num_processes={processes}; make them equal": (
-            processes is not None and prod(mesh.values()) != processes
-        ),
-        f"parallelism_config_dp_shard_size={mesh['dp_shard']} leaves nothing to shard over; write at least 2": (
-            mesh["dp_shard"] < 2
-        ),
-    }
-    return [line for line, applies in rules.items() if applies]
+    sizes = fitted(asked, processes)
+    if isinstance(sizes, str):
+        return [f"parallelism_config: {sizes}"]
+    mistakes = [f"parallelism_config: {line}" for line in combination_mistakes(kind, sizes)]
+    for axis in ("cp", "sp"):
+        how = [key for key in values["parallelism_config"] if key.startswith(f"parallelism_config_{axis}_")]
+        mistakes += [
+            f"{key}: rows are cut by the training script, which keeps packed documents apart, and not by Accelerate; "
+            "remove the line"
+            for key in how
+            if getattr(sizes, axis) > 1 and not key.endswith("_size")
+        ]
+    if kind == "FSDP" and (values.get("fsdp_config") or {}).get("fsdp_version") == 1:
+        mistakes.append("parallelism_config needs fsdp_version: 2; under 1 Accelerate builds no mesh")
+    if sizes.tp > 1 and (values.get("fsdp_config") or {}).get("fsdp_cpu_ram_efficient_loading"):
+        mistakes.append(
+            f"fsdp_config.fsdp_cpu_ram_efficient_loading=true with tp={sizes.tp}: each rank keeps its part of every "
+            "matrix, and needs the weights; write false"
+        )
+    if kind == "FSDP" and sizes.dp_shard * sizes.parts < 2:
+        mistakes.append(
+            f"parallelism_config_dp_shard_size={sizes.dp_shard} leaves nothing to shard over; write at least 2"
+        )
+    return mistakes
 
 
 def _check_deepspeed(values: dict[str, Any], inline: dict[str, Any]) -> list[str]:

@@ -21,6 +21,7 @@ from trainers.accelerate_rules import FP16_WAY, SCALED_TYPES, check, mesh_sizes
 from trainers.config import MACHINE_OPTIONS, ConfigError, unknown_option
 from trainers.deepspeed_json import leaves_parity, read_json
 from trainers.options import read_yaml
+from trainers.parallel.mesh import MeshSizes, data_axis, fitted
 
 HEADER = "# strategy: "  # begins the copy of an Accelerate file that a run keeps
 STRATEGIES_DIR = Path(__file__).resolve().parent.parent / "accelerate_configs"
@@ -54,9 +55,16 @@ class Strategy:
         return int(self.values["num_processes"])
 
     @property
+    def sizes(self) -> MeshSizes:
+        """The mesh of all its processes; without one in the file they are all data-parallel."""
+        found = fitted(self.mesh or {data_axis(self.distributed_type): -1}, self.num_processes)
+        assert isinstance(found, MeshSizes), found  # the file was checked
+        return found
+
+    @property
     def data_parallel_size(self) -> int:
-        """Ranks that see different rows of a global batch."""
-        return self.num_processes
+        """Ranks, or groups of them, that see different rows of a global batch."""
+        return self.sizes.data
 
     @property
     def fsdp(self) -> dict[str, Any]:
@@ -81,7 +89,7 @@ class Strategy:
 
     @property
     def mesh(self) -> dict[str, int]:
-        """Sizes of the device mesh by axis; empty when the file has no `parallelism_config`."""
+        """Sizes of the device mesh by axis, as the file has them; empty without `parallelism_config`."""
         return mesh_sizes(self.values)
 
     @property
@@ -257,7 +265,8 @@ def resolve(strategy: Strategy, num_processes: int, mixed_precision: str) -> Str
             f"it says mixed_precision={written} and the config {mixed_precision}; "
             f"pass --mixed_precision {written} or take it out of the YAML"
         )
-    if mixed_precision == "fp16" and strategy.distributed_type not in SCALED_TYPES:
+    cut = max(mesh_sizes(values).get("tp", 1), 1) > 1  # each rank would find other gradients to be infinite
+    if mixed_precision == "fp16" and (cut or strategy.distributed_type not in SCALED_TYPES):
         mistakes.append(FP16_WAY)
     if mistakes:
         raise ConfigError([f"strategy {strategy.name}: {mistake}" for mistake in mistakes])
@@ -267,20 +276,23 @@ def resolve(strategy: Strategy, num_processes: int, mixed_precision: str) -> Str
 
 
 def _fit_mesh(values: dict[str, Any], num_processes: int) -> list[str]:
-    """Sets the mesh in `values` to the processes: copies stay as written, the shards take the rest."""
-    mesh = mesh_sizes(values)
-    if not mesh or prod(mesh.values()) == num_processes:
+    """Sets the mesh in `values` to the processes: the axis that takes the rest follows them, others stay as written."""
+    asked = mesh_sizes(values)
+    if not asked:
         return []
-    copies = mesh["dp_replicate"]
-    shards, rest = divmod(num_processes, copies)
-    own = "or write parallelism_config_dp_replicate_size into a YAML of your own"
-    if rest:
-        line = f"num_processes={num_processes} / dp_replicate {copies} leaves {rest}; use a multiple of {copies}, {own}"
-        return [line]
-    if shards < 2:
-        line = f"num_processes={num_processes} / dp_replicate {copies} = {shards}, nothing to shard over"
-        return [f"{line}; use at least {2 * copies}, {own}"]
-    values["parallelism_config"] = {**values["parallelism_config"], "parallelism_config_dp_shard_size": shards}
+    kind = str(values["distributed_type"])
+    free = next((axis for axis, size in asked.items() if size == -1), data_axis(kind))
+    kept = {axis: size for axis, size in asked.items() if axis != free}
+    made, shown = prod(kept.values()), " x ".join(f"{axis} {size}" for axis, size in kept.items() if size > 1)
+    rest, over = divmod(num_processes, made)
+    own = f"or write {' and '.join(f'parallelism_config_{axis}_size' for axis in kept)} into a YAML of your own"
+    if over or not rest:
+        return [f"num_processes={num_processes} / {shown} leaves {over}; use a multiple of {made}, {own}"]
+    if free == "dp_shard" and rest * asked.get("cp", 1) * asked.get("sp", 1) < 2:
+        line = f"num_processes={num_processes} / {shown} = {rest}, nothing to shard over"
+        return [f"{line}; use at least {2 * made}, {own}"]
+    written = {f"parallelism_config_{axis}_size": size for axis, size in {**kept, free: rest}.items()}
+    values["parallelism_config"] = {**values["parallelism_config"], **written}
     return []
 
 

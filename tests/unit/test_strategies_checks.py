@@ -113,7 +113,10 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
             "fsdp_config under distributed_type=MULTI_GPU is ignored; write FSDP, or remove",
         ),
         (DDP | {"deepspeed_config": {"zero_stage": 2}}, "deepspeed_config under distributed_type=MULTI_GPU is ignored"),
-        (DDP | {"parallelism_config": MESH}, "parallelism_config under distributed_type=MULTI_GPU is ignored"),
+        (
+            DDP | {"num_processes": 4, "parallelism_config": MESH},
+            "parallelism_config: dp_shard=2 does not go with distributed_type=MULTI_GPU; use FSDP",
+        ),
         (zero() | {"fsdp_config": FSDP2}, "fsdp_config under distributed_type=DEEPSPEED is ignored"),
         (zero() | {"parallelism_config": MESH}, "parallelism_config under distributed_type=DEEPSPEED is ignored"),
         (fsdp2() | {"deepspeed_config": {"zero_stage": 2}}, "deepspeed_config under distributed_type=FSDP is ignored"),
@@ -243,15 +246,39 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
         (
             hsdp(tp_size=2),
-            "parallelism_config.parallelism_config_tp_size=2 is refused: this parallelism is not supported y",
+            "parallelism_config: dp_replicate 2 x dp_shard 2 x tp 2 = 8, but num_processes=4; make them equal",
+        ),
+        (
+            fsdp(
+                FSDP2 | {"fsdp_cpu_ram_efficient_loading": True},
+                num_processes=4,
+                parallelism_config={"parallelism_config_dp_shard_size": 2, "parallelism_config_tp_size": 2},
+            ),
+            "fsdp_config.fsdp_cpu_ram_efficient_loading=true with tp=2: each rank keeps its part",
         ),
         (
             hsdp(cp_size=2),
-            "parallelism_config.parallelism_config_cp_size=2 is refused: this parallelism is not supported y",
+            "parallelism_config: dp_replicate 2 x dp_shard 2 x cp 2 = 8, but num_processes=4; make them equal",
         ),
         (
             hsdp(sp_size=2),
-            "parallelism_config.parallelism_config_sp_size=2 is refused: this parallelism is not supported y",
+            "parallelism_config: dp_replicate 2 x dp_shard 2 x sp 2 = 8, but num_processes=4; make them equal",
+        ),
+        (
+            hsdp(dp_replicate_size=1, dp_shard_size=1, cp_size=2, sp_size=2),
+            "parallelism_config: cp and sp: both cut the rows; use one of them",
+        ),
+        (
+            hsdp(dp_replicate_size=-1, dp_shard_size=-1),
+            "parallelism_config: dp_replicate and dp_shard are both -1, the rest; write -1 once",
+        ),
+        (
+            hsdp(dp_replicate_size=3, dp_shard_size=-1),
+            "parallelism_config: dp_replicate 3 = 3, but num_processes=4; use",
+        ),
+        (
+            hsdp(dp_replicate_size=1, cp_size=2, cp_backend="torch"),
+            "parallelism_config_cp_backend: rows are cut by the training script",
         ),
         (hsdp(dp_shard_size=0), "parallelism_config.parallelism_config_dp_shard_size=0 must be at least 1"),
         (hsdp(dp_replicate_size=4, dp_shard_size=1), "parallelism_config_dp_shard_size=1 leaves nothing to shard over"),

@@ -138,6 +138,7 @@ class SupervisedLoss(nn.Module):
     def __init__(self, model: nn.Module, compute: torch.dtype = torch.float32, offloads: bool = False):
         super().__init__()
         self.model, self.compute, self.offloads = model, compute, offloads
+        self.over_ranks: Any = None  # where each rank has a part of the rows: see trainers/parallel/sequence.py
         head = self.base.get_output_embeddings()
         text = self.base.config.get_text_config()  # of a model with a vision tower, its language part
         self.chunked = text.model_type in LINEAR_HEADS and isinstance(head, nn.Linear)
@@ -175,7 +176,7 @@ class SupervisedLoss(nn.Module):
         Returns:
             Loss (fp32 scalar, a sum) and tokens predicted right (int64 scalar; 0 while gradients are on).
         """
-        use_documents(documents)
+        use_documents(documents, self.over_ranks)
         half = self.compute != torch.float32
         # The cache would keep a half copy of every weight to the end of the pass, whoever had cut them.
         with torch.autocast(input_ids.device.type, self.compute, enabled=half, cache_enabled=False):

@@ -22,6 +22,7 @@ from trainers.config import ConfigError, TrainConfig
 from trainers.errors import TrainingError
 from trainers.optimizers import build_optimizer, empty_state, parameter_groups, put_back, state_vectors
 from trainers.parallel.backend import trained_names, whole_elements
+from trainers.parallel.mesh import Mesh
 from trainers.parallel.norm import clip
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.shards import WEIGHT, Shard
@@ -36,13 +37,15 @@ class FullySharded:
         loss: the module that computes the loss; its `.model` is the transformers or peft model.
         accelerator: wraps it as its Accelerate file says.
         ranks: all processes of the run.
+        mesh: this rank's place among them.
 
     Raises:
         ConfigError: when no layer class to wrap is known.
         TrainingError: when a weight is not what was loaded (RAM-efficient loading sends it over the wire).
     """
 
-    def __init__(self, loss: Any, config: TrainConfig, accelerator: Any, ranks: Ranks):
+    def __init__(self, loss: Any, config: TrainConfig, accelerator: Any, ranks: Ranks, mesh: Mesh):
+        self.mesh = mesh
         plugin = accelerator.state.fsdp_plugin
         self.version = 2 if accelerator.is_fsdp2 else 1
         self.shapes = {name: weight.shape for name, weight in trained_names(loss.model)}
@@ -71,8 +74,7 @@ class FullySharded:
         group = distributed.get_process_group_ranks(self._shard_group())
         before = group[: group.index(ranks.rank)]
         replicated = {name for name, shape in self.shapes.items() if sizes[ranks.rank][name] == shape.numel()}
-        place = self.tensor.rank if self.tensor else 0  # tensor-parallel ranks are next to one another
-        self.primary = group[0] == place
+        self.primary = group[0] == 0 if self.mesh.device_mesh is None else self.mesh.index("dp_replicate") == 0
         return {
             name: 0 if name in replicated else sum(sizes[rank][name] for rank in before) for name in sizes[ranks.rank]
         }

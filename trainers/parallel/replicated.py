@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainers.config import TrainConfig
@@ -39,7 +39,8 @@ class Replicated:
         DDP regroups its buckets once, by the order in which the first gradients come, and with more than two ranks the
         grouping decides the order of their sums: a resumed run would begin in the first groups again, and differ.
         """
-        if not isinstance(self.model, DistributedDataParallel) or self.accelerator.num_processes <= 2:
+        model = self.model
+        if not isinstance(model, DistributedDataParallel) or distributed.get_world_size(model.process_group) <= 2:
             return
         device = self.accelerator.device
         ids = torch.zeros(1, 2, dtype=torch.long, device=device)

@@ -1,0 +1,221 @@
+"""The mesh of processes that all kinds of parallelism share: its sizes, what goes together, each process's groups.
+
+    pp x dp_replicate x dp_shard x cp x sp x tp = processes
+
+The last axis is the innermost: its ranks are neighbours, and so inside a machine. Imports torch only to build groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
+"""Outermost first."""
+MEANS = {
+    "pp": "pipeline: each rank has some of the layers",
+    "dp_replicate": "data parallel: whole copies of the weights",
+    "dp_shard": "data parallel: weights, gradients and optimizer state cut (FSDP)",
+    "cp": "context: each rank has a part of every row, keys and values are gathered",
+    "sp": "sequence (Ulysses): each rank has a part of every row, in attention some heads of all of it",
+    "tp": "tensor: each rank has a part of every matrix",
+}
+BACKENDS = {
+    "NO": frozenset[str](),
+    "MULTI_GPU": frozenset({"dp_replicate", "cp", "sp", "tp"}),
+    "FSDP": frozenset({"dp_replicate", "dp_shard", "cp", "sp", "tp"}),
+    "DEEPSPEED": frozenset[str](),
+}
+"""The axes that each `distributed_type` goes with."""
+APART = {
+    frozenset({"cp", "sp"}): "both cut the rows; use one of them",
+}
+"""Pairs of axes that do not go together, and why."""
+
+
+@dataclass(frozen=True)
+class MeshSizes:
+    """Processes along each axis."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    sp: int = 1
+    tp: int = 1
+
+    @property
+    def by_axis(self) -> dict[str, int]:
+        """Every axis, outermost first."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def world(self) -> int:
+        """All processes."""
+        return prod(self.by_axis.values())
+
+    @property
+    def data(self) -> int:
+        """Processes, or groups of them, that see different rows of a global batch."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def averaged(self) -> int:
+        """Processes over which gradients are averaged: those with different rows or different parts of a row."""
+        return self.data * self.cp * self.sp
+
+    @property
+    def parts(self) -> int:
+        """Parts that each row is cut into."""
+        return self.cp * self.sp
+
+    @classmethod
+    def read(cls, text: str) -> MeshSizes:
+        """The sizes from what `str` makes of them."""
+        parts = [part.split() for part in text.split(" x ") if part not in ("", "1")]
+        return cls(**{axis: int(size) for axis, size in parts})
+
+    def __str__(self) -> str:
+        used = [f"{axis} {size}" for axis, size in self.by_axis.items() if size > 1]
+        return " x ".join(used) or "1"
+
+
+def fitted(asked: Mapping[str, int], processes: int) -> MeshSizes | str:
+    """The sizes for a number of processes, or what is wrong with them.
+
+    Args:
+        asked: sizes by axis; those left out are 1, one of them may be -1 for the rest.
+    """
+    open_axes = [axis for axis, size in asked.items() if size == -1]
+    if len(open_axes) > 1:
+        return f"{' and '.join(open_axes)} are both -1, the rest; write -1 once"
+    if bad := [f"{axis}={size}" for axis, size in asked.items() if size < 1 and size != -1]:
+        return f"{', '.join(bad)} is no size; write at least 1, or -1 for the rest"
+    fixed = {axis: size for axis, size in asked.items() if size != -1}
+    made = prod(fixed.values())
+    rest, over = divmod(processes, made)
+    if over or (not open_axes and rest != 1):
+        shown = " x ".join(f"{axis} {size}" for axis, size in fixed.items())
+        way = "use a multiple of that" if open_axes else "make them equal, or write -1 for one size, the rest"
+        return f"{shown} = {made}, but num_processes={processes}; {way}"
+    return MeshSizes(**fixed, **dict.fromkeys(open_axes, rest))
+
+
+def data_axis(kind: str) -> str:
+    """The axis that takes the processes which no other axis asks for."""
+    return "dp_replicate" if kind == "MULTI_GPU" else "dp_shard"
+
+
+def combination_mistakes(kind: str, sizes: MeshSizes) -> list[str]:
+    """Axes that do not go with a `distributed_type` or with each other, a line each."""
+    used = [axis for axis, size in sizes.by_axis.items() if size > 1]
+    lines = [
+        f"{axis}={getattr(sizes, axis)} does not go with distributed_type={kind}; use {_kinds(axis)}"
+        for axis in used
+        if axis not in BACKENDS[kind]
+    ]
+    for pair in combinations(used, 2):
+        if reason := APART.get(frozenset(pair)):
+            lines.append(f"{pair[0]} and {pair[1]}: {reason}")
+    return lines
+
+
+def heads_mistake(sizes: MeshSizes, heads: int, model_type: str) -> str | None:
+    """Why Ulysses cannot share out a model's attention heads; None when it can."""
+    if heads % sizes.sp == 0:
+        return None
+    ways = ", ".join(str(size) for size in range(2, heads + 1) if heads % size == 0)
+    return f"sp={sizes.sp} does not divide the {heads} attention heads of {model_type}; use {ways}, or cp"
+
+
+def _kinds(axis: str) -> str:
+    return " or ".join(kind for kind, axes in BACKENDS.items() if axis in axes) or "another strategy"
+
+
+def matrix() -> str:
+    """What goes with what, as the Markdown table of the README."""
+    backends = [kind for kind, axes in BACKENDS.items() if axes]
+    lines = [f"| | {' | '.join((*backends, *AXES))} |", f"|---{'|---' * (len(backends) + len(AXES))}|"]
+    for axis in AXES:
+        cells = ["yes" if axis in BACKENDS[kind] else "no" for kind in backends]
+        cells += ["" if other == axis else "no" if _apart(axis, other) else "yes" for other in AXES]
+        lines.append(f"| {axis} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _apart(one: str, other: str) -> bool:
+    together = any({one, other} <= axes for axes in BACKENDS.values())
+    return not together or frozenset({one, other}) in APART
+
+
+class Mesh:
+    """A process's place in the mesh, and its groups there.
+
+    Args:
+        sizes: checked ones.
+        rank: of this process.
+        device_type: `cpu` or `cuda`; None builds no groups, for one process.
+    """
+
+    def __init__(self, sizes: MeshSizes, rank: int = 0, device_type: str | None = None):
+        self.sizes, self.rank, self.device_mesh = sizes, rank, None
+        self._place: dict[str, int] = {}
+        for axis in reversed(AXES):
+            rank, self._place[axis] = divmod(rank, getattr(sizes, axis))
+        if device_type is not None:
+            self.device_mesh = _device_mesh(sizes, device_type)
+
+    def index(self, axis: str) -> int:
+        """This process's place along an axis, from 0."""
+        return self._place[axis]
+
+    def group(self, axis: str) -> ProcessGroup | None:
+        """The processes that differ from this one along an axis alone; None where it is not used.
+
+        Args:
+            axis: one of `AXES`, or `averaged`: all over which gradients are averaged.
+        """
+        if self.device_mesh is None or (axis in AXES and getattr(self.sizes, axis) == 1):
+            return None
+        found: ProcessGroup = self.device_mesh[axis].get_group()
+        return found
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of a global batch's rows is this process's."""
+        return self.index("dp_replicate") * self.sizes.dp_shard + self.index("dp_shard")
+
+    @property
+    def part(self) -> int:
+        """Which part of each row is this process's."""
+        return self.index("cp") * self.sizes.sp + self.index("sp")
+
+    @property
+    def counts(self) -> bool:
+        """Whether this process's loss counts: others of its tensor group have the very same."""
+        return self.index("tp") == 0
+
+
+def _device_mesh(sizes: MeshSizes, device_type: str) -> Any:
+    """torch's mesh of the axes that are used; `dp_shard_cp` is what FSDP cuts over, `averaged` what DDP averages over.
+
+    Names that are alike in Accelerate, which takes FSDP's from here.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    # DDP is given a group in any case, if only of one.
+    used = [axis for axis in AXES if getattr(sizes, axis) > 1 or axis == "dp_replicate"]
+    mesh = init_device_mesh(device_type, tuple(getattr(sizes, axis) for axis in used), mesh_dim_names=tuple(used))
+    for name, parts in (
+        ("dp_shard_cp", ("dp_shard", "cp", "sp")),
+        ("averaged", ("dp_replicate", "dp_shard", "cp", "sp")),
+    ):
+        if axes := tuple(axis for axis in parts if axis in used):
+            mesh[axes]._flatten(name)
+    return mesh
