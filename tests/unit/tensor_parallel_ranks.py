@@ -36,6 +36,7 @@ from trainers.objectives.sft import SupervisedLoss
 from trainers.parallel import tensor as tensor_parallel
 from trainers.parallel import tensor_loss
 from trainers.parallel.fsdp import FullySharded
+from trainers.parallel.mesh import Mesh, MeshSizes
 from trainers.parallel.norm import clip
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.replicated import Replicated
@@ -379,7 +380,8 @@ def spread(loss: SupervisedLoss, mesh: DeviceMesh, how: str) -> Any:
 
     made.prepare = prepare
     with mock.patch("trainers.parallel.fsdp._set_wrap_policy"):
-        return FullySharded(loss, CONFIG, made, Ranks(CPU))
+        sizes = MeshSizes(dp_replicate=mesh["dp_replicate"].size(), dp_shard=mesh["dp_shard"].size(), tp=place.size())
+        return FullySharded(loss, CONFIG, made, Ranks(CPU), Mesh(sizes, distributed.get_rank(), "cpu"))
 
 
 def check_two(group: Any) -> dict[str, Any]:
