@@ -127,11 +127,13 @@ def combination_mistakes(kind: str, sizes: MeshSizes) -> list[str]:
 
 
 def heads_mistake(sizes: MeshSizes, heads: int, model_type: str) -> str | None:
-    """Why Ulysses cannot share out a model's attention heads; None when it can."""
-    if heads % sizes.sp == 0:
+    """Why Ulysses cannot share out a model's attention heads, or what tp leaves of them; None when it can."""
+    left = heads // sizes.tp
+    if left % sizes.sp == 0:
         return None
-    ways = ", ".join(str(size) for size in range(2, heads + 1) if heads % size == 0)
-    return f"sp={sizes.sp} does not divide the {heads} attention heads of {model_type}; use {ways}, or cp"
+    ways = ", ".join(str(size) for size in range(2, left + 1) if left % size == 0)
+    which = f"{heads} attention heads" if sizes.tp == 1 else f"{left} attention heads that tp={sizes.tp} leaves a rank"
+    return f"sp={sizes.sp} does not divide the {which} of {model_type}; use {ways + ', or ' if ways else ''}cp"
 
 
 def _kinds(axis: str) -> str:
