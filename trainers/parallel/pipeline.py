@@ -1,0 +1,292 @@
+"""Pipeline parallelism: each rank has some of the layers, and the micro-batches of a step flow through them.
+
+The schedules are torch's. Every rank of a pipeline makes the same micro-batches from the plan, so that only hidden
+states and their gradients travel. They travel flattened, in buffers with room for the largest micro-batch so far, and
+each stage cuts its micro-batch out of them: whatever the widths, it computes the shapes that one process computes.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.distributed import ProcessGroup, pipelining
+from torch.distributed.pipelining import PipelineStage
+
+from trainers.config import TrainConfig
+from trainers.data.batches import MicroBatch
+from trainers.errors import TrainingError
+from trainers.optimizers import build_optimizer, empty_state, parameter_groups, put_back, state_vectors
+from trainers.parallel.cutting import Chunk, Cut, Local, Work, cut
+from trainers.parallel.shards import WEIGHT, Shard
+from trainers.parallel.stages import SCHEDULES, micro_batch_mistake, rank_of
+
+BUCKET = 2**23
+"""Elements of the gradients that are averaged in one collective."""
+
+
+class Stage(PipelineStage):
+    """torch's stage, which takes up the documents of a micro-batch before it computes on it."""
+
+    submod: Chunk
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *rest: Any, **more: Any) -> Any:
+        """See torch."""
+        self.submod.take_up(fwd_chunk_id, "forward")
+        return super().forward_one_chunk(fwd_chunk_id, *rest, **more)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *rest: Any, **more: Any) -> Any:
+        """See torch."""
+        self.submod.take_up(bwd_chunk_id, "backward")
+        return super().backward_one_chunk(bwd_chunk_id, *rest, **more)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *rest: Any, **more: Any) -> Any:
+        """See torch."""
+        self.submod.take_up(bwd_chunk_id, "backward")
+        return super().backward_weight_one_chunk(bwd_chunk_id, *rest, **more)
+
+
+class Pipelined:
+    """A `Backend`, whose steps are whole: `run` in place of `accumulate` and `backward`.
+
+    Args:
+        loss: the `SupervisedLoss` on the CPU, whole, with its weights; it is cut in place.
+        device: of this rank.
+        group: the ranks of this pipeline, first stage first.
+        schedule: one of `SCHEDULES`.
+        replicas: the ranks with the same stages, over which gradients are averaged; None without.
+
+    Raises:
+        ConfigError: when the model cannot be cut so.
+    """
+
+    def __init__(
+        self,
+        loss: Any,
+        config: TrainConfig,
+        device: torch.device,
+        group: ProcessGroup,
+        schedule: str = "1f1b",
+        replicas: ProcessGroup | None = None,
+    ):
+        self.device, self.group, self.schedule, self.replicas = device, group, schedule, replicas
+        self.ranks, self.rank = distributed.get_world_size(group), distributed.get_rank(group)
+        self.work = Work()
+        self.part: Cut = cut(loss, schedule, self.ranks, self.rank, self.work)
+        gc.collect()  # the layers of other ranks are in cycles
+        self.trained, self.shapes, self.tied = self.part.trained, self.part.shapes, self.part.tied
+        self.total = self.ranks * len(self.part.chunks)
+        self.model = Local(loss, self.part.chunks, self.part.hidden_size, self.part.dtype).to(device)
+        self.optimizer = build_optimizer(parameter_groups(self.trained, self.shapes, config), config)
+        self.last_rank = rank_of(schedule, self.ranks, self.total - 1)
+        self.primary = replicas is None or distributed.get_rank(replicas) == 0
+        self.dtype = self._carried_dtype()
+        self._schedule: Any = None
+        self._count = 0
+
+    @torch.no_grad()
+    def _carried_dtype(self) -> torch.dtype:
+        """Dtype of the hidden states between stages: what a stage makes of the embedding's. Collective."""
+        chunk = self.part.chunks[0]
+        place = torch.arange(2, device=self.device)[None]
+        start = (
+            place if chunk.first else torch.zeros(1, 2, self.part.hidden_size, device=self.device).to(self.part.dtype)
+        )
+        half = chunk.compute != torch.float32
+        with torch.autocast(self.device.type, chunk.compute, enabled=half, cache_enabled=False):
+            mine = chunk.run(start, place).dtype
+        found: list[Any] = [None] * self.ranks
+        distributed.all_gather_object(found, mine, group=self.group)
+        return found[0]
+
+    def run(
+        self,
+        micros: Sequence[MicroBatch],
+        shares: Sequence[float],
+        beat: Callable[[str], None] = lambda section: None,
+    ) -> torch.Tensor:
+        """Forward and backward of one step; the gradients are those of the average over `replicas`. Collective.
+
+        Args:
+            micros: the micro-batches of the step, the same on every rank of the pipeline.
+            shares: what each one's summed loss is multiplied with.
+            beat: told `forward`, `backward` and `all-reduce` as they begin, for the heartbeat.
+
+        Returns:
+            The summed loss (fp32 scalar), not multiplied, alike on every rank of the pipeline.
+
+        Raises:
+            TrainingError: when the schedule cannot take so many micro-batches.
+        """
+        self._make_room(len(micros), max(micro.slots for micro in micros))
+        self.work.beat = beat
+        self.work.begin(micros, shares, self.device)
+        numbers = torch.arange(len(micros), device=self.device)
+        self._schedule.step(numbers, target=numbers, losses=[], return_outputs=False)
+        self.work.micros = []
+        beat("all-reduce")
+        self._average()
+        self._sum_tied()
+        distributed.all_reduce(self.work.loss, group=self.group)  # the other ranks have 0
+        return self.work.loss
+
+    def _make_room(self, count: int, slots: int) -> None:
+        """Stages and schedule for a number of micro-batches, with buffers that only ever grow."""
+        if self._schedule is not None and count == self._count and slots <= self.work.room:
+            return
+        if mistake := micro_batch_mistake(self.schedule, self.ranks, count):
+            raise TrainingError(mistake)
+        self._count, self.work.room, self._schedule = count, max(slots, self.work.room), None
+        shape = (self.work.room, self.part.hidden_size)
+        carried = torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
+        number = torch.empty(1, dtype=torch.long, device="meta")
+        score = torch.empty(1, device="meta", requires_grad=True)
+        stages = [
+            Stage(
+                chunk, stage, self.total, self.device, group=self.group,
+                input_args=(number if stage == 0 else carried,),
+                output_args=(score if stage == self.total - 1 else carried,),
+            )
+            for stage, chunk in zip(self.part.stages, self.part.chunks, strict=True)
+        ]  # fmt: skip
+        kind = getattr(pipelining, SCHEDULES[self.schedule].name)
+        # Every share is given; nothing is divided by the number of micro-batches.
+        settings: dict[str, Any] = {"loss_fn": lambda score, number: score, "scale_grads": False}
+        self._schedule = kind(stages if SCHEDULES[self.schedule].chunks > 1 else stages[0], count, **settings)
+
+    @torch.no_grad()
+    def evaluate(
+        self, micros: Iterable[MicroBatch], beat: Callable[[str], None] = lambda section: None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Summed loss (fp64 scalar) and tokens predicted right (fp64 scalar), alike on every rank of it. Collective.
+
+        Each micro-batch goes through all stages before a rank takes the next; with one stage per rank, the ranks work
+        at different ones meanwhile.
+        """
+        sums, sent = torch.zeros(2, dtype=torch.float64, device=self.device), list[Any]()
+        for micro in micros:
+            beat("evaluation")
+            self.work.room = max(self.work.room, micro.slots)
+            self.work.begin([micro], [1.0], self.device)
+            carried = torch.zeros(1, device=self.device)
+            for stage, chunk in zip(self.part.stages, self.part.chunks, strict=True):
+                if stage > 0 and not self._here(stage - 1):
+                    carried = torch.empty(self.work.room, self.part.hidden_size, dtype=self.dtype, device=self.device)
+                    distributed.recv(carried, group=self.group, group_src=self._rank_of(stage - 1))
+                chunk.take_up(0, "evaluation")
+                carried = chunk(carried)
+                if stage < self.total - 1 and not self._here(stage + 1):
+                    work = distributed.isend(carried, group=self.group, group_dst=self._rank_of(stage + 1))
+                    sent.append((work, carried))
+            sums += torch.stack([self.work.loss.double(), self.work.correct.double()])
+            while len(sent) > self.ranks:
+                sent.pop(0)[0].wait()
+        for work, _ in sent:
+            work.wait()
+        self._schedule = None  # its buffers may have become too small
+        distributed.all_reduce(sums, group=self.group)
+        return sums[0], sums[1]
+
+    def _rank_of(self, stage: int) -> int:
+        return rank_of(self.schedule, self.ranks, stage)
+
+    def _here(self, stage: int) -> bool:
+        return self._rank_of(stage) == self.rank
+
+    def _gradients(self) -> Iterator[torch.Tensor]:
+        for _, weight in self.trained:
+            if weight.grad is not None:
+                yield weight.grad
+
+    def _average(self) -> None:
+        """The mean of the gradients over the replicas of these stages, a few large collectives."""
+        if self.replicas is None:
+            return
+        count, bucket = distributed.get_world_size(self.replicas), list[torch.Tensor]()
+        for gradient in [*self._gradients(), None]:
+            full = gradient is None or sum(one.numel() for one in bucket) + gradient.numel() > BUCKET
+            if bucket and (full or gradient.dtype != bucket[0].dtype):
+                flat = torch.cat([one.reshape(-1) for one in bucket])
+                distributed.all_reduce(flat, group=self.replicas)
+                parts = flat.div_(count).split([one.numel() for one in bucket])
+                for one, part in zip(bucket, parts, strict=True):
+                    one.copy_(part.view_as(one))
+                bucket = []
+            if gradient is not None:
+                bucket.append(gradient)
+
+    def _sum_tied(self) -> None:
+        """Adds the gradients of embedding and head where two ranks hold the one weight of both.
+
+        Both add the same two numbers, so that both hold the same bits, and go on holding the same weight.
+        """
+        ends = {0, self.last_rank}
+        if self.tied is None or len(ends) == 1 or self.rank not in ends:
+            return
+        mine = dict(self.trained)[self.tied].grad
+        assert mine is not None
+        other, peer = torch.empty_like(mine), (ends - {self.rank}).pop()
+        works = distributed.batch_isend_irecv([
+            distributed.P2POp(distributed.isend, mine, group=self.group, group_peer=peer),
+            distributed.P2POp(distributed.irecv, other, group=self.group, group_peer=peer),
+        ])  # fmt: skip
+        for work in works:
+            work.wait()
+        mine += other
+
+    def _owns(self, name: str) -> bool:
+        """Whether a weight held here counts here: a tied one does on the first rank."""
+        return name != self.tied or self.rank == 0
+
+    def clip(self, limit: float) -> torch.Tensor:
+        """See `Backend`; over all ranks of the pipeline."""
+        counted = [weight.grad for name, weight in self.trained if weight.grad is not None and self._owns(name)]
+        norm = nn.utils.get_total_norm(counted).to(self.device)
+        squared = norm.double() ** 2
+        distributed.all_reduce(squared, group=self.group)
+        total = squared.sqrt().float()
+        nn.utils.clip_grads_with_norm_([weight for _, weight in self.trained], limit, total)
+        return total
+
+    def step(self) -> None:
+        """See `Backend`."""
+        self.optimizer.step()
+        self.drop()
+
+    def drop(self) -> None:
+        """See `Backend`."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def held(self) -> tuple[int, int, int]:
+        """See `Backend`; frozen weights too."""
+        return sum(weight.numel() for weight in self.model.parameters()), self.part.whole, self.ranks
+
+    def shards(self) -> list[Shard]:
+        """See `Backend`; of a weight on another rank, none of its elements."""
+        here = dict(self.trained)
+        return [self._shard(name, here.get(name)) for name in self.shapes]
+
+    def _shard(self, name: str, weight: nn.Parameter | None) -> Shard:
+        if weight is None:
+            dtype = self.trained[0][1].dtype
+            return Shard(name, self.shapes[name], 0, {WEIGHT: torch.empty(0, dtype=dtype, device=self.device)})
+        state = self.optimizer.state.get(weight, {})
+        step = float(state["step"]) if "step" in state else None
+        run = {WEIGHT: weight.detach().reshape(-1), **state_vectors(state)}
+        return Shard(name, self.shapes[name], 0, run, step, self.primary and self._owns(name))
+
+    def put_back(self, shards: list[Shard]) -> None:
+        """See `Backend`."""
+        here = dict(self.trained)
+        for shard in shards:
+            if shard.name in here:
+                put_back(self.optimizer.state.get(here[shard.name], {}), shard.tensors)
+
+    def make_state(self, keys: Iterable[str], steps: dict[str, float]) -> None:
+        """See `Backend`."""
+        for name, weight in self.trained:
+            if name in steps:
+                self.optimizer.state[weight] = empty_state(self.optimizer, weight, keys, steps[name])
