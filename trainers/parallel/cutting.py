@@ -92,7 +92,8 @@ class Chunk(nn.Module):
     def __init__(self, loss: Any, decoder: Any, head: nn.Module | None, first: bool, work: Work):
         super().__init__()
         self.decoder, self.head, self.first, self.work = decoder, head, first, work
-        self.compute, self.rule, self.resting = loss.compute, loss.rule, loss._resting
+        self.compute: torch.dtype = loss.compute
+        self.rule, self.resting = loss.rule, loss._resting
         self.number = 0
 
     def take_up(self, number: int, section: str) -> None:
@@ -125,7 +126,11 @@ class Chunk(nn.Module):
         return self.score(picked, micro["labels"], self.work.shares[self.number])
 
     def run(self, start: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        """Through the stage's layers: `[batch, sequence]` token ids or `[batch, sequence, hidden size]` hidden states."""
+        """Through the stage's layers.
+
+        Args:
+            start: `[batch, sequence]` token ids, or `[batch, sequence, hidden size]` hidden states.
+        """
         inputs = {"input_ids": start} if self.first and not start.is_floating_point() else {"inputs_embeds": start}
         found: torch.Tensor = self.decoder(**inputs, position_ids=position_ids, use_cache=False).last_hidden_state
         return found
@@ -157,7 +162,7 @@ class Cut:
 
     Args:
         chunks: its stages, in order; numbers in `stages`.
-        shapes: of every trained weight of the whole model, by name.
+        shapes: of every trained weight of the whole model, by name; `dtypes` likewise.
         trained: the trained weights here, by the same names.
         tied: name of the weight that the first and the last stage both hold, None without.
         hidden_size: of the hidden states between stages.
@@ -168,6 +173,7 @@ class Cut:
     chunks: list[Chunk]
     stages: list[int]
     shapes: dict[str, torch.Size]
+    dtypes: dict[str, torch.dtype]
     trained: list[tuple[str, nn.Parameter]]
     tied: str | None
     hidden_size: int
@@ -200,6 +206,7 @@ def cut(loss: Any, schedule: str, ranks: int, rank: int, work: Work) -> Cut:
             f"pp_size={ranks} with pp_schedule={schedule}: {error}, so a smaller pp_size or another schedule"
         ) from None
     shapes = {name: one.shape for name, one in model.named_parameters() if one.requires_grad}
+    dtypes = {name: one.dtype for name, one in model.named_parameters() if one.requires_grad}
     named, whole, matmul = list(model.named_parameters()), _numel(model), matmul_parameters(model)
     tied = next((name for name, one in named if one is head.weight and one.requires_grad), None)
     tied = tied if head.weight is getattr(embedding, "weight", None) else None
@@ -219,7 +226,7 @@ def cut(loss: Any, schedule: str, ranks: int, rank: int, work: Work) -> Cut:
     here = {id(one) for one in model.parameters()}
     trained = [(name, one) for name, one in named if one.requires_grad and id(one) in here]
     size = int(base.config.get_text_config().hidden_size)
-    return Cut(chunks, stages, shapes, trained, tied, size, dtype, whole, matmul, kept)
+    return Cut(chunks, stages, shapes, dtypes, trained, tied, size, dtype, whole, matmul, kept)
 
 
 def _refuse_unfit(loss: Any, decoder: Any, head: Any) -> None:
@@ -280,7 +287,8 @@ class Local(nn.Module):
 
     def __init__(self, loss: Any, chunks: list[Chunk], hidden_size: int, dtype: torch.dtype):
         super().__init__()
-        self.loss, self.chunks, self.hidden_size, self.dtype = loss, nn.ModuleList(chunks), hidden_size, dtype
+        self.loss, self.stages, self.hidden_size, self.dtype = loss, chunks, hidden_size, dtype
+        self.chunks = nn.ModuleList(chunks)
 
     def forward(
         self,
@@ -295,12 +303,13 @@ class Local(nn.Module):
         waves = torch.arange(1, self.hidden_size + 1, device=input_ids.device)
         stand_in = torch.sin(input_ids[..., None] * waves).to(self.dtype)
         result = torch.zeros((), device=input_ids.device)
-        for chunk in self.chunks:
+        for chunk in self.stages:
             half = chunk.compute != torch.float32
             with torch.autocast(input_ids.device.type, chunk.compute, enabled=half, cache_enabled=False):
                 hidden = chunk.run(input_ids if chunk.first else stand_in, position_ids)
             if chunk.head is not None:
+                head: Any = chunk.head
                 picked = hidden.flatten(0, 1).index_select(0, positions).to(chunk.compute)
                 with torch.autocast(input_ids.device.type, enabled=False):
-                    result, _ = linear_cross_entropy(picked, chunk.head.weight, chunk.head.bias, labels, *chunk.rule)
+                    result, _ = linear_cross_entropy(picked, head.weight, head.bias, labels, *chunk.rule)
         return result, torch.zeros((), dtype=torch.int64, device=input_ids.device)

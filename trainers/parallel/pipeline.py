@@ -16,6 +16,7 @@ from torch import distributed, nn
 from torch.distributed import ProcessGroup, pipelining
 from torch.distributed.pipelining import PipelineStage
 
+from trainers.attention import use_documents
 from trainers.config import TrainConfig
 from trainers.data.batches import MicroBatch
 from trainers.errors import TrainingError
@@ -85,11 +86,12 @@ class Pipelined:
         self.primary = replicas is None or distributed.get_rank(replicas) == 0
         self.dtype = self._carried_dtype()
         self._schedule: Any = None
-        self._count = 0
+        self._made = (0, 0)
 
     @torch.no_grad()
     def _carried_dtype(self) -> torch.dtype:
         """Dtype of the hidden states between stages: what a stage makes of the embedding's. Collective."""
+        use_documents(None)
         chunk = self.part.chunks[0]
         place = torch.arange(2, device=self.device)[None]
         start = (
@@ -135,11 +137,12 @@ class Pipelined:
 
     def _make_room(self, count: int, slots: int) -> None:
         """Stages and schedule for a number of micro-batches, with buffers that only ever grow."""
-        if self._schedule is not None and count == self._count and slots <= self.work.room:
+        self.work.room = max(slots, self.work.room)
+        if self._made == (count, self.work.room):
             return
         if mistake := micro_batch_mistake(self.schedule, self.ranks, count):
             raise TrainingError(mistake)
-        self._count, self.work.room, self._schedule = count, max(slots, self.work.room), None
+        self._schedule = None  # its buffers go first
         shape = (self.work.room, self.part.hidden_size)
         carried = torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
         number = torch.empty(1, dtype=torch.long, device="meta")
@@ -156,6 +159,7 @@ class Pipelined:
         # Every share is given; nothing is divided by the number of micro-batches.
         settings: dict[str, Any] = {"loss_fn": lambda score, number: score, "scale_grads": False}
         self._schedule = kind(stages if SCHEDULES[self.schedule].chunks > 1 else stages[0], count, **settings)
+        self._made = (count, self.work.room)
 
     @torch.no_grad()
     def evaluate(
@@ -186,7 +190,6 @@ class Pipelined:
                 sent.pop(0)[0].wait()
         for work, _ in sent:
             work.wait()
-        self._schedule = None  # its buffers may have become too small
         distributed.all_reduce(sums, group=self.group)
         return sums[0], sums[1]
 
@@ -207,8 +210,8 @@ class Pipelined:
             return
         count, bucket = distributed.get_world_size(self.replicas), list[torch.Tensor]()
         for gradient in [*self._gradients(), None]:
-            full = gradient is None or sum(one.numel() for one in bucket) + gradient.numel() > BUCKET
-            if bucket and (full or gradient.dtype != bucket[0].dtype):
+            fits = gradient is not None and sum(one.numel() for one in [*bucket, gradient]) <= BUCKET
+            if bucket and (not fits or gradient is None or gradient.dtype != bucket[0].dtype):
                 flat = torch.cat([one.reshape(-1) for one in bucket])
                 distributed.all_reduce(flat, group=self.replicas)
                 parts = flat.div_(count).split([one.numel() for one in bucket])
@@ -271,8 +274,8 @@ class Pipelined:
 
     def _shard(self, name: str, weight: nn.Parameter | None) -> Shard:
         if weight is None:
-            dtype = self.trained[0][1].dtype
-            return Shard(name, self.shapes[name], 0, {WEIGHT: torch.empty(0, dtype=dtype, device=self.device)})
+            nothing = torch.empty(0, dtype=self.part.dtypes[name], device=self.device)
+            return Shard(name, self.shapes[name], 0, {WEIGHT: nothing})
         state = self.optimizer.state.get(weight, {})
         step = float(state["step"]) if "step" in state else None
         run = {WEIGHT: weight.detach().reshape(-1), **state_vectors(state)}

@@ -1,0 +1,293 @@
+"""A pipeline trains as one process does: loss, gradients, norm, weights, checkpoints; and what is counted about it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import distributed, multiprocessing, nn
+from torch.distributed.pipelining import schedules as torchs
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.unit.test_sft_loss import EXTRA, TINY
+from trainers.attention import KERNELS
+from trainers.config import ConfigError, TrainConfig
+from trainers.data.batches import MicroBatch, Rows
+from trainers.errors import TrainingError
+from trainers.models import add_adapters
+from trainers.objectives.sft import LINEAR_HEADS, SupervisedLoss
+from trainers.optimizers import build_optimizer, parameter_groups
+from trainers.parallel.backend import trained_names
+from trainers.parallel.cutting import Chunk, Work, cut
+from trainers.parallel.pipeline import Pipelined
+from trainers.parallel.ranks import Ranks
+from trainers.parallel.shards import WEIGHT, check_whole, steps_of, wholes
+from trainers.parallel.stages import (
+    SCHEDULES,
+    balance,
+    bubble,
+    measured_bubble,
+    micro_batch_mistake,
+    rank_of,
+    stages_of,
+)
+
+STEPS = 3
+MORE = {**EXTRA, "granite": {**EXTRA["granite"], "embedding_multiplier": 2.5}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One run of a pipeline beside one process."""
+
+    family: str
+    schedule: str
+    packed: bool = True
+    lora: bool = False
+    checkpointed: bool = False
+    replicas: int = 1
+    breaks: str = ""
+
+    def __str__(self) -> str:
+        marks = [self.family, self.schedule, "packed" if self.packed else "unpacked"]
+        marks += ["lora"] * self.lora + ["checkpointed"] * self.checkpointed
+        return "-".join([*marks, *([f"dp{self.replicas}"] if self.replicas > 1 else []), self.breaks]).rstrip("-")
+
+
+TWO = [
+    *(Case("llama", schedule) for schedule in SCHEDULES),
+    *(Case("qwen3", schedule) for schedule in SCHEDULES),
+    *(Case("llama", schedule, packed=False) for schedule in ("gpipe", "interleaved")),
+    *(Case("llama", schedule, lora=True) for schedule in ("1f1b", "zero_bubble")),
+    *(Case("qwen3", schedule, checkpointed=True) for schedule in ("1f1b", "zero_bubble", "zbv")),
+    Case("llama", "gpipe", lora=True, checkpointed=True),
+    Case("gemma2", "1f1b"),
+    Case("gemma3_text", "interleaved", packed=False),
+    Case("granite", "1f1b"),
+]
+FOUR = [
+    Case("qwen3", "1f1b"),
+    Case("llama", "zero_bubble"),
+    Case("qwen3", "interleaved", replicas=2),
+    Case("llama", "zbv", packed=False, replicas=2),
+]
+CONTROLS = [
+    Case("llama", "1f1b", breaks="documents"),
+    Case("llama", "1f1b", checkpointed=True, breaks="recomputed documents"),
+    Case("qwen3", "1f1b", breaks="tied"),
+]
+
+
+class Words:
+    """Documents of random lengths and tokens, some tokens trained."""
+
+    def __init__(self) -> None:
+        rng = np.random.Generator(np.random.PCG64(7))
+        self.lengths = rng.integers(3, 20, 64)
+        self.tokens = [rng.integers(3, TINY["vocab_size"], size) for size in self.lengths]
+        self.masks = [rng.random(size) < 0.7 for size in self.lengths]
+        self.trained = np.array([mask[1:].sum() for mask in self.masks])
+        self.fingerprint = "words"
+
+    def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.tokens[index], self.masks[index]
+
+    def where(self, index: int) -> str:
+        return str(index)
+
+
+def step_micros(case: Case, step: int, count: int) -> list[MicroBatch]:
+    """The micro-batches of a step, of unlike widths; the last has no row."""
+    rows = Rows(Words(), 24, case.packed, 0)
+    order = np.random.Generator(np.random.PCG64(step)).permutation(len(rows))
+    return [rows.collate(order[2 * number : 2 * number + 2 - 2 * (number == count - 1)]) for number in range(count)]
+
+
+def config_of(case: Case) -> TrainConfig:
+    targets = ["q_proj", "v_proj", "down_proj"]
+    extra: dict[str, Any] = {"method": "lora", "lora_r": 4, "lora_target_modules": targets} if case.lora else {}
+    return TrainConfig(model_name_or_path="embedded", dataset_name="none", learning_rate=1e-2, weight_decay=0.1, **extra)
+
+
+def make_loss(case: Case, layers: int) -> SupervisedLoss:
+    torch.manual_seed(0)
+    tied = case.family in ("qwen3", "gemma2", "gemma3_text")
+    more = {**TINY, **MORE.get(case.family, {}), "num_hidden_layers": layers, "tie_word_embeddings": tied}
+    kernel = KERNELS["eager" if case.family == "gemma2" else "documents"]
+    base: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(case.family, **more), attn_implementation=kernel)
+    for weight in base.parameters():
+        nn.init.normal_(weight, std=0.2)
+    base.config.use_cache = False
+    if case.checkpointed:
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model = add_adapters(base, config_of(case)) if case.lora else base
+    if case.lora:  # adapters that begin with nought would leave half of the gradients at nought
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(weight, std=0.2)
+    return SupervisedLoss(model.train())
+
+
+class Alone:
+    """One process on the whole model."""
+
+    def __init__(self, loss: SupervisedLoss, config: TrainConfig):
+        self.loss, self.trained = loss, trained_names(loss.model)
+        groups = parameter_groups(self.trained, {name: one.shape for name, one in self.trained}, config)
+        self.optimizer = build_optimizer(groups, config)
+
+    def run(self, micros: list[MicroBatch], share: float) -> float:
+        total = 0.0
+        for micro in micros:
+            loss, _ = self.loss(**micro.inputs(torch.device("cpu")))
+            (loss * share).backward()
+            total += float(loss.detach())
+        return total
+
+    def clip(self, limit: float) -> float:
+        return float(nn.utils.clip_grad_norm_([one for _, one in self.trained], limit))
+
+
+def apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest difference beside the largest number."""
+    return float((one - other).abs().max() / other.abs().max().clamp(min=1e-6))
+
+
+def sabotage(backend: Pipelined, what: str) -> None:
+    """Makes one of the mistakes that the comparison must see."""
+    if what == "tied":
+        backend._sum_tied = lambda: None  # type: ignore[method-assign]
+    for chunk in backend.part.chunks if "documents" in what else ():
+        take_up = chunk.take_up
+
+        def wrong(number: int, section: str, chunk: Chunk = chunk, take_up: Any = take_up) -> None:
+            if what == "documents" and section == "forward":
+                take_up(0, section)
+                chunk.number = number
+            elif what == "documents" or section == "forward":
+                take_up(number, section)
+
+        chunk.take_up = wrong  # type: ignore[method-assign]
+
+
+def compare(case: Case, ranks: Ranks) -> dict[str, float]:
+    """Runs a case on every rank; returns this rank's largest differences from one process."""
+    config, stages = config_of(case), ranks.world // case.replicas
+    count = 2 * stages if stages == 4 else 4
+    loss = make_loss(case, 2 * stages + 1)
+    alone = Alone(copy.deepcopy(loss), config)
+    mesh = distributed.device_mesh.init_device_mesh("cpu", (stages, case.replicas), mesh_dim_names=("pp", "dp"))
+    replicas = mesh["dp"].get_group() if case.replicas > 1 else None
+    backend = Pipelined(loss, config, torch.device("cpu"), mesh["pp"].get_group(), case.schedule, replicas)
+    sabotage(backend, case.breaks)
+    place = mesh["dp"].get_local_rank()
+    found = dict.fromkeys(("loss", "gradient", "norm", "weight", "evaluation"), 0.0)
+    for step in range(STEPS):
+        micros = step_micros(case, step, count * case.replicas)
+        trained = sum(len(micro.labels) for micro in micros)
+        mine = micros[place :: case.replicas]
+        total = backend.run(mine, [case.replicas / trained] * count)
+        if replicas is not None:
+            distributed.all_reduce(total, group=replicas)
+        wanted = alone.run(micros, 1 / trained)
+        found["loss"] = max(found["loss"], abs(float(total) - wanted) / wanted)
+        whole = dict(alone.trained)
+        for name, weight in backend.trained:
+            assert weight.grad is not None
+            found["gradient"] = max(found["gradient"], apart(weight.grad, whole[name].grad))  # type: ignore[arg-type]
+        norm = alone.clip(0.5)
+        found["norm"] = max(found["norm"], abs(float(backend.clip(0.5)) - norm) / norm)
+        backend.step()
+        alone.optimizer.step()
+        alone.optimizer.zero_grad()
+    for name, weight in backend.trained:
+        found["weight"] = max(found["weight"], apart(weight.detach(), whole[name].detach()))
+    if not case.breaks:
+        found["evaluation"] = evaluation_apart(case, backend, alone, count)
+        found["saved"] = saved_apart(backend, alone, ranks)
+    return found
+
+
+def evaluation_apart(case: Case, backend: Pipelined, alone: Alone, count: int) -> float:
+    micros = [micro for step in range(STEPS) for micro in step_micros(case, step, count)]
+    backend.model.eval()
+    loss, correct = backend.evaluate(micros)
+    backend.model.train()
+    with torch.no_grad():
+        wanted = [alone.loss.eval()(**micro.inputs(torch.device("cpu"))) for micro in micros]
+    assert (int(correct), True) == (sum(int(one) for _, one in wanted), correct > 0)
+    total = sum(float(one) for one, _ in wanted)
+    return abs(float(loss) - total) / total
+
+
+def saved_apart(backend: Pipelined, alone: Alone, ranks: Ranks) -> float:
+    """What a checkpoint would hold, put together from all ranks, beside the weights and states of one process."""
+    shards, whole, worst, seen = backend.shards(), dict(alone.trained), 0.0, 0
+    assert [one.name for one in shards] == [name for name, _ in alone.trained]
+    check_whole(shards, ranks)
+    for name, key, owner, tensor in wholes(shards, steps_of(shards, ranks), ranks):
+        seen += 1
+        if owner == ranks.rank:
+            assert tensor is not None
+            wanted = whole[name] if key == WEIGHT else alone.optimizer.state[whole[name]][key]
+            worst = max(worst, apart(tensor, wanted.detach()))
+    assert seen == 3 * len(whole)  # the weight and AdamW's two states
+    if backend.tied is not None:
+        with pytest.raises(TrainingError, match="elements, the ranks hold"):
+            check_whole([dataclasses.replace(one, primary=True) for one in shards], ranks)
+    return worst
+
+
+def work(rank: int, world: int, folder: str, cases: list[Case]) -> None:
+    """One process of a launch: writes what it found in each case."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world)
+    ranks = Ranks(torch.device("cpu"))
+    found = {str(case): ranks.gather(compare(case, ranks)) for case in cases}
+    if rank == 0:
+        Path(folder, "found.json").write_text(json.dumps(found))
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+def launch(folder: Path, world: int, cases: list[Case]) -> dict[str, list[dict[str, float]]]:
+    multiprocessing.spawn(work, (world, str(folder), cases), world)
+    found: dict[str, list[dict[str, float]]] = json.loads((folder / "found.json").read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, float]]]:
+    return launch(tmp_path_factory.mktemp("two"), 2, TWO + CONTROLS)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, float]]]:
+    return launch(tmp_path_factory.mktemp("four"), 4, FOUR)
+
+
+def assert_alike(found: list[dict[str, float]]) -> None:
+    for one in found:
+        assert {name: value for name, value in one.items() if value > 1e-5} == {}
+
+
+@pytest.mark.parametrize("case", TWO, ids=str)
+def test_two_stages_train_as_one_process(case: Case, two: dict[str, list[dict[str, float]]]) -> None:
+    assert_alike(two[str(case)])
+
+
+@pytest.mark.parametrize("case", FOUR, ids=str)
+def test_four_ranks_train_as_one_process(case: Case, four: dict[str, list[dict[str, float]]]) -> None:
+    assert_alike(four[str(case)])
+
+
+@pytest.mark.parametrize("case", CONTROLS, ids=str)
+def test_a_mistake_would_be_seen(case: Case, two: dict[str, list[dict[str, float]]]) -> None:
+    assert max(one["gradient"] for one in two[str(case)]) > 1e-2
