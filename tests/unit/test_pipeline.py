@@ -104,10 +104,11 @@ class Words:
 
 
 def step_micros(case: Case, step: int, count: int) -> list[MicroBatch]:
-    """The micro-batches of a step, of unlike widths; the last has no row."""
-    rows = Rows(Words(), 24, case.packed, 0)
+    """The micro-batches of a step, of unlike widths, the last without a row; of one shape where a mistake is made."""
+    rows = Rows(Words(), 24, case.packed, 0, fixed_length=bool(case.breaks))
     order = np.random.Generator(np.random.PCG64(step)).permutation(len(rows))
-    return [rows.collate(order[2 * number : 2 * number + 2 - 2 * (number == count - 1)]) for number in range(count)]
+    shares = [order[2 * number : 2 * number + 2] for number in range(count)]
+    return [rows.collate(share) for share in (shares if case.breaks else [*shares[:-1], order[:0]])]
 
 
 def config_of(case: Case) -> TrainConfig:
@@ -120,7 +121,7 @@ def make_loss(case: Case, layers: int) -> SupervisedLoss:
     torch.manual_seed(0)
     tied = case.family in ("qwen3", "gemma2", "gemma3_text")
     more = {**TINY, **MORE.get(case.family, {}), "num_hidden_layers": layers, "tie_word_embeddings": tied}
-    kernel = KERNELS["eager" if case.family == "gemma2" else "documents"]
+    kernel = KERNELS["eager" if case.family == "gemma2" else "sdpa" if case.breaks else "documents"]
     base: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(case.family, **more), attn_implementation=kernel)
     for weight in base.parameters():
         nn.init.normal_(weight, std=0.2)
@@ -239,7 +240,7 @@ def saved_apart(backend: Pipelined, alone: Alone, ranks: Ranks) -> float:
             wanted = whole[name] if key == WEIGHT else alone.optimizer.state[whole[name]][key]
             worst = max(worst, apart(tensor, wanted.detach()))
     assert seen == 3 * len(whole)  # the weight and AdamW's two states
-    if backend.tied is not None:
+    if backend.tied is not None and backend.ranks > 2:  # among two ranks both may hold all
         with pytest.raises(TrainingError, match="elements, the ranks hold"):
             check_whole([dataclasses.replace(one, primary=True) for one in shards], ranks)
     return worst
