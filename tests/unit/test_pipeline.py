@@ -53,12 +53,14 @@ class Case:
     lora: bool = False
     checkpointed: bool = False
     replicas: int = 1
+    sharded: bool = False
     breaks: str = ""
 
     def __str__(self) -> str:
         marks = [self.family, self.schedule, "packed" if self.packed else "unpacked"]
         marks += ["lora"] * self.lora + ["checkpointed"] * self.checkpointed
-        return "-".join([*marks, *([f"dp{self.replicas}"] if self.replicas > 1 else []), self.breaks]).rstrip("-")
+        marks += [f"fsdp{self.replicas}" if self.sharded else f"dp{self.replicas}"] * (self.replicas > 1)
+        return "-".join([*marks, self.breaks]).rstrip("-")
 
 
 TWO = [
@@ -77,6 +79,9 @@ FOUR = [
     Case("llama", "zero_bubble"),
     Case("qwen3", "interleaved", replicas=2),
     Case("llama", "zbv", packed=False, replicas=2),
+    Case("qwen3", "1f1b", replicas=2, sharded=True),
+    Case("llama", "interleaved", packed=False, replicas=2, sharded=True),
+    Case("llama", "1f1b", lora=True, checkpointed=True, replicas=2, sharded=True),
 ]
 CONTROLS = [
     Case("llama", "1f1b", breaks="documents"),
@@ -114,7 +119,9 @@ def step_micros(case: Case, step: int, count: int) -> list[MicroBatch]:
 def config_of(case: Case) -> TrainConfig:
     targets = ["q_proj", "v_proj", "down_proj"]
     extra: dict[str, Any] = {"method": "lora", "lora_r": 4, "lora_target_modules": targets} if case.lora else {}
-    return TrainConfig(model_name_or_path="embedded", dataset_name="none", learning_rate=1e-2, weight_decay=0.1, **extra)
+    return TrainConfig(
+        model_name_or_path="embedded", dataset_name="none", learning_rate=1e-2, weight_decay=0.1, **extra
+    )
 
 
 def make_loss(case: Case, layers: int) -> SupervisedLoss:
@@ -161,6 +168,11 @@ def apart(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).abs().max() / other.abs().max().clamp(min=1e-6))
 
 
+def plain(tensor: Any) -> torch.Tensor:
+    """The whole tensor. Collective where it is cut."""
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
+
+
 def sabotage(backend: Pipelined, what: str) -> None:
     """Makes one of the mistakes that the comparison must see."""
     if what == "tied":
@@ -186,7 +198,8 @@ def compare(case: Case, ranks: Ranks) -> dict[str, float]:
     alone = Alone(copy.deepcopy(loss), config)
     mesh = distributed.device_mesh.init_device_mesh("cpu", (stages, case.replicas), mesh_dim_names=("pp", "dp"))
     replicas = mesh["dp"].get_group() if case.replicas > 1 else None
-    backend = Pipelined(loss, config, torch.device("cpu"), mesh["pp"].get_group(), case.schedule, replicas)
+    over: dict[str, Any] = {"shards": mesh["dp"]} if case.sharded else {"replicas": replicas}
+    backend = Pipelined(loss, config, torch.device("cpu"), mesh["pp"].get_group(), case.schedule, **over)
     sabotage(backend, case.breaks)
     place = mesh["dp"].get_local_rank()
     found = dict.fromkeys(("loss", "gradient", "norm", "weight", "evaluation"), 0.0)
@@ -202,14 +215,17 @@ def compare(case: Case, ranks: Ranks) -> dict[str, float]:
         whole = dict(alone.trained)
         for name, weight in backend.trained:
             assert weight.grad is not None
-            found["gradient"] = max(found["gradient"], apart(weight.grad, whole[name].grad))  # type: ignore[arg-type]
+            found["gradient"] = max(found["gradient"], apart(plain(weight.grad), plain(whole[name].grad)))
         norm = alone.clip(0.5)
         found["norm"] = max(found["norm"], abs(float(backend.clip(0.5)) - norm) / norm)
         backend.step()
         alone.optimizer.step()
         alone.optimizer.zero_grad()
     for name, weight in backend.trained:
-        found["weight"] = max(found["weight"], apart(weight.detach(), whole[name].detach()))
+        found["weight"] = max(found["weight"], apart(plain(weight), plain(whole[name])))
+    if backend.tied is not None:
+        held = [plain(one).numpy().tobytes() for name, one in backend.trained if name == backend.tied]
+        found["tied"] = float(len({one for part in ranks.gather(held) for one in part}) - 1)
     if not case.breaks:
         found["evaluation"] = evaluation_apart(case, backend, alone, count)
         found["saved"] = saved_apart(backend, alone, ranks)

@@ -17,7 +17,6 @@ from torch.nn import functional
 
 from trainers.attention import use_documents
 from trainers.config import ConfigError
-from trainers.data.batches import MicroBatch
 from trainers.data.layout import DocumentLayout
 from trainers.models import matmul_parameters
 from trainers.objectives.sft import LINEAR_HEADS, linear_cross_entropy
@@ -58,9 +57,9 @@ class Work:
     loss: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
     correct: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
 
-    def begin(self, micros: Sequence[MicroBatch], shares: Sequence[float], device: torch.device) -> None:
+    def take(self, micros: list[dict[str, Any]], shares: Sequence[float], device: torch.device) -> None:
         """A new step."""
-        self.micros, self.shares = [micro.inputs(device) for micro in micros], shares
+        self.micros, self.shares = micros, shares
         self.loss = torch.zeros((), device=device)
         self.correct = torch.zeros((), dtype=torch.int64, device=device)
 
@@ -279,10 +278,11 @@ def _numel(model: nn.Module) -> int:
 
 
 class Local(nn.Module):
-    """A rank's stages one after the other on stand-in hidden states, for looks at the model that send nothing.
+    """A rank's stages, each on stand-in hidden states, for looks at the model that send nothing.
 
     Args:
         loss: the module that was cut; its weights have their names from it.
+        dtype: of the hidden states.
     """
 
     def __init__(self, loss: Any, chunks: list[Chunk], hidden_size: int, dtype: torch.dtype):
@@ -290,6 +290,7 @@ class Local(nn.Module):
         self.loss, self.stages, self.hidden_size, self.dtype = loss, chunks, hidden_size, dtype
         self.chunks = nn.ModuleList(chunks)
 
+    @torch.no_grad()
     def forward(
         self,
         input_ids: torch.Tensor,
@@ -299,17 +300,14 @@ class Local(nn.Module):
         labels: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A loss without meaning; arguments and results as `SupervisedLoss.forward`."""
-        use_documents(documents)
         waves = torch.arange(1, self.hidden_size + 1, device=input_ids.device)
-        stand_in = torch.sin(input_ids[..., None] * waves).to(self.dtype)
-        result = torch.zeros((), device=input_ids.device)
+        stand_in = torch.sin(input_ids.reshape(-1, 1) * waves).to(self.dtype)
+        names = ("input_ids", "position_ids", "documents", "positions", "labels")
+        work = self.stages[0].work
+        inputs = dict(zip(names, (input_ids, position_ids, documents, positions, labels), strict=True))
+        work.take([inputs], [1.0], input_ids.device)
+        work.room = max(work.room, input_ids.numel())
         for chunk in self.stages:
-            half = chunk.compute != torch.float32
-            with torch.autocast(input_ids.device.type, chunk.compute, enabled=half, cache_enabled=False):
-                hidden = chunk.run(input_ids if chunk.first else stand_in, position_ids)
-            if chunk.head is not None:
-                head: Any = chunk.head
-                picked = hidden.flatten(0, 1).index_select(0, positions).to(chunk.compute)
-                with torch.autocast(input_ids.device.type, enabled=False):
-                    result, _ = linear_cross_entropy(picked, head.weight, head.bias, labels, *chunk.rule)
-        return result, torch.zeros((), dtype=torch.int64, device=input_ids.device)
+            chunk.take_up(0, "forward")
+            chunk(stand_in)
+        return work.loss, work.correct

@@ -14,14 +14,17 @@ from typing import Any
 import torch
 from torch import distributed, nn
 from torch.distributed import ProcessGroup, pipelining
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
 
 from trainers.attention import use_documents
-from trainers.config import TrainConfig
+from trainers.config import ConfigError, TrainConfig
 from trainers.data.batches import MicroBatch
 from trainers.errors import TrainingError
 from trainers.optimizers import build_optimizer, empty_state, parameter_groups, put_back, state_vectors
-from trainers.parallel.cutting import Chunk, Cut, Local, Work, cut
+from trainers.parallel.cutting import Absent, Chunk, Cut, Local, Work, cut
 from trainers.parallel.shards import WEIGHT, Shard
 from trainers.parallel.stages import SCHEDULES, micro_batch_mistake, rank_of
 
@@ -59,6 +62,8 @@ class Pipelined:
         group: the ranks of this pipeline, first stage first.
         schedule: one of `SCHEDULES`.
         replicas: the ranks with the same stages, over which gradients are averaged; None without.
+        shards: the mesh over which FSDP 2 cuts the stages and averages their gradients, `[shard]` or
+            `[replicate, shard]`; None without. It goes in place of `replicas`.
 
     Raises:
         ConfigError: when the model cannot be cut so.
@@ -72,6 +77,7 @@ class Pipelined:
         group: ProcessGroup,
         schedule: str = "1f1b",
         replicas: ProcessGroup | None = None,
+        shards: DeviceMesh | None = None,
     ):
         self.device, self.group, self.schedule, self.replicas = device, group, schedule, replicas
         self.ranks, self.rank = distributed.get_world_size(group), distributed.get_rank(group)
@@ -81,10 +87,17 @@ class Pipelined:
         self.trained, self.shapes, self.tied = self.part.trained, self.part.shapes, self.part.tied
         self.total = self.ranks * len(self.part.chunks)
         self.model = Local(loss, self.part.chunks, self.part.hidden_size, self.part.dtype).to(device)
+        self.dtype = self._carried_dtype()
+        self.mesh = shards
+        if shards is not None:
+            self.trained = _shard_stages(self.part, shards)
+        # Counted before any forward pass: after one FSDP may leave weights whole.
+        self.here = sum(_local(weight).numel() for weight in self.model.parameters())
         self.optimizer = build_optimizer(parameter_groups(self.trained, self.shapes, config), config)
         self.last_rank = rank_of(schedule, self.ranks, self.total - 1)
         self.primary = replicas is None or distributed.get_rank(replicas) == 0
-        self.dtype = self._carried_dtype()
+        if shards is not None:
+            self.primary = shards.ndim == 1 or shards.get_local_rank(0) == 0
         self._schedule: Any = None
         self._made = (0, 0)
 
@@ -125,7 +138,7 @@ class Pipelined:
         """
         self._make_room(len(micros), max(micro.slots for micro in micros))
         self.work.beat = beat
-        self.work.begin(micros, shares, self.device)
+        self.work.take([micro.inputs(self.device) for micro in micros], shares, self.device)
         numbers = torch.arange(len(micros), device=self.device)
         self._schedule.step(numbers, target=numbers, losses=[], return_outputs=False)
         self.work.micros = []
@@ -174,7 +187,7 @@ class Pipelined:
         for micro in micros:
             beat("evaluation")
             self.work.room = max(self.work.room, micro.slots)
-            self.work.begin([micro], [1.0], self.device)
+            self.work.take([micro.inputs(self.device)], [1.0], self.device)
             carried = torch.zeros(1, device=self.device)
             for stage, chunk in zip(self.part.stages, self.part.chunks, strict=True):
                 if stage > 0 and not self._here(stage - 1):
@@ -190,6 +203,9 @@ class Pipelined:
                 sent.pop(0)[0].wait()
         for work, _ in sent:
             work.wait()
+        for part in self.model.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
         distributed.all_reduce(sums, group=self.group)
         return sums[0], sums[1]
 
@@ -229,8 +245,9 @@ class Pipelined:
         ends = {0, self.last_rank}
         if self.tied is None or len(ends) == 1 or self.rank not in ends:
             return
-        mine = dict(self.trained)[self.tied].grad
-        assert mine is not None
+        whole = dict(self.trained)[self.tied].grad
+        assert whole is not None
+        mine = _local(whole)
         other, peer = torch.empty_like(mine), (ends - {self.rank}).pop()
         works = distributed.batch_isend_irecv([
             distributed.P2POp(distributed.isend, mine, group=self.group, group_peer=peer),
@@ -246,12 +263,15 @@ class Pipelined:
 
     def clip(self, limit: float) -> torch.Tensor:
         """See `Backend`; over all ranks of the pipeline."""
-        counted = [weight.grad for name, weight in self.trained if weight.grad is not None and self._owns(name)]
-        norm = nn.utils.get_total_norm(counted).to(self.device)
-        squared = norm.double() ** 2
+        counted = [_local(one.grad) for name, one in self.trained if one.grad is not None and self._owns(name)]
+        squared = nn.utils.get_total_norm(counted).to(self.device).double() ** 2
+        if self.mesh is not None:
+            distributed.all_reduce(squared, group=self.mesh.get_group(self.mesh.ndim - 1))
         distributed.all_reduce(squared, group=self.group)
         total = squared.sqrt().float()
-        nn.utils.clip_grads_with_norm_([weight for _, weight in self.trained], limit, total)
+        factor = (limit / (total + 1e-6)).clamp(max=1.0)  # as torch's own does, without asking the device
+        for gradient in self._gradients():
+            _local(gradient).mul_(factor)
         return total
 
     def step(self) -> None:
@@ -265,7 +285,8 @@ class Pipelined:
 
     def held(self) -> tuple[int, int, int]:
         """See `Backend`; frozen weights too."""
-        return sum(weight.numel() for weight in self.model.parameters()), self.part.whole, self.ranks
+        cuts = 1 if self.mesh is None else self.mesh.size(self.mesh.ndim - 1)
+        return self.here, self.part.whole, self.ranks * cuts
 
     def shards(self) -> list[Shard]:
         """See `Backend`; of a weight on another rank, none of its elements."""
@@ -278,8 +299,16 @@ class Pipelined:
             return Shard(name, self.shapes[name], 0, {WEIGHT: nothing})
         state = self.optimizer.state.get(weight, {})
         step = float(state["step"]) if "step" in state else None
-        run = {WEIGHT: weight.detach().reshape(-1), **state_vectors(state)}
-        return Shard(name, self.shapes[name], 0, run, step, self.primary and self._owns(name))
+        run = {WEIGHT: _local(weight).reshape(-1), **state_vectors(state)}
+        return Shard(name, self.shapes[name], self._start(name), run, step, self.primary and self._owns(name))
+
+    def _start(self, name: str) -> int:
+        """Index of this rank's first element: FSDP 2 cuts weights into runs of whole rows."""
+        if self.mesh is None:
+            return 0
+        rows, place = self.shapes[name][0], self.mesh.get_local_rank(self.mesh.ndim - 1)
+        each = -(-rows // self.mesh.size(self.mesh.ndim - 1))
+        return min(place * each, rows) * (self.shapes[name].numel() // rows)
 
     def put_back(self, shards: list[Shard]) -> None:
         """See `Backend`."""
@@ -293,3 +322,36 @@ class Pipelined:
         for name, weight in self.trained:
             if name in steps:
                 self.optimizer.state[weight] = empty_state(self.optimizer, weight, keys, steps[name])
+
+
+@torch.no_grad()
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _shard_stages(part: Cut, mesh: DeviceMesh) -> list[tuple[str, nn.Parameter]]:
+    """Cuts the weights of each layer, and of what is beside the layers, over a mesh; returns the trained ones anew.
+
+    Raises:
+        ConfigError: when two stages here hold one weight, which FSDP 2 cannot cut twice.
+    """
+    places = {
+        id(weight): (module, name)
+        for chunk in part.chunks
+        for module in chunk.modules()
+        for name, weight in module.named_parameters(recurse=False)
+    }
+    if part.tied is not None and any(chunk.first for chunk in part.chunks) and part.chunks[-1].head is not None:
+        raise ConfigError(
+            "pp_schedule=zbv puts embedding and head on one rank, and this model ties them, which FSDP cannot cut; "
+            "use zero_bubble, or data parallel without dp_shard"
+        )
+    before = [(name, places[id(weight)]) for name, weight in part.trained]
+    for chunk in part.chunks:
+        # A stage is whole from its first micro-batch to its last: each would gather it again.
+        for layer in chunk.decoder.layers:
+            if not isinstance(layer, Absent):
+                fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+        fully_shard(chunk, mesh=mesh, reshard_after_forward=False)
+    return [(name, getattr(module, attribute)) for name, (module, attribute) in before]
