@@ -6,38 +6,29 @@ import copy
 import dataclasses
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import distributed, multiprocessing, nn
-from torch.distributed.pipelining import schedules as torchs
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.unit.test_sft_loss import EXTRA, TINY
-from trainers.attention import KERNELS
+from trainers.attention import KERNELS, use_documents
 from trainers.config import ConfigError, TrainConfig
 from trainers.data.batches import MicroBatch, Rows
 from trainers.errors import TrainingError
-from trainers.models import add_adapters
+from trainers.models import add_adapters, probe_attention
 from trainers.objectives.sft import LINEAR_HEADS, SupervisedLoss
 from trainers.optimizers import build_optimizer, parameter_groups
+from trainers.parallel import cutting
 from trainers.parallel.backend import trained_names
-from trainers.parallel.cutting import Chunk, Work, cut
+from trainers.parallel.cutting import Chunk, Local, Work, cut
 from trainers.parallel.pipeline import Pipelined
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.shards import WEIGHT, check_whole, steps_of, wholes
-from trainers.parallel.stages import (
-    SCHEDULES,
-    balance,
-    bubble,
-    measured_bubble,
-    micro_batch_mistake,
-    rank_of,
-    stages_of,
-)
+from trainers.parallel.stages import SCHEDULES
 
 STEPS = 3
 MORE = {**EXTRA, "granite": {**EXTRA["granite"], "embedding_multiplier": 2.5}}
@@ -54,11 +45,12 @@ class Case:
     checkpointed: bool = False
     replicas: int = 1
     sharded: bool = False
+    half: bool = False
     breaks: str = ""
 
     def __str__(self) -> str:
         marks = [self.family, self.schedule, "packed" if self.packed else "unpacked"]
-        marks += ["lora"] * self.lora + ["checkpointed"] * self.checkpointed
+        marks += ["lora"] * self.lora + ["checkpointed"] * self.checkpointed + ["bf16"] * self.half
         marks += [f"fsdp{self.replicas}" if self.sharded else f"dp{self.replicas}"] * (self.replicas > 1)
         return "-".join([*marks, self.breaks]).rstrip("-")
 
@@ -70,6 +62,8 @@ TWO = [
     *(Case("llama", schedule, lora=True) for schedule in ("1f1b", "zero_bubble")),
     *(Case("qwen3", schedule, checkpointed=True) for schedule in ("1f1b", "zero_bubble", "zbv")),
     Case("llama", "gpipe", lora=True, checkpointed=True),
+    Case("qwen3", "zbv", half=True),
+    Case("llama", "interleaved", lora=True, half=True),
     Case("gemma2", "1f1b"),
     Case("gemma3_text", "interleaved", packed=False),
     Case("granite", "1f1b"),
@@ -135,12 +129,14 @@ def make_loss(case: Case, layers: int) -> SupervisedLoss:
     base.config.use_cache = False
     if case.checkpointed:
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if case.half and case.lora:  # a frozen base is kept in the compute dtype
+        base.to(torch.bfloat16)
     model = add_adapters(base, config_of(case)) if case.lora else base
     if case.lora:  # adapters that begin with nought would leave half of the gradients at nought
         for name, weight in model.named_parameters():
             if "lora_B" in name:
                 nn.init.normal_(weight, std=0.2)
-    return SupervisedLoss(model.train())
+    return SupervisedLoss(model.train(), torch.bfloat16 if case.half else torch.float32)
 
 
 class Alone:
@@ -248,6 +244,9 @@ def saved_apart(backend: Pipelined, alone: Alone, ranks: Ranks) -> float:
     """What a checkpoint would hold, put together from all ranks, beside the weights and states of one process."""
     shards, whole, worst, seen = backend.shards(), dict(alone.trained), 0.0, 0
     assert [one.name for one in shards] == [name for name, _ in alone.trained]
+    here, all_of_it, parts = backend.held()
+    assert 0.4 * all_of_it < here * parts < 2.5 * all_of_it  # a rank with an embedding has more
+    assert backend.busy.seconds() > 0 == backend.busy.seconds()
     check_whole(shards, ranks)
     for name, key, owner, tensor in wholes(shards, steps_of(shards, ranks), ranks):
         seen += 1
@@ -308,3 +307,62 @@ def test_four_ranks_train_as_one_process(case: Case, four: dict[str, list[dict[s
 @pytest.mark.parametrize("case", CONTROLS, ids=str)
 def test_a_mistake_would_be_seen(case: Case, two: dict[str, list[dict[str, float]]]) -> None:
     assert max(one["gradient"] for one in two[str(case)]) > 1e-2
+
+
+@pytest.mark.parametrize("family", sorted(LINEAR_HEADS))
+def test_stages_one_after_the_other_are_the_model(family: str) -> None:
+    case = Case(family, "interleaved")
+    loss = make_loss(case, 3)
+    whole, micro = copy.deepcopy(loss), step_micros(case, 0, 2)[0]
+    wanted, _ = whole(**micro.inputs(torch.device("cpu")))
+    (wanted * 0.5).backward()
+    work = Work(room=micro.slots + 3)
+    part = cut(loss, "interleaved", 1, 0, work)
+    work.take([micro.inputs(torch.device("cpu"))], [0.5], torch.device("cpu"))
+    carried = torch.zeros(1)
+    for chunk in part.chunks:
+        chunk.take_up(0, "forward")
+        carried = chunk(carried)
+    carried.backward()
+    assert float(work.loss) == float(wanted.detach())
+    for name, weight in whole.model.named_parameters():
+        assert torch.equal(dict(part.trained)[name].grad, weight.grad), name  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_weight_is_on_some_rank_under_its_name(schedule: str) -> None:
+    case, held = Case("qwen3", schedule), list[str]()
+    whole = {name for name, _ in make_loss(case, 9).model.named_parameters()}
+    for rank in range(4):
+        loss = make_loss(case, 9)
+        part = cut(loss, schedule, 4, rank, Work())
+        held += [name for name, _ in part.trained]
+        assert {id(one) for one in loss.model.parameters()} == {id(one) for _, one in part.trained}
+        assert list(part.shapes) == [name for name, _ in make_loss(case, 9).model.named_parameters()]
+    twice = {name for name in held if held.count(name) > 1}
+    assert set(held) == whole
+    assert twice == (set() if SCHEDULES[schedule].turns else {"model.embed_tokens.weight"})
+
+
+def test_what_cannot_be_cut_is_refused_with_the_way_out() -> None:
+    with pytest.raises(ConfigError, match="pp_size=4 with pp_schedule=interleaved: 8 stages for 3 layers"):
+        cut(make_loss(Case("llama", "interleaved"), 3), "interleaved", 4, 0, Work())
+    shape = AutoConfig.for_model("gpt2", n_embd=32, n_head=4, n_layer=2, vocab_size=97)
+    with pytest.raises(ConfigError, match="gpt2 models cannot be cut into pipeline stages"):
+        cut(SupervisedLoss(AutoModelForCausalLM.from_config(shape)), "1f1b", 2, 0, Work())
+    base: Any = make_loss(Case("llama", "1f1b"), 3).model
+    config = config_of(Case("llama", "1f1b", lora=True)).model_copy(update={"lora_target_modules": ["lm_head"]})
+    with pytest.raises(ConfigError, match="leave lm_head out of lora_target_modules"):
+        cut(SupervisedLoss(add_adapters(base, config)), "1f1b", 2, 0, Work())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_stage_is_asked_what_it_sees(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    loss, work = make_loss(Case("qwen3", "1f1b"), 3), Work()
+    part = cut(loss, "1f1b", 2, rank, work)
+    local = Local(loss, part.chunks, part.hidden_size, part.dtype)
+    probe_attention(local, loss.base, True, torch.device("cpu"))
+    use_documents(None)
+    monkeypatch.setattr(cutting, "use_documents", lambda layout: None)
+    with pytest.raises(ConfigError, match="another document"):
+        probe_attention(local, loss.base, True, torch.device("cpu"))

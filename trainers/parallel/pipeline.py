@@ -8,7 +8,9 @@ each stage cuts its micro-batch out of them: whatever the widths, it computes th
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,25 +34,64 @@ BUCKET = 2**23
 """Elements of the gradients that are averaged in one collective."""
 
 
+class Busy:
+    """How long a rank computes, and does not wait for others.
+
+    Args:
+        device: a GPU is asked for its own times, and only when `seconds` is.
+    """
+
+    def __init__(self, device: torch.device):
+        self.on_gpu, self.passed = device.type == "cuda", 0.0
+        self.events: list[tuple[Any, Any]] = []
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Around what is counted."""
+        if self.on_gpu:
+            events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            events[0].record()
+            yield
+            events[1].record()
+            self.events.append(events)
+            return
+        began = time.perf_counter()
+        yield
+        self.passed += time.perf_counter() - began
+
+    def seconds(self) -> float:
+        """Since it was last asked."""
+        for began, ended in self.events:
+            ended.synchronize()
+            self.passed += began.elapsed_time(ended) / 1000
+        found, self.passed = self.passed, 0.0
+        self.events.clear()
+        return found
+
+
 class Stage(PipelineStage):
-    """torch's stage, which takes up the documents of a micro-batch before it computes on it."""
+    """torch's stage, which takes up the documents of a micro-batch before it computes on it, and times itself."""
 
     submod: Chunk
+    busy: Busy
 
     def forward_one_chunk(self, fwd_chunk_id: int, *rest: Any, **more: Any) -> Any:
         """See torch."""
         self.submod.take_up(fwd_chunk_id, "forward")
-        return super().forward_one_chunk(fwd_chunk_id, *rest, **more)
+        with self.busy.computing():
+            return super().forward_one_chunk(fwd_chunk_id, *rest, **more)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *rest: Any, **more: Any) -> Any:
         """See torch."""
         self.submod.take_up(bwd_chunk_id, "backward")
-        return super().backward_one_chunk(bwd_chunk_id, *rest, **more)
+        with self.busy.computing():
+            return super().backward_one_chunk(bwd_chunk_id, *rest, **more)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *rest: Any, **more: Any) -> Any:
         """See torch."""
         self.submod.take_up(bwd_chunk_id, "backward")
-        return super().backward_weight_one_chunk(bwd_chunk_id, *rest, **more)
+        with self.busy.computing():
+            return super().backward_weight_one_chunk(bwd_chunk_id, *rest, **more)
 
 
 class Pipelined:
@@ -81,7 +122,7 @@ class Pipelined:
     ):
         self.device, self.group, self.schedule, self.replicas = device, group, schedule, replicas
         self.ranks, self.rank = distributed.get_world_size(group), distributed.get_rank(group)
-        self.work = Work()
+        self.work, self.busy = Work(), Busy(device)
         self.part: Cut = cut(loss, schedule, self.ranks, self.rank, self.work)
         gc.collect()  # the layers of other ranks are in cycles
         self.trained, self.shapes, self.tied = self.part.trained, self.part.shapes, self.part.tied
@@ -168,6 +209,8 @@ class Pipelined:
             )
             for stage, chunk in zip(self.part.stages, self.part.chunks, strict=True)
         ]  # fmt: skip
+        for stage in stages:
+            stage.busy = self.busy
         kind = getattr(pipelining, SCHEDULES[self.schedule].name)
         # Every share is given; nothing is divided by the number of micro-batches.
         settings: dict[str, Any] = {"loss_fn": lambda score, number: score, "scale_grads": False}
