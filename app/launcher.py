@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from app.hardware import Devices, cpu_count
+from trainers.parallel.mesh import MeshSizes
 from trainers.run_folder import RunFolder
 from trainers.strategies import Machines
 
@@ -114,10 +115,10 @@ def check_argv(config: Path) -> list[str]:
     return [sys.executable, str(TRAIN_SCRIPT), "--check", "--config", str(config)]
 
 
-def check_environment(devices: Devices, outer: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of `check_argv`, for a run on `devices`."""
+def check_environment(devices: Devices, sizes: MeshSizes, outer: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of `check_argv`, for a run on `devices` in a mesh of `sizes`."""
     outer = os.environ if outer is None else outer
-    return {**outer, **_device_variables(devices), "TUNESMITH_WORLD_SIZE": str(devices.num_processes)}
+    return {**outer, **_device_variables(devices), "TUNESMITH_MESH": str(sizes)}
 
 
 def module_argv(module: str, arguments: Sequence[str]) -> list[str]:

@@ -175,7 +175,7 @@ def preflight(job: Job, quiet: bool) -> None:
         config = Path(folder) / "config.yaml"
         config.write_text(dump_yaml(job.config), encoding="utf-8")
         with spinner("checking data and model", quiet):
-            status, out, errors = run_program(check_argv(config), check_environment(job.devices))
+            status, out, errors = run_program(check_argv(config), check_environment(job.devices, job.strategy.sizes))
     lines = [clean(line).strip() for line in errors.splitlines() if line.strip()]
     if status == 2:
         raise ConfigError(_mistakes(lines) or ["the training script refused this run and did not say why"])

@@ -178,12 +178,10 @@ NOT_BESIDE_FILE = (
     "zero3_save_16bit_model",
 )
 
-_LATER = "this parallelism is not supported yet; write 1 or remove the line"
-
 PARALLELISM: dict[str, Key] = {
     "parallelism_config_dp_replicate_size": SIZE,
     "parallelism_config_dp_shard_size": SIZE,
-    "parallelism_config_tp_size": Key((int,), (1,), why=_LATER),
+    "parallelism_config_tp_size": SIZE,
     "parallelism_config_cp_size": SIZE,
     "parallelism_config_cp_backend": TEXT,
     "parallelism_config_cp_comm_strategy": TEXT,

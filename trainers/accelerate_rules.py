@@ -213,6 +213,11 @@ def _check_mesh(values: dict[str, Any]) -> list[str]:
         ]
     if kind == "FSDP" and (values.get("fsdp_config") or {}).get("fsdp_version") == 1:
         mistakes.append("parallelism_config needs fsdp_version: 2; under 1 Accelerate builds no mesh")
+    if sizes.tp > 1 and (values.get("fsdp_config") or {}).get("fsdp_cpu_ram_efficient_loading"):
+        mistakes.append(
+            f"fsdp_config.fsdp_cpu_ram_efficient_loading=true with tp={sizes.tp}: each rank keeps its part of every "
+            "matrix, and needs the weights; write false"
+        )
     if kind == "FSDP" and sizes.dp_shard * sizes.parts < 2:
         mistakes.append(
             f"parallelism_config_dp_shard_size={sizes.dp_shard} leaves nothing to shard over; write at least 2"

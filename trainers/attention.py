@@ -7,7 +7,7 @@ no host sync is spent on inspecting positions (its own packed-row detection cost
 from __future__ import annotations
 
 import inspect
-from functools import cache
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,19 +31,24 @@ class _Current:
         self.layout: DocumentLayout | None = None
         self.masks: dict[int | None, torch.Tensor] = {}
         self.blocks: dict[tuple[int, int | None], BlockMask] = {}
+        self.over_ranks: Any = None
+        self.pieces: dict[int | None, Any] = {}
 
 
 _current = _Current()
 
 
-def use_documents(layout: DocumentLayout | None) -> None:
+def use_documents(layout: DocumentLayout | None, over_ranks: Any = None) -> None:
     """Sets what the next forward and backward pass may attend to.
 
     Args:
         layout: the documents; tokens see earlier tokens of their own. None: each row is one document, padded on
             the right if at all.
+        over_ranks: how attention looks at the parts of rows on other ranks (`trainers/parallel/sequence.py`); None
+            where rows are whole.
     """
     _current.layout, _current.masks, _current.blocks = layout, {}, {}
+    _current.over_ranks, _current.pieces = over_ranks, {}
 
 
 def _mask(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
@@ -219,20 +224,57 @@ def eager(
 ) -> tuple[torch.Tensor, None]:
     """The same in plain matrix products, softmax in fp32; honours a softcap. Shapes as in `sdpa`."""
     _refuse_unknown(attention_mask, rest, softcap=True)
+    length = query.shape[2]
+    mask = _mask(length, rest.get("sliding_window"), query.device)
+    return _products(module, query, key, value, mask, **rest), None
+
+
+def _products(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **rest: Any
+) -> torch.Tensor:
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     scaling = rest.get("scaling")
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if (cap := rest.get("softcap")) is not None:
         scores = torch.tanh(scores / cap) * cap
-    length = query.shape[2]
-    mask = _mask(length, rest.get("sliding_window"), query.device)
     if mask is None:
+        length = query.shape[2]
         mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
     weights = scores.float().masked_fill(~mask, float("-inf")).softmax(-1).to(query.dtype)
     weights = nn.functional.dropout(weights, rest.get("dropout", 0.0), module.training)
-    return (weights @ value).transpose(1, 2).contiguous(), None
+    return (weights @ value).transpose(1, 2).contiguous()
+
+
+def attend_masked(
+    kernel: Any, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    allowed: torch.Tensor | None, **rest: Any,
+) -> torch.Tensor:  # fmt: skip
+    """Attention of some queries to some keys, as many of each as there are; shapes as in `sdpa`.
+
+    Args:
+        kernel: `eager`, or any other for PyTorch's fused one.
+        allowed: `[query, key]`, True where a query may look; None for a triangle.
+    """
+    if kernel is eager:
+        return _products(module, query, key, value, allowed, **rest)
+    return sdpa_attention_forward(module, query, key, value, allowed, is_causal=True, **_plain(rest))[0]
+
+
+def _on_parts_too(kernel: Any) -> Any:
+    """The kernel, and where each rank has a part of the rows, the way over the ranks to it."""
+
+    @wraps(kernel)
+    def attend(
+        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **rest: Any
+    ) -> tuple[torch.Tensor, None]:
+        if _current.over_ranks is None:
+            return kernel(module, query, key, value, attention_mask, **rest)
+        _refuse_unknown(attention_mask, rest, softcap=kernel in (eager, flex))
+        return _current.over_ranks.attend(kernel, _current, module, query, key, value, **rest)
+
+    return attend
 
 
 for _name, _kernel in (("varlen", varlen), ("flex", flex), ("documents", documents), ("sdpa", sdpa), ("eager", eager)):
-    AttentionInterface.register(KERNELS[_name], _kernel)
+    AttentionInterface.register(KERNELS[_name], _on_parts_too(_kernel))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import warnings
@@ -11,7 +12,7 @@ from typing import Any, TextIO
 
 import torch
 from accelerate import Accelerator, DDPCommunicationHookType, DistributedDataParallelKwargs, InitProcessGroupKwargs
-from accelerate.utils import DistributedType, set_seed
+from accelerate.utils import DistributedType, ParallelismConfig, set_seed
 from tqdm import tqdm
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.utils import logging
@@ -32,9 +33,12 @@ from trainers.objectives.sft import SupervisedLoss
 from trainers.parallel.backend import Backend
 from trainers.parallel.cpu import adapt_to_cpu
 from trainers.parallel.fsdp import FullySharded
+from trainers.parallel.mesh import Mesh
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.replicated import Replicated
+from trainers.parallel.sequence import over_ranks, refuse_unfit
 from trainers.parallel.shards import check_whole
+from trainers.parallel.tensor import cut
 from trainers.run_folder import Process, RunFolder
 from trainers.self_check import Census
 from trainers.strategies import Strategy
@@ -48,8 +52,8 @@ _HOOKS = {
 _TIMEOUT = timedelta(minutes=30)
 
 
-def accelerator(config: TrainConfig, strategy: Strategy, run: RunFolder) -> tuple[Accelerator, Ranks]:
-    """The process group and the Accelerator of this run, seeded; what it does was said by the Accelerate file."""
+def accelerator(config: TrainConfig, strategy: Strategy, run: RunFolder) -> tuple[Accelerator, Ranks, Mesh]:
+    """The process group and the Accelerator of this run, seeded, and the mesh; as the Accelerate file has them."""
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -61,6 +65,7 @@ def accelerator(config: TrainConfig, strategy: Strategy, run: RunFolder) -> tupl
         # On a CPU, DeepSpeed compiles its own all-reduce as soon as the process group is made.
         build_extensions(["ShareMemCommBuilder"] if os.environ.get("DS_ACCELERATOR") == "cpu" else [])
     os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)  # it would divide the gradients behind our back
+    os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)  # the mesh is ours: Accelerate's has no packed rows
     ddp = DistributedDataParallelKwargs(
         bucket_cap_mb=config.ddp_bucket_cap_mb,
         gradient_as_bucket_view=True,
@@ -78,7 +83,24 @@ def accelerator(config: TrainConfig, strategy: Strategy, run: RunFolder) -> tupl
     )
     unset_hf_deepspeed_config()  # transformers would cut the weights while it loads them, under ZeRO 3
     set_seed(config.seed)
-    return made, Ranks(made.device)
+    ranks = Ranks(made.device)
+    mesh = Mesh(strategy.sizes, ranks.rank, ranks.device.type if strategy.mesh else None)
+    if strategy.mesh and strategy.distributed_type == "FSDP":
+        made.state.device_mesh = mesh.device_mesh
+        made.state.parallelism_config = ParallelismConfig(
+            dp_replicate_size=mesh.sizes.dp_replicate, dp_shard_size=mesh.sizes.dp_shard * mesh.sizes.parts
+        )
+    if strategy.mesh and strategy.distributed_type == "MULTI_GPU":
+        made.ddp_handler = _over_group(ddp, mesh.group("averaged"))
+    return made, ranks, mesh
+
+
+def _over_group(ddp: DistributedDataParallelKwargs, group: Any) -> Any:
+    """The same settings for DDP, over some of the processes, which Accelerate has no word for."""
+    given = ddp.to_kwargs() | {"process_group": group}
+    narrowed = copy.copy(ddp)
+    narrowed.to_kwargs = lambda: dict(given)
+    return narrowed
 
 
 def module(config: TrainConfig, main_rank: bool) -> SupervisedLoss:
@@ -94,24 +116,27 @@ def module(config: TrainConfig, main_rank: bool) -> SupervisedLoss:
 
 
 def backend(
-    config: TrainConfig, strategy: Strategy, made: Accelerator, ranks: Ranks, loss: SupervisedLoss
+    config: TrainConfig, strategy: Strategy, made: Accelerator, ranks: Ranks, mesh: Mesh, loss: SupervisedLoss
 ) -> tuple[Backend, Census]:
     """The strategy's hold on model and optimizer, its attention proved, and the dtypes seen meanwhile."""
+    refuse_unfit(loss.base.config.get_text_config(), mesh.sizes)
     _use_kernel(config, ranks, loss)
+    cut(loss, mesh.group("tp"), mesh.index("tp"), mesh.sizes.tp)
     if config.torch_compile:
         compile_blocks(loss.base)
     if strategy.distributed_type == "FSDP":
-        wrapped: Backend = FullySharded(loss, config, made, ranks)
+        wrapped: Backend = FullySharded(loss, config, made, ranks, mesh)
     elif strategy.distributed_type == "DEEPSPEED":
         from trainers.parallel.zero import Zero
 
         wrapped = Zero(loss, config, made, ranks)
     else:
         wrapped = Replicated(loss, config, made)
-    if strategy.distributed_type in ("FSDP", "DEEPSPEED"):
+    if strategy.distributed_type in ("FSDP", "DEEPSPEED") or mesh.sizes.tp > 1:
         check_whole(wrapped.shards(), ranks)
     with Census(loss) as census:
         probe_attention(wrapped.model, loss.base, config.packing, ranks.device)
+    loss.over_ranks = over_ranks(mesh)
     if isinstance(wrapped, Replicated):
         wrapped.settle()
     return wrapped, census

@@ -47,6 +47,7 @@ from trainers.metrics import MetricsFile, Window, memory_gib, peak_flops, step_f
 from trainers.models import compute_dtype, matmul_parameters
 from trainers.pace import Pace
 from trainers.parallel.backend import Backend, set_rate
+from trainers.parallel.mesh import Mesh
 from trainers.parallel.ranks import Ranks
 from trainers.run_folder import RunFolder
 from trainers.schedule import learning_rate
@@ -64,6 +65,7 @@ class Job:
     """All that the loop works with.
 
     Args:
+        mesh: this rank's place among all.
         backend: the strategy's hold on model and optimizer.
         bare: the transformers or peft model inside it, for names and buffers.
         buffers: names of the buffers that checkpoints keep.
@@ -79,6 +81,7 @@ class Job:
     config: TrainConfig
     run: RunFolder
     ranks: Ranks
+    mesh: Mesh
     backend: Backend
     bare: nn.Module
     buffers: list[str]
@@ -170,6 +173,7 @@ def train_step(job: Job, batch: StepBatch, step: int, requests: Requests) -> Ste
             job.heartbeat.at("backward", step)
             backend.backward(loss * _share(job, batch, micro))
     job.heartbeat.at("all-reduce", step)
+    total = total if job.mesh.counts else torch.zeros_like(total)
     told = (*requests.asked(), not job.checkpoints.written())
     summed = job.ranks.sum(torch.stack([total, *(torch.full_like(total, float(one)) for one in told)]))
     norm = backend.clip(job.config.max_grad_norm or math.inf)
@@ -193,7 +197,7 @@ def _share(job: Job, batch: StepBatch, micro: MicroBatch) -> float:
     """
     if job.config.control == "mean-of-means":
         return 1 / (max(len(micro.labels), 1) * len(batch.micro))
-    return job.plan.world / max(batch.trained_tokens, 1)
+    return job.mesh.sizes.averaged / max(batch.trained_tokens, 1)
 
 
 @torch.no_grad()
@@ -203,12 +207,14 @@ def evaluate(job: Job, step: int) -> dict[str, float]:
     rows, device = job.eval_rows, job.ranks.device
     job.backend.model.eval()
     sums = torch.zeros(2, dtype=torch.float64)
-    for micro in evaluation_batches(rows, job.config.per_device_eval_batch_size, job.ranks.rank, job.ranks.world):
+    size, place = job.config.per_device_eval_batch_size, job.mesh.data_rank
+    for micro in evaluation_batches(rows, size, place, job.mesh.sizes.data):
         job.heartbeat.at("evaluation", step)
         loss, correct = job.backend.model(**micro.inputs(device))
         sums += torch.stack([loss.double().cpu(), correct.double().cpu()])
     job.backend.model.train()
-    loss_sum, correct_sum = (sum(values) for values in zip(*job.ranks.gather(sums.tolist()), strict=True))
+    told = job.ranks.gather(sums.tolist() if job.mesh.counts else [0.0, 0.0])
+    loss_sum, correct_sum = (sum(values) for values in zip(*told, strict=True))
     count = max(int(rows.trained.sum()), 1)
     mean = loss_sum / count
     return {
@@ -270,7 +276,7 @@ class Fit:
         if job.config.eval_on_start and job.eval_rows is not None and self.progress.step == 0:
             self._evaluate()
             job.clock.ended("evaluation")
-        batches = plan.batches(job.ranks.rank, self.progress.step)
+        batches = plan.batches(job.mesh.data_rank, self.progress.step)
         self.window.reset()
         for step in range(self.progress.step, plan.total_steps):
             if self._worn_out():

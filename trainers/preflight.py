@@ -11,47 +11,54 @@ from pathlib import Path
 
 from trainers.config import EMBEDDED, ConfigError, TrainConfig
 from trainers.data.batches import Rows, TrainPlan
+from trainers.data.layout import WHOLE, RowPart
 from trainers.data.prepare import TokenSet, prepare
 from trainers.embedded import BASE_DIR
 from trainers.gpus import LEAST_CAPABILITY, capability
+from trainers.parallel.mesh import MeshSizes, heads_mistake
 
 
-def check(config: TrainConfig, data_parallel_size: int, has_gpu: bool) -> list[str]:
+def check(config: TrainConfig, sizes: MeshSizes, has_gpu: bool) -> list[str]:
     """The lines that tell what would be trained.
 
     Args:
         config: the validated config.
-        data_parallel_size: ranks that share a global batch.
+        sizes: of the mesh.
         has_gpu: whether the run will be on GPUs.
 
     Raises:
         ConfigError: with every mistake that can be found without loading weights.
     """
-    mistakes = machine_mistakes(config, has_gpu) + _arithmetic(config, data_parallel_size) + check_model(config)
+    mistakes = machine_mistakes(config, has_gpu) + _arithmetic(config, sizes.data) + check_model(config)
     if mistakes:
         raise ConfigError(mistakes)
     train = prepare(config, "train")
-    _check_positions(config, train.report.longest)
-    plan = plan_training(config, train, data_parallel_size, pad_token_id=0)
+    _check_shape(config, sizes, train.report.longest)
+    plan = plan_training(config, train, sizes.data, pad_token_id=0)
     lines = [*train.report.lines(), describe_plan(plan)]
     if config.has_evaluation():
         lines += prepare(config, "eval").report.lines()
     return lines
 
 
-def plan_training(config: TrainConfig, train: TokenSet, data_parallel_size: int, pad_token_id: int) -> TrainPlan:
+def plan_training(
+    config: TrainConfig, train: TokenSet, data_parallel_size: int, pad_token_id: int, part: RowPart = WHOLE
+) -> TrainPlan:
     """The batches of a run.
+
+    Args:
+        part: of each row, that this rank has.
 
     Raises:
         ConfigError: when the global batch does not divide, or is larger than the data.
     """
-    return TrainPlan(make_rows(config, train, pad_token_id), config, data_parallel_size)
+    return TrainPlan(make_rows(config, train, pad_token_id, part), config, data_parallel_size)
 
 
-def make_rows(config: TrainConfig, documents: TokenSet, pad_token_id: int) -> Rows:
+def make_rows(config: TrainConfig, documents: TokenSet, pad_token_id: int, part: RowPart = WHOLE) -> Rows:
     """Rows of the data as the config wants them: packed or one document each."""
     fixed = config.torch_compile and config.packing  # one shape, one compiled graph
-    return Rows(documents, config.max_length, config.packing, pad_token_id, fixed)
+    return Rows(documents, config.max_length, config.packing, pad_token_id, fixed, part)
 
 
 def describe_plan(plan: TrainPlan) -> str:
@@ -165,16 +172,21 @@ def _check_header(path: Path, named: str) -> list[str]:
         return damaged
 
 
-def _check_positions(config: TrainConfig, longest: int) -> None:
-    """Refuses documents longer than the model was made for, where its config is at hand.
+def _check_shape(config: TrainConfig, sizes: MeshSizes, longest: int) -> None:
+    """Refuses documents longer than the model was made for, and heads that do not divide, where its config is at hand.
 
     Raises:
-        ConfigError: with the model's limit.
+        ConfigError: with the model's numbers.
     """
     folder = BASE_DIR if config.model_name_or_path == EMBEDDED else Path(config.model_name_or_path).expanduser()
     if not (folder / "config.json").is_file():
         return
     shape = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    text = shape.get("text_config", shape)
+    if "num_attention_heads" in text:
+        mistake = heads_mistake(sizes, text["num_attention_heads"], str(text.get("model_type")))
+        if mistake:
+            raise ConfigError(mistake)
     limit = shape.get("max_position_embeddings") or shape.get("n_positions")
     kept = min(longest, config.max_length)
     if isinstance(limit, int) and kept > limit:

@@ -20,6 +20,7 @@ from trainers.fp8 import fitting_layers
 from trainers.models import base_dtype, compute_dtype, silent_weights
 from trainers.objectives.sft import SupervisedLoss
 from trainers.parallel.backend import Backend
+from trainers.parallel.mesh import Mesh, MeshSizes
 from trainers.parallel.ranks import Ranks
 from trainers.quantise import four_bit_layers, whole_layers
 from trainers.strategies import Strategy
@@ -69,8 +70,9 @@ def _dtypes(weights: list[nn.Parameter]) -> str:
 
 
 def compare(
-    strategy: Strategy, config: TrainConfig, accelerator: Any, backend: Backend, loss: SupervisedLoss, census: Census
-) -> list[Line]:
+    strategy: Strategy, config: TrainConfig, accelerator: Any, mesh: Mesh, backend: Backend, loss: SupervisedLoss,
+    census: Census,
+) -> list[Line]:  # fmt: skip
     """What was asked for beside what this rank got, line by line."""
     weights = list(backend.model.parameters())
     trained = [weight for weight in weights if weight.requires_grad]
@@ -82,7 +84,7 @@ def compare(
         Line("processes", str(strategy.num_processes), str(accelerator.num_processes)),
         Line("distributed type", strategy.distributed_type, accelerator.distributed_type.value),
         Line("wrapper", strategy.wrapped_class or "none", "none" if wrapper == "SupervisedLoss" else wrapper),
-        *_layout(strategy, accelerator, backend),
+        *_layout(strategy, mesh, backend),
         Line("trained weights", "float32" if config.master_weights else "bfloat16", _dtypes(trained)),
         Line("frozen weights", frozen_dtype, _dtypes(frozen)),
         *([_float8(loss)] if config.mixed_precision == "fp8" else []),
@@ -120,13 +122,13 @@ def _share(what: str, here: int, whole: int, ways: int) -> Line:
     return Line(what, f"1/{ways}", f"1/{ways}" if even else f"{here / max(whole, 1):.3f}")
 
 
-def _layout(strategy: Strategy, accelerator: Any, backend: Backend) -> list[Line]:
+def _layout(strategy: Strategy, mesh: Mesh, backend: Backend) -> list[Line]:
     """How weights are spread: mesh, ZeRO stage, share of the trained weights on this rank, offload."""
     lines = []
     if strategy.mesh:
-        mesh = accelerator.torch_device_mesh
-        got = {} if mesh is None else dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
-        lines.append(Line("mesh", str(strategy.mesh), str({axis: got.get(axis, 1) for axis in strategy.mesh})))
+        built: Any = mesh.device_mesh
+        got = MeshSizes(**dict(zip(built.mesh_dim_names, built.shape, strict=True)))
+        lines.append(Line("mesh", str(strategy.sizes), str(got)))
     if strategy.zero_stage:
         zero: Any = backend
         lines.append(Line("ZeRO stage", str(strategy.zero_stage), str(zero.model.zero_optimization_stage())))
@@ -136,8 +138,9 @@ def _layout(strategy: Strategy, accelerator: Any, backend: Backend) -> list[Line
             places = places - {"nvme"} | {"cpu"}
         got_place = next((place for place in ("nvme", "cpu") if place in places), "none")
         lines.append(Line("offload", strategy.offload, got_place))
-    if strategy.sharded or strategy.zero_stage:
-        what = "weights held" if strategy.sharded else "Adam's share"
+    cut = strategy.sharded or getattr(backend, "tensor", None) is not None
+    if cut or strategy.zero_stage:
+        what = "weights held" if cut else "Adam's share"
         lines.append(_share(what, *backend.held()))
     return lines
 

@@ -265,7 +265,8 @@ def resolve(strategy: Strategy, num_processes: int, mixed_precision: str) -> Str
             f"it says mixed_precision={written} and the config {mixed_precision}; "
             f"pass --mixed_precision {written} or take it out of the YAML"
         )
-    if mixed_precision == "fp16" and strategy.distributed_type not in SCALED_TYPES:
+    cut = max(mesh_sizes(values).get("tp", 1), 1) > 1  # each rank would find other gradients to be infinite
+    if mixed_precision == "fp16" and (cut or strategy.distributed_type not in SCALED_TYPES):
         mistakes.append(FP16_WAY)
     if mistakes:
         raise ConfigError([f"strategy {strategy.name}: {mistake}" for mistake in mistakes])

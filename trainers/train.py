@@ -30,6 +30,7 @@ from trainers.errors import GoBack, TrainingError
 from trainers.gpus import find_gpus, gpu_count
 from trainers.log_tee import start_tee, without_secrets
 from trainers.options import Request, parse_request
+from trainers.parallel.mesh import Mesh, MeshSizes
 from trainers.preflight import check, describe_plan, machine_mistakes, make_rows, plan_training
 from trainers.run_folder import Process, RunFolder, now, register_outside
 from trainers.startup import (
@@ -126,10 +127,10 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def print_check(request: Request) -> int:
-    """`--check`: what would be trained on `TUNESMITH_WORLD_SIZE` ranks."""
+    """`--check`: what would be trained on a mesh of `TUNESMITH_MESH`."""
     config = request.resolve()
-    world = int(os.environ.get("TUNESMITH_WORLD_SIZE", "1"))
-    print("\n".join(check(config, world, gpu_count() > 0)), flush=True)
+    sizes = MeshSizes.read(os.environ.get("TUNESMITH_MESH", ""))
+    print("\n".join(check(config, sizes, gpu_count() > 0)), flush=True)
     return 0
 
 
@@ -161,6 +162,7 @@ def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
     from trainers.manifest import Progress
     from trainers.metrics import memory_gib
     from trainers.pace import Pace
+    from trainers.parallel.sequence import row_part
     from trainers.self_check import check as check_asked
     from trainers.self_check import compare, table
 
@@ -168,10 +170,11 @@ def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
     # The data is tokenised before the ranks meet: a collective would time out while one of them works.
     tokenizer, data = load_tokenizer(config), prepare(config, "train")
     eval_data = prepare(config, "eval") if config.has_evaluation() else None
-    plan = plan_training(config, data, strategy.data_parallel_size, tokenizer.pad_token_id)
+    part = row_part(Mesh(strategy.sizes, rank_of_environment()))
+    plan = plan_training(config, data, strategy.data_parallel_size, tokenizer.pad_token_id, part)
     CLOCK.ended("data")
 
-    accelerator, ranks = build.accelerator(config, strategy, run)
+    accelerator, ranks, mesh = build.accelerator(config, strategy, run)
     attempt = ranks.broadcast(attempt)
     CLOCK.ended("processes")
     loss = build.module(config, main_rank)
@@ -182,8 +185,8 @@ def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
     progress.passed_over = ranks.broadcast(sorted({*progress.passed_over, *run.read_passed_over()}))
     buffers, memory = kept_buffers(loss.model), memory_gib(ranks.device)
     CLOCK.ended("model")
-    backend, census = build.backend(config, strategy, accelerator, ranks, loss)
-    lines = compare(strategy, config, accelerator, backend, loss, census)
+    backend, census = build.backend(config, strategy, accelerator, ranks, mesh, loss)
+    lines = compare(strategy, config, accelerator, mesh, backend, loss, census)
     by_rank = ranks.gather((memory, memory_gib(ranks.device)))
     if main_rank:
         print(f"run {run.path}\n{table(lines, ranks, backend, census, by_rank)}\n{describe_plan(plan)}")
@@ -194,15 +197,12 @@ def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
     processes = [launch.launcher, *ranks.gather(Process.of("rank", ranks.rank))]
     reporter = build.Reporter(run, accelerator, config, main_rank, console, processes)
     job = Job(
-        config=config,
-        run=run,
-        ranks=ranks,
-        backend=backend,
+        config=config, run=run, ranks=ranks, mesh=mesh, backend=backend,
         bare=loss.model,
         buffers=buffers,
         scaler=accelerator.scaler,
         plan=plan,
-        eval_rows=make_rows(config, eval_data, tokenizer.pad_token_id) if eval_data else None,
+        eval_rows=make_rows(config, eval_data, tokenizer.pad_token_id, part) if eval_data else None,
         checkpoints=checkpoints,
         heartbeat=Heartbeat(run, ranks.rank, config.hang_timeout),
         metrics=build.metrics_file(run, attempt) if main_rank else None,
@@ -211,7 +211,7 @@ def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
         launcher=launch.parent,
         clock=CLOCK,
         pace=Pace(ranks.device, strategy.distributed_type in ("NO", "MULTI_GPU", "MULTI_CPU")),
-    )
+    )  # fmt: skip
     with contextlib.closing(job.heartbeat):
         outcome = Fit(job, progress, folder).run()
         del backend, loss  # the wrapper must not outlive the process group

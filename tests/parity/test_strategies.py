@@ -21,8 +21,9 @@ from trainers.strategies import load_strategy, strategy_names
 
 NEEDS_ACCELERATOR = {"fsdp2_offload"}
 # Under LoRA a grad_op, a stage 1 and an offload differ from these by what full training shows as well.
-WITH_LORA = ["fsdp1", "fsdp2", "hsdp", "zero2", "zero3"]
+WITH_LORA = ["fsdp1", "fsdp2", "hsdp", "zero2", "zero3", "sp", "cp", "tp"]
 STRATEGIES = [name for name in strategy_names() if name not in {"single", "ddp"} | NEEDS_ACCELERATOR]
+EVERY = mostly_long(STRATEGIES, [name for name in STRATEGIES if name != "hsdp_tp"])  # which takes eight processes
 
 
 def full(name: str, **more: object) -> Finished:
@@ -32,16 +33,16 @@ def full(name: str, **more: object) -> Finished:
 
 def lora(name: str, **more: object) -> Finished:
     """Adapters, one document per row, one micro-batch a step and rank on two ranks."""
-    micro = 8 // load_strategy(name).num_processes
+    micro = 8 // load_strategy(name).data_parallel_size
     return run(load_strategy(name).num_processes, "lora", False, name, per_device_train_batch_size=micro, **more)
 
 
 def test_every_strategy_is_here() -> None:
-    assert len(STRATEGIES) == 8
+    assert len(STRATEGIES) == 13
     assert set(strategy_names()) == {*STRATEGIES, *NEEDS_ACCELERATOR, "single", "ddp"}
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", EVERY)
 def test_p2_full(name: str) -> None:
     assert curve(full(name)).agrees(reference("full", True))
 
@@ -51,17 +52,18 @@ def test_p2_lora(name: str) -> None:
     assert curve(lora(name)).agrees(reference("lora", False))
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", EVERY)
 def test_what_was_asked_for_is_what_ran(name: str) -> None:
     strategy, said = load_strategy(name), full(name).output
     assert re.search(rf"wrapper +{strategy.wrapped_class}\n", said)
-    what = "weights held" if strategy.sharded else "Adam's share"
-    assert re.search(rf"{what} +1/{strategy.mesh.get('dp_shard', 2)}\n", said)
+    what = "weights held" if strategy.sharded or strategy.sizes.tp > 1 else "Adam's share"
+    sizes = strategy.sizes
+    assert re.search(rf"{what} +1/{sizes.dp_shard * sizes.parts * sizes.tp}\n", said)
     assert re.search(r"memory +rank 0 [\d.]+ -> [\d.]+ GiB; rank 1", said)
     if strategy.zero_stage:
         assert re.search(rf"ZeRO stage +{strategy.zero_stage}\n +offload +{strategy.offload}\n", said)
     if strategy.mesh:
-        assert re.search(r"mesh +\{'dp_replicate': 2, 'dp_shard': 2\}", said)
+        assert re.search(rf"mesh +{strategy.sizes}\n", said)
 
 
 @pytest.mark.parametrize("name", mostly_long(STRATEGIES, ["fsdp2"]))
@@ -69,7 +71,7 @@ def test_p0_rerun_is_the_same_bit_for_bit(name: str) -> None:
     assert same_bits(lora(name), lora(name, again=1))
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", EVERY)
 def test_resume_is_bit_exact(name: str, tmp_path: Path) -> None:
     undisturbed = full(name)
     processes = load_strategy(name).num_processes
@@ -77,7 +79,7 @@ def test_resume_is_bit_exact(name: str, tmp_path: Path) -> None:
     assert equal_after_resume(undisturbed, again)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", EVERY)
 def test_p4_plain_libraries_load_the_export(name: str) -> None:
     check_export(full(name), "full", True)
 

@@ -23,6 +23,7 @@ from app.launcher import (
     module_environment,
     read_command_line,
 )
+from trainers.parallel.mesh import MeshSizes
 from trainers.run_folder import RunFolder
 from trainers.strategies import from_launcher, load_strategy, resolve
 
@@ -103,8 +104,8 @@ def test_the_environment_keeps_what_the_user_set(tmp_path: Path) -> None:
 def test_the_check_knows_the_world_and_has_no_launcher(tmp_path: Path) -> None:
     argv = check_argv(tmp_path / "config.yaml")
     assert argv == [sys.executable, str(TRAIN_SCRIPT), "--check", "--config", str(tmp_path / "config.yaml")]
-    made = check_environment(GPUS, {})
-    assert made["TUNESMITH_WORLD_SIZE"] == "2"
+    made = check_environment(GPUS, MeshSizes(dp_shard=2, sp=4), {})
+    assert made["TUNESMITH_MESH"] == "dp_shard 2 x sp 4"
     assert "TUNESMITH_SUPERVISED" not in made
 
 

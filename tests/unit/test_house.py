@@ -16,6 +16,7 @@ TORCH_FREE = {
     for name in (
         "config",
         "clashes",
+        "parallel.mesh",
         "options",
         "strategies",
         "run_folder",

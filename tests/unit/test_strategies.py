@@ -53,6 +53,11 @@ def test_every_strategy_is_whole_and_documented(path: Path) -> None:
         ("zero2", "DEEPSPEED", 0, 2, "none", False, "DeepSpeedEngine"),
         ("zero3", "DEEPSPEED", 0, 3, "none", True, "DeepSpeedEngine"),
         ("zero3_offload", "DEEPSPEED", 0, 3, "cpu", True, "DeepSpeedEngine"),
+        ("sp", "FSDP", 2, 0, "none", True, "FSDPSupervisedLoss"),
+        ("cp", "FSDP", 2, 0, "none", True, "FSDPSupervisedLoss"),
+        ("tp", "MULTI_GPU", 0, 0, "none", False, "DistributedDataParallel"),
+        ("fsdp2_tp", "FSDP", 2, 0, "none", True, "FSDPSupervisedLoss"),
+        ("hsdp_tp", "FSDP", 2, 0, "none", True, "FSDPSupervisedLoss"),
     ],
 )
 def test_what_a_strategy_says_of_itself(
@@ -61,7 +66,8 @@ def test_what_a_strategy_says_of_itself(
     strategy = load_strategy(name)
     assert (strategy.distributed_type, strategy.fsdp_version, strategy.zero_stage) == (kind, version, stage)
     assert (strategy.offload, strategy.sharded, strategy.wrapped_class) == (offload, sharded, wrapped)
-    assert strategy.data_parallel_size == strategy.num_processes
+    cut = strategy.sizes.parts * strategy.sizes.tp * strategy.sizes.pp
+    assert strategy.data_parallel_size * cut == strategy.num_processes == strategy.sizes.world
     assert (bool(strategy.fsdp), bool(strategy.deepspeed)) == (kind == "FSDP", kind == "DEEPSPEED")
     assert strategy.outside_parity() == []
 

@@ -246,7 +246,15 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
         (
             hsdp(tp_size=2),
-            "parallelism_config.parallelism_config_tp_size=2 is refused: this parallelism is not supported y",
+            "parallelism_config: dp_replicate 2 x dp_shard 2 x tp 2 = 8, but num_processes=4; make them equal",
+        ),
+        (
+            fsdp(
+                FSDP2 | {"fsdp_cpu_ram_efficient_loading": True},
+                num_processes=4,
+                parallelism_config={"parallelism_config_dp_shard_size": 2, "parallelism_config_tp_size": 2},
+            ),
+            "fsdp_config.fsdp_cpu_ram_efficient_loading=true with tp=2: each rank keeps its part",
         ),
         (
             hsdp(cp_size=2),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from trainers.config import ConfigError, TrainConfig
-from trainers.data.layout import DocumentLayout
+from trainers.data.layout import WHOLE, DocumentLayout, RowPart
 from trainers.data.packing import pack
 
 if TYPE_CHECKING:  # the pre-flight check plans batches without waiting for torch
@@ -87,12 +87,14 @@ class Rows:
         packing: whether rows hold several documents.
         pad_token_id: fills the rest of a row.
         fixed_length: pad every row to `max_length` (for compiled models), not to the longest of its micro-batch.
+        part: of each row, that micro-batches hold; the layout of documents is that of whole rows.
     """
 
     def __init__(
-        self, documents: Documents, max_length: int, packing: bool, pad_token_id: int, fixed_length: bool = False
-    ):
-        self.documents, self.packing, self.pad_token_id = documents, packing, pad_token_id
+        self, documents: Documents, max_length: int, packing: bool, pad_token_id: int, fixed_length: bool = False,
+        part: RowPart = WHOLE,
+    ):  # fmt: skip
+        self.documents, self.packing, self.pad_token_id, self.part = documents, packing, pad_token_id, part
         self.fixed_length = max_length if fixed_length else None
         count = len(documents.lengths)
         if packing:
@@ -123,7 +125,7 @@ class Rows:
         import torch
 
         count, longest = max(len(rows), 1), int(self.lengths[rows].max()) if len(rows) else 1
-        width = self.fixed_length or longest
+        width = self.part.padded(self.fixed_length or longest)
         ids = np.full(count * width, self.pad_token_id, dtype=np.int64)
         trained = np.zeros(count * width, dtype=bool)
         borders = []
@@ -138,12 +140,18 @@ class Rows:
                 borders.append(end)
         starts = np.array([*borders, count * width])
         place = np.arange(count * width) - np.repeat(starts[:-1], np.diff(starts))
-        flat = np.flatnonzero(trained)
-        parts = (ids.reshape(count, width), place.reshape(count, width), flat - 1, ids[flat])
-        ids_t, place_t, positions, labels = (torch.from_numpy(part) for part in parts)
+        columns, flat = self.part.columns(width), np.flatnonzero(trained)
+        column_here = np.full(width, -1)
+        column_here[columns] = np.arange(len(columns))
+        row, before = np.divmod(flat - 1, width)  # the token whose successor is to be predicted
+        here = column_here[before] >= 0
+        positions = (row * len(columns) + column_here[before])[here]
+        parts = (ids.reshape(count, width)[:, columns], place.reshape(count, width)[:, columns], positions,
+                 ids[flat[here]])  # fmt: skip
+        ids_t, place_t, positions_t, labels = (torch.from_numpy(np.ascontiguousarray(part)) for part in parts)
         documents = DocumentLayout.of(starts, count) if self.packing else None
         real = int(self.lengths[rows].sum()) if len(rows) else 0
-        return MicroBatch(ids_t, place_t, documents, positions, labels, real, ids.size)
+        return MicroBatch(ids_t, place_t, documents, positions_t, labels, real, ids.size)
 
 
 class TrainPlan:

@@ -1,4 +1,4 @@
-"""Where the documents of a packed micro-batch lie, in the forms that attention kernels ask for."""
+"""Where the documents of a packed micro-batch lie, in the forms that attention kernels ask for; parts of rows."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class DocumentLayout:
         longest: tokens of the longest.
         slots: `[batch * sequence]` place of each token once documents of like length are laid side by side.
         buckets: documents and width of each group of like length, in the order of `slots`.
+        places: `borders` in the host's memory.
     """
 
     ids: torch.Tensor
@@ -29,6 +30,7 @@ class DocumentLayout:
     longest: int
     slots: torch.Tensor
     buckets: tuple[tuple[int, int], ...]
+    places: tuple[int, ...]
 
     @classmethod
     def of(cls, borders: np.ndarray, rows: int) -> DocumentLayout:
@@ -39,7 +41,7 @@ class DocumentLayout:
         slots, buckets = _buckets(lengths)
         ids = np.repeat(np.arange(len(lengths)), lengths).reshape(rows, -1)
         tensors = [torch.from_numpy(part) for part in (ids, borders.astype(np.int32), slots)]
-        return cls(tensors[0], tensors[1], int(lengths.max()), tensors[2], buckets)
+        return cls(tensors[0], tensors[1], int(lengths.max()), tensors[2], buckets, tuple(borders.tolist()))
 
     def to(self, device: torch.device, non_blocking: bool = False) -> DocumentLayout:
         """The same with its tensors there."""
@@ -47,6 +49,41 @@ class DocumentLayout:
             name: getattr(self, name).to(device, non_blocking=non_blocking) for name in ("ids", "borders", "slots")
         }
         return replace(self, **moved)
+
+
+@dataclass(frozen=True)
+class RowPart:
+    """The part of every row that a rank has.
+
+    Args:
+        index: which of them, from 0.
+        count: parts of a row.
+        zigzag: two pieces a rank, one from either end, so that causal attention is as much work for each.
+    """
+
+    index: int = 0
+    count: int = 1
+    zigzag: bool = False
+
+    def padded(self, width: int) -> int:
+        """The next width that can be cut into equal parts."""
+        unit = self.count * (2 if self.zigzag and self.count > 1 else 1)
+        return -(-width // unit) * unit
+
+    def runs(self, width: int) -> list[tuple[int, int]]:
+        """First and last-plus-one column of each piece, in order."""
+        if not self.zigzag or self.count == 1:
+            size = width // self.count
+            return [(self.index * size, (self.index + 1) * size)]
+        size = width // (2 * self.count)
+        return [(piece * size, (piece + 1) * size) for piece in (self.index, 2 * self.count - 1 - self.index)]
+
+    def columns(self, width: int) -> np.ndarray:
+        """Every column, in order."""
+        return np.concatenate([np.arange(start, stop) for start, stop in self.runs(width)])
+
+
+WHOLE = RowPart()
 
 
 def _buckets(lengths: np.ndarray) -> tuple[np.ndarray, tuple[tuple[int, int], ...]]:

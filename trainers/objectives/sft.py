@@ -6,6 +6,7 @@ The caller divides by the number of trained tokens of the whole global batch; no
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -137,10 +138,14 @@ class SupervisedLoss(nn.Module):
     def __init__(self, model: nn.Module, compute: torch.dtype = torch.float32, offloads: bool = False):
         super().__init__()
         self.model, self.compute, self.offloads = model, compute, offloads
+        self.over_ranks: Any = None  # where each rank has a part of the rows: see trainers/parallel/sequence.py
         head = self.base.get_output_embeddings()
         text = self.base.config.get_text_config()  # of a model with a vision tower, its language part
         self.chunked = text.model_type in LINEAR_HEADS and isinstance(head, nn.Linear)
         self.rule = _head_rule(text)
+        # Tensor parallelism, where it is used, puts its own here (`trainers.parallel.tensor.cut`).
+        self.tensor: Any = None
+        self.cross_entropy: Callable[..., tuple[torch.Tensor, torch.Tensor]] = linear_cross_entropy
 
     @property
     def base(self) -> Any:
@@ -171,7 +176,7 @@ class SupervisedLoss(nn.Module):
         Returns:
             Loss (fp32 scalar, a sum) and tokens predicted right (int64 scalar; 0 while gradients are on).
         """
-        use_documents(documents)
+        use_documents(documents, self.over_ranks)
         half = self.compute != torch.float32
         # The cache would keep a half copy of every weight to the end of the pass, whoever had cut them.
         with torch.autocast(input_ids.device.type, self.compute, enabled=half, cache_enabled=False):
@@ -183,7 +188,7 @@ class SupervisedLoss(nn.Module):
             picked = hidden.flatten(0, 1).index_select(0, positions).to(self.compute)
         head = self.base.get_output_embeddings()
         with torch.autocast(input_ids.device.type, enabled=False):  # fp16's Accelerator has one around all this
-            return linear_cross_entropy(picked, head.weight, head.bias, labels, *self.rule)
+            return self.cross_entropy(picked, head.weight, head.bias, labels, *self.rule)
 
     def _resting(self, device: torch.device) -> AbstractContextManager[Any]:
         """Where what the backward pass needs waits for it."""

@@ -60,3 +60,15 @@ def set_rate(optimizer: Any, rate: float) -> None:
 def trained_names(bare: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Trained weights by name, before anything wraps the model."""
     return [(name, weight) for name, weight in bare.named_parameters() if weight.requires_grad]
+
+
+def whole_elements(model: nn.Module, tensor: Any) -> int:
+    """Elements of a whole model.
+
+    Args:
+        model: transformers' or peft's, before anything wraps it.
+        tensor: what tensor parallelism (`TensorParallel`) has left this rank of it; None: all.
+    """
+    cuts = tensor.cuts if tensor else {}
+    shapes = ((name, weight.shape) for name, weight in model.named_parameters())
+    return sum((cuts[name].shape if name in cuts else shape).numel() for name, shape in shapes)

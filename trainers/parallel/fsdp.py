@@ -21,7 +21,9 @@ from torch.distributed.tensor import DTensor
 from trainers.config import ConfigError, TrainConfig
 from trainers.errors import TrainingError
 from trainers.optimizers import build_optimizer, empty_state, parameter_groups, put_back, state_vectors
-from trainers.parallel.backend import trained_names
+from trainers.parallel.backend import trained_names, whole_elements
+from trainers.parallel.mesh import Mesh
+from trainers.parallel.norm import clip
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.shards import WEIGHT, Shard
 
@@ -35,18 +37,21 @@ class FullySharded:
         loss: the module that computes the loss; its `.model` is the transformers or peft model.
         accelerator: wraps it as its Accelerate file says.
         ranks: all processes of the run.
+        mesh: this rank's place among them.
 
     Raises:
         ConfigError: when no layer class to wrap is known.
         TrainingError: when a weight is not what was loaded (RAM-efficient loading sends it over the wire).
     """
 
-    def __init__(self, loss: Any, config: TrainConfig, accelerator: Any, ranks: Ranks):
+    def __init__(self, loss: Any, config: TrainConfig, accelerator: Any, ranks: Ranks, mesh: Mesh):
+        self.mesh = mesh
         plugin = accelerator.state.fsdp_plugin
         self.version = 2 if accelerator.is_fsdp2 else 1
         self.shapes = {name: weight.shape for name, weight in trained_names(loss.model)}
+        self.tensor = getattr(loss, "tensor", None)  # what tensor parallelism left this rank
         _set_wrap_policy(plugin, loss, self.version)
-        self.whole = _numel(loss)
+        self.whole = whole_elements(loss.model, self.tensor)
         digests = _digests(loss.model.named_parameters()) if plugin.cpu_ram_efficient_loading and ranks.is_main else {}
         if self.version == 2:
             optimizer = build_optimizer(parameter_groups(trained_names(loss.model), self.shapes, config), config)
@@ -69,7 +74,7 @@ class FullySharded:
         group = distributed.get_process_group_ranks(self._shard_group())
         before = group[: group.index(ranks.rank)]
         replicated = {name for name, shape in self.shapes.items() if sizes[ranks.rank][name] == shape.numel()}
-        self.primary = group[0] == 0
+        self.primary = group[0] == 0 if self.mesh.device_mesh is None else self.mesh.index("dp_replicate") == 0
         return {
             name: 0 if name in replicated else sum(sizes[rank][name] for rank in before) for name in sizes[ranks.rank]
         }
@@ -87,7 +92,8 @@ class FullySharded:
 
     def held(self) -> tuple[int, int, int]:
         """See `Backend`; frozen weights too."""
-        return self.here, self.whole, distributed.get_world_size(self._shard_group())
+        ways = self.tensor.size if self.tensor else 1
+        return self.here, self.whole, ways * distributed.get_world_size(self._shard_group())
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         """Nothing to hold back: whole gradients would not fit."""
@@ -101,6 +107,8 @@ class FullySharded:
         """See `Backend`."""
         if self.version == 1:
             return self.model.clip_grad_norm_(limit)
+        if self.tensor is not None:
+            return clip(self.trained, self.tensor.cuts, self.tensor.group, limit)
         norm = nn.utils.clip_grad_norm_([weight for _, weight in self.trained], limit)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -116,8 +124,12 @@ class FullySharded:
     def _shard(self, name: str, weight: nn.Parameter) -> Shard:
         state = self.optimizer.state.get(weight, {})
         step = float(state["step"]) if "step" in state else None
-        whole = {WEIGHT: _local(weight).reshape(-1), **state_vectors(state)}
-        return Shard(name, self.shapes[name], self.starts[name], whole, step, self.primary)
+        held = {WEIGHT: _local(weight).reshape(-1), **state_vectors(state)}
+        cut = self.tensor.cuts.get(name) if self.tensor else None
+        if cut is not None:
+            return Shard(name, cut.shape, self.starts[name], held, step, self.primary, cut.box)
+        primary = self.primary and (self.tensor is None or self.tensor.rank == 0)
+        return Shard(name, self.shapes[name], self.starts[name], held, step, primary)
 
     def put_back(self, shards: list[Shard]) -> None:
         """See `Backend`."""

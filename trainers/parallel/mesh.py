@@ -28,8 +28,8 @@ MEANS = {
 }
 BACKENDS = {
     "NO": frozenset[str](),
-    "MULTI_GPU": frozenset({"dp_replicate", "cp", "sp"}),
-    "FSDP": frozenset({"dp_replicate", "dp_shard", "cp", "sp"}),
+    "MULTI_GPU": frozenset({"dp_replicate", "cp", "sp", "tp"}),
+    "FSDP": frozenset({"dp_replicate", "dp_shard", "cp", "sp", "tp"}),
     "DEEPSPEED": frozenset[str](),
 }
 """The axes that each `distributed_type` goes with."""
@@ -74,6 +74,12 @@ class MeshSizes:
     def parts(self) -> int:
         """Parts that each row is cut into."""
         return self.cp * self.sp
+
+    @classmethod
+    def read(cls, text: str) -> MeshSizes:
+        """The sizes from what `str` makes of them."""
+        parts = [part.split() for part in text.split(" x ") if part not in ("", "1")]
+        return cls(**{axis: int(size) for axis, size in parts})
 
     def __str__(self) -> str:
         used = [f"{axis} {size}" for axis, size in self.by_axis.items() if size > 1]
@@ -120,6 +126,14 @@ def combination_mistakes(kind: str, sizes: MeshSizes) -> list[str]:
     return lines
 
 
+def heads_mistake(sizes: MeshSizes, heads: int, model_type: str) -> str | None:
+    """Why Ulysses cannot share out a model's attention heads; None when it can."""
+    if heads % sizes.sp == 0:
+        return None
+    ways = ", ".join(str(size) for size in range(2, heads + 1) if heads % size == 0)
+    return f"sp={sizes.sp} does not divide the {heads} attention heads of {model_type}; use {ways}, or cp"
+
+
 def _kinds(axis: str) -> str:
     return " or ".join(kind for kind, axes in BACKENDS.items() if axis in axes) or "another strategy"
 
@@ -162,12 +176,12 @@ class Mesh:
         return self._place[axis]
 
     def group(self, axis: str) -> ProcessGroup | None:
-        """The processes that differ from this one along an axis alone; None where there is none besides it.
+        """The processes that differ from this one along an axis alone; None where it is not used.
 
         Args:
             axis: one of `AXES`, or `averaged`: all over which gradients are averaged.
         """
-        if self.device_mesh is None or (getattr(self.sizes, axis) == 1):
+        if self.device_mesh is None or (axis in AXES and getattr(self.sizes, axis) == 1):
             return None
         found: ProcessGroup = self.device_mesh[axis].get_group()
         return found
@@ -195,7 +209,8 @@ def _device_mesh(sizes: MeshSizes, device_type: str) -> Any:
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    used = [axis for axis in AXES if getattr(sizes, axis) > 1] or ["dp_shard"]
+    # DDP is given a group in any case, if only of one.
+    used = [axis for axis in AXES if getattr(sizes, axis) > 1 or axis == "dp_replicate"]
     mesh = init_device_mesh(device_type, tuple(getattr(sizes, axis) for axis in used), mesh_dim_names=tuple(used))
     for name, parts in (
         ("dp_shard_cp", ("dp_shard", "cp", "sp")),

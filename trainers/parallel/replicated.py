@@ -7,12 +7,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainers.config import TrainConfig
 from trainers.optimizers import build_optimizer, empty_state, parameter_groups, put_back, state_vectors
-from trainers.parallel.backend import trained_names
+from trainers.parallel.backend import trained_names, whole_elements
+from trainers.parallel.norm import clip
 from trainers.parallel.shards import WEIGHT, Shard
 
 
@@ -26,7 +27,9 @@ class Replicated:
 
     def __init__(self, loss: Any, config: TrainConfig, accelerator: Any):
         self.accelerator, self.trained = accelerator, trained_names(loss.model)
+        self.tensor = getattr(loss, "tensor", None)  # what tensor parallelism left this rank
         shapes = {name: weight.shape for name, weight in self.trained}
+        self.whole = whole_elements(loss.model, self.tensor)
         optimizer = build_optimizer(parameter_groups(self.trained, shapes, config), config)
         self.model, self.optimizer = accelerator.prepare(loss.to(accelerator.device), optimizer)
 
@@ -36,7 +39,8 @@ class Replicated:
         DDP regroups its buckets once, by the order in which the first gradients come, and with more than two ranks the
         grouping decides the order of their sums: a resumed run would begin in the first groups again, and differ.
         """
-        if not isinstance(self.model, DistributedDataParallel) or self.accelerator.num_processes <= 2:
+        model = self.model
+        if not isinstance(model, DistributedDataParallel) or distributed.get_world_size(model.process_group) <= 2:
             return
         device = self.accelerator.device
         ids = torch.zeros(1, 2, dtype=torch.long, device=device)
@@ -56,6 +60,9 @@ class Replicated:
 
     def clip(self, limit: float) -> torch.Tensor:
         """See `Backend`."""
+        if self.tensor is not None:
+            self.accelerator.unscale_gradients()
+            return clip(self.trained, self.tensor.cuts, self.tensor.group, limit)
         return self.accelerator.clip_grad_norm_([weight for _, weight in self.trained], limit)
 
     def step(self) -> None:
@@ -70,13 +77,22 @@ class Replicated:
         self.optimizer.zero_grad(set_to_none=True)
 
     def held(self) -> tuple[int, int, int]:
-        """See `Backend`; nothing is cut."""
-        whole = sum(weight.numel() for weight in self.model.parameters())
-        return whole, whole, 1
+        """See `Backend`; nothing is cut but by tensor parallelism."""
+        here = sum(weight.numel() for weight in self.model.parameters())
+        return here, self.whole, 1 if self.tensor is None else self.tensor.size
 
     def shards(self) -> list[Shard]:
-        """See `Backend`; every run is a whole weight."""
-        return [_shard(name, weight, self.optimizer.state) for name, weight in self.trained]
+        """See `Backend`; every run is a whole weight, or all that tensor parallelism leaves of it."""
+        return [self._shard(name, weight) for name, weight in self.trained]
+
+    def _shard(self, name: str, weight: nn.Parameter) -> Shard:
+        state = self.optimizer.state.get(weight, {})
+        step = float(state["step"]) if "step" in state else None
+        held = {WEIGHT: weight.detach().reshape(-1), **state_vectors(state)}
+        cut = self.tensor.cuts.get(name) if self.tensor else None
+        if cut is None or self.tensor is None:
+            return Shard(name, weight.shape, 0, held, step)
+        return Shard(name, cut.shape, 0, held, step, self.tensor.first, cut.box)
 
     def put_back(self, shards: list[Shard]) -> None:
         """See `Backend`."""
@@ -88,9 +104,3 @@ class Replicated:
         for name, weight in self.trained:
             if name in steps:
                 self.optimizer.state[weight] = empty_state(self.optimizer, weight, keys, steps[name])
-
-
-def _shard(name: str, weight: nn.Parameter, states: Any) -> Shard:
-    state = states.get(weight, {})
-    step = float(state["step"]) if "step" in state else None
-    return Shard(name, weight.shape, 0, {WEIGHT: weight.detach().reshape(-1), **state_vectors(state)}, step)

@@ -1,13 +1,15 @@
 """The part of each trained weight that this rank holds, whatever sharded it; how the whole is put together for a save.
 
-Every backend cuts a weight, read as one long vector, into runs of consecutive elements. A `Shard` is one such run, so
-that a checkpoint can be written from any layout and read into any other without knowing which ones they are.
+Tensor parallelism leaves a rank one rectangle of a weight; every backend then cuts that, read as one long vector, into
+runs of consecutive elements. A `Shard` is one such run, so that a checkpoint can be written from any layout and read
+into any other without knowing which ones they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 
 import torch
 from torch import distributed
@@ -19,17 +21,31 @@ WEIGHT = "model"
 
 
 @dataclass(frozen=True)
+class Cut:
+    """The rectangle of a weight that this rank has of it, before a backend cuts it again.
+
+    Args:
+        shape: of the whole weight.
+        box: a slice with start and stop for each dimension.
+    """
+
+    shape: torch.Size
+    box: tuple[slice, ...]
+
+
+@dataclass(frozen=True)
 class Shard:
     """This rank's run of one trained weight.
 
     Args:
         name: the weight's name in transformers and peft.
         shape: of the whole weight.
-        start: index of the first element held here in the flattened weight.
+        start: index of the first element held here in the flattened weight, or in its flattened rectangle.
         tensors: `[elements here]` vectors that share the layout: the weight (`WEIGHT`) and the optimizer's
             (`exp_avg`, ...). They are views: writing to them changes model and optimizer (see `Backend.put_back`).
         step: the optimizer's count of updates of this weight, None before the first.
         primary: False where another rank holds the same run.
+        box: the rectangle of the whole weight that the run lies in, a slice for each dimension; empty: all of it.
     """
 
     name: str
@@ -38,6 +54,7 @@ class Shard:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     step: float | None = None
     primary: bool = True
+    box: tuple[slice, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -61,7 +78,22 @@ class Shard:
     def fill(self, key: str, whole: torch.Tensor) -> None:
         """Takes this rank's run out of a whole tensor."""
         here = self.tensors[key]
-        here.copy_(whole.reshape(-1)[self.start : self.start + here.numel()])
+        rectangle = whole.reshape(self.shape)[self.box] if self.box else whole
+        here.copy_(rectangle.reshape(-1)[self.start : self.start + here.numel()])
+
+    def put(self, run: torch.Tensor, whole: torch.Tensor) -> None:
+        """Writes a run that lies as this one does into a whole flattened tensor of zeros."""
+        if not self.box:
+            whole[self.start : self.start + run.numel()] = run
+            return
+        rectangle = whole.view(self.shape)[self.box]
+        flat = whole.new_zeros(rectangle.numel())
+        flat[self.start : self.start + run.numel()] = run
+        rectangle.copy_(flat.view(rectangle.shape))
+
+
+_Piece = tuple[tuple[tuple[int, int], ...], int, int]
+"""Borders of a rectangle, first element of a run in it, and the one after its last."""
 
 
 def check_whole(shards: list[Shard], ranks: Ranks) -> None:
@@ -70,12 +102,28 @@ def check_whole(shards: list[Shard], ranks: Ranks) -> None:
     Raises:
         TrainingError: naming a weight of which there is too little or too much.
     """
-    mine = {one.name: one.elements if one.primary else 0 for one in shards}
-    sizes = ranks.gather(mine)
+    everywhere = ranks.gather({one.name: _piece(one) for one in shards})
     for one in shards:
-        held = [size[one.name] for size in sizes]
-        if sum(held) != one.numel and held != [one.numel] * ranks.world:
+        pieces = [pieces[one.name] for pieces in everywhere]
+        held = [0 if piece is None else piece[2] - piece[1] for piece in pieces]
+        if held == [one.numel] * ranks.world:
+            continue
+        some = [piece for piece in pieces if piece is not None and piece[2] > piece[1]]
+        if sum(held) != one.numel or any(_overlap(a, b) for a, b in combinations(some, 2)):
             raise TrainingError(f"{one.name} has {one.numel} elements, the ranks hold {held} of them")
+
+
+def _piece(one: Shard) -> _Piece | None:
+    """What this rank answers for."""
+    box = one.box or tuple(slice(0, size) for size in one.shape)
+    borders = tuple((side.start, side.stop) for side in box)
+    return (borders, one.start, one.start + one.elements) if one.primary else None
+
+
+def _overlap(a: _Piece, b: _Piece) -> bool:
+    """Whether two pieces share an element, or might: different rectangles must not meet at all."""
+    meet = all(x[0] < y[1] and y[0] < x[1] for x, y in zip(a[0], b[0], strict=True))
+    return meet and (a[0] != b[0] or (a[1] < b[2] and b[1] < a[2]))
 
 
 def steps_of(shards: list[Shard], ranks: Ranks) -> dict[str, float]:
@@ -114,6 +162,6 @@ def _put_together(one: Shard, key: str, owner: int, ranks: Ranks) -> torch.Tenso
     bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype]
     buffer = torch.zeros(one.numel, dtype=torch.int32, device=ranks.device)
     if here is not None and one.primary:
-        buffer[one.start : one.start + here.numel()] = here.detach().to(ranks.device).view(bits)
+        one.put(here.detach().to(ranks.device).view(bits), buffer)
     distributed.reduce(buffer, owner)
     return buffer.to(bits).view(dtype).reshape(one.shape) if ranks.rank == owner else None

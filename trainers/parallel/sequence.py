@@ -1,0 +1,216 @@
+"""Rows cut over ranks: each rank has a part of every row, and attention alone looks at the others.
+
+Ulysses (`sp`) changes the parts of rows for parts of the heads and back, after https://arxiv.org/abs/2309.14509, so
+that any kernel sees whole rows. Context parallelism (`cp`) gathers keys and values, which costs no heads, and attends
+with the queries in hand; parts are cut in zigzag, so that all ranks look at as many keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from math import lcm
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import distributed
+
+from trainers.attention import attend_masked
+from trainers.config import ConfigError
+from trainers.data.layout import DocumentLayout, RowPart
+from trainers.parallel.mesh import Mesh, MeshSizes, heads_mistake
+
+Kernel = Callable[..., tuple[torch.Tensor, None]]
+
+
+class _Exchange(torch.autograd.Function):
+    """Part `i` of the first dimension goes to rank `i`; so does its gradient, back."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        received = torch.empty_like(parts)
+        distributed.all_to_all_single(received, parts, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
+        gradient = upstream[0].contiguous()
+        received = torch.empty_like(gradient)
+        distributed.all_to_all_single(received, gradient, group=ctx.group)
+        return received, None
+
+
+class _Gather(torch.autograd.Function):
+    """The parts of all ranks, `[ranks, ...]`; each rank's gradient is summed over the ranks, in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group, ctx.dtype = group, part.dtype
+        size = distributed.get_world_size(group)
+        whole = part.new_empty(size * len(part), *part.shape[1:])
+        distributed.all_gather_into_tensor(whole, part.contiguous(), group=group)
+        return whole.unflatten(0, (size, len(part)))
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
+        wide = torch.promote_types(ctx.dtype, torch.float32)
+        gradient = upstream[0].to(wide).flatten(0, 1).contiguous()
+        part = gradient.new_empty(*upstream[0].shape[1:])
+        distributed.reduce_scatter_tensor(part, gradient, group=ctx.group)
+        return part.to(ctx.dtype), None
+
+
+class Ulysses:
+    """All of a row's tokens for some of the heads, during attention.
+
+    Args:
+        group: the ranks that share rows.
+    """
+
+    def __init__(self, group: Any):
+        self.group, self.size = group, distributed.get_world_size(group)
+
+    def attend(
+        self, kernel: Kernel, current: Any, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        **rest: Any,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        """Shapes as those of a kernel, with this rank's part of the sequence."""
+        repeats = lcm(key.shape[1], self.size) // key.shape[1]  # fewer key heads than ranks
+        if repeats > 1:
+            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+        query, key, value = (self._to_heads(one) for one in (query, key, value))
+        found, _ = kernel(_stand_in(module, query, key), query, key, value, None, **rest)
+        return self._to_rows(found), None
+
+    def _to_heads(self, rows: torch.Tensor) -> torch.Tensor:
+        """`[batch, heads, part, size]` to `[batch, heads / ranks, sequence, size]`."""
+        parts = rows.unflatten(1, (self.size, -1)).movedim(1, 0).contiguous()
+        return _Exchange.apply(parts, self.group).movedim(0, 2).flatten(2, 3)
+
+    def _to_rows(self, heads: torch.Tensor) -> torch.Tensor:
+        """`[batch, sequence, heads / ranks, size]` to `[batch, part, heads, size]`."""
+        parts = heads.unflatten(1, (self.size, -1)).movedim(1, 0).contiguous()
+        return _Exchange.apply(parts, self.group).movedim(0, 2).flatten(2, 3)
+
+
+class ContextParallel:
+    """This rank's queries against the keys and values of whole rows, document by document.
+
+    Args:
+        group: the ranks that share rows.
+    """
+
+    def __init__(self, group: Any):
+        self.group, self.size = group, distributed.get_world_size(group)
+        self.rank = distributed.get_rank(group)
+
+    def attend(
+        self, kernel: Kernel, current: Any, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        **rest: Any,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        """Shapes as those of a kernel, with this rank's part of the sequence."""
+        key, value = self._whole(torch.stack([key.to(value.dtype), value])).unbind()
+        stand_in, window = _stand_in(module, query, key), rest.get("sliding_window")
+        if window not in current.pieces:
+            current.pieces[window] = list(self._pieces(current.layout, key.shape[2], window, key.device))
+        lines = []
+        for rows, line in current.pieces[window]:
+            parts = [
+                attend_masked(kernel, stand_in, query[rows, :, start:stop], key[rows, :, first:last],
+                              value[rows, :, first:last], allowed, **rest)
+                for start, stop, first, last, allowed in line
+            ]  # fmt: skip
+            lines.append(torch.cat(parts, 1))
+        return torch.cat(lines), None
+
+    def _pieces(
+        self, layout: DocumentLayout | None, length: int, window: int | None, device: torch.device
+    ) -> Iterator[tuple[slice, list[Any]]]:
+        """Of each row, or of all that are alike: the `pieces` of its documents, each with its mask."""
+        runs = RowPart(self.rank, self.size, True).runs(length)
+        for rows, borders in _lines(layout, length):
+            yield (
+                rows,
+                [
+                    (*piece, _causal(piece[1] - piece[0], piece[3] - piece[2], window, device))
+                    for piece in pieces(borders, runs, window)
+                ],
+            )
+
+    def _whole(self, part: torch.Tensor) -> torch.Tensor:
+        """`[2, batch, heads, part, size]` of all ranks, in the order of the rows."""
+        length = part.shape[3] * self.size
+        order = torch.cat(
+            [torch.from_numpy(RowPart(rank, self.size, True).columns(length)) for rank in range(self.size)]
+        )
+        whole = _Gather.apply(part, self.group).movedim(0, 3).flatten(3, 4)
+        return whole.index_select(3, order.argsort().to(part.device))
+
+
+def _stand_in(module: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
+    """What kernels read of an attention layer, for the heads in hand."""
+    return SimpleNamespace(training=module.training, num_key_value_groups=query.shape[1] // key.shape[1])
+
+
+def _lines(layout: DocumentLayout | None, length: int) -> Iterator[tuple[slice, list[int]]]:
+    """Rows whose documents lie alike, and where those begin and end; without a layout each row is one document."""
+    if layout is None:
+        yield slice(None), [0, length]
+        return
+    borders = layout.places
+    for row in range(len(layout.ids)):
+        inside = [border - row * length for border in borders if row * length <= border <= (row + 1) * length]
+        yield slice(row, row + 1), inside
+
+
+def pieces(borders: list[int], runs: list[tuple[int, int]], window: int | None) -> Iterator[tuple[int, int, int, int]]:
+    """Queries of one document that this rank has, and the keys that any of them may look at.
+
+    Args:
+        borders: where the documents of a row begin, and the end of the last.
+        runs: this rank's columns of the row.
+        window: keys that a query sees at most, itself included.
+
+    Yields:
+        first and last-plus-one query in this rank's part, first and last-plus-one key in the row.
+    """
+    done = 0
+    for run_start, run_stop in runs:
+        for start, stop in pairwise(borders):
+            first, last = max(start, run_start), min(stop, run_stop)
+            if first < last:
+                here = done + first - run_start
+                yield here, here + last - first, start if window is None else max(start, first - window + 1), last
+        done += run_stop - run_start
+
+
+def _causal(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+    """`[queries, keys]`, True where the last `queries` of the keys' places may look; None for a plain triangle."""
+    if queries == keys and (window is None or window >= keys):
+        return None
+    ahead = torch.arange(keys, device=device)[None] - torch.arange(keys - queries, keys, device=device)[:, None]
+    return ahead <= 0 if window is None else (ahead <= 0) & (ahead > -window)
+
+
+def row_part(mesh: Mesh) -> RowPart:
+    """The part of every row that this rank has."""
+    return RowPart(mesh.part, mesh.sizes.parts, mesh.sizes.cp > 1)
+
+
+def over_ranks(mesh: Mesh) -> Ulysses | ContextParallel | None:
+    """How attention looks at the other parts of rows; None where rows are whole."""
+    if mesh.sizes.sp > 1:
+        return Ulysses(mesh.group("sp"))
+    return ContextParallel(mesh.group("cp")) if mesh.sizes.cp > 1 else None
+
+
+def refuse_unfit(shape: Any, sizes: MeshSizes) -> None:
+    """Raises ConfigError for a model whose heads Ulysses cannot share out.
+
+    Args:
+        shape: the config of the language model.
+    """
+    if mistake := heads_mistake(sizes, int(shape.num_attention_heads), shape.model_type):
+        raise ConfigError(mistake)

@@ -1,0 +1,122 @@
+"""Cross-entropy of a head that is cut by words: no rank ever has all logits of a token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import distributed
+
+from trainers.objectives import sft
+
+
+class _VocabularyCrossEntropy(torch.autograd.Function):
+    """Linear head and cross-entropy, chunk by chunk, with the gradients taken in the forward pass.
+
+    Three collectives a chunk at most: the largest logit, then sums, then (in evaluation) who has the largest.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        rule: tuple[float, float | None],
+        want_gradients: bool,
+        part: tuple[Any, int, int],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        (scale, cap), (group, start, words) = rule, part
+        compute = weight.to(hidden.dtype)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        loss = torch.zeros((), dtype=wide, device=hidden.device)
+        correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
+        hidden_gradient = torch.zeros_like(hidden) if want_gradients and ctx.needs_input_grad[0] else None
+        head_needs = want_gradients and ctx.needs_input_grad[1]
+        weight_gradient = torch.zeros_like(weight, dtype=wide) if head_needs else None
+        bias_gradient = torch.zeros_like(bias, dtype=wide) if head_needs and bias is not None else None
+        size = max(64, sft.LOGITS_PER_CHUNK // words)  # by the whole vocabulary, so that all strategies chunk alike
+        for begin in range(0, hidden.shape[0], size):
+            rows, wanted = hidden[begin : begin + size], labels[begin : begin + size, None] - start
+            logits = (rows @ compute.t()).to(wide)
+            logits = logits if bias is None else logits + bias.to(wide)
+            logits = logits * scale if scale != 1.0 else logits
+            capped = torch.tanh(logits / cap) if cap is not None else None
+            logits = capped * cap if capped is not None and cap is not None else logits
+            best, best_here = logits.max(-1, keepdim=True)
+            top = best.clone()
+            distributed.all_reduce(top, distributed.ReduceOp.MAX, group)
+            elsewhere = (wanted < 0) | (wanted >= logits.shape[1])
+            wanted = wanted.masked_fill(elsewhere, 0)
+            odds = (logits - top).exp_()
+            target = (logits.gather(1, wanted) - top).masked_fill(elsewhere, 0.0)
+            sums = torch.cat([odds.sum(-1, keepdim=True), target], 1)
+            distributed.all_reduce(sums, group=group)
+            total, target = sums.split(1, 1)
+            loss += (total.log() - target).sum()
+            if not want_gradients:
+                # Of several largest the first one counts, as for one process.
+                first = torch.where(best == top, best_here + start, words)
+                distributed.all_reduce(first, distributed.ReduceOp.MIN, group)
+                correct += (first == labels[begin : begin + size, None]).sum()
+                continue
+            gradient = odds.div_(total)
+            gradient.scatter_add_(1, wanted, elsewhere.to(wide) - 1.0)
+            gradient = gradient * (1 - capped**2) if capped is not None else gradient
+            gradient = gradient * scale if scale != 1.0 else gradient
+            if bias_gradient is not None:
+                bias_gradient += gradient.sum(0)
+            gradient = gradient.to(hidden.dtype)
+            if hidden_gradient is not None:
+                hidden_gradient[begin : begin + size] = gradient @ compute
+            if weight_gradient is not None:
+                weight_gradient += gradient.t() @ rows
+        if hidden_gradient is not None:
+            distributed.all_reduce(hidden_gradient, group=group)
+        ctx.gradients = (hidden_gradient, weight_gradient, bias_gradient)
+        ctx.mark_non_differentiable(correct)
+        return loss, correct
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
+        parts = ctx.gradients
+        wide = torch.promote_types(upstream[0].dtype, torch.float32)
+        factor = upstream[0].to(wide)
+        hidden, weight, bias = (None if one is None else (one.to(wide) * factor).to(one.dtype) for one in parts)
+        del ctx.gradients
+        return hidden, weight, bias, None, None, None, None
+
+
+def vocabulary_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    scale: float = 1.0,
+    cap: float | None = None,
+    *,
+    group: Any,
+    start: int,
+    words: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`linear_cross_entropy` of a head of which each rank of a group has consecutive words. Collective.
+
+    Args:
+        hidden: `[tokens, hidden size]`, the same on every rank of the group.
+        weight: `[words here, hidden size]`, in its master dtype.
+        bias: `[words here]` or None.
+        labels: `[tokens]`, every one a trained token, the same on every rank.
+        scale: factor on the logits.
+        cap: softcap of the logits, None for none.
+        group: the ranks that share the vocabulary.
+        start: the first word of this rank.
+        words: in the whole vocabulary.
+
+    Returns:
+        The summed loss (scalar, fp32 or wider) and the number of tokens predicted right (counted without gradients
+        only), the same on every rank. The gradient of `hidden` is whole.
+    """
+    want = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    part = (group, start, words)
+    return _VocabularyCrossEntropy.apply(hidden, weight, bias, labels, (scale, cap), want, part)
