@@ -16,19 +16,22 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.unit.test_sft_loss import EXTRA, TINY
 from trainers.attention import KERNELS, use_documents
+from trainers.checkpoint import Checkpoints
 from trainers.config import ConfigError, TrainConfig
 from trainers.data.batches import MicroBatch, Rows
 from trainers.errors import TrainingError
+from trainers.manifest import Origin, Progress
 from trainers.models import add_adapters, probe_attention
 from trainers.objectives.sft import LINEAR_HEADS, SupervisedLoss
 from trainers.optimizers import build_optimizer, parameter_groups
 from trainers.parallel import cutting
 from trainers.parallel.backend import trained_names
-from trainers.parallel.cutting import Chunk, Local, Work, cut
+from trainers.parallel.cutting import Chunk, PipelineStages, Work, cut
 from trainers.parallel.pipeline import Pipelined
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.shards import WEIGHT, check_whole, steps_of, wholes
 from trainers.parallel.stages import SCHEDULES
+from trainers.parallel.tensor import cut as cut_layers
 
 STEPS = 3
 MORE = {**EXTRA, "granite": {**EXTRA["granite"], "embedding_multiplier": 2.5}}
@@ -45,6 +48,7 @@ class Case:
     checkpointed: bool = False
     replicas: int = 1
     sharded: bool = False
+    tensor: int = 1
     half: bool = False
     breaks: str = ""
 
@@ -52,6 +56,7 @@ class Case:
         marks = [self.family, self.schedule, "packed" if self.packed else "unpacked"]
         marks += ["lora"] * self.lora + ["checkpointed"] * self.checkpointed + ["bf16"] * self.half
         marks += [f"fsdp{self.replicas}" if self.sharded else f"dp{self.replicas}"] * (self.replicas > 1)
+        marks += [f"tp{self.tensor}"] * (self.tensor > 1)
         return "-".join([*marks, self.breaks]).rstrip("-")
 
 
@@ -76,6 +81,8 @@ FOUR = [
     Case("qwen3", "1f1b", replicas=2, sharded=True),
     Case("llama", "interleaved", packed=False, replicas=2, sharded=True),
     Case("llama", "1f1b", lora=True, checkpointed=True, replicas=2, sharded=True),
+    Case("qwen3", "1f1b", tensor=2),
+    Case("llama", "zero_bubble", checkpointed=True, tensor=2),
 ]
 CONTROLS = [
     Case("llama", "1f1b", breaks="documents"),
@@ -169,6 +176,12 @@ def plain(tensor: Any) -> torch.Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
 
 
+def part_of(whole: torch.Tensor, name: str, backend: Pipelined) -> torch.Tensor:
+    """What tensor parallelism leaves this rank of a whole tensor."""
+    cut = backend.tensor.cuts.get(name) if backend.tensor else None
+    return whole if cut is None else whole[cut.box]
+
+
 def sabotage(backend: Pipelined, what: str) -> None:
     """Makes one of the mistakes that the comparison must see."""
     if what == "tied":
@@ -186,46 +199,84 @@ def sabotage(backend: Pipelined, what: str) -> None:
         chunk.take_up = wrong  # type: ignore[method-assign]
 
 
-def compare(case: Case, ranks: Ranks) -> dict[str, float]:
+class Place:
+    """This rank's groups in a case, and what is built on them."""
+
+    def __init__(self, case: Case, world: int):
+        self.case, self.stages = case, world // case.replicas // case.tensor
+        self.count = 2 * self.stages if self.stages == 4 else 4
+        shape = (self.stages, case.replicas, case.tensor)
+        self.mesh = distributed.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp", "tp"))
+        self.replicas = self.mesh["dp"].get_group() if case.replicas > 1 else None
+
+    def backend(self, loss: SupervisedLoss) -> Pipelined:
+        over: dict[str, Any] = {"shards": self.mesh["dp"]} if self.case.sharded else {"replicas": self.replicas}
+        cut_layers(loss, self.mesh["tp"].get_group(), self.mesh["tp"].get_local_rank(), self.case.tensor)
+        pipeline, config = self.mesh["pp"].get_group(), config_of(self.case)
+        return Pipelined(loss, config, torch.device("cpu"), pipeline, self.case.schedule, **over)
+
+    def run(self, backend: Pipelined, micros: list[MicroBatch]) -> float:
+        """Forward and backward of this rank's micro-batches; the loss of all of them."""
+        share = self.case.replicas / sum(len(micro.labels) for micro in micros)
+        mine = micros[self.mesh["dp"].get_local_rank() :: self.case.replicas]
+        total = backend.run(mine, [share] * self.count)
+        if self.replicas is not None:
+            distributed.all_reduce(total, group=self.replicas)
+        return float(total)
+
+
+def compare(case: Case, ranks: Ranks, folder: Path) -> dict[str, float]:
     """Runs a case on every rank; returns this rank's largest differences from one process."""
-    config, stages = config_of(case), ranks.world // case.replicas
-    count = 2 * stages if stages == 4 else 4
-    loss = make_loss(case, 2 * stages + 1)
-    alone = Alone(copy.deepcopy(loss), config)
-    mesh = distributed.device_mesh.init_device_mesh("cpu", (stages, case.replicas), mesh_dim_names=("pp", "dp"))
-    replicas = mesh["dp"].get_group() if case.replicas > 1 else None
-    over: dict[str, Any] = {"shards": mesh["dp"]} if case.sharded else {"replicas": replicas}
-    backend = Pipelined(loss, config, torch.device("cpu"), mesh["pp"].get_group(), case.schedule, **over)
+    place = Place(case, ranks.world)
+    loss = make_loss(case, 2 * place.stages + 1)
+    alone, backend = Alone(copy.deepcopy(loss), config_of(case)), place.backend(loss)
     sabotage(backend, case.breaks)
-    place = mesh["dp"].get_local_rank()
     found = dict.fromkeys(("loss", "gradient", "norm", "weight", "evaluation"), 0.0)
     for step in range(STEPS):
-        micros = step_micros(case, step, count * case.replicas)
-        trained = sum(len(micro.labels) for micro in micros)
-        mine = micros[place :: case.replicas]
-        total = backend.run(mine, [case.replicas / trained] * count)
-        if replicas is not None:
-            distributed.all_reduce(total, group=replicas)
-        wanted = alone.run(micros, 1 / trained)
-        found["loss"] = max(found["loss"], abs(float(total) - wanted) / wanted)
+        micros = step_micros(case, step, place.count * case.replicas)
+        total = place.run(backend, micros)
+        sum_alone = alone.run(micros, 1 / sum(len(micro.labels) for micro in micros))
+        found["loss"] = max(found["loss"], abs(total - sum_alone) / sum_alone)
         whole = dict(alone.trained)
         for name, weight in backend.trained:
             assert weight.grad is not None
-            found["gradient"] = max(found["gradient"], apart(plain(weight.grad), plain(whole[name].grad)))
+            wanted = part_of(plain(whole[name].grad), name, backend)
+            found["gradient"] = max(found["gradient"], apart(plain(weight.grad), wanted))
         norm = alone.clip(0.5)
         found["norm"] = max(found["norm"], abs(float(backend.clip(0.5)) - norm) / norm)
         backend.step()
         alone.optimizer.step()
         alone.optimizer.zero_grad()
     for name, weight in backend.trained:
-        found["weight"] = max(found["weight"], apart(plain(weight), plain(whole[name])))
+        found["weight"] = max(found["weight"], apart(plain(weight), part_of(plain(whole[name]), name, backend)))
     if backend.tied is not None:
-        held = [plain(one).numpy().tobytes() for name, one in backend.trained if name == backend.tied]
-        found["tied"] = float(len({one for part in ranks.gather(held) for one in part}) - 1)
+        rows = backend.tensor.rank if backend.tensor else 0
+        held = [(rows, plain(one).numpy().tobytes()) for name, one in backend.trained if name == backend.tied]
+        found["tied"] = float(len({one for part in ranks.gather(held) for one in part}) - case.tensor)
     if not case.breaks:
-        found["evaluation"] = evaluation_apart(case, backend, alone, count)
+        found["evaluation"] = evaluation_apart(case, backend, alone, place.count)
         found["saved"] = saved_apart(backend, alone, ranks)
+        if case.family == "qwen3" and ranks.world == 4:
+            found["resumed"] = resumed_apart(place, backend, ranks, folder / str(case))
     return found
+
+
+def resumed_apart(place: Place, backend: Pipelined, ranks: Ranks, folder: Path) -> float:
+    """Saves, resumes from the checkpoint in a backend made anew, and takes another step with both."""
+    checkpoints = Checkpoints(folder, ranks, Origin("pp", {}, "words"))
+    checkpoints.begin(backend, {}, Progress(step=STEPS))
+    checkpoints.finish()
+    loss = make_loss(place.case, 2 * place.stages + 1)
+    nn.init.zeros_(loss.base.get_input_embeddings().weight)
+    checkpoints.load(checkpoints.path(STEPS), loss.model)
+    again = place.backend(loss)
+    checkpoints.restore(checkpoints.path(STEPS), again, 1)
+    for one in (backend, again):
+        place.run(one, step_micros(place.case, STEPS, place.count * place.case.replicas))
+        one.clip(0.5)
+        one.step()
+    pairs = zip(backend.trained, again.trained, strict=True)
+    return float(sum(not torch.equal(plain(one), plain(other)) for (_, one), (_, other) in pairs))
 
 
 def evaluation_apart(case: Case, backend: Pipelined, alone: Alone, count: int) -> float:
@@ -245,7 +296,7 @@ def saved_apart(backend: Pipelined, alone: Alone, ranks: Ranks) -> float:
     shards, whole, worst, seen = backend.shards(), dict(alone.trained), 0.0, 0
     assert [one.name for one in shards] == [name for name, _ in alone.trained]
     here, all_of_it, parts = backend.held()
-    assert 0.4 * all_of_it < here * parts < 2.5 * all_of_it  # a rank with an embedding has more
+    assert 0.9 * all_of_it < here * parts < 1.1 * all_of_it
     assert backend.busy.seconds() > 0 == backend.busy.seconds()
     check_whole(shards, ranks)
     for name, key, owner, tensor in wholes(shards, steps_of(shards, ranks), ranks):
@@ -266,7 +317,7 @@ def work(rank: int, world: int, folder: str, cases: list[Case]) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world)
     ranks = Ranks(torch.device("cpu"))
-    found = {str(case): ranks.gather(compare(case, ranks)) for case in cases}
+    found = {str(case): ranks.gather(compare(case, ranks, Path(folder))) for case in cases}
     if rank == 0:
         Path(folder, "found.json").write_text(json.dumps(found))
     distributed.barrier()
@@ -289,19 +340,22 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, f
     return launch(tmp_path_factory.mktemp("four"), 4, FOUR)
 
 
-def assert_alike(found: list[dict[str, float]]) -> None:
+def assert_alike(case: Case, found: list[dict[str, float]]) -> None:
+    # Tensor parallelism adds up in another order, and AdamW makes more of that where gradients are near nought.
+    exact = {"loss", "norm", "evaluation"}
     for one in found:
-        assert {name: value for name, value in one.items() if value > 1e-5} == {}
+        limits = {name: 1e-5 if name in exact or case.tensor == 1 else 1e-4 for name in one}
+        assert {name: value for name, value in one.items() if value > limits[name]} == {}
 
 
 @pytest.mark.parametrize("case", TWO, ids=str)
 def test_two_stages_train_as_one_process(case: Case, two: dict[str, list[dict[str, float]]]) -> None:
-    assert_alike(two[str(case)])
+    assert_alike(case, two[str(case)])
 
 
 @pytest.mark.parametrize("case", FOUR, ids=str)
 def test_four_ranks_train_as_one_process(case: Case, four: dict[str, list[dict[str, float]]]) -> None:
-    assert_alike(four[str(case)])
+    assert_alike(case, four[str(case)])
 
 
 @pytest.mark.parametrize("case", CONTROLS, ids=str)
@@ -360,7 +414,7 @@ def test_what_cannot_be_cut_is_refused_with_the_way_out() -> None:
 def test_each_stage_is_asked_what_it_sees(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     loss, work = make_loss(Case("qwen3", "1f1b"), 3), Work()
     part = cut(loss, "1f1b", 2, rank, work)
-    local = Local(loss, part.chunks, part.hidden_size, part.dtype)
+    local = PipelineStages(loss, part.chunks, part.hidden_size, part.dtype)
     probe_attention(local, loss.base, True, torch.device("cpu"))
     use_documents(None)
     monkeypatch.setattr(cutting, "use_documents", lambda layout: None)

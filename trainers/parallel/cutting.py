@@ -19,7 +19,7 @@ from trainers.attention import use_documents
 from trainers.config import ConfigError
 from trainers.data.layout import DocumentLayout
 from trainers.models import matmul_parameters
-from trainers.objectives.sft import LINEAR_HEADS, linear_cross_entropy
+from trainers.objectives.sft import LINEAR_HEADS
 from trainers.parallel.stages import balance, stages_of
 
 _NORMS = ("norm", "final_layernorm")
@@ -92,14 +92,14 @@ class Chunk(nn.Module):
         super().__init__()
         self.decoder, self.head, self.first, self.work = decoder, head, first, work
         self.compute: torch.dtype = loss.compute
-        self.rule, self.resting = loss.rule, loss._resting
+        self.source = [loss]  # in a list, so that torch does not take it for a part of the stage
         self.number = 0
 
     def take_up(self, number: int, section: str) -> None:
         """Sets the documents of a micro-batch: another one's may be in hand, and checkpointed layers run again."""
         self.number = number
         self.work.beat(section)
-        use_documents(self.work.micros[number]["documents"])
+        use_documents(self.work.micros[number]["documents"], self.source[0].over_ranks)
 
     def forward(self, carried: torch.Tensor) -> torch.Tensor:
         """The stage's part of the micro-batch that was taken up.
@@ -116,7 +116,7 @@ class Chunk(nn.Module):
         half = self.compute != torch.float32
         with torch.autocast(carried.device.type, self.compute, enabled=half, cache_enabled=False):
             start = micro["input_ids"] if self.first else carried[: rows * width].unflatten(0, (rows, width))
-            with self.resting(micro["input_ids"].device):
+            with self.source[0]._resting(micro["input_ids"].device):
                 hidden = self.run(start, micro["position_ids"])
             if self.head is None:
                 hidden = hidden.flatten(0, 1)
@@ -141,13 +141,14 @@ class Chunk(nn.Module):
             picked: `[trained, hidden size]` the hidden states before the trained tokens.
         """
         head: Any = self.head
+        cross_entropy, rule = self.source[0].cross_entropy, self.source[0].rule
         with torch.autocast(picked.device.type, enabled=False):
             if not torch.is_grad_enabled():
-                loss, correct = linear_cross_entropy(picked, head.weight, head.bias, labels, *self.rule)
+                loss, correct = cross_entropy(picked, head.weight, head.bias, labels, *rule)
                 self.work.loss, self.work.correct = self.work.loss + loss, self.work.correct + correct
                 return loss.reshape(1)
             leaf = picked.detach().requires_grad_()
-            loss, _ = linear_cross_entropy(leaf, head.weight, head.bias, labels, *self.rule)
+            loss, _ = cross_entropy(leaf, head.weight, head.bias, labels, *rule)
             scaled = loss * share
             scaled.backward()
         self.work.loss = self.work.loss + loss.detach()
@@ -156,7 +157,7 @@ class Chunk(nn.Module):
 
 
 @dataclass(frozen=True)
-class Cut:
+class Part:
     """A rank's part of a model.
 
     Args:
@@ -165,7 +166,8 @@ class Cut:
         trained: the trained weights here, by the same names.
         tied: name of the weight that the first and the last stage both hold, None without.
         hidden_size: of the hidden states between stages.
-        whole: elements of all weights before the cut; `matmul` of those in matrix products, (trained, frozen).
+        whole: elements of these stages' weights, of which tensor parallelism may have left this rank fewer.
+        matmul: elements in matrix products of the whole model, (trained, frozen).
         kept: layers of each stage of the pipeline.
     """
 
@@ -182,11 +184,11 @@ class Cut:
     kept: list[range]
 
 
-def cut(loss: Any, schedule: str, ranks: int, rank: int, work: Work) -> Cut:
+def cut(loss: Any, schedule: str, ranks: int, rank: int, work: Work) -> Part:
     """Cuts the model of a `SupervisedLoss` in place and returns this rank's part.
 
     Args:
-        loss: whole, with its weights, before anything wraps it.
+        loss: with its weights, cut by tensor parallelism or not, before anything wraps it.
         ranks: of one pipeline.
         rank: within it.
 
@@ -199,14 +201,18 @@ def cut(loss: Any, schedule: str, ranks: int, rank: int, work: Work) -> Cut:
     stages = stages_of(schedule, ranks, rank)
     total = ranks * len(stages)
     try:
-        kept = balance(len(decoder.layers), total, sum(matmul_parameters(decoder.layers[0])), head.weight.numel())
+        kept = balance(
+            len(decoder.layers), total, sum(matmul_parameters(decoder.layers[0])), head.in_features * head.out_features
+        )
     except ValueError as error:
         raise ConfigError(
             f"pp_size={ranks} with pp_schedule={schedule}: {error}, so a smaller pp_size or another schedule"
         ) from None
-    shapes = {name: one.shape for name, one in model.named_parameters() if one.requires_grad}
+    cuts = loss.tensor.cuts if loss.tensor else {}
+    whole = {name: cuts[name].shape if name in cuts else one.shape for name, one in model.named_parameters()}
+    shapes = {name: whole[name] for name, one in model.named_parameters() if one.requires_grad}
     dtypes = {name: one.dtype for name, one in model.named_parameters() if one.requires_grad}
-    named, whole, matmul = list(model.named_parameters()), _numel(model), matmul_parameters(model)
+    named, matmul = list(model.named_parameters()), matmul_parameters(model)
     tied = next((name for name, one in named if one is head.weight and one.requires_grad), None)
     tied = tied if head.weight is getattr(embedding, "weight", None) else None
     dtype = embedding.weight.dtype
@@ -224,8 +230,9 @@ def cut(loss: Any, schedule: str, ranks: int, rank: int, work: Work) -> Cut:
         _replace(decoder, _norm(decoder))
     here = {id(one) for one in model.parameters()}
     trained = [(name, one) for name, one in named if one.requires_grad and id(one) in here]
+    held = sum(whole[name].numel() for name, one in named if id(one) in here)
     size = int(base.config.get_text_config().hidden_size)
-    return Cut(chunks, stages, shapes, dtypes, trained, tied, size, dtype, whole, matmul, kept)
+    return Part(chunks, stages, shapes, dtypes, trained, tied, size, dtype, held, matmul, kept)
 
 
 def _refuse_unfit(loss: Any, decoder: Any, head: Any) -> None:
@@ -273,11 +280,7 @@ def _replace(parent: Any, child: Any) -> None:
             setattr(parent, name, Absent())
 
 
-def _numel(model: nn.Module) -> int:
-    return sum(one.numel() for one in model.parameters())
-
-
-class Local(nn.Module):
+class PipelineStages(nn.Module):
     """A rank's stages, each on stand-in hidden states, for looks at the model that send nothing.
 
     Args:

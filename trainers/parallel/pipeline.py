@@ -26,7 +26,8 @@ from trainers.config import ConfigError, TrainConfig
 from trainers.data.batches import MicroBatch
 from trainers.errors import TrainingError
 from trainers.optimizers import build_optimizer, empty_state, parameter_groups, put_back, state_vectors
-from trainers.parallel.cutting import Absent, Chunk, Cut, Local, Work, cut
+from trainers.parallel.cutting import Absent, Chunk, Part, PipelineStages, Work, cut
+from trainers.parallel.norm import global_norm
 from trainers.parallel.shards import WEIGHT, Shard
 from trainers.parallel.stages import SCHEDULES, micro_batch_mistake, rank_of
 
@@ -98,7 +99,7 @@ class Pipelined:
     """A `Backend`, whose steps are whole: `run` in place of `accumulate` and `backward`.
 
     Args:
-        loss: the `SupervisedLoss` on the CPU, whole, with its weights; it is cut in place.
+        loss: the `SupervisedLoss` on the CPU, with its weights, cut by tensor parallelism or not; it is cut in place.
         device: of this rank.
         group: the ranks of this pipeline, first stage first.
         schedule: one of `SCHEDULES`.
@@ -122,12 +123,13 @@ class Pipelined:
     ):
         self.device, self.group, self.schedule, self.replicas = device, group, schedule, replicas
         self.ranks, self.rank = distributed.get_world_size(group), distributed.get_rank(group)
+        self.tensor = loss.tensor  # what tensor parallelism left this rank
         self.work, self.busy = Work(), Busy(device)
-        self.part: Cut = cut(loss, schedule, self.ranks, self.rank, self.work)
+        self.part: Part = cut(loss, schedule, self.ranks, self.rank, self.work)
         gc.collect()  # the layers of other ranks are in cycles
         self.trained, self.shapes, self.tied = self.part.trained, self.part.shapes, self.part.tied
         self.total = self.ranks * len(self.part.chunks)
-        self.model = Local(loss, self.part.chunks, self.part.hidden_size, self.part.dtype).to(device)
+        self.model = PipelineStages(loss, self.part.chunks, self.part.hidden_size, self.part.dtype).to(device)
         self.dtype = self._carried_dtype()
         self.mesh = shards
         if shards is not None:
@@ -306,10 +308,9 @@ class Pipelined:
 
     def clip(self, limit: float) -> torch.Tensor:
         """See `Backend`; over all ranks of the pipeline."""
-        counted = [_local(one.grad) for name, one in self.trained if one.grad is not None and self._owns(name)]
-        squared = nn.utils.get_total_norm(counted).to(self.device).double() ** 2
-        if self.mesh is not None:
-            distributed.all_reduce(squared, group=self.mesh.get_group(self.mesh.ndim - 1))
+        cuts, group = (self.tensor.cuts, self.tensor.group) if self.tensor else ({}, None)
+        counted = [(name, one.grad) for name, one in self.trained if one.grad is not None and self._owns(name)]
+        squared = global_norm(counted, cuts, group).double() ** 2
         distributed.all_reduce(squared, group=self.group)
         total = squared.sqrt().float()
         factor = (limit / (total + 1e-6)).clamp(max=1.0)  # as torch's own does, without asking the device
@@ -327,9 +328,9 @@ class Pipelined:
         self.optimizer.zero_grad(set_to_none=True)
 
     def held(self) -> tuple[int, int, int]:
-        """See `Backend`; frozen weights too."""
+        """See `Backend`; of the stages here, whose sizes differ, and frozen weights too."""
         cuts = 1 if self.mesh is None else self.mesh.size(self.mesh.ndim - 1)
-        return self.here, self.part.whole, self.ranks * cuts
+        return self.here, self.part.whole, cuts * (self.tensor.size if self.tensor else 1)
 
     def shards(self) -> list[Shard]:
         """See `Backend`; of a weight on another rank, none of its elements."""
@@ -342,16 +343,21 @@ class Pipelined:
             return Shard(name, self.shapes[name], 0, {WEIGHT: nothing})
         state = self.optimizer.state.get(weight, {})
         step = float(state["step"]) if "step" in state else None
-        run = {WEIGHT: _local(weight).reshape(-1), **state_vectors(state)}
-        return Shard(name, self.shapes[name], self._start(name), run, step, self.primary and self._owns(name))
+        held = {WEIGHT: _local(weight).reshape(-1), **state_vectors(state)}
+        cut = self.tensor.cuts.get(name) if self.tensor else None
+        primary = (
+            self.primary and self._owns(name) and (cut is not None or self.tensor is None or self.tensor.rank == 0)
+        )
+        box = cut.box if cut is not None else ()
+        return Shard(name, self.shapes[name], self._start(weight), held, step, primary, box)
 
-    def _start(self, name: str) -> int:
+    def _start(self, weight: nn.Parameter) -> int:
         """Index of this rank's first element: FSDP 2 cuts weights into runs of whole rows."""
         if self.mesh is None:
             return 0
-        rows, place = self.shapes[name][0], self.mesh.get_local_rank(self.mesh.ndim - 1)
+        rows, place = weight.shape[0], self.mesh.get_local_rank(self.mesh.ndim - 1)
         each = -(-rows // self.mesh.size(self.mesh.ndim - 1))
-        return min(place * each, rows) * (self.shapes[name].numel() // rows)
+        return min(place * each, rows) * (weight.numel() // rows)
 
     def put_back(self, shards: list[Shard]) -> None:
         """See `Backend`."""
@@ -373,7 +379,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _shard_stages(part: Cut, mesh: DeviceMesh) -> list[tuple[str, nn.Parameter]]:
+def _shard_stages(part: Part, mesh: DeviceMesh) -> list[tuple[str, nn.Parameter]]:
     """Cuts the weights of each layer, and of what is beside the layers, over a mesh; returns the trained ones anew.
 
     Raises:
