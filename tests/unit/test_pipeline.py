@@ -19,6 +19,7 @@ from trainers.attention import KERNELS, use_documents
 from trainers.checkpoint import Checkpoints
 from trainers.config import ConfigError, TrainConfig
 from trainers.data.batches import MicroBatch, Rows
+from trainers.differences import plain as plain_config
 from trainers.errors import TrainingError
 from trainers.manifest import Origin, Progress
 from trainers.models import add_adapters, probe_attention
@@ -263,7 +264,7 @@ def compare(case: Case, ranks: Ranks, folder: Path) -> dict[str, float]:
 
 def resumed_apart(place: Place, backend: Pipelined, ranks: Ranks, folder: Path) -> float:
     """Saves, resumes from the checkpoint in a backend made anew, and takes another step with both."""
-    checkpoints = Checkpoints(folder, ranks, Origin("pp", {}, "words"))
+    checkpoints = Checkpoints(folder, ranks, Origin("pp", plain_config(config_of(place.case)), "words"))
     checkpoints.begin(backend, {}, Progress(step=STEPS))
     checkpoints.finish()
     loss = make_loss(place.case, 2 * place.stages + 1)
