@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.unit.test_sft_loss import HostSyncs
 from trainers.attention import KERNELS, use_documents
 from trainers.checkpoint import Checkpoints
 from trainers.config import build
@@ -35,6 +36,7 @@ from trainers.objectives.sft import SupervisedLoss
 from trainers.parallel import tensor as tensor_parallel
 from trainers.parallel import tensor_loss
 from trainers.parallel.fsdp import FullySharded
+from trainers.parallel.mesh import Mesh, MeshSizes
 from trainers.parallel.norm import clip
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.replicated import Replicated
@@ -201,6 +203,29 @@ def without_rows(group: Any) -> float:
     return float(value) + max(float(weight.grad.abs().max()) for weight in loss.parameters())
 
 
+def spent(group: Any, lora: bool = False) -> dict[str, Any]:
+    """What a micro-batch and a clip cost: collectives by name, and how often a GPU's host would wait."""
+    loss = whole_loss("llama", lora)
+    cuts = tensor_parallel.cut(loss, group, distributed.get_rank(group), distributed.get_world_size(group))
+    trained = [(name, one) for name, one in loss.model.named_parameters() if one.requires_grad]
+    counts: dict[str, int] = {}
+
+    def counting(name: str) -> Any:
+        real = getattr(distributed, name)
+
+        def counted(*inputs: Any, **rest: Any) -> Any:
+            counts[name] = counts.get(name, 0) + 1
+            return real(*inputs, **rest)
+
+        return mock.patch.object(distributed, name, counted)
+
+    with counting("all_reduce"), counting("all_gather"), HostSyncs() as seen:
+        (loss(**batches()[0])[0] * 0.01).backward()
+        passes = dict(counts)
+        clip(trained, cuts, group, 1e-3)
+    return {"passes": passes, "all": counts, "waits": seen.names}
+
+
 @contextmanager
 def broken(what: str) -> Iterator[None]:
     """A mistake that tensor parallelism could make."""
@@ -355,7 +380,8 @@ def spread(loss: SupervisedLoss, mesh: DeviceMesh, how: str) -> Any:
 
     made.prepare = prepare
     with mock.patch("trainers.parallel.fsdp._set_wrap_policy"):
-        return FullySharded(loss, CONFIG, made, Ranks(CPU))
+        sizes = MeshSizes(dp_replicate=mesh["dp_replicate"].size(), dp_shard=mesh["dp_shard"].size(), tp=place.size())
+        return FullySharded(loss, CONFIG, made, Ranks(CPU), Mesh(sizes, distributed.get_rank(), "cpu"))
 
 
 def check_two(group: Any) -> dict[str, Any]:
@@ -373,7 +399,8 @@ def check_two(group: Any) -> dict[str, Any]:
     for what in ("q_norm is not summed", "a block's input is not copied", "the loss is counted on every rank"):
         with broken(what):
             found[what] = compared(whole_loss("qwen3"), group)
-    return found | {"exact": exact(group), "without rows": without_rows(group)}
+    costs = {"spent": spent(group), "spent-lora": spent(group, lora=True)}
+    return found | costs | {"exact": exact(group), "without rows": without_rows(group)}
 
 
 def main(store: str, rank: str, world: str, out: str) -> None:

@@ -36,23 +36,25 @@ MIXES = [(2, "tp"), (4, "tp_ddp"), (4, "tp_fsdp2"), (4, "tp_hsdp")]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     """What 2 and 4 ranks found."""
+    launches = {world: launched(world, tmp_path_factory.mktemp(f"ranks{world}")) for world in (2, 4)}
     answers = {}
-    for world in (2, 4):
-        folder = tmp_path_factory.mktemp(f"ranks{world}")
-        out, script = folder / "found.json", "tests.unit.tensor_parallel_ranks"
-        alone = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        logs = [folder / f"log-{rank}.txt" for rank in range(world)]
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-m", script, str(folder / "store"), str(rank), str(world), str(out)],
-                cwd=ROOT, env=alone, stdout=logs[rank].open("w"), stderr=subprocess.STDOUT,
-            )
-            for rank in range(world)
-        ]  # fmt: skip
-        failed = [log for rank, log in zip(ranks, logs, strict=True) if rank.wait(timeout=500)]
-        assert not failed, failed[0].read_text(encoding="utf-8")
-        answers[world] = json.loads(out.read_text(encoding="utf-8"))
+    for world, (folder, ranks) in launches.items():
+        failed = [number for number, rank in enumerate(ranks) if rank.wait(timeout=500)]
+        assert not failed, (folder / f"log-{failed[0]}.txt").read_text(encoding="utf-8")
+        answers[world] = json.loads((folder / "found.json").read_text(encoding="utf-8"))
     return answers
+
+
+def launched(world: int, folder: Path) -> tuple[Path, list[subprocess.Popen[bytes]]]:
+    """The ranks' processes, each with a log of its own."""
+    ranks = []
+    for rank in range(world):
+        told = [str(folder / "store"), str(rank), str(world), str(folder / "found.json")]
+        command = [sys.executable, "-m", "tests.unit.tensor_parallel_ranks", *told]
+        alone = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        with (folder / f"log-{rank}.txt").open("wb") as log:
+            ranks.append(subprocess.Popen(command, cwd=ROOT, env=alone, stdout=log, stderr=subprocess.STDOUT))
+    return folder, ranks
 
 
 @pytest.mark.parametrize(("world", "name"), CASES)
@@ -98,6 +100,18 @@ def test_a_mistake_would_be_seen(mistake: str, shows: Any, found: dict[int, dict
 
 def test_a_row_of_weight_zero_adds_nothing(found: dict[int, dict[str, Any]]) -> None:
     assert found[2]["without rows"] == 0
+
+
+def test_what_it_costs(found: dict[int, dict[str, Any]]) -> None:
+    """Two collectives a layer and direction, one for the embedding, three for the loss, one for the norm."""
+    layers, embedding, loss = 2, 1, 3
+    one = found[2]["spent"]
+    assert one["passes"] == {"all_reduce": layers * 4 + embedding + loss}
+    assert one["all"]["all_reduce"] == one["passes"]["all_reduce"] + 1
+    assert one["waits"] == found[2]["spent-lora"]["waits"] == []
+    # Adapters: the small factor's gradient for each of 5 column-parallel layers, an activation for each of 2 others;
+    # nothing needs the gradient of the first layer's attention input.
+    assert found[2]["spent-lora"]["passes"] == {"all_reduce": layers * (4 + 7) + embedding + loss - 1}
 
 
 @pytest.mark.parametrize(("world", "mix"), MIXES)
