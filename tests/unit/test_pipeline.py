@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -399,6 +401,15 @@ def test_every_weight_is_on_some_rank_under_its_name(schedule: str) -> None:
     assert twice == (set() if SCHEDULES[schedule].turns else {"model.embed_tokens.weight"})
 
 
+def test_the_layers_of_other_ranks_are_gone_from_memory() -> None:
+    loss = make_loss(Case("llama", "interleaved"), 9)
+    layers = [weakref.ref(one.mlp.up_proj.weight) for one in loss.base.get_decoder().layers]
+    part = cut(loss, "interleaved", 2, 0, Work())
+    gc.collect()
+    here = {layer for stage in part.stages for layer in part.kept[stage]}
+    assert {number for number, one in enumerate(layers) if one() is not None} == here != set(range(9))
+
+
 def test_what_cannot_be_cut_is_refused_with_the_way_out() -> None:
     with pytest.raises(ConfigError, match="pp_size=4 with pp_schedule=interleaved: 8 stages for 3 layers"):
         cut(make_loss(Case("llama", "interleaved"), 3), "interleaved", 4, 0, Work())
@@ -418,6 +429,6 @@ def test_each_stage_is_asked_what_it_sees(rank: int, monkeypatch: pytest.MonkeyP
     local = PipelineStages(loss, part.chunks, part.hidden_size, part.dtype)
     probe_attention(local, loss.base, True, torch.device("cpu"))
     use_documents(None)
-    monkeypatch.setattr(cutting, "use_documents", lambda layout: None)
+    monkeypatch.setattr(cutting, "use_documents", lambda *documents: None)
     with pytest.raises(ConfigError, match="another document"):
         probe_attention(local, loss.base, True, torch.device("cpu"))
