@@ -30,6 +30,7 @@ from trainers.optimizers import build_optimizer, parameter_groups
 from trainers.parallel import cutting
 from trainers.parallel.backend import trained_names
 from trainers.parallel.cutting import Chunk, PipelineStages, Work, cut
+from trainers.parallel.mesh import Mesh, MeshSizes
 from trainers.parallel.pipeline import Pipelined
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.shards import WEIGHT, check_whole, steps_of, wholes
@@ -208,20 +209,20 @@ class Place:
     def __init__(self, case: Case, world: int):
         self.case, self.stages = case, world // case.replicas // case.tensor
         self.count = 2 * self.stages if self.stages == 4 else 4
-        shape = (self.stages, case.replicas, case.tensor)
-        self.mesh = distributed.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp", "tp"))
-        self.replicas = self.mesh["dp"].get_group() if case.replicas > 1 else None
+        copies = case.replicas // 2 if case.sharded and case.replicas > 2 else 1
+        data = (copies, case.replicas // copies) if case.sharded else (case.replicas, 1)
+        sizes = MeshSizes(self.stages, *data, tp=case.tensor)
+        self.mesh = Mesh(sizes, distributed.get_rank(), "cpu")
+        self.replicas = self.mesh.group("averaged")
 
     def backend(self, loss: SupervisedLoss) -> Pipelined:
-        over: dict[str, Any] = {"shards": self.mesh["dp"]} if self.case.sharded else {"replicas": self.replicas}
-        cut_layers(loss, self.mesh["tp"].get_group(), self.mesh["tp"].get_local_rank(), self.case.tensor)
-        pipeline, config = self.mesh["pp"].get_group(), config_of(self.case)
-        return Pipelined(loss, config, torch.device("cpu"), pipeline, self.case.schedule, **over)
+        cut_layers(loss, self.mesh.group("tp"), self.mesh.index("tp"), self.case.tensor)
+        return Pipelined.on(self.mesh, loss, config_of(self.case), torch.device("cpu"), self.case.schedule)
 
     def run(self, backend: Pipelined, micros: list[MicroBatch]) -> float:
         """Forward and backward of this rank's micro-batches; the loss of all of them."""
         share = self.case.replicas / sum(len(micro.labels) for micro in micros)
-        mine = micros[self.mesh["dp"].get_local_rank() :: self.case.replicas]
+        mine = micros[self.mesh.data_rank :: self.case.replicas]
         total = backend.run(mine, [share] * self.count)
         if self.replicas is not None:
             distributed.all_reduce(total, group=self.replicas)

@@ -27,6 +27,7 @@ from trainers.data.batches import MicroBatch
 from trainers.errors import TrainingError
 from trainers.optimizers import build_optimizer, empty_state, parameter_groups, put_back, state_vectors
 from trainers.parallel.cutting import Absent, Chunk, Part, PipelineStages, Work, cut
+from trainers.parallel.mesh import Mesh
 from trainers.parallel.norm import global_norm
 from trainers.parallel.shards import WEIGHT, Shard
 from trainers.parallel.stages import SCHEDULES, micro_batch_mistake, rank_of
@@ -143,6 +144,26 @@ class Pipelined:
             self.primary = shards.ndim == 1 or shards.get_local_rank(0) == 0
         self._schedule: Any = None
         self._made = (0, 0)
+
+    @classmethod
+    def on(cls, mesh: Mesh, loss: Any, config: TrainConfig, device: torch.device, schedule: str) -> Pipelined:
+        """The pipeline of this rank in a mesh: FSDP 2 where it has `dp_shard`, else gradients averaged after the step.
+
+        Args:
+            mesh: with `pp` of more than 1.
+            loss, config, device, schedule: as above; `loss` is cut by tensor parallelism already, where there is any.
+
+        Raises:
+            ConfigError: as above.
+        """
+        group, shards = mesh.group("pp"), None
+        assert group is not None
+        assert mesh.device_mesh is not None
+        if mesh.sizes.dp_shard > 1:
+            names = ("dp_replicate", "dp_shard_cp") if mesh.sizes.dp_replicate > 1 else ("dp_shard_cp",)
+            shards = mesh.device_mesh[names]
+        replicas = mesh.group("averaged") if shards is None else None
+        return cls(loss, config, device, group, schedule, replicas, shards)
 
     @torch.no_grad()
     def _carried_dtype(self) -> torch.dtype:
