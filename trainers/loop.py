@@ -48,6 +48,7 @@ from trainers.models import compute_dtype, matmul_parameters
 from trainers.pace import Pace
 from trainers.parallel.backend import Backend, set_rate
 from trainers.parallel.mesh import Mesh
+from trainers.parallel.pipeline import Pipelined
 from trainers.parallel.ranks import Ranks
 from trainers.run_folder import RunFolder
 from trainers.schedule import learning_rate
@@ -163,15 +164,7 @@ def train_step(job: Job, batch: StepBatch, step: int, requests: Requests) -> Ste
     device, backend = job.ranks.device, job.backend
     rate = learning_rate(job.config, step, job.plan.total_steps)
     set_rate(backend.optimizer, rate)
-    total = torch.zeros((), dtype=torch.float32, device=device)
-    for number, micro in enumerate(batch.micro):
-        with backend.accumulate(last=number == len(batch.micro) - 1):
-            job.heartbeat.at("forward", step)
-            with job.pace.alone(number == 0 and job.pace.alone_in_forward):
-                loss, _ = backend.model(**micro.inputs(device))
-            total += loss.detach()
-            job.heartbeat.at("backward", step)
-            backend.backward(loss * _share(job, batch, micro))
+    total = _gradients(job, batch, step)
     job.heartbeat.at("all-reduce", step)
     total = total if job.mesh.counts else torch.zeros_like(total)
     told = (*requests.asked(), not job.checkpoints.written())
@@ -190,6 +183,23 @@ def train_step(job: Job, batch: StepBatch, step: int, requests: Requests) -> Ste
     return StepResult(loss_mean, grad_norm, rate, updated, stops > 0, discards > 0, saves > 0, writing > 0)
 
 
+def _gradients(job: Job, batch: StepBatch, step: int) -> torch.Tensor:
+    """Forward and backward of this rank's micro-batches; their summed loss, an fp32 scalar."""
+    backend, shares = job.backend, [_share(job, batch, micro) for micro in batch.micro]
+    if isinstance(backend, Pipelined):  # its schedule decides what comes when
+        return backend.run(batch.micro, shares, lambda section: job.heartbeat.at(section, step))
+    total = torch.zeros((), dtype=torch.float32, device=job.ranks.device)
+    for number, (micro, share) in enumerate(zip(batch.micro, shares, strict=True)):
+        with backend.accumulate(last=number == len(batch.micro) - 1):
+            job.heartbeat.at("forward", step)
+            with job.pace.alone(number == 0 and job.pace.alone_in_forward):
+                loss, _ = backend.model(**micro.inputs(job.ranks.device))
+            total += loss.detach()
+            job.heartbeat.at("backward", step)
+            backend.backward(loss * share)
+    return total
+
+
 def _share(job: Job, batch: StepBatch, micro: MicroBatch) -> float:
     """What a micro-batch's summed loss is multiplied with, so that the gradients' average is that of the true mean.
 
@@ -204,14 +214,18 @@ def _share(job: Job, batch: StepBatch, micro: MicroBatch) -> float:
 def evaluate(job: Job, step: int) -> dict[str, float]:
     """Loss, perplexity and token accuracy over all trained tokens of the evaluation data, exact over all ranks."""
     assert job.eval_rows is not None
-    rows, device = job.eval_rows, job.ranks.device
+    rows = job.eval_rows
     job.backend.model.eval()
-    sums = torch.zeros(2, dtype=torch.float64)
     size, place = job.config.per_device_eval_batch_size, job.mesh.data_rank
-    for micro in evaluation_batches(rows, size, place, job.mesh.sizes.data):
-        job.heartbeat.at("evaluation", step)
-        loss, correct = job.backend.model(**micro.inputs(device))
-        sums += torch.stack([loss.double().cpu(), correct.double().cpu()])
+    micros = evaluation_batches(rows, size, place, job.mesh.sizes.data)
+    if isinstance(job.backend, Pipelined):
+        sums = torch.stack(job.backend.evaluate(micros, lambda section: job.heartbeat.at(section, step)))
+    else:
+        sums = torch.zeros(2, dtype=torch.float64)
+        for micro in micros:
+            job.heartbeat.at("evaluation", step)
+            loss, correct = job.backend.model(**micro.inputs(job.ranks.device))
+            sums += torch.stack([loss.double().cpu(), correct.double().cpu()])
     job.backend.model.train()
     told = job.ranks.gather(sums.tolist() if job.mesh.counts else [0.0, 0.0])
     loss_sum, correct_sum = (sum(values) for values in zip(*told, strict=True))
@@ -231,7 +245,8 @@ class Fit:
         self.job, self.window, self.results = job, Window(), dict[str, Any]()
         self.progress, self.evaluated_at, self.saved_at = progress, -1, -1
         self.stalled, self.told_slow = 0.0, set[int]()
-        self.flops_parameters = matmul_parameters(job.bare)
+        whole: Any = job.backend.part if isinstance(job.backend, Pipelined) else None  # it has cut the bare model
+        self.flops_parameters = whole.matmul if whole else matmul_parameters(job.bare)
         shape = getattr(job.bare, "config", None)
         self.hidden_layers = int(getattr(shape, "hidden_size", 0) * getattr(shape, "num_hidden_layers", 0))
         peak = peak_flops(job.ranks.device, compute_dtype(job.config))
