@@ -268,7 +268,8 @@ def job_of(request: Request, values: dict[str, str], mistakes: Mistakes, run: Ru
             strategy = load_strategy(default_strategy(devices.num_processes))
         if config and strategy and devices:
             spread = over_machines(strategy, devices.machines)
-            strategy = resolve(spread, devices.num_processes, config.mixed_precision)
+            count, precision = devices.num_processes, config.mixed_precision
+            strategy = resolve(spread, count, precision, config.pp_size, config.pp_schedule)
             config.accumulation_steps(strategy.data_parallel_size)
             if reason := cannot_run(strategy, config.method, bool(devices.gpu_ids), config.small_optimizer()):
                 raise ConfigError(f"strategy {strategy.name}: {reason}")
