@@ -19,11 +19,11 @@ from typing import Any
 import yaml
 
 from trainers.accelerate_rules import FP16_WAY, SCALED_TYPES, check, mesh_sizes
-from trainers.config import MACHINE_OPTIONS, ConfigError, unknown_option
+from trainers.config import MACHINE_OPTIONS, ConfigError, TrainConfig, unknown_option
 from trainers.deepspeed_json import leaves_parity, read_json
 from trainers.options import read_yaml
 from trainers.parallel.mesh import MeshSizes, data_axis, fitted
-from trainers.parallel.stages import SCHEDULES
+from trainers.parallel.stages import SCHEDULES, micro_batch_mistake
 
 HEADER = "# strategy: "  # begins the copy of an Accelerate file that a run keeps
 STRATEGIES_DIR = Path(__file__).resolve().parent.parent / "accelerate_configs"
@@ -66,6 +66,11 @@ class Strategy:
         found = fitted(_asked(self.values, self.pp_size), self.num_processes)
         assert isinstance(found, MeshSizes), found  # the file was checked
         return found
+
+    @property
+    def has_mesh(self) -> bool:
+        """Whether more is asked for than the data parallelism of its `distributed_type`."""
+        return bool(self.mesh) or self.pp_size > 1
 
     @property
     def data_parallel_size(self) -> int:
@@ -117,6 +122,8 @@ class Strategy:
     @property
     def wrapped_class(self) -> str | None:
         """Name of the class that must wrap the model, None for none."""
+        if self.pp_size > 1:
+            return "PipelineStages"
         if self.distributed_type == "FSDP":
             return "FullyShardedDataParallel" if self.fsdp_version == 1 else "FSDPSupervisedLoss"
         return {"MULTI_GPU": "DistributedDataParallel", "DEEPSPEED": "DeepSpeedEngine"}.get(self.distributed_type)
@@ -270,6 +277,18 @@ def cannot_run(strategy: Strategy, method: str, has_gpu: bool, small_optimizer: 
     return next((reason for reason, applies in reasons.items() if applies), None)
 
 
+def refusal(strategy: Strategy, config: TrainConfig, has_gpu: bool) -> str | None:
+    """Why a strategy cannot train this here, as `cannot_run` has it, or for too few micro-batches; None when it can.
+
+    Raises:
+        ConfigError: when the global batch does not divide.
+    """
+    if reason := cannot_run(strategy, config.method, has_gpu, config.small_optimizer()):
+        return reason
+    micro_batches = config.accumulation_steps(strategy.data_parallel_size)
+    return micro_batch_mistake(strategy.pp_schedule, strategy.pp_size, micro_batches) if strategy.pp_size > 1 else None
+
+
 def _has(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
@@ -292,7 +311,10 @@ def resolve(
     """
     values = {key: value for key, value in strategy.values.items() if key not in ("gpu_ids", "mixed_precision")}
     values["num_processes"] = num_processes
-    pipeline: dict[str, Any] = {"pp_size": pp_size or strategy.pp_size, "pp_schedule": pp_schedule or strategy.pp_schedule}
+    pipeline: dict[str, Any] = {
+        "pp_size": pp_size or strategy.pp_size,
+        "pp_schedule": pp_schedule or strategy.pp_schedule,
+    }
     stages = int(pipeline["pp_size"])
     mistakes = _fit_mesh(values, num_processes, stages) or check(values, stages)
     written = strategy.values.get("mixed_precision")

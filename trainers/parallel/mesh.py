@@ -28,13 +28,15 @@ MEANS = {
 }
 BACKENDS = {
     "NO": frozenset[str](),
-    "MULTI_GPU": frozenset({"dp_replicate", "cp", "sp", "tp"}),
-    "FSDP": frozenset({"dp_replicate", "dp_shard", "cp", "sp", "tp"}),
+    "MULTI_GPU": frozenset({"pp", "dp_replicate", "cp", "sp", "tp"}),
+    "FSDP": frozenset({"pp", "dp_replicate", "dp_shard", "cp", "sp", "tp"}),
     "DEEPSPEED": frozenset[str](),
 }
 """The axes that each `distributed_type` goes with."""
 APART = {
     frozenset({"cp", "sp"}): "both cut the rows; use one of them",
+    frozenset({"pp", "cp"}): "not proved together; use one of them",
+    frozenset({"pp", "sp"}): "not proved together; use one of them",
 }
 """Pairs of axes that do not go together, and why."""
 
@@ -200,8 +202,8 @@ class Mesh:
 
     @property
     def counts(self) -> bool:
-        """Whether this process's loss counts: others of its tensor group have the very same."""
-        return self.index("tp") == 0
+        """Whether this process's loss counts: others of its tensor group and its pipeline have the very same."""
+        return self.index("tp") == self.index("pp") == 0
 
 
 def _device_mesh(sizes: MeshSizes, device_type: str) -> Any:
