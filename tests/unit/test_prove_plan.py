@@ -130,7 +130,7 @@ def test_a_smaller_micro_batch_is_announced() -> None:
         ("--output_dir used/thesis.txt/x", "choose another output_dir"),
         ("--runs_dir used/thesis.txt", "runs_dir={}/used/thesis.txt cannot be made"),
         ("--control upside-down", "control='upside-down'"),
-        ("--strategies ddp,dpp", "did you mean ddp?"),
+        ("--strategies ddp,dddp", "did you mean ddp?"),
         ("--strategies ddp,ddp", "two runs would be named ddp"),
         ("--strategy ddp", "write --strategies a,b,c"),
         ("--resume_from_checkpoint auto --output_dir x", "leave it out"),

@@ -58,6 +58,11 @@ def test_every_strategy_is_whole_and_documented(path: Path) -> None:
         ("tp", "MULTI_GPU", 0, 0, "none", False, "DistributedDataParallel"),
         ("fsdp2_tp", "FSDP", 2, 0, "none", True, "FSDPSupervisedLoss"),
         ("hsdp_tp", "FSDP", 2, 0, "none", True, "FSDPSupervisedLoss"),
+        ("pp", "MULTI_GPU", 0, 0, "none", False, "PipelineStages"),
+        ("pp_interleaved", "MULTI_GPU", 0, 0, "none", False, "PipelineStages"),
+        ("pp_dp", "MULTI_GPU", 0, 0, "none", False, "PipelineStages"),
+        ("pp_fsdp2", "FSDP", 2, 0, "none", True, "PipelineStages"),
+        ("3d", "FSDP", 2, 0, "none", True, "PipelineStages"),
     ],
 )
 def test_what_a_strategy_says_of_itself(
@@ -199,7 +204,7 @@ def test_without_config_file_the_cached_default_would_decide() -> None:
 
 def test_an_unknown_strategy_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean ddp"):
-        load_strategy("dpp")
+        load_strategy("dddp")
 
 
 @pytest.mark.parametrize("name", strategy_names())
