@@ -288,10 +288,11 @@ def _words(config: TrainConfig, texts: Mapping[str, str]) -> list[str]:
 def _comes_back(command: str, wanted: Strategy, config: TrainConfig) -> bool:
     """Whether the training script would read this very strategy from the command."""
     try:
-        found = resolve(from_launcher(shlex.split(command), "train.py"), wanted.num_processes, config.mixed_precision)
+        found = resolve(from_launcher(shlex.split(command), "train.py"), wanted.num_processes, config.mixed_precision,
+                        config.pp_size, config.pp_schedule)  # fmt: skip
     except ConfigError:
         return False
-    return found.mesh == wanted.mesh
+    return found.sizes == wanted.sizes
 
 
 def _own_command(strategy: str, job: Job, words: Sequence[str]) -> str:

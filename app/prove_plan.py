@@ -173,7 +173,10 @@ def make_plan(words: Words) -> Plan:
 def _fill(plan: Plan, asked: _Asked, entries: list[_Entry], settings: dict[str, str], config: TrainConfig) -> None:
     """Adds the rows, once the micro-batch that suits all of them is known."""
     given = asked.config()
-    sizes = {entry.name: entry.strategy.data_parallel_size for entry in entries if not entry.reason}
+    # A pipeline needs a micro-batch for each of its ranks.
+    sizes = {
+        entry.name: entry.strategy.data_parallel_size * entry.strategy.pp_size for entry in entries if not entry.reason
+    }
     micro = micro_batch(config.global_batch_size, given.per_device_train_batch_size, sizes, plan.control != "none")
     shared = {**settings, "per_device_train_batch_size": str(micro), "runs_dir": str(plan.folder)}
 
@@ -442,7 +445,7 @@ def micro_batch(total: int, asked: int, sizes: Mapping[str, int], several: bool)
     Args:
         total: rows of a global batch.
         asked: the user's micro-batch.
-        sizes: data-parallel ranks by strategy.
+        sizes: data-parallel ranks by strategy, times the stages of each.
         several: whether a global batch must have two micro-batches at least.
 
     Raises:

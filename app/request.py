@@ -21,7 +21,7 @@ from trainers.config import EMBEDDED, LAUNCH_OPTIONS, ConfigError, TrainConfig, 
 from trainers.differences import changes_since_save
 from trainers.options import Request, parse_request, preset_path, read_yaml
 from trainers.run_folder import END_STATES, LIVE_STATES, RunFolder, new_run_id
-from trainers.strategies import Strategy, cannot_run, default_strategy, load_strategy, over_machines, resolve
+from trainers.strategies import Strategy, default_strategy, load_strategy, over_machines, refusal, resolve
 
 _SWITCHES = ("json", "quiet", "help", "check", "detach", "force")
 _LOG_ROOM = 2_000_000
@@ -268,9 +268,9 @@ def job_of(request: Request, values: dict[str, str], mistakes: Mistakes, run: Ru
             strategy = load_strategy(default_strategy(devices.num_processes))
         if config and strategy and devices:
             spread = over_machines(strategy, devices.machines)
-            strategy = resolve(spread, devices.num_processes, config.mixed_precision)
-            config.accumulation_steps(strategy.data_parallel_size)
-            if reason := cannot_run(strategy, config.method, bool(devices.gpu_ids), config.small_optimizer()):
+            count, precision = devices.num_processes, config.mixed_precision
+            strategy = resolve(spread, count, precision, config.pp_size, config.pp_schedule)
+            if reason := refusal(strategy, config, bool(devices.gpu_ids)):
                 raise ConfigError(f"strategy {strategy.name}: {reason}")
     with mistakes:
         member = bool(devices and devices.machine_rank)  # machine 0 decides whether the folder is free

@@ -20,7 +20,7 @@ from trainers.accelerate_keys import (
 )
 from trainers.config import ConfigError
 from trainers.deepspeed_json import JSON, json_mistakes, read_json
-from trainers.parallel.mesh import AXES, combination_mistakes, fitted
+from trainers.parallel.mesh import AXES, combination_mistakes, data_axis, fitted
 
 TYPES = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
 SCALED_TYPES = ("NO", "MULTI_GPU")  # the ones under which the training script scales the loss for fp16
@@ -32,10 +32,14 @@ _SECTIONS = {
 }
 
 
-def check(values: dict[str, Any]) -> list[str]:
+def check(values: dict[str, Any], pp_size: int = 1) -> list[str]:
     """Every mistake in an Accelerate config, a line each; those of single keys hide those of the whole.
 
     Reads the DeepSpeed JSON that the config names.
+
+    Args:
+        values: as they were read.
+        pp_size: pipeline stages, for which Accelerate has no key.
     """
     mistakes = [
         f"{key} is a flag of `accelerate launch` and no key of its YAML; pass --{key} {values[key]}"
@@ -49,7 +53,7 @@ def check(values: dict[str, Any]) -> list[str]:
             misplaced = _json_keys(section) if name == "deepspeed_config" else {}
             mistakes += misplaced.values()
             mistakes += key_mistakes({key: section[key] for key in section if key not in misplaced}, keys, name)
-    return mistakes or _check_whole(values)
+    return mistakes or _check_whole(values, pp_size)
 
 
 def _json_keys(inline: dict[str, Any]) -> dict[str, str]:
@@ -62,7 +66,7 @@ def _json_keys(inline: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _check_whole(values: dict[str, Any]) -> list[str]:
+def _check_whole(values: dict[str, Any], pp_size: int) -> list[str]:
     kind = values.get("distributed_type")
     mistakes = _check_common(values)
     for name, (_, kinds) in _SECTIONS.items():
@@ -70,8 +74,8 @@ def _check_whole(values: dict[str, Any]) -> list[str]:
             mistakes.append(f"{name} under distributed_type={kind} is ignored; write {kinds[0]}, or remove {name}")
     if kind == "FSDP":
         mistakes += _check_fsdp(values, values.get("fsdp_config") or {})
-    if kind in _SECTIONS["parallelism_config"][1]:
-        mistakes += _check_mesh(values)
+    if kind in _SECTIONS["parallelism_config"][1] or (kind in TYPES and pp_size > 1):
+        mistakes += _check_mesh(values, pp_size)
     if kind == "DEEPSPEED":
         mistakes += _check_deepspeed(values, values.get("deepspeed_config") or {})
     return mistakes
@@ -195,16 +199,18 @@ def mesh_sizes(values: dict[str, Any]) -> dict[str, int]:
     return {axis: int(written[key]) for axis, key in keys.items() if key in written}
 
 
-def _check_mesh(values: dict[str, Any]) -> list[str]:
-    asked, processes, kind = mesh_sizes(values), values.get("num_processes"), str(values["distributed_type"])
-    if not asked or processes is None:
+def _check_mesh(values: dict[str, Any], pp_size: int) -> list[str]:
+    written, processes, kind = mesh_sizes(values), values.get("num_processes"), str(values["distributed_type"])
+    if (not written and pp_size == 1) or processes is None:
         return []
-    sizes = fitted(asked, processes)
+    stages = {"pp": pp_size} if pp_size > 1 else {}
+    sizes = fitted(stages | (written or {data_axis(kind): -1}), processes)
     if isinstance(sizes, str):
-        return [f"parallelism_config: {sizes}"]
+        return [f"parallelism_config: {sizes}" if written else sizes]
     mistakes = [f"parallelism_config: {line}" for line in combination_mistakes(kind, sizes)]
     for axis in ("cp", "sp"):
-        how = [key for key in values["parallelism_config"] if key.startswith(f"parallelism_config_{axis}_")]
+        given = values.get("parallelism_config") or {}
+        how = [key for key in given if key.startswith(f"parallelism_config_{axis}_")]
         mistakes += [
             f"{key}: rows are cut by the training script, which keeps packed documents apart, and not by Accelerate; "
             "remove the line"
@@ -218,7 +224,7 @@ def _check_mesh(values: dict[str, Any]) -> list[str]:
             f"fsdp_config.fsdp_cpu_ram_efficient_loading=true with tp={sizes.tp}: each rank keeps its part of every "
             "matrix, and needs the weights; write false"
         )
-    if kind == "FSDP" and sizes.dp_shard * sizes.parts < 2:
+    if kind == "FSDP" and written and sizes.dp_shard * sizes.parts < 2:
         mistakes.append(
             f"parallelism_config_dp_shard_size={sizes.dp_shard} leaves nothing to shard over; write at least 2"
         )

@@ -30,10 +30,11 @@ from trainers.metrics import MetricsFile
 from trainers.mirror import Mirror, is_url, split_step
 from trainers.models import build_model, compile_blocks, compute_dtype, probe_attention
 from trainers.objectives.sft import SupervisedLoss
-from trainers.parallel.backend import Backend
+from trainers.parallel.backend import MicroBatched
 from trainers.parallel.cpu import adapt_to_cpu
 from trainers.parallel.fsdp import FullySharded
 from trainers.parallel.mesh import Mesh
+from trainers.parallel.pipeline import Pipelined
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.replicated import Replicated
 from trainers.parallel.sequence import over_ranks, refuse_unfit
@@ -84,7 +85,7 @@ def accelerator(config: TrainConfig, strategy: Strategy, run: RunFolder) -> tupl
     unset_hf_deepspeed_config()  # transformers would cut the weights while it loads them, under ZeRO 3
     set_seed(config.seed)
     ranks = Ranks(made.device)
-    mesh = Mesh(strategy.sizes, ranks.rank, ranks.device.type if strategy.mesh else None)
+    mesh = Mesh(strategy.sizes, ranks.rank, ranks.device.type if strategy.has_mesh else None)
     if strategy.mesh and strategy.distributed_type == "FSDP":
         made.state.device_mesh = mesh.device_mesh
         made.state.parallelism_config = ParallelismConfig(
@@ -117,22 +118,24 @@ def module(config: TrainConfig, main_rank: bool) -> SupervisedLoss:
 
 def backend(
     config: TrainConfig, strategy: Strategy, made: Accelerator, ranks: Ranks, mesh: Mesh, loss: SupervisedLoss
-) -> tuple[Backend, Census]:
+) -> tuple[MicroBatched | Pipelined, Census]:
     """The strategy's hold on model and optimizer, its attention proved, and the dtypes seen meanwhile."""
     refuse_unfit(loss.base.config.get_text_config(), mesh.sizes)
     _use_kernel(config, ranks, loss)
     cut(loss, mesh.group("tp"), mesh.index("tp"), mesh.sizes.tp)
     if config.torch_compile:
         compile_blocks(loss.base)
-    if strategy.distributed_type == "FSDP":
-        wrapped: Backend = FullySharded(loss, config, made, ranks, mesh)
+    if mesh.sizes.pp > 1:
+        wrapped: MicroBatched | Pipelined = _pipelined(config, strategy, ranks, mesh, loss)
+    elif strategy.distributed_type == "FSDP":
+        wrapped = FullySharded(loss, config, made, ranks, mesh)
     elif strategy.distributed_type == "DEEPSPEED":
         from trainers.parallel.zero import Zero
 
         wrapped = Zero(loss, config, made, ranks)
     else:
         wrapped = Replicated(loss, config, made)
-    if strategy.distributed_type in ("FSDP", "DEEPSPEED") or mesh.sizes.tp > 1:
+    if strategy.distributed_type in ("FSDP", "DEEPSPEED") or mesh.sizes.tp * mesh.sizes.pp > 1:
         check_whole(wrapped.shards(), ranks)
     with Census(loss) as census:
         probe_attention(wrapped.model, loss.base, config.packing, ranks.device)
@@ -140,6 +143,18 @@ def backend(
     if isinstance(wrapped, Replicated):
         wrapped.settle()
     return wrapped, census
+
+
+def _pipelined(config: TrainConfig, strategy: Strategy, ranks: Ranks, mesh: Mesh, loss: SupervisedLoss) -> Pipelined:
+    """This rank's stages; the ranks with the same ones average their gradients, or share the weights as FSDP does."""
+    group, built = mesh.group("pp"), mesh.device_mesh
+    assert group is not None
+    assert built is not None
+    if strategy.distributed_type == "FSDP":
+        axes = ("dp_replicate", "dp_shard_cp") if mesh.sizes.dp_replicate > 1 else ("dp_shard_cp",)
+        return Pipelined(loss, config, ranks.device, group, strategy.pp_schedule, shards=built[axes])
+    replicas = mesh.group("averaged") if mesh.sizes.averaged > 1 else None
+    return Pipelined(loss, config, ranks.device, group, strategy.pp_schedule, replicas=replicas)
 
 
 def _use_kernel(config: TrainConfig, ranks: Ranks, loss: SupervisedLoss) -> None:

@@ -218,6 +218,14 @@ class TrainConfig(BaseModel):
     ddp_bucket_cap_mb: int = _option("ddp", 25, "MiB", ge=1)
     """Size of the buckets in which DDP reduces gradients."""
 
+    # Pipeline
+    pp_size: Annotated[int | None, Optionally] = _option("pipeline", None, "stages", ge=1)
+    """Ranks that share the layers of the model among them; default: what the strategy's file says."""
+    pp_schedule: Annotated[Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] | None, Optionally] = _option(
+        "pipeline", None
+    )
+    """Order of the stages' work on the micro-batches of a step; default: what the strategy's file says."""
+
     # Evaluation
     eval_steps: int = _option("evaluation", 0, "steps", ge=0)
     """Evaluate every so many steps; 0: only at the end."""

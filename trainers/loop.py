@@ -46,7 +46,7 @@ from trainers.manifest import Progress
 from trainers.metrics import MetricsFile, Window, memory_gib, peak_flops, step_flops
 from trainers.models import compute_dtype, matmul_parameters
 from trainers.pace import Pace
-from trainers.parallel.backend import Backend, set_rate
+from trainers.parallel.backend import MicroBatched, set_rate
 from trainers.parallel.mesh import Mesh
 from trainers.parallel.pipeline import Pipelined
 from trainers.parallel.ranks import Ranks
@@ -83,7 +83,7 @@ class Job:
     run: RunFolder
     ranks: Ranks
     mesh: Mesh
-    backend: Backend
+    backend: MicroBatched | Pipelined
     bare: nn.Module
     buffers: list[str]
     scaler: Any

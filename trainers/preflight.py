@@ -16,6 +16,7 @@ from trainers.data.prepare import TokenSet, prepare
 from trainers.embedded import BASE_DIR
 from trainers.gpus import LEAST_CAPABILITY, capability
 from trainers.parallel.mesh import MeshSizes, heads_mistake
+from trainers.parallel.tensor_rules import refusals
 
 
 def check(config: TrainConfig, sizes: MeshSizes, has_gpu: bool) -> list[str]:
@@ -30,10 +31,11 @@ def check(config: TrainConfig, sizes: MeshSizes, has_gpu: bool) -> list[str]:
         ConfigError: with every mistake that can be found without loading weights.
     """
     mistakes = machine_mistakes(config, has_gpu) + _arithmetic(config, sizes.data) + check_model(config)
+    mistakes = mistakes or _cut_mistakes(config, sizes)  # which reads the model's config
     if mistakes:
         raise ConfigError(mistakes)
     train = prepare(config, "train")
-    _check_shape(config, sizes, train.report.longest)
+    _check_positions(config, train.report.longest)
     plan = plan_training(config, train, sizes.data, pad_token_id=0)
     lines = [*train.report.lines(), describe_plan(plan)]
     if config.has_evaluation():
@@ -172,21 +174,31 @@ def _check_header(path: Path, named: str) -> list[str]:
         return damaged
 
 
-def _check_shape(config: TrainConfig, sizes: MeshSizes, longest: int) -> None:
-    """Refuses documents longer than the model was made for, and heads that do not divide, where its config is at hand.
+def _cut_mistakes(config: TrainConfig, sizes: MeshSizes) -> list[str]:
+    """Why heads or matrices of the model cannot be shared out over the mesh, a line each."""
+    if sizes.tp * sizes.sp == 1:
+        return []
+    from transformers import AutoConfig
+
+    where = {"revision": config.model_revision, "trust_remote_code": config.trust_remote_code}
+    name = str(BASE_DIR) if config.model_name_or_path == EMBEDDED else config.model_name_or_path
+    shape = AutoConfig.from_pretrained(name, **where).get_text_config()
+    heads = heads_mistake(sizes, int(shape.num_attention_heads), shape.model_type)
+    quantised = f"tp={sizes.tp} with method=qlora: 4-bit matrices are not cut; use method=lora, or fsdp2"
+    mistakes = refusals(shape, sizes.tp) + ([heads] if heads else [])
+    return mistakes + ([quantised] if config.method == "qlora" and sizes.tp > 1 else [])
+
+
+def _check_positions(config: TrainConfig, longest: int) -> None:
+    """Refuses documents longer than the model was made for, where its config is at hand.
 
     Raises:
-        ConfigError: with the model's numbers.
+        ConfigError: with the model's limit.
     """
     folder = BASE_DIR if config.model_name_or_path == EMBEDDED else Path(config.model_name_or_path).expanduser()
     if not (folder / "config.json").is_file():
         return
     shape = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    text = shape.get("text_config", shape)
-    if "num_attention_heads" in text:
-        mistake = heads_mistake(sizes, text["num_attention_heads"], str(text.get("model_type")))
-        if mistake:
-            raise ConfigError(mistake)
     limit = shape.get("max_position_embeddings") or shape.get("n_positions")
     kept = min(longest, config.max_length)
     if isinstance(limit, int) and kept > limit:

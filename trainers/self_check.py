@@ -125,7 +125,7 @@ def _share(what: str, here: int, whole: int, ways: int) -> Line:
 def _layout(strategy: Strategy, mesh: Mesh, backend: Backend) -> list[Line]:
     """How weights are spread: mesh, ZeRO stage, share of the trained weights on this rank, offload."""
     lines = []
-    if strategy.mesh:
+    if strategy.has_mesh:
         built: Any = mesh.device_mesh
         got = MeshSizes(**dict(zip(built.mesh_dim_names, built.shape, strict=True)))
         lines.append(Line("mesh", str(strategy.sizes), str(got)))

@@ -147,7 +147,8 @@ def write_run_files(run: RunFolder, config: TrainConfig, strategy: Strategy) -> 
 
 def asked_strategy(launch: Launch, config: TrainConfig) -> Strategy:
     """The launcher's strategy, resolved with the config's precision."""
-    return resolve(launch.strategy, launch.strategy.num_processes, config.mixed_precision)
+    given = launch.strategy
+    return resolve(given, given.num_processes, config.mixed_precision, config.pp_size, config.pp_schedule)
 
 
 def give_way(seconds: float = 30.0) -> None:

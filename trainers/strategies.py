@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -18,10 +19,11 @@ from typing import Any
 import yaml
 
 from trainers.accelerate_rules import FP16_WAY, SCALED_TYPES, check, mesh_sizes
-from trainers.config import MACHINE_OPTIONS, ConfigError, unknown_option
+from trainers.config import MACHINE_OPTIONS, ConfigError, TrainConfig, unknown_option
 from trainers.deepspeed_json import leaves_parity, read_json
 from trainers.options import read_yaml
 from trainers.parallel.mesh import MeshSizes, data_axis, fitted
+from trainers.parallel.stages import SCHEDULES, micro_batch_mistake
 
 HEADER = "# strategy: "  # begins the copy of an Accelerate file that a run keeps
 STRATEGIES_DIR = Path(__file__).resolve().parent.parent / "accelerate_configs"
@@ -37,12 +39,16 @@ class Strategy:
         values: the keys that Accelerate reads.
         deepspeed_json: content of `deepspeed_config_file`; empty without one (Accelerate then builds DeepSpeed's
             config from the inline keys).
+        pp_size: pipeline stages, and
+        pp_schedule: their order of work; Accelerate's YAML has no word for either, so that they stand in comments.
     """
 
     name: str
     summary: str
     values: dict[str, Any]
     deepspeed_json: dict[str, Any] = field(default_factory=dict)
+    pp_size: int = 1
+    pp_schedule: str = "1f1b"
 
     @property
     def distributed_type(self) -> str:
@@ -57,9 +63,14 @@ class Strategy:
     @property
     def sizes(self) -> MeshSizes:
         """The mesh of all its processes; without one in the file they are all data-parallel."""
-        found = fitted(self.mesh or {data_axis(self.distributed_type): -1}, self.num_processes)
+        found = fitted(_asked(self.values, self.pp_size), self.num_processes)
         assert isinstance(found, MeshSizes), found  # the file was checked
         return found
+
+    @property
+    def has_mesh(self) -> bool:
+        """Whether more is asked for than the data parallelism of its `distributed_type`."""
+        return bool(self.mesh) or self.pp_size > 1
 
     @property
     def data_parallel_size(self) -> int:
@@ -111,6 +122,8 @@ class Strategy:
     @property
     def wrapped_class(self) -> str | None:
         """Name of the class that must wrap the model, None for none."""
+        if self.pp_size > 1:
+            return "PipelineStages"
         if self.distributed_type == "FSDP":
             return "FullyShardedDataParallel" if self.fsdp_version == 1 else "FSDPSupervisedLoss"
         return {"MULTI_GPU": "DistributedDataParallel", "DEEPSPEED": "DeepSpeedEngine"}.get(self.distributed_type)
@@ -122,7 +135,8 @@ class Strategy:
     def dump(self) -> str:
         """The YAML that Accelerate gets, the strategy's name in its first line."""
         name = "".join(letter for letter in self.name if letter.isprintable())
-        return f"{HEADER}{name}\n{yaml.safe_dump(self.values, sort_keys=False)}"
+        pipeline = f"# pp_size: {self.pp_size}\n# pp_schedule: {self.pp_schedule}\n" if self.pp_size > 1 else ""
+        return f"{HEADER}{name}\n{pipeline}{yaml.safe_dump(self.values, sort_keys=False)}"
 
 
 @dataclass(frozen=True)
@@ -184,19 +198,39 @@ def load_strategy(name_or_path: str) -> Strategy:
             listed = f"use one of {', '.join(strategy_names())}, or the path of an Accelerate YAML"
             raise ConfigError(f"unknown strategy {name_or_path!r}; {way if way.startswith('did') else listed}")
     values = _absolute_json(read_yaml(path))
-    mistakes = check(values)
+    text = path.read_text(encoding="utf-8")
+    pipeline, mistakes = _pipeline(text)
+    mistakes += check(values, int(pipeline.get("pp_size", 1)))
     if mistakes:
         raise ConfigError([f"{path.name}: {mistake}" for mistake in mistakes])
     if isinstance(values.get("main_process_port"), str):  # Accelerate's look at whether it is free takes a number only
         values["main_process_port"] = int(values["main_process_port"])
     file = (values.get("deepspeed_config") or {}).get("deepspeed_config_file")
     content = read_json(file) if file else {}
-    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    first = text.partition("\n")[0]
     if first.startswith(HEADER):
         name = first.removeprefix(HEADER).strip()
-        return Strategy(name, f"{name}, from the run in {path.parent}", values, content)
+        return Strategy(name, f"{name}, from the run in {path.parent}", values, content, **pipeline)
     summary = first.lstrip("# ").strip() if first.startswith("#") else f"{values['distributed_type']} from {path.name}"
-    return Strategy(path.stem, summary, values, content)
+    return Strategy(path.stem, summary, values, content, **pipeline)
+
+
+def _pipeline(text: str) -> tuple[dict[str, Any], list[str]]:
+    """`pp_size` and `pp_schedule` from the comment lines that say them, and what is wrong with them."""
+    found, mistakes = dict[str, Any](), []
+    for name, value in re.findall(r"^# (pp_size|pp_schedule): *(.*?) *$", text, re.MULTILINE):
+        if name == "pp_schedule" and value not in SCHEDULES:
+            mistakes.append(f"# pp_schedule: {value} is no schedule; use {', '.join(SCHEDULES)}")
+        elif name == "pp_size" and not (value.isascii() and value.isdigit() and int(value) > 0):
+            mistakes.append(f"# pp_size: {value} is no number of stages; write at least 1")
+        else:
+            found[name] = int(value) if name == "pp_size" else value
+    return found, mistakes
+
+
+def _asked(values: dict[str, Any], pp_size: int) -> dict[str, int]:
+    """The mesh as it is asked for; without one in the file all processes are data-parallel, but for the stages."""
+    return {"pp": pp_size, **(mesh_sizes(values) or {data_axis(str(values["distributed_type"])): -1})}
 
 
 def _absolute_json(values: dict[str, Any]) -> dict[str, Any]:
@@ -243,56 +277,82 @@ def cannot_run(strategy: Strategy, method: str, has_gpu: bool, small_optimizer: 
     return next((reason for reason, applies in reasons.items() if applies), None)
 
 
+def refusal(strategy: Strategy, config: TrainConfig, has_gpu: bool) -> str | None:
+    """Why a strategy cannot train this here, as `cannot_run` has it, or for too few micro-batches; None when it can.
+
+    Raises:
+        ConfigError: when the global batch does not divide.
+    """
+    if reason := cannot_run(strategy, config.method, has_gpu, config.small_optimizer()):
+        return reason
+    micro_batches = config.accumulation_steps(strategy.data_parallel_size)
+    return micro_batch_mistake(strategy.pp_schedule, strategy.pp_size, micro_batches) if strategy.pp_size > 1 else None
+
+
 def _has(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def resolve(strategy: Strategy, num_processes: int, mixed_precision: str) -> Strategy:
+def resolve(
+    strategy: Strategy, num_processes: int, mixed_precision: str, pp_size: int | None = None,
+    pp_schedule: str | None = None,
+) -> Strategy:  # fmt: skip
     """The strategy for these processes: counts and mesh set, device choice left to CUDA_VISIBLE_DEVICES.
 
     The file says `mixed_precision: no` for bf16 as well: the training script applies autocast itself, inside the
     wrapped module and alike for every backend; a backend's own would cast parameters, outputs or reductions too.
+
+    Args:
+        pp_size: pipeline stages, and
+        pp_schedule: their order of work; None for what the file says.
 
     Raises:
         ConfigError: when the strategy cannot have that many, or its precision is not the one asked for.
     """
     values = {key: value for key, value in strategy.values.items() if key not in ("gpu_ids", "mixed_precision")}
     values["num_processes"] = num_processes
-    mistakes = _fit_mesh(values, num_processes) or check(values)
+    pipeline: dict[str, Any] = {
+        "pp_size": pp_size or strategy.pp_size,
+        "pp_schedule": pp_schedule or strategy.pp_schedule,
+    }
+    stages = int(pipeline["pp_size"])
+    mistakes = _fit_mesh(values, num_processes, stages) or check(values, stages)
     written = strategy.values.get("mixed_precision")
     if written not in (None, "no", mixed_precision):
         mistakes.append(
             f"it says mixed_precision={written} and the config {mixed_precision}; "
             f"pass --mixed_precision {written} or take it out of the YAML"
         )
-    cut = max(mesh_sizes(values).get("tp", 1), 1) > 1  # each rank would find other gradients to be infinite
+    cut = mesh_sizes(values).get("tp", 1) > 1 or stages > 1  # each rank would find other gradients to be infinite
     if mixed_precision == "fp16" and (cut or strategy.distributed_type not in SCALED_TYPES):
         mistakes.append(FP16_WAY)
     if mistakes:
         raise ConfigError([f"strategy {strategy.name}: {mistake}" for mistake in mistakes])
     if not strategy.deepspeed.get("deepspeed_config_file"):  # Accelerate refuses the key beside a DeepSpeed JSON
         values["mixed_precision"] = "fp16" if mixed_precision == "fp16" else "no"
-    return replace(strategy, values=values)
+    return replace(strategy, values=values, **pipeline)
 
 
-def _fit_mesh(values: dict[str, Any], num_processes: int) -> list[str]:
+def _fit_mesh(values: dict[str, Any], num_processes: int, pp_size: int) -> list[str]:
     """Sets the mesh in `values` to the processes: the axis that takes the rest follows them, others stay as written."""
-    asked = mesh_sizes(values)
-    if not asked:
+    asked, kind = _asked(values, pp_size), str(values["distributed_type"])
+    if asked == {"pp": 1, data_axis(kind): -1}:
         return []
-    kind = str(values["distributed_type"])
     free = next((axis for axis, size in asked.items() if size == -1), data_axis(kind))
     kept = {axis: size for axis, size in asked.items() if axis != free}
     made, shown = prod(kept.values()), " x ".join(f"{axis} {size}" for axis, size in kept.items() if size > 1)
     rest, over = divmod(num_processes, made)
-    own = f"or write {' and '.join(f'parallelism_config_{axis}_size' for axis in kept)} into a YAML of your own"
+    written = [axis for axis in kept if axis != "pp"]
+    own = f"or write {' and '.join(f'parallelism_config_{axis}_size' for axis in written)} into a YAML of your own"
+    own = own if written else "or another pp_size"
     if over or not rest:
         return [f"num_processes={num_processes} / {shown} leaves {over}; use a multiple of {made}, {own}"]
     if free == "dp_shard" and rest * asked.get("cp", 1) * asked.get("sp", 1) < 2:
         line = f"num_processes={num_processes} / {shown} = {rest}, nothing to shard over"
         return [f"{line}; use at least {2 * made}, {own}"]
-    written = {f"parallelism_config_{axis}_size": size for axis, size in {**kept, free: rest}.items()}
-    values["parallelism_config"] = {**values["parallelism_config"], **written}
+    sizes = {f"parallelism_config_{axis}_size": size for axis, size in {**kept, free: rest}.items() if axis != "pp"}
+    if "parallelism_config" in values:
+        values["parallelism_config"] = {**values["parallelism_config"], **sizes}
     return []
 
 
@@ -342,7 +402,7 @@ def from_launcher(argv: Sequence[str], script: str) -> Strategy:
     strategy = load_strategy(known.config_file)
     given = {name: getattr(known, name) for name in _COUNTS if getattr(known, name) is not None}
     values = {**strategy.values, **given}
-    mistakes = check(values)
+    mistakes = check(values, strategy.pp_size)
     if mistakes:
         raise ConfigError([f"with the launcher's flags: {mistake}" for mistake in mistakes])
     return replace(strategy, values=values)

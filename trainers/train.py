@@ -45,7 +45,7 @@ from trainers.startup import (
     rank_of_environment,
     write_run_files,
 )
-from trainers.strategies import Strategy, cannot_run
+from trainers.strategies import Strategy, refusal
 
 
 def main(argv: list[str]) -> int:
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
             return print_check(request)
         launch, config = find_launch(), absolute_paths(request.resolve())
         strategy = asked_strategy(launch, config)
-        unable = cannot_run(strategy, config.method, gpu_count() > 0, config.small_optimizer())
+        unable = refusal(strategy, config, gpu_count() > 0)
         refused = [f"strategy {strategy.name}: {unable}"] if unable else []
         if mistakes := refused + machine_mistakes(config, gpu_count() > 0):
             raise ConfigError(mistakes)

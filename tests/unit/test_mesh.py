@@ -105,3 +105,5 @@ def test_heads_that_do_not_divide_are_told_with_the_sizes_that_would() -> None:
     assert heads_mistake(MeshSizes(sp=3), 6, "llama") is None
     line = "sp=4 does not divide the 6 attention heads of llama; use 2, 3, 6, or cp"
     assert heads_mistake(MeshSizes(sp=4), 6, "llama") == line
+    left = "sp=4 does not divide the 2 attention heads that tp=4 leaves a rank of llama; use 2, or cp"
+    assert heads_mistake(MeshSizes(sp=4, tp=4), 8, "llama") == left

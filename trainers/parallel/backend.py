@@ -23,12 +23,6 @@ class Backend(Protocol):
     model: nn.Module
     optimizer: Any
 
-    def accumulate(self, last: bool) -> AbstractContextManager[Any]:
-        """Around forward and backward of one micro-batch; `last` in its step."""
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """Gradients of `loss`, averaged over the data-parallel ranks at the latest in the last micro-batch."""
-
     def clip(self, limit: float) -> torch.Tensor:
         """Clips to a global norm (infinity: not at all); returns the norm before, a scalar, alike on every rank."""
 
@@ -49,6 +43,16 @@ class Backend(Protocol):
 
     def make_state(self, keys: Iterable[str], steps: dict[str, float]) -> None:
         """Gives the optimizer a state of zeros for the weights in `steps`, for a checkpoint to be read into."""
+
+
+class MicroBatched(Backend, Protocol):
+    """One that takes the micro-batches of a step one after the other; a pipeline takes them all at once."""
+
+    def accumulate(self, last: bool) -> AbstractContextManager[Any]:
+        """Around forward and backward of one micro-batch; `last` in its step."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Gradients of `loss`, averaged over the data-parallel ranks at the latest in the last micro-batch."""
 
 
 def set_rate(optimizer: Any, rate: float) -> None:

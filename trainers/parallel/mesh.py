@@ -28,13 +28,15 @@ MEANS = {
 }
 BACKENDS = {
     "NO": frozenset[str](),
-    "MULTI_GPU": frozenset({"dp_replicate", "cp", "sp", "tp"}),
-    "FSDP": frozenset({"dp_replicate", "dp_shard", "cp", "sp", "tp"}),
+    "MULTI_GPU": frozenset({"pp", "dp_replicate", "cp", "sp", "tp"}),
+    "FSDP": frozenset({"pp", "dp_replicate", "dp_shard", "cp", "sp", "tp"}),
     "DEEPSPEED": frozenset[str](),
 }
 """The axes that each `distributed_type` goes with."""
 APART = {
     frozenset({"cp", "sp"}): "both cut the rows; use one of them",
+    frozenset({"pp", "cp"}): "not proved together; use one of them",
+    frozenset({"pp", "sp"}): "not proved together; use one of them",
 }
 """Pairs of axes that do not go together, and why."""
 
@@ -127,11 +129,13 @@ def combination_mistakes(kind: str, sizes: MeshSizes) -> list[str]:
 
 
 def heads_mistake(sizes: MeshSizes, heads: int, model_type: str) -> str | None:
-    """Why Ulysses cannot share out a model's attention heads; None when it can."""
-    if heads % sizes.sp == 0:
+    """Why Ulysses cannot share out a model's attention heads, or what tp leaves of them; None when it can."""
+    left = heads // sizes.tp
+    if left % sizes.sp == 0:
         return None
-    ways = ", ".join(str(size) for size in range(2, heads + 1) if heads % size == 0)
-    return f"sp={sizes.sp} does not divide the {heads} attention heads of {model_type}; use {ways}, or cp"
+    ways = ", ".join(str(size) for size in range(2, left + 1) if left % size == 0)
+    which = f"{heads} attention heads" if sizes.tp == 1 else f"{left} attention heads that tp={sizes.tp} leaves a rank"
+    return f"sp={sizes.sp} does not divide the {which} of {model_type}; use {ways + ', or ' if ways else ''}cp"
 
 
 def _kinds(axis: str) -> str:
@@ -198,8 +202,8 @@ class Mesh:
 
     @property
     def counts(self) -> bool:
-        """Whether this process's loss counts: others of its tensor group have the very same."""
-        return self.index("tp") == 0
+        """Whether this process's loss counts: others of its tensor group and its pipeline have the very same."""
+        return self.index("tp") == self.index("pp") == 0
 
 
 def _device_mesh(sizes: MeshSizes, device_type: str) -> Any:

@@ -130,14 +130,16 @@ class Pipelined:
         gc.collect()  # the layers of other ranks are in cycles
         self.trained, self.shapes, self.tied = self.part.trained, self.part.shapes, self.part.tied
         self.total = self.ranks * len(self.part.chunks)
-        self.model = PipelineStages(loss, self.part.chunks, self.part.hidden_size, self.part.dtype).to(device)
+        self.model: nn.Module = PipelineStages(loss, self.part.chunks, self.part.hidden_size, self.part.dtype).to(
+            device
+        )
         self.dtype = self._carried_dtype()
         self.mesh = shards
         if shards is not None:
             self.trained = _shard_stages(self.part, shards)
         # Counted before any forward pass: after one FSDP may leave weights whole.
         self.here = sum(_local(weight).numel() for weight in self.model.parameters())
-        self.optimizer = build_optimizer(parameter_groups(self.trained, self.shapes, config), config)
+        self.optimizer: Any = build_optimizer(parameter_groups(self.trained, self.shapes, config), config)
         self.last_rank = rank_of(schedule, self.ranks, self.total - 1)
         self.primary = replicas is None or distributed.get_rank(replicas) == 0
         if shards is not None:
