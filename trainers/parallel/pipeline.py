@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -202,7 +202,7 @@ class Pipelined:
         Raises:
             TrainingError: when the schedule cannot take so many micro-batches.
         """
-        self._make_room(len(micros), max(micro.slots for micro in micros))
+        self._make_room(len(micros), max(micro.input_ids.numel() for micro in micros))
         self.work.beat = beat
         self.work.take([micro.inputs(self.device) for micro in micros], shares, self.device)
         numbers = torch.arange(len(micros), device=self.device)
@@ -213,6 +213,14 @@ class Pipelined:
         self._sum_tied()
         distributed.all_reduce(self.work.loss, group=self.group)  # the other ranks have 0
         return self.work.loss
+
+    def accumulate(self, last: bool) -> AbstractContextManager[Any]:
+        """See `Backend`; `run` takes whole steps, in which nothing is held back."""
+        return nullcontext()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Not here: no rank has both ends of a micro-batch."""
+        raise NotImplementedError("a pipeline runs whole steps; call run")
 
     def _make_room(self, count: int, slots: int) -> None:
         """Stages and schedule for a number of micro-batches, with buffers that only ever grow."""
@@ -254,7 +262,7 @@ class Pipelined:
         sums, sent = torch.zeros(2, dtype=torch.float64, device=self.device), list[Any]()
         for micro in micros:
             beat("evaluation")
-            self.work.room = max(self.work.room, micro.slots)
+            self.work.room = max(self.work.room, micro.input_ids.numel())
             self.work.take([micro.inputs(self.device)], [1.0], self.device)
             carried = torch.zeros(1, device=self.device)
             for stage, chunk in zip(self.part.stages, self.part.chunks, strict=True):
