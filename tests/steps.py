@@ -16,6 +16,7 @@ from trainers.config import TrainConfig
 from trainers.data.prepare import prepare
 from trainers.loop import Job, StepResult, train_step
 from trainers.pace import Pace
+from trainers.parallel.mesh import Mesh, MeshSizes
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.replicated import Replicated
 from trainers.preflight import plan_training
@@ -37,7 +38,8 @@ class Steps:
         ranks = Ranks(made.device)
         nothing: Any = None
         self.job = Job(
-            config=config, run=nothing, ranks=ranks, backend=Replicated(self.loss, config, made), bare=self.loss.model,
+            config=config, run=nothing, ranks=ranks, mesh=Mesh(MeshSizes()),
+            backend=Replicated(self.loss, config, made), bare=self.loss.model,
             buffers=[], scaler=None, plan=plan_training(config, prepare(config, "train"), 1, pad_token_id=0),
             eval_rows=None, checkpoints=_stub(written=lambda: True), heartbeat=_stub(at=at), metrics=None,
             report=nothing, show=nothing, launcher=0, clock=nothing, pace=Pace(made.device, alone_in_forward=True),

@@ -224,7 +224,7 @@ def _check_mesh(values: dict[str, Any], pp_size: int) -> list[str]:
             f"fsdp_config.fsdp_cpu_ram_efficient_loading=true with tp={sizes.tp}: each rank keeps its part of every "
             "matrix, and needs the weights; write false"
         )
-    if kind == "FSDP" and written and sizes.dp_shard * sizes.parts < 2:
+    if kind == "FSDP" and (written or pp_size > 1) and sizes.dp_shard * sizes.parts < 2:
         mistakes.append(
             f"parallelism_config_dp_shard_size={sizes.dp_shard} leaves nothing to shard over; write at least 2"
         )

@@ -258,7 +258,8 @@ def attend_masked(
     """
     if kernel is eager:
         return _products(module, query, key, value, allowed, **rest)
-    return sdpa_attention_forward(module, query, key, value, allowed, is_causal=True, **_plain(rest))[0]
+    mask = None if allowed is None else allowed[None, None]
+    return sdpa_attention_forward(module, query, key, value, mask, is_causal=True, **_plain(rest))[0]
 
 
 def _on_parts_too(kernel: Any) -> Any:

@@ -126,7 +126,7 @@ def backend(
     if config.torch_compile:
         compile_blocks(loss.base)
     if mesh.sizes.pp > 1:
-        wrapped: MicroBatched | Pipelined = _pipelined(config, strategy, ranks, mesh, loss)
+        wrapped: MicroBatched | Pipelined = Pipelined.on(mesh, loss, config, ranks.device, strategy.pp_schedule)
     elif strategy.distributed_type == "FSDP":
         wrapped = FullySharded(loss, config, made, ranks, mesh)
     elif strategy.distributed_type == "DEEPSPEED":
@@ -143,18 +143,6 @@ def backend(
     if isinstance(wrapped, Replicated):
         wrapped.settle()
     return wrapped, census
-
-
-def _pipelined(config: TrainConfig, strategy: Strategy, ranks: Ranks, mesh: Mesh, loss: SupervisedLoss) -> Pipelined:
-    """This rank's stages; the ranks with the same ones average their gradients, or share the weights as FSDP does."""
-    group, built = mesh.group("pp"), mesh.device_mesh
-    assert group is not None
-    assert built is not None
-    if strategy.distributed_type == "FSDP":
-        axes = ("dp_replicate", "dp_shard_cp") if mesh.sizes.dp_replicate > 1 else ("dp_shard_cp",)
-        return Pipelined(loss, config, ranks.device, group, strategy.pp_schedule, shards=built[axes])
-    replicas = mesh.group("averaged") if mesh.sizes.averaged > 1 else None
-    return Pipelined(loss, config, ranks.device, group, strategy.pp_schedule, replicas=replicas)
 
 
 def _use_kernel(config: TrainConfig, ranks: Ranks, loss: SupervisedLoss) -> None:

@@ -285,7 +285,9 @@ def refusal(strategy: Strategy, config: TrainConfig, has_gpu: bool) -> str | Non
     """
     if reason := cannot_run(strategy, config.method, has_gpu, config.small_optimizer()):
         return reason
-    micro_batches = config.accumulation_steps(strategy.data_parallel_size)
+    micro_batches, sizes = config.accumulation_steps(strategy.data_parallel_size), strategy.sizes
+    if config.torch_compile and sizes.pp * sizes.parts > 1:
+        return f"torch_compile=true is not proved with {sizes}; leave it out, or use a strategy without pp, cp and sp"
     return micro_batch_mistake(strategy.pp_schedule, strategy.pp_size, micro_batches) if strategy.pp_size > 1 else None
 
 
