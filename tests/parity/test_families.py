@@ -1,0 +1,66 @@
+"""Models other than the embedded Llama under each cut of layers and rows: QK-norm, sliding windows, untied heads."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from tests.launching import Finished
+from tests.parity.runs import STEPS, curve, mostly_long, run
+from trainers.embedded import BASE_DIR
+from trainers.strategies import load_strategy
+
+SMALL = {
+    "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+}  # fmt: skip
+# 3 words are left over where the vocabulary is cut in two or four.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"vocab_size": 1027, "tie_word_embeddings": False},
+    "qwen3": {"tie_word_embeddings": True},
+    "gemma3_text": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma2": {"sliding_window": 24, "query_pre_attn_scalar": 16},
+}
+CUTS = ["tp", "sp", "cp", "pp", "fsdp2_tp", "pp_interleaved", "pp_fsdp2", "3d"]
+SHORT = [("tp", "qwen3"), ("cp", "gemma3_text"), ("sp", "gemma2"), ("pp", "qwen3")]
+ALL = [(cut, family) for cut in CUTS for family in FAMILIES]
+
+
+@functools.cache
+def model(family: str) -> str:
+    """A folder with a small model's config and the embedded tokenizer; its weights are the seed's."""
+    folder = Path(tempfile.mkdtemp(prefix=f"{family}-"))
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (BASE_DIR / name).exists():
+            shutil.copy(BASE_DIR / name, folder)
+    AutoConfig.for_model(family, **SMALL | FAMILIES[family]).save_pretrained(folder)
+    assert json.loads((folder / "config.json").read_text())["model_type"] == family
+    return str(folder)
+
+
+def trained(processes: int, family: str, strategy: str | None = None, **more: Any) -> Finished:
+    """Packed rows; the weights are large at first, so that a fault in attention shows at once."""
+    return run(processes, "full", True, strategy, model_name_or_path=model(family), random_init=True,
+               learning_rate=1e-3, eval_dataset_name="none", max_eval_samples=None, **more)  # fmt: skip
+
+
+@pytest.mark.parametrize(("cut", "family"), mostly_long(ALL, SHORT))
+def test_another_family_trains_as_on_one_process(cut: str, family: str) -> None:
+    cut_up = trained(load_strategy(cut).num_processes, family, cut)
+    assert len(cut_up.series("loss")) == STEPS
+    assert curve(cut_up).agrees(curve(trained(1, family)))
+
+
+def test_the_families_differ_and_a_fault_on_purpose_is_seen() -> None:
+    """Controls: the curves are not alike because nothing is trained, and the classic fault leaves the tolerance."""
+    qwen, gemma = curve(trained(1, "qwen3")), curve(trained(1, "gemma3_text"))
+    assert not qwen.agrees(gemma)
+    assert qwen.losses[-1] < qwen.losses[0] - 0.05
+    assert not curve(trained(2, "qwen3", "tp", control="mean-of-means")).agrees(qwen)
