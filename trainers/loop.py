@@ -364,6 +364,7 @@ class Fit:
             "elapsed_s": progress.elapsed_s,
             "eta_s": (job.plan.total_steps - progress.step) * seconds / steps,
             **({"slow_ranks": sorted(slow)} if slow else {}),
+            **({"bubble": job.backend.idle(seconds)} if isinstance(job.backend, Pipelined) else {}),
             **({} if result.updated else {"passed_over": True}),
         }
         self._tell_slow(slow)

@@ -31,6 +31,7 @@ from trainers.gpus import find_gpus, gpu_count
 from trainers.log_tee import start_tee, without_secrets
 from trainers.options import Request, parse_request
 from trainers.parallel.mesh import Mesh, MeshSizes
+from trainers.parallel.stages import bubble_line
 from trainers.preflight import check, describe_plan, machine_mistakes, make_rows, plan_training
 from trainers.run_folder import Process, RunFolder, now, register_outside
 from trainers.startup import (
@@ -190,7 +191,8 @@ def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
     by_rank = ranks.gather((memory, memory_gib(ranks.device)))
     if main_rank:
         print(f"run {run.path}\n{table(lines, ranks, backend, census, by_rank)}\n{describe_plan(plan)}")
-        print("\n".join([*data.report.lines(), *warnings(config, strategy, launch.supervised)]), flush=True)
+        print("\n".join([*data.report.lines(), *pipeline_lines(config, strategy),
+                         *warnings(config, strategy, launch.supervised)]), flush=True)  # fmt: skip
     check_asked(lines, ranks)
     CLOCK.ended("wrap")
 
@@ -242,6 +244,14 @@ def begin(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
     write_run_files(run, config, strategy)
     register_outside(run, config.runs_dir)
     return attempt
+
+
+def pipeline_lines(config: TrainConfig, strategy: Strategy) -> list[str]:
+    """What a pipeline costs by itself; nothing without one."""
+    if strategy.pp_size == 1:
+        return []
+    micro_batches = config.accumulation_steps(strategy.data_parallel_size)
+    return [bubble_line(strategy.pp_schedule, strategy.pp_size, micro_batches)]
 
 
 def warnings(config: TrainConfig, strategy: Strategy, supervised: bool) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,14 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
-from trainers.config import ConfigError
+from trainers.config import ConfigError, build
 from trainers.strategies import (
     STRATEGIES_DIR,
     cannot_run,
     default_strategy,
     from_launcher,
     load_strategy,
+    refusal,
     resolve,
     strategy_names,
 )
@@ -231,3 +233,64 @@ def test_what_cannot_run_says_why(
     monkeypatch.setattr("importlib.util.find_spec", lambda package: None if package == missing else object())
     monkeypatch.setattr("shutil.which", lambda tool: None if missing == "c++" else f"/usr/bin/{tool}")
     assert part in str(cannot_run(load_strategy(name), method, has_gpu=False))
+
+
+PIPELINE = "# A pipeline.\n# pp_size: {size}\n# pp_schedule: {schedule}\n{rest}"
+
+
+def pipeline_file(folder: Path, size: object = 2, schedule: str = "1f1b", name: str = "ddp") -> str:
+    """A strategy file of our own, whose stages stand in comments."""
+    file = folder / "mine.yaml"
+    rest = (STRATEGIES_DIR / f"{name}.yaml").read_text()
+    file.write_text(PIPELINE.format(size=size, schedule=schedule, rest=rest))
+    return str(file)
+
+
+def test_stages_stand_in_comments_and_go_into_the_runs_copy(tmp_path: Path) -> None:
+    mine = resolve(load_strategy(pipeline_file(tmp_path, schedule="gpipe")), 4, "no")
+    assert (mine.pp_size, mine.pp_schedule, str(mine.sizes)) == (2, "gpipe", "pp 2 x dp_replicate 2")
+    copy = tmp_path / "accelerate.yaml"
+    copy.write_text(mine.dump())
+    again = load_strategy(str(copy))
+    assert (again.pp_size, again.pp_schedule, again.sizes) == (mine.pp_size, mine.pp_schedule, mine.sizes)
+    assert resolve(load_strategy("ddp"), 2, "no").pp_size == 1
+
+
+def test_options_go_before_the_files_stages() -> None:
+    pipelined = resolve(load_strategy("ddp"), 4, "no", pp_size=4, pp_schedule="zero_bubble")
+    assert (str(pipelined.sizes), pipelined.pp_schedule, pipelined.wrapped_class) == (
+        "pp 4",
+        "zero_bubble",
+        "PipelineStages",
+    )
+    assert resolve(load_strategy("pp"), 2, "no", pp_size=1).wrapped_class == "DistributedDataParallel"
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ({"size": 0}, "# pp_size: 0 is no number of stages; write at least 1"),
+        ({"size": "two"}, "# pp_size: two is no number of stages"),
+        ({"schedule": "1f2b"}, "# pp_schedule: 1f2b is no schedule; use gpipe, 1f1b, interleaved, zero_bubble, zbv"),
+        ({"name": "zero2"}, "pp=2 does not go with distributed_type=DEEPSPEED; use MULTI_GPU or FSDP"),
+        ({"size": 3}, "pp 3 = 3, but num_processes=2; use a multiple of that"),
+        ({"name": "hsdp"}, "pp 2 x dp_replicate 2 x dp_shard 2 = 8, but num_processes=4; make them equal"),
+    ],
+)
+def test_stages_that_cannot_be_are_told(file: dict[str, object], line: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=re.escape(line)):
+        load_strategy(pipeline_file(tmp_path, **file))  # type: ignore[arg-type]
+
+
+def test_too_few_micro_batches_fp16_and_compiled_blocks_are_refused_for_a_pipeline() -> None:
+    values = {"model_name_or_path": "embedded", "dataset_name": "embedded", "global_batch_size": 8}
+    pipeline = resolve(load_strategy("pp"), 2, "no")
+    few = build(values | {"per_device_train_batch_size": 8})
+    assert "needs at least 2 micro-batches in a step, not 1" in str(refusal(pipeline, few, has_gpu=False))
+    assert refusal(pipeline, build(values), has_gpu=False) is None
+    compiled = build(values | {"torch_compile": True})
+    assert "torch_compile=true is not proved with pp 2" in str(refusal(pipeline, compiled, has_gpu=False))
+    assert refusal(load_strategy("ddp"), compiled, has_gpu=False) is None
+    with pytest.raises(ConfigError, match="fp16 needs loss scaling"):
+        resolve(load_strategy("tp"), 2, "fp16")
+    assert resolve(load_strategy("ddp"), 2, "fp16").values["mixed_precision"] == "fp16"

@@ -30,7 +30,7 @@ from trainers.parallel.cutting import Absent, Chunk, Part, PipelineStages, Work,
 from trainers.parallel.mesh import Mesh
 from trainers.parallel.norm import global_norm
 from trainers.parallel.shards import WEIGHT, Shard
-from trainers.parallel.stages import SCHEDULES, micro_batch_mistake, rank_of
+from trainers.parallel.stages import SCHEDULES, measured_bubble, micro_batch_mistake, rank_of
 
 BUCKET = 2**23
 """Elements of the gradients that are averaged in one collective."""
@@ -348,6 +348,16 @@ class Pipelined:
         for gradient in self._gradients():
             _local(gradient).mul_(factor)
         return total
+
+    def idle(self, seconds: float) -> float:
+        """The share of some training time in which the ranks of this pipeline waited, of those that it had. Collective.
+
+        Args:
+            seconds: since it was last asked.
+        """
+        busy: list[Any] = [None] * self.ranks
+        distributed.all_gather_object(busy, self.busy.seconds(), group=self.group)
+        return measured_bubble(busy, seconds)
 
     def step(self) -> None:
         """See `Backend`."""

@@ -110,6 +110,15 @@ def bubble(schedule: str, ranks: int, micro_batches: int) -> float:
     return idle / (_TIMES * kind.chunks * micro_batches + idle)
 
 
+def bubble_line(schedule: str, ranks: int, micro_batches: int) -> str:
+    """What a run says of its pipeline at its start."""
+    share = bubble(schedule, ranks, micro_batches)
+    return (
+        f"pipeline: {schedule} over {ranks} ranks with {micro_batches} micro-batches in a step; a rank waits "
+        f"{share:.1%} of it, were all stages alike and sending free"
+    )
+
+
 def measured_bubble(busy: Sequence[float], step_seconds: float) -> float:
     """The idle share that was measured.
 
