@@ -13,7 +13,8 @@ from trainers.config import ConfigError, TrainConfig, sections
 Kind = Literal["choice", "bool", "int", "float", "text", "list", "map"]
 TITLES = {
     "model": "Model", "method": "Method", "data": "Data", "batch": "Batch", "optimizer": "Optimizer",
-    "precision": "Precision and memory", "ddp": "Data parallel", "evaluation": "Evaluation", "run": "Run",
+    "precision": "Precision and memory", "ddp": "Data parallel", "pipeline": "Pipeline",
+    "evaluation": "Evaluation", "run": "Run",
 }  # fmt: skip
 COMMON = (
     "learning_rate", "num_train_epochs", "max_steps", "global_batch_size", "per_device_train_batch_size", "max_length",

@@ -122,7 +122,7 @@ def test_a_batch_that_does_not_divide_is_not_possible() -> None:
         ("tiny-lora --learning_rte 1", ["did you mean learning_rate?"]),
         ("tiny-lora --turn 3 --nonsense 1", ["did you mean turns?", "`tunesmith bench --help` lists"]),
         ("tiny-lora --num_processes 3", ["does not divide"]),
-        ("tiny-lora --strategy dpp --gpus x", ["did you mean ddp?", "no GPU id"]),
+        ("tiny-lora --strategy dddp --gpus x", ["did you mean ddp?", "no GPU id"]),
         ("tiny-lora --steps 0 --turns 1", ["steps='0'", "turns='1' is no number of turns; write 2 to 20"]),
         ("tiny-lora --steps", ["steps=''"]),
         ("tiny-lora --steps ²", ["steps='²'"]),

@@ -110,14 +110,14 @@ def test_the_help_of_resume_says_what_it_takes(shell: Shell) -> None:
 
 
 def test_all_mistakes_of_a_request_come_at_once(shell: Shell) -> None:
-    words = "train tiny-lroa --learning_rte 1e-4 --seed -1 --strategy dpp --gpus 0,x --num_processes two"
+    words = "train tiny-lroa --learning_rte 1e-4 --seed -1 --strategy dddp --gpus 0,x --num_processes two"
     assert shell(*words.split()) == 2
     assert shell.out == ""
     expected = [
         "unknown preset 'tiny-lroa'; did you mean tiny-lora?",
         "unknown option learning_rte; did you mean learning_rate?",
         "seed='-1' is refused",
-        "unknown strategy 'dpp'; did you mean ddp?",
+        "unknown strategy 'dddp'; did you mean ddp?",
         "gpus='0,x': 'x' is no GPU id",
         "num_processes='two' is no whole number",
     ]

@@ -159,7 +159,7 @@ def test_a_slip_gets_a_line_and_leaves_nothing(words: str, part: str, capsys: py
 
 
 def test_all_mistakes_come_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "tiny-lroa --learning_rte 1 --steps x --strategies dpp --gpus y --control z"
+    words = "tiny-lroa --learning_rte 1 --steps x --strategies dddp --gpus y --control z"
     assert run_verb(["prove", *words.split(), "--json"]) == 2
     assert len(json.loads(capsys.readouterr().out)["mistakes"]) == 6
 
