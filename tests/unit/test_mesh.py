@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 
 import pytest
 
@@ -107,3 +108,8 @@ def test_heads_that_do_not_divide_are_told_with_the_sizes_that_would() -> None:
     assert heads_mistake(MeshSizes(sp=4), 6, "llama") == line
     left = "sp=4 does not divide the 2 attention heads that tp=4 leaves a rank of llama; use 2, or cp"
     assert heads_mistake(MeshSizes(sp=4, tp=4), 8, "llama") == left
+
+
+def test_the_readme_has_the_matrix_of_the_rules() -> None:
+    readme = Path(__file__).resolve().parents[2] / "README.md"
+    assert matrix() in readme.read_text(encoding="utf-8")
