@@ -19,6 +19,7 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def measure(
                            PYTHONPATH=f"{inject}{os.pathsep}{ROOT}")  # fmt: skip
     ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(strategy.num_processes)]
     rows = finished.rows()
-    times = [after["elapsed_s"] - before["elapsed_s"] for before, after in zip(rows, rows[1:], strict=False)]
+    times = [after["elapsed_s"] - before["elapsed_s"] for before, after in pairwise(rows)]
     return Measured(strategy, ranks, rows[-1]["memory_gib_by_rank"], statistics.median(times[WARM - 1 :]))
 
 

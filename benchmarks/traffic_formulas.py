@@ -21,11 +21,13 @@ class Shape:
     Args:
         parameters: all of them; a tied weight counts once.
         vectors: those of them in weights of one dimension, which tensor parallelism leaves whole.
+        outside: those outside the layers: embedding, last norm, head.
         tied: embedding and head are one weight.
     """
 
     parameters: int
     vectors: int
+    outside: int
     layers: int
     hidden: int
     heads: int
@@ -37,9 +39,11 @@ class Shape:
     @classmethod
     def of(cls, model: Any) -> Shape:
         """The shape of a transformers model."""
-        weights, config = list(model.parameters()), model.config.get_text_config()
+        weights, config = dict(model.named_parameters()), model.config.get_text_config()
         return cls(
-            sum(one.numel() for one in weights), sum(one.numel() for one in weights if one.ndim == 1),
+            sum(one.numel() for one in weights.values()),
+            sum(one.numel() for one in weights.values() if one.ndim == 1),
+            sum(one.numel() for name, one in weights.items() if ".layers." not in name),
             config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.num_key_value_heads,
             getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads, config.vocab_size,
             bool(config.tie_word_embeddings),
@@ -98,16 +102,22 @@ def _together(terms: Sequence[Term]) -> Term:
 
 
 def _weights(kind: str, sizes: MeshSizes, shape: Shape, steps: int, micros: int) -> list[Term]:
-    """Gradients, and gathered weights. A pipeline with FSDP gathers and reduces once in a step, its stages alone."""
+    """Gradients, and gathered weights.
+
+    FSDP keeps what is outside the layers from forward to backward, and of a pipeline's stages, reduced once in a step,
+    all.
+    """
     held, ways = shape.held(sizes) * FP32, sizes.dp_shard * sizes.cp * sizes.sp
     if kind != "FSDP":
         return [Term("all-reduce", "weights", held * steps)] if sizes.dp_replicate > 1 else []
     if sizes.pp > 1:
-        gathers, times, how = 1, steps, ""
+        gathered, what, times, how = held, "weights", steps, ""
     else:
-        gathers, times, how = 2, micros, " per micro-batch"
+        outside = (shape.outside - shape.hidden) / sizes.tp + shape.hidden
+        gathered, what = 2 * held - outside * FP32, "(weights + those of layers)"
+        times, how = micros, " per micro-batch"
     found = [
-        Term("all-gather", f"{gathers} x weights / shards{how}", gathers * held / ways * times),
+        Term("all-gather", f"{what} / shards{how}", gathered / ways * times),
         Term("reduce-scatter", f"weights{how}", held * times),
     ]
     if sizes.dp_replicate > 1:
