@@ -80,7 +80,8 @@ class Traffic:
 
         ours = torch.library.Library("c10d", "IMPL")
         self.kept = ours  # with it its kernels would go
-        names = {name.removeprefix("c10d::") for name in torch._C._dispatch_get_all_op_names() if "c10d::" in name[:6]}
+        every = torch._C._dispatch_get_all_op_names()
+        names = {name.removeprefix("c10d::") for name in every if name.startswith("c10d::")}
         if unknown := sorted(names - PAYLOAD.keys() - SILENT):
             raise RuntimeError(f"torch {torch.__version__} has collectives {', '.join(unknown)}; add them to PAYLOAD")
         for name in sorted(names & PAYLOAD.keys()):
