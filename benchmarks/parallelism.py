@@ -150,6 +150,8 @@ def main() -> None:
                         help=f"some of {', '.join(STRATEGIES)}; default: all")  # fmt: skip
     parser.add_argument("--model", choices=NAMES, default="embedded")
     parser.add_argument("--num_processes", type=int, help="for all of them; default: what each strategy's file says")
+    parser.add_argument("--share_gpus", action="store_true",
+                        help="start beside other runs on this machine; times then mean little")  # fmt: skip
     asked = parser.parse_args()
     rows: list[list[str]] = []
     with tempfile.TemporaryDirectory() as place:
@@ -158,7 +160,7 @@ def main() -> None:
         columns = ["strategy", "processes", *COLLECTIVES, "others", "control", "GiB by rank", "s per step"]
         print(f"{asked.model}, {shape.parameters:,} parameters; bytes per step and rank\n\n{head(columns)}", flush=True)
         for name in asked.strategies:
-            found = measure(Path(place) / name, name, model, asked.num_processes)
+            found = measure(Path(place) / name, name, model, asked.num_processes, share_gpus=asked.share_gpus)
             print(line(first_row(found)), flush=True)
             rows += second_rows(found, shape)
     print(f"\n{head(['strategy', 'collective', 'formula', 'predicted', 'counted', 'counted / predicted'])}")
