@@ -27,6 +27,7 @@ from benchmarks.shapes import NAMES, empty_model, model_folder
 from benchmarks.traffic import SITE
 from benchmarks.traffic_formulas import Shape, Term, predicted
 from tests.launching import ROOT, launch_well
+from trainers.config import ConfigError
 from trainers.parallel.stages import SCHEDULES
 from trainers.strategies import Strategy, load_strategy, resolve
 
@@ -81,23 +82,28 @@ class Measured:
         ]
 
 
-def measure(
-    folder: Path, name: str, model: Path, processes: int | None = None, steps: int = STEPS, **more: Any
-) -> Measured:
+def sized(name: str, processes: int | None = None) -> Strategy:
+    """A strategy for a number of processes; None: as many as its file says.
+
+    Raises:
+        ConfigError: when it cannot have that many.
+    """
+    strategy = load_strategy(name)
+    return resolve(strategy, strategy.num_processes if processes is None else processes, "no")
+
+
+def measure(folder: Path, strategy: Strategy, model: Path, steps: int = STEPS, **more: Any) -> Measured:
     """Trains a few steps and counts.
 
     Args:
         folder: a new one, for the run.
-        processes: None: as many as the strategy's file says.
         more: options, in place of `OPTIONS`.
     """
-    asked = load_strategy(name)
-    strategy = resolve(asked, processes or asked.num_processes, "no")
     inject = folder / "inject"
     inject.mkdir(parents=True)
     (inject / "sitecustomize.py").write_text(SITE.format(folder=str(folder), warm=WARM))
     options = {**OPTIONS, "model_name_or_path": model, "max_steps": steps, **more}
-    finished = launch_well(folder / "run", strategy.num_processes, options, strategy=name, timeout=3000,
+    finished = launch_well(folder / "run", strategy.num_processes, options, strategy=strategy.name, timeout=3000,
                            PYTHONPATH=f"{inject}{os.pathsep}{ROOT}")  # fmt: skip
     ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(strategy.num_processes)]
     rows = finished.rows()
@@ -153,14 +159,18 @@ def main() -> None:
     parser.add_argument("--share_gpus", action="store_true",
                         help="start beside other runs on this machine; times then mean little")  # fmt: skip
     asked = parser.parse_args()
+    try:
+        strategies = [sized(name, asked.num_processes) for name in asked.strategies]
+    except ConfigError as error:
+        parser.error(str(error))
     rows: list[list[str]] = []
     with tempfile.TemporaryDirectory() as place:
         model = model_folder(asked.model, Path(place))
         shape = Shape.of(empty_model(model))
         columns = ["strategy", "processes", *COLLECTIVES, "others", "control", "GiB by rank", "s per step"]
         print(f"{asked.model}, {shape.parameters:,} parameters; bytes per step and rank\n\n{head(columns)}", flush=True)
-        for name in asked.strategies:
-            found = measure(Path(place) / name, name, model, asked.num_processes, share_gpus=asked.share_gpus)
+        for strategy in strategies:
+            found = measure(Path(place) / strategy.name, strategy, model, share_gpus=asked.share_gpus)
             print(line(first_row(found)), flush=True)
             rows += second_rows(found, shape)
     print(f"\n{head(['strategy', 'collective', 'formula', 'predicted', 'counted', 'counted / predicted'])}")

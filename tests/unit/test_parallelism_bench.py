@@ -9,9 +9,21 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.parallelism import COLLECTIVES, STRATEGIES, Measured, first_row, head, line, measure, second_rows, shown
+from benchmarks.parallelism import (
+    COLLECTIVES,
+    STRATEGIES,
+    Measured,
+    first_row,
+    head,
+    line,
+    measure,
+    second_rows,
+    shown,
+    sized,
+)  # fmt: skip
 from benchmarks.traffic import PAYLOAD, SILENT, Traffic, given, payload
 from benchmarks.traffic_formulas import Shape, predicted
+from trainers.config import ConfigError
 from trainers.embedded import BASE_DIR
 from trainers.parallel.mesh import MeshSizes
 from trainers.strategies import load_strategy
@@ -70,8 +82,11 @@ def test_deepspeed_has_no_formula() -> None:
 
 
 def test_every_strategy_is_there() -> None:
-    assert {load_strategy(name).name for name in STRATEGIES} == set(STRATEGIES)
-    assert all(load_strategy(name).num_processes in (2, 4) for name in STRATEGIES)
+    assert [sized(name).name for name in STRATEGIES] == list(STRATEGIES)
+    assert {sized(name).num_processes for name in STRATEGIES} == {2, 4}
+    assert sized("tp", 4).sizes == MeshSizes(dp_replicate=2, tp=2)
+    with pytest.raises(ConfigError, match="num_processes=3"):
+        sized("tp", 3)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +141,9 @@ def test_ddp_sends_its_gradients_and_nothing_else(tmp_path: Path, method: str) -
     from transformers import AutoModelForCausalLM
 
     rank = {"lora_r": 4} if method == "lora" else {}
-    found = measure(tmp_path / "ddp", "ddp", BASE_DIR, steps=5, method=method, lora_target_modules="all-linear", **rank)
+    found = measure(
+        tmp_path / "ddp", sized("ddp"), BASE_DIR, steps=5, method=method, lora_target_modules="all-linear", **rank
+    )
     model = AutoModelForCausalLM.from_pretrained(BASE_DIR)
     linear = [one for name, one in model.named_modules() if isinstance(one, torch.nn.Linear) and name != "lm_head"]
     adapters = sum(4 * (one.in_features + one.out_features) for one in linear)
