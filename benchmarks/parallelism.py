@@ -2,12 +2,13 @@
 
 Bytes are the payload that a rank hands to a collective, not what the algorithm under it then moves: the whole tensor
 of an all-reduce, a reduce-scatter or an all-to-all, the rank's own part of an all-gather, a broadcast's tensor on its
-source, a message on its sender. They are counted (see `benchmarks/traffic.py`), per step and rank: the mean over the
-ranks, and over the steps after the first two. Under "control" stands the loop's own sum of loss and requests; what is
-said between steps (rows of the metrics, saves) is not counted. Memory is that of the last step, of each rank.
+source, a message on its sender; nothing in a group of one. They are counted (see `benchmarks/traffic.py`), per step
+and rank: the mean over the ranks, and over the steps after the first two. Under "control" stands the loop's own sum of
+loss and requests; what is said between steps (rows of the metrics, saves) is not counted. Memory is that of the last
+step, of each rank.
 
 The second table sets them against formulas (`benchmarks/traffic_formulas.py`), where there are any. These leave out
-the norm of the gradients, a few bytes.
+the norm of the gradients, a few bytes, and what ZeRO 3 gathers, which depends on what it found room to keep.
 """
 
 from __future__ import annotations
@@ -71,11 +72,9 @@ class Measured:
     def expected(self, shape: Shape) -> list[Term]:
         """What the formulas say, per step, the mean over the ranks."""
         strategy = self.strategy
+        kind = f"ZERO{strategy.zero_stage}" if strategy.zero_stage else strategy.distributed_type
         chunks = SCHEDULES[strategy.pp_schedule].chunks
-        by_rank = [
-            predicted(strategy.distributed_type, strategy.sizes, chunks, shape, rank["steps"], WARM)
-            for rank in self.ranks
-        ]
+        by_rank = [predicted(kind, strategy.sizes, chunks, shape, rank["steps"], WARM) for rank in self.ranks]
         return [
             Term(alike[0].collective, alike[0].words, statistics.mean(term.bytes for term in alike) / self.steps)
             for alike in zip(*by_rank, strict=True)

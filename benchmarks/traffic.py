@@ -31,7 +31,7 @@ PAYLOAD = {
     "scatter_": ("scatter", 1),
     "send": ("send", 0),
 }
-"""What each operator is, and which of its arguments holds what this rank gives."""
+"""What each operator is, and which of its arguments holds what this rank gives; the process group is the next."""
 SILENT = {"recv_", "recv_any_source_", "barrier", "monitored_barrier_", "check_for_nan"}
 """Operators to which a rank gives nothing."""
 SITE = "import os\nif 'RANK' in os.environ:\n    from benchmarks.traffic import start\n    start({folder!r}, {warm})\n"
@@ -45,15 +45,17 @@ def payload(value: Any) -> int:
     return int(value.numel() * value.element_size())
 
 
-def given(operator: str, arguments: Sequence[Any], rank_in: Callable[[Any], int]) -> int:
-    """Bytes that this rank gives to one call; to a broadcast only its source gives any.
+def given(operator: str, arguments: Sequence[Any], look: Callable[[Any], tuple[int, int]]) -> int:
+    """Bytes that this rank gives to one call: to a broadcast only its source gives any, in a group of one nobody does.
 
     Args:
-        rank_in: this process's rank in a process group, the operator's argument.
+        look: this process's rank in a process group, the operator's argument, and the size of that.
     """
-    if operator == "broadcast_" and arguments[2] != rank_in(arguments[1]):
+    place = PAYLOAD[operator][1]
+    rank, size = look(arguments[place + 1])
+    if size == 1 or (operator == "broadcast_" and arguments[2] != rank):
         return 0
-    return payload(arguments[PAYLOAD[operator][1]])
+    return payload(arguments[place])
 
 
 class Traffic:
@@ -94,9 +96,13 @@ class Traffic:
         operator = getattr(torch.ops.c10d, name).default
         below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
+        def look(group: Any) -> tuple[int, int]:
+            found: Any = ProcessGroup.unbox(group)
+            return found.rank(), found.size()
+
         def counted(keys: Any, *arguments: Any, **named: Any) -> Any:
             if self.counting:
-                size = given(name, arguments, lambda group: int(ProcessGroup.unbox(group).rank()))
+                size = given(name, arguments, look)
                 kind = "control" if self.controlling else PAYLOAD[name][0]
                 self.sent[kind] += size
                 self.calls[kind] += 1

@@ -77,12 +77,10 @@ def predicted(
     """What a rank should send in all steps after the first `warm`, by collective; nothing for what has no formula.
 
     Args:
-        kind: the `distributed_type`.
+        kind: the `distributed_type`, or `ZERO` and its stage.
         chunks: pipeline stages of each rank.
         steps: this rank's micro-batches, those of the first steps too.
     """
-    if kind == "DEEPSPEED":
-        return []
     counted = steps[warm:]
     micros = [micro for step in counted for micro in step]
     found = _weights(kind, sizes, shape, len(counted), len(micros))
@@ -108,6 +106,8 @@ def _weights(kind: str, sizes: MeshSizes, shape: Shape, steps: int, micros: int)
     all.
     """
     held, ways = shape.held(sizes) * FP32, sizes.dp_shard * sizes.cp * sizes.sp
+    if kind.startswith("ZERO"):
+        return _zero(int(kind[-1]), held, ways, steps, micros)
     if kind != "FSDP":
         return [Term("all-reduce", "weights", held * steps)] if sizes.dp_replicate > 1 else []
     if sizes.pp > 1:
@@ -123,6 +123,17 @@ def _weights(kind: str, sizes: MeshSizes, shape: Shape, steps: int, micros: int)
     if sizes.dp_replicate > 1:
         found.append(Term("all-reduce", f"weights / shards{how}", held / ways * times))
     return found
+
+
+def _zero(stage: int, held: float, ways: int, steps: int, micros: int) -> list[Term]:
+    """Gradients once a step or in each micro-batch, and the updated weights. Nothing for what stage 3 gathers."""
+    if stage == 3:
+        return [Term("reduce-scatter", "weights per micro-batch", held * micros)]
+    times, how = (steps, "") if stage == 1 else (micros, " per micro-batch")
+    return [
+        Term("all-reduce", f"weights{how}", held * times),
+        Term("all-gather", "weights / shards", held / ways * steps),
+    ]
 
 
 def _tensor(sizes: MeshSizes, shape: Shape, micros: Sequence[Micro]) -> list[Term]:

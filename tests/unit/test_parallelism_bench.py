@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,8 +76,10 @@ def test_pipelines_send_hidden_states_in_full_buffers() -> None:
     assert cut == {"all-gather": held / 2, "reduce-scatter": held, "send": (2 * hidden + 2 * tied / 2) / 2}
 
 
-def test_deepspeed_has_no_formula() -> None:
-    assert bytes_of("DEEPSPEED", dp_shard=2) == {}
+def test_zero_sums_gradients_and_gathers_what_was_updated() -> None:
+    assert bytes_of("ZERO1", dp_shard=2) == {"all-reduce": 2 * 4000, "all-gather": 2 * 4000 / 2}
+    assert bytes_of("ZERO2", dp_shard=2) == {"all-reduce": 4 * 4000, "all-gather": 2 * 4000 / 2}
+    assert bytes_of("ZERO3", dp_shard=2) == {"reduce-scatter": 4 * 4000}
 
 
 def test_every_strategy_is_there() -> None:
@@ -124,15 +125,17 @@ def test_an_unknown_collective_stops_the_run(monkeypatch: pytest.MonkeyPatch, tm
 def test_a_payload_is_what_a_rank_gives() -> None:
     small, large = torch.zeros(3), torch.zeros(6, dtype=torch.bfloat16)
     assert payload([[small, large], small]) == 36
-    group: Any = SimpleNamespace(rank=1)
+    group, alone = (1, 2), (0, 1)  # rank and size
 
-    def rank_in(one: Any) -> int:
-        return int(one.rank)
+    def bytes_given(operator: str, *arguments: Any) -> int:
+        return given(operator, arguments, lambda one: one)
 
-    assert given("_allgather_base_", [torch.zeros(12), small, group], rank_in) == 12
-    assert given("_reduce_scatter_base_", [small, torch.zeros(12), group], rank_in) == 48
-    assert given("broadcast_", [[small], group, 1, 0], rank_in) == 12
-    assert given("broadcast_", [[small], group, 0, 0], rank_in) == 0
+    assert bytes_given("_allgather_base_", torch.zeros(12), small, group) == 12
+    assert bytes_given("_reduce_scatter_base_", small, torch.zeros(12), group) == 48
+    assert bytes_given("broadcast_", [small], group, 1, 0) == 12
+    assert bytes_given("broadcast_", [small], group, 0, 0) == 0
+    assert bytes_given("allreduce_", [small], group) == 12
+    assert bytes_given("allreduce_", [small], alone) == 0
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
