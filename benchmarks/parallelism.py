@@ -8,7 +8,8 @@ loss and requests; what is said between steps (rows of the metrics, saves) is no
 step, of each rank.
 
 The second table sets them against formulas (`benchmarks/traffic_formulas.py`), where there are any. These leave out
-the norm of the gradients, a few bytes, and what ZeRO 3 gathers, which depends on what it found room to keep.
+the norm of the gradients and the sums of shared norms' gradients under tp (Qwen3), which are small, and what ZeRO 3
+gathers, which depends on what it found room to keep.
 """
 
 from __future__ import annotations
