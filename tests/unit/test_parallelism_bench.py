@@ -1,0 +1,160 @@
+"""`benchmarks/parallelism.py`: its formulas and tables, and that its counter hears what DDP's C++ sends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.parallelism import (
+    COLLECTIVES,
+    STRATEGIES,
+    Measured,
+    first_row,
+    head,
+    line,
+    measure,
+    second_rows,
+    shown,
+    sized,
+)  # fmt: skip
+from benchmarks.traffic import PAYLOAD, SILENT, Traffic, given, payload
+from benchmarks.traffic_formulas import Shape, predicted
+from trainers.config import ConfigError
+from trainers.embedded import BASE_DIR
+from trainers.parallel.mesh import MeshSizes
+from trainers.strategies import load_strategy
+
+SHAPE = Shape(
+    parameters=1000, vectors=40, outside=330, layers=2, hidden=10, heads=4, key_heads=2, head_size=3, words=32,
+    tied=True,
+)  # fmt: skip
+STEPS = [[[8, 5], [6, 4]], [[4, 3], [8, 8]], [[4, 2], [4, 4]]]
+"""Two micro-batches in each step; the first step is not counted."""
+
+
+def bytes_of(kind: str, chunks: int = 1, **sizes: int) -> dict[str, float]:
+    terms = predicted(kind, MeshSizes(**sizes), chunks, SHAPE, STEPS, 1)
+    return {term.collective: term.bytes for term in terms}
+
+
+def test_ddp_sums_gradients_once_a_step() -> None:
+    assert bytes_of("MULTI_GPU", dp_replicate=2) == {"all-reduce": 2 * 4 * 1000}
+
+
+def test_fsdp_gathers_and_reduces_in_each_micro_batch() -> None:
+    # Four micro-batches; of the 1000 weights 670 are in layers, and gathered twice.
+    assert bytes_of("FSDP", dp_shard=2) == {"all-gather": 4 * 4 * 1670 / 2, "reduce-scatter": 4 * 4 * 1000}
+    assert bytes_of("FSDP", dp_shard=2, dp_replicate=2)["all-reduce"] == 4 * 4 * 1000 / 2
+
+
+def test_tensor_parallel_sums_activations() -> None:
+    slots, trained = 20, 17
+    activations, loss = 9 * slots * 10 * 4, trained * 13 * 4
+    assert bytes_of("MULTI_GPU", tp=2) == {"all-reduce": activations + loss}
+
+
+def test_parts_of_rows_meet_in_attention() -> None:
+    vector, plain = 20 * 3 * 4, bytes_of("FSDP", dp_shard=2)
+    assert bytes_of("FSDP", sp=2)["all-to-all"] == 2 * 2 * (2 * 4 + 2 * 2) * vector
+    assert bytes_of("FSDP", sp=4)["all-to-all"] == 2 * 2 * (2 * 4 + 2 * 4) * vector  # key heads are repeated
+    gathered = 2 * 2 * 2 * vector
+    found = bytes_of("FSDP", cp=2)
+    assert found["all-gather"] == plain["all-gather"] + gathered
+    assert found["reduce-scatter"] == plain["reduce-scatter"] + 2 * gathered
+
+
+def test_pipelines_send_hidden_states_in_full_buffers() -> None:
+    hidden, tied = 4 * 8 * 10 * 4, 2 * 32 * 10 * 4  # of four micro-batches; in two steps
+    assert bytes_of("MULTI_GPU", pp=2) == {"send": (2 * hidden + 2 * tied) / 2}
+    assert bytes_of("MULTI_GPU", chunks=2, pp=2) == {"send": (2 * 3 * hidden + 2 * tied) / 2}
+    held = (1000 + 320) / 2 * 4 * 2
+    assert bytes_of("MULTI_GPU", pp=2, dp_replicate=2)["all-reduce"] == held
+    cut = bytes_of("FSDP", pp=2, dp_shard=2)
+    assert cut == {"all-gather": held / 2, "reduce-scatter": held, "send": (2 * hidden + 2 * tied / 2) / 2}
+
+
+def test_zero_sums_gradients_and_gathers_what_was_updated() -> None:
+    assert bytes_of("ZERO1", dp_shard=2) == {"all-reduce": 2 * 4000, "all-gather": 2 * 4000 / 2}
+    assert bytes_of("ZERO2", dp_shard=2) == {"all-reduce": 4 * 4000, "all-gather": 2 * 4000 / 2}
+    assert bytes_of("ZERO3", dp_shard=2) == {"reduce-scatter": 4 * 4000}
+
+
+def test_every_strategy_is_there() -> None:
+    assert [sized(name).name for name in STRATEGIES] == list(STRATEGIES)
+    assert {sized(name).num_processes for name in STRATEGIES} == {2, 4}
+    assert sized("tp", 4).sizes == MeshSizes(dp_replicate=2, tp=2)
+    with pytest.raises(ConfigError, match="num_processes=3"):
+        sized("tp", 3)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0"), (20, "20 B"), (1234, "1.23 kB"), (999_600, "1000 kB"), (3_543_552, "3.54 MB"), (2e9, "2 GB")],
+)
+def test_sizes_are_short(size: float, text: str) -> None:
+    assert shown(size) == text
+
+
+def test_tables_have_a_cell_for_each_column() -> None:
+    ranks = [
+        {"sent": {"all-reduce": sent, "reduce": 4, "control": 40}, "steps": [[[8, 5]]] * 4} for sent in (7000, 9000)
+    ]
+    found = Measured(load_strategy("ddp"), ranks, [0.5, 0.25], 0.125)
+    assert first_row(found) == ["ddp", "2", "4 kB", "0", "0", "0", "0", "0", "2 B", "20 B", "0.50 0.25", "0.12"]
+    assert second_rows(found, SHAPE) == [["ddp", "all-reduce", "weights", "4 kB", "4 kB", "1.000"]]
+    assert head(["a", "b"]).splitlines() == [line(["a", "b"]), "|---|---|"]
+
+
+def test_every_collective_of_this_torch_is_known() -> None:
+    names = {name.removeprefix("c10d::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::")}
+    assert "allreduce_" in names
+    assert names <= PAYLOAD.keys() | SILENT
+    assert {kind for kind, _ in PAYLOAD.values()} >= set(COLLECTIVES)
+
+
+def test_an_unknown_collective_stops_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delitem(PAYLOAD, "send")
+    with pytest.raises(RuntimeError, match="has collectives send; add them to PAYLOAD"):
+        Traffic(tmp_path, 2).hear()
+
+
+def test_a_payload_is_what_a_rank_gives() -> None:
+    small, large = torch.zeros(3), torch.zeros(6, dtype=torch.bfloat16)
+    assert payload([[small, large], small]) == 36
+    group, alone = (1, 2), (0, 1)  # rank and size
+
+    def bytes_given(operator: str, *arguments: Any) -> int:
+        return given(operator, arguments, lambda one: one)
+
+    assert bytes_given("_allgather_base_", torch.zeros(12), small, group) == 12
+    assert bytes_given("_reduce_scatter_base_", small, torch.zeros(12), group) == 48
+    assert bytes_given("broadcast_", [small], group, 1, 0) == 12
+    assert bytes_given("broadcast_", [small], group, 0, 0) == 0
+    assert bytes_given("allreduce_", [small], group) == 12
+    assert bytes_given("allreduce_", [small], alone) == 0
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_ddp_sends_its_gradients_and_nothing_else(tmp_path: Path, method: str) -> None:
+    """Known bytes: 4 for each trained weight, once a step of two micro-batches. Adapters alone are far fewer."""
+    from transformers import AutoModelForCausalLM
+
+    rank = {"lora_r": 4} if method == "lora" else {}
+    found = measure(
+        tmp_path / "ddp", sized("ddp"), BASE_DIR, steps=5, method=method, lora_target_modules="all-linear", **rank
+    )
+    model = AutoModelForCausalLM.from_pretrained(BASE_DIR)
+    linear = [one for name, one in model.named_modules() if isinstance(one, torch.nn.Linear) and name != "lm_head"]
+    adapters = sum(4 * (one.in_features + one.out_features) for one in linear)
+    trained = adapters if method == "lora" else model.num_parameters()
+    assert found.sent("all-reduce") == pytest.approx(4 * trained, rel=0.01)
+    assert {kind for one in found.ranks for kind in one["sent"]} == {"all-reduce", "control"}
+    assert 0 < found.sent("control") < 100
+    assert all(len(one["steps"]) == 5 and len(one["steps"][0]) == 2 for one in found.ranks)
+    if method == "full":
+        [term] = found.expected(Shape.of(model))
+        assert term.bytes == 4 * trained
