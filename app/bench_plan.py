@@ -14,6 +14,7 @@ from app.prove_plan import SHORT_RUN
 from app.request import Job, Mistakes, Words, told, train_job
 from trainers.config import MACHINE_OPTIONS, ConfigError, TrainConfig, build, unknown_option
 from trainers.options import Request, parse_request
+from trainers.strategies import refusal
 
 BATCH = "per_device_train_batch_size"
 SETTINGS = (
@@ -168,7 +169,8 @@ def trial(job: Job, changes: Mapping[str, Any], steps: int | None) -> Trial:
     most = WARM + (steps or MOST_STEPS) + _BEYOND
     try:
         config = build({**job.config.model_dump(), **_OFF, **changes, "max_steps": most})
-        config.accumulation_steps(job.strategy.data_parallel_size)
+        if reason := refusal(job.strategy, config, bool(job.devices.gpu_ids)):
+            raise ConfigError(reason)
     except ConfigError as error:
         made.refuse("not possible", "; ".join(error.mistakes))
     else:
