@@ -299,7 +299,7 @@ class TrainConfig(BaseModel):
             return total // rows
         ways = [f"use {max(1, round(total / rows)) * rows}"]
         fits = [n for n in range(data_parallel_size, 0, -1) if total % (micro * n) == 0]
-        ways += [f"{n} process{'es' * (n > 1)}" for n in fits[:1]]
+        ways += [f"{n} data-parallel rank{'s' * (n > 1)}" for n in fits[:1]]
         raise ConfigError(
             f"global_batch_size={total} does not divide by per_device_train_batch_size={micro} x "
             f"{data_parallel_size} data-parallel ranks = {rows}; {', or '.join(ways)}"

@@ -22,7 +22,7 @@ from trainers.accelerate_rules import FP16_WAY, SCALED_TYPES, check, mesh_sizes
 from trainers.config import MACHINE_OPTIONS, ConfigError, TrainConfig, unknown_option
 from trainers.deepspeed_json import leaves_parity, read_json
 from trainers.options import read_yaml
-from trainers.parallel.mesh import MeshSizes, data_axis, fitted
+from trainers.parallel.mesh import MeshSizes, combination_mistakes, data_axis, fitted
 from trainers.parallel.stages import SCHEDULES, micro_batch_mistake
 
 HEADER = "# strategy: "  # begins the copy of an Accelerate file that a run keeps
@@ -338,6 +338,8 @@ def resolve(
 def _fit_mesh(values: dict[str, Any], num_processes: int, pp_size: int) -> list[str]:
     """Sets the mesh in `values` to the processes: the axis that takes the rest follows them, others stay as written."""
     asked, kind = _asked(values, pp_size), str(values["distributed_type"])
+    if pp_size > 1 and (mistakes := combination_mistakes(kind, MeshSizes(pp=pp_size))):
+        return mistakes
     if asked == {"pp": 1, data_axis(kind): -1}:
         return []
     free = next((axis for axis, size in asked.items() if size == -1), data_axis(kind))

@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM
 
 from tests.launching import Finished, launch
 from tests.parity.checks import check_export, equal_after_resume, reference, resumed, same_bits, stock_loss
-from tests.parity.runs import curve, mostly_long, options, run
+from tests.parity.runs import STEPS, curve, mostly_long, options, run
 from tests.parity.test_options import BF16_BAND, difference
 from trainers.embedded import BASE_DIR
 from trainers.export import export_again
+from trainers.parallel.stages import bubble
 from trainers.strategies import load_strategy, strategy_names
 
 NEEDS_ACCELERATOR = {"fsdp2_offload"}
@@ -65,6 +66,11 @@ def test_what_was_asked_for_is_what_ran(name: str) -> None:
     assert re.search(r"memory +rank 0 [\d.]+ -> [\d.]+ GiB; rank 1", said)
     if strategy.zero_stage:
         assert re.search(rf"ZeRO stage +{strategy.zero_stage}\n +offload +{strategy.offload}\n", said)
+    if strategy.pp_size > 1:
+        expected = bubble(strategy.pp_schedule, strategy.pp_size, 8 // (2 * strategy.data_parallel_size))
+        assert f"a rank waits {expected:.1%} of it, were all stages alike" in said
+        assert all(0 <= share < 1 for share in full(name).series("bubble"))
+        assert len(full(name).series("bubble")) == STEPS
     if strategy.has_mesh:
         assert re.search(rf"mesh +{strategy.sizes}\n", said)
 
