@@ -132,6 +132,18 @@ class Strategy:
         """The choices that leave the promise that the strategy never changes the model."""
         return leaves_parity(self.deepspeed_json)
 
+    def cautions(self) -> list[str]:
+        """What is allowed and slow: the axes that speak most, across machines."""
+        machines, sizes = int(self.values.get("num_machines") or 1), self.sizes
+        local = self.num_processes // machines
+        inner = {"tp": sizes.tp, "sp": sizes.sp * sizes.tp, "cp": sizes.cp * sizes.sp * sizes.tp}
+        return [
+            f"{axis}={getattr(sizes, axis)} goes across machines of {local} processes each, and speaks in every layer; "
+            "keep it inside a machine and let pp or the data-parallel axes go across"
+            for axis, span in inner.items()
+            if machines > 1 and getattr(sizes, axis) > 1 and local % span
+        ]
+
     def dump(self) -> str:
         """The YAML that Accelerate gets, the strategy's name in its first line."""
         name = "".join(letter for letter in self.name if letter.isprintable())

@@ -262,7 +262,7 @@ def warnings(config: TrainConfig, strategy: Strategy, supervised: bool) -> list[
     )
     alone = config.auto_find_batch_size and not supervised
     restarts = ["auto_find_batch_size is ignored: only `tunesmith train` starts a run again"] if alone else []
-    return [f"warning: {line}" for line in ignored_choices(config) + restarts + promise]
+    return [f"warning: {line}" for line in ignored_choices(config) + strategy.cautions() + restarts + promise]
 
 
 if __name__ == "__main__":

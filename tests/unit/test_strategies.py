@@ -15,10 +15,12 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 from trainers.config import ConfigError, build
 from trainers.strategies import (
     STRATEGIES_DIR,
+    Machines,
     cannot_run,
     default_strategy,
     from_launcher,
     load_strategy,
+    over_machines,
     refusal,
     resolve,
     strategy_names,
@@ -294,3 +296,13 @@ def test_too_few_micro_batches_fp16_and_compiled_blocks_are_refused_for_a_pipeli
     with pytest.raises(ConfigError, match="fp16 needs loss scaling"):
         resolve(load_strategy("tp"), 2, "fp16")
     assert resolve(load_strategy("ddp"), 2, "fp16").values["mixed_precision"] == "fp16"
+
+
+def test_tensor_parallelism_across_machines_is_told() -> None:
+    machines = Machines(2, 0, "10.0.0.1", 29500)
+    inside = resolve(over_machines(load_strategy("fsdp2_tp"), machines), 4, "no")
+    assert inside.cautions() == []
+    across = resolve(over_machines(load_strategy("tp"), machines), 2, "no")
+    (line,) = across.cautions()
+    assert line.startswith("tp=2 goes across machines of 1 processes each")
+    assert resolve(load_strategy("tp"), 2, "no").cautions() == []
