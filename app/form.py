@@ -425,6 +425,11 @@ def _is_shipped(stored: Strategy, config: TrainConfig) -> bool:
         return False
     try:
         shipped = resolve(load_strategy(stored.name), stored.num_processes, config.mixed_precision)
-        return shipped.values == resolve(stored, stored.num_processes, config.mixed_precision).values
+        found = resolve(stored, stored.num_processes, config.mixed_precision)
+        return (shipped.values, shipped.pp_size, shipped.pp_schedule) == (
+            found.values,
+            found.pp_size,
+            found.pp_schedule,
+        )
     except ConfigError:
         return False

@@ -282,7 +282,7 @@ def job_of(request: Request, values: dict[str, str], mistakes: Mistakes, run: Ru
     mistakes.refuse()
     if not (config and strategy and devices and folder):
         raise AssertionError("no mistake, and yet no job")
-    warnings = ignored_choices(config) + strategy.cautions() + _promise(config, strategy)
+    warnings = ignored_choices(config) + strategy.cautions(config) + _promise(config, strategy)
     resume_from = "auto" if run else config.resume_from_checkpoint
     return Job(config, strategy, devices, folder, resume_from, warnings)
 

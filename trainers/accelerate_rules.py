@@ -224,6 +224,18 @@ def _check_mesh(values: dict[str, Any], pp_size: int) -> list[str]:
             f"fsdp_config.fsdp_cpu_ram_efficient_loading=true with tp={sizes.tp}: each rank keeps its part of every "
             "matrix, and needs the weights; write false"
         )
+    fsdp = values.get("fsdp_config") or {}
+    if pp_size > 1:
+        wanted = {
+            "fsdp_offload_params": False, "fsdp_cpu_ram_efficient_loading": False, "fsdp_reshard_after_forward": False,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        }  # fmt: skip
+        mistakes += [
+            f"fsdp_config.{key}={fsdp[key]} with pp={pp_size}: a stage's layers are cut one by one and stay gathered "
+            f"for a step; write {str(value).lower() if value is False else value}, as in pp_fsdp2"
+            for key, value in wanted.items()
+            if key in fsdp and fsdp[key] != value
+        ]
     if kind == "FSDP" and (written or pp_size > 1) and sizes.dp_shard * sizes.parts < 2:
         mistakes.append(
             f"parallelism_config_dp_shard_size={sizes.dp_shard} leaves nothing to shard over; write at least 2"

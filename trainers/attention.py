@@ -256,7 +256,7 @@ def attend_masked(
         kernel: `eager`, or any other for PyTorch's fused one.
         allowed: `[query, key]`, True where a query may look; None for a triangle.
     """
-    if kernel is eager:
+    if kernel is eager or rest.get("softcap") is not None:
         return _products(module, query, key, value, allowed, **rest)
     mask = None if allowed is None else allowed[None, None]
     return sdpa_attention_forward(module, query, key, value, mask, is_causal=True, **_plain(rest))[0]

@@ -138,7 +138,8 @@ def backend(
     if strategy.distributed_type in ("FSDP", "DEEPSPEED") or mesh.sizes.tp * mesh.sizes.pp > 1:
         check_whole(wrapped.shards(), ranks)
     with Census(loss) as census:
-        probe_attention(wrapped.model, loss.base, config.packing, ranks.device)
+        # Rows are cut where all of a token's looks back go through our attention: the packed probe shows it.
+        probe_attention(wrapped.model, loss.base, config.packing or mesh.sizes.parts > 1, ranks.device)
     loss.over_ranks = over_ranks(mesh)
     if isinstance(wrapped, Replicated):
         wrapped.settle()

@@ -49,10 +49,13 @@ def may_update(job: Job, step: int, loss: float, grad_norm: float, own_loss: tor
 
 def _where(job: Job, step: int, own_loss: torch.Tensor) -> str:
     """The ranks whose loss is not finite, all where each one's is, and file and line of their rows. Collective."""
-    fine = job.ranks.gather(math.isfinite(own_loss.item()))
-    wrong = [rank for rank, good in enumerate(fine) if not good] or list(range(job.ranks.world))
+    told = job.ranks.gather((job.mesh.data_rank, math.isfinite(own_loss.item())))
+    wrong = [rank for rank, (_, good) in enumerate(told) if not good] or list(range(job.ranks.world))
     whose = f"rank {wrong[0]}" if len(wrong) == 1 else f"ranks {', '.join(map(str, wrong))}"
-    places = [place for rank in wrong for rows in job.plan.shares(step, rank) for place in job.plan.rows.places(rows)]
+    shares = sorted({told[rank][0] for rank in wrong})  # ranks that cut layers or rows have the same ones
+    places = [
+        place for share in shares for rows in job.plan.shares(step, share) for place in job.plan.rows.places(rows)
+    ]
     more = f" and {len(places) - 6} more" if len(places) > 6 else ""
     return f"{whose}, in the batch from {', '.join(places[:6])}{more}"
 

@@ -132,12 +132,18 @@ class Strategy:
         """The choices that leave the promise that the strategy never changes the model."""
         return leaves_parity(self.deepspeed_json)
 
-    def cautions(self) -> list[str]:
-        """What is allowed and slow: the axes that speak most, across machines."""
+    def cautions(self, config: TrainConfig) -> list[str]:
+        """What is allowed and slow, such as the axes that speak most across machines; options that do nothing."""
         machines, sizes = int(self.values.get("num_machines") or 1), self.sizes
         local = self.num_processes // machines
         inner = {"tp": sizes.tp, "sp": sizes.sp * sizes.tp, "cp": sizes.cp * sizes.sp * sizes.tp}
-        return [
+        idle = {
+            f"pp_schedule={config.pp_schedule} is ignored: there is one stage": config.pp_schedule and sizes.pp == 1,
+            "ddp_bucket_cap_mb is ignored: a pipeline sums its gradients itself": (
+                sizes.pp > 1 and config.ddp_bucket_cap_mb != TrainConfig.model_fields["ddp_bucket_cap_mb"].default
+            ),
+        }
+        return [line for line, applies in idle.items() if applies] + [
             f"{axis}={getattr(sizes, axis)} goes across machines of {local} processes each, and speaks in every layer; "
             "keep it inside a machine and let pp or the data-parallel axes go across"
             for axis, span in inner.items()
@@ -230,7 +236,9 @@ def load_strategy(name_or_path: str) -> Strategy:
 def _pipeline(text: str) -> tuple[dict[str, Any], list[str]]:
     """`pp_size` and `pp_schedule` from the comment lines that say them, and what is wrong with them."""
     found, mistakes = dict[str, Any](), []
-    for name, value in re.findall(r"^# (pp_size|pp_schedule): *(.*?) *$", text, re.MULTILINE):
+    for name, value in re.findall(
+        r"^[ \t]*#+[ \t]*(pp_size|pp_schedule)[ \t]*[:=][ \t]*(.*?)[ \t]*$", text, re.MULTILINE
+    ):
         if name == "pp_schedule" and value not in SCHEDULES:
             mistakes.append(f"# pp_schedule: {value} is no schedule; use {', '.join(SCHEDULES)}")
         elif name == "pp_size" and not (value.isascii() and value.isdigit() and int(value) > 0):
@@ -297,6 +305,11 @@ def refusal(strategy: Strategy, config: TrainConfig, has_gpu: bool) -> str | Non
     """
     if reason := cannot_run(strategy, config.method, has_gpu, config.small_optimizer()):
         return reason
+    if config.ddp_comm_hook != "none" and strategy.sizes.tp * strategy.sizes.pp > 1:
+        return (
+            f"ddp_comm_hook={config.ddp_comm_hook} would sum over all ranks, and those of tp and pp have other "
+            "weights; leave it out"
+        )
     micro_batches, sizes = config.accumulation_steps(strategy.data_parallel_size), strategy.sizes
     if config.torch_compile and sizes.pp * sizes.parts > 1:
         return f"torch_compile=true is not proved with {sizes}; leave it out, or use a strategy without pp, cp and sp"

@@ -212,7 +212,7 @@ def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
         show=reporter.row,
         launcher=launch.parent,
         clock=CLOCK,
-        pace=Pace(ranks.device, strategy.distributed_type in ("NO", "MULTI_GPU", "MULTI_CPU")),
+        pace=Pace(ranks.device, strategy.distributed_type in ("NO", "MULTI_GPU") and not strategy.has_mesh),
     )  # fmt: skip
     with contextlib.closing(job.heartbeat):
         outcome = Fit(job, progress, folder).run()
@@ -262,7 +262,7 @@ def warnings(config: TrainConfig, strategy: Strategy, supervised: bool) -> list[
     )
     alone = config.auto_find_batch_size and not supervised
     restarts = ["auto_find_batch_size is ignored: only `tunesmith train` starts a run again"] if alone else []
-    return [f"warning: {line}" for line in ignored_choices(config) + strategy.cautions() + restarts + promise]
+    return [f"warning: {line}" for line in ignored_choices(config) + strategy.cautions(config) + restarts + promise]
 
 
 if __name__ == "__main__":

@@ -68,6 +68,7 @@ from accelerate import Accelerator
 from trainers import build
 from trainers.options import Request
 from trainers.errors import TrainingError
+from trainers.parallel.mesh import Mesh, MeshSizes
 from trainers.parallel.ranks import Ranks
 from trainers.self_check import check, compare
 from trainers.strategies import load_strategy
@@ -75,9 +76,10 @@ config = Request(preset="tiny-lora").resolve()
 made = Accelerator()  # without the adaptation
 ranks = Ranks(made.device)
 loss = build.module(config, True)
-backend, census = build.backend(config, load_strategy("ddp"), made, ranks, loss)
+mesh = Mesh(MeshSizes())
+backend, census = build.backend(config, load_strategy("ddp"), made, ranks, mesh, loss)
 try:
-    check(compare(load_strategy("ddp"), config, made, backend, loss, census), ranks)
+    check(compare(load_strategy("ddp"), config, made, mesh, backend, loss, census), ranks)
 except TrainingError as error:
     sys.stdout.write(f"REFUSED {error}\\n")
 """

@@ -14,8 +14,10 @@ import torch
 from torch import distributed, multiprocessing
 
 from trainers import attention
+from trainers.config import ConfigError
 from trainers.data.layout import DocumentLayout, RowPart
-from trainers.parallel.sequence import ContextParallel, Ulysses, pieces
+from trainers.parallel.mesh import MeshSizes
+from trainers.parallel.sequence import ContextParallel, Ulysses, pieces, refuse_unfit
 
 LENGTH, ROWS, SIZE = 48, 2, 8
 BORDERS = np.array([0, 5, 6, 29, 48, 48 + 17, 48 + 40, 96])
@@ -133,3 +135,19 @@ def test_pieces_are_queries_of_one_document_and_the_keys_they_may_see() -> None:
     assert runs == [(4, 8), (8, 12)]
     assert list(pieces([0, 6, 16], runs, None)) == [(0, 2, 0, 6), (2, 4, 6, 8), (4, 8, 6, 12)]
     assert list(pieces([0, 6, 16], runs, 3)) == [(0, 2, 2, 6), (2, 4, 6, 8), (4, 8, 6, 12)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "part"),
+    [
+        ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention layers, which carry state"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "chooses its rotary frequencies"),
+        ({"num_attention_heads": 6}, "sp=4 does not divide the 6 attention heads"),
+    ],
+)
+def test_models_whose_rows_cannot_be_cut_are_refused(shape: dict[str, Any], part: str) -> None:
+    fitting = {"model_type": "x", "num_attention_heads": 8, "layer_types": ["full_attention", "sliding_attention"]}
+    refuse_unfit(SimpleNamespace(**fitting), MeshSizes(sp=4))
+    with pytest.raises(ConfigError, match=part):
+        refuse_unfit(SimpleNamespace(**fitting | shape), MeshSizes(sp=4))
+    refuse_unfit(SimpleNamespace(**fitting | shape), MeshSizes(dp_shard=4))

@@ -237,6 +237,7 @@ def test_what_cannot_run_says_why(
     assert part in str(cannot_run(load_strategy(name), method, has_gpu=False))
 
 
+TINY = {"model_name_or_path": "embedded", "dataset_name": "embedded"}
 PIPELINE = "# A pipeline.\n# pp_size: {size}\n# pp_schedule: {schedule}\n{rest}"
 
 
@@ -276,6 +277,10 @@ def test_options_go_before_the_files_stages() -> None:
         ({"schedule": "1f2b"}, "# pp_schedule: 1f2b is no schedule; use gpipe, 1f1b, interleaved, zero_bubble, zbv"),
         ({"name": "zero2"}, "pp=2 does not go with distributed_type=DEEPSPEED; use MULTI_GPU or FSDP"),
         ({"size": 3}, "pp 3 = 3, but num_processes=2; use a multiple of that"),
+        (
+            {"name": "fsdp2"},
+            "fsdp_config.fsdp_reshard_after_forward=True with pp=2: a stage's layers are cut one by one",
+        ),
         ({"name": "hsdp"}, "pp 2 x dp_replicate 2 x dp_shard 2 = 8, but num_processes=4; make them equal"),
     ],
 )
@@ -285,7 +290,7 @@ def test_stages_that_cannot_be_are_told(file: dict[str, object], line: str, tmp_
 
 
 def test_too_few_micro_batches_fp16_and_compiled_blocks_are_refused_for_a_pipeline() -> None:
-    values = {"model_name_or_path": "embedded", "dataset_name": "embedded", "global_batch_size": 8}
+    values = TINY | {"global_batch_size": 8}
     pipeline = resolve(load_strategy("pp"), 2, "no")
     few = build(values | {"per_device_train_batch_size": 8})
     assert "needs at least 2 micro-batches in a step, not 1" in str(refusal(pipeline, few, has_gpu=False))
@@ -293,6 +298,10 @@ def test_too_few_micro_batches_fp16_and_compiled_blocks_are_refused_for_a_pipeli
     compiled = build(values | {"torch_compile": True})
     assert "torch_compile=true is not proved with pp 2" in str(refusal(pipeline, compiled, has_gpu=False))
     assert refusal(load_strategy("ddp"), compiled, has_gpu=False) is None
+    hooked = build(values | {"ddp_comm_hook": "fp16"})
+    tensor = resolve(load_strategy("tp"), 2, "no")
+    assert "those of tp and pp have other weights" in str(refusal(tensor, hooked, has_gpu=False))
+    assert refusal(load_strategy("ddp"), hooked, has_gpu=False) is None
     with pytest.raises(ConfigError, match="fp16 needs loss scaling"):
         resolve(load_strategy("tp"), 2, "fp16")
     assert resolve(load_strategy("ddp"), 2, "fp16").values["mixed_precision"] == "fp16"
@@ -301,8 +310,19 @@ def test_too_few_micro_batches_fp16_and_compiled_blocks_are_refused_for_a_pipeli
 def test_tensor_parallelism_across_machines_is_told() -> None:
     machines = Machines(2, 0, "10.0.0.1", 29500)
     inside = resolve(over_machines(load_strategy("fsdp2_tp"), machines), 4, "no")
-    assert inside.cautions() == []
+    assert inside.cautions(build(TINY)) == []
     across = resolve(over_machines(load_strategy("tp"), machines), 2, "no")
-    (line,) = across.cautions()
+    (line,) = across.cautions(build(TINY))
     assert line.startswith("tp=2 goes across machines of 1 processes each")
-    assert resolve(load_strategy("tp"), 2, "no").cautions() == []
+    here = resolve(load_strategy("tp"), 2, "no")
+    assert here.cautions(build(TINY)) == []
+    assert here.cautions(build(TINY | {"pp_schedule": "gpipe"})) == ["pp_schedule=gpipe is ignored: there is one stage"]
+
+
+def test_comments_of_any_shape_say_the_stages(tmp_path: Path) -> None:
+    for line in ("#pp_size: 2", "  ## pp_size = 2", "# pp_size:2"):
+        file = tmp_path / "mine.yaml"
+        file.write_text(
+            f"# Mine, which speaks of pp_size and more.\n{line}\n{(STRATEGIES_DIR / 'ddp.yaml').read_text()}"
+        )
+        assert load_strategy(str(file)).pp_size == 2

@@ -139,6 +139,8 @@ def heads_mistake(sizes: MeshSizes, heads: int, model_type: str) -> str | None:
 
 
 def _kinds(axis: str) -> str:
+    if axis == "pp":  # which may come from an option, and not from the strategy's file
+        return f"{' or '.join(kind for kind, axes in BACKENDS.items() if axis in axes)}, or pp_size=1"
     return " or ".join(kind for kind, axes in BACKENDS.items() if axis in axes) or "another strategy"
 
 

@@ -207,10 +207,24 @@ def over_ranks(mesh: Mesh) -> Ulysses | ContextParallel | None:
 
 
 def refuse_unfit(shape: Any, sizes: MeshSizes) -> None:
-    """Raises ConfigError for a model whose heads Ulysses cannot share out.
+    """Raises ConfigError for a model whose rows cannot be cut, or whose heads Ulysses cannot share out.
 
     Args:
         shape: the config of the language model.
     """
+    if sizes.parts == 1:
+        return
+    other = set(getattr(shape, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    rope = str(getattr(shape, "rope_parameters", None) or getattr(shape, "rope_scaling", None))
+    if other:
+        raise ConfigError(
+            f"{sizes}: {shape.model_type} has {', '.join(sorted(other))} layers, which carry state from one part of a "
+            "row to the next; use a strategy without sp and cp"
+        )
+    if "longrope" in rope or "dynamic" in rope:
+        raise ConfigError(
+            f"{sizes}: {shape.model_type} chooses its rotary frequencies by the longest position that a rank sees, and "
+            "each sees another; use a strategy without sp and cp"
+        )
     if mistake := heads_mistake(sizes, int(shape.num_attention_heads), shape.model_type):
         raise ConfigError(mistake)
