@@ -35,7 +35,7 @@ class FormField:
         section: the group it belongs to, a key of `TITLES`.
         kind: what its value is.
         optional: whether `none` is a value.
-        choices: the values of a `choice`.
+        choices: the values of a `choice`, `none` among them where that is one.
         limits: unit and range in words, such as `steps, at least 1`; empty without any.
         unit: e.g. `tokens`; empty for plain numbers.
         default: the default as text; None when the option must be given.
@@ -84,7 +84,7 @@ def _kind(annotation: Any) -> tuple[Kind, bool, tuple[str, ...]]:
         return _kind(typing.get_args(annotation)[0])
     if origin in (typing.Union, types.UnionType):
         kind, _, choices = _kind(next(part for part in typing.get_args(annotation) if part is not type(None)))
-        return kind, True, choices
+        return kind, True, ("none", *choices) if choices else ()
     if origin is Literal:
         return "choice", False, tuple(typing.get_args(annotation))
     return _KINDS.get(origin or annotation, "text"), False, ()

@@ -407,3 +407,11 @@ def test_without_gpus_there_are_none_to_choose() -> None:
 @pytest.mark.parametrize("value", [True, None, 0.001, [1, 2], {"a": "b"}, "x"])
 def test_values_are_written_as_on_the_command_line(value: Any) -> None:
     assert as_texts({"x": value}) == {"x": text_of(value)}
+
+
+def test_every_default_of_a_choice_is_among_its_choices() -> None:
+    """A list on the page takes nothing else."""
+    wrong = [one.name for one in fields() if one.kind == "choice" and one.default not in one.choices]
+    assert wrong == []
+    schedule = next(one for one in fields() if one.name == "pp_schedule")
+    assert (schedule.default, schedule.choices[:2]) == ("none", ("none", "gpipe"))
