@@ -57,10 +57,10 @@ def by_name(names: Sequence[str]) -> list[FormField]:
 
 
 def shown_value(one: FormField, text: str) -> str | bool:
-    """A value's text as its component shows it: blank for none, true or false for a check box."""
+    """A value's text as its component shows it: blank for none where one writes, true or false for a check box."""
     if one.kind == "bool":
         return text == "true"
-    return "" if one.optional and text == "none" else text
+    return "" if one.optional and text == "none" and one.kind != "choice" else text
 
 
 def component(one: FormField, text: str) -> gr.components.Component:
