@@ -142,6 +142,7 @@ def test_uploaded_data_is_used(new_page: Tabs, tmp_path: Path) -> None:
 def test_launched_twice_it_is_one_run_that_can_be_cloned(serve: Callable[..., Served], new_page: Tabs) -> None:
     server = serve()
     page = new_page("/", server=server)
+    expect(page.locator("#train-command pre")).to_be_visible()  # what is filled in before is filled over
     page.locator("#opt-max_steps input").fill("4")
     expect(page.locator("#train-command")).to_contain_text("--max_steps 4")
     page.locator("#launch").dblclick()
