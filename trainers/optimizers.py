@@ -13,10 +13,10 @@ from zlib import crc32
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from trainers.config import TrainConfig
+from trainers.parallel.shards import local_part
 
 BLOCK = 256
 """Elements that share a scale."""
@@ -133,7 +133,7 @@ class SmallAdamW(torch.optim.Optimizer):
 
     def empty_state(self, weight: torch.Tensor, keys: Iterable[str], step: float) -> dict[str, Any]:
         """Noughts for each key, `[elements here]`, as they rest, and the count of updates, on the CPU."""
-        here = _local(weight)
+        here = local_part(weight)
         small = not self.eight_bit or here.numel() < SMALLEST
         kept = {
             key: torch.zeros(here.numel(), device=here.device)
@@ -155,7 +155,7 @@ class SmallAdamW(torch.optim.Optimizer):
             if not state:
                 state.update(self.empty_state(weight, KEYS, 0.0))
             state["step"] += 1
-            self._update(_local(weight).view(-1), _local(weight.grad).reshape(-1), state, group, place)
+            self._update(local_part(weight).view(-1), local_part(weight.grad).reshape(-1), state, group, place)
 
     def _update(
         self, weight: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any], place: int
@@ -192,14 +192,14 @@ def empty_state(optimizer: Any, weight: torch.Tensor, keys: Iterable[str], step:
     inner = getattr(optimizer, "optimizer", optimizer)
     if isinstance(inner, SmallAdamW):
         return inner.empty_state(weight, keys, step)
-    count = torch.tensor(step, dtype=torch.float32, device=_local(weight).device)
+    count = torch.tensor(step, dtype=torch.float32, device=local_part(weight).device)
     return {"step": count, **{key: torch.zeros_like(weight, requires_grad=False) for key in keys}}
 
 
 def state_vectors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     """What a weight's state holds here, as `[elements here]` fp32 vectors: views, but copies on the CPU of `Codes`."""
     return {
-        key: kept.read().cpu() if isinstance(kept, Codes) else _local(kept).reshape(-1)
+        key: kept.read().cpu() if isinstance(kept, Codes) else local_part(kept).reshape(-1)
         for key, kept in state.items()
         if key != "step"
     }
@@ -222,7 +222,3 @@ def rounded_by_chance(values: torch.Tensor, chance: torch.Generator) -> torch.Te
     bits = values.view(torch.int32)
     noise = torch.randint(0, 2**16, bits.shape, dtype=torch.int32, device=bits.device, generator=chance)
     return (bits + noise).bitwise_and_(-(2**16)).view(torch.float32).to(torch.bfloat16)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()

@@ -184,9 +184,7 @@ def _cut_mistakes(config: TrainConfig, sizes: MeshSizes) -> list[str]:
     name = str(BASE_DIR) if config.model_name_or_path == EMBEDDED else config.model_name_or_path
     shape = AutoConfig.from_pretrained(name, **where).get_text_config()
     heads = heads_mistake(sizes, int(shape.num_attention_heads), shape.model_type)
-    quantised = f"tp={sizes.tp} with method=qlora: 4-bit matrices are not cut; use method=lora, or fsdp2"
-    mistakes = refusals(shape, sizes.tp) + ([heads] if heads else [])
-    return mistakes + ([quantised] if config.method == "qlora" and sizes.tp > 1 else [])
+    return refusals(shape, sizes.tp) + ([heads] if heads else [])
 
 
 def _check_positions(config: TrainConfig, longest: int) -> None:

@@ -305,6 +305,8 @@ def refusal(strategy: Strategy, config: TrainConfig, has_gpu: bool) -> str | Non
     """
     if reason := cannot_run(strategy, config.method, has_gpu, config.small_optimizer()):
         return reason
+    if config.method == "qlora" and strategy.sizes.tp * strategy.sizes.pp > 1:
+        return f"method=qlora with {strategy.sizes}: 4-bit layers are not cut by tp or pp; use method=lora, or fsdp2"
     if config.ddp_comm_hook != "none" and strategy.sizes.tp * strategy.sizes.pp > 1:
         return (
             f"ddp_comm_hook={config.ddp_comm_hook} would sum over all ranks, and those of tp and pp have other "

@@ -209,7 +209,6 @@ def test_they_are_named_as_outside_the_promise() -> None:
 
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
 def test_deepspeed_which_keeps_states_itself_refuses(name: str) -> None:
-    pytest.importorskip("deepspeed")
     strategy = load_strategy(name)
     assert "use --strategy fsdp2" in str(cannot_run(strategy, "full", has_gpu=False, small_optimizer=True))
     assert cannot_run(strategy, "full", has_gpu=False) is None

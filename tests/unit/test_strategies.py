@@ -298,6 +298,11 @@ def test_too_few_micro_batches_fp16_and_compiled_blocks_are_refused_for_a_pipeli
     compiled = build(values | {"torch_compile": True})
     assert "torch_compile=true is not proved with pp 2" in str(refusal(pipeline, compiled, has_gpu=False))
     assert refusal(load_strategy("ddp"), compiled, has_gpu=False) is None
+    quantised = build(values | {"method": "qlora"})
+    for name, processes in (("pp", 2), ("tp", 2), ("3d", 8)):
+        cut = resolve(load_strategy(name), processes, "no")
+        assert "4-bit layers are not cut" in str(refusal(cut, quantised, has_gpu=True))
+    assert refusal(load_strategy("fsdp2"), quantised, has_gpu=True) is None
     hooked = build(values | {"ddp_comm_hook": "fp16"})
     tensor = resolve(load_strategy("tp"), 2, "no")
     assert "those of tp and pp have other weights" in str(refusal(tensor, hooked, has_gpu=False))

@@ -25,7 +25,7 @@ from trainers.parallel.backend import trained_names, whole_elements
 from trainers.parallel.mesh import Mesh
 from trainers.parallel.norm import clip
 from trainers.parallel.ranks import Ranks
-from trainers.parallel.shards import WEIGHT, Shard
+from trainers.parallel.shards import WEIGHT, Shard, local_part
 
 _WRAPPER = "_fsdp_wrapped_module."  # FSDP 1 puts it into names
 
@@ -65,12 +65,12 @@ class FullySharded:
         if plugin.cpu_ram_efficient_loading:
             _verify(self.model, digests, ranks)
         # Counted before any forward pass: after one without gradients FSDP leaves the root's weights whole.
-        self.here = sum(_local(weight).numel() for weight in self.model.parameters())
+        self.here = sum(local_part(weight).numel() for weight in self.model.parameters())
         self.starts = self._starts(ranks)
 
     def _starts(self, ranks: Ranks) -> dict[str, int]:
         """Index of this rank's first element in each flattened weight: the sizes on the ranks before it, added up."""
-        sizes = ranks.gather({name: _local(weight).numel() for name, weight in self.trained})
+        sizes = ranks.gather({name: local_part(weight).numel() for name, weight in self.trained})
         group = distributed.get_process_group_ranks(self._shard_group())
         before = group[: group.index(ranks.rank)]
         replicated = {name for name, shape in self.shapes.items() if sizes[ranks.rank][name] == shape.numel()}
@@ -124,7 +124,7 @@ class FullySharded:
     def _shard(self, name: str, weight: nn.Parameter) -> Shard:
         state = self.optimizer.state.get(weight, {})
         step = float(state["step"]) if "step" in state else None
-        held = {WEIGHT: _local(weight).reshape(-1), **state_vectors(state)}
+        held = {WEIGHT: local_part(weight).reshape(-1), **state_vectors(state)}
         cut = self.tensor.cuts.get(name) if self.tensor else None
         if cut is not None:
             return Shard(name, cut.shape, self.starts[name], held, step, self.primary, cut.box)
@@ -141,12 +141,6 @@ class FullySharded:
         for name, weight in self.trained:
             if name in steps:
                 self.optimizer.state[weight] = empty_state(self.optimizer, weight, keys, steps[name])
-
-
-@torch.no_grad()
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part, sharing its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _plain(name: str) -> str:

@@ -10,6 +10,8 @@ import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
+from trainers.parallel.shards import local_part
+
 
 @torch.no_grad()
 def global_norm(gradients: Iterable[tuple[str, torch.Tensor]], cuts: Container[str], group: Any) -> torch.Tensor:
@@ -54,7 +56,7 @@ def clip(weights: Iterable[tuple[str, nn.Parameter]], cuts: Container[str], grou
     norm = global_norm(gradients, cuts, group)
     if math.isfinite(limit) and gradients:
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_([_local(one) for _, one in gradients], factor)
+        torch._foreach_mul_([local_part(one) for _, one in gradients], factor)
     return norm
 
 
@@ -67,14 +69,10 @@ def _is_sharded(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, DTensor) and _shard_dim(tensor) is not None
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _squares(tensors: list[torch.Tensor], found: list[tuple[str, torch.Tensor]]) -> torch.Tensor:
     """The sum of squares of what is here, in fp32 at least."""
     if not tensors:
         device = found[0][1].device if found else None
         return torch.zeros((), dtype=torch.float32, device=device)
-    norms = torch._foreach_norm([_local(one) for one in tensors], 2, torch.float32)
+    norms = torch._foreach_norm([local_part(one) for one in tensors], 2, torch.float32)
     return torch.stack(list(norms)).square().sum()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from torch.distributed import ProcessGroup, pipelining
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor import DTensor
 
 from trainers.attention import use_documents
 from trainers.config import ConfigError, TrainConfig
@@ -29,7 +28,7 @@ from trainers.optimizers import build_optimizer, empty_state, parameter_groups, 
 from trainers.parallel.cutting import Absent, Chunk, Part, PipelineStages, Work, cut
 from trainers.parallel.mesh import Mesh
 from trainers.parallel.norm import global_norm
-from trainers.parallel.shards import WEIGHT, Shard
+from trainers.parallel.shards import WEIGHT, Shard, local_part
 from trainers.parallel.stages import SCHEDULES, measured_bubble, micro_batch_mistake, rank_of
 
 BUCKET = 2**23
@@ -97,7 +96,7 @@ class Stage(PipelineStage):
 
 
 class Pipelined:
-    """A `Backend`, whose steps are whole: `run` in place of `accumulate` and `backward`.
+    """A `Backend`, whose steps are whole: `run` takes all micro-batches of one.
 
     Args:
         loss: the `SupervisedLoss` on the CPU, with its weights, cut by tensor parallelism or not; it is cut in place.
@@ -138,7 +137,7 @@ class Pipelined:
         if shards is not None:
             self.trained = _shard_stages(self.part, shards)
         # Counted before any forward pass: after one FSDP may leave weights whole.
-        self.here = sum(_local(weight).numel() for weight in self.model.parameters())
+        self.here = sum(local_part(weight).numel() for weight in self.model.parameters())
         self.optimizer: Any = build_optimizer(parameter_groups(self.trained, self.shapes, config), config)
         self.last_rank = rank_of(schedule, self.ranks, self.total - 1)
         self.primary = replicas is None or distributed.get_rank(replicas) == 0
@@ -213,14 +212,6 @@ class Pipelined:
         self._sum_tied()
         distributed.all_reduce(self.work.loss, group=self.group)  # the other ranks have 0
         return self.work.loss
-
-    def accumulate(self, last: bool) -> AbstractContextManager[Any]:
-        """See `Backend`; `run` takes whole steps, in which nothing is held back."""
-        return nullcontext()
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """Not here: no rank has both ends of a micro-batch."""
-        raise NotImplementedError("a pipeline runs whole steps; call run")
 
     def _make_room(self, count: int, slots: int) -> None:
         """Stages and schedule for a number of micro-batches, with buffers that only ever grow."""
@@ -323,7 +314,7 @@ class Pipelined:
             return
         whole = dict(self.trained)[self.tied].grad
         assert whole is not None
-        mine = _local(whole)
+        mine = local_part(whole)
         other, peer = torch.empty_like(mine), (ends - {self.rank}).pop()
         works = distributed.batch_isend_irecv([
             distributed.P2POp(distributed.isend, mine, group=self.group, group_peer=peer),
@@ -346,7 +337,7 @@ class Pipelined:
         total = squared.sqrt().float()
         factor = (limit / (total + 1e-6)).clamp(max=1.0)  # as torch's own does, without asking the device
         for gradient in self._gradients():
-            _local(gradient).mul_(factor)
+            local_part(gradient).mul_(factor)
         return total
 
     def idle(self, seconds: float) -> float:
@@ -384,7 +375,7 @@ class Pipelined:
             return Shard(name, self.shapes[name], 0, {WEIGHT: nothing})
         state = self.optimizer.state.get(weight, {})
         step = float(state["step"]) if "step" in state else None
-        held = {WEIGHT: _local(weight).reshape(-1), **state_vectors(state)}
+        held = {WEIGHT: local_part(weight).reshape(-1), **state_vectors(state)}
         cut = self.tensor.cuts.get(name) if self.tensor else None
         primary = (
             self.primary and self._owns(name) and (cut is not None or self.tensor is None or self.tensor.rank == 0)
@@ -412,12 +403,6 @@ class Pipelined:
         for name, weight in self.trained:
             if name in steps:
                 self.optimizer.state[weight] = empty_state(self.optimizer, weight, keys, steps[name])
-
-
-@torch.no_grad()
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part, sharing its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _shard_stages(part: Part, mesh: DeviceMesh) -> list[tuple[str, nn.Parameter]]:

@@ -13,11 +13,18 @@ from itertools import combinations
 
 import torch
 from torch import distributed
+from torch.distributed.tensor import DTensor
 
 from trainers.errors import TrainingError
 from trainers.parallel.ranks import Ranks
 
 WEIGHT = "model"
+
+
+@torch.no_grad()
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor, sharing its memory, without a gradient of its own."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 @dataclass(frozen=True)
