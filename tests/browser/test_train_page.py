@@ -76,7 +76,13 @@ def test_a_mistake_in_a_closed_section_leads_to_its_field(new_page: Tabs) -> Non
     page = opened(new_page)
     page.get_by_role("button", name="All options").click()
     page.get_by_role("button", name="Optimizer").click()
-    page.locator("#opt-adam_beta1 input").fill("7")
+
+    def told() -> bool:
+        """A section that is drawn for the first time sets its fields a moment later, over what a script typed."""
+        page.locator("#opt-adam_beta1 input").fill("7")
+        return page.locator(".ts-jump").is_visible()
+
+    wait_for(told, "the mistake in adam_beta1")
     expect(page.locator(".ts-jump")).to_contain_text("adam_beta1")
     page.get_by_role("button", name="All options").click()
     expect(page.locator("#opt-adam_beta1")).to_be_hidden()
