@@ -35,7 +35,7 @@ from trainers.strategies import Strategy, load_strategy, resolve
 
 STRATEGIES = (
     "ddp", "fsdp1", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "sp", "cp", "tp", "fsdp2_tp",
-    "pp", "pp_interleaved", "pp_dp", "pp_fsdp2",
+    "zero2_tp", "pp", "pp_interleaved", "pp_dp", "pp_fsdp2",
 )  # fmt: skip
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "send")
 STEPS, WARM = 8, 2

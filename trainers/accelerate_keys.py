@@ -94,7 +94,7 @@ TOP: dict[str, Key] = {
     "fp8_config": Key(why=_FP8, idle=is_empty),
     "dynamo_config": Key((dict,), inside=_DYNAMO),
     "dynamo_backend": _NO_DYNAMO,
-    "megatron_lm_config": Key(why="Megatron-LM is not supported; remove it and use FSDP or DEEPSPEED", idle=is_empty),
+    "megatron_lm_config": Key((dict,)),
     "mpirun_config": Key(
         why="mpirun is not supported; remove it and use MULTI_GPU, which runs on gloo here", idle=is_empty
     ),
@@ -190,6 +190,41 @@ PARALLELISM: dict[str, Key] = {
     "parallelism_config_sp_seq_length": WHOLE,
     "parallelism_config_sp_seq_length_is_variable": FLAG,
     "parallelism_config_sp_attn_implementation": TEXT,
+}
+
+_EXPERTS = "experts are not spread over processes; write 1"
+_NO_DROPOUT = Key((int, float), (0, 0.0), why="dropout would be of this strategy alone; write 0")
+_OWN_CHECKPOINTS = Key(why="checkpoints are Tunesmith's own; remove the line")
+
+# Accelerate 1.15, MegatronLMPlugin and the launcher's flags of the same names.
+MEGATRON: dict[str, Key] = {
+    "megatron_lm_tp_degree": COUNT,
+    "megatron_lm_pp_degree": COUNT,
+    "megatron_lm_context_parallel_size": COUNT,
+    "megatron_lm_sequence_parallelism": FLAG,
+    "megatron_lm_use_distributed_optimizer": FLAG,
+    "megatron_lm_optimizer_cpu_offload": FLAG,
+    "megatron_lm_overlap_cpu_optimizer_d2h_h2d": FLAG,
+    "megatron_lm_decoder_last_pipeline_num_layers": COUNT,
+    "megatron_lm_attention_backend": FLAG,
+    "megatron_lm_use_rotary_position_embeddings": FLAG,
+    "megatron_lm_num_micro_batches": Key(why=_BY_BATCH),
+    "megatron_lm_gradient_clipping": Key(why="max_grad_norm of the config says where to clip; remove the line"),
+    "megatron_lm_recompute_activations": Key((bool,), (False,), why=_RECOMPUTE),
+    "megatron_lm_recompute_granularity": Key(why=_RECOMPUTE),
+    "megatron_lm_recompute_method": Key(why=_RECOMPUTE),
+    "megatron_lm_recompute_num_layers": Key(why=_RECOMPUTE),
+    "megatron_lm_attention_dropout": _NO_DROPOUT,
+    "megatron_lm_hidden_dropout": _NO_DROPOUT,
+    "megatron_lm_calculate_per_token_loss": Key(
+        (bool,), (True,), why="the loss is the mean over all trained tokens of a step; write true"
+    ),
+    "megatron_lm_eod_mask_loss": Key((bool,), (False,), why="the data say which tokens are trained; remove the line"),
+    "megatron_lm_expert_model_parallel_size": Key((int,), (1,), why=_EXPERTS),
+    "megatron_lm_expert_tensor_parallel_size": Key((int,), (1,), why=_EXPERTS),
+    "megatron_lm_use_custom_fsdp": Key((bool,), (False,), why="write distributed_type: FSDP instead"),
+    "megatron_lm_no_load_optim": _OWN_CHECKPOINTS,
+    "megatron_lm_no_save_optim": _OWN_CHECKPOINTS,
 }
 
 

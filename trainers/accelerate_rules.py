@@ -11,6 +11,7 @@ from trainers.accelerate_keys import (
     DEEPSPEED,
     FLAGS_ONLY,
     FSDP,
+    MEGATRON,
     NOT_BESIDE_FILE,
     ONLY_FSDP1,
     ONLY_FSDP2,
@@ -22,14 +23,16 @@ from trainers.config import ConfigError
 from trainers.deepspeed_json import JSON, json_mistakes, read_json
 from trainers.parallel.mesh import AXES, combination_mistakes, data_axis, fitted
 
-TYPES = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
+TYPES = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED", "MEGATRON_LM")
 SCALED_TYPES = ("NO", "MULTI_GPU")  # the ones under which the training script scales the loss for fp16
 FP16_WAY = "mixed_precision=fp16 needs loss scaling, which is only done under single and ddp; use bf16"
 _SECTIONS = {
     "fsdp_config": (FSDP, ("FSDP",)),
     "deepspeed_config": (DEEPSPEED, ("DEEPSPEED",)),
-    "parallelism_config": (PARALLELISM, ("FSDP", "MULTI_GPU")),
+    "parallelism_config": (PARALLELISM, ("FSDP", "MULTI_GPU", "DEEPSPEED")),
+    "megatron_lm_config": (MEGATRON, ("MEGATRON_LM",)),
 }
+_DEGREES = {"tp": "megatron_lm_tp_degree", "cp": "megatron_lm_context_parallel_size"}
 
 
 def check(values: dict[str, Any], pp_size: int = 1) -> list[str]:
@@ -74,7 +77,11 @@ def _check_whole(values: dict[str, Any], pp_size: int) -> list[str]:
             mistakes.append(f"{name} under distributed_type={kind} is ignored; write {kinds[0]}, or remove {name}")
     if kind == "FSDP":
         mistakes += _check_fsdp(values, values.get("fsdp_config") or {})
-    if kind in _SECTIONS["parallelism_config"][1] or (kind in TYPES and pp_size > 1):
+    if kind == "MEGATRON_LM":
+        megatron = values.get("megatron_lm_config") or {}
+        mistakes += _check_megatron(megatron, pp_size)
+        pp_size = megatron.get("megatron_lm_pp_degree", 1)
+    if kind in (*_SECTIONS["parallelism_config"][1], "MEGATRON_LM") or (kind in TYPES and pp_size > 1):
         mistakes += _check_mesh(values, pp_size)
     if kind == "DEEPSPEED":
         mistakes += _check_deepspeed(values, values.get("deepspeed_config") or {})
@@ -86,7 +93,7 @@ def _check_common(values: dict[str, Any]) -> list[str]:
     machines, precision = values.get("num_machines") or 1, values.get("mixed_precision")
     rank, port = values.get("machine_rank") or 0, values.get("main_process_port")
     rules = {
-        "distributed_type is missing; write 'NO', MULTI_GPU, FSDP or DEEPSPEED": kind is None,
+        f"distributed_type is missing; write 'NO', {', '.join(TYPES[1:])}": kind is None,
         "distributed_type=MULTI_CPU starts one process without mpirun; write MULTI_GPU, which runs on gloo here": (
             kind == "MULTI_CPU"
         ),
@@ -193,10 +200,16 @@ def _check_fsdp1(values: dict[str, Any], fsdp: dict[str, Any]) -> list[str]:
 
 
 def mesh_sizes(values: dict[str, Any]) -> dict[str, int]:
-    """Sizes of the device mesh by axis, as written; empty when the config has no `parallelism_config`."""
+    """Sizes of the device mesh by axis, but for pp, as written; empty when the config has none."""
+    if megatron := values.get("megatron_lm_config"):
+        return {"dp_replicate": -1} | {axis: int(megatron.get(key, 1)) for axis, key in _DEGREES.items()}
     written = values.get("parallelism_config") or {}
-    keys = {axis: f"parallelism_config_{axis}_size" for axis in AXES}
-    return {axis: int(written[key]) for axis, key in keys.items() if key in written}
+    return {axis: int(written[key]) for axis in AXES if (key := axis_key(axis)) in written}
+
+
+def axis_key(axis: str) -> str:
+    """Accelerate's key for the size of an axis of its mesh."""
+    return f"parallelism_config_{axis}_size"
 
 
 def _check_mesh(values: dict[str, Any], pp_size: int) -> list[str]:
@@ -236,11 +249,39 @@ def _check_mesh(values: dict[str, Any], pp_size: int) -> list[str]:
             for key, value in wanted.items()
             if key in fsdp and fsdp[key] != value
         ]
-    if kind == "FSDP" and (written or pp_size > 1) and sizes.dp_shard * sizes.parts < 2:
+    if kind in ("FSDP", "DEEPSPEED") and (written or pp_size > 1) and sizes.dp_shard * sizes.parts < 2:
         mistakes.append(
             f"parallelism_config_dp_shard_size={sizes.dp_shard} leaves nothing to shard over; write at least 2"
         )
     return mistakes
+
+
+def _check_megatron(megatron: dict[str, Any], pp_size: int) -> list[str]:
+    names = ("pp_degree", "context_parallel_size", "tp_degree")
+    degree, cp, tp = (megatron.get(f"megatron_lm_{name}") for name in names)
+    rules = {
+        "megatron_lm_config.megatron_lm_tp_degree is missing; write 1, or more": tp is None,
+        "megatron_lm_config.megatron_lm_pp_degree is missing; write 1, or more": degree is None,
+        f"pp_size={pp_size} beside megatron_lm_pp_degree={degree}; write one of them": (
+            degree is not None and pp_size not in (1, degree)
+        ),
+        "megatron_lm_config.megatron_lm_context_parallel_size is missing, and Accelerate would take 2; write 1": (
+            cp is None
+        ),
+        "megatron_lm_config.megatron_lm_sequence_parallelism=True is of use with tensor parallelism alone; "
+        "remove it, or write a megatron_lm_tp_degree of at least 2": (
+            megatron.get("megatron_lm_sequence_parallelism") is True and tp == 1
+        ),
+        "megatron_lm_config.megatron_lm_overlap_cpu_optimizer_d2h_h2d=True without megatron_lm_optimizer_cpu_offload; "
+        "remove it": (
+            megatron.get("megatron_lm_overlap_cpu_optimizer_d2h_h2d") is True
+            and not megatron.get("megatron_lm_optimizer_cpu_offload")
+        ),
+        "megatron_lm_config.megatron_lm_decoder_last_pipeline_num_layers with one stage; remove it": (
+            "megatron_lm_decoder_last_pipeline_num_layers" in megatron and degree == 1
+        ),
+    }
+    return [line for line, applies in rules.items() if applies]
 
 
 def _check_deepspeed(values: dict[str, Any], inline: dict[str, Any]) -> list[str]:
@@ -262,6 +303,13 @@ def _check_deepspeed(values: dict[str, Any], inline: dict[str, Any]) -> list[str
         except ConfigError as error:
             return mistakes + error.mistakes
         mistakes += json_mistakes(content)
+        zero = {} if mistakes else content.get("zero_optimization") or {}
+        part, processes = zero.get("zero_hpz_partition_size", 1), values.get("num_processes") or 1
+        if processes % part:
+            mistakes.append(
+                f"zero_hpz_partition_size={part} does not divide num_processes={processes}; "
+                "write how many processes a machine has"
+            )
         stage = (content.get("zero_optimization") or {}).get("stage") if not mistakes else None
     else:
         mistakes += _check_inline(inline)

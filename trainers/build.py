@@ -132,7 +132,7 @@ def backend(
     elif strategy.distributed_type == "DEEPSPEED":
         from trainers.parallel.zero import Zero
 
-        wrapped = Zero(loss, config, made, ranks)
+        wrapped = Zero(loss, config, made, ranks, mesh)
     else:
         wrapped = Replicated(loss, config, made)
     if strategy.distributed_type in ("FSDP", "DEEPSPEED") or mesh.sizes.tp * mesh.sizes.pp > 1:

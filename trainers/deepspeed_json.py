@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainers.accelerate_keys import FLAG, LIST, TEXT, WHOLE, Key, is_empty, key_mistakes
+from trainers.accelerate_keys import COUNT, FLAG, LIST, TEXT, WHOLE, Key, is_empty, key_mistakes
 from trainers.config import ConfigError
 
 MAX_JSON_BYTES = 1_000_000
@@ -125,7 +125,7 @@ ZERO: dict[str, Key] = {
     "legacy_stage1": Key((bool,), (False,), why="the old ZeRO-1 is not supported; remove it"),
     "round_robin_gradients": Key((bool,), (False,), why="its layout is not the one that DeepSpeed tells; remove it"),
     "parameter_alignment": FLAG,
-    "zero_hpz_partition_size": WHOLE,
+    "zero_hpz_partition_size": COUNT,
     "zero_quantized_weights": FLAG,
     "zero_quantized_nontrainable_weights": FLAG,
     "zero_quantized_gradients": FLAG,
@@ -137,6 +137,9 @@ ZERO: dict[str, Key] = {
     "save_muon_momentum_buffer_in_memory": FLAG,
     "leaf_module": Key((dict,), inside={"classes": LIST, "names": LIST, "name_suffixes": LIST}),
 }
+
+QUANTISED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+ZERO_PLUS = ("zero_hpz_partition_size", *QUANTISED)
 
 OPTIMIZER: dict[str, Key] = {"type": TEXT, "params": Key((dict,)), "legacy_fusion": FLAG}
 
@@ -218,7 +221,10 @@ JSON: dict[str, Key] = {
     "wandb": Key(why=_OWN_METRICS, idle=_is_off),
     "csv_monitor": Key(why=_OWN_METRICS, idle=_is_off),
     "comet": Key(why=_OWN_METRICS, idle=_is_off),
-    "tensor_parallel": Key(why=_PARALLEL),
+    "tensor_parallel": Key(
+        why="DeepSpeed's AutoTP compares every micro-batch over the ranks, pickled, and cuts by rules of its own; "
+        "write parallelism_config_tp_size into the YAML, as in zero2_tp"
+    ),
     "expert_parallel": Key(why=_PARALLEL),
     "use_data_before_expert_parallelism": Key(why=_PARALLEL),
     "pipeline": Key(why=_PARALLEL),
@@ -307,6 +313,11 @@ def _check_whole(content: dict[str, Any]) -> list[str]:
             stage != 3 and state.get("ratio", 1) != 1
         ),
     }
+    rules |= {
+        f"zero_optimization.{key}={zero[key]} needs stage 3, not {stage}; remove it, or write 3": stage != 3
+        for key in ZERO_PLUS
+        if zero.get(key) is True or zero.get(key, 1) > 1
+    }
     rules["zero_optimization.offload_param.device=nvme: no checkpoint could be made of it; write cpu"] = (
         stage == 3 and param.get("device") == "nvme"
     )
@@ -353,7 +364,7 @@ def _check_betas(params: dict[str, Any]) -> list[str]:
 def leaves_parity(content: dict[str, Any]) -> list[str]:
     """The choices of a DeepSpeed JSON that leave the promise that the strategy never changes the model."""
     zero = content.get("zero_optimization") or {}
-    found = [f"{key}=true" for key, value in zero.items() if key.startswith("zero_quantized_") and value is True]
+    found = [f"{key}=true" for key in QUANTISED if zero.get(key) is True]
     dtype = content.get("communication_data_type", "fp32")
     found += [f"communication_data_type={dtype}"] if dtype != "fp32" else []
     name = str((content.get("optimizer") or {}).get("type", "adamw"))

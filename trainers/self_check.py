@@ -138,9 +138,14 @@ def _layout(strategy: Strategy, mesh: Mesh, backend: Backend) -> list[Line]:
             places = places - {"nvme"} | {"cpu"}
         got_place = next((place for place in ("nvme", "cpu") if place in places), "none")
         lines.append(Line("offload", strategy.offload, got_place))
-    cut = strategy.sharded or getattr(backend, "tensor", None) is not None
-    if cut or strategy.zero_stage:
-        what = "weights held" if cut else "Adam's share"
+        if strategy.second_copies > 1:
+            second = [one for one in zero.model.module.parameters() if one.ds_secondary_tensor is not None]
+            ways = {one.ds_secondary_tensor_group_size for one in second}
+            lines.append(
+                Line("second copies", f"over {strategy.second_copies}", f"over {', '.join(map(str, sorted(ways)))}")
+            )
+    if strategy.sharded or strategy.zero_stage or getattr(backend, "tensor", None) is not None:
+        what = "Adam's share" if strategy.zero_stage in (1, 2) else "weights held"
         lines.append(_share(what, *backend.held()))
     return lines
 

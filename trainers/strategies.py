@@ -18,11 +18,11 @@ from typing import Any
 
 import yaml
 
-from trainers.accelerate_rules import FP16_WAY, SCALED_TYPES, check, mesh_sizes
+from trainers.accelerate_rules import FP16_WAY, SCALED_TYPES, axis_key, check, mesh_sizes
 from trainers.config import MACHINE_OPTIONS, ConfigError, TrainConfig, unknown_option
-from trainers.deepspeed_json import leaves_parity, read_json
+from trainers.deepspeed_json import QUANTISED, leaves_parity, read_json
 from trainers.options import read_yaml
-from trainers.parallel.mesh import MeshSizes, combination_mistakes, data_axis, fitted
+from trainers.parallel.mesh import NEVER_RUN, MeshSizes, combination_mistakes, data_axis, fitted
 from trainers.parallel.stages import SCHEDULES, micro_batch_mistake
 
 HEADER = "# strategy: "  # begins the copy of an Accelerate file that a run keeps
@@ -52,7 +52,7 @@ class Strategy:
 
     @property
     def distributed_type(self) -> str:
-        """`NO`, `MULTI_GPU`, `FSDP` or `DEEPSPEED`, as Accelerate spells it."""
+        """`NO`, `MULTI_GPU`, `FSDP`, `DEEPSPEED` or `MEGATRON_LM`, as Accelerate spells it."""
         return str(self.values["distributed_type"])
 
     @property
@@ -97,6 +97,11 @@ class Strategy:
         """1 to 3; 0 when this is no DeepSpeed."""
         stage = self.deepspeed_json.get("zero_optimization", {}).get("stage", self.deepspeed.get("zero_stage", 0))
         return int(stage)
+
+    @property
+    def second_copies(self) -> int:
+        """Ranks over which ZeRO++ keeps another copy of the weights; 1 for none."""
+        return int(self.deepspeed_json.get("zero_optimization", {}).get("zero_hpz_partition_size", 1))
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -221,6 +226,8 @@ def load_strategy(name_or_path: str) -> Strategy:
     mistakes += check(values, int(pipeline.get("pp_size", 1)))
     if mistakes:
         raise ConfigError([f"{path.name}: {mistake}" for mistake in mistakes])
+    if values["distributed_type"] == "MEGATRON_LM":
+        pipeline["pp_size"] = values["megatron_lm_config"]["megatron_lm_pp_degree"]
     if isinstance(values.get("main_process_port"), str):  # Accelerate's look at whether it is free takes a number only
         values["main_process_port"] = int(values["main_process_port"])
     file = (values.get("deepspeed_config") or {}).get("deepspeed_config_file")
@@ -273,8 +280,12 @@ def cannot_run(strategy: Strategy, method: str, has_gpu: bool, small_optimizer: 
     """
     kind, offloads = strategy.distributed_type, strategy.offload != "none"
     deepspeed, quantised = kind == "DEEPSPEED", method == "qlora"
+    zero = strategy.deepspeed_json.get("zero_optimization", {})
+    messages = [key for key in QUANTISED if zero.get(key) is True]
     spreads = "use --strategy single, ddp, fsdp2, hsdp, zero1 or zero2, or method=lora"
     reasons = {
+        "Accelerate's Megatron-LM plugin needs megatron-core and NVIDIA GPUs, was never run, and builds a model of its "
+        "own in place of the one named; its file is checked and nothing more; use 3d": kind in NEVER_RUN,
         'DeepSpeed is not installed; `pip install "tunesmith[deepspeed]"`': deepspeed and not _has("deepspeed"),
         "fsdp_offload_params=true uses pinned memory, which needs an accelerator, and there is none; use fsdp2": (
             kind == "FSDP" and offloads and not has_gpu
@@ -282,6 +293,8 @@ def cannot_run(strategy: Strategy, method: str, has_gpu: bool, small_optimizer: 
         "fsdp_sync_module_states=true needs an accelerator, and there is none; write false, or use fsdp2": (
             strategy.fsdp_version == 1 and strategy.fsdp.get("fsdp_sync_module_states", True) and not has_gpu
         ),
+        f"{' and '.join(messages)} of ZeRO++ needs DeepSpeed's CUDA kernels, and there is no GPU; remove it from the "
+        "DeepSpeed JSON": bool(messages) and not has_gpu,
         "DeepSpeed builds what it needs on a CPU with a C++ compiler, and there is none; install g++": (
             deepspeed and (offloads or not has_gpu) and not (shutil.which("c++") or shutil.which("g++"))
         ),
@@ -345,6 +358,8 @@ def resolve(
         "pp_schedule": pp_schedule or strategy.pp_schedule,
     }
     stages = int(pipeline["pp_size"])
+    if strategy.distributed_type == "MEGATRON_LM":
+        values["megatron_lm_config"] = {**values["megatron_lm_config"], "megatron_lm_pp_degree": stages}
     mistakes = _fit_mesh(values, num_processes, stages) or check(values, stages)
     written = strategy.values.get("mixed_precision")
     if written not in (None, "no", mixed_precision):
@@ -374,14 +389,14 @@ def _fit_mesh(values: dict[str, Any], num_processes: int, pp_size: int) -> list[
     made, shown = prod(kept.values()), " x ".join(f"{axis} {size}" for axis, size in kept.items() if size > 1)
     rest, over = divmod(num_processes, made)
     written = [axis for axis in kept if axis != "pp"]
-    own = f"or write {' and '.join(f'parallelism_config_{axis}_size' for axis in written)} into a YAML of your own"
+    own = f"or write {' and '.join(axis_key(axis) for axis in written)} into a YAML of your own"
     own = own if written else "or another pp_size"
     if over or not rest:
         return [f"num_processes={num_processes} / {shown} leaves {over}; use a multiple of {made}, {own}"]
     if free == "dp_shard" and rest * asked.get("cp", 1) * asked.get("sp", 1) < 2:
         line = f"num_processes={num_processes} / {shown} = {rest}, nothing to shard over"
         return [f"{line}; use at least {2 * made}, {own}"]
-    sizes = {f"parallelism_config_{axis}_size": size for axis, size in {**kept, free: rest}.items() if axis != "pp"}
+    sizes = {axis_key(axis): size for axis, size in {**kept, free: rest}.items() if axis != "pp"}
     if "parallelism_config" in values:
         values["parallelism_config"] = {**values["parallelism_config"], **sizes}
     return []

@@ -23,11 +23,12 @@ SMALL = {
 }  # fmt: skip
 # 3 words are left over where the vocabulary is cut in two or four.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"vocab_size": 1027, "tie_word_embeddings": False},
+    "llama": {"vocab_size": 1027, "tie_word_embeddings": False, "num_key_value_heads": 4},
     "qwen3": {"tie_word_embeddings": True},
     "gemma3_text": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "gemma2": {"sliding_window": 24, "query_pre_attn_scalar": 16},
 }
+EXPERTS = {"qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}}
 CUTS = ["tp", "sp", "cp", "pp", "fsdp2_tp", "pp_interleaved", "pp_fsdp2", "3d"]
 SHORT = [("tp", "qwen3"), ("cp", "gemma3_text"), ("sp", "gemma2"), ("pp", "qwen3")]
 ALL = [(cut, family) for cut in CUTS for family in FAMILIES]
@@ -40,7 +41,7 @@ def model(family: str) -> str:
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if (BASE_DIR / name).exists():
             shutil.copy(BASE_DIR / name, folder)
-    AutoConfig.for_model(family, **SMALL | FAMILIES[family]).save_pretrained(folder)
+    AutoConfig.for_model(family, **SMALL | (FAMILIES | EXPERTS)[family]).save_pretrained(folder)
     assert json.loads((folder / "config.json").read_text())["model_type"] == family
     return str(folder)
 

@@ -30,6 +30,10 @@ class FakeDocuments:
         tokens = np.arange(self.lengths[index], dtype=np.int32) + 1000 * index
         return tokens, np.ones(len(tokens), dtype=bool)
 
+    def gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        tokens, masks = zip(*(self.document(int(index)) for index in indices), strict=True)
+        return np.concatenate(tokens), np.concatenate(masks)
+
     def where(self, index: int) -> str:
         return f"memory:{index + 1}"
 

@@ -65,7 +65,7 @@ def test_what_goes_with_what_is_one_table() -> None:
 
 def test_the_matrix_says_what_the_rules_say() -> None:
     head, _, *lines = matrix().splitlines()
-    columns = [cell.strip() for cell in head.strip("|").split("|")]
+    columns = [cell.strip().partition(" (")[0] for cell in head.strip("|").split("|")]
     for line in lines:
         axis, *cells = [cell.strip() for cell in line.strip("|").split("|")]
         for column, cell in zip(columns[1:], cells, strict=True):

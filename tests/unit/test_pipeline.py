@@ -109,6 +109,10 @@ class Words:
     def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         return self.tokens[index], self.masks[index]
 
+    def gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        tokens, masks = zip(*(self.document(int(index)) for index in indices), strict=True)
+        return np.concatenate(tokens), np.concatenate(masks)
+
     def where(self, index: int) -> str:
         return str(index)
 

@@ -93,7 +93,10 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
         (DDP | {"dynamo_backend": False}, "dynamo_backend=False: YAML reads a bare NO as false; put it in quotes"),
         (DDP | {"dynamo_config": {"dynamo_bakend": "NO"}}, "dynamo_config.dynamo_bakend: unknown Accelerate key"),
-        (DDP | {"megatron_lm_config": {"megatron_lm_tp_degree": 2}}, "megatron_lm_config is refused: Megatron-LM is"),
+        (
+            DDP | {"megatron_lm_config": {"megatron_lm_tp_degree": 2}},
+            "megatron_lm_config under distributed_type=MULTI_GPU",
+        ),
         (DDP | {"mpirun_config": {"mpirun_ccl": "1"}}, "mpirun_config is refused: mpirun is not supported"),
         (DDP | {"tpu_name": "pod"}, "tpu_name is refused: TPU pods are not supported; remove it"),
         (DDP | {"commands": ["ls"]}, "commands is refused: TPU pods are not supported; remove it"),
@@ -118,7 +121,10 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
             "parallelism_config: dp_shard=2 does not go with distributed_type=MULTI_GPU; use FSDP",
         ),
         (zero() | {"fsdp_config": FSDP2}, "fsdp_config under distributed_type=DEEPSPEED is ignored"),
-        (zero() | {"parallelism_config": MESH}, "parallelism_config under distributed_type=DEEPSPEED is ignored"),
+        (
+            zero() | {"num_processes": 4, "parallelism_config": MESH},
+            "parallelism_config: dp_replicate=2 does not go with distributed_type=DEEPSPEED; use MULTI_GPU or FSDP",
+        ),
         (fsdp2() | {"deepspeed_config": {"zero_stage": 2}}, "deepspeed_config under distributed_type=FSDP is ignored"),
         (fsdp2() | {"fsdp_config": "x"}, "fsdp_config='x' is a str; write a dict"),
     ],

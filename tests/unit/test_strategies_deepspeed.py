@@ -159,7 +159,16 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         content(activation_checkpointing={}),
         "activation_checkpointing is refused: use gradient_checkpointing: true in the con",
     ),
-    (content(tensor_parallel={"autotp_size": 2}), "tensor_parallel is refused: this parallelism is not supported yet"),
+    (content(tensor_parallel={"autotp_size": 2}), "tensor_parallel is refused: DeepSpeed's AutoTP compares"),
+    (content(expert_parallel={"enabled": True}), "expert_parallel is refused: this parallelism is not supported yet"),
+    (
+        {"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 2}},
+        "zero_optimization.zero_hpz_partition_size=2 needs stage 3, not 2; remove it",
+    ),
+    (
+        {"zero_optimization": {"stage": 1, "zero_quantized_gradients": True}},
+        "zero_optimization.zero_quantized_gradients=True needs stage 3, not 1; remove it",
+    ),
     (content(data_efficiency={"enabled": True}), "data_efficiency is refused: the batch of each step is the script's"),
     (content(wandb={"enabled": True}), "wandb is refused: use report_to in the config"),
     (content(optimizer={}), "optimizer.type is missing; write one of adam, adamw"),

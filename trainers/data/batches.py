@@ -33,6 +33,9 @@ class Documents(Protocol):
     def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Token ids and the mask of trained tokens of one document."""
 
+    def gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The same of several documents, one after another."""
+
     def where(self, index: int) -> str:
         """File and line that a document came from."""
 
@@ -124,34 +127,65 @@ class Rows:
         """The tensors of some rows; without any, one row of weight zero, so that every rank does as many passes."""
         import torch
 
-        count, longest = max(len(rows), 1), int(self.lengths[rows].max()) if len(rows) else 1
-        width = self.part.padded(self.fixed_length or longest)
-        ids = np.full(count * width, self.pad_token_id, dtype=np.int64)
-        trained = np.zeros(count * width, dtype=bool)
-        borders = []
-        for line in range(count):
-            end = line * width
-            for member in self.members[self.offsets[rows[line]] : self.offsets[rows[line] + 1]] if len(rows) else ():
-                tokens, mask = self.documents.document(int(member))
-                start, end = end, end + len(tokens)
-                ids[start:end], trained[start + 1 : end] = tokens, mask[1:]
-                borders.append(start)
-            if end < (line + 1) * width:  # the padding is a document of its own
-                borders.append(end)
-        starts = np.array([*borders, count * width])
-        place = np.arange(count * width) - np.repeat(starts[:-1], np.diff(starts))
-        columns, flat = self.part.columns(width), np.flatnonzero(trained)
+        filled: list[int] = self.lengths[rows].tolist()
+        width = self.part.padded(self.fixed_length or max(filled, default=1))
+        ids, trained, borders = self._laid_out(rows, filled, width)
+        starts = np.array(borders)
+        trained.reshape(-1)[starts[:-1]] = False  # the first token of a document is predicted by nothing
+        place = (np.arange(ids.size) - np.repeat(starts[:-1], np.diff(starts))).reshape(ids.shape)
+        ids_here, place_here, positions, flat = self._part(ids, place, np.flatnonzero(trained))
+        parts = (ids_here, place_here, positions, ids.reshape(-1)[flat])
+        ids_t, place_t, positions_t, labels = (torch.from_numpy(np.ascontiguousarray(part)) for part in parts)
+        documents = DocumentLayout.of(starts, len(ids)) if self.packing else None
+        return MicroBatch(ids_t, place_t, documents, positions_t, labels, sum(filled), ids.size)
+
+    def _laid_out(self, rows: np.ndarray, filled: list[int], width: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        """Ids and mask `[batch, width]`, and where in their flattened form each document starts, with the end.
+
+        The padding of a row is a document of its own. Rows and documents are tens: lists are quicker than arrays.
+
+        Args:
+            filled: tokens of each row.
+        """
+        shape = (max(len(rows), 1), width)
+        ids, trained = np.full(shape, self.pad_token_id, dtype=np.int64), np.zeros(shape, dtype=bool)
+        if not len(rows):
+            return ids, trained, [0, ids.size]
+        inside = [self.members[self.offsets[row] : self.offsets[row + 1]] for row in rows]
+        tokens, mask = self.documents.gather(np.concatenate(inside))
+        borders: list[int] = []
+        taken = 0
+        for line, tokens_here in enumerate(filled):
+            ids[line, :tokens_here] = tokens[taken : taken + tokens_here]
+            trained[line, :tokens_here] = mask[taken : taken + tokens_here]
+            taken += tokens_here
+            at = line * width
+            for length in self.documents.lengths[inside[line]].tolist():
+                borders.append(at)
+                at += length
+            if tokens_here < width:
+                borders.append(at)
+        return ids, trained, [*borders, ids.size]
+
+    def _part(
+        self, ids: np.ndarray, place: np.ndarray, trained: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """What of whole rows is this rank's: ids, places, where predictions are made, and of which tokens.
+
+        Args:
+            ids: `[batch, width]`.
+            place: `[batch, width]`.
+            trained: flat places of the tokens that are to be predicted.
+        """
+        if self.part.count == 1:
+            return ids, place, trained - 1, trained
+        width, columns = ids.shape[1], self.part.columns(ids.shape[1])
         column_here = np.full(width, -1)
         column_here[columns] = np.arange(len(columns))
-        row, before = np.divmod(flat - 1, width)  # the token whose successor is to be predicted
+        row, before = np.divmod(trained - 1, width)  # the token whose successor is to be predicted
         here = column_here[before] >= 0
         positions = (row * len(columns) + column_here[before])[here]
-        parts = (ids.reshape(count, width)[:, columns], place.reshape(count, width)[:, columns], positions,
-                 ids[flat[here]])  # fmt: skip
-        ids_t, place_t, positions_t, labels = (torch.from_numpy(np.ascontiguousarray(part)) for part in parts)
-        documents = DocumentLayout.of(starts, count) if self.packing else None
-        real = int(self.lengths[rows].sum()) if len(rows) else 0
-        return MicroBatch(ids_t, place_t, documents, positions_t, labels, real, ids.size)
+        return ids[:, columns], place[:, columns], positions, trained[here]
 
 
 class TrainPlan:

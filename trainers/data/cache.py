@@ -64,6 +64,13 @@ class TokenSet:
         start, end = self._starts[index], self._starts[index + 1]
         return self._input_ids[start:end], self._mask[start:end]
 
+    def gather(self, indices: npt.NDArray[np.integer]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+        """Token ids of some documents, one after another, and which of them are trained; copies."""
+        lengths = self.lengths[indices]
+        moved = self._starts[indices] - (np.cumsum(lengths) - lengths)
+        places = np.arange(lengths.sum()) + np.repeat(moved, lengths)
+        return self._input_ids[places], self._mask[places]
+
     def where(self, index: int) -> str:
         """`file:line` of the row that a document comes from."""
         return f"{self._names[self._files[index]]}:{self._lines[index]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,9 +40,10 @@ class DocumentLayout:
 
         lengths = np.diff(borders)
         slots, buckets = _buckets(lengths)
+        places = borders.tolist()
         ids = np.repeat(np.arange(len(lengths)), lengths).reshape(rows, -1)
         tensors = [torch.from_numpy(part) for part in (ids, borders.astype(np.int32), slots)]
-        return cls(tensors[0], tensors[1], int(lengths.max()), tensors[2], buckets, tuple(borders.tolist()))
+        return cls(tensors[0], tensors[1], max(b - a for a, b in pairwise(places)), tensors[2], buckets, tuple(places))
 
     def to(self, device: torch.device, non_blocking: bool = False) -> DocumentLayout:
         """The same with its tensors there."""

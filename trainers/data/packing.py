@@ -58,9 +58,12 @@ def pack(lengths: npt.ArrayLike, max_length: int) -> PackedRows:
     given = np.asarray(lengths, dtype=np.int64)
     if given.size and (given.min() < 1 or given.max() > max_length):
         raise ValueError(f"lengths go from {given.min()} to {given.max()}; each must be from 1 to {max_length} tokens")
-    sizes: IntArray = given.astype(np.int32)
-    order = np.argsort(-sizes, kind="stable").astype(np.int32)
-    row_of, rows = _best_fit(sizes[order], max_length)
+    # Sorted as the smallest numbers that hold them: the least memory, and two bytes are sorted by counting.
+    shorter = np.empty(len(given), dtype=np.min_scalar_type(max_length))
+    np.subtract(max_length, given, out=shorter, casting="unsafe")
+    order = np.argsort(shorter, kind="stable").astype(np.int32)
+    row_of, rows = _best_fit(max_length - shorter[order].astype(np.int32), max_length)
+    del shorter
     by_row = np.argsort(row_of, kind="stable").astype(np.int32)
     offsets = np.zeros(rows + 1, dtype=np.int64)
     np.cumsum(np.bincount(row_of, minlength=rows), out=offsets[1:])

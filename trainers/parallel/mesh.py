@@ -21,7 +21,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 MEANS = {
     "pp": "pipeline: each rank has some of the layers",
     "dp_replicate": "data parallel: whole copies of the weights",
-    "dp_shard": "data parallel: weights, gradients and optimizer state cut (FSDP)",
+    "dp_shard": "data parallel: weights, gradients and optimizer state cut (FSDP, and what ZeRO's stage says)",
     "cp": "context: each rank has a part of every row, keys and values are gathered",
     "sp": "sequence (Ulysses): each rank has a part of every row, in attention some heads of all of it",
     "tp": "tensor: each rank has a part of every matrix",
@@ -30,13 +30,14 @@ BACKENDS = {
     "NO": frozenset[str](),
     "MULTI_GPU": frozenset({"pp", "dp_replicate", "cp", "sp", "tp"}),
     "FSDP": frozenset({"pp", "dp_replicate", "dp_shard", "cp", "sp", "tp"}),
-    "DEEPSPEED": frozenset[str](),
+    "DEEPSPEED": frozenset({"dp_shard", "cp", "sp", "tp"}),
+    "MEGATRON_LM": frozenset({"pp", "dp_replicate", "cp", "tp"}),
 }
 """The axes that each `distributed_type` goes with."""
+NEVER_RUN = ("MEGATRON_LM",)
+"""Checked alone, and refused before a launch."""
 APART = {
     frozenset({"cp", "sp"}): "both cut the rows; use one of them",
-    frozenset({"pp", "cp"}): "not proved together; use one of them",
-    frozenset({"pp", "sp"}): "not proved together; use one of them",
 }
 """Pairs of axes that do not go together, and why."""
 
@@ -111,7 +112,7 @@ def fitted(asked: Mapping[str, int], processes: int) -> MeshSizes | str:
 
 def data_axis(kind: str) -> str:
     """The axis that takes the processes which no other axis asks for."""
-    return "dp_replicate" if kind == "MULTI_GPU" else "dp_shard"
+    return "dp_replicate" if kind in ("MULTI_GPU", "MEGATRON_LM") else "dp_shard"
 
 
 def combination_mistakes(kind: str, sizes: MeshSizes) -> list[str]:
@@ -139,15 +140,16 @@ def heads_mistake(sizes: MeshSizes, heads: int, model_type: str) -> str | None:
 
 
 def _kinds(axis: str) -> str:
-    if axis == "pp":  # which may come from an option, and not from the strategy's file
-        return f"{' or '.join(kind for kind, axes in BACKENDS.items() if axis in axes)}, or pp_size=1"
-    return " or ".join(kind for kind, axes in BACKENDS.items() if axis in axes) or "another strategy"
+    kinds = " or ".join(kind for kind, axes in BACKENDS.items() if axis in axes and kind not in NEVER_RUN)
+    # pp may come from an option, and not from the strategy's file
+    return f"{kinds}, or pp_size=1" if axis == "pp" else kinds or "another strategy"
 
 
 def matrix() -> str:
     """What goes with what, as the Markdown table of the README."""
     backends = [kind for kind, axes in BACKENDS.items() if axes]
-    lines = [f"| | {' | '.join((*backends, *AXES))} |", f"|---{'|---' * (len(backends) + len(AXES))}|"]
+    heads = [f"{kind} (not run without its GPUs)" if kind in NEVER_RUN else kind for kind in backends]
+    lines = [f"| | {' | '.join((*heads, *AXES))} |", f"|---{'|---' * (len(backends) + len(AXES))}|"]
     for axis in AXES:
         cells = ["yes" if axis in BACKENDS[kind] else "no" for kind in backends]
         cells += ["" if other == axis else "no" if _apart(axis, other) else "yes" for other in AXES]

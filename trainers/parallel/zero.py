@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO 1, 2 and 3, with its offload.
+"""DeepSpeed ZeRO 1, 2 and 3, with its offload, over all ranks or over those with one part of the weights.
 
 The engine keeps the parameters in fp32 and gets its compute dtype from autocast, as every other strategy does. It
 clips and updates in one call, `step`, and skips the update by itself when the gradient norm is not finite.
@@ -7,6 +7,7 @@ clips and updates in one call, `step`, and skips the update by itself when the g
 from __future__ import annotations
 
 import atexit
+import functools
 import hashlib
 import os
 import shutil
@@ -19,12 +20,14 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
+from torch import distributed
 
 from trainers.config import TrainConfig
 from trainers.deepspeed_json import drop_idle
 from trainers.errors import TrainingError
 from trainers.optimizers import build_optimizer, parameter_groups
-from trainers.parallel.backend import trained_names
+from trainers.parallel.backend import trained_names, whole_elements
+from trainers.parallel.mesh import Mesh
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.shards import WEIGHT, Shard
 
@@ -38,24 +41,35 @@ class Zero:
         loss: the module that computes the loss; its `.model` is the transformers or peft model.
         accelerator: wraps it as its Accelerate file says.
         ranks: all processes of the run.
+        mesh: this rank's place among them.
     """
 
-    def __init__(self, loss: Any, config: TrainConfig, accelerator: Any, ranks: Ranks):
+    def __init__(self, loss: Any, config: TrainConfig, accelerator: Any, ranks: Ranks, mesh: Mesh):
         self.ranks, self.trained = ranks, trained_names(loss.model)
         self.shapes = {name: weight.shape for name, weight in self.trained}
+        self.tensor = getattr(loss, "tensor", None)  # what tensor parallelism left this rank
+        self.whole = whole_elements(loss.model, self.tensor)
+        groups = TensorGroups(mesh) if self.tensor else None
+        self.place = groups.get_data_parallel_rank() if groups else ranks.rank
         settings = accelerator.deepspeed_plugin.deepspeed_config
-        _fill(settings, config, ranks.world, int(loss.base.config.get_text_config().hidden_size))
+        hidden = int(loss.base.config.get_text_config().hidden_size)
+        self.ways = mesh.sizes.averaged
+        _fill(settings, config, self.ways, hidden)
         self.stage = int(settings["zero_optimization"]["stage"])
-        groups = parameter_groups(self.trained, self.shapes, config)
+        by_decay = parameter_groups(self.trained, self.shapes, config)
         if "optimizer" in settings:
             from accelerate.utils import DummyOptim
 
-            optimizer: Any = DummyOptim(groups, lr=config.scaled_learning_rate(), weight_decay=config.weight_decay)
+            optimizer: Any = DummyOptim(by_decay, lr=config.scaled_learning_rate(), weight_decay=config.weight_decay)
         else:
-            optimizer = build_optimizer(groups, config)
+            optimizer = build_optimizer(by_decay, config)
         build_extensions(_builders(settings))
         self.swap_lock = _own_swap_folder(settings)
-        self.model, _ = accelerator.prepare(loss, optimizer)
+        weight: Any
+        for name, weight in self.trained:
+            weight.model_parallel = self.tensor is not None and name in self.tensor.cuts  # counted on every rank
+        with _told(groups):
+            self.model, _ = accelerator.prepare(loss, optimizer)
         self.optimizer = self.model.optimizer
         self._check_layout()
 
@@ -75,12 +89,12 @@ class Zero:
         self.ranks.agree(problem, "checking the layout of the weights")
 
     def held(self) -> tuple[int, int, int]:
-        """See `Backend`; all weights under ZeRO 3, the optimizer's of the trained ones under 1 and 2."""
+        """See `Backend`; all weights under ZeRO 3; the optimizer's of what tensor parallelism left under 1 and 2."""
         if self.stage == 3:
             weights: list[Any] = list(self.model.module.parameters())
-            return sum(one.ds_tensor.numel() for one in weights), sum(one.ds_numel for one in weights), self.ranks.world
-        shards = self.shards()
-        return sum(one.elements for one in shards), sum(one.numel for one in shards), self.ranks.world
+            return sum(one.ds_tensor.numel() for one in weights), self.whole, self.ranks.world
+        left = sum(shape.numel() for shape in self.shapes.values())
+        return sum(one.elements for one in self.shards()), left, self.ways
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         """Tells the engine where a step ends; its own count of micro-batches is left at one."""
@@ -150,7 +164,7 @@ class Zero:
         """ZeRO 1 and 2: the weight's fragment of this rank's flat fp32 partition."""
         mapping = weight._hp_mapping
         if mapping is None:
-            return Shard(name, self.shapes[name], 0, {WEIGHT: torch.empty(0)})
+            return self._shard(name, 0, {WEIGHT: torch.empty(0)}, None)
         there, here = mapping.lp_fragment_address, mapping.hp_fragment_address
         flat = self.optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
         return self._cut(name, flat, here.start, there.numel, there.start)
@@ -158,7 +172,7 @@ class Zero:
     def _third(self, name: str, weight: Any) -> Shard:
         """ZeRO 3: an equal run on every rank, the last ones padded."""
         group, offset, padded = self.optimizer.grad_position[self.optimizer.get_param_id(weight)]
-        start = min(self.ranks.rank * padded, self.shapes[name].numel())
+        start = min(self.place * padded, self.shapes[name].numel())
         count = min(padded, self.shapes[name].numel() - start)
         return self._cut(name, self.optimizer.fp32_partitioned_groups_flat[group], offset, count, start)
 
@@ -171,7 +185,14 @@ class Zero:
         }
         step = float(state["step"]) if "step" in state else None
         weight = flat.detach().reshape(-1).narrow(0, offset, count)
-        return Shard(name, self.shapes[name], start, {WEIGHT: weight, **tensors}, step)
+        return self._shard(name, start, {WEIGHT: weight, **tensors}, step)
+
+    def _shard(self, name: str, start: int, tensors: dict[str, torch.Tensor], step: float | None) -> Shard:
+        """A run of a weight, or of what tensor parallelism left of it."""
+        cut = self.tensor.cuts.get(name) if self.tensor else None
+        if cut is not None:
+            return Shard(name, cut.shape, start, tensors, step, True, cut.box)
+        return Shard(name, self.shapes[name], start, tensors, step, self.tensor is None or self.tensor.rank == 0)
 
     def make_state(self, keys: Iterable[str], steps: dict[str, float]) -> None:
         """See `Backend`; a flat partition has one count of updates for all weights in it."""
@@ -190,8 +211,65 @@ class Zero:
         return list(self.optimizer.single_partition_of_fp32_groups)
 
 
+class TensorGroups:
+    """The groups of a tensor-parallel model, by the names under which DeepSpeed asks for them (Megatron's `mpu`).
+
+    Args:
+        mesh: this rank's place.
+    """
+
+    def __init__(self, mesh: Mesh):
+        self.tensor, self.data = mesh.group("tp"), mesh.group("averaged")
+
+    def get_model_parallel_group(self) -> Any:
+        """The ranks that share each cut weight."""
+        return self.tensor
+
+    def get_model_parallel_rank(self) -> int:
+        """This rank's place among them."""
+        return distributed.get_rank(self.tensor)
+
+    def get_model_parallel_world_size(self) -> int:
+        """How many they are."""
+        return distributed.get_world_size(self.tensor)
+
+    def get_data_parallel_group(self) -> Any:
+        """The ranks with the same part of the weights, over which gradients are averaged and ZeRO cuts."""
+        return self.data
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank's place among them."""
+        return distributed.get_rank(self.data)
+
+    def get_data_parallel_world_size(self) -> int:
+        """How many they are."""
+        return distributed.get_world_size(self.data)
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        """Their numbers in the run."""
+        return distributed.get_process_group_ranks(self.data)
+
+
+@contextmanager
+def _told(groups: TensorGroups | None) -> Iterator[None]:
+    """Within it DeepSpeed is started with these groups, for which Accelerate has no word; None: over all ranks."""
+    import deepspeed
+
+    plain = deepspeed.initialize
+    if groups is not None:
+        deepspeed.initialize = functools.partial(plain, mpu=groups)
+    try:
+        yield
+    finally:
+        deepspeed.initialize = plain
+
+
 def _fill(settings: dict[str, Any], config: TrainConfig, world: int, hidden: int) -> None:
-    """Sets what the config decides, and every "auto"."""
+    """Sets what the config decides, and every "auto".
+
+    Args:
+        world: ranks over which gradients are averaged.
+    """
     micro = config.per_device_train_batch_size
     settings.update(
         train_micro_batch_size_per_gpu=micro,
