@@ -310,6 +310,10 @@ def _check_deepspeed(values: dict[str, Any], inline: dict[str, Any]) -> list[str
                 f"zero_hpz_partition_size={part} does not divide num_processes={processes}; "
                 "write how many processes a machine has"
             )
+        if part > 1 and mesh_sizes(values).get("tp", 1) > 1:
+            mistakes.append(
+                f"zero_hpz_partition_size={part} takes its groups from all ranks, and not from tp; remove it"
+            )
         stage = (content.get("zero_optimization") or {}).get("stage") if not mistakes else None
     else:
         mistakes += _check_inline(inline)

@@ -318,6 +318,9 @@ def _check_whole(content: dict[str, Any]) -> list[str]:
         for key in ZERO_PLUS
         if zero.get(key) is True or zero.get(key, 1) > 1
     }
+    rules["zero_optimization.zero_hpz_partition_size: a second copy beside weights that are offloaded; remove it"] = (
+        stage == 3 and zero.get("zero_hpz_partition_size", 1) > 1 and param.get("device", "none") != "none"
+    )
     rules["zero_optimization.offload_param.device=nvme: no checkpoint could be made of it; write cpu"] = (
         stage == 3 and param.get("device") == "nvme"
     )

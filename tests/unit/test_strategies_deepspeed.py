@@ -26,7 +26,7 @@ from trainers.deepspeed_json import (
     leaves_parity,
     read_json,
 )
-from trainers.strategies import load_strategy, resolve
+from trainers.strategies import cannot_run, load_strategy, resolve
 
 ZERO2: dict[str, Any] = {"stage": 2}
 
@@ -355,6 +355,25 @@ def test_a_strategy_with_a_json_keeps_its_whole_path(tmp_path: Path, monkeypatch
         ),
         (content(zero={"stage": 3}), {}, "deepspeed_config.zero3_init_flag is missing, and Accelerate would take true"),
         (content(scheduler={"type": "WarmupLR"}), {}, "DeepSpeed JSON: scheduler is refused"),
+        (
+            content(zero={"stage": 3, "zero_hpz_partition_size": 2}),
+            {"num_processes": 3, "inline": {"zero3_init_flag": False}},
+            "zero_hpz_partition_size=2 does not divide num_processes=3; write how many",
+        ),
+        (
+            content(zero={"stage": 3, "zero_hpz_partition_size": 2}),
+            {
+                "num_processes": 8,
+                "inline": {"zero3_init_flag": False},
+                "parallelism_config": {"parallelism_config_dp_shard_size": 4, "parallelism_config_tp_size": 2},
+            },
+            "zero_hpz_partition_size=2 takes its groups from all ranks, and not from tp",
+        ),
+        (
+            content(zero={"stage": 3, "zero_hpz_partition_size": 2, "offload_param": {"device": "cpu"}}),
+            {"inline": {"zero3_init_flag": False}},
+            "DeepSpeed JSON: zero_optimization.zero_hpz_partition_size: a second copy beside",
+        ),
     ],
 )
 def test_yaml_and_json_that_do_not_fit_are_refused(
@@ -372,6 +391,9 @@ def test_quantised_collectives_are_allowed_and_named(tmp_path: Path, monkeypatch
     values = RIGHT["quantised"]
     strategy = load_strategy(strategy_file(tmp_path, values, inline={"zero3_init_flag": False}))
     assert strategy.outside_parity() == ["zero_quantized_weights=true", "communication_data_type=bf16"]
+    assert cannot_run(strategy, "full", has_gpu=True) is None
+    reason = str(cannot_run(strategy, "full", has_gpu=False))
+    assert reason.startswith("zero_quantized_weights of ZeRO++ needs DeepSpeed's CUDA kernels, and there is no GPU")
 
 
 DEEPSPEEDS = """
