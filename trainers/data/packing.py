@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+_BLOCK = 1 << 16
 IntArray = npt.NDArray[np.int32]  # half the memory of int64, and two milliards of documents
 
 
@@ -58,26 +60,46 @@ def pack(lengths: npt.ArrayLike, max_length: int) -> PackedRows:
     given = np.asarray(lengths, dtype=np.int64)
     if given.size and (given.min() < 1 or given.max() > max_length):
         raise ValueError(f"lengths go from {given.min()} to {given.max()}; each must be from 1 to {max_length} tokens")
-    # Sorted as the smallest numbers that hold them: the least memory, and two bytes are sorted by counting.
-    shorter = np.empty(len(given), dtype=np.min_scalar_type(max_length))
-    np.subtract(max_length, given, out=shorter, casting="unsafe")
-    order = np.argsort(shorter, kind="stable").astype(np.int32)
-    row_of, rows = _best_fit(max_length - shorter[order].astype(np.int32), max_length)
-    del shorter
-    by_row = np.argsort(row_of, kind="stable").astype(np.int32)
+    room = np.empty(len(given), dtype=np.min_scalar_type(max_length))  # that a document leaves in a row
+    np.subtract(max_length, given, out=room, casting="unsafe")
+    longest_first, _ = _by_key(room, max_length)
+    row_of, rows = _best_fit(room[longest_first], max_length)
+    del room
+    by_row, counts = _by_key(row_of, rows)
     offsets = np.zeros(rows + 1, dtype=np.int64)
-    np.cumsum(np.bincount(row_of, minlength=rows), out=offsets[1:])
-    return PackedRows(order[by_row], offsets, max_length, int(given.sum()))
+    np.cumsum(counts, out=offsets[1:])
+    return PackedRows(longest_first[by_row], offsets, max_length, int(given.sum()))
 
 
-def _best_fit(sizes: IntArray, max_length: int) -> tuple[IntArray, int]:
-    """The row of each document (given longest first), and the number of rows."""
-    row_of = np.empty(len(sizes), dtype=np.int32)
-    starts = np.flatnonzero(np.diff(sizes, prepend=-1))
-    ends = np.append(starts[1:], len(sizes))[: len(starts)]
+def _by_key(keys: npt.NDArray[Any], count: int) -> tuple[IntArray, npt.NDArray[np.int64]]:
+    """A stable `argsort` of keys below `count`, and how many there are of each; sorts an eighth at a time.
+
+    All at once would take four times the memory of the result, and packing is where a run of many rows takes most.
+    """
+    order: IntArray = np.empty(len(keys), dtype=np.int32)
+    block = max(_BLOCK, -(-len(keys) // 8))
+    starts = range(0, len(keys), block)
+    counts = np.zeros(count, dtype=np.int64)
+    for start in starts:
+        counts += np.bincount(keys[start : start + block], minlength=count)
+    place = np.cumsum(counts) - counts  # of the next item with each key
+    for start in starts:
+        part = keys[start : start + block]
+        inside = np.argsort(part, kind="stable")
+        ordered = part[inside]
+        among_equals = np.arange(len(part)) - np.searchsorted(ordered, ordered)
+        order[place[ordered] + among_equals] = start + inside
+        place += np.bincount(part, minlength=count)
+    return order, counts
+
+
+def _best_fit(room: npt.NDArray[Any], max_length: int) -> tuple[IntArray, int]:
+    """The row of each document, given longest first by what it leaves of a row, and the number of rows."""
+    row_of: IntArray = np.empty(len(room), dtype=np.int32)
+    starts = [0, *(np.flatnonzero(room[1:] != room[:-1]) + 1).tolist()] if len(room) else []
     shelf = _Shelf(max_length)
-    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-        shelf.place(row_of, start, end, int(sizes[start]))
+    for start, end in zip(starts, [*starts[1:], len(room)], strict=False):
+        shelf.place(row_of, start, end, max_length - int(room[start]))
     return row_of, shelf.rows
 
 
