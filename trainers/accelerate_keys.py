@@ -216,6 +216,10 @@ MEGATRON: dict[str, Key] = {
     "megatron_lm_recompute_num_layers": Key(why=_RECOMPUTE),
     "megatron_lm_attention_dropout": _NO_DROPOUT,
     "megatron_lm_hidden_dropout": _NO_DROPOUT,
+    "megatron_lm_attention_softmax_in_fp32": Key((bool,), (True,), why="it would leave the compute rule; write true"),
+    "megatron_lm_use_precision_aware_optimizer": Key(
+        (bool,), (False,), why="it keeps Adam's states in less than fp32; remove the line"
+    ),
     "megatron_lm_calculate_per_token_loss": Key(
         (bool,), (True,), why="the loss is the mean over all trained tokens of a step; write true"
     ),

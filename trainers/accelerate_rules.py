@@ -20,8 +20,8 @@ from trainers.accelerate_keys import (
     key_mistakes,
 )
 from trainers.config import ConfigError
-from trainers.deepspeed_json import JSON, json_mistakes, read_json
-from trainers.parallel.mesh import AXES, combination_mistakes, data_axis, fitted
+from trainers.deepspeed_json import JSON, json_mistakes, read_json, zero_plus
+from trainers.parallel.mesh import AXES, NEVER_RUN, combination_mistakes, data_axis, fitted
 
 TYPES = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED", "MEGATRON_LM")
 SCALED_TYPES = ("NO", "MULTI_GPU")  # the ones under which the training script scales the loss for fp16
@@ -74,7 +74,8 @@ def _check_whole(values: dict[str, Any], pp_size: int) -> list[str]:
     mistakes = _check_common(values)
     for name, (_, kinds) in _SECTIONS.items():
         if values.get(name) and kind in TYPES and kind not in kinds:
-            mistakes.append(f"{name} under distributed_type={kind} is ignored; write {kinds[0]}, or remove {name}")
+            way = "" if kinds[0] in NEVER_RUN else f"write {kinds[0]}, or "
+            mistakes.append(f"{name} under distributed_type={kind} is ignored; {way}remove {name}")
     if kind == "FSDP":
         mistakes += _check_fsdp(values, values.get("fsdp_config") or {})
     if kind == "MEGATRON_LM":
@@ -91,13 +92,14 @@ def _check_whole(values: dict[str, Any], pp_size: int) -> list[str]:
 def _check_common(values: dict[str, Any]) -> list[str]:
     kind, processes = values.get("distributed_type"), values.get("num_processes")
     machines, precision = values.get("num_machines") or 1, values.get("mixed_precision")
+    kinds = [one for one in TYPES if one not in NEVER_RUN]
     rank, port = values.get("machine_rank") or 0, values.get("main_process_port")
     rules = {
-        f"distributed_type is missing; write 'NO', {', '.join(TYPES[1:])}": kind is None,
+        f"distributed_type is missing; write 'NO', {', '.join(kinds[1:])}": kind is None,
         "distributed_type=MULTI_CPU starts one process without mpirun; write MULTI_GPU, which runs on gloo here": (
             kind == "MULTI_CPU"
         ),
-        f"distributed_type={kind} is not supported; use {', '.join(TYPES)}": kind not in (None, "MULTI_CPU", *TYPES),
+        f"distributed_type={kind} is not supported; use {', '.join(kinds)}": kind not in (None, "MULTI_CPU", *TYPES),
         "num_processes is missing; write how many processes the run has": processes is None,
         f"num_processes={processes} must be at least 1": processes is not None and processes < 1,
         f"distributed_type='NO' is one process, num_processes={processes}; write MULTI_GPU or num_processes: 1": (
@@ -201,7 +203,8 @@ def _check_fsdp1(values: dict[str, Any], fsdp: dict[str, Any]) -> list[str]:
 
 def mesh_sizes(values: dict[str, Any]) -> dict[str, int]:
     """Sizes of the device mesh by axis, but for pp, as written; empty when the config has none."""
-    if megatron := values.get("megatron_lm_config"):
+    if values.get("distributed_type") == "MEGATRON_LM":
+        megatron = values.get("megatron_lm_config") or {}
         return {"dp_replicate": -1} | {axis: int(megatron.get(key, 1)) for axis, key in _DEGREES.items()}
     written = values.get("parallelism_config") or {}
     return {axis: int(written[key]) for axis in AXES if (key := axis_key(axis)) in written}
@@ -216,11 +219,12 @@ def _check_mesh(values: dict[str, Any], pp_size: int) -> list[str]:
     written, processes, kind = mesh_sizes(values), values.get("num_processes"), str(values["distributed_type"])
     if (not written and pp_size == 1) or processes is None:
         return []
+    where = "megatron_lm_config" if kind == "MEGATRON_LM" else "parallelism_config"
     stages = {"pp": pp_size} if pp_size > 1 else {}
     sizes = fitted(stages | (written or {data_axis(kind): -1}), processes)
     if isinstance(sizes, str):
-        return [f"parallelism_config: {sizes}" if written else sizes]
-    mistakes = [f"parallelism_config: {line}" for line in combination_mistakes(kind, sizes)]
+        return [f"{where}: {sizes}" if written else sizes]
+    mistakes = [f"{where}: {line}" for line in combination_mistakes(kind, sizes)]
     for axis in ("cp", "sp"):
         given = values.get("parallelism_config") or {}
         how = [key for key in given if key.startswith(f"parallelism_config_{axis}_")]
@@ -249,6 +253,8 @@ def _check_mesh(values: dict[str, Any], pp_size: int) -> list[str]:
             for key, value in wanted.items()
             if key in fsdp and fsdp[key] != value
         ]
+    if kind == "FSDP" and pp_size > 1 and sizes.parts > 1:
+        mistakes.append(f"{sizes} under FSDP is not proved; use MULTI_GPU, or leave out pp")
     if kind in ("FSDP", "DEEPSPEED") and (written or pp_size > 1) and sizes.dp_shard * sizes.parts < 2:
         mistakes.append(
             f"parallelism_config_dp_shard_size={sizes.dp_shard} leaves nothing to shard over; write at least 2"
@@ -304,16 +310,15 @@ def _check_deepspeed(values: dict[str, Any], inline: dict[str, Any]) -> list[str
             return mistakes + error.mistakes
         mistakes += json_mistakes(content)
         zero = {} if mistakes else content.get("zero_optimization") or {}
-        part, processes = zero.get("zero_hpz_partition_size", 1), values.get("num_processes") or 1
-        if processes % part:
+        part, processes = zero.get("zero_hpz_partition_size", 1), values.get("num_processes")
+        if processes and processes % part:
             mistakes.append(
                 f"zero_hpz_partition_size={part} does not divide num_processes={processes}; "
                 "write how many processes a machine has"
             )
-        if part > 1 and mesh_sizes(values).get("tp", 1) > 1:
-            mistakes.append(
-                f"zero_hpz_partition_size={part} takes its groups from all ranks, and not from tp; remove it"
-            )
+        if (plus := zero_plus(zero)) and mesh_sizes(values).get("tp", 1) > 1:
+            line = "DeepSpeed takes its groups from all ranks, and not from those of tp; remove it"
+            mistakes.append(f"{' and '.join(plus)}: {line}")
         stage = (content.get("zero_optimization") or {}).get("stage") if not mistakes else None
     else:
         mistakes += _check_inline(inline)

@@ -139,7 +139,7 @@ ZERO: dict[str, Key] = {
 }
 
 QUANTISED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
-ZERO_PLUS = ("zero_hpz_partition_size", *QUANTISED)
+_SECOND_COPY = "zero_hpz_partition_size"
 
 OPTIMIZER: dict[str, Key] = {"type": TEXT, "params": Key((dict,)), "legacy_fusion": FLAG}
 
@@ -222,7 +222,7 @@ JSON: dict[str, Key] = {
     "csv_monitor": Key(why=_OWN_METRICS, idle=_is_off),
     "comet": Key(why=_OWN_METRICS, idle=_is_off),
     "tensor_parallel": Key(
-        why="DeepSpeed's AutoTP compares every micro-batch over the ranks, pickled, and cuts by rules of its own; "
+        why="DeepSpeed's AutoTP cuts by rules of its own, which checkpoints and loss do not follow; "
         "write parallelism_config_tp_size into the YAML, as in zero2_tp"
     ),
     "expert_parallel": Key(why=_PARALLEL),
@@ -315,8 +315,7 @@ def _check_whole(content: dict[str, Any]) -> list[str]:
     }
     rules |= {
         f"zero_optimization.{key}={zero[key]} needs stage 3, not {stage}; remove it, or write 3": stage != 3
-        for key in ZERO_PLUS
-        if zero.get(key) is True or zero.get(key, 1) > 1
+        for key in zero_plus(zero)
     }
     rules["zero_optimization.zero_hpz_partition_size: a second copy beside weights that are offloaded; remove it"] = (
         stage == 3 and zero.get("zero_hpz_partition_size", 1) > 1 and param.get("device", "none") != "none"
@@ -362,6 +361,12 @@ def _check_betas(params: dict[str, Any]) -> list[str]:
     betas = params.get("betas", AUTO)
     good = betas == AUTO or (len(betas) == 2 and all(isinstance(each, int | float) for each in betas))
     return [] if good else [f'optimizer.params.betas={betas} is no pair; write two numbers, or "auto"']
+
+
+def zero_plus(zero: dict[str, Any]) -> list[str]:
+    """The keys of ZeRO++ that ask for something, in the content of `zero_optimization`."""
+    asked = [key for key in QUANTISED if zero.get(key) is True]
+    return asked + [_SECOND_COPY] * (zero.get(_SECOND_COPY, 1) > 1)
 
 
 def leaves_parity(content: dict[str, Any]) -> list[str]:

@@ -391,6 +391,7 @@ def _fit_mesh(values: dict[str, Any], num_processes: int, pp_size: int) -> list[
     written = [axis for axis in kept if axis != "pp"]
     own = f"or write {' and '.join(axis_key(axis) for axis in written)} into a YAML of your own"
     own = own if written else "or another pp_size"
+    own = "or write other degrees into a YAML of your own" if kind in NEVER_RUN else own
     if over or not rest:
         return [f"num_processes={num_processes} / {shown} leaves {over}; use a multiple of {made}, {own}"]
     if free == "dp_shard" and rest * asked.get("cp", 1) * asked.get("sp", 1) < 2:

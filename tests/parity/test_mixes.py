@@ -104,6 +104,20 @@ def test_four_parts(name: str) -> None:
     assert curve(trained(WORLD, "llama", mix(name))).agrees(curve(trained(1, "llama")))
 
 
+@pytest.mark.parametrize("family", mostly_long(["qwen3", "llama"], ["qwen3"]))
+def test_zero_over_tensor_groups_with_norms_of_queries_and_words_left_over(family: str) -> None:
+    assert curve(trained(WORLD, family, mix("zero3_tp"))).agrees(curve(trained(1, family)))
+
+
+@pytest.mark.long
+def test_zero_over_tensor_groups_with_its_state_in_host_memory() -> None:
+    section = {"zero_stage": 2, "offload_optimizer_device": "cpu"}
+    sizes = {"parallelism_config_dp_shard_size": 2, "parallelism_config_tp_size": 2}
+    values = {"distributed_type": "DEEPSPEED", "num_processes": WORLD, "deepspeed_config": section}
+    file = written("zero2_tp_offload", values | {"parallelism_config": sizes})
+    assert curve(run(WORLD, "full", True, file)).agrees(reference("full", True))
+
+
 def test_the_second_copy_of_zero_plus_plus_changes_nothing(tmp_path: Path) -> None:
     """Nor after a resume: DeepSpeed makes the copy anew at an update of its own alone."""
     finished = run(WORLD, "full", True, hpz())

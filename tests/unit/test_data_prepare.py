@@ -55,6 +55,16 @@ def test_documents_lengths_and_masks_belong_together(tmp_path, data):
     assert tokens.where(17) == f"{data}:18"
 
 
+def test_documents_are_gathered_one_after_another(tmp_path, data):
+    tokens = prepare(configure(tmp_path, data), "train")
+    asked = np.array([17, 3, 39, 3, 0], dtype=np.int32)
+    ids, mask = tokens.gather(asked)
+    parts = [tokens.document(int(index)) for index in asked]
+    assert np.array_equal(ids, np.concatenate([part for part, _ in parts]))
+    assert np.array_equal(mask, np.concatenate([part for _, part in parts]))
+    assert 0 < mask.sum() < len(mask)
+
+
 def test_a_second_time_it_is_found(tmp_path, data, monkeypatch):
     config = configure(tmp_path, data)
     made = prepare(config, "train")

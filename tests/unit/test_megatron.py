@@ -44,7 +44,7 @@ def test_the_copies_follow_the_processes(tmp_path: Path) -> None:
     assert load_strategy("megatron").sizes == MeshSizes(pp=2, dp_replicate=2, tp=2)
     assert resolve(load_strategy("megatron"), 16, "no").sizes == MeshSizes(pp=2, dp_replicate=4, tp=2)
     assert plugin(tmp_path, 16, pp_size=4).pp_degree == 4
-    with pytest.raises(ConfigError, match=r"num_processes=6 / pp 2 x tp 2 leaves 2; use a multiple of 4"):
+    with pytest.raises(ConfigError, match=r"leaves 2; use a multiple of 4, or write other degrees into a YAML"):
         resolve(load_strategy("megatron"), 6, "no")
 
 
@@ -67,8 +67,10 @@ def test_every_launch_is_refused(has_gpu: bool) -> None:
         ({"megatron_lm_num_micro_batches": 4}, "accumulation is derived from global_batch_size"),
         ({"megatron_lm_attention_dropout": 0.1}, "dropout would be of this strategy alone; write 0"),
         ({"megatron_lm_recompute_activations": True}, "use gradient_checkpointing: true in the config"),
+        ({"megatron_lm_use_precision_aware_optimizer": True}, "it keeps Adam's states in less than fp32"),
+        ({"megatron_lm_attention_softmax_in_fp32": False}, "it would leave the compute rule; write true"),
         ({"megatron_lm_expert_model_parallel_size": 2}, "experts are not spread over processes"),
-        ({"megatron_lm_tp_degree": 3}, "pp 2 x tp 3 x cp 1 = 6, but num_processes=8"),
+        ({"megatron_lm_tp_degree": 3}, "megatron_lm_config: pp 2 x tp 3 x cp 1 = 6, but num_processes=8"),
     ],
 )
 def test_mistakes_are_told(tmp_path: Path, changes: dict[str, Any], line: str) -> None:

@@ -127,6 +127,14 @@ def test_the_launcher_hands_the_ranks_what_the_strategy_says(path: Path) -> None
                 assert given[f"PARALLELISM_CONFIG_{axis.upper()}_SIZE"] == str(size)
 
 
+def test_a_pipeline_over_parts_of_rows_is_refused_under_fsdp(tmp_path: Path) -> None:
+    """There the weights of a stage would stay whole on every rank with a part of the rows."""
+    text = (STRATEGIES_DIR / "cp.yaml").read_text().replace("num_processes: 2", "num_processes: 4")
+    (tmp_path / "mine.yaml").write_text("# pp_size: 2\n" + text)
+    with pytest.raises(ConfigError, match=r"pp 2 x cp 2 under FSDP is not proved; use MULTI_GPU, or leave out pp"):
+        load_strategy(str(tmp_path / "mine.yaml"))
+
+
 def test_resolve_fits_the_mesh_to_the_processes() -> None:
     hsdp = load_strategy("hsdp")
     assert hsdp.mesh == {"dp_replicate": 2, "dp_shard": 2}

@@ -12,7 +12,16 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import constants, launch
 from accelerate.utils.dataclasses import DeepSpeedPlugin
 
-from trainers.accelerate_keys import DEEPSPEED, FSDP, NOT_BESIDE_FILE, ONLY_FSDP1, ONLY_FSDP2, PARALLELISM, TOP
+from trainers.accelerate_keys import (
+    DEEPSPEED,
+    FSDP,
+    MEGATRON,
+    NOT_BESIDE_FILE,
+    ONLY_FSDP1,
+    ONLY_FSDP2,
+    PARALLELISM,
+    TOP,
+)
 from trainers.accelerate_rules import check
 
 DDP: dict[str, Any] = {"distributed_type": "MULTI_GPU", "num_processes": 2}
@@ -121,6 +130,14 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
             "parallelism_config: dp_shard=2 does not go with distributed_type=MULTI_GPU; use FSDP",
         ),
         (zero() | {"fsdp_config": FSDP2}, "fsdp_config under distributed_type=DEEPSPEED is ignored"),
+        (
+            DDP | {"num_processes": 2, "megatron_lm_config": {"megatron_lm_tp_degree": 3}},
+            "megatron_lm_config under distributed_type=MULTI_GPU is ignored; remove megatron_lm_config",
+        ),
+        (
+            {"distributed_type": "TPU", "num_processes": 2},
+            "distributed_type=TPU is not supported; use NO, MULTI_GPU, FSDP",
+        ),
         (
             zero() | {"num_processes": 4, "parallelism_config": MESH},
             "parallelism_config: dp_replicate=2 does not go with distributed_type=DEEPSPEED; use MULTI_GPU or FSDP",
@@ -420,6 +437,7 @@ def test_the_keys_are_accelerates_own() -> None:
     assert set(FSDP) == exported == set(flags("FSDP Arguments")) | {"fsdp_ignored_modules"}
     assert set(DEEPSPEED) == set(flags("DeepSpeed Arguments"))
     assert set(PARALLELISM) == set(flags("ParallelismConfig Arguments"))
+    assert set(MEGATRON) == set(flags("Megatron-LM Arguments"))
 
 
 def test_the_values_are_accelerates_own() -> None:

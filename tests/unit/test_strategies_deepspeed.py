@@ -159,7 +159,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         content(activation_checkpointing={}),
         "activation_checkpointing is refused: use gradient_checkpointing: true in the con",
     ),
-    (content(tensor_parallel={"autotp_size": 2}), "tensor_parallel is refused: DeepSpeed's AutoTP compares"),
+    (content(tensor_parallel={"autotp_size": 2}), "tensor_parallel is refused: DeepSpeed's AutoTP cuts"),
     (content(expert_parallel={"enabled": True}), "expert_parallel is refused: this parallelism is not supported yet"),
     (
         {"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 2}},
@@ -367,7 +367,7 @@ def test_a_strategy_with_a_json_keeps_its_whole_path(tmp_path: Path, monkeypatch
                 "inline": {"zero3_init_flag": False},
                 "parallelism_config": {"parallelism_config_dp_shard_size": 4, "parallelism_config_tp_size": 2},
             },
-            "zero_hpz_partition_size=2 takes its groups from all ranks, and not from tp",
+            "zero_hpz_partition_size: DeepSpeed takes its groups from all ranks, and not",
         ),
         (
             content(zero={"stage": 3, "zero_hpz_partition_size": 2, "offload_param": {"device": "cpu"}}),

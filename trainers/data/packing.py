@@ -66,6 +66,7 @@ def pack(lengths: npt.ArrayLike, max_length: int) -> PackedRows:
     row_of, rows = _best_fit(room[longest_first], max_length)
     del room
     by_row, counts = _by_key(row_of, rows)
+    del row_of
     offsets = np.zeros(rows + 1, dtype=np.int64)
     np.cumsum(counts, out=offsets[1:])
     return PackedRows(longest_first[by_row], offsets, max_length, int(given.sum()))

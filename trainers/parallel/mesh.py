@@ -148,7 +148,7 @@ def _kinds(axis: str) -> str:
 def matrix() -> str:
     """What goes with what, as the Markdown table of the README."""
     backends = [kind for kind, axes in BACKENDS.items() if axes]
-    heads = [f"{kind} (not run without its GPUs)" if kind in NEVER_RUN else kind for kind in backends]
+    heads = [f"{kind} (not run without its GPUs; refused)" if kind in NEVER_RUN else kind for kind in backends]
     lines = [f"| | {' | '.join((*heads, *AXES))} |", f"|---{'|---' * (len(backends) + len(AXES))}|"]
     for axis in AXES:
         cells = ["yes" if axis in BACKENDS[kind] else "no" for kind in backends]
@@ -158,7 +158,7 @@ def matrix() -> str:
 
 
 def _apart(one: str, other: str) -> bool:
-    together = any({one, other} <= axes for axes in BACKENDS.values())
+    together = any({one, other} <= axes for kind, axes in BACKENDS.items() if kind not in NEVER_RUN)
     return not together or frozenset({one, other}) in APART
 
 
