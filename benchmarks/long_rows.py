@@ -1,7 +1,7 @@
 """Memory of a rank as rows are cut over more ranks: `python -m benchmarks.long_rows [--length 8192] [--ways sp cp]`.
 
-A model of 24M parameters, all weights trained, one packed row a step (its 6 heads take 2 or 3 ranks under sp). Memory is the most that a rank's process held.
-The loss stands beside it, so that equal work is shown.
+A model of 24M parameters, all weights trained, one packed row a step; its 6 heads take 2 or 3 ranks under sp. Memory is
+the most that a rank's process held. The loss stands beside it, so that equal work is shown.
 """
 
 from __future__ import annotations
