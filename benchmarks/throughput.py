@@ -22,6 +22,9 @@ from benchmarks.contenders import Bench, Broke, Case, Measured
 TOLERANCE = {"no": 2e-5, "bf16": 1e-2, "fp8": 5e-2}
 """Largest relative difference of the losses of equal work, by precision."""
 
+UNCUT = 2048
+"""Tokens of a row that cuts next to no document of `benchmarks.rows`."""
+
 
 def cases(quick: bool) -> list[Case]:
     """The whole programme, or what fits in three minutes."""
@@ -72,13 +75,16 @@ def check_equal_work(case: Case, runs: dict[str, Measured]) -> None:
 
 
 def packing_gain(bench: Bench, case: Case, repeats: int) -> float:
-    """Tunesmith's tokens/s on packed rows over those in random order, padded to the longest of their micro-batch."""
+    """Tunesmith's tokens/s on packed rows over those in random order, padded to the longest of their micro-batch.
+
+    Rows are long enough to leave the spread of lengths as it is, and as many slots stand in a micro-batch as in `case`.
+    """
+    apart = replace(case, grouped=False, max_length=UNCUT)
+    together = replace(apart, packing=True, micro=case.micro * case.max_length // UNCUT, warm=2,
+                       timed=max(4, case.timed // 5))  # fmt: skip
     gains = []
     for _ in range(repeats):
-        plain, packed = (
-            bench.run(replace(case, packing=packing, grouped=False), "tunesmith").tokens_per_second
-            for packing in (False, True)
-        )
+        plain, packed = (bench.run(one, "tunesmith").tokens_per_second for one in (apart, together))
         print(f"{case.model}: packed {packed:,.0f}, in random order {plain:,.0f} tokens/s", file=sys.stderr, flush=True)
         gains.append(packed / plain)
     return statistics.median(gains)

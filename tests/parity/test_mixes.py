@@ -85,6 +85,13 @@ def test_p2_full(name: str) -> None:
     assert curve(run(WORLD, "full", True, mix(name))).agrees(reference("full", True))
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
+def test_other_schedules_over_parts_of_rows(schedule: str) -> None:
+    two_stages_a_rank = run(WORLD, "full", True, mix("pp_cp"), pp_schedule=schedule)
+    assert curve(two_stages_a_rank).agrees(reference("full", True))
+
+
 @pytest.mark.parametrize("name", mostly_long(MIXES, []))
 def test_p2_lora(name: str) -> None:
     assert curve(run(WORLD, "lora", False, mix(name))).agrees(reference("lora", False))
