@@ -7,7 +7,7 @@ and rank: the mean over the ranks, and over the steps after the first two. Under
 loss and requests; what is said between steps (rows of the metrics, saves) is not counted. Memory is that of the last
 step, of each rank.
 
-The second table sets them against formulas (`benchmarks/traffic_formulas.py`), where there are any. These leave out
+The second table sets them against formulas (`trainers/parallel/traffic.py`), where there are any. These leave out
 the norm of the gradients and the sums of shared norms' gradients under tp (Qwen3), which are small, and what ZeRO 3
 gathers, which depends on what it found room to keep.
 """
@@ -27,10 +27,10 @@ from typing import Any
 
 from benchmarks.shapes import NAMES, empty_model, model_folder
 from benchmarks.traffic import SITE
-from benchmarks.traffic_formulas import Shape, Term, predicted
 from tests.launching import ROOT, launch_well
 from trainers.config import ConfigError
 from trainers.parallel.stages import SCHEDULES
+from trainers.parallel.traffic import Shape, Term, predicted
 from trainers.strategies import Strategy, load_strategy, resolve
 
 STRATEGIES = (

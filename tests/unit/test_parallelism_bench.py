@@ -21,10 +21,10 @@ from benchmarks.parallelism import (
     sized,
 )  # fmt: skip
 from benchmarks.traffic import PAYLOAD, SILENT, Traffic, given, payload
-from benchmarks.traffic_formulas import Shape, predicted
 from trainers.config import ConfigError
 from trainers.embedded import BASE_DIR
 from trainers.parallel.mesh import MeshSizes
+from trainers.parallel.traffic import Shape, predicted
 from trainers.strategies import load_strategy
 
 SHAPE = Shape(

@@ -81,9 +81,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
         factor = upstream[0].float()  # rounded to bf16 it would scale the gradient wrongly by up to 0.4 %
         parts = ctx.gradients
-        hidden, weight, bias = (None if one is None else (one.float() * factor).to(one.dtype) for one in parts)
+        hidden, weight, bias = (None if one is None else scaled(one, factor) for one in parts)
         del ctx.gradients
         return hidden, weight, bias, None, None, None
+
+
+def scaled(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Times the factor, in the factor's dtype; in place where that is its own, as it may be as large as the head."""
+    wide = factor.dtype
+    return gradient.mul_(factor) if gradient.dtype == wide else (gradient.to(wide) * factor).to(gradient.dtype)
 
 
 def linear_cross_entropy(

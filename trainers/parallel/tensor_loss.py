@@ -83,7 +83,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         parts = ctx.gradients
         wide = torch.promote_types(upstream[0].dtype, torch.float32)
         factor = upstream[0].to(wide)
-        hidden, weight, bias = (None if one is None else (one.to(wide) * factor).to(one.dtype) for one in parts)
+        hidden, weight, bias = (None if one is None else sft.scaled(one, factor) for one in parts)
         del ctx.gradients
         return hidden, weight, bias, None, None, None, None
 

@@ -1,4 +1,4 @@
-"""What a training step should send, from the model's shape and the mesh alone. fp32, all weights trained, no torch."""
+"""What a training step sends, from the model's shape and the mesh alone. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ class Shape:
         vectors: those of them in weights of one dimension, which tensor parallelism leaves whole.
         outside: those outside the layers: embedding, last norm, head.
         tied: embedding and head are one weight.
+        trained: share of the parameters that get gradients, which are fp32.
+        gathered: bytes of a parameter where weights are gathered, the mean.
+        number: bytes of a number of the activations.
     """
 
     parameters: int
@@ -35,10 +38,13 @@ class Shape:
     head_size: int
     words: int
     tied: bool
+    trained: float = 1.0
+    gathered: float = FP32
+    number: int = FP32
 
     @classmethod
     def of(cls, model: Any) -> Shape:
-        """The shape of a transformers model."""
+        """The shape of a transformers model, all of it trained in fp32."""
         weights, config = dict(model.named_parameters()), model.config.get_text_config()
         return cls(
             sum(one.numel() for one in weights.values()),
@@ -64,11 +70,19 @@ class Term:
         collective: as the counted ones are called.
         words: the formula.
         bytes: given by a rank in all steps; the mean over the ranks of a pipeline.
+        wire: bytes that a rank then sends, in the best algorithm there is.
     """
 
     collective: str
     words: str
     bytes: float
+    wire: float = 0.0
+
+
+def term(collective: str, words: str, given: float, ways: int) -> Term:
+    """A part of a step's traffic among `ways` ranks."""
+    shares = {"all-reduce": 2 * (ways - 1) / ways, "all-gather": ways - 1, "send": 1.0}
+    return Term(collective, words, given, given * shares.get(collective, (ways - 1) / ways))
 
 
 def predicted(
@@ -87,16 +101,17 @@ def predicted(
     found += _tensor(sizes, shape, micros) + _rows(sizes, shape, micros)
     if sizes.pp > 1:
         found += _pipeline(kind, sizes, chunks, shape, steps, warm)
-    return [_together([term for term in found if term.collective == one]) for one in _in_order(found)]
+    return [_together([part for part in found if part.collective == one]) for one in _in_order(found)]
 
 
 def _in_order(terms: Sequence[Term]) -> list[str]:
-    return list(dict.fromkeys(term.collective for term in terms))
+    return list(dict.fromkeys(one.collective for one in terms))
 
 
 def _together(terms: Sequence[Term]) -> Term:
     """One term for those of one collective."""
-    return Term(terms[0].collective, " + ".join(term.words for term in terms), sum(term.bytes for term in terms))
+    words = " + ".join(one.words for one in terms)
+    return Term(terms[0].collective, words, sum(one.bytes for one in terms), sum(one.wire for one in terms))
 
 
 def _weights(kind: str, sizes: MeshSizes, shape: Shape, steps: int, micros: int) -> list[Term]:
@@ -105,34 +120,35 @@ def _weights(kind: str, sizes: MeshSizes, shape: Shape, steps: int, micros: int)
     FSDP keeps what is outside the layers from forward to backward, and of a pipeline's stages, reduced once in a step,
     all.
     """
-    held, ways = shape.held(sizes) * FP32, sizes.dp_shard * sizes.cp * sizes.sp
+    ways, copies = sizes.dp_shard * sizes.parts, sizes.dp_replicate * (1 if kind == "FSDP" else sizes.parts)
+    reduced, whole = shape.held(sizes) * shape.trained * FP32, shape.held(sizes) * shape.gathered
     if kind.startswith("ZERO"):
-        return _zero(int(kind[-1]), held, ways, steps, micros)
+        return _zero(int(kind[-1]), reduced, ways, steps, micros)
     if kind != "FSDP":
-        return [Term("all-reduce", "weights", held * steps)] if sizes.dp_replicate > 1 else []
+        return [term("all-reduce", "weights", reduced * steps, copies)] if copies > 1 else []
     if sizes.pp > 1:
-        gathered, what, times, how = held, "weights", steps, ""
+        gathered, what, times, how = whole, "weights", steps, ""
     else:
         outside = (shape.outside - shape.hidden) / sizes.tp + shape.hidden
-        gathered, what = 2 * held - outside * FP32, "(weights + those of layers)"
+        gathered, what = 2 * whole - outside * shape.gathered, "(weights + those of layers)"
         times, how = micros, " per micro-batch"
     found = [
-        Term("all-gather", f"{what} / shards{how}", gathered / ways * times),
-        Term("reduce-scatter", f"weights{how}", held * times),
+        term("all-gather", f"{what} / shards{how}", gathered / ways * times, ways),
+        term("reduce-scatter", f"weights{how}", reduced * times, ways),
     ]
     if sizes.dp_replicate > 1:
-        found.append(Term("all-reduce", f"weights / shards{how}", held / ways * times))
+        found.append(term("all-reduce", f"weights / shards{how}", reduced / ways * times, copies))
     return found
 
 
 def _zero(stage: int, held: float, ways: int, steps: int, micros: int) -> list[Term]:
     """Gradients once a step or in each micro-batch, and the updated weights. Nothing for what stage 3 gathers."""
     if stage == 3:
-        return [Term("reduce-scatter", "weights per micro-batch", held * micros)]
+        return [term("reduce-scatter", "weights per micro-batch", held * micros, ways)]
     times, how = (steps, "") if stage == 1 else (micros, " per micro-batch")
     return [
-        Term("all-reduce", f"weights{how}", held * times),
-        Term("all-gather", "weights / shards", held / ways * steps),
+        term("all-reduce", f"weights{how}", held * times, ways),
+        term("all-gather", "weights / shards", held / ways * steps, ways),
     ]
 
 
@@ -141,24 +157,25 @@ def _tensor(sizes: MeshSizes, shape: Shape, micros: Sequence[Micro]) -> list[Ter
     if sizes.tp == 1:
         return []
     slots, trained = (sum(micro[place] for micro in micros) for place in (0, 1))
-    activations = slots * shape.hidden * FP32
+    activations = slots * shape.hidden * shape.number
     loss = trained * (shape.hidden + 3) * FP32
     words = "(4 x layers + 1) x activations + trained tokens x (hidden + 3)"
-    return [Term("all-reduce", words, ((4 * shape.layers + 1) * activations + loss) / sizes.pp)]
+    return [term("all-reduce", words, ((4 * shape.layers + 1) * activations + loss) / sizes.pp, sizes.tp)]
 
 
 def _rows(sizes: MeshSizes, shape: Shape, micros: Sequence[Micro]) -> list[Term]:
     """In attention: heads for parts of rows and back (sp), or keys and values gathered, their gradients summed (cp)."""
     slots, found = sum(micro[0] for micro in micros), list[Term]()
-    vector = slots * shape.head_size * FP32
+    vector = slots * shape.head_size * shape.number
     heads, key_heads = shape.heads // sizes.tp, shape.key_heads // sizes.tp
     if sizes.sp > 1:
         exchanged = 2 * heads + 2 * lcm(key_heads, sizes.sp)
-        found.append(Term("all-to-all", "2 x layers x (Q + K + V + output)", 2 * shape.layers * exchanged * vector))
+        words = "2 x layers x (Q + K + V + output)"
+        found.append(term("all-to-all", words, 2 * shape.layers * exchanged * vector / sizes.pp, sizes.sp))
     if sizes.cp > 1:
-        both = shape.layers * 2 * key_heads * vector
-        found.append(Term("all-gather", "layers x (K + V)", both))
-        found.append(Term("reduce-scatter", "cp x layers x (K + V)", sizes.cp * both))
+        both = shape.layers * 2 * key_heads * vector / sizes.pp
+        found.append(term("all-gather", "layers x (K + V)", both, sizes.cp))
+        found.append(term("reduce-scatter", "cp x layers x (K + V)", sizes.cp * both, sizes.cp))
     return found
 
 
@@ -174,9 +191,9 @@ def _pipeline(
         room = max(room, *(micro[0] for micro in step))
         elements += len(step) * room * shape.hidden if number >= warm else 0
     borders = sizes.pp * chunks - 1
-    words, sent = "2 x borders x hidden states per micro-batch", 2.0 * borders * elements * FP32
+    words, sent = "2 x borders x hidden states per micro-batch", 2.0 * borders * elements * shape.number
     if shape.tied:
         shards = sizes.dp_shard if kind == "FSDP" else 1
         words += ", 2 x tied weight" + (" / shards" if shards > 1 else "")
         sent += 2 * shape.words * shape.hidden * FP32 / sizes.tp / shards * (len(steps) - warm)
-    return [Term("send", f"({words}) / stages' ranks", sent / sizes.pp)]
+    return [term("send", f"({words}) / stages' ranks", sent / sizes.pp, 2)]
