@@ -75,6 +75,14 @@ def bench(words: Raw = None) -> int:
 
 
 @app.command(context_settings=_RAW)
+def plan(words: Raw = None) -> int:
+    """Reckon which strategies hold your model on these GPUs, or on others, and which is the fastest."""
+    from app.plan_verb import plan_verb
+
+    return plan_verb(words or [])
+
+
+@app.command(context_settings=_RAW)
 def data(words: Raw = None) -> int:
     """Show what would be trained: rows with their trained tokens, lengths, packing, bad rows."""
     from app.data_verb import data_verb

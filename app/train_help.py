@@ -127,6 +127,22 @@ def show_bench_help() -> None:
     _show("bench", "preset", "Preset to start from.", text, {**own, **kept}, devices)
 
 
+def show_plan_help() -> None:
+    """Prints the help of `plan`."""
+    text = (
+        "Reckon what `train` with the same words would need under each strategy: memory on the fullest GPU by use, "
+        "traffic, the bubble of a pipeline, and a bound of its speed. Nothing is trained and no weights are read. "
+        "Exit status: 0 done, 2 the request was wrong."
+    )
+    own = {
+        "strategies": _option("strategies", "<a,b,c>", "Strategies or Accelerate YAMLs.", "Options", "all"),
+        "gpu_memory": _option("gpu_memory", "<GiB>", "Plan for GPUs of this memory, --num_processes of them, in place "
+                              "of those that are here.", "Options"),
+        "config": _option("config", "<file>", "YAML file with options.", "Options"),
+    }  # fmt: skip
+    _show("plan", "preset", "Preset to start from.", text, {**own, **_config_options()}, _DEVICES)
+
+
 def _show(
     verb: str, name: str, name_help: str, text: str, more: dict[str, Any], own: dict[str, tuple[str, str]] = _OWN
 ) -> None:

@@ -175,14 +175,30 @@ def preflight(job: Job, quiet: bool) -> None:
         config = Path(folder) / "config.yaml"
         config.write_text(dump_yaml(job.config), encoding="utf-8")
         with spinner("checking data and model", quiet):
-            status, out, errors = run_program(check_argv(config), check_environment(job.devices, job.strategy.sizes))
+            out = told_by(check_argv(config), check_environment(job.devices, job.strategy.sizes))
+    for line in [] if quiet else out.splitlines():
+        say(clean(line))
+
+
+def told_by(argv: Sequence[str], env: Mapping[str, str], cwd: Path | None = None) -> str:
+    """What a program of `trainers` prints that checks a request.
+
+    Args:
+        argv: its words.
+        env: its whole environment.
+        cwd: folder to run in.
+
+    Raises:
+        ConfigError: with what it refuses.
+        CheckBroke: when it crashed.
+    """
+    status, out, errors = run_program(argv, env, cwd)
     lines = [clean(line).strip() for line in errors.splitlines() if line.strip()]
     if status == 2:
         raise ConfigError(_mistakes(lines) or ["the training script refused this run and did not say why"])
     if status != 0:
         raise CheckBroke(_broken(lines, status), errors)
-    for line in [] if quiet else out.splitlines():
-        say(clean(line))
+    return out
 
 
 def _mistakes(lines: list[str]) -> list[str]:

@@ -43,21 +43,34 @@ def base_dtype(config: TrainConfig) -> torch.dtype:
     return torch.float32 if config.method == "full" and config.master_weights else compute_dtype(config)
 
 
-def load_base(config: TrainConfig) -> PreTrainedModel:
-    """The base model on the CPU, in `base_dtype` (quantised for qlora), with the attention that keeps documents apart.
+def _where(config: TrainConfig) -> dict[str, Any]:
+    return {"revision": config.model_revision, "trust_remote_code": config.trust_remote_code}
+
+
+def load_shape(config: TrainConfig) -> Any:
+    """The base model's transformers config, changed as training wants it.
 
     Raises:
-        ConfigError: when the files are missing, gated or damaged, or the architecture cannot be packed or quantised.
+        ConfigError: when it is missing, gated or damaged, or the architecture cannot be packed or quantised.
     """
-    where = {"revision": config.model_revision, "trust_remote_code": config.trust_remote_code}
     try:
-        shape = AutoConfig.from_pretrained(model_path(config), **where)
+        shape = AutoConfig.from_pretrained(model_path(config), **_where(config))
     except (OSError, ValueError) as error:
         raise ConfigError(explain_load_error(config, error)) from None
     _keep_layers(config, shape)
     _check_layers(config, shape)
     _check_quantisation(config, shape)
     _drop_dropout(shape)
+    return shape
+
+
+def load_base(config: TrainConfig) -> PreTrainedModel:
+    """The base model on the CPU, in `base_dtype` (quantised for qlora), with the attention that keeps documents apart.
+
+    Raises:
+        ConfigError: when the files are missing, gated or damaged, or the architecture cannot be packed or quantised.
+    """
+    where, shape = _where(config), load_shape(config)
     settings: dict[str, Any] = {"dtype": base_dtype(config), "attn_implementation": KERNELS["sdpa"]}
     if config.method == "qlora":
         settings |= loading_options(compute_dtype(config))
@@ -201,12 +214,18 @@ def build_model(config: TrainConfig) -> nn.Module:
         ConfigError: as `load_base` and `add_adapters`.
     """
     base = load_base(config)
-    if config.gradient_checkpointing:
-        choices: dict[str, Any] = {"use_reentrant": False}
-        if config.selective_checkpointing:
-            choices["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
-        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=choices)
+    use_checkpointing(base, config)
     return base if config.method == "full" else add_adapters(base, config)
+
+
+def use_checkpointing(base: PreTrainedModel, config: TrainConfig) -> None:
+    """Lets the layers compute again in the backward pass what they would have kept for it, where that is asked for."""
+    if not config.gradient_checkpointing:
+        return
+    choices: dict[str, Any] = {"use_reentrant": False}
+    if config.selective_checkpointing:
+        choices["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
+    base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=choices)
 
 
 def _keep_products(context: Any, operation: Any, *inputs: Any, **rest: Any) -> CheckpointPolicy:

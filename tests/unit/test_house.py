@@ -17,6 +17,8 @@ TORCH_FREE = {
         "config",
         "clashes",
         "parallel.mesh",
+        "parallel.stages",
+        "parallel.traffic",
         "options",
         "strategies",
         "run_folder",

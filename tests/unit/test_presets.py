@@ -18,12 +18,16 @@ import yaml
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from app.planner import GIB, Hardware, candidate, case_of, plan_row
+from tests.parity.runs import mostly_long
 from trainers.attention import KERNELS, use_documents
 from trainers.config import EMBEDDED, TrainConfig
 from trainers.models import _check_layers, add_adapters
 from trainers.objectives.sft import LINEAR_HEADS
 from trainers.options import PRESETS_DIR, Request, preset_summary
 from trainers.quantise import refuse_unfit
+from trainers.strategies import load_strategy
+from trainers.weigh import weigh
 
 FILES = sorted(PRESETS_DIR.rglob("*.yaml"))
 NAMES = [path.stem for path in FILES]
@@ -182,3 +186,35 @@ def test_the_methods_of_a_model_differ_where_they_must(name: str) -> None:
     }
     rates = [float(values["learning_rate"]) for values in (mine, full)]
     assert rates[0] == rates[1] if mine["method"] == "full" else 1.5 <= rates[0] / rates[1] <= 10.1
+
+
+@pytest.mark.parametrize(
+    "name",
+    mostly_long(
+        HUB_NAMES,
+        [
+            "llama-3.1-8b-full",
+            "llama-3.3-70b-full",
+            "gemma-3-12b-lora",
+            "phi-4-full",
+            "qwen3-32b-lora",
+            "qwen3-8b-qlora",
+        ],
+    ),
+)
+def test_the_gpus_it_names_hold_it_by_the_plan(name: str) -> None:
+    """Each strategy of the header on its numbers of GPUs; where it says `none`, one GPU is about full at least."""
+    config, told = Request(preset=name).resolve(), header(name)
+    [room] = map(int, re.findall(r"^(?:a GPU with|GPUs with|any GPU with) (\d+) GiB", told["Hardware"]))
+    named = [
+        (load_strategy(one or "single"), gpus, bool(one)) for gpus, all_of in strategies(name).items() for one in all_of
+    ]
+    hardware = {gpus: Hardware("gpu", gpus, room * GIB, here=False) for _, gpus, _ in named}
+    able = [(*candidate(one, config, hardware[gpus]), gpus, fits) for one, gpus, fits in named]
+    cases = {":".join(map(str, case_of(one, changed))) for one, changed, _, _ in able}
+    counted = weigh(config, shape_of(FACTS[base_of(name)]), sorted(cases))
+    found = [(plan_row(one, changed, counted, hardware[gpus]), fits) for one, changed, gpus, fits in able]
+    assert all(row.fits if fits else row.total > 0.8 * room * GIB for row, fits in found)
+    said = float(re.search(r"about ([\d.]+) GiB", told["Memory"])[1])  # type: ignore[index]
+    inside = [row.total / GIB for row, fits in found if fits and not row.host]
+    assert 0.35 * said < max(inside or [row.total / GIB for row, fits in found if fits]) < 1.3 * said

@@ -110,6 +110,22 @@ def bubble(schedule: str, ranks: int, micro_batches: int) -> float:
     return idle / (_TIMES * kind.chunks * micro_batches + idle)
 
 
+def in_flight(schedule: str, ranks: int, micro_batches: int) -> float:
+    """Micro-batches whose activations the fullest rank of a pipeline holds at once; a stage of several counts in part.
+
+    Args:
+        ranks: of one pipeline.
+        micro_batches: of one pipeline in a step.
+    """
+    kind = SCHEDULES[schedule]
+    if schedule == "gpipe":
+        return float(micro_batches)
+    if kind.turns or kind.chunks == 1:
+        return float(min(ranks, micro_batches))
+    warm = 2 * (ranks - 1) + (kind.chunks - 1) * ranks + 1
+    return min(warm / kind.chunks, float(micro_batches))
+
+
 def bubble_line(schedule: str, ranks: int, micro_batches: int) -> str:
     """What a run says of its pipeline at its start."""
     share = bubble(schedule, ranks, micro_batches)

@@ -97,7 +97,7 @@ def predicted(
     """
     counted = steps[warm:]
     micros = [micro for step in counted for micro in step]
-    found = _weights(kind, sizes, shape, len(counted), len(micros))
+    found = weight_terms(kind, sizes, shape, len(counted), len(micros))
     found += _tensor(sizes, shape, micros) + _rows(sizes, shape, micros)
     if sizes.pp > 1:
         found += _pipeline(kind, sizes, chunks, shape, steps, warm)
@@ -114,8 +114,8 @@ def _together(terms: Sequence[Term]) -> Term:
     return Term(terms[0].collective, words, sum(one.bytes for one in terms), sum(one.wire for one in terms))
 
 
-def _weights(kind: str, sizes: MeshSizes, shape: Shape, steps: int, micros: int) -> list[Term]:
-    """Gradients, and gathered weights.
+def weight_terms(kind: str, sizes: MeshSizes, shape: Shape, steps: int, micros: int) -> list[Term]:
+    """Gradients, and gathered weights: what is sent while something else is computed.
 
     FSDP keeps what is outside the layers from forward to backward, and of a pipeline's stages, reduced once in a step,
     all.

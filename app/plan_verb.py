@@ -1,0 +1,210 @@
+"""`tunesmith plan`: the request, the count of the model in a program of its own, and the table."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from app.console import clean, number, report, report_json, show_table
+from app.hardware import choose_devices, cpu_count, find_gpus
+from app.launcher import ROOT, launch_environment, module_argv, module_environment
+from app.planner import (
+    ASSUMED,
+    GIB,
+    Candidate,
+    Hardware,
+    Row,
+    best_first,
+    candidate,
+    case_of,
+    plan_row,
+    told_memory,
+)  # fmt: skip
+from app.request import Mistakes, Words, sort_words
+from app.training import spinner, told_by
+from trainers.config import MACHINE_OPTIONS, ConfigError, TrainConfig, absolute_paths, unknown_option
+from trainers.options import Request, dump_yaml, parse_request
+from trainers.parallel.mesh import MeshSizes
+from trainers.strategies import Strategy, load_strategy, strategy_names
+
+_OWN = ("gpu_memory", "strategies")
+_USES = ("weights", "gradients", "optimizer", "gathered", "activations", "overhead")
+_HEADERS = ("strategy", "mesh", "rows", "fits", "GiB", *_USES, "tokens/s at most", "sent GiB", "bubble")
+_EXPENDABLE = ("mesh", "rows", "overhead", "gathered", "gradients", "optimizer", "weights", "activations", "sent GiB")
+
+
+def plan_verb(words: Sequence[str]) -> int:
+    """`tunesmith plan`.
+
+    Returns:
+        The exit status: 0, whatever fits.
+
+    Raises:
+        ConfigError: for a request that is wrong, or a model that cannot be had.
+        CheckBroke: when the count crashed.
+    """
+    sorted_words = sort_words(words)
+    if "help" in sorted_words.switches:
+        from app.train_help import show_plan_help
+
+        show_plan_help()
+        return 0
+    config, hardware, strategies = _read(sorted_words)
+    able, rows = _candidates(strategies, config, hardware)
+    with spinner("counting the model", "quiet" in sorted_words.switches):
+        counted = count(config, hardware, able)
+    rows = best_first([*(plan_row(*one, counted, hardware) for one in able), *rows])
+    document = _document(rows, config, hardware, counted)
+    if "json" in sorted_words.switches:
+        report_json(document)
+    else:
+        _show(rows, document)
+    return 0
+
+
+def _read(words: Words) -> tuple[TrainConfig, Hardware, list[Strategy]]:
+    """Config, hardware and strategies of a command line.
+
+    Raises:
+        ConfigError: with every mistake at once.
+    """
+    mistakes, request = Mistakes(), Request()
+    with mistakes:
+        request = parse_request(words.options)
+    own = {name: str(request.options.pop(name)) for name in _OWN if name in request.options}
+    if words.names and request.preset and words.names[0] != request.preset:
+        mistakes.lines.append(f"two presets, {words.names[0]!r} and {request.preset!r}; name one")
+    mistakes.lines += [f"{word!r} stands alone; options are written --name value" for word in words.names[1:]]
+    mistakes.lines += [f"--{name}: a plan is for the GPUs of one machine; leave it out" for name in MACHINE_OPTIONS
+                       if name in words.values]  # fmt: skip
+    mistakes.lines += [f"--{name} is for `tunesmith train`; leave it out" for name in ("check", "detach", "force")
+                       if name in words.switches]  # fmt: skip
+    if "strategy" in words.values:
+        mistakes.lines.append(f"--strategy {words.values['strategy']}: a plan has several; write --strategies a,b,c")
+    request.preset = words.names[0] if words.names else request.preset
+    config = hardware = None
+    with mistakes:
+        config = absolute_paths(request.resolve())
+    with mistakes:
+        hardware = _hardware(words.values, own.get("gpu_memory"))
+    strategies: list[Strategy] = []
+    for name in strategy_names() if own.get("strategies", "all") == "all" else own["strategies"].split(","):
+        with mistakes:
+            strategies.append(load_strategy(name.strip()))
+    mistakes.lines = [_with_own(line) for line in mistakes.lines]
+    mistakes.refuse()
+    if not (config and hardware):
+        raise AssertionError("no mistake, and yet no config")
+    return config, hardware, strategies
+
+
+def _with_own(line: str) -> str:
+    """A mistake of `train`; of an unknown option the nearest may be one of `plan`."""
+    start = "unknown option "
+    if not line.startswith(start):
+        return line
+    name = line.removeprefix(start).partition("; ")[0]
+    return unknown_option(name, [*_OWN, *TrainConfig.model_fields]).replace("`tunesmith train", "`tunesmith plan")
+
+
+def _hardware(values: Mapping[str, str], gpu_memory: str | None) -> Hardware:
+    """What is planned for: this machine's GPUs or CPU, or GPUs of a memory that is told."""
+    if gpu_memory is not None:
+        memory = told_memory(gpu_memory)
+        if "gpus" in values:
+            raise ConfigError(f"gpus={values['gpus']} with gpu_memory={gpu_memory}; write --num_processes, how many")
+        count = choose_devices(None, values.get("num_processes"), []).num_processes
+        return Hardware("gpu", count if "num_processes" in values else 1, memory, here=False)
+    devices = choose_devices(values.get("gpus"), values.get("num_processes"))
+    if devices.gpu_ids:
+        memories = [gpu.memory for gpu in find_gpus() if gpu.index in devices.gpu_ids]
+        return Hardware("gpu", devices.num_processes, min(memories))
+    return Hardware("cpu", devices.num_processes, psutil.virtual_memory().total / devices.num_processes)
+
+
+def _candidates(
+    strategies: Sequence[Strategy], config: TrainConfig, hardware: Hardware
+) -> tuple[list[Candidate], list[Row]]:
+    """What can be trained there, and rows for the strategies that cannot."""
+    able: list[Candidate] = []
+    rows: list[Row] = []
+    for strategy in strategies:
+        try:
+            able.append(candidate(strategy, config, hardware))
+        except ConfigError as error:
+            reason = "; ".join(error.mistakes).removeprefix(f"strategy {strategy.name}: ")
+            rows.append(Row(strategy.name, MeshSizes(dp_replicate=hardware.processes), reason=reason))
+    return able, rows
+
+
+def count(config: TrainConfig, hardware: Hardware, able: Sequence[Candidate]) -> dict[str, Any]:
+    """What `trainers/weigh.py` counts of the model, on a device as one rank gets it."""
+    devices = choose_devices(None, None if hardware.kind == "gpu" else hardware.processes)
+    outer = {**os.environ, "OMP_NUM_THREADS": str(max(1, cpu_count() // hardware.processes))}
+    env = module_environment(launch_environment(replace(devices, gpu_ids=devices.gpu_ids[:1]), outer))
+    cases = sorted({":".join(map(str, case_of(*one))) for one in able})
+    with tempfile.TemporaryDirectory(prefix="tunesmith-") as folder:
+        file = Path(folder) / "config.yaml"
+        file.write_text(dump_yaml(config), encoding="utf-8")
+        out = told_by(module_argv("trainers.weigh", ["--config", str(file), "--cases", *cases]), env, ROOT)
+    return dict(json.loads(out.splitlines()[-1]))
+
+
+def _document(
+    rows: Sequence[Row], config: TrainConfig, hardware: Hardware, counted: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The plan as plain values."""
+    return {
+        "rows": [row.as_json() for row in rows],
+        "model": config.model_name_or_path, "method": config.method,
+        "parameters": int(counted["whole"]["parameters"]),
+        "devices": {"kind": hardware.kind, "count": hardware.processes, "memory_gib": hardware.memory / GIB,
+                    "flops_per_second": counted["flops_per_second"] if hardware.here else None},
+        "global_batch_size": config.global_batch_size, "max_length": config.max_length,
+        "assumed": ASSUMED,
+    }  # fmt: skip
+
+
+def _show(rows: Sequence[Row], document: Mapping[str, Any]) -> None:
+    """The table, the reasons and what was assumed, on stdout."""
+    devices = document["devices"]
+    what = "processes on the CPU" if devices["kind"] == "cpu" else "GPUs"
+    report(clean(f"{document['model']}, method={document['method']}, {document['parameters'] / 1e9:.2f}B parameters"))
+    report(f"{devices['count']} {what} of {devices['memory_gib']:.1f} GiB, global batches of "
+           f"{document['global_batch_size']} rows of {document['max_length']} tokens")  # fmt: skip
+    report("")
+    show_table(_HEADERS, [_cells(row) for row in rows if row.seconds is not None], _EXPENDABLE)
+    report("")
+    for row in rows:
+        if row.reason:
+            report(clean(f"{row.strategy}: {row.reason}").replace("\n", " "))
+    best = rows[0] if rows and rows[0].fits else None
+    report(f"assumed: {ASSUMED}")
+    report(f"best: --strategy {best.strategy}" if best else "nothing fits: try --method lora or qlora, a smaller "
+           "micro-batch, --gradient_checkpointing true, more GPUs")  # fmt: skip
+
+
+def _cells(row: Row) -> list[str]:
+    fits = {True: "yes", False: "no", None: "?"}[row.fits]
+    uses = [number(row.memory[name] / GIB, 1) if row.memory else "-" for name in _USES]
+    rate = "-" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}"
+    bubble = "-" if row.bubble is None else f"{row.bubble:.0%}"
+    total = number(row.total / GIB, 1) if row.memory else "-"
+    return [
+        row.strategy,
+        str(row.sizes),
+        str(row.micro_batch),
+        fits,
+        total,
+        *uses,
+        rate,
+        number((row.sent or 0.0) / GIB, 2),
+        bubble,
+    ]

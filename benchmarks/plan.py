@@ -1,0 +1,121 @@
+"""What `tunesmith plan` says against what a run takes: `python -m benchmarks.plan [--strategies ddp fsdp2]`.
+
+On the CPU, the 24M model, all weights. "Resting" are the bytes of all tensors that a rank has between two steps, each
+storage once: weights and optimizer state, and gradients where they are kept; the plan's line has them by the same name.
+"Peak" is the most that the process ever had resident (`VmHWM`), its start included, of the fullest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from app.plan_verb import count
+from app.planner import GIB, Hardware, Row, candidate, plan_row
+from benchmarks.parallelism import head, line
+from benchmarks.shapes import NAMES, model_folder
+from tests.launching import ROOT, launch_well
+from trainers.config import build
+from trainers.strategies import load_strategy
+
+STRATEGIES = ("single", "ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3", "tp", "cp", "sp", "pp", "pp_interleaved")
+STEPS = 3
+OPTIONS: dict[str, Any] = {
+    "dataset_name": "embedded", "method": "full", "max_length": 512, "packing": True, "global_batch_size": 16,
+    "per_device_train_batch_size": 4, "max_train_samples": 2000, "max_steps": STEPS, "logging_steps": 1,
+    "save_steps": 0, "hang_timeout": 0,
+}  # fmt: skip
+SITE = """import os
+if 'ACCELERATE_MIXED_PRECISION' in os.environ:
+    from benchmarks.plan import start
+    start({folder!r})
+"""
+"""A `sitecustomize.py` that counts in every rank."""
+
+
+def held() -> int:
+    """Bytes of all tensors of this process, each storage once."""
+    import torch
+
+    gc.collect()
+    found: dict[int, int] = {}
+    for one in gc.get_objects():
+        if issubclass(type(one), torch.Tensor) and one.device.type == "cpu" and not hasattr(one, "device_mesh"):
+            storage = one.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
+
+
+def start(folder: str) -> None:
+    """Notes what this rank has after each step, and its peak."""
+    from trainers import loop
+
+    ways: Any = loop
+    inner: Callable[..., Any] = ways.train_step
+    file = Path(folder) / f"rank-{os.environ.get('RANK', '0')}.json"
+
+    def stepped(*arguments: Any) -> Any:
+        found = inner(*arguments)
+        status = Path("/proc/self/status").read_text().split()
+        peak = int(status[status.index("VmHWM:") + 1]) * 1024
+        file.write_text(json.dumps({"resting": held(), "peak": peak}))
+        return found
+
+    ways.train_step = stepped
+
+
+def measure(folder: Path, name: str, model: Path, **more: Any) -> tuple[Row, dict[str, float]]:
+    """The plan of a strategy, and what its fullest rank has.
+
+    Args:
+        folder: a new one, for the run.
+        more: options, in place of `OPTIONS`.
+    """
+    inject = folder / "inject"
+    inject.mkdir(parents=True)
+    (inject / "sitecustomize.py").write_text(SITE.format(folder=str(folder)))
+    options = {**OPTIONS, "model_name_or_path": str(model), **more}
+    strategy = load_strategy(name)
+    hardware = Hardware("cpu", strategy.num_processes, 64 * GIB)
+    able = candidate(strategy, build(options), hardware)
+    planned = plan_row(*able, count(build(options), hardware, [able]), hardware)
+    micro = {"per_device_train_batch_size": planned.micro_batch}
+    launch_well(folder / "run", strategy.num_processes, {**options, **micro}, strategy=name, timeout=3000,
+                PYTHONPATH=f"{inject}{os.pathsep}{ROOT}")  # fmt: skip
+    ranks = [json.loads(file.read_text()) for file in folder.glob("rank-*.json")]
+    return planned, {key: max(rank[key] for rank in ranks) for key in ("resting", "peak")}
+
+
+def cells(planned: Row, found: dict[str, float]) -> list[str]:
+    """A row of the table."""
+    memory = planned.memory or {}
+    kept, gradients = memory["weights"] + memory["optimizer"], memory["gradients"]
+    return [
+        planned.strategy, str(planned.sizes.world), f"{kept / GIB:.3f}", f"{gradients / GIB:.3f}",
+        f"{found['resting'] / GIB:.3f}", f"{planned.total / GIB:.2f}", f"{found['peak'] / GIB:.2f}",
+        f"{planned.total / found['peak']:.2f}",
+    ]  # fmt: skip
+
+
+def main() -> None:
+    """Prints a Markdown table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--strategies", nargs="+", default=STRATEGIES, metavar="NAME")
+    parser.add_argument("--model", choices=NAMES, default="24M")
+    asked = parser.parse_args()
+    print(head(["strategy", "processes", "planned weights and optimizer", "gradients", "resting", "planned total",
+                "peak", "planned / peak"]))  # fmt: skip
+    with tempfile.TemporaryDirectory() as place:
+        model = model_folder(asked.model, Path(place))
+        for name in asked.strategies:
+            print(line(cells(*measure(Path(place) / name, name, model))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
