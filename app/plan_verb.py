@@ -36,8 +36,18 @@ from trainers.strategies import Strategy, load_strategy, strategy_names
 
 _OWN = ("gpu_memory", "strategies")
 _USES = ("weights", "gradients", "optimizer", "gathered", "activations", "overhead")
-_HEADERS = ("strategy", "mesh", "rows", "fits", "GiB", *_USES, "tokens/s at most", "sent GiB", "bubble")
-_EXPENDABLE = ("mesh", "rows", "overhead", "gathered", "gradients", "optimizer", "weights", "activations", "sent GiB")
+_HEADERS = ("strategy", "mesh", "micro-batch", "fits", "GiB", *_USES, "tokens/s at most", "sent GiB", "bubble")
+_EXPENDABLE = (
+    "mesh",
+    "micro-batch",
+    "overhead",
+    "gathered",
+    "gradients",
+    "optimizer",
+    "weights",
+    "activations",
+    "sent GiB",
+)
 
 
 def plan_verb(words: Sequence[str]) -> int:
@@ -193,10 +203,10 @@ def _show(rows: Sequence[Row], document: Mapping[str, Any]) -> None:
 
 def _cells(row: Row) -> list[str]:
     fits = {True: "yes", False: "no", None: "?"}[row.fits]
-    uses = [number(row.memory[name] / GIB, 1) if row.memory else "-" for name in _USES]
+    uses = [_gib(row.memory[name]) if row.memory else "-" for name in _USES]
     rate = "-" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}"
     bubble = "-" if row.bubble is None else f"{row.bubble:.0%}"
-    total = number(row.total / GIB, 1) if row.memory else "-"
+    total = _gib(row.total) if row.memory else "-"
     return [
         row.strategy,
         str(row.sizes),
@@ -208,3 +218,7 @@ def _cells(row: Row) -> list[str]:
         number((row.sent or 0.0) / GIB, 2),
         bubble,
     ]
+
+
+def _gib(size: float) -> str:
+    return number(size / GIB, 1 if size >= 10 * GIB else 2)

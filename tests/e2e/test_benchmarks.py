@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import data, gpu, start, throughput
+from benchmarks import data, gpu, plan, start, throughput
 from benchmarks.contenders import Bench, Broke, Case, Measured, cause_of
 from benchmarks.rows import Batches, batches_of, write_chat
 from trainers.config import TrainConfig
+from trainers.embedded import BASE_DIR
 
 
 def test_all_contenders_do_equal_work(tmp_path: Path) -> None:
@@ -130,3 +131,14 @@ def test_a_start_is_told_by_phase(tmp_path: Path) -> None:
     assert sum(own.values()) == pytest.approx(total)
     assert all(seconds >= 0 for seconds in own.values())
     assert theirs["total"] > 0
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_a_rank_has_what_was_planned(name: str, tmp_path: Path) -> None:
+    """Every tensor that a rank keeps from step to step: weights, Adam's state, and DDP's buckets of gradients."""
+    options = {"max_length": 128, "packing": False}
+    planned, found = plan.measure(tmp_path / name, name, BASE_DIR, **options)
+    memory = planned.memory or {}
+    kept = memory["weights"] + memory["optimizer"] + (memory["gradients"] if name == "ddp" else 0)
+    assert found["resting"] == pytest.approx(kept, rel=0.03)
+    assert planned.total < found["peak"]

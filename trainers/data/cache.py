@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import zlib
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -43,8 +44,13 @@ class TokenSet:
         self.trained: npt.NDArray[np.int64] = arrays["trained"]
         self._input_ids, self._mask = arrays["input_ids"], arrays["mask"]
         self._files, self._lines = arrays["files"], arrays["lines"]
-        self._starts = np.zeros(len(self.lengths) + 1, dtype=np.int64)
-        np.cumsum(self.lengths, out=self._starts[1:])
+
+    @cached_property
+    def _starts(self) -> npt.NDArray[np.int64]:
+        """Where each document starts, and the end of the last; made when packing, which takes most, is done."""
+        starts = np.zeros(len(self.lengths) + 1, dtype=np.int64)
+        np.cumsum(self.lengths, out=starts[1:])
+        return starts
 
     def rename_sources(self, dataset: str, names: list[str]) -> None:
         """Gives the data the names that it has now; the cache knows it by content, wherever it was then.
