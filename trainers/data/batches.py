@@ -131,9 +131,10 @@ class Rows:
         width = self.part.padded(self.fixed_length or max(filled, default=1))
         ids, trained, borders = self._laid_out(rows, filled, width)
         starts = np.array(borders)
-        trained.reshape(-1)[starts[:-1]] = False  # the first token of a document is predicted by nothing
-        place = (np.arange(ids.size) - np.repeat(starts[:-1], np.diff(starts))).reshape(ids.shape)
-        ids_here, place_here, positions, flat = self._part(ids, place, np.flatnonzero(trained))
+        firsts, mask = starts[:-1], trained.reshape(-1)
+        mask[firsts] = False  # the first token of a document is predicted by nothing
+        place = (np.arange(ids.size) - firsts.repeat(starts[1:] - firsts)).reshape(ids.shape)
+        ids_here, place_here, positions, flat = self._part(ids, place, mask.nonzero()[0])
         parts = (ids_here, place_here, positions, ids.reshape(-1)[flat])
         ids_t, place_t, positions_t, labels = (torch.from_numpy(np.ascontiguousarray(part)) for part in parts)
         documents = DocumentLayout.of(starts, len(ids)) if self.packing else None

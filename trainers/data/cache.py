@@ -73,8 +73,8 @@ class TokenSet:
     def gather(self, indices: npt.NDArray[np.integer]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
         """Token ids of some documents, one after another, and which of them are trained; copies."""
         lengths = self.lengths[indices]
-        moved = self._starts[indices] - (np.cumsum(lengths) - lengths)
-        places = np.arange(lengths.sum()) + np.repeat(moved, lengths)
+        ends = lengths.cumsum()
+        places = np.arange(ends[-1]) + (self._starts[indices] + lengths - ends).repeat(lengths)
         return self._input_ids[places], self._mask[places]
 
     def where(self, index: int) -> str:

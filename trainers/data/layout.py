@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -38,10 +39,10 @@ class DocumentLayout:
         """The layout of documents that fill `rows` rows of one length; no document goes on in the next row."""
         import torch
 
-        lengths = np.diff(borders)
+        lengths = borders[1:] - borders[:-1]
         slots, buckets = _buckets(lengths)
         places = borders.tolist()
-        ids = np.repeat(np.arange(len(lengths)), lengths).reshape(rows, -1)
+        ids = np.arange(len(lengths)).repeat(lengths).reshape(rows, -1)
         tensors = [torch.from_numpy(part) for part in (ids, borders.astype(np.int32), slots)]
         return cls(tensors[0], tensors[1], max(b - a for a, b in pairwise(places)), tensors[2], buckets, tuple(places))
 
@@ -99,7 +100,7 @@ def _buckets(lengths: np.ndarray) -> tuple[np.ndarray, tuple[tuple[int, int], ..
     """
     sizes, groups = lengths.tolist(), dict[int, list[int]]()  # tens of them: lists are quicker than arrays
     for document, size in enumerate(sizes):
-        groups.setdefault(math.ceil(4 * math.log2(size)), []).append(document)
+        groups.setdefault(_group(size), []).append(document)
     first_slot, buckets, used = [0] * len(sizes), [], 0
     for _, members in sorted(groups.items()):
         width = max(2, *(sizes[one] for one in members))  # one query alone is what kernels take for generating
@@ -107,5 +108,10 @@ def _buckets(lengths: np.ndarray) -> tuple[np.ndarray, tuple[tuple[int, int], ..
             first_slot[one] = used + place * width
         buckets.append((len(members), width))
         used += width * len(members)
-    starts = np.cumsum(lengths) - lengths
-    return np.arange(lengths.sum()) + np.repeat(np.array(first_slot) - starts, lengths), tuple(buckets)
+    ends = lengths.cumsum()
+    return np.arange(ends[-1]) + (np.array(first_slot) + lengths - ends).repeat(lengths), tuple(buckets)
+
+
+@cache
+def _group(size: int) -> int:
+    return math.ceil(4 * math.log2(size))
