@@ -6,9 +6,10 @@ There is no loader state to save: any rank can compute any step's rows at any ti
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -38,6 +39,10 @@ class Documents(Protocol):
 
     def where(self, index: int) -> str:
         """File and line that a document came from."""
+
+
+_Row = tuple[np.ndarray, np.ndarray, list[int]]
+"""Token ids, which of them are trained, and the lengths of its documents."""
 
 
 @dataclass(frozen=True)
@@ -125,11 +130,35 @@ class Rows:
 
     def collate(self, rows: np.ndarray) -> MicroBatch:
         """The tensors of some rows; without any, one row of weight zero, so that every rank does as many passes."""
+        return self.collate_each([rows])[0]
+
+    def collate_each(self, shares: Sequence[np.ndarray]) -> list[MicroBatch]:
+        """The tensors of several micro-batches, whose documents are read in one go."""
+        whole = self._rows([row for share in shares for row in share.tolist()])
+        ends = np.cumsum([0, *map(len, shares)]).tolist()
+        return [self._micro_batch(whole[start:end]) for start, end in pairwise(ends)]
+
+    def _rows(self, rows: list[int]) -> list[_Row]:
+        """What is in some rows."""
+        if not rows:
+            return []
+        members = [self.members[self.offsets[row] : self.offsets[row + 1]] for row in rows]
+        together = np.concatenate(members)
+        tokens, mask = self.documents.gather(together)
+        lengths, found, taken, first = self.documents.lengths[together].tolist(), [], 0, 0
+        for inside in members:
+            own = lengths[first : first + len(inside)]
+            run = slice(taken, taken + sum(own))
+            found.append((tokens[run], mask[run], own))
+            taken, first = run.stop, first + len(inside)
+        return found
+
+    def _micro_batch(self, content: list[_Row]) -> MicroBatch:
         import torch
 
-        filled: list[int] = self.lengths[rows].tolist()
+        filled = [len(tokens) for tokens, _, _ in content]
         width = self.part.padded(self.fixed_length or max(filled, default=1))
-        ids, trained, borders = self._laid_out(rows, filled, width)
+        ids, trained, borders = self._laid_out(content, width)
         starts = np.array(borders)
         firsts, mask = starts[:-1], trained.reshape(-1)
         mask[firsts] = False  # the first token of a document is predicted by nothing
@@ -140,31 +169,22 @@ class Rows:
         documents = DocumentLayout.of(starts, len(ids)) if self.packing else None
         return MicroBatch(ids_t, place_t, documents, positions_t, labels, sum(filled), ids.size)
 
-    def _laid_out(self, rows: np.ndarray, filled: list[int], width: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    def _laid_out(self, content: list[_Row], width: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
         """Ids and mask `[batch, width]`, and where in their flattened form each document starts, with the end.
 
         The padding of a row is a document of its own. Rows and documents are tens: lists are quicker than arrays.
-
-        Args:
-            filled: tokens of each row.
         """
-        shape = (max(len(rows), 1), width)
+        shape = (max(len(content), 1), width)
         ids, trained = np.full(shape, self.pad_token_id, dtype=np.int64), np.zeros(shape, dtype=bool)
-        if not len(rows):
-            return ids, trained, [0, ids.size]
-        inside = [self.members[self.offsets[row] : self.offsets[row + 1]] for row in rows]
-        tokens, mask = self.documents.gather(np.concatenate(inside))
-        borders: list[int] = []
-        taken = 0
-        for line, tokens_here in enumerate(filled):
-            ids[line, :tokens_here] = tokens[taken : taken + tokens_here]
-            trained[line, :tokens_here] = mask[taken : taken + tokens_here]
-            taken += tokens_here
+        borders: list[int] = [] if content else [0]
+        for line, (tokens, mask, lengths) in enumerate(content):
+            ids[line, : len(tokens)] = tokens
+            trained[line, : len(tokens)] = mask
             at = line * width
-            for length in self.documents.lengths[inside[line]].tolist():
+            for length in lengths:
                 borders.append(at)
                 at += length
-            if tokens_here < width:
+            if len(tokens) < width:
                 borders.append(at)
         return ids, trained, [*borders, ids.size]
 
@@ -260,7 +280,7 @@ class TrainPlan:
     def batch(self, step: int, rank: int) -> StepBatch:
         """The share of `rank` in the global batch of `step`."""
         chosen, rows = self.rows_of(step), self.rows
-        micro = [rows.collate(share) for share in self.shares(step, rank)]
+        micro = rows.collate_each(self.shares(step, rank))
         counts = (int(values[chosen].sum()) for values in (rows.trained, rows.lengths, rows.squared_lengths))
         return StepBatch(micro, *counts)
 

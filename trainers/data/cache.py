@@ -72,10 +72,8 @@ class TokenSet:
 
     def gather(self, indices: npt.NDArray[np.integer]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
         """Token ids of some documents, one after another, and which of them are trained; copies."""
-        lengths = self.lengths[indices]
-        ends = lengths.cumsum()
-        places = np.arange(ends[-1]) + (self._starts[indices] + lengths - ends).repeat(lengths)
-        return self._input_ids[places], self._mask[places]
+        runs = list(map(slice, self._starts[indices].tolist(), self._starts[indices + 1].tolist()))
+        return np.concatenate([self._input_ids[run] for run in runs]), np.concatenate([self._mask[run] for run in runs])
 
     def where(self, index: int) -> str:
         """`file:line` of the row that a document comes from."""
