@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,10 +14,9 @@ from typing import Any
 import psutil
 
 from app.console import clean, number, report, report_json, show_table
-from app.hardware import choose_devices, cpu_count, find_gpus
+from app.hardware import Devices, choose_devices, cpu_count, find_gpus
 from app.launcher import ROOT, launch_environment, module_argv, module_environment
 from app.planner import (
-    ASSUMED,
     GIB,
     Candidate,
     Hardware,
@@ -25,7 +25,7 @@ from app.planner import (
     candidate,
     case_of,
     plan_row,
-    told_memory,
+    told_size,
 )  # fmt: skip
 from app.request import Mistakes, Words, sort_words
 from app.training import spinner, told_by
@@ -34,7 +34,7 @@ from trainers.options import Request, dump_yaml, parse_request
 from trainers.parallel.mesh import MeshSizes
 from trainers.strategies import Strategy, load_strategy, strategy_names
 
-_OWN = ("gpu_memory", "strategies")
+_OWN = ("gpu_memory", "link", "strategies")
 _USES = ("weights", "gradients", "optimizer", "gathered", "activations", "overhead")
 _HEADERS = ("strategy", "mesh", "micro-batch", "fits", "GiB", *_USES, "tokens/s at most", "sent GiB", "bubble")
 _EXPENDABLE = (
@@ -66,7 +66,7 @@ def plan_verb(words: Sequence[str]) -> int:
 
         show_plan_help()
         return 0
-    config, hardware, strategies = _read(sorted_words)
+    config, hardware, strategies, names = _read(sorted_words)
     able, rows = _candidates(strategies, config, hardware)
     with spinner("counting the model", "quiet" in sorted_words.switches):
         counted = count(config, hardware, able)
@@ -75,12 +75,12 @@ def plan_verb(words: Sequence[str]) -> int:
     if "json" in sorted_words.switches:
         report_json(document)
     else:
-        _show(rows, document)
+        _show(rows, document, names, config)
     return 0
 
 
-def _read(words: Words) -> tuple[TrainConfig, Hardware, list[Strategy]]:
-    """Config, hardware and strategies of a command line.
+def _read(words: Words) -> tuple[TrainConfig, Hardware, list[Strategy], dict[str, str]]:
+    """Config, hardware and strategies of a command line, and what the user calls each.
 
     Raises:
         ConfigError: with every mistake at once.
@@ -104,15 +104,20 @@ def _read(words: Words) -> tuple[TrainConfig, Hardware, list[Strategy]]:
         config = absolute_paths(request.resolve())
     with mistakes:
         hardware = _hardware(words.values, own.get("gpu_memory"))
+    with mistakes:
+        link = told_size(own["link"], "link", "GB/s", 200) if "link" in own else None
+        hardware = replace(hardware, link=link) if hardware else None
     strategies: list[Strategy] = []
+    names: dict[str, str] = {}
     for name in strategy_names() if own.get("strategies", "all") == "all" else own["strategies"].split(","):
         with mistakes:
             strategies.append(load_strategy(name.strip()))
+            names[strategies[-1].name] = name.strip()
     mistakes.lines = [_with_own(line) for line in mistakes.lines]
     mistakes.refuse()
     if not (config and hardware):
         raise AssertionError("no mistake, and yet no config")
-    return config, hardware, strategies
+    return config, hardware, strategies, names
 
 
 def _with_own(line: str) -> str:
@@ -127,7 +132,7 @@ def _with_own(line: str) -> str:
 def _hardware(values: Mapping[str, str], gpu_memory: str | None) -> Hardware:
     """What is planned for: this machine's GPUs or CPU, or GPUs of a memory that is told."""
     if gpu_memory is not None:
-        memory = told_memory(gpu_memory)
+        memory = told_size(gpu_memory, "gpu_memory", "GiB", 80) * GIB
         if "gpus" in values:
             raise ConfigError(f"gpus={values['gpus']} with gpu_memory={gpu_memory}; write --num_processes, how many")
         count = choose_devices(None, values.get("num_processes"), []).num_processes
@@ -135,8 +140,12 @@ def _hardware(values: Mapping[str, str], gpu_memory: str | None) -> Hardware:
     devices = choose_devices(values.get("gpus"), values.get("num_processes"))
     if devices.gpu_ids:
         memories = [gpu.memory for gpu in find_gpus() if gpu.index in devices.gpu_ids]
-        return Hardware("gpu", devices.num_processes, min(memories))
-    return Hardware("cpu", devices.num_processes, psutil.virtual_memory().total / devices.num_processes)
+        return Hardware("gpu", devices.num_processes, min(memories), tuple(devices.gpu_ids), host=_host_memory())
+    return Hardware("cpu", devices.num_processes, _host_memory() / devices.num_processes)
+
+
+def _host_memory() -> float:
+    return float(psutil.virtual_memory().total)
 
 
 def _candidates(
@@ -155,15 +164,22 @@ def _candidates(
 
 
 def count(config: TrainConfig, hardware: Hardware, able: Sequence[Candidate]) -> dict[str, Any]:
-    """What `trainers/weigh.py` counts of the model, on a device as one rank gets it."""
-    devices = choose_devices(None, None if hardware.kind == "gpu" else hardware.processes)
-    outer = {**os.environ, "OMP_NUM_THREADS": str(max(1, cpu_count() // hardware.processes))}
-    env = module_environment(launch_environment(replace(devices, gpu_ids=devices.gpu_ids[:1]), outer))
-    cases = sorted({":".join(map(str, case_of(*one))) for one in able})
+    """What `trainers/weigh.py` counts of the model, on a device as one rank gets it.
+
+    Raises:
+        ConfigError: when this machine or the model will not do.
+        CheckBroke: when the count crashed.
+    """
+    env = module_environment({**os.environ, "OMP_NUM_THREADS": str(max(1, cpu_count() // hardware.processes))})
+    if hardware.gpu_ids or not hardware.here:
+        env = launch_environment(Devices(list(hardware.gpu_ids[:1]), 1), env)
+    hidden = {} if hardware.here else {"CUDA_VISIBLE_DEVICES": ""}
+    cases = sorted({case_of(*one) for one in able})
     with tempfile.TemporaryDirectory(prefix="tunesmith-") as folder:
         file = Path(folder) / "config.yaml"
         file.write_text(dump_yaml(config), encoding="utf-8")
-        out = told_by(module_argv("trainers.weigh", ["--config", str(file), "--cases", *cases]), env, ROOT)
+        words = ["--config", str(file), *(["--here"] if hardware.here else []), "--cases", *cases]
+        out = told_by(module_argv("trainers.weigh", words), {**env, **hidden}, ROOT)
     return dict(json.loads(out.splitlines()[-1]))
 
 
@@ -178,12 +194,12 @@ def _document(
         "devices": {"kind": hardware.kind, "count": hardware.processes, "memory_gib": hardware.memory / GIB,
                     "flops_per_second": counted["flops_per_second"] if hardware.here else None},
         "global_batch_size": config.global_batch_size, "max_length": config.max_length,
-        "assumed": ASSUMED,
+        "assumed": hardware.assumed() + "; activation_offloading is not reckoned" * config.activation_offloading,
     }  # fmt: skip
 
 
-def _show(rows: Sequence[Row], document: Mapping[str, Any]) -> None:
-    """The table, the reasons and what was assumed, on stdout."""
+def _show(rows: Sequence[Row], document: Mapping[str, Any], names: Mapping[str, str], config: TrainConfig) -> None:
+    """The table, the reasons, what was assumed and what to do, on stdout."""
     devices = document["devices"]
     what = "processes on the CPU" if devices["kind"] == "cpu" else "GPUs"
     report(clean(f"{document['model']}, method={document['method']}, {document['parameters'] / 1e9:.2f}B parameters"))
@@ -195,10 +211,22 @@ def _show(rows: Sequence[Row], document: Mapping[str, Any]) -> None:
     for row in rows:
         if row.reason:
             report(clean(f"{row.strategy}: {row.reason}").replace("\n", " "))
+    report(f"assumed: {document['assumed']}")
+    report(clean(_advice(rows, names, config)))
+
+
+def _advice(rows: Sequence[Row], names: Mapping[str, str], config: TrainConfig) -> str:
+    """The last line."""
     best = rows[0] if rows and rows[0].fits else None
-    report(f"assumed: {ASSUMED}")
-    report(f"best: --strategy {best.strategy}" if best else "nothing fits: try --method lora or qlora, a smaller "
-           "micro-batch, --gradient_checkpointing true, more GPUs")  # fmt: skip
+    if best:
+        same = best.micro_batch == config.per_device_train_batch_size
+        micro = "" if same else f" --per_device_train_batch_size {best.micro_batch}"
+        return f"best: --strategy {shlex.quote(names[best.strategy])}{micro}"
+    if any(row.fits is False for row in rows):
+        return (
+            "nothing fits: try --method lora or qlora, a smaller micro-batch, --gradient_checkpointing true, more GPUs"
+        )
+    return "no strategy could be reckoned; see the reasons above"
 
 
 def _cells(row: Row) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from trainers.config import ConfigError, TrainConfig
 from trainers.parallel.mesh import MeshSizes
-from trainers.parallel.stages import SCHEDULES, bubble, in_flight
+from trainers.parallel.stages import SCHEDULES, balance, bubble, in_flight, stages_of
 from trainers.parallel.traffic import FP32, Shape, predicted, weight_terms
 from trainers.strategies import Strategy, refusal, resolve
 
@@ -21,19 +21,18 @@ ROOM = {"gpu": 0.92, "cpu": 0.55}
 """Share of the memory that a plan may fill. Allocators leave gaps; that of a CPU most (`benchmarks/plan.py`)."""
 CUDA_GIB, NCCL_GIB = 1.0, 0.5
 """What CUDA's context and libraries take of a GPU, and NCCL where there are several."""
-LINKS = {"gpu": 25e9, "cpu": 1e9}
-"""Bytes per second that a rank sends: PCIe 4 with 16 lanes, and gloo over loopback."""
+LINKS = {"gpu": 25.0, "cpu": 1.0}
+"""GB/s that a rank sends: PCIe 4 with 16 lanes, and gloo over loopback."""
 NOMINAL = 3e14
 """FLOP/s of GPUs that are not here, for the order of the rows alone."""
 ASSUMED = (
-    f"every row is max_length long; {1 - ROOM['gpu']:.0%} of a GPU's memory stays free and {1 - ROOM['cpu']:.0%} of a "
-    f"CPU's, whose allocator keeps gaps; CUDA takes {CUDA_GIB} GiB of a GPU and NCCL {NCCL_GIB} more; a rank sends "
-    f"{LINKS['gpu'] / 1e9:.0f} GB/s ({LINKS['cpu'] / 1e9:.0f} GB/s on a CPU), gradients and gathered weights while it "
-    "computes; tokens/s is what matrix products and sending alone would allow: `tunesmith bench` measures"
+    "every row is max_length long; {free:.0%} of the memory stays free for what the allocator wastes; {cuda}a rank "
+    "sends {link:g} GB/s (--link), gradients and gathered weights while it computes, but under ZeRO 1, ZeRO 2 and a "
+    "pipeline; tokens/s is what matrix products and sending alone would allow: `tunesmith bench` measures"
 )
 _ADAM, _ADAM_8BIT = 8.0, 2 + 8 / 256
-_LIVE = 10**9
-"""DeepSpeed's own `stage3_max_live_parameters`."""
+_LIVE, _BUCKET = 1e9, 5e8
+"""DeepSpeed's own `stage3_max_live_parameters` and `reduce_bucket_size`: elements."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +43,29 @@ class Hardware:
         kind: `gpu` or `cpu`.
         processes: one on each GPU.
         memory: bytes that each may have.
+        gpu_ids: of this machine; empty for a CPU, and for GPUs elsewhere.
         here: whether it is this machine, whose speed can be measured.
+        host: bytes of host memory, None where it is not known.
+        link: GB/s that a rank sends; None for those of `LINKS`.
     """
 
     kind: str
     processes: int
     memory: float
+    gpu_ids: tuple[int, ...] = ()
     here: bool = True
+    host: float | None = None
+    link: float | None = None
+
+    @property
+    def speed(self) -> float:
+        """GB/s that a rank sends."""
+        return self.link or LINKS[self.kind]
+
+    def assumed(self) -> str:
+        """What a plan takes for granted."""
+        cuda = f"CUDA takes {CUDA_GIB} GiB of a GPU and NCCL {NCCL_GIB} more; " if self.kind == "gpu" else ""
+        return ASSUMED.format(free=1 - ROOM[self.kind], cuda=cuda, link=self.speed)
 
 
 @dataclass
@@ -99,33 +114,54 @@ class Row:
 
 @dataclass(frozen=True)
 class _Share:
-    """What tensor and pipeline parallelism leave the fullest rank, whole.
+    """What tensor and pipeline parallelism leave a rank, whole.
 
     Args:
         layers: how many.
+        buffers: stages' inputs and gradients that it receives, in micro-batches of a step.
         trained: weights; `trained_layer` of one layer, `trained_outside` of embedding and head.
         frozen: bytes, likewise.
+        scales: bytes of the scales of 4-bit weights.
+        parameters: all of them.
     """
 
     layers: int
+    buffers: int
     trained: float
     trained_layer: float
     trained_outside: float
     frozen: float
     frozen_layer: float
     frozen_outside: float
+    scales: float
+    parameters: float
 
     @classmethod
-    def of(cls, strategy: Strategy, counted: Mapping[str, Any], case: Mapping[str, Any]) -> _Share:
-        stages = strategy.pp_size * SCHEDULES[strategy.pp_schedule].chunks
-        layers = -(-counted["layers"] // stages) * SCHEDULES[strategy.pp_schedule].chunks
-        ends = 1.0 if counted["tied"] or strategy.pp_size == 1 else 0.5  # first and last stage have one of two
-        every = counted["layers"]
-        sizes = []
-        for kind in ("trained", "frozen"):
-            layer, outside = case[f"{kind}_inside"] / every, case[f"{kind}_outside"] * ends
-            sizes += [layer * layers + outside, layer, outside]
-        return cls(layers, *sizes)
+    def of(cls, case: Mapping[str, Any], every: int, layers: int, ends: float, buffers: int) -> _Share:
+        """The share of a rank with so many layers of `every`, and that share of embedding and head."""
+        layer, frozen = case["trained_inside"] / every, case["frozen_inside"] / every
+        outside, frozen_outside = case["trained_outside"] * ends, case["frozen_outside"] * ends
+        parameters = (case["parameters"] - case["parameters_outside"]) * layers / every
+        return cls(
+            layers, buffers, layer * layers + outside, layer, outside, frozen * layers + frozen_outside, frozen,
+            frozen_outside, case["scales"] * layers / every, parameters + case["parameters_outside"] * ends,
+        )  # fmt: skip
+
+
+def _shares(strategy: Strategy, counted: Mapping[str, Any], case: Mapping[str, Any]) -> list[_Share]:
+    """The share of each rank of a pipeline, as `trainers/parallel/cutting.py` cuts it; of one rank without any."""
+    every, ranks, schedule = counted["layers"], strategy.pp_size, strategy.pp_schedule
+    if ranks == 1:
+        return [_Share.of(case, every, every, 1.0, 0)]
+    total = ranks * SCHEDULES[schedule].chunks
+    kept, found = balance(every, total, counted["layer_matmul"], counted["words"] * counted["hidden"]), []
+    end = 1.0 if counted["tied"] else 0.5
+    for rank in range(ranks):
+        stages = stages_of(schedule, ranks, rank)
+        ends = min(1.0, end * (0 in stages) + end * (total - 1 in stages))
+        buffers = sum((stage > 0) + (stage < total - 1) for stage in stages)
+        found.append(_Share.of(case, every, sum(len(kept[stage]) for stage in stages), ends, buffers))
+    return found
 
 
 Candidate = tuple[Strategy, TrainConfig]
@@ -152,9 +188,11 @@ def candidate(strategy: Strategy, config: TrainConfig, hardware: Hardware) -> Ca
     return resolved, config
 
 
-def case_of(strategy: Strategy, config: TrainConfig) -> tuple[int, int, int]:
-    """What `trainers/weigh.py` has to count: `tp`, parts of rows, rows of a micro-batch."""
-    return strategy.sizes.tp, strategy.sizes.parts, config.per_device_train_batch_size
+def case_of(strategy: Strategy, config: TrainConfig) -> str:
+    """What `trainers/weigh.py` has to count: `tp:cp:sp:stages:rows`."""
+    sizes, stages = strategy.sizes, strategy.pp_size * SCHEDULES[strategy.pp_schedule].chunks
+    stages = stages if strategy.pp_size > 1 else 1
+    return f"{sizes.tp}:{sizes.cp}:{sizes.sp}:{stages}:{config.per_device_train_batch_size}"
 
 
 def plan_row(strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any], hardware: Hardware) -> Row:
@@ -166,43 +204,80 @@ def plan_row(strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any]
         counted: by `trainers/weigh.py`.
         hardware: where.
     """
-    sizes = strategy.sizes
-    row = Row(strategy.name, sizes, micro_batch=config.per_device_train_batch_size)
-    micro_batches = config.accumulation_steps(strategy.data_parallel_size)
+    case = counted["cases"][case_of(strategy, config)]
+    row = Row(strategy.name, strategy.sizes, micro_batch=config.per_device_train_batch_size)
+    if "refused" in case:
+        row.reason = case["refused"]
+        return row
     if strategy.pp_size > 1:
+        micro_batches = config.accumulation_steps(strategy.data_parallel_size)
         row.bubble = bubble(strategy.pp_schedule, strategy.pp_size, micro_batches)
-    case = counted["cases"][":".join(map(str, case_of(strategy, config)))]
     _reckon_time(row, strategy, config, counted, hardware)
     if case["layer"] is None:
         row.reason = f"what a micro-batch needs cannot be counted: {case['why']}; measure it with `tunesmith bench`"
         return row
-    share = _Share.of(strategy, counted, case)
-    held = in_flight(strategy.pp_schedule, strategy.pp_size, micro_batches) if strategy.pp_size > 1 else 1
-    resting, gathered = _resting(strategy, config, share), _gathered(strategy, config, share)
-    row.host = sum(resting.pop(name) for name in _offloaded(strategy)) if hardware.kind == "gpu" else 0.0
-    around = CUDA_GIB * GIB + (NCCL_GIB * GIB if sizes.world > 1 else 0) if hardware.kind == "gpu" else 0
-    activations = case["fixed"] + case["layer"] * share.layers * held
-    row.memory = {"weights": 0.0, "gradients": 0.0, "optimizer": 0.0, **resting, "gathered": gathered,
-                  "activations": activations, "overhead": around or counted["process_bytes"]}  # fmt: skip
-    room = hardware.memory * ROOM[hardware.kind]
-    row.fits = row.total <= room
-    if row.fits and row.host:
-        row.reason = (
-            f"{row.host / GIB:.1f} GiB per process rest in host memory; what that costs in time is not reckoned"
-        )
-    if not row.fits:
-        largest = max(row.memory, key=lambda name: (row.memory or {})[name])
-        row.reason = (
-            f"{row.total / GIB:.1f} GiB for {room / GIB:.1f} usable; most of it is {largest}, "
-            f"{row.memory[largest] / GIB:.1f} GiB"
-        )
+    each = [_memory(strategy, config, counted, case, one, hardware) for one in _shares(strategy, counted, case)]
+    row.memory, row.host = max(each, key=lambda one: sum(one[0].values()))
+    _judge(row, strategy, hardware)
     return row
 
 
+def _judge(row: Row, strategy: Strategy, hardware: Hardware) -> None:
+    """Says whether it fits, and where not why."""
+    memory = row.memory or {}
+    # Of a CPU's memory a run of one process has that of all.
+    room = (
+        hardware.memory * ROOM[hardware.kind] * (hardware.processes / row.sizes.world if hardware.kind == "cpu" else 1)
+    )
+    needed, place = row.host * row.sizes.world, "on NVMe" if strategy.offload == "nvme" else "in host memory"
+    row.fits = row.total <= room
+    if not row.fits:
+        largest = max(memory, key=lambda name: memory[name])
+        row.reason = (
+            f"{row.total / GIB:.1f} GiB for {room / GIB:.1f} usable; most of it is {largest}, "
+            f"{memory[largest] / GIB:.1f} GiB"
+        )
+    elif hardware.host is not None and strategy.offload == "cpu" and needed > hardware.host:
+        row.fits = False
+        row.reason = f"{needed / GIB:.1f} GiB rest in host memory, of which there are {hardware.host / GIB:.1f}"
+    elif row.host:
+        row.reason = f"{row.host / GIB:.1f} GiB per process rest {place}; what that costs in time is not reckoned"
+
+
+def _memory(
+    strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any], case: Mapping[str, Any], share: _Share,
+    hardware: Hardware,
+) -> tuple[dict[str, float], float]:  # fmt: skip
+    """Bytes on a rank by use, and those that rest elsewhere."""
+    sizes, on_gpu = strategy.sizes, hardware.kind == "gpu"
+    micro_batches = config.accumulation_steps(strategy.data_parallel_size)
+    held = in_flight(strategy.pp_schedule, strategy.pp_size, micro_batches) if strategy.pp_size > 1 else 1
+    received = share.buffers * micro_batches * _slots(strategy, config) * counted["hidden"] * _carried(config)
+    memory = dict.fromkeys(("weights", "gradients", "optimizer"), 0.0)
+    resting = _resting(strategy, config, share)
+    away = sum(resting.pop(name) for name in _offloaded(strategy)) if on_gpu else 0.0
+    around = CUDA_GIB * GIB + (NCCL_GIB * GIB if sizes.world > 1 else 0) if on_gpu else counted["process_bytes"]
+    memory |= {**resting, "gathered": _gathered(strategy, config, counted, share, on_gpu),
+               "activations": case["fixed"] + case["layer"] * share.layers * held + received,
+               "overhead": around}  # fmt: skip
+    return memory, away
+
+
+def _slots(strategy: Strategy, config: TrainConfig) -> int:
+    """Tokens of a micro-batch on a rank, its rows full."""
+    return -(-config.per_device_train_batch_size * config.max_length // strategy.sizes.parts)
+
+
 def _numbers(config: TrainConfig) -> tuple[float, float]:
-    """Bytes that a trained weight rests in, and its optimizer state."""
+    """Bytes that a trained weight rests in, as its gradient does, and its optimizer state."""
     weight = 4.0 if config.master_weights or config.method != "full" else 2.0
     return weight, _ADAM if config.optim == "adamw" else _ADAM_8BIT
+
+
+def _carried(config: TrainConfig) -> int:
+    """Bytes of a number that goes from layer to layer: the embedding's dtype."""
+    half = config.mixed_precision != "no" and (config.method != "full" or not config.master_weights)
+    return 2 if half else 4
 
 
 def _resting(strategy: Strategy, config: TrainConfig, share: _Share) -> dict[str, float]:
@@ -215,7 +290,7 @@ def _resting(strategy: Strategy, config: TrainConfig, share: _Share) -> dict[str
         cut = {name: ways if strategy.zero_stage >= stage else 1
                for name, stage in (("weights", 3), ("gradients", 2), ("optimizer", 1))}  # fmt: skip
     return {
-        "weights": (share.trained * weight + share.frozen) / cut["weights"],
+        "weights": (share.trained * weight + share.frozen) / cut["weights"] + share.scales,
         "gradients": share.trained * weight / cut["gradients"],
         "optimizer": share.trained * state / cut["optimizer"],
     }
@@ -228,54 +303,84 @@ def _ways(strategy: Strategy) -> int:
     return strategy.sizes.dp_shard * strategy.sizes.parts if cuts else 1
 
 
-def _gathered(strategy: Strategy, config: TrainConfig, share: _Share) -> float:
-    """Bytes of weights and gradients that are whole for a while, where they rest cut."""
+def _keeps(strategy: Strategy) -> bool:
+    """Whether FSDP keeps what it has gathered until the backward pass."""
+    fsdp = strategy.fsdp
+    if strategy.fsdp_version == 1:
+        return fsdp.get("fsdp_sharding_strategy") == "SHARD_GRAD_OP"
+    return not fsdp.get("fsdp_reshard_after_forward", True)
+
+
+def _gathered(
+    strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any], share: _Share, on_gpu: bool
+) -> float:
+    """Bytes of weights and gradients that are whole for a while, where they rest cut, and of DeepSpeed's buckets."""
     weight, ways = _numbers(config)[0], _ways(strategy)
     every = share.trained * weight + share.frozen
-    if not strategy.sharded or ways == 1:
+    if ways == 1:
         return 0.0
+    largest = max(share.trained_layer, share.trained_outside) * weight
     if strategy.distributed_type == "DEEPSPEED":
-        return min(every, _LIVE * weight) + share.trained_layer * FP32
+        bucket = _size(strategy, "reduce_bucket_size", _BUCKET, counted) * FP32
+        bucket = bucket if on_gpu else min(bucket, share.trained * FP32)  # a CPU has what was written to alone
+        if strategy.zero_stage < 3:
+            return bucket + (largest if strategy.zero_stage == 2 else 0.0)
+        live = _size(strategy, "stage3_max_live_parameters", _LIVE, counted)
+        again = every / strategy.second_copies if strategy.second_copies > 1 else 0.0
+        return every * min(1.0, live / share.parameters) + largest + bucket + again
     if strategy.pp_size > 1:
         return every + share.trained * weight
+    if _keeps(strategy):
+        return every + largest
     outside = share.trained_outside * weight + share.frozen_outside
-    gradients = max(share.trained_layer, share.trained_outside) * weight
-    if strategy.fsdp.get("fsdp_sharding_strategy") == "SHARD_GRAD_OP" or not strategy.fsdp.get(
-        "fsdp_reshard_after_forward", True
-    ):
-        return every + gradients
-    return outside + 2 * (share.trained_layer * weight + share.frozen_layer) + gradients
+    return outside + 2 * (share.trained_layer * weight + share.frozen_layer) + largest
 
 
-def _offloaded(strategy: Strategy) -> tuple[str, ...]:
-    """What rests in host memory."""
-    if strategy.offload == "none":
-        return ()
-    return ("weights", "gradients", "optimizer") if strategy.sharded else ("gradients", "optimizer")
+def _size(strategy: Strategy, key: str, default: float, counted: Mapping[str, Any]) -> float:
+    """Elements, from the DeepSpeed JSON; `auto` as `trainers/parallel/zero.py` fills it in."""
+    value = strategy.deepspeed_json.get("zero_optimization", {}).get(key, default)
+    return float(counted["hidden"] ** 2 if value == "auto" else value)
+
+
+def _offloaded(strategy: Strategy) -> list[str]:
+    """What does not rest on the device."""
+    weights = strategy.offload_of("param") != "none" and strategy.sharded
+    states = strategy.offload_of("optimizer") != "none"
+    return ["weights"] * weights + ["gradients", "optimizer"] * states
 
 
 def _reckon_time(
     row: Row, strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any], hardware: Hardware
 ) -> None:
     """Sets what is sent, the time of a step and the rate, from full rows."""
-    sizes, length = strategy.sizes, config.max_length
+    sizes, kind = strategy.sizes, _traffic_of(strategy)
     micro_batches = config.accumulation_steps(strategy.data_parallel_size)
-    slots = -(-config.per_device_train_batch_size * length // sizes.parts)
-    kind = f"ZERO{strategy.zero_stage}" if strategy.zero_stage in (1, 2) else strategy.distributed_type
-    kind = "FSDP" if strategy.zero_stage == 3 else kind  # it gathers alike, but for what it keeps
-    chunks, step = SCHEDULES[strategy.pp_schedule].chunks, [(slots, slots)] * micro_batches
+    chunks, step = SCHEDULES[strategy.pp_schedule].chunks, [(_slots(strategy, config),) * 2] * micro_batches
     shape = _shape(config, counted)
     row.sent = sum(part.wire for part in predicted(kind, sizes, chunks, shape, [step], 0))
     beside = sum(part.wire for part in weight_terms(kind, sizes, shape, 1, micro_batches))
     trained, frozen = counted["matmul_trained"], counted["matmul_frozen"]
     again = 2 * (trained + frozen) if config.gradient_checkpointing else 0
-    tokens = config.global_batch_size * length
+    tokens = config.global_batch_size * config.max_length
     devices = hardware.processes if hardware.kind == "cpu" else sizes.world  # a CPU's cores are shared out
-    rate = (counted["flops_per_second"] if hardware.here else NOMINAL) * devices
+    rate = (counted["flops_per_second"] or NOMINAL) * devices
     busy = tokens * (6 * trained + 4 * frozen + again) / rate / (1 - (row.bubble or 0.0))
-    link = LINKS[hardware.kind]
-    row.seconds = max(busy, beside / link) + (row.sent - beside) / link
-    row.tokens_per_second = tokens / row.seconds if hardware.here and strategy.offload == "none" else None
+    link = hardware.speed * 1e9
+    if sizes.pp > 1 or kind.startswith("ZERO"):  # they send gradients when all is computed
+        row.seconds = busy + row.sent / link
+    else:
+        row.seconds = max(busy, beside / link) + (row.sent - beside) / link
+    known = counted["flops_per_second"] and counted["all_linear"] and strategy.offload == "none"
+    row.tokens_per_second = tokens / row.seconds if known else None
+
+
+def _traffic_of(strategy: Strategy) -> str:
+    """What `predicted` calls it; ZeRO 3 gathers as FSDP does, but for what it keeps."""
+    if strategy.zero_stage:
+        return "FSDP" if strategy.zero_stage == 3 else f"ZERO{strategy.zero_stage}"
+    if strategy.distributed_type == "FSDP":
+        return "MULTI_GPU" if not strategy.sharded else "GRAD_OP" if _keeps(strategy) else "FSDP"
+    return strategy.distributed_type
 
 
 def _shape(config: TrainConfig, counted: Mapping[str, Any]) -> Shape:
@@ -287,7 +392,8 @@ def _shape(config: TrainConfig, counted: Mapping[str, Any]) -> Shape:
     return Shape(
         parameters, int(case["vectors"]), case["parameters_outside"], counted["layers"], counted["hidden"],
         counted["heads"], counted["key_heads"], counted["head_size"], counted["words"], counted["tied"],
-        trained=trained / parameters, gathered=whole / parameters, number=4 if config.mixed_precision == "no" else 2,
+        trained=trained / parameters, gradient=weight, gathered=whole / parameters,
+        number=4 if config.mixed_precision == "no" else 2, carried=_carried(config),
     )  # fmt: skip
 
 
@@ -304,16 +410,16 @@ def best_first(rows: Sequence[Row]) -> list[Row]:
     return sorted(rows, key=place)
 
 
-def told_memory(text: str) -> float:
-    """Bytes of `--gpu_memory`, which is in GiB.
+def told_size(text: str, option: str, unit: str, example: int) -> float:
+    """A size from the command line.
 
     Raises:
-        ConfigError: when it is no size.
+        ConfigError: when it is none.
     """
     try:
         size = float(text)
     except ValueError:
         size = 0.0
     if not 0 < size <= 10_000:
-        raise ConfigError(f"gpu_memory={text[:40]!r} is no size in GiB; write e.g. --gpu_memory 80")
-    return size * GIB
+        raise ConfigError(f"{option}={text[:40]!r} is no size in {unit}; write e.g. --{option} {example}")
+    return size

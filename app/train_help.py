@@ -138,6 +138,8 @@ def show_plan_help() -> None:
         "strategies": _option("strategies", "<a,b,c>", "Strategies or Accelerate YAMLs.", "Options", "all"),
         "gpu_memory": _option("gpu_memory", "<GiB>", "Plan for GPUs of this memory, --num_processes of them, in place "
                               "of those that are here.", "Options"),
+        "link": _option("link", "<GB/s>", "What a GPU sends; default: 25, which is PCIe 4. NVLink: 200 or more.",
+                        "Options"),
         "config": _option("config", "<file>", "YAML file with options.", "Options"),
     }  # fmt: skip
     _show("plan", "preset", "Preset to start from.", text, {**own, **_config_options()}, _DEVICES)

@@ -111,9 +111,14 @@ class Strategy:
     @property
     def offload(self) -> str:
         """Where parameters or optimizer state rest: `none`, `cpu` or `nvme`."""
+        devices = {self.offload_of("optimizer"), self.offload_of("param")}
+        return next((device for device in ("nvme", "cpu") if device in devices), "none")
+
+    def offload_of(self, what: str) -> str:
+        """The same of `param` or of `optimizer`, with which go the gradients."""
         zero = self.deepspeed_json.get("zero_optimization", {})
-        devices = {str(self.deepspeed.get(f"offload_{what}_device", "none")) for what in ("optimizer", "param")}
-        devices |= {str((zero.get(f"offload_{what}") or {}).get("device", "none")) for what in ("optimizer", "param")}
+        devices = {str(self.deepspeed.get(f"offload_{what}_device", "none")),
+                   str((zero.get(f"offload_{what}") or {}).get("device", "none"))}  # fmt: skip
         devices |= {"cpu"} if self.fsdp.get("fsdp_offload_params") else set()
         return next((device for device in ("nvme", "cpu") if device in devices), "none")
 

@@ -1,9 +1,9 @@
 """What a model weighs, counted with torch's fake tensors: no weights are loaded, no memory is taken for them.
 
-    python -m trainers.weigh --config FILE --cases 1:1:8 2:1:8 1:4:8
+    python -m trainers.weigh --config FILE --cases 1:1:1:1:8 2:1:1:1:8 --here
 
-A case is `tp:parts:rows`: ranks that share each matrix, parts that each row is cut into, rows of a micro-batch.
-The last line on stdout is a JSON object; a wrong request is told on stderr after a line `mistakes:`, exit status 2.
+A case is `tp:cp:sp:stages:rows`, the last one rows of a micro-batch. `--here`: this machine is to train it. The last
+line on stdout is a JSON object; a wrong request is told on stderr after a line `mistakes:`, exit status 2.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from trainers.config import ConfigError, TrainConfig, build
+from trainers.gpus import gpu_count
 from trainers.models import (
     add_adapters,
     base_dtype,
@@ -37,17 +38,20 @@ from trainers.models import (
     silent_weights,
     use_checkpointing,
 )  # fmt: skip
-from trainers.objectives.sft import SupervisedLoss
+from trainers.objectives.sft import LINEAR_HEADS, SupervisedLoss
 from trainers.options import read_yaml
-from trainers.preflight import check_model
+from trainers.parallel.mesh import MeshSizes
+from trainers.parallel.sequence import refuse_unfit
+from trainers.parallel.tensor_rules import refusals
+from trainers.preflight import check_model, machine_mistakes
 
 _KERNEL = "tunesmith_weighed"
 _FEW = (2, 4)
 """Layers of two models; what the second needs more is a layer's share."""
 _TIMED = 0.3
 """Seconds for which matrix products are timed."""
-_NIBBLE = 0.5 + 0.127 / 8
-"""Bytes of a 4-bit weight with its share of the scales (`trainers/quantise.py`)."""
+_NIBBLE, _SCALES = 0.5, 0.127 / 8
+"""Bytes of a 4-bit weight, and of its share of the scales, which every rank has (`trainers/quantise.py`)."""
 
 
 class Live(TorchDispatchMode):
@@ -173,9 +177,12 @@ def peak(config: TrainConfig, model: nn.Module, rows: int, length: int) -> int:
 
 
 def weights(config: TrainConfig, model: nn.Module) -> dict[str, float]:
-    """Numbers of weights: all, trained ones inside and outside of the layers, in vectors; and bytes of frozen ones."""
+    """Numbers of weights: all, trained ones inside and outside of the layers, in vectors; and bytes of frozen ones.
+
+    `scales`: bytes of the scales of 4-bit weights, which no strategy cuts.
+    """
     names = ("parameters", "parameters_outside", "vectors", "trained_inside", "trained_outside", "frozen_inside",
-             "frozen_outside")  # fmt: skip
+             "frozen_outside", "scales")  # fmt: skip
     found = dict.fromkeys(names, 0.0)
     quantised = {id(weight) for weight in _quantised(model)} if config.method == "qlora" else set()
     for name, weight in model.named_parameters():
@@ -186,6 +193,7 @@ def weights(config: TrainConfig, model: nn.Module) -> dict[str, float]:
         found["vectors"] += weight.numel() if weight.ndim == 1 else 0
         found[f"trained_{place}"] += weight.numel() if weight.requires_grad else 0
         found[f"frozen_{place}"] += 0 if weight.requires_grad else weight.numel() * size
+        found["scales"] += weight.numel() * _SCALES if id(weight) in quantised else 0
     return found
 
 
@@ -196,15 +204,34 @@ def _quantised(model: Any) -> list[torch.Tensor]:
     return [part.weight for part in linear if not part.weight.requires_grad]
 
 
-def case(config: TrainConfig, shape: Any, tp: int, parts: int, rows: int) -> dict[str, Any]:
+def refused(shape: Any, sizes: MeshSizes, stages: int) -> str | None:
+    """Why a model cannot be cut so, None where it can."""
+    text = shape.get_text_config()
+    if lines := refusals(text, sizes.tp):
+        return "; ".join(lines)
+    try:
+        refuse_unfit(text, sizes)
+    except ConfigError as error:
+        return "; ".join(error.mistakes)
+    if stages > text.num_hidden_layers:
+        return f"{stages} stages for {text.num_hidden_layers} layers; use fewer"
+    if stages > 1 and text.model_type not in LINEAR_HEADS:
+        return f"{text.model_type} models cannot be cut into pipeline stages; use another strategy"
+    return None
+
+
+def case(config: TrainConfig, shape: Any, name: str) -> dict[str, Any]:
     """One rank's weights, and the bytes of a micro-batch: of all but the layers, and of each layer."""
-    length = -(-config.max_length // parts)
+    tp, cp, sp, stages, rows = map(int, name.split(":"))
+    if why := refused(shape, MeshSizes(cp=cp, sp=sp, tp=tp), stages):
+        return {"refused": why}
+    length = -(-config.max_length // (cp * sp))
     found: dict[str, Any] = weights(config, empty_model(config, shape, tp))
     few = [min(count, shape.get_text_config().num_hidden_layers) for count in _FEW]
     try:
         first, second = (peak(config, empty_model(config, shape, tp, count), rows, length) for count in few)
-    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
-        # Mixtures of experts look at numbers to know shapes.
+    except (RuntimeError, NotImplementedError, ValueError, TypeError, KeyError) as error:
+        # Some operators of mixtures of experts have no fake, and some models no attention but their own.
         return {**found, "fixed": None, "layer": None, "why": str(error).partition("\n")[0][:200]}
     layer = (second - first) / (few[1] - few[0]) if few[1] > few[0] else first / few[0]
     return {**found, "fixed": first - layer * few[0], "layer": layer}
@@ -213,8 +240,7 @@ def case(config: TrainConfig, shape: Any, tp: int, parts: int, rows: int) -> dic
 def speed(hidden: int, dtype: torch.dtype) -> float:
     """FLOP/s of matrix products of the model's width on this device, with as many threads as a rank gets."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows, matrix = torch.ones(2048, hidden, dtype=dtype, device=device), torch.ones(hidden, hidden, dtype=dtype,
-                                                                                   device=device)  # fmt: skip
+    rows, matrix = (torch.ones(size, hidden, dtype=dtype, device=device) for size in (2048, hidden))
     done, began = 0, 0.0
     while not began or time.perf_counter() - began < _TIMED:
         rows @ matrix
@@ -224,26 +250,33 @@ def speed(hidden: int, dtype: torch.dtype) -> float:
     return done * 2 * 2048 * hidden * hidden / (time.perf_counter() - began)
 
 
-def weigh(config: TrainConfig, shape: Any, cases: list[str]) -> dict[str, Any]:
+def weigh(config: TrainConfig, shape: Any, cases: list[str], here: bool) -> dict[str, Any]:
     """All that a plan needs to know of a model.
 
     Args:
         shape: its transformers config.
-        cases: each `tp:parts:rows`.
+        cases: see above.
+        here: time matrix products on this machine.
     """
     resting = psutil.Process().memory_info().rss
     text = shape.get_text_config()
-    model = empty_model(config, shape)
+    model: Any = empty_model(config, shape)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
     trained, frozen = matmul_parameters(model)
+    layers = getattr(base.get_decoder(), "layers", None)
+    matrices = sum(one.numel() for one in base.get_decoder().parameters() if one.ndim > 1)
     heads = text.num_attention_heads
     return {
         "layers": text.num_hidden_layers, "hidden": text.hidden_size, "heads": heads, "words": text.vocab_size,
         "key_heads": getattr(text, "num_key_value_heads", None) or heads,
         "head_size": getattr(text, "head_dim", None) or text.hidden_size // heads,
         "tied": bool(text.tie_word_embeddings), "matmul_trained": trained, "matmul_frozen": frozen,
-        "flops_per_second": speed(text.hidden_size, compute_dtype(config)), "process_bytes": resting,
-        "whole": weights(config, model),
-        "cases": {name: case(config, shape, *map(int, name.split(":"))) for name in cases},
+        # Elsewhere matrices are no linear layers (GPT-2), or not each is used for a token (experts).
+        "all_linear": trained + frozen > 0.9 * (matrices - text.vocab_size * text.hidden_size),
+        "layer_matmul": sum(matmul_parameters(layers[0])) if layers is not None else 0,
+        "flops_per_second": speed(text.hidden_size, compute_dtype(config)) if here else None,
+        "process_bytes": resting, "whole": weights(config, model),
+        "cases": {name: case(config, shape, name) for name in cases},
     }  # fmt: skip
 
 
@@ -252,16 +285,35 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--cases", nargs="*", default=[])
+    parser.add_argument("--here", action="store_true")
     asked = parser.parse_args(words)
     config = build(read_yaml(asked.config))
     try:
-        if mistakes := check_model(config.model_copy(update={"random_init": True})):  # weights are not needed
+        mistakes = machine_mistakes(config, gpu_count() > 0) if asked.here else []
+        if mistakes := mistakes + check_model(config.model_copy(update={"random_init": True})):  # weights: not needed
             raise ConfigError(mistakes)
-        print(json.dumps(weigh(config, load_shape(config), asked.cases)), flush=True)
+        print(json.dumps(_told(config, asked.cases, asked.here)), flush=True)
     except ConfigError as error:
         print("\n".join(["mistakes:", *error.mistakes]), file=sys.stderr, flush=True)
         return 2
     return 0
+
+
+def _told(config: TrainConfig, cases: list[str], here: bool) -> dict[str, Any]:
+    """`weigh`, of a model that is an unusual one maybe.
+
+    Raises:
+        ConfigError: when it cannot be weighed.
+    """
+    shape = load_shape(config)
+    try:
+        return weigh(config, shape, cases, here)
+    except (ValueError, AttributeError, KeyError, TypeError, NotImplementedError, RuntimeError) as error:
+        what = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+        raise ConfigError(
+            f"model_name_or_path={config.model_name_or_path}: {shape.model_type} models cannot be planned ({what}); "
+            "use a causal language model with attention layers, or try it with `tunesmith bench`"
+        ) from None
 
 
 if __name__ == "__main__":

@@ -141,4 +141,4 @@ def test_a_rank_has_what_was_planned(name: str, tmp_path: Path) -> None:
     memory = planned.memory or {}
     kept = memory["weights"] + memory["optimizer"] + (memory["gradients"] if name == "ddp" else 0)
     assert found["resting"] == pytest.approx(kept, rel=0.03)
-    assert planned.total < found["peak"]
+    assert 0.4 * found["peak"] < planned.total < found["peak"]

@@ -211,8 +211,8 @@ def test_the_gpus_it_names_hold_it_by_the_plan(name: str) -> None:
     ]
     hardware = {gpus: Hardware("gpu", gpus, room * GIB, here=False) for _, gpus, _ in named}
     able = [(*candidate(one, config, hardware[gpus]), gpus, fits) for one, gpus, fits in named]
-    cases = {":".join(map(str, case_of(one, changed))) for one, changed, _, _ in able}
-    counted = weigh(config, shape_of(FACTS[base_of(name)]), sorted(cases))
+    cases = {case_of(one, changed) for one, changed, _, _ in able}
+    counted = weigh(config, shape_of(FACTS[base_of(name)]), sorted(cases), here=False)
     found = [(plan_row(one, changed, counted, hardware[gpus]), fits) for one, changed, gpus, fits in able]
     assert all(row.fits if fits else row.total > 0.8 * room * GIB for row, fits in found)
     said = float(re.search(r"about ([\d.]+) GiB", told["Memory"])[1])  # type: ignore[index]

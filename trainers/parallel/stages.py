@@ -122,7 +122,8 @@ def in_flight(schedule: str, ranks: int, micro_batches: int) -> float:
         return float(micro_batches)
     if kind.turns or kind.chunks == 1:
         return float(min(ranks, micro_batches))
-    warm = 2 * (ranks - 1) + (kind.chunks - 1) * ranks + 1
+    turn = micro_batches // max(1, micro_batches // ranks)
+    warm = 2 * (ranks - 1) + (kind.chunks - 1) * turn + 1
     return min(warm / kind.chunks, float(micro_batches))
 
 

@@ -23,9 +23,11 @@ class Shape:
         vectors: those of them in weights of one dimension, which tensor parallelism leaves whole.
         outside: those outside the layers: embedding, last norm, head.
         tied: embedding and head are one weight.
-        trained: share of the parameters that get gradients, which are fp32.
+        trained: share of the parameters that get gradients.
+        gradient: bytes of a number of those.
         gathered: bytes of a parameter where weights are gathered, the mean.
-        number: bytes of a number of the activations.
+        number: bytes of what a matrix product gives.
+        carried: bytes of what goes from layer to layer.
     """
 
     parameters: int
@@ -39,8 +41,10 @@ class Shape:
     words: int
     tied: bool
     trained: float = 1.0
+    gradient: float = FP32
     gathered: float = FP32
     number: int = FP32
+    carried: int = FP32
 
     @classmethod
     def of(cls, model: Any) -> Shape:
@@ -91,7 +95,7 @@ def predicted(
     """What a rank should send in all steps after the first `warm`, by collective; nothing for what has no formula.
 
     Args:
-        kind: the `distributed_type`, or `ZERO` and its stage.
+        kind: the `distributed_type`, or `ZERO` and its stage, or `GRAD_OP`: FSDP that keeps what it has gathered.
         chunks: pipeline stages of each rank.
         steps: this rank's micro-batches, those of the first steps too.
     """
@@ -115,19 +119,21 @@ def _together(terms: Sequence[Term]) -> Term:
 
 
 def weight_terms(kind: str, sizes: MeshSizes, shape: Shape, steps: int, micros: int) -> list[Term]:
-    """Gradients, and gathered weights: what is sent while something else is computed.
+    """Gradients, and gathered weights.
 
     FSDP keeps what is outside the layers from forward to backward, and of a pipeline's stages, reduced once in a step,
     all.
     """
-    ways, copies = sizes.dp_shard * sizes.parts, sizes.dp_replicate * (1 if kind == "FSDP" else sizes.parts)
-    reduced, whole = shape.held(sizes) * shape.trained * FP32, shape.held(sizes) * shape.gathered
+    ways, copies = sizes.dp_shard * sizes.parts, sizes.dp_replicate
+    reduced, whole = shape.held(sizes) * shape.trained * shape.gradient, shape.held(sizes) * shape.gathered
     if kind.startswith("ZERO"):
         return _zero(int(kind[-1]), reduced, ways, steps, micros)
-    if kind != "FSDP":
-        return [term("all-reduce", "weights", reduced * steps, copies)] if copies > 1 else []
+    if kind not in ("FSDP", "GRAD_OP"):
+        return [term("all-reduce", "weights", reduced * steps, sizes.averaged)] if sizes.averaged > 1 else []
     if sizes.pp > 1:
         gathered, what, times, how = whole, "weights", steps, ""
+    elif kind == "GRAD_OP":
+        gathered, what, times, how = whole, "weights", micros, " per micro-batch"
     else:
         outside = (shape.outside - shape.hidden) / sizes.tp + shape.hidden
         gathered, what = 2 * whole - outside * shape.gathered, "(weights + those of layers)"
@@ -157,10 +163,10 @@ def _tensor(sizes: MeshSizes, shape: Shape, micros: Sequence[Micro]) -> list[Ter
     if sizes.tp == 1:
         return []
     slots, trained = (sum(micro[place] for micro in micros) for place in (0, 1))
-    activations = slots * shape.hidden * shape.number
+    activations = slots * shape.hidden * (2 * shape.layers * (shape.number + shape.carried) + shape.carried)
     loss = trained * (shape.hidden + 3) * FP32
     words = "(4 x layers + 1) x activations + trained tokens x (hidden + 3)"
-    return [term("all-reduce", words, ((4 * shape.layers + 1) * activations + loss) / sizes.pp, sizes.tp)]
+    return [term("all-reduce", words, (activations + loss) / sizes.pp, sizes.tp)]
 
 
 def _rows(sizes: MeshSizes, shape: Shape, micros: Sequence[Micro]) -> list[Term]:
@@ -175,7 +181,7 @@ def _rows(sizes: MeshSizes, shape: Shape, micros: Sequence[Micro]) -> list[Term]
     if sizes.cp > 1:
         both = shape.layers * 2 * key_heads * vector / sizes.pp
         found.append(term("all-gather", "layers x (K + V)", both, sizes.cp))
-        found.append(term("reduce-scatter", "cp x layers x (K + V)", sizes.cp * both, sizes.cp))
+        found.append(term("reduce-scatter", "cp x layers x (K + V)", sizes.cp * both / shape.number * FP32, sizes.cp))
     return found
 
 
@@ -191,7 +197,7 @@ def _pipeline(
         room = max(room, *(micro[0] for micro in step))
         elements += len(step) * room * shape.hidden if number >= warm else 0
     borders = sizes.pp * chunks - 1
-    words, sent = "2 x borders x hidden states per micro-batch", 2.0 * borders * elements * shape.number
+    words, sent = "2 x borders x hidden states per micro-batch", 2.0 * borders * elements * shape.carried
     if shape.tied:
         shards = sizes.dp_shard if kind == "FSDP" else 1
         words += ", 2 x tied weight" + (" / shards" if shards > 1 else "")
