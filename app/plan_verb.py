@@ -112,6 +112,8 @@ def _read(words: Words) -> tuple[TrainConfig, Hardware, list[Strategy], dict[str
     for name in strategy_names() if own.get("strategies", "all") == "all" else own["strategies"].split(","):
         with mistakes:
             strategies.append(load_strategy(name.strip()))
+            if strategies[-1].name in names:
+                raise ConfigError(f"strategies: two rows would be named {strategies[-1].name}; name it once")
             names[strategies[-1].name] = name.strip()
     mistakes.lines = [_with_own(line) for line in mistakes.lines]
     mistakes.refuse()

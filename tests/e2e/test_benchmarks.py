@@ -136,7 +136,7 @@ def test_a_start_is_told_by_phase(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])
 def test_a_rank_has_what_was_planned(name: str, tmp_path: Path) -> None:
     """Every tensor that a rank keeps from step to step: weights, Adam's state, and DDP's buckets of gradients."""
-    options = {"max_length": 128, "packing": False}
+    options = {"max_length": 64, "packing": False, "global_batch_size": 4, "per_device_train_batch_size": 2}
     planned, found = plan.measure(tmp_path / name, name, BASE_DIR, **options)
     memory = planned.memory or {}
     kept = memory["weights"] + memory["optimizer"] + (memory["gradients"] if name == "ddp" else 0)

@@ -401,6 +401,7 @@ def test_other_kinds_of_models_are_told_of(kind: str, capsys: pytest.CaptureFixt
         (["--gpu_memory", "80", "--gpus", "0"], "gpus=0 with gpu_memory=80; write --num_processes"),
         (["--strategy", "ddp"], "write --strategies a,b,c"),
         (["--strategies", "ddp,nope"], "unknown strategy 'nope'"),
+        (["--strategies", "ddp,ddp"], "two rows would be named ddp"),
         (["--num_machines", "2"], "a plan is for the GPUs of one machine"),
         (["--check"], "--check is for `tunesmith train`"),
         (["more"], "'more' stands alone"),
