@@ -17,7 +17,7 @@ from trainers.parallel.traffic import FP32, Shape, predicted, weight_terms
 from trainers.strategies import Strategy, refusal, resolve
 
 GIB = 2**30
-ROOM = {"gpu": 0.92, "cpu": 0.55}
+ROOM = {"gpu": 0.92, "cpu": 0.5}
 """Share of the memory that a plan may fill. Allocators leave gaps; that of a CPU most (`benchmarks/plan.py`)."""
 CUDA_GIB, NCCL_GIB = 1.0, 0.5
 """What CUDA's context and libraries take of a GPU, and NCCL where there are several."""

@@ -140,5 +140,5 @@ def test_a_rank_has_what_was_planned(name: str, tmp_path: Path) -> None:
     planned, found = plan.measure(tmp_path / name, name, BASE_DIR, **options)
     memory = planned.memory or {}
     kept = memory["weights"] + memory["optimizer"] + (memory["gradients"] if name == "ddp" else 0)
-    assert found["resting"] == pytest.approx(kept, rel=0.03)
+    assert found["resting"] == pytest.approx(kept, abs=400_000)  # of 5 MB at least; the next batch is there too
     assert 0.4 * found["peak"] < planned.total < found["peak"]
