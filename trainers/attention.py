@@ -135,14 +135,15 @@ def documents(
     if layout is None or (window is not None and window < layout.longest):
         return sdpa(module, query, key, value, attention_mask, **rest)
     _refuse_unknown(attention_mask, rest)
-    sizes = [count * width for count, width in layout.buckets]
-    spread = (_Spread.apply(_rows(one), layout.slots, sum(sizes)) for one in (query, key, value))
+    slots, buckets = layout.side_by_side
+    sizes = [count * width for count, width in buckets]
+    spread = (_Spread.apply(_rows(one), slots, sum(sizes)) for one in (query, key, value))
     parts = []
-    for bucket, *three in zip(layout.buckets, *(one.split(sizes) for one in spread), strict=True):
+    for bucket, *three in zip(buckets, *(one.split(sizes) for one in spread), strict=True):
         beside = (part.unflatten(0, bucket).transpose(1, 2) for part in three)
         # The padding is on the right, where no token looks.
         parts.append(sdpa_attention_forward(module, *beside, None, is_causal=True, **_plain(rest))[0].flatten(0, 1))
-    found = _Gather.apply(torch.cat(parts), layout.slots)
+    found = _Gather.apply(torch.cat(parts), slots)
     return found.unflatten(0, (query.shape[0], query.shape[2])), None
 
 

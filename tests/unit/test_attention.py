@@ -103,14 +103,15 @@ def test_the_layout_names_every_token_once() -> None:
     one = layout()
     assert one.borders.tolist() == [0, 3, 12, 13, 20, 21, 22, 24, 40, 60, 65, 70, 75, 80]
     assert one.longest == 20
-    room = sum(count * width for count, width in one.buckets)
-    assert len(set(one.slots.tolist())) == 80
-    assert int(one.slots.max()) < room < 2 * 80
-    assert sum(count for count, _ in one.buckets) == 13
-    starts = one.slots[one.borders[:-1].long()]
-    lengths = one.borders.diff()
-    for start, length, border in zip(starts, lengths, one.borders, strict=False):
-        assert one.slots[border : border + length].tolist() == list(range(start, start + length))
+    slots, buckets = one.side_by_side
+    room = sum(count * width for count, width in buckets)
+    assert len(set(slots.tolist())) == 80
+    assert int(slots.max()) < room < 2 * 80
+    assert sum(count for count, _ in buckets) == 13
+    for border, length in zip(one.borders[:-1], one.borders.diff(), strict=True):
+        start = int(slots[border])
+        assert slots[border : border + length].tolist() == list(range(start, start + int(length)))
+    assert one.side_by_side[0] is slots, "made once"
 
 
 def asked(**changes: Any) -> Any:

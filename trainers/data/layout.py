@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import pairwise
+from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,16 +21,12 @@ class DocumentLayout:
         ids: `[batch, sequence]` document number of each token; tokens see earlier tokens of the same number.
         borders: `[documents + 1]` int32, where each starts in the flattened batch.
         longest: tokens of the longest.
-        slots: `[batch * sequence]` place of each token once documents of like length are laid side by side.
-        buckets: documents and width of each group of like length, in the order of `slots`.
         places: `borders` in the host's memory.
     """
 
     ids: torch.Tensor
     borders: torch.Tensor
     longest: int
-    slots: torch.Tensor
-    buckets: tuple[tuple[int, int], ...]
     places: tuple[int, ...]
 
     @classmethod
@@ -40,17 +35,24 @@ class DocumentLayout:
         import torch
 
         lengths = borders[1:] - borders[:-1]
-        slots, buckets = _buckets(lengths)
-        places = borders.tolist()
-        ids = np.arange(len(lengths)).repeat(lengths).reshape(rows, -1)
-        tensors = [torch.from_numpy(part) for part in (ids, borders.astype(np.int32), slots)]
-        return cls(tensors[0], tensors[1], max(b - a for a, b in pairwise(places)), tensors[2], buckets, tuple(places))
+        ids = torch.from_numpy(np.arange(len(lengths)).repeat(lengths).reshape(rows, -1))
+        return cls(ids, torch.from_numpy(borders.astype(np.int32)), int(lengths.max()), tuple(borders.tolist()))
+
+    @cached_property
+    def side_by_side(self) -> tuple[torch.Tensor, tuple[tuple[int, int], ...]]:
+        """`[batch * sequence]` slot of each token once documents of like length lie side by side; their groups.
+
+        Of each group the documents and the width, in the order of the slots. Made when a kernel first asks for it.
+        """
+        import torch
+
+        borders = np.array(self.places)
+        slots, buckets = _buckets(borders[1:] - borders[:-1])
+        return torch.from_numpy(slots).to(self.ids.device), buckets
 
     def to(self, device: torch.device, non_blocking: bool = False) -> DocumentLayout:
         """The same with its tensors there."""
-        moved = {
-            name: getattr(self, name).to(device, non_blocking=non_blocking) for name in ("ids", "borders", "slots")
-        }
+        moved = {name: getattr(self, name).to(device, non_blocking=non_blocking) for name in ("ids", "borders")}
         return replace(self, **moved)
 
 
