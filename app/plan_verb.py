@@ -196,8 +196,14 @@ def _document(
         "devices": {"kind": hardware.kind, "count": hardware.processes, "memory_gib": hardware.memory / GIB,
                     "flops_per_second": counted["flops_per_second"] if hardware.here else None},
         "global_batch_size": config.global_batch_size, "max_length": config.max_length,
-        "assumed": hardware.assumed() + "; activation_offloading is not reckoned" * config.activation_offloading,
+        "assumed": "; ".join([hardware.assumed(), *_ignored(config)]),
     }  # fmt: skip
+
+
+def _ignored(config: TrainConfig) -> list[str]:
+    """Choices that change memory or traffic, and not the plan."""
+    choices = {"activation_offloading": config.activation_offloading, "ddp_comm_hook": config.ddp_comm_hook != "none"}
+    return [f"{name} is not reckoned" for name, chosen in choices.items() if chosen]
 
 
 def _show(rows: Sequence[Row], document: Mapping[str, Any], names: Mapping[str, str], config: TrainConfig) -> None:
@@ -214,16 +220,17 @@ def _show(rows: Sequence[Row], document: Mapping[str, Any], names: Mapping[str, 
         if row.reason:
             report(clean(f"{row.strategy}: {row.reason}").replace("\n", " "))
     report(f"assumed: {document['assumed']}")
-    report(clean(_advice(rows, names, config)))
+    report(clean(_advice(rows, names, config, devices["count"])))
 
 
-def _advice(rows: Sequence[Row], names: Mapping[str, str], config: TrainConfig) -> str:
-    """The last line."""
+def _advice(rows: Sequence[Row], names: Mapping[str, str], config: TrainConfig, processes: int) -> str:
+    """The last line: what to add to the words of `train`."""
     best = rows[0] if rows and rows[0].fits else None
     if best:
         same = best.micro_batch == config.per_device_train_batch_size
         micro = "" if same else f" --per_device_train_batch_size {best.micro_batch}"
-        return f"best: --strategy {shlex.quote(names[best.strategy])}{micro}"
+        count = "" if best.sizes.world == processes else f" --num_processes {best.sizes.world}"
+        return f"best: --strategy {shlex.quote(names[best.strategy])}{count}{micro}"
     if any(row.fits is False for row in rows):
         return (
             "nothing fits: try --method lora or qlora, a smaller micro-batch, --gradient_checkpointing true, more GPUs"

@@ -174,10 +174,8 @@ def candidate(strategy: Strategy, config: TrainConfig, hardware: Hardware) -> Ca
     Raises:
         ConfigError: why it cannot train this there.
     """
-    alone = strategy.distributed_type == "NO"
-    pipeline = (None, None) if alone else (config.pp_size, config.pp_schedule)
-    count = 1 if alone else hardware.processes
-    resolved = resolve(strategy, count, config.mixed_precision, *pipeline)
+    count = 1 if strategy.distributed_type == "NO" else hardware.processes
+    resolved = resolve(strategy, count, config.mixed_precision, config.pp_size, config.pp_schedule)
     each, over = divmod(config.global_batch_size, resolved.data_parallel_size)
     if not over:
         asked = min(config.per_device_train_batch_size, each // resolved.pp_size or 1)
@@ -206,8 +204,8 @@ def plan_row(strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any]
     """
     case = counted["cases"][case_of(strategy, config)]
     row = Row(strategy.name, strategy.sizes, micro_batch=config.per_device_train_batch_size)
-    if "refused" in case:
-        row.reason = case["refused"]
+    if reason := case.get("refused") or _tied_mistake(strategy, counted):
+        row.reason = reason
         return row
     if strategy.pp_size > 1:
         micro_batches = config.accumulation_steps(strategy.data_parallel_size)
@@ -220,6 +218,14 @@ def plan_row(strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any]
     row.memory, row.host = max(each, key=lambda one: sum(one[0].values()))
     _judge(row, strategy, hardware)
     return row
+
+
+def _tied_mistake(strategy: Strategy, counted: Mapping[str, Any]) -> str | None:
+    """What `trainers/parallel/pipeline.py` refuses once it has the model."""
+    both = SCHEDULES[strategy.pp_schedule].turns and strategy.pp_size > 1 and strategy.distributed_type == "FSDP"
+    if not (both and counted["tied"] and counted["whole"]["trained_outside"]):
+        return None
+    return f"pp_schedule={strategy.pp_schedule}: one rank has embedding and head, one weight that FSDP cuts; use 1f1b"
 
 
 def _judge(row: Row, strategy: Strategy, hardware: Hardware) -> None:
@@ -317,13 +323,15 @@ def _gathered(
     """Bytes of weights and gradients that are whole for a while, where they rest cut, and of DeepSpeed's buckets."""
     weight, ways = _numbers(config)[0], _ways(strategy)
     every = share.trained * weight + share.frozen
-    if ways == 1:
+    fetched = on_gpu and "weights" in _offloaded(strategy)
+    if ways == 1 and not fetched and strategy.distributed_type != "DEEPSPEED":
         return 0.0
     largest = max(share.trained_layer, share.trained_outside) * weight
     if strategy.distributed_type == "DEEPSPEED":
         bucket = _size(strategy, "reduce_bucket_size", _BUCKET, counted) * FP32
         bucket = bucket if on_gpu else min(bucket, share.trained * FP32)  # a CPU has what was written to alone
         if strategy.zero_stage < 3:
+            bucket *= 2 if strategy.deepspeed_json.get("zero_optimization", {}).get("overlap_comm") is True else 1
             return bucket + (largest if strategy.zero_stage == 2 else 0.0)
         live = _size(strategy, "stage3_max_live_parameters", _LIVE, counted)
         again = every / strategy.second_copies if strategy.second_copies > 1 else 0.0
@@ -356,11 +364,12 @@ def _reckon_time(
     sizes, kind = strategy.sizes, _traffic_of(strategy)
     micro_batches = config.accumulation_steps(strategy.data_parallel_size)
     chunks, step = SCHEDULES[strategy.pp_schedule].chunks, [(_slots(strategy, config),) * 2] * micro_batches
-    shape = _shape(config, counted)
+    shape = _shape(strategy, config, counted)
     row.sent = sum(part.wire for part in predicted(kind, sizes, chunks, shape, [step], 0))
     beside = sum(part.wire for part in weight_terms(kind, sizes, shape, 1, micro_batches))
     trained, frozen = counted["matmul_trained"], counted["matmul_frozen"]
-    again = 2 * (trained + frozen) if config.gradient_checkpointing else 0
+    repeats = config.gradient_checkpointing and not config.selective_checkpointing
+    again = 2 * counted["layer_matmul"] * counted["layers"] if repeats else 0
     tokens = config.global_batch_size * config.max_length
     devices = hardware.processes if hardware.kind == "cpu" else sizes.world  # a CPU's cores are shared out
     rate = (counted["flops_per_second"] or NOMINAL) * devices
@@ -383,15 +392,16 @@ def _traffic_of(strategy: Strategy) -> str:
     return strategy.distributed_type
 
 
-def _shape(config: TrainConfig, counted: Mapping[str, Any]) -> Shape:
-    """The shape of which `predicted` reckons traffic."""
+def _shape(strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any]) -> Shape:
+    """The shape of which `predicted` reckons traffic; tied: two ranks of a pipeline tell each other a gradient."""
     case = counted["whole"]
     trained, parameters = case["trained_inside"] + case["trained_outside"], case["parameters"]
     weight = _numbers(config)[0]
     whole = trained * weight + case["frozen_inside"] + case["frozen_outside"]
+    tied = counted["tied"] and case["trained_outside"] > 0 and not SCHEDULES[strategy.pp_schedule].turns
     return Shape(
         parameters, int(case["vectors"]), case["parameters_outside"], counted["layers"], counted["hidden"],
-        counted["heads"], counted["key_heads"], counted["head_size"], counted["words"], counted["tied"],
+        counted["heads"], counted["key_heads"], counted["head_size"], counted["words"], tied,
         trained=trained / parameters, gradient=weight, gathered=whole / parameters,
         number=4 if config.mixed_precision == "no" else 2, carried=_carried(config),
     )  # fmt: skip

@@ -128,7 +128,8 @@ def check_model(config: TrainConfig) -> list[str]:
     if folder.is_dir():
         files, named = {path.name for path in folder.iterdir()}, f"model_name_or_path={name}"
         problem = _check_config_file(folder / "config.json", named) or _check_files(files, named, config)
-        return problem or [line for path in sorted(folder.glob("*.safetensors")) for line in _check_header(path, named)]
+        weights = [] if config.random_init else sorted(folder.glob("*.safetensors"))
+        return problem or [line for path in weights for line in _check_header(path, named)]
     if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         return [f"model_name_or_path={name} is no model folder; name a folder with config.json, or a Hub id"]
     return _check_hub(config)

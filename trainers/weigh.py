@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, AutoModelForCausalLM
 
+from trainers.attention import KERNELS
 from trainers.config import ConfigError, TrainConfig, build
 from trainers.gpus import gpu_count
 from trainers.models import (
@@ -131,9 +132,12 @@ def empty_model(config: TrainConfig, shape: Any, tp: int = 1, layers: int | None
         if getattr(text, "layer_types", None):
             text.layer_types = text.layer_types[:layers]
     AttentionInterface.register(_KERNEL, _attention)
+    capped = getattr(text, "attn_logit_softcapping", None) is not None
+    plain = config.attn_implementation == "eager" or (capped and config.attn_implementation == "auto")
+    kernel = KERNELS["eager"] if plain else _KERNEL
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(
-            shape, dtype=base_dtype(config), attn_implementation=_KERNEL, trust_remote_code=config.trust_remote_code
+            shape, dtype=base_dtype(config), attn_implementation=kernel, trust_remote_code=config.trust_remote_code
         )
         for weight in silent_weights(base):
             weight.requires_grad_(False)
@@ -237,9 +241,10 @@ def case(config: TrainConfig, shape: Any, name: str) -> dict[str, Any]:
     return {**found, "fixed": first - layer * few[0], "layer": layer}
 
 
-def speed(hidden: int, dtype: torch.dtype) -> float:
+def speed(hidden: int, config: TrainConfig) -> float:
     """FLOP/s of matrix products of the model's width on this device, with as many threads as a rank gets."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device, dtype = "cuda" if torch.cuda.is_available() else "cpu", compute_dtype(config)
+    torch.backends.cuda.matmul.allow_tf32 = config.tf32
     rows, matrix = (torch.ones(size, hidden, dtype=dtype, device=device) for size in (2048, hidden))
     done, began = 0, 0.0
     while not began or time.perf_counter() - began < _TIMED:
@@ -274,7 +279,7 @@ def weigh(config: TrainConfig, shape: Any, cases: list[str], here: bool) -> dict
         # Elsewhere matrices are no linear layers (GPT-2), or not each is used for a token (experts).
         "all_linear": trained + frozen > 0.9 * (matrices - text.vocab_size * text.hidden_size),
         "layer_matmul": sum(matmul_parameters(layers[0])) if layers is not None else 0,
-        "flops_per_second": speed(text.hidden_size, compute_dtype(config)) if here else None,
+        "flops_per_second": speed(text.hidden_size, config) if here and config.mixed_precision != "fp8" else None,
         "process_bytes": resting, "whole": weights(config, model),
         "cases": {name: case(config, shape, name) for name in cases},
     }  # fmt: skip

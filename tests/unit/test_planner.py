@@ -1,20 +1,16 @@
-"""`tunesmith plan`: what is counted against what torch allocates, the arithmetic, the order, and what it refuses."""
+"""What `tunesmith plan` counts, against what torch allocates; its arithmetic, and the order of its rows."""
 
 from __future__ import annotations
 
 import copy
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from app.cli import run_verb
-from app.plan_verb import plan_verb
 from app.planner import CUDA_GIB, GIB, NCCL_GIB, Hardware, Row, best_first, candidate, plan_row, told_size
+from trainers.attention import KERNELS
 from trainers.config import ConfigError, TrainConfig, build
 from trainers.models import build_model, compute_dtype, load_shape
 from trainers.objectives.sft import SupervisedLoss
@@ -37,9 +33,10 @@ def config(**values: Any) -> TrainConfig:
 # -- counted against torch's own account -----------------------------------------------------------------------------
 
 
-def allocated(settings: TrainConfig, rows: int) -> int:
+def allocated(settings: TrainConfig, rows: int, kernel: str = "sdpa") -> int:
     """Bytes that a forward and backward pass of the real model has allocated at most, as torch's profiler saw them."""
     model = SupervisedLoss(build_model(settings), compute_dtype(settings))
+    model.base.set_attn_implementation(KERNELS[kernel])
     model.train()
     for weight in model.parameters():
         weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
@@ -74,6 +71,23 @@ def test_a_micro_batch_needs_what_torch_allocates(options: dict[str, Any], rows:
     exact = settings.mixed_precision == "no" and not settings.selective_checkpointing
     close = 0.01 if exact else 0.06
     assert counted == pytest.approx(allocated(settings, rows), rel=close)
+
+
+def test_capped_scores_are_counted_whole(tmp_path: Path) -> None:
+    """Gemma 2 caps them, which plain matrix products do alone: tokens times tokens of each head."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    small = AutoConfig.for_model(
+        "gemma2", num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=4, head_dim=16,
+        num_key_value_heads=2, vocab_size=500, sliding_window=4096,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(small).save_pretrained(tmp_path)
+    settings = config(model_name_or_path=str(tmp_path), packing=False)
+    counted = peak(settings, empty_model(settings, load_shape(settings)), 8, LENGTH)
+    assert counted == pytest.approx(allocated(settings, 8, "eager"), rel=0.02)
+    shape = load_shape(settings)
+    shape.attn_logit_softcapping = None
+    assert counted > 1.15 * peak(settings, empty_model(settings, shape), 8, LENGTH)
 
 
 def test_the_count_sees_checkpointing() -> None:
@@ -258,6 +272,15 @@ def test_memory_of_the_host_has_an_end() -> None:
         assert "host memory" in str(found.reason)
 
 
+def test_what_rests_elsewhere_is_fetched_by_one_rank_too() -> None:
+    for name in ("fsdp2_offload", "zero3_offload"):
+        alone, two = (row(name, count, kind="gpu", memory=40 * GIB).memory for count in (1, 2))
+        assert alone
+        assert two
+        assert alone["weights"] == 0
+        assert alone["gathered"] == two["gathered"] > 0
+
+
 def test_optimizer_states_alone_can_rest_elsewhere(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     text = (ROOT / "accelerate_configs/zero3_offload.yaml").read_text()
@@ -273,6 +296,41 @@ def test_weights_that_stay_gathered_are_sent_once() -> None:
     again, once = row("fsdp1").sent, row("fsdp1_grad_op").sent
     assert again == 2 * 4 * (1000 + 1000 - 190 - 10 + 1000) / 2
     assert once == 2 * 4 * (1000 + 1000) / 2
+
+
+def test_a_tied_weight_is_told_of_in_parts_where_it_is_cut() -> None:
+    counted = {**COUNTED, "tied": True, "whole": {**WEIGHTS, "trained_outside": 200.0}}
+    frozen = {**counted, "whole": {**WEIGHTS, "trained_outside": 0.0}}
+
+    def sent(name: str, count: int, known: Any, **options: Any) -> float:
+        hardware = Hardware("cpu", count, 1e9)
+        settings = config(global_batch_size=16, per_device_train_batch_size=4, **options)
+        return plan_row(*candidate(load_strategy(name), settings, hardware), known, hardware).sent or 0.0
+
+    whole, parts = 2 * 20 * 10 * 4 / 2, 2 * 20 * 10 * 4 / 2 / 2  # of two ranks the mean
+    assert sent("pp", 2, counted) - sent("pp", 2, frozen) == whole
+    untied = sent("pp_fsdp2", 4, {**counted, "tied": False})
+    held = 20 * 10 * 4 / 2  # the second copy of the weight is gathered and reduced too
+    assert sent("pp_fsdp2", 4, counted) - untied == pytest.approx(parts + 2 * held / 2)
+    assert sent("pp", 2, counted, pp_schedule="zbv") == sent("pp", 2, frozen, pp_schedule="zbv")
+
+
+def test_a_schedule_that_turns_cannot_cut_a_tied_weight() -> None:
+    hardware, counted = Hardware("cpu", 4, 1e9), {**COUNTED, "tied": True}
+    settings = config(global_batch_size=16, per_device_train_batch_size=4, pp_schedule="zbv")
+    found = plan_row(*candidate(load_strategy("pp_fsdp2"), settings, hardware), counted, hardware)
+    assert found.fits is None
+    assert "one weight that FSDP cuts" in str(found.reason)
+    assert plan_row(*candidate(load_strategy("pp_fsdp2"), settings, hardware), COUNTED, hardware).fits
+
+
+def test_what_is_computed_twice_takes_time() -> None:
+    plain, again, chosen = (
+        row("single", gradient_checkpointing=full, selective_checkpointing=some).tokens_per_second or 0.0
+        for full, some in ((False, False), (True, False), (True, True))
+    )
+    assert plain == chosen
+    assert plain / again == pytest.approx((6 * 900 + 2 * 800) / (6 * 900))
 
 
 def test_gradients_of_bf16_weights_are_half() -> None:
@@ -322,117 +380,3 @@ def test_no_size(text: str) -> None:
     with pytest.raises(ConfigError, match="is no size in GiB"):
         told_size(text, "gpu_memory", "GiB", 80)
     assert told_size("80", "gpu_memory", "GiB", 80) == 80
-
-
-# -- the verb --------------------------------------------------------------------------------------------------------
-
-
-def test_the_document(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_verb(["plan", "tiny-full", "--num_processes", "2", "--strategies", "ddp,pp,3d,single", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    rows = {one["strategy"]: one for one in found["rows"]}
-    assert list(rows)[-1] == "3d"
-    assert rows["3d"]["fits"] is None
-    assert "num_processes=2" in rows["3d"]["reason"]
-    assert rows["pp"]["sizes"]["pp"] == 2
-    assert 0 < rows["pp"]["bubble"] < 1
-    for name in ("ddp", "pp", "single"):
-        memory = rows[name]["memory_gib"]
-        assert memory.pop("total") == pytest.approx(sum(memory.values()))
-        assert rows[name]["fits"]
-        assert rows[name]["tokens_per_second"] > 0
-    fastest = [one["tokens_per_second"] for one in found["rows"] if one["fits"]]
-    assert fastest == sorted(fastest, reverse=True)
-    assert found["parameters"] == sum(one.numel() for one in build_model(config()).parameters())
-    assert found["devices"]["kind"] == "cpu"
-
-
-def test_gpus_that_are_not_here(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Llama 3.1 8B, of which no more than config.json is at hand: fsdp2 holds it on eight GPUs, ddp does not."""
-    facts = json.loads((ROOT / "tests/unit/architectures/llama-3.1-8b.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(facts["config"]))
-    words = ["llama-3.1-8b-full", "--model_name_or_path", str(tmp_path), "--num_processes", "8", "--gpu_memory", "80"]
-    assert plan_verb([*words, "--strategies", "ddp,fsdp2,single"]) == 0
-    shown = capsys.readouterr().out
-    assert shown.rstrip().endswith("best: --strategy fsdp2")
-    assert "ddp: 126" in shown
-    assert "most of it is optimizer, 59.8 GiB" in shown
-    assert "8 GPUs of 80.0 GiB" in shown
-    assert "8.03B parameters" in shown
-    assert plan_verb([*words, "--strategies", "ddp,single"]) == 0
-    assert "nothing fits: try" in capsys.readouterr().out
-    assert plan_verb([*words, "--strategies", "megatron"]) == 0
-    assert "no strategy could be reckoned" in capsys.readouterr().out
-
-
-def test_the_advice_is_what_train_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The user's own file, by its path, and the micro-batch that divides."""
-    file = tmp_path / "my own.yaml"
-    file.write_text((ROOT / "accelerate_configs/ddp.yaml").read_text())
-    words = ["tiny-full", "--num_processes", "8", "--gpu_memory", "80", "--global_batch_size", "16"]
-    assert plan_verb([*words, "--strategies", str(file)]) == 0
-    told = capsys.readouterr().out.splitlines()[-1]
-    assert told == f"best: --strategy '{file}' --per_device_train_batch_size 2"
-
-
-@pytest.mark.parametrize("kind", ["t5", "mamba", "gpt2"])
-def test_other_kinds_of_models_are_told_of(kind: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    from transformers import AutoConfig
-
-    AutoConfig.for_model(kind).save_pretrained(tmp_path)
-    words = ["plan", "tiny-full", "--model_name_or_path", str(tmp_path), "--packing", "false", "--num_processes", "2"]
-    status = run_verb([*words, "--strategies", "ddp,tp,pp", "--json"])
-    told = capsys.readouterr()
-    if kind != "gpt2":
-        assert status == 2
-        assert f"{kind} models cannot be planned" in told.err
-        return
-    rows = {one["strategy"]: one for one in json.loads(told.out)["rows"]}
-    assert "no tensor-parallel plan" in rows["tp"]["reason"]
-    assert "cannot be cut into pipeline stages" in rows["pp"]["reason"]
-    assert rows["ddp"]["memory_gib"]["total"] > 0
-    assert rows["ddp"]["tokens_per_second"] is None, "its matrices are no linear layers"
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--gpu_memory", "lots"], "gpu_memory='lots' is no size in GiB"),
-        (["--gpu_memory", "80", "--gpus", "0"], "gpus=0 with gpu_memory=80; write --num_processes"),
-        (["--strategy", "ddp"], "write --strategies a,b,c"),
-        (["--strategies", "ddp,nope"], "unknown strategy 'nope'"),
-        (["--strategies", "ddp,ddp"], "two rows would be named ddp"),
-        (["--num_machines", "2"], "a plan is for the GPUs of one machine"),
-        (["--check"], "--check is for `tunesmith train`"),
-        (["more"], "'more' stands alone"),
-        (["--gpu_memry", "80"], "gpu_memory"),
-        (["--link", "fast"], "link='fast' is no size in GB/s"),
-        (["--mixed_precision", "fp16", "--num_processes", "1"], "mixed_precision=fp16 needs a GPU and there is none"),
-        (["--learning_rate", "fast"], "learning_rate"),
-        (["--model_name_or_path", "/nowhere"], "is no model folder"),
-    ],
-)
-def test_a_wrong_request(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_verb(["plan", "tiny-full", *words]) == 2
-    errors = capsys.readouterr().err
-    assert told in errors
-    assert "Traceback" not in errors
-
-
-def test_the_help_names_its_options(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_verb(["plan", "--help"]) == 0
-    shown = capsys.readouterr().out
-    assert "--gpu_memory" in shown
-    assert "--strategies" in shown
-    assert "--per_device_train_batch_size" in shown
-
-
-def test_the_program_says_what_is_wrong_with_the_model(tmp_path: Path) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_text(f"model_name_or_path: {tmp_path}\ndataset_name: embedded\n")
-    ended = subprocess.run(
-        [sys.executable, "-m", "trainers.weigh", "--config", str(file)], cwd=ROOT, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    assert ended.returncode == 2
-    assert "has no config.json" in ended.stderr.partition("mistakes:\n")[2]

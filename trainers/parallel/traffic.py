@@ -199,7 +199,7 @@ def _pipeline(
     borders = sizes.pp * chunks - 1
     words, sent = "2 x borders x hidden states per micro-batch", 2.0 * borders * elements * shape.carried
     if shape.tied:
-        shards = sizes.dp_shard if kind == "FSDP" else 1
+        shards = sizes.dp_shard if kind in ("FSDP", "GRAD_OP") else 1
         words += ", 2 x tied weight" + (" / shards" if shards > 1 else "")
-        sent += 2 * shape.words * shape.hidden * FP32 / sizes.tp / shards * (len(steps) - warm)
+        sent += 2 * shape.words * shape.hidden * shape.gradient / sizes.tp / shards * (len(steps) - warm)
     return [term("send", f"({words}) / stages' ranks", sent / sizes.pp, 2)]
