@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from app.prove_plan import SHORT_RUN
-from app.request import Job, Mistakes, Words, told, train_job
-from trainers.config import MACHINE_OPTIONS, ConfigError, TrainConfig, build, unknown_option
+from app.request import Job, Mistakes, Words, for_verb, told, train_job
+from trainers.config import MACHINE_OPTIONS, ConfigError, TrainConfig, build
 from trainers.options import Request, parse_request
 from trainers.strategies import refusal
 
@@ -147,7 +147,7 @@ def make_plan(words: Words) -> Plan:
     job = None
     with mistakes:
         job = train_job(Words(words.names, _here(words), set(), _flags(request)))
-    mistakes.lines = [_with_own(line) for line in mistakes.lines]
+    mistakes.lines = [for_verb(line, "bench", _OWN) for line in mistakes.lines]
     mistakes.refuse()
     if job is None:
         raise AssertionError("no mistake, and yet no job")
@@ -230,15 +230,6 @@ def _others(words: Words, request: Request) -> list[str]:
     if "resume_from_checkpoint" in request.options:
         lines.append("resume_from_checkpoint: bench starts each run at its first step; leave it out")
     return lines
-
-
-def _with_own(line: str) -> str:
-    """A mistake of `train`; of an unknown option the nearest may be one of `bench`."""
-    start = "unknown option "
-    if not line.startswith(start):
-        return line
-    name = line.removeprefix(start).partition("; ")[0]
-    return unknown_option(name, [*_OWN, *TrainConfig.model_fields]).replace("`tunesmith train", "`tunesmith bench")
 
 
 def _here(words: Words) -> dict[str, str]:

@@ -16,20 +16,10 @@ import psutil
 from app.console import clean, number, report, report_json, show_table
 from app.hardware import Devices, choose_devices, cpu_count, find_gpus
 from app.launcher import ROOT, launch_environment, module_argv, module_environment
-from app.planner import (
-    GIB,
-    Candidate,
-    Hardware,
-    Row,
-    best_first,
-    candidate,
-    case_of,
-    plan_row,
-    told_size,
-)  # fmt: skip
-from app.request import Mistakes, Words, sort_words
+from app.planner import GIB, Candidate, Hardware, Row, best_first, candidate, case_of, plan_row, told_size
+from app.request import Mistakes, Words, for_verb, named_preset, sort_words
 from app.training import spinner, told_by
-from trainers.config import MACHINE_OPTIONS, ConfigError, TrainConfig, absolute_paths, unknown_option
+from trainers.config import MACHINE_OPTIONS, ConfigError, TrainConfig, absolute_paths
 from trainers.options import Request, dump_yaml, parse_request
 from trainers.parallel.mesh import MeshSizes
 from trainers.strategies import Strategy, load_strategy, strategy_names
@@ -38,16 +28,8 @@ _OWN = ("gpu_memory", "link", "strategies")
 _USES = ("weights", "gradients", "optimizer", "gathered", "activations", "overhead")
 _HEADERS = ("strategy", "mesh", "micro-batch", "fits", "GiB", *_USES, "tokens/s at most", "sent GiB", "bubble")
 _EXPENDABLE = (
-    "mesh",
-    "micro-batch",
-    "overhead",
-    "gathered",
-    "gradients",
-    "optimizer",
-    "weights",
-    "activations",
-    "sent GiB",
-)
+    "mesh", "micro-batch", "overhead", "gathered", "gradients", "optimizer", "weights", "activations", "sent GiB",
+)  # fmt: skip
 
 
 def plan_verb(words: Sequence[str]) -> int:
@@ -89,16 +71,13 @@ def _read(words: Words) -> tuple[TrainConfig, Hardware, list[Strategy], dict[str
     with mistakes:
         request = parse_request(words.options)
     own = {name: str(request.options.pop(name)) for name in _OWN if name in request.options}
-    if words.names and request.preset and words.names[0] != request.preset:
-        mistakes.lines.append(f"two presets, {words.names[0]!r} and {request.preset!r}; name one")
-    mistakes.lines += [f"{word!r} stands alone; options are written --name value" for word in words.names[1:]]
+    request.preset = named_preset(words.names, request.preset, mistakes)
     mistakes.lines += [f"--{name}: a plan is for the GPUs of one machine; leave it out" for name in MACHINE_OPTIONS
                        if name in words.values]  # fmt: skip
     mistakes.lines += [f"--{name} is for `tunesmith train`; leave it out" for name in ("check", "detach", "force")
                        if name in words.switches]  # fmt: skip
     if "strategy" in words.values:
         mistakes.lines.append(f"--strategy {words.values['strategy']}: a plan has several; write --strategies a,b,c")
-    request.preset = words.names[0] if words.names else request.preset
     config = hardware = None
     with mistakes:
         config = absolute_paths(request.resolve())
@@ -115,20 +94,11 @@ def _read(words: Words) -> tuple[TrainConfig, Hardware, list[Strategy], dict[str
             if strategies[-1].name in names:
                 raise ConfigError(f"strategies: two rows would be named {strategies[-1].name}; name it once")
             names[strategies[-1].name] = name.strip()
-    mistakes.lines = [_with_own(line) for line in mistakes.lines]
+    mistakes.lines = [for_verb(line, "plan", _OWN) for line in mistakes.lines]
     mistakes.refuse()
     if not (config and hardware):
         raise AssertionError("no mistake, and yet no config")
     return config, hardware, strategies, names
-
-
-def _with_own(line: str) -> str:
-    """A mistake of `train`; of an unknown option the nearest may be one of `plan`."""
-    start = "unknown option "
-    if not line.startswith(start):
-        return line
-    name = line.removeprefix(start).partition("; ")[0]
-    return unknown_option(name, [*_OWN, *TrainConfig.model_fields]).replace("`tunesmith train", "`tunesmith plan")
 
 
 def _hardware(values: Mapping[str, str], gpu_memory: str | None) -> Hardware:

@@ -17,7 +17,15 @@ from app.hardware import Devices
 from app.machines import as_words, choose_machines, devices_here, folder_mistakes
 from app.runs import gpu_ids, true_state, world_size
 from trainers.clashes import ignored_choices
-from trainers.config import EMBEDDED, LAUNCH_OPTIONS, ConfigError, TrainConfig, absolute_paths, build
+from trainers.config import (
+    EMBEDDED,
+    LAUNCH_OPTIONS,
+    ConfigError,
+    TrainConfig,
+    absolute_paths,
+    build,
+    unknown_option,
+)  # fmt: skip
 from trainers.differences import changes_since_save
 from trainers.options import Request, parse_request, preset_path, read_yaml
 from trainers.run_folder import END_STATES, LIVE_STATES, RunFolder, new_run_id
@@ -130,7 +138,7 @@ def train_job(words: Words) -> Job:
     mistakes, request = Mistakes(), Request()
     with mistakes:
         request = parse_request(words.options)
-    request.preset = _preset(words.names, request.preset, mistakes)
+    request.preset = named_preset(words.names, request.preset, mistakes)
     if "force" in words.switches:
         request.options["force_resume"] = True
         if "resume_from_checkpoint" not in request.options:
@@ -138,7 +146,23 @@ def train_job(words: Words) -> Job:
     return job_of(request, words.values, mistakes, None)
 
 
-def _preset(names: list[str], flag: str | None, mistakes: Mistakes) -> str | None:
+def for_verb(line: str, verb: str, own: Sequence[str]) -> str:
+    """A mistake of `train` in the words of another verb: of an unknown option the nearest may be one of its own.
+
+    Args:
+        line: the mistake.
+        verb: such as `bench`.
+        own: the verb's own options.
+    """
+    start = "unknown option "
+    if not line.startswith(start):
+        return line
+    name = line.removeprefix(start).partition("; ")[0]
+    return unknown_option(name, [*own, *TrainConfig.model_fields]).replace("`tunesmith train", f"`tunesmith {verb}")
+
+
+def named_preset(names: list[str], flag: str | None, mistakes: Mistakes) -> str | None:
+    """The preset that stands alone or after `--preset`; other words that stand alone are mistakes."""
     mistakes.lines += [f"{word!r} stands alone; options are written --name value" for word in names[1:]]
     if names and flag and names[0] != flag:
         mistakes.lines.append(f"two presets, {names[0]!r} and {flag!r}; name one")

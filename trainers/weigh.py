@@ -49,6 +49,7 @@ from trainers.preflight import check_model, machine_mistakes
 _KERNEL = "tunesmith_weighed"
 _FEW = (2, 4)
 """Layers of two models; what the second needs more is a layer's share."""
+_NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _TIMED = 0.3
 """Seconds for which matrix products are timed."""
 _NIBBLE, _SCALES = 0.5, 0.127 / 8
@@ -218,7 +219,7 @@ def refused(shape: Any, sizes: MeshSizes, stages: int) -> str | None:
     except ConfigError as error:
         return "; ".join(error.mistakes)
     if stages > text.num_hidden_layers:
-        return f"{stages} stages for {text.num_hidden_layers} layers; use fewer"
+        return f"{stages} stages for {text.num_hidden_layers} layers; use a smaller pp_size or another schedule"
     if stages > 1 and text.model_type not in LINEAR_HEADS:
         return f"{text.model_type} models cannot be cut into pipeline stages; use another strategy"
     return None
@@ -234,8 +235,8 @@ def case(config: TrainConfig, shape: Any, name: str) -> dict[str, Any]:
     few = [min(count, shape.get_text_config().num_hidden_layers) for count in _FEW]
     try:
         first, second = (peak(config, empty_model(config, shape, tp, count), rows, length) for count in few)
-    except (RuntimeError, NotImplementedError, ValueError, TypeError, KeyError) as error:
-        # Some operators of mixtures of experts have no fake, and some models no attention but their own.
+    except (RuntimeError, ValueError) as error:
+        # Some operators of mixtures of experts have no fake; attention refuses what it does not know.
         return {**found, "fixed": None, "layer": None, "why": str(error).partition("\n")[0][:200]}
     layer = (second - first) / (few[1] - few[0]) if few[1] > few[0] else first / few[0]
     return {**found, "fixed": first - layer * few[0], "layer": layer}
@@ -262,10 +263,20 @@ def weigh(config: TrainConfig, shape: Any, cases: list[str], here: bool) -> dict
         shape: its transformers config.
         cases: see above.
         here: time matrix products on this machine.
+
+    Raises:
+        ConfigError: when it is no causal language model with attention layers.
     """
     resting = psutil.Process().memory_info().rss
     text = shape.get_text_config()
-    model: Any = empty_model(config, shape)
+    cannot = f"model_name_or_path={config.model_name_or_path}: {shape.model_type} models cannot be planned"
+    if missing := [name for name in _NEEDED if getattr(text, name, None) is None]:
+        raise ConfigError(f"{cannot}: they have no {', '.join(missing)}; use one with attention, or `tunesmith bench`")
+    try:
+        model: Any = empty_model(config, shape)
+    except (ValueError, KeyError) as error:  # it is no causal one, or knows no attention but its own
+        why = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+        raise ConfigError(f"{cannot} ({why}); use another model, or `tunesmith bench`") from None
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     trained, frozen = matmul_parameters(model)
     layers = getattr(base.get_decoder(), "layers", None)
@@ -297,28 +308,11 @@ def main(words: list[str]) -> int:
         mistakes = machine_mistakes(config, gpu_count() > 0) if asked.here else []
         if mistakes := mistakes + check_model(config.model_copy(update={"random_init": True})):  # weights: not needed
             raise ConfigError(mistakes)
-        print(json.dumps(_told(config, asked.cases, asked.here)), flush=True)
+        print(json.dumps(weigh(config, load_shape(config), asked.cases, asked.here)), flush=True)
     except ConfigError as error:
         print("\n".join(["mistakes:", *error.mistakes]), file=sys.stderr, flush=True)
         return 2
     return 0
-
-
-def _told(config: TrainConfig, cases: list[str], here: bool) -> dict[str, Any]:
-    """`weigh`, of a model that is an unusual one maybe.
-
-    Raises:
-        ConfigError: when it cannot be weighed.
-    """
-    shape = load_shape(config)
-    try:
-        return weigh(config, shape, cases, here)
-    except (ValueError, AttributeError, KeyError, TypeError, NotImplementedError, RuntimeError) as error:
-        what = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
-        raise ConfigError(
-            f"model_name_or_path={config.model_name_or_path}: {shape.model_type} models cannot be planned ({what}); "
-            "use a causal language model with attention layers, or try it with `tunesmith bench`"
-        ) from None
 
 
 if __name__ == "__main__":
