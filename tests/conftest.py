@@ -12,15 +12,21 @@ from tests.detached import processes
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Locks, queue and list of runs of their own: neither the user's runs nor these wait for each other."""
-    before = os.environ.get("XDG_STATE_HOME")
-    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
-    yield
-    if before is None:
-        del os.environ["XDG_STATE_HOME"]
-    else:
-        os.environ["XDG_STATE_HOME"] = before
+def _own_state_and_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Locks, queue, list of runs and tokenised data of their own: the user and earlier tests change nothing."""
+    cache = tmp_path_factory.mktemp("cache")
+    compiled = _user_cache() / "torch_extensions"
+    compiled.mkdir(parents=True, exist_ok=True)
+    (cache / "tunesmith").mkdir()
+    (cache / "tunesmith" / "torch_extensions").symlink_to(compiled)  # they take a minute to make
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        yield
+
+
+def _user_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "tunesmith"
 
 
 @pytest.fixture(scope="module")

@@ -349,7 +349,7 @@ def _own_swap_folder(settings: dict[str, Any]) -> FileLock | None:
 
 def extensions_folder() -> Path:
     """Where compiled extensions lie: each Python environment has its own, as two would undo each other's builds."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tunesmith" / "torch_extensions"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tunesmith" / "torch_extensions"
     return cache / hashlib.sha256(f"{sys.prefix} {torch.__version__}".encode()).hexdigest()[:12]
 
 
