@@ -34,7 +34,7 @@ from benchmarks.rows import Batches
 from benchmarks.shapes import TINY, empty_model, model_folder
 from benchmarks.throughput import check_equal_work
 from tests.launching import ROOT
-from trainers.metrics import peak_flops, step_flops
+from trainers.metrics import attention_width, peak_flops, step_flops
 from trainers.models import matmul_parameters
 
 BUDGET = 530.0
@@ -112,12 +112,11 @@ def mfu(bench: Bench, case: Case, tokens_per_second: float) -> float | None:
 def flops_per_token(bench: Bench, case: Case) -> float:
     """Of the steps that are measured."""
     model = empty_model(model_folder(case.model, bench.folder))
-    shape = model.config
     with torch.device("meta"):
         parameters = matmul_parameters(model if case.method == "full" else with_adapters(model))
     batches = Batches.load(bench.batches(case))
     tokens, squares = (count(case.warm, case.steps) for count in (batches.tokens, batches.squared_lengths))
-    return step_flops(tokens, parameters, shape.hidden_size * shape.num_hidden_layers, squares) / tokens
+    return step_flops(tokens, parameters, attention_width(model.config), squares) / tokens
 
 
 def _cells(run: dict[str, Any]) -> str:

@@ -38,6 +38,14 @@ class _Current:
 _current = _Current()
 
 
+def avoid_cudnn() -> None:
+    """Keeps cuDNN out of PyTorch's fused attention, of which it is the first choice on Hopper since torch 2.11.
+
+    Its backward pass gave NaN for masked rows of some lengths (pytorch issue 196678), and it plans anew for each shape.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def use_documents(layout: DocumentLayout | None, over_ranks: Any = None) -> None:
     """Sets what the next forward and backward pass may attend to.
 
@@ -170,7 +178,8 @@ def varlen(
     else:
         groups = query.shape[1] // key.shape[1]
         keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
-    borders, longest = layout.borders, layout.longest
+    # A compiled block would be made anew for each length; a row's is a bound too.
+    borders, longest = layout.borders, query.shape[2] if torch.compiler.is_compiling() else layout.longest
     found: Any = varlen_attn(queries, keys, values, borders, borders, longest, longest, **more)
     return found.unflatten(0, (query.shape[0], query.shape[2])), None
 
@@ -189,9 +198,11 @@ def flex(
         return cap * torch.tanh(score / cap)
 
     attend = _compiled_flex() if query.is_cuda else flex_attention
+    # The kernel for few queries, which "AUTO" takes for short rows, has no size for four queries to a key.
+    options: Any = {"BACKEND": "TRITON"} if query.is_cuda else None
     found = attend(
         query.to(value.dtype), key.to(value.dtype), value, score_mod=capped if cap else None, block_mask=blocks,
-        scale=rest.get("scaling"), enable_gqa=query.shape[1] != key.shape[1],
+        scale=rest.get("scaling"), enable_gqa=query.shape[1] != key.shape[1], kernel_options=options,
     )  # fmt: skip
     return found.transpose(1, 2).contiguous(), None
 

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.utils import logging
 
-from trainers.attention import KERNELS
+from trainers.attention import KERNELS, avoid_cudnn
 from trainers.checkpoint import Checkpoints
 from trainers.config import ConfigError, TrainConfig
 from trainers.differences import plain, versions
@@ -58,6 +58,7 @@ def accelerator(config: TrainConfig, strategy: Strategy, run: RunFolder) -> tupl
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+    avoid_cudnn()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.tf32
     adapt_to_cpu()
     if strategy.distributed_type == "DEEPSPEED":

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import GenerationConfig, StoppingCriteria, TextIteratorStreamer
 
+from trainers.attention import avoid_cudnn
 from trainers.checkpoint import base_digest, load_weights
 from trainers.config import ConfigError, TrainConfig
 from trainers.data.formats import RowError
@@ -42,6 +43,7 @@ class Models:
     """
 
     def __init__(self, config: TrainConfig, base: Any | None, tuned: Any | None):
+        avoid_cudnn()
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.tokenizer = load_tokenizer(config)
         self.encoder = Encoder.of(self.tokenizer, assistant_only=False)

@@ -18,7 +18,11 @@ def fitting_layers(base: Any) -> list[str]:
 
 def convert(base: Any) -> None:
     """Swaps those layers; names and weights stay."""
-    from torchao.float8 import convert_to_float8_training
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     names = set(fitting_layers(base))
-    convert_to_float8_training(base.get_decoder(), module_filter_fn=lambda module, name: name in names)
+    convert_to_float8_training(
+        base.get_decoder(),
+        module_filter_fn=lambda module, name: name in names,
+        config=Float8LinearConfig(pad_inner_dim=True),  # a weight's gradient sums over tokens, of any number
+    )

@@ -88,6 +88,7 @@ def trial(kernel: str, shape: Any, device: torch.device, compute: torch.dtype) -
     tensors = [torch.randn(2, count, length, size, generator=made) for count in (heads, keys, keys)]
     borders = np.cumsum([0, *_LENGTHS, *_LENGTHS[::-1]])
     attention.use_documents(DocumentLayout.of(borders, 2).to(device))
+    tf32, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, False  # fp32 is the measure
     try:
         expected = _outcome("eager", tensors, device, torch.float32)
         found = _outcome(kernel, tensors, device, compute)
@@ -95,6 +96,7 @@ def trial(kernel: str, shape: Any, device: torch.device, compute: torch.dtype) -
         return f"it fails on this device: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
     finally:
         attention.use_documents(None)
+        torch.backends.cuda.matmul.allow_tf32 = tf32
     errors = [float((one - other).norm() / other.norm()) for one, other in zip(found, expected, strict=True)]
     if max(errors) <= _TOLERANCE[compute]:
         return None

@@ -43,7 +43,7 @@ from trainers.errors import TrainingError
 from trainers.guard import may_update, pass_over, watch
 from trainers.heartbeat import Heartbeat
 from trainers.manifest import Progress
-from trainers.metrics import MetricsFile, Window, memory_gib, peak_flops, step_flops
+from trainers.metrics import MetricsFile, Window, attention_width, memory_gib, peak_flops, step_flops
 from trainers.models import compute_dtype, matmul_parameters
 from trainers.pace import Pace
 from trainers.parallel.backend import MicroBatched, set_rate
@@ -247,8 +247,7 @@ class Fit:
         self.stalled, self.told_slow = 0.0, set[int]()
         whole: Any = job.backend.part if isinstance(job.backend, Pipelined) else None  # it has cut the bare model
         self.flops_parameters = whole.matmul if whole else matmul_parameters(job.bare)
-        shape = getattr(job.bare, "config", None)
-        self.hidden_layers = int(getattr(shape, "hidden_size", 0) * getattr(shape, "num_hidden_layers", 0))
+        self.attention_width = attention_width(getattr(job.bare, "config", None))
         peak = peak_flops(job.ranks.device, compute_dtype(job.config))
         self.peak = peak * job.ranks.world if peak else None
         if resumed_from is not None:
@@ -318,7 +317,7 @@ class Fit:
         if not result.updated:
             pass_over(progress, progress.step)
         progress.tokens += batch.tokens
-        flops = step_flops(batch.tokens, self.flops_parameters, self.hidden_layers, batch.squared_lengths)
+        flops = step_flops(batch.tokens, self.flops_parameters, self.attention_width, batch.squared_lengths)
         self.window.count(batch.tokens, batch.trained_tokens, flops)
         ends = result.stop or not result.updated
         if ends or progress.step % config.logging_steps == 0 or progress.step in (1, self.job.plan.total_steps):

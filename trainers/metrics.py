@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,8 +18,12 @@ import torch
 _PEAKS = {
     "H100 80GB HBM3": 989e12,
     "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200 NVL": 835e12,
     "H200": 989e12,
+    "GH200": 989e12,
     "A100": 312e12,
+    "L40": 181e12,
     "L40S": 362e12,
     "L4": 121e12,
 }
@@ -28,21 +33,30 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Matrix throughput of a device in FLOP/s; None where it is not known."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for known, peak in _PEAKS.items() if known in name), None)
+    words = re.split(r"[\s-]", torch.cuda.get_device_name(device))
+    return next((peak for known, peak in _PEAKS.items() if set(known.split()) <= set(words)), None)
 
 
-def step_flops(tokens: int, matmul_parameters: tuple[int, int], hidden_layers: int, squared_lengths: float) -> float:
+def attention_width(shape: Any) -> int:
+    """Attention heads times their size, over all layers of a model's config; 0 where it does not tell."""
+    text = shape.get_text_config() if hasattr(shape, "get_text_config") else shape
+    heads, layers = getattr(text, "num_attention_heads", None), getattr(text, "num_hidden_layers", None)
+    hidden = getattr(text, "hidden_size", 0)
+    size = getattr(text, "head_dim", None)
+    return (int(heads * size) if heads and size else hidden) * (layers or 0)
+
+
+def step_flops(tokens: int, matmul_parameters: tuple[int, int], attention_width: int, squared_lengths: float) -> float:
     """Model FLOPs of one step: recomputation is not counted.
 
     Args:
         tokens: real tokens.
         matmul_parameters: trained and frozen ones; 6 FLOPs per trained one and token, 4 per frozen one.
-        hidden_layers: hidden size times layers, for attention.
+        attention_width: heads times their size, over all layers.
         squared_lengths: sum of squared document lengths; causal attention does half of the square.
     """
     trained, frozen = matmul_parameters
-    return tokens * (6 * trained + 4 * frozen) + 6 * hidden_layers * squared_lengths
+    return tokens * (6 * trained + 4 * frozen) + 6 * attention_width * squared_lengths
 
 
 def memory_gib(device: torch.device) -> float:

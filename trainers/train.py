@@ -124,7 +124,9 @@ def in_one_line(error: BaseException) -> str:
 def out_of_memory(error: BaseException) -> bool:
     """Whether a smaller batch might have fitted."""
     named = {kind.__name__ for kind in type(error).__mro__}
-    return bool(named & {"OutOfMemoryError", "MemoryError"}) or "can't allocate memory" in str(error)
+    # Outside PyTorch's own allocator, the driver and CUDA's libraries say it in words of theirs.
+    said = ("can't allocate memory", "CUDA error: out of memory", "_ALLOC_FAILED")
+    return bool(named & {"OutOfMemoryError", "MemoryError"}) or any(words in str(error) for words in said)
 
 
 def print_check(request: Request) -> int:

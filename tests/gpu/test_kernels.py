@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from trainers import attention
-from trainers.attention import use_documents
+from trainers.attention import avoid_cudnn, use_documents
 from trainers.config import build
+from trainers.data.layout import DocumentLayout
 from trainers.kernel_choice import choose, trial
 
 GPU = torch.device("cuda", 0)
@@ -35,6 +37,39 @@ def test_a_leak_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(attention, "varlen", leaking)
     assert "its results are off" in str(trial("varlen", SHAPES[0], GPU, torch.bfloat16))
+
+
+def test_no_gradient_is_nan_under_a_mask() -> None:
+    """Rows whose length is 64 beyond a multiple of 128, scores far below zero: cuDNN's gradients were NaN."""
+    length, size = 704, 64
+    made = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 1, length, size, generator=made) * scale for scale in (0.1, 0.1, 1.0))
+    query[..., 0], key[..., 0] = 1.0, -120 * size**0.5
+    inputs = [one.to(GPU, torch.bfloat16).requires_grad_() for one in (query, key, value)]
+    avoid_cudnn()
+    use_documents(DocumentLayout.of(np.array([0, 300, length]), 1).to(GPU))
+    try:
+        output, _ = attention.sdpa(torch.nn.Module(), *inputs, None)
+    finally:
+        use_documents(None)
+    gradients = torch.autograd.grad(output.float().square().sum(), inputs)
+    assert all(bool(one.isfinite().all()) for one in gradients)
+
+
+def test_compiled_varlen_is_not_made_anew_for_each_length() -> None:
+    made = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 512, 64, generator=made).to(GPU, torch.bfloat16) for heads in (4, 2, 2))
+    compiled = torch.compile(lambda *three: attention.varlen(torch.nn.Module(), *three, None)[0])
+    torch._dynamo.utils.counters.clear()
+    try:
+        for longest in (200, 256, 300, 350, 400):
+            use_documents(DocumentLayout.of(np.array([0, longest, 512]), 1).to(GPU))
+            found = compiled(query, key, value)
+            expected = attention.varlen(torch.nn.Module(), query, key, value, None)[0]
+            assert torch.equal(found, expected)
+    finally:
+        use_documents(None)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
 def test_half_precision_on_packed_rows_gets_varlen() -> None:

@@ -175,6 +175,24 @@ def test_a_kernel_with_wrong_results_is_passed_over(
         choose(asked(attn_implementation="documents"), SHAPE, CPU, torch.float32)
 
 
+def test_the_measure_of_a_trial_is_never_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rounding is coarser than what a kernel in fp32 may be off by."""
+    seen, whole = [], kernel_choice._outcome
+
+    def looking(*inputs: Any) -> Any:
+        seen.append(torch.backends.cuda.matmul.allow_tf32)
+        return whole(*inputs)
+
+    monkeypatch.setattr(kernel_choice, "_outcome", looking)
+    before, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, True
+    try:
+        assert choose(asked(tf32=True), SHAPE, CPU, torch.float32) == "documents"
+        assert seen == [False, False]
+        assert torch.backends.cuda.matmul.allow_tf32
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
 def test_a_kernel_that_fails_is_passed_over(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

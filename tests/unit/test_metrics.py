@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from trainers import log_tee, metrics
 from trainers.config import build
 from trainers.log_tee import log_line, secrets_in
-from trainers.metrics import MetricsFile, Window, peak_flops, step_flops
+from trainers.metrics import MetricsFile, Window, attention_width, peak_flops, step_flops
 from trainers.models import matmul_parameters
 from trainers.schedule import learning_rate
 
@@ -49,7 +50,7 @@ def test_warm_up_ratio_is_a_share_of_the_steps() -> None:
 
 def test_flops_of_a_step_are_counted_by_hand() -> None:
     """6 per trained and 4 per frozen parameter and token, and causal attention over each document."""
-    assert step_flops(100, (10, 20), hidden_layers=8, squared_lengths=5000) == 100 * (60 + 80) + 6 * 8 * 5000
+    assert step_flops(100, (10, 20), attention_width=8, squared_lengths=5000) == 100 * (60 + 80) + 6 * 8 * 5000
 
 
 def test_matmul_parameters_are_the_linear_ones() -> None:
@@ -58,7 +59,41 @@ def test_matmul_parameters_are_the_linear_ones() -> None:
     assert matmul_parameters(model) == (12, 6)
 
 
-def test_no_mfu_for_an_unknown_device() -> None:
+@pytest.mark.parametrize(
+    ("model", "width"),
+    [("llama-3.1-8b", 32 * 32 * 128), ("qwen3-0.6b", 28 * 16 * 128), ("gemma-3-1b", 26 * 4 * 256),
+     ("gemma-3-4b", 34 * 8 * 256)],
+)  # fmt: skip
+def test_attention_is_as_wide_as_its_heads(model: str, width: int) -> None:
+    """Which is not the hidden size for Qwen3 0.6B and Gemma 3, whose 4B holds its language part in a larger config."""
+    values = json.loads((Path(__file__).parent / "architectures" / f"{model}.json").read_text())
+    assert attention_width(AutoConfig.for_model(**values["config"])) == width
+
+
+def test_attention_of_an_unknown_shape_counts_nothing() -> None:
+    assert attention_width(None) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40", 181e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_the_peak_is_that_of_the_whole_name(name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(torch.device("cuda", 0), torch.bfloat16) == peak
+
+
+def test_no_mfu_on_a_cpu() -> None:
     assert peak_flops(torch.device("cpu"), torch.bfloat16) is None
 
 

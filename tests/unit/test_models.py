@@ -124,6 +124,38 @@ def test_a_bf16_gradient_is_scaled_exactly() -> None:
     assert abs(ratio - 1) < 2e-4
 
 
+def adapted(casts: bool) -> tuple[int, list[torch.Tensor]]:
+    """Bytes kept for the backward pass of a micro-batch in bf16, and the adapters' gradients."""
+    loss = SupervisedLoss(
+        build_model(config(method="lora", lora_dropout=0.0, mixed_precision="bf16")), torch.bfloat16
+    ).train()
+    made = torch.Generator().manual_seed(1)
+    layers = [one for one in loss.model.modules() if hasattr(one, "lora_B")]
+    for layer in layers:
+        layer.cast_input_dtype_enabled = casts or layer.cast_input_dtype_enabled
+        weight = layer.lora_B["default"].weight
+        weight.data = torch.randn(weight.shape, generator=made)  # zeros would leave A without a gradient
+    assert layers
+    kept, held = dict[int, int](), {one.untyped_storage().data_ptr() for one in loss.parameters()}
+
+    def keep(one: torch.Tensor) -> torch.Tensor:
+        kept[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+        return one
+
+    place = torch.arange(24)[None]
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
+        found = loss(place, place, None, torch.arange(23), place[0, 1:])[0]
+    weights = [one for one in loss.parameters() if one.requires_grad]
+    return sum(size for one, size in kept.items() if one not in held), list(torch.autograd.grad(found, weights))
+
+
+def test_adapters_take_their_inputs_as_autocast_does() -> None:
+    """peft would make an fp32 copy of each first, which the products never see."""
+    (less, found), (more, expected) = adapted(casts=False), adapted(casts=True)
+    assert less < 0.95 * more
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
 class Products(TorchDispatchMode):
     """Counts matrix products."""
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from app.attempts import smaller_batch
 from trainers.config import build
 from trainers.options import Request, dump_yaml
 from trainers.run_folder import RunFolder, write_json
 from trainers.strategies import load_strategy, resolve
+from trainers.train import out_of_memory
 
 
 def ran_out(folder: Path, section: str = "forward", **options: int | bool) -> RunFolder:
@@ -53,3 +55,19 @@ def test_nothing_is_tried_where_nothing_helps(why: str, tmp_path: Path) -> None:
     before = run.config.read_text()
     assert smaller_batch(run) is None
     assert run.config.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("error", "ran_out"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (MemoryError(), True),
+        (torch.AcceleratorError("CUDA error: out of memory", 2), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("out of range"), False),
+    ],
+)
+def test_memory_that_ran_out_is_known_by_its_words_too(error: Exception, ran_out: bool) -> None:
+    assert out_of_memory(error) is ran_out

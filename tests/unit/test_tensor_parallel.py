@@ -182,6 +182,7 @@ def shape(**changes: Any) -> Any:
     ("size", "changes", "lines"),
     [
         (3, {}, []),
+        (2, {"base_model_tp_plan": {"layers.*.mlp.up_proj": "colwise", "embed_tokens": "embedding_rowwise"}}, []),
         (1, {"base_model_tp_plan": None}, []),
         (4, {}, ["tp_size=4: qwen3 has 6 key-value heads; use 1, 2, 3 or 6"]),
         (2, {"num_key_value_heads": 1}, ["tp_size=2: qwen3 has 1 key-value heads; use 1"]),
@@ -189,6 +190,8 @@ def shape(**changes: Any) -> Any:
         (5, {"num_key_value_heads": None, "intermediate_size": 10},
          ["tp_size=5: qwen3 has 12 attention heads; use 1 or 2",
           "tp_size=5: qwen3 has 12 key-value heads; use 1 or 2"]),
+        (2, {"base_model_tp_plan": {"embed_tokens": "embedding_rowwise"}}, ["tp_size=2: transformers has no "
+         "tensor-parallel plan for qwen3; use tp_size=1, with fsdp2 for instance, which cuts any model"]),
         (2, {"base_model_tp_plan": None}, ["tp_size=2: transformers has no tensor-parallel plan for qwen3; use "
          "tp_size=1, with fsdp2 for instance, which cuts any model"]),
         (2, {"base_model_tp_plan": {"experts": "grouped_gemm"}}, ["tp_size=2: the plan of qwen3 has grouped_gemm, "

@@ -149,6 +149,9 @@ class SupervisedLoss(nn.Module):
         text = self.base.config.get_text_config()  # of a model with a vision tower, its language part
         self.chunked = text.model_type in LINEAR_HEADS and isinstance(head, nn.Linear)
         self.rule = _head_rule(text)
+        adapted: list[Any] = [one for one in self.model.modules() if hasattr(one, "cast_input_dtype_enabled")]
+        for layer in adapted if compute != torch.float32 else ():
+            layer.cast_input_dtype_enabled = False  # peft would make an fp32 copy of each input, which autocast undoes
         # Tensor parallelism, where it is used, puts its own here (`trainers.parallel.tensor.cut`).
         self.tensor: Any = None
         self.cross_entropy: Callable[..., tuple[torch.Tensor, torch.Tensor]] = linear_cross_entropy

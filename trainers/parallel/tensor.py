@@ -20,7 +20,7 @@ from trainers.config import ConfigError
 from trainers.objectives.sft import SupervisedLoss
 from trainers.parallel.shards import Cut
 from trainers.parallel.tensor_loss import vocabulary_cross_entropy
-from trainers.parallel.tensor_rules import BY_HEADS, GATHERED, refusals
+from trainers.parallel.tensor_rules import BY_HEADS, GATHERED, layer_plan, refusals
 
 _COLUMN = {"colwise", "colwise_gather_output"}
 _ROW = {"rowwise", "rowwise_split_input"}
@@ -343,7 +343,7 @@ def cut(loss: SupervisedLoss, group: Any, rank: int, size: int, first: bool | No
             else "computes its logits in a way of its own, which tensor parallelism does not cut",
             "leave it out of lora_target_modules" if adapted else "use tp_size=1, with fsdp2 for instance",
         )
-    plan, blocks = text.base_model_tp_plan, dict[str, dict[str, str]]()
+    plan, blocks = layer_plan(text), dict[str, dict[str, str]]()
     decoder = loss.base.get_decoder()
     for name, _ in decoder.named_modules():
         if word := plan.get(re.sub(r"\.\d+\.", ".*.", name)):

@@ -12,6 +12,15 @@ GATHERED = {"colwise_gather_output", "rowwise_split_input"}
 _OTHER_WAY = "use tp_size=1, with fsdp2 for instance, which cuts any model"
 
 
+def layer_plan(config: Any) -> dict[str, str]:
+    """What transformers' plan says of each layer; empty without a plan.
+
+    The vocabulary is left out, as it is always cut by words; some versions name it where head and embedding are tied.
+    """
+    plan = getattr(config, "base_model_tp_plan", None) or {}
+    return {name: word for name, word in plan.items() if name != "embed_tokens"}
+
+
 def refusals(config: Any, tp_size: int) -> list[str]:
     """Why a model cannot be cut into `tp_size` parts, a line each; empty where it can.
 
@@ -22,7 +31,7 @@ def refusals(config: Any, tp_size: int) -> list[str]:
     if tp_size == 1:
         return []
     asked, kind = f"tp_size={tp_size}", config.model_type
-    plan = getattr(config, "base_model_tp_plan", None)
+    plan = layer_plan(config)
     if not plan:
         return [f"{asked}: transformers has no tensor-parallel plan for {kind}; {_OTHER_WAY}"]
     if strange := sorted(set(plan.values()) - BY_HEADS - GATHERED):
