@@ -66,7 +66,7 @@ def test_compiled_varlen_is_not_made_anew_for_each_length() -> None:
             use_documents(DocumentLayout.of(np.array([0, longest, 512]), 1).to(GPU))
             found = compiled(query, key, value)
             expected = attention.varlen(torch.nn.Module(), query, key, value, None)[0]
-            assert torch.equal(found, expected)
+            torch.testing.assert_close(found, expected)
     finally:
         use_documents(None)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
