@@ -238,3 +238,24 @@ def test_a_gpu_of_today_gets_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose(asked(mixed_precision="bf16"), odd, gpu, torch.bfloat16) == "sdpa"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert choose(asked(mixed_precision="fp16"), SHAPE, gpu, torch.float16) == "sdpa"
+
+
+def graphs_of_varlen() -> int:
+    """How often it is compiled for five micro-batches of one shape, each with another longest document."""
+    tensors = [torch.empty(1, heads, 512, 64, device="meta", dtype=torch.bfloat16) for heads in (4, 2, 2)]
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(lambda *three: attention.varlen(nn.Module(), *three, None)[0], backend="aot_eager")
+    try:
+        for longest in (260, 270, 300, 350, 400):
+            attention.use_documents(layout([[longest, 512 - longest]]).to(torch.device("meta")))
+            compiled(*tensors)
+    finally:
+        attention.use_documents(None)
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def test_compiled_varlen_is_made_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert graphs_of_varlen() == 1
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
+    assert graphs_of_varlen() == 5, "control: the longest document is a constant of the graph"
