@@ -97,7 +97,8 @@ def _inside(path: Path, roots: Sequence[Path]) -> bool:
     """Whether the path, links followed, lies in one of the folders."""
     try:
         real = path.resolve()
-        return any(real.is_relative_to(root.resolve()) for root in roots)
+        circle = real.is_symlink()  # Python 3.13 leaves it as it is; those before it raise
+        return not circle and any(real.is_relative_to(root.resolve()) for root in roots)
     except (OSError, ValueError, RuntimeError):  # such as a name of 300 letters, or links in a circle
         return False
 

@@ -28,6 +28,7 @@ PAYLOAD = {
     "broadcast_": ("broadcast", 0),
     "reduce_": ("reduce", 0),
     "gather_": ("gather", 1),
+    "gather_into_tensor_": ("gather", 1),  # since torch 2.15
     "scatter_": ("scatter", 1),
     "send": ("send", 0),
 }
