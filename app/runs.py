@@ -175,7 +175,7 @@ def _gone(run: RunFolder) -> str:
             return f"{GONE}, and nothing can be written to {run.path}"
         if (free := shutil.disk_usage(run.path).free) < LITTLE:
             return f"{GONE}, and the disk of {run.path} has {free:,} bytes free"
-    return GONE
+    return run.noted_failure() or GONE  # a rank may have noted why, and waited in vain for rank 0 to say so
 
 
 def _lives(state: dict[str, Any]) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 import torch
 from accelerate import Accelerator, DDPCommunicationHookType, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import DistributedType, ParallelismConfig, set_seed
+from torch.distributed import distributed_c10d
 from tqdm import tqdm
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.utils import logging
@@ -50,7 +51,18 @@ _HOOKS = {
     "bf16": DDPCommunicationHookType.BF16,
     "power_sgd": DDPCommunicationHookType.POWER_SGD,
 }
-_TIMEOUT = timedelta(minutes=30)
+_HALF_AN_HOUR = 1800
+
+
+def _collectives_wait(config: TrainConfig) -> timedelta:
+    """How long a collective waits for the other ranks, in every group, whoever makes it.
+
+    Longer than a hang may last, as the heartbeat names the rank that hangs and NCCL ends those that wait for it. For
+    groups of device meshes and DeepSpeed it takes a default of its own, ten minutes.
+    """
+    timeout = timedelta(seconds=max(_HALF_AN_HOUR, config.hang_timeout) + 300)
+    distributed_c10d.default_pg_nccl_timeout = timeout
+    return timeout
 
 
 def accelerator(config: TrainConfig, strategy: Strategy, run: RunFolder) -> tuple[Accelerator, Ranks, Mesh]:
@@ -76,12 +88,13 @@ def accelerator(config: TrainConfig, strategy: Strategy, run: RunFolder) -> tupl
         # torch would compress nothing for the first 1,000 steps.
         comm_state_option={"start_powerSGD_iter": 10} if config.ddp_comm_hook == "power_sgd" else {},
     )
+    timeout = _collectives_wait(config)
     made = Accelerator(
         # bf16 is applied by the loss module, alike for all; fp16 needs Accelerate's gradient scaler too.
         mixed_precision="fp16" if config.mixed_precision == "fp16" else "no",
         log_with=config.report_to or None,
         project_dir=str(run.path),
-        kwargs_handlers=[ddp, InitProcessGroupKwargs(timeout=_TIMEOUT)],
+        kwargs_handlers=[ddp, InitProcessGroupKwargs(timeout=timeout)],
     )
     unset_hf_deepspeed_config()  # transformers would cut the weights while it loads them, under ZeRO 3
     set_seed(config.seed)

@@ -115,7 +115,9 @@ def take_gpus(config: TrainConfig, run: RunFolder) -> Held | None:
 
 def in_one_line(error: BaseException) -> str:
     """What went wrong; a rank that only lost the others says so, and not in its network library's words."""
-    line = str(error).strip().partition("\n")[0]
+    line, _, rest = str(error).strip().partition("\n")
+    if "Last error:" in rest:  # NCCL's own words
+        line += f" ({rest.partition('Last error:')[2].strip()})".replace("\n", " ")
     if any(mark in line for mark in ("Connection closed by peer", "Connection reset by peer", "Read error [")):
         return f"another rank died, was killed or hung; the last lines of log.txt tell which ({line[:80]})"
     return f"{type(error).__name__}: {line}"
@@ -125,7 +127,7 @@ def out_of_memory(error: BaseException) -> bool:
     """Whether a smaller batch might have fitted."""
     named = {kind.__name__ for kind in type(error).__mro__}
     # Outside PyTorch's own allocator, the driver and CUDA's libraries say it in words of theirs.
-    said = ("can't allocate memory", "CUDA error: out of memory", "_ALLOC_FAILED")
+    said = ("can't allocate memory", "CUDA error: out of memory", "_ALLOC_FAILED", "Cuda failure 2 'out of memory'")
     return bool(named & {"OutOfMemoryError", "MemoryError"}) or any(words in str(error) for words in said)
 
 

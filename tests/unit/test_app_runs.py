@@ -131,6 +131,13 @@ def test_another_process_with_the_same_pid_does_not_count(make: Maker, living: s
     assert true_state(make("a", "running", processes=[old]))["cause"] == runs.GONE
 
 
+def test_what_a_rank_noted_is_the_cause_where_rank_0_had_no_time_to_say_it(make: Maker) -> None:
+    """Under NCCL it waits for that rank until its launcher kills it."""
+    run = make("a", "running", processes=[])
+    write_json(run.heartbeats / "rank-1.json", {"rank": 1, "section": "failed", "cause": "no space left"})
+    assert true_state(run)["cause"] == "rank 1: no space left"
+
+
 def test_a_full_disk_is_named_where_a_run_ended_without_a_word(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     """It could not write why."""
     run = make("a", "running", processes=[])

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import DistBackendError
 
 from app.attempts import smaller_batch
 from trainers.config import build
 from trainers.options import Request, dump_yaml
 from trainers.run_folder import RunFolder, write_json
 from trainers.strategies import load_strategy, resolve
-from trainers.train import out_of_memory
+from trainers.train import in_one_line, out_of_memory
 
 
 def ran_out(folder: Path, section: str = "forward", **options: int | bool) -> RunFolder:
@@ -64,6 +65,7 @@ def test_nothing_is_tried_where_nothing_helps(why: str, tmp_path: Path) -> None:
         (MemoryError(), True),
         (torch.AcceleratorError("CUDA error: out of memory", 2), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (DistBackendError("NCCL error in: x\nLast error:\nCuda failure 2 'out of memory'"), True),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes"), True),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
         (ValueError("out of range"), False),
@@ -71,3 +73,14 @@ def test_nothing_is_tried_where_nothing_helps(why: str, tmp_path: Path) -> None:
 )
 def test_memory_that_ran_out_is_known_by_its_words_too(error: Exception, ran_out: bool) -> None:
     assert out_of_memory(error) is ran_out
+
+
+def test_what_nccl_says_last_is_told() -> None:
+    error = DistBackendError(
+        "NCCL error in: x.cpp:3, unhandled cuda error\nncclUnhandledCudaError: a call failed.\n"
+        "Last error:\nDuplicate GPU detected : rank 1 and rank 0"
+    )
+    assert in_one_line(error) == (
+        "DistBackendError: NCCL error in: x.cpp:3, unhandled cuda error (Duplicate GPU detected : rank 1 and rank 0)"
+    )
+    assert in_one_line(ValueError("a\nb")) == "ValueError: a"

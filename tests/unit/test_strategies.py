@@ -307,6 +307,9 @@ def test_too_few_micro_batches_fp16_and_compiled_blocks_are_refused_for_a_pipeli
     assert refusal(pipeline, build(values), has_gpu=False) is None
     compiled = build(values | {"torch_compile": True})
     assert "torch_compile=true is not proved with pp 2" in str(refusal(pipeline, compiled, has_gpu=False))
+    assert "torch_compile=true is not proved with tp 2" in str(
+        refusal(resolve(load_strategy("tp"), 2, "no"), compiled, has_gpu=False)
+    )
     assert refusal(load_strategy("ddp"), compiled, has_gpu=False) is None
     quantised = build(values | {"method": "qlora"})
     for name, processes in (("pp", 2), ("tp", 2), ("3d", 8)):
