@@ -64,16 +64,18 @@ def _mask(length: int, window: int | None, device: torch.device) -> torch.Tensor
     ids = None if _current.layout is None else _current.layout.ids
     if ids is None and (window is None or window >= length):
         return None
-    if window not in _current.masks:
-        place = torch.arange(length, device=device)
-        allowed = place[:, None] >= place[None, :]
-        if window is not None:
-            allowed = allowed & (place[:, None] - place[None, :] < window)
-        allowed = allowed[None]
-        if ids is not None:
-            allowed = allowed & (ids[:, :, None] == ids[:, None, :])
+    if window in _current.masks:
+        return _current.masks[window]
+    place = torch.arange(length, device=device)
+    allowed = place[:, None] >= place[None, :]
+    if window is not None:
+        allowed = allowed & (place[:, None] - place[None, :] < window)
+    allowed = allowed[None]
+    if ids is not None:
+        allowed = allowed & (ids[:, :, None] == ids[:, None, :])
+    if not torch.compiler.is_compiling():  # a compiled block that is checkpointed may not change what lies outside
         _current.masks[window] = allowed[:, None]
-    return _current.masks[window]
+    return allowed[:, None]
 
 
 def _refuse_unknown(attention_mask: Any, arguments: dict[str, Any], softcap: bool = False) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trainers.attention import KERNELS
 from trainers.clashes import ignored_choices
 from trainers.config import ConfigError, TrainConfig, build
+from trainers.data.layout import DocumentLayout
 from trainers.embedded import BASE_DIR
 from trainers.models import _drop_dropout, add_adapters, build_model, load_base, probe_attention
 from trainers.objectives.sft import SupervisedLoss, linear_cross_entropy
@@ -176,6 +178,30 @@ def gradients_and_products(**changes: Any) -> tuple[dict[str, torch.Tensor], int
     return {name: weight.grad for name, weight in loss.model.named_parameters() if weight.grad is not None}, (
         products.count
     )
+
+
+def compiled_gradients(**changes: Any) -> torch.Tensor:
+    """Of a packed row through blocks that are compiled, in one graph for all of them."""
+    settings = config(method="full", attn_implementation="sdpa", **changes)
+    loss = SupervisedLoss(build_model(settings)).train()
+    loss.base.set_attn_implementation(KERNELS["sdpa"])
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for block in loss.base.get_decoder().layers if settings.torch_compile else ():
+        block.compile(backend="aot_eager")
+    words, places = torch.arange(64)[None] + 5, torch.cat([torch.arange(30), torch.arange(34)])[None]
+    layout = DocumentLayout.of(np.array([0, 30, 64]), 1)
+    loss(words, places, layout, torch.arange(60), words[0, 1:61])[0].backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == settings.torch_compile
+    assert not torch._dynamo.utils.counters["graph_break"]
+    return torch.cat([one.grad.flatten() for one in loss.parameters() if one.grad is not None])
+
+
+def test_packed_blocks_that_are_checkpointed_compile_whole() -> None:
+    plain = compiled_gradients()
+    for changes in ({}, {"gradient_checkpointing": True},
+                    {"gradient_checkpointing": True, "selective_checkpointing": True}):  # fmt: skip
+        torch.testing.assert_close(compiled_gradients(torch_compile=True, **changes), plain)
 
 
 def test_selective_checkpointing_alone_is_told_to_be_idle() -> None:
