@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from torch.distributed import distributed_c10d
 
+from tests.launching import ROOT, environment
 from trainers import build
 from trainers.config import build as build_config
+
+STARTED = """
+import sys
+from pathlib import Path
+import torch
+from tests.launching import ROOT, environment
+from trainers import build
+from trainers.options import Request
+from trainers.run_folder import RunFolder
+from trainers.strategies import load_strategy
+before = torch.backends.cuda.cudnn_sdp_enabled()
+run = RunFolder(Path(sys.argv[1]))
+run.create()
+build.accelerator(Request(preset="tiny-lora").resolve(), load_strategy("single"), run)
+print(before, torch.backends.cuda.cudnn_sdp_enabled())
+"""
 
 
 @pytest.mark.parametrize(("hang_timeout", "minutes"), [(0, 35), (600, 35), (7200, 125)])
@@ -20,3 +40,10 @@ def test_a_hang_is_told_before_a_collective_gives_up(
     config = build_config({"model_name_or_path": "embedded", "dataset_name": "embedded", "hang_timeout": hang_timeout})
     assert build._collectives_wait(config) == timedelta(minutes=minutes)
     assert distributed_c10d._get_default_timeout("nccl") == timedelta(minutes=minutes)
+
+
+def test_a_run_keeps_cudnn_out_of_attention(tmp_path: Path) -> None:
+    """Control: torch begins with it."""
+    command = [sys.executable, "-c", STARTED, str(tmp_path / "run")]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=True, cwd=ROOT)
+    assert done.stdout.split()[-2:] == ["True", "False"]
