@@ -1,5 +1,6 @@
 # make demo: set up and fine-tune the embedded model.  make test: set up and pass the tests.
-# TORCH=cuda|cpu chooses the build of torch; the default follows the machine (see README, "Choosing torch").
+# make check: all of them, and those that compare numbers again with the kernels of other machines.
+# TORCH=cuda|cpu chooses the build of torch; the default follows the machine (see docs/getting-started.md).
 
 PYTHON ?= python3
 VENV := .venv
@@ -8,7 +9,16 @@ TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-browser parity faults bench lint clean
+# Tests that compare numbers, and the kernels of other machines, which add up in other orders.
+NUMERIC := tests/unit/test_attention.py tests/unit/test_models.py tests/unit/test_optimizers.py \
+  tests/unit/test_pipeline.py tests/unit/test_qlora.py tests/unit/test_rotary.py tests/unit/test_rounding.py \
+  tests/unit/test_sequence_parallel.py tests/unit/test_sft_loss.py tests/unit/test_tensor_parallel.py \
+  tests/parity/test_parity.py
+SSE := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41
+AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
+AVX512 := ATEN_CPU_CAPABILITY=avx512 MKL_ENABLE_INSTRUCTIONS=AVX512
+
+.PHONY: setup demo check test test-browser test-kernels parity faults docs bench lint clean
 
 setup: $(STAMP)
 
@@ -44,11 +54,23 @@ test-browser: setup
 	  || $(BIN)/playwright install chromium
 	$(BIN)/python -m pytest tests/browser
 
+# What the processor has of them; 1, 2 and 4 threads.
+test-kernels: setup
+	env $(SSE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(NUMERIC)
+	! grep -qw avx2 /proc/cpuinfo || env $(AVX2) OMP_NUM_THREADS=2 $(BIN)/python -m pytest $(NUMERIC)
+	! grep -qw avx512f /proc/cpuinfo || env $(AVX512) OMP_NUM_THREADS=4 $(BIN)/python -m pytest $(NUMERIC)
+
+check: test test-browser test-kernels
+
 faults: setup
 	$(BIN)/python -m pytest tests/faults -m ""
 
 parity: setup
 	$(BIN)/python -m pytest tests/parity -m ""
+
+# The site, from README.md and docs/; a link that leads nowhere is an error.
+docs: setup
+	$(BIN)/sphinx-build --fail-on-warning --quiet docs build/docs
 
 bench: setup
 	$(BIN)/tunesmith bench tiny-full

@@ -6,13 +6,13 @@ The command line and the pages call the same functions; each checks its run and 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shlex
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO, get_args
 
 from app import detach
 from app.console import shortened
@@ -21,15 +21,26 @@ from app.request import Job, Words, clone_job, resume_job, writable_parent
 from app.runs import last_checkpoint, true_state
 from app.training import run_program
 from trainers import device_locks
-from trainers.config import ConfigError
+from trainers.config import ConfigError, TrainConfig
 from trainers.options import Request
 from trainers.run_folder import END_STATES, RunFolder, register, unregister, write_atomic
 
-OWN = ("config.yaml", "accelerate.yaml", "command.txt", "state.json", "heartbeat", "metrics.jsonl", "log.txt",
-       "checkpoints", "model", "export-full", "export-merged", "export-adapter", "stop", "save",
-       "passed_over.json", ".lock")  # fmt: skip
-"""What Tunesmith itself puts into a run folder; nothing else in it is ever deleted."""
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+class Exported(NamedTuple):
+    """An export: its folder, the dtype of its weights, and what came of loading it back.
+
+    Attributes:
+        loss_difference: of the export's loss and the trainer's; None where they were not compared.
+        check: the line that says so.
+    """
+
+    folder: Path
+    kind: str
+    dtype: str
+    loss_difference: float | None
+    check: str
 
 
 class ExportFailed(RuntimeError):
@@ -44,7 +55,7 @@ def allowed(run: RunFolder) -> list[str]:
     if state not in END_STATES:
         return ["stop", *([] if state == "stopping" else ["save"]), "stop_without_saving", "clone"]
     exports = ["export"] if last_checkpoint(run) else []
-    return [*(["resume"] if state != "done" else []), *exports, "clone", "rename", "delete"]
+    return [*(["resume", "resume_changed"] if state != "done" else []), *exports, "clone", "rename", "delete"]
 
 
 def stop(run: RunFolder, save: bool = True) -> None:
@@ -148,7 +159,7 @@ def size(run: RunFolder) -> int:
 
 
 def delete(run: RunFolder) -> int:
-    """Deletes an ended run with its checkpoints and exports; files that are not Tunesmith's are left.
+    """Deletes what an ended run wrote, its checkpoints and exports too; all other files are left.
 
     Returns:
         Bytes freed.
@@ -158,22 +169,11 @@ def delete(run: RunFolder) -> int:
     """
     with _ended(run, "delete"):
         before = size(run)
-        # The state file goes first: from then on no list shows a run of which a part is gone.
-        ours = [run.path / name for name in ("state.json", *OWN)]
-        # What writers leave behind that are killed halfway.
-        endings = ("[0-9]*.????????", "tmp", "old")
-        ours += [half for name in OWN for ending in endings for half in run.path.glob(f".{name}.{ending}")]
         try:
-            for path in ours:
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink(missing_ok=True)
+            run.record.remove_all()
         except OSError as error:
             raise ConfigError(f"{error.filename} cannot be deleted: {error.strerror}; check its rights") from None
         unregister(run)
-        with contextlib.suppress(OSError):
-            run.path.rmdir()
         return before - (size(run) if run.path.exists() else 0)
 
 
@@ -191,7 +191,13 @@ def queue_place(run: RunFolder) -> int | None:
     return device_locks.place_of(run.path)
 
 
-def export(run: RunFolder, checkpoint: str | None = None, merged: bool = False, output: Path | None = None) -> Path:
+def export(
+    run: RunFolder,
+    checkpoint: str | None = None,
+    merged: bool = False,
+    output: Path | None = None,
+    dtype: str | None = None,
+) -> Exported:
     """Exports a checkpoint as a folder that transformers or peft load; waits for it.
 
     Args:
@@ -199,11 +205,15 @@ def export(run: RunFolder, checkpoint: str | None = None, merged: bool = False, 
         checkpoint: name such as `step-00000120`; default: the newest.
         merged: merge the adapters into the base.
         output: a new folder; default: `export-KIND` in the run folder.
+        dtype: of the weights, such as `bfloat16`; default: the run's `export_dtype`.
 
     Raises:
         ConfigError: for a wrong request.
-        ExportFailed: when the export program broke.
+        ExportFailed: when the export program broke, or the export is not the model that was trained.
     """
+    known = get_args(TrainConfig.model_fields["export_dtype"].annotation)
+    if dtype is not None and dtype not in known:
+        raise ConfigError(f"--dtype {dtype} is not one of its values; use {', '.join(known)}")
     method = Request(config=str(run.config)).resolve().method
     if merged and method == "full":
         raise ConfigError(f"--merged: run {run.id} has method=full, there is no adapter to merge; leave --merged out")
@@ -212,14 +222,16 @@ def export(run: RunFolder, checkpoint: str | None = None, merged: bool = False, 
     if output:
         _refuse_target(target)
     words = ["--run", str(run.path), "--output", str(target), "--kind", kind]
-    argv = module_argv("trainers.export", [*words, *(["--checkpoint", checkpoint] if checkpoint else [])])
-    status, _, errors = run_program(argv, module_environment(), cwd=ROOT)
+    words += ["--checkpoint", checkpoint] if checkpoint else []
+    argv = module_argv("trainers.export", [*words, *(["--dtype", dtype] if dtype else [])])
+    status, printed, errors = run_program(argv, module_environment(), cwd=ROOT)
     lines = [line for line in errors.splitlines() if line.strip()]
     if status == 2:
         raise ConfigError(lines)
     if status != 0:
         raise ExportFailed(lines[-1] if lines else f"exit status {status}")
-    return target
+    facts = json.loads(printed.splitlines()[-1])
+    return Exported(target, kind, facts["dtype"], facts["loss_difference"], facts["check"])
 
 
 def _refuse_target(target: Path) -> None:

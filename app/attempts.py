@@ -48,17 +48,20 @@ def run_to_end(
     Returns:
         The final state. No process of the run lives any more, and its GPUs are free.
     """
+    run.keep()
     with RunSignals() as signals:
         attempts = _Attempts(run, devices, env, _noting(run, on_event), signals)
-        held = Held({}) if share_gpus else attempts.wait()
-        if held is None:
-            ending = dict(CANCELLED)
-        else:
-            with held:
-                ending = attempts.go(held, resume_from, max_restarts)
-    run.remove_unfinished()
-    ending = {key: value for key, value in ending.items() if value is not None or key == "cause"}
-    state = run.write_state(**{**ending, "ending": None})
+        try:
+            ending = attempts.to_end(share_gpus, resume_from, max_restarts)
+            if not run.lost():
+                run.remove_unfinished()
+            ending = {key: value for key, value in ending.items() if value is not None or key == "cause"}
+            state = run.write_state(**{**ending, "ending": None})
+        except FileNotFoundError:
+            if (how := run.lost()) is None:
+                raise
+            cause = f"the run folder {run.path} was {how} while it {attempts.doing}"
+            state = {"id": run.id, "state": "failed", "cause": cause}
     on_event("tick", "")
     return state
 
@@ -67,7 +70,7 @@ def _noting(run: RunFolder, on_event: Listener) -> Listener:
     """Puts the notes into the run's log too."""
 
     def listen(kind: str, text: str) -> None:
-        if kind == "note":
+        if kind == "note" and not run.lost():
             with contextlib.suppress(OSError), open(run.log, "a", encoding="utf-8") as log:
                 log.write(log_line("supervisor", text))
         on_event(kind, text)
@@ -161,11 +164,21 @@ class _Attempts:
         self, run: RunFolder, devices: Devices, env: Mapping[str, str], on_event: Listener, signals: RunSignals
     ):
         self.run, self.devices, self.env, self.on_event, self.signals = run, devices, env, on_event, signals
+        self.doing = "waited for its turn"
+
+    def to_end(self, share_gpus: bool, resume_from: str | None, max_restarts: int) -> dict[str, Any]:
+        """Waits for the slots, and launches; FileNotFoundError when the run folder is lost meanwhile."""
+        held = Held({}) if share_gpus else self.wait()
+        if held is None:
+            return dict(CANCELLED)
+        with held:
+            return self.go(held, resume_from, max_restarts)
 
     def wait(self) -> Held | None:
         """The run's slots once its turn has come; None when a stop is asked for first."""
 
         def look() -> bool:
+            self.run.refuse_lost()
             self.signals.pass_on(self.run, self.on_event)
             return self.run.stop_asked() is None
 
@@ -185,6 +198,7 @@ class _Attempts:
             begun_at = saved_step(self.run)
             source = resume_from if number == 0 else self._source(resume_from)
             ending = self._launch_what_fits(held, source, PATIENCE if number else FIRST_PATIENCE)
+            self.run.refuse_lost()
             if ending["state"] != "failed" or ending.get("permanent"):
                 return ending
             if self.run.stop_asked() is not None:
@@ -210,6 +224,7 @@ class _Attempts:
         resume_from, passed_over = source, self.run.read_passed_over()
         while True:
             ending = self._launch(held, source, patience)
+            self.run.refuse_lost()
             if ending["state"] != "failed" or self.run.stop_asked() is not None:
                 return ending
             before, passed_over = passed_over, self.run.read_passed_over()
@@ -222,6 +237,7 @@ class _Attempts:
 
     def _launch(self, held: Held, source: str | None, patience: float) -> dict[str, Any]:
         """One launch, to its end; the other machines have `patience` seconds to join it."""
+        self.doing = "trained"
         machines = self.devices.machines
         if machines is None:
             members, argv = None, launch_argv(self.run, self.devices.num_processes, source)

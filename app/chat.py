@@ -142,7 +142,8 @@ def _text(value: Any, name: str) -> str:
 def weights_of(run: RunFolder) -> list[str]:
     """What of a run can be chatted with: its export, its checkpoints, newest first, and other exports."""
     checkpoints = [path.name for path in _folders(run.checkpoints) if _CHECKPOINT.fullmatch(path.name)]
-    exports = [path.name for path in _folders(run.path) if path.name == "model" or path.name.startswith("export-")]
+    names = [path.name for path in _folders(run.path) if path.name == "model" or path.name.startswith("export-")]
+    exports = [name for name in names if not name.endswith("-failed")]
     made = [
         name
         for name in exports

@@ -26,10 +26,29 @@ RunsDir = Annotated[Path, typer.Option("--runs_dir", metavar="<dir>", help="Fold
 RUNS = Path("runs")
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"tunesmith {version('tunesmith')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _shared(
+    version: Annotated[
+        bool, typer.Option("--version", metavar="", is_eager=True, callback=_show_version, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
 @app.command()
 def demo(
     method: Annotated[str, typer.Option(metavar="<lora|full>", help="What to train.")] = "lora",
-    gpus: Annotated[str | None, typer.Option(metavar="<ids>", help="GPU ids such as 0,2; default: all.")] = None,
+    gpus: Annotated[
+        str | None, typer.Option(metavar="<ids>", help="GPU ids such as 0,2; default: those that divide the batch.")
+    ] = None,
     num_processes: Annotated[
         str | None, typer.Option("--num_processes", metavar="<int>", help="Processes; needed only without GPUs.")
     ] = None,
@@ -190,13 +209,17 @@ def export(
     output: Annotated[
         Path | None, typer.Option(metavar="<dir>", help="Folder to write; default: export-KIND in the run folder.")
     ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar="<dtype>", help="float32, bfloat16 or float16; default: the run's export_dtype."),
+    ] = None,
     runs_dir: RunsDir = RUNS,
     json: Json = False,
 ) -> int:
     """Export a checkpoint as a folder that transformers or peft load."""
     from app.verbs import export_verb
 
-    return export_verb(run, checkpoint, merged, output, runs_dir, json)
+    return export_verb(run, checkpoint, merged, output, dtype, runs_dir, json)
 
 
 @app.command()

@@ -9,9 +9,8 @@ from typing import Any
 
 from app.console import clean, counted, report, report_json, say, show_table
 from app.data_view import DataView, close_data, open_data
-from app.request import Words, sort_words
+from app.request import Mistakes, Words, named_preset, sort_words
 from app.worker import WorkerDied
-from trainers.config import ConfigError
 from trainers.options import parse_request
 
 DEFAULT_ROWS = 3
@@ -58,16 +57,17 @@ def _asked(words: Words) -> tuple[DataView, int]:
         rows = int(text)
     else:
         mistakes.append(f"rows={text[:40]!r} cannot be shown; give a number from 0 to {MOST_ROWS}")
-    mistakes += [f"{word!r} stands alone; options are written --name value" for word in words.names[1:]]
-    if words.names and request.preset and words.names[0] != request.preset:
-        mistakes.append(f"two presets, {words.names[0]!r} and {request.preset!r}; name one")
-    request.preset = words.names[0] if words.names else request.preset
-    try:
+    collected = Mistakes()
+    collected.lines += mistakes
+    request.preset = named_preset(words.names, request.preset, collected)
+    view = None
+    with collected:
         view = open_data(request.resolve())
-    except ConfigError as error:
-        raise ConfigError([*mistakes, *error.mistakes]) from None
-    if mistakes:
-        raise ConfigError(mistakes)
+    collected.refuse()
+    if view is None:
+        raise AssertionError("no mistake, and yet no data")
+    for line in request.notes:
+        say(clean(line))
     return view, rows
 
 
@@ -114,6 +114,8 @@ def _print(statistics: dict[str, Any], shown: Sequence[dict[str, Any]]) -> None:
     for entry in statistics["histogram"]:
         bar = "#" * -(-_BAR * entry["count"] // most)
         report(f"{entry['from']:>9,} to {entry['to']:<9,} {bar} {entry['count']:,}")
+    for note in statistics["notes"]:
+        report(f"\n{clean(note)}")
     if statistics["bad_listed"]:
         report("")
         show_table(["bad row", "kind", "what"], statistics["bad_listed"])
@@ -159,6 +161,7 @@ def summary_lines(statistics: dict[str, Any]) -> list[tuple[str, str]]:
         ("truncated", f"{statistics['truncated']:,} rows, {statistics['truncated_share']:.1%}"),
         ("split", f"{statistics['split_rows']:,} rows"),
         ("dropped", f"{statistics['dropped']:,} rows, {statistics['dropped_share']:.1%}"),
+        *([("left out", f"{statistics['left_out']:,} rows, by max_train_samples")] if statistics["left_out"] else []),
         ("tokens lost", f"{statistics['cut_tokens']:,}"),
         ("bad", f"{statistics['bad']:,} rows{_kinds(statistics['bad_rows'])}"),
         ("trained on", f"{statistics['training_rows']:,} {packed}"),

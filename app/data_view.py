@@ -223,7 +223,9 @@ class StatisticsJob:
 
 _jobs: OrderedDict[str, StatisticsJob] = OrderedDict()
 _jobs_lock = threading.Lock()
-_rows: dict[str, int] = {}  # by what decides them; a few bytes for each data set that was counted
+# By what decides them; a few bytes for each data set that was counted.
+_rows: dict[str, int] = {}
+_notes: dict[str, list[str]] = {}
 
 
 def statistics_key(config: TrainConfig) -> str:
@@ -279,6 +281,12 @@ def known_rows(config: TrainConfig) -> int | None:
     return _rows.get(key) if key else None
 
 
+def known_notes(config: TrainConfig) -> list[str]:
+    """What is to be known of the data, such as the fields that are not used; nothing where `known_rows` is None."""
+    key = _data_key(absolute_paths(config).model_dump())
+    return _notes.get(key, []) if key else []
+
+
 def _data_key(values: Mapping[str, Any]) -> str | None:
     """What decides how many rows there are: the options of data and tokenizer, the files' state, a split's seed."""
     if os.path.isdir(values["dataset_name"]) or any(mark in values["dataset_name"] for mark in "*?["):
@@ -310,6 +318,7 @@ def _count(job: StatisticsJob, values: dict[str, Any]) -> None:
         if job.state == "running" and job.statistics:
             if key:
                 _rows[key] = int(job.statistics["training_rows"])
+                _notes[key] = list(job.statistics["notes"])
             job.state = "done"
     except (ConfigError, WorkerDied, OSError) as error:
         job.mistakes = error.mistakes if isinstance(error, ConfigError) else str(error).splitlines()

@@ -10,6 +10,7 @@ from app.console import clean, number, report, report_json, say, show_table
 from app.launcher import ROOT, module_argv, module_environment
 from app.request import Job, Words, train_job
 from app.training import EXIT_CODES, print_summary, run_program, speed, train
+from app.verbs import refuse_unwanted
 from trainers.config import ConfigError
 from trainers.embedded import BASE_DIR
 from trainers.run_folder import RunFolder
@@ -32,6 +33,7 @@ def run_demo(method: str, gpus: str | None, num_processes: str | None, runs_dir:
     given = {"gpus": gpus, "num_processes": num_processes}
     values = {name: value for name, value in given.items() if value is not None}
     job = train_job(Words([f"tiny-{method}"], values, set(), ["--runs_dir", str(runs_dir)]))
+    refuse_unwanted(job, False, as_json)
     state = train(job, quiet=False)
     if state["state"] != "done":
         print_summary(job.run, state)
@@ -100,7 +102,7 @@ def _next_commands(job: Job) -> list[str]:
     other = wanted if wanted in others and (processes > 1 or not job.devices.gpu_ids) else None
     count = " --num_processes 2" if other == "ddp" else ""
     return [
-        f"tunesmith train {preset} --dataset_name my.jsonl --eval_dataset_name none --eval_share 0.1",
+        f"tunesmith train {preset} --dataset_name my.jsonl --eval_share 0.1",
         f"tunesmith train {preset} --strategy {other}{count}" if other else f"tunesmith train {preset} --seed 1",
         "tunesmith runs list",
     ]

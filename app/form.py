@@ -11,19 +11,22 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from app.console import shortened
-from app.data_view import known_rows
+from app.data_view import known_notes, known_rows
+from app.device_fit import fit_devices
+from app.form_choices import GpuChoice
 from app.form_fields import as_texts, fields, names, text_of
+from app.form_start import NAMING, base_config, starting_values
+from app.hardware import Devices
 from app.launcher import by_hand_line
 from app.request import Job, Mistakes, job_of
 from app.roots import INPUTS, OUTPUTS, path_mistakes, strategy_mistake
 from app.runs import gpu_ids, run_of_id, world_size
-from trainers.config import EMBEDDED, ConfigError, TrainConfig, build
-from trainers.options import Request, dump_yaml, parse_yaml, preset_path, read_yaml
+from trainers.config import ConfigError, TrainConfig
+from trainers.options import Request, dump_yaml, parse_yaml
 from trainers.run_folder import RunFolder
 from trainers.strategies import STRATEGIES_DIR, Strategy, from_launcher, load_strategy, resolve, strategy_names
 
@@ -72,6 +75,7 @@ class Preview:
         yaml: the resolved config.
         command: the line that starts such a run from a terminal.
         job: what `app.training` starts.
+        notes: lines that say what was chosen for the user.
     """
 
     errors: dict[str, list[str]] = field(default_factory=dict)
@@ -80,6 +84,7 @@ class Preview:
     yaml: str = ""
     command: str = ""
     job: Job | None = None
+    notes: list[str] = field(default_factory=list)
 
     @property
     def mistakes(self) -> list[str]:
@@ -91,7 +96,7 @@ class Preview:
         numbers = asdict(self.numbers) if self.numbers else None
         return {
             "errors": self.errors, "warnings": self.warnings, "numbers": numbers, "yaml": self.yaml,
-            "command": self.command,
+            "command": self.command, "notes": self.notes,
         }  # fmt: skip
 
 
@@ -114,38 +119,38 @@ class Choices:
     num_processes: int | None = None
 
 
-def starting_values(preset: str | None) -> dict[str, str]:
-    """Text of every option that a preset, or the default, gives; empty for what must be given.
+@dataclass(frozen=True)
+class DefaultGpus:
+    """The GPUs that a form ticks by itself.
+
+    Args:
+        ids: theirs; empty when none is free.
+        note: why free ones are left out; empty when none is.
+    """
+
+    ids: tuple[int, ...]
+    note: str = ""
+
+
+def default_gpus(preset: str | None, gpus: Sequence[GpuChoice]) -> DefaultGpus:
+    """The free GPUs over which a preset's global batch divides.
+
+    Args:
+        preset: its name; None or empty without one.
+        gpus: those of the machine.
 
     Raises:
         ConfigError: for an unknown preset.
     """
-    base = _base(preset)
-    required = () if preset else tuple(one.name for one in fields() if one.default is None)
-    return {one.name: "" if one.name in required else text_of(getattr(base, one.name)) for one in fields()}
-
-
-def differences(shown: Mapping[str, Any], preset: str | None) -> dict[str, str]:
-    """What a filled form says that its preset, or the default, does not.
-
-    Args:
-        shown: text or boolean by option; blanks around a text do not count.
-        preset: its name.
-
-    Raises:
-        ConfigError: for an unknown preset, or a value that is no text.
-    """
-    start, texts = starting_values(preset), as_texts(dict(shown))
-    blank = {one.name: "none" if one.optional else "" for one in fields()}
-    stripped = {name: text.strip() or blank.get(name, "") for name, text in texts.items()}
-    return {name: text for name, text in stripped.items() if text != start.get(name)}
-
-
-@lru_cache(maxsize=256)
-def _base(preset: str | None) -> TrainConfig:
-    if preset:
-        return build({**read_yaml(preset_path(preset)), "preset": preset})
-    return build({"model_name_or_path": EMBEDDED, "dataset_name": EMBEDDED})
+    free = [one.index for one in gpus if not one.holder and not one.foreign]
+    if not free:
+        return DefaultGpus(())
+    try:
+        fit = fit_devices(base_config(preset or None), None, Devices(free, len(free)), False, ())
+    except ConfigError:
+        return DefaultGpus(tuple(free))
+    ids = tuple(fit.devices.gpu_ids)
+    return DefaultGpus(ids, fit.notes[0] if len(ids) < len(free) else "")
 
 
 def preview(
@@ -216,7 +221,7 @@ def _refused(
 ) -> dict[str, str]:
     below: dict[str, Any] = {}
     with Mistakes():  # an unknown preset is told with the rest
-        below = _base(preset).model_dump(include={*INPUTS, *OUTPUTS})
+        below = base_config(preset).model_dump(include={*INPUTS, *OUTPUTS})
     found = path_mistakes({**below, **texts}, roots)
     line = strategy_mistake(launch["strategy"], roots) if "strategy" in launch else None
     return {**found, "strategy": line} if line else found
@@ -258,7 +263,8 @@ def by_field(lines: Sequence[str], strategy: str = "") -> dict[str, list[str]]:
 
 
 def _shown(job: Job, texts: Mapping[str, str], strategy: str | None) -> Preview:
-    config, warnings = job.config, list(job.warnings)
+    config = job.config
+    warnings = [*job.warnings, *(f"Data: {note}." for note in known_notes(config))]
     words = _words(config, texts)
     named = strategy or job.strategy.name
     file = STRATEGIES_DIR / f"{named}.yaml" if named in strategy_names() else Path(named).expanduser().absolute()
@@ -269,16 +275,18 @@ def _shown(job: Job, texts: Mapping[str, str], strategy: str | None) -> Preview:
             f"`accelerate launch` takes strategy {job.strategy.name} only with {load_strategy(named).num_processes} "
             "processes, as its file says; the command shown is `tunesmith train`, which fits it"
         )
-    return Preview({}, warnings, _numbers(job), dump_yaml(config), command, job)
+    return Preview({}, warnings, numbers_of(job), dump_yaml(config), command, job, job.notes)
 
 
 def _words(config: TrainConfig, texts: Mapping[str, str]) -> list[str]:
     """The options that differ from the preset, as words of a command line that means the same in any folder."""
-    base = _base(config.preset)
+    base = base_config(config.preset)
+    cleared = starting_values(config.preset, {name: text_of(getattr(config, name)) for name in NAMING})
     words = ["--preset", config.preset] if config.preset else []
     for one in fields():
         value = getattr(config, one.name)
-        if value == getattr(base, one.name) and (config.preset or one.default is not None):
+        known = value == getattr(base, one.name) and text_of(value) == cleared[one.name]
+        if known if config.preset else value == getattr(base, one.name) and one.default is not None:
             continue
         text = text_of(value) if one.name in INPUTS else texts.get(one.name, text_of(value))
         words += [f"--{one.name}={text}"] if text.startswith("-") else [f"--{one.name}", text]
@@ -296,14 +304,23 @@ def _comes_back(command: str, wanted: Strategy, config: TrainConfig) -> bool:
 
 
 def _own_command(strategy: str, job: Job, words: Sequence[str]) -> str:
+    return shlex.join([*own_program(), "train", "--strategy", strategy, *device_words(job), *words])
+
+
+def own_program() -> list[str]:
+    """How `tunesmith` is started from any folder."""
     script = Path(sys.executable).with_name("tunesmith")
-    program = [str(script)] if script.exists() else [sys.executable, "-m", "app.cli"]
+    return [str(script)] if script.exists() else [sys.executable, "-P", "-m", "app.cli"]
+
+
+def device_words(job: Job) -> list[str]:
+    """The job's devices as words of a command line."""
     ids, count = job.devices.gpu_ids, job.devices.num_processes
-    devices = ["--gpus", ",".join(map(str, ids))] if ids else ["--num_processes", str(count)]
-    return shlex.join([*program, "train", "--strategy", strategy, *devices, *words])
+    return ["--gpus", ",".join(map(str, ids))] if ids else ["--num_processes", str(count)]
 
 
-def _numbers(job: Job) -> Numbers:
+def numbers_of(job: Job) -> Numbers:
+    """What follows from a job's options."""
     config, ranks, rows = job.config, job.strategy.data_parallel_size, known_rows(job.config)
     per_epoch = math.ceil(rows / config.global_batch_size) if rows else None
     total = config.max_steps or (math.ceil(config.num_train_epochs * per_epoch) if per_epoch else None)
@@ -386,14 +403,9 @@ def load_yaml(text: str) -> Choices:
 
 
 def _changed(config: TrainConfig) -> dict[str, str]:
-    base = _base(config.preset)
-    required = set() if config.preset else {one.name for one in fields() if one.default is None}
-    changed = {
-        name: value
-        for name in TrainConfig.model_fields
-        if name not in _BY_RUN and ((value := getattr(config, name)) != getattr(base, name) or name in required)
-    }
-    return as_texts(changed)
+    shown = as_texts({name: getattr(config, name) for name in TrainConfig.model_fields if name not in _BY_RUN})
+    start = starting_values(config.preset, shown)
+    return {name: text for name, text in shown.items() if text != start[name]}
 
 
 def from_run(run: RunFolder) -> Choices:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from app.hardware import Devices, Gpu, find_gpus
+from app.hardware import Devices, find_gpus
 from trainers.config import ConfigError
 from trainers.device_locks import holders
 from trainers.strategies import Strategy, cannot_run, load_strategy, resolve, strategy_names
@@ -36,6 +36,7 @@ class GpuChoice:
         memory: bytes.
         free: bytes that no process uses; None when that is not known.
         holder: name of the run that holds its lock; empty for none.
+        foreign: whether processes that are no run of ours use it.
     """
 
     index: int
@@ -43,6 +44,7 @@ class GpuChoice:
     memory: int
     free: int | None
     holder: str
+    foreign: bool = False
 
 
 def strategy_choices(method: str, devices: Devices | None) -> list[StrategyChoice]:
@@ -78,25 +80,10 @@ def gpu_choices() -> list[GpuChoice]:
     """The GPUs of this machine; empty without any."""
     found = find_gpus()
     held = holders() if found else {}
-    free = _free_memory(found)
     return [
-        GpuChoice(gpu.index, gpu.name, gpu.memory, free.get(gpu.uuid), str(held.get(gpu.uuid, {}).get("run", "")))
+        GpuChoice(
+            gpu.index, gpu.name, gpu.memory, gpu.free, str(held.get(gpu.uuid, {}).get("run", "")),
+            gpu.in_use and gpu.uuid not in held,
+        )
         for gpu in found
-    ]
-
-
-def _free_memory(gpus: list[Gpu]) -> dict[str, int]:
-    """Free bytes by UUID, of the GPUs that tell it."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return {}
-    try:
-        handles = {gpu.uuid: pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid) for gpu in gpus}
-        return {uuid: int(pynvml.nvmlDeviceGetMemoryInfo(handle).free) for uuid, handle in handles.items()}
-    except pynvml.NVMLError:
-        return {}
-    finally:
-        pynvml.nvmlShutdown()
+    ]  # fmt: skip

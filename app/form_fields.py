@@ -24,6 +24,8 @@ COMMON = (
 LONGEST_TEXT = 4096
 _KINDS: dict[Any, Kind] = {bool: "bool", int: "int", float: "float", list: "list", dict: "map"}
 _SIGNS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below", "max_length": "letters at most"}
+_NO_LIMIT = 10**9
+"""From here on a bound guards the machine, and tells nobody anything."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def _field(section: str, name: str, info: Any) -> FormField:
     kind, optional, choices = _kind(info.annotation)
     unit = info.json_schema_extra["unit"]
     bounds = [(sign, getattr(rule, sign, None)) for rule in info.metadata for sign in _SIGNS]
-    told = [f"{_SIGNS[sign]} {bound}" for sign, bound in bounds if bound is not None]
+    told = [f"{_SIGNS[sign]} {bound}" for sign, bound in bounds if bound is not None and bound < _NO_LIMIT]
     return FormField(
         name, section, kind, optional, choices, ", ".join([*([unit] if unit else []), *told]), unit,
         None if info.is_required() else text_of(info.get_default()), str(info.description), name in COMMON,

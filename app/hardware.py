@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trainers.config import ConfigError
+from trainers.device_locks import holders
 from trainers.gpus import Gpu, find_gpus, visible
 from trainers.strategies import Machines
 
@@ -24,11 +25,13 @@ class Devices:
         gpu_ids: of this machine.
         num_processes: over all machines.
         machines: None for this machine alone.
+        left_out: GPUs that other programs use, and that nobody asked for.
     """
 
     gpu_ids: list[int]
     num_processes: int
     machines: Machines | None = None
+    left_out: tuple[int, ...] = field(default=(), compare=False)
 
     @property
     def local_processes(self) -> int:
@@ -55,7 +58,7 @@ def choose_devices(
     """The devices of one run.
 
     Args:
-        gpus: ids such as `0,2`; None for all GPUs.
+        gpus: ids such as `0,2`; None for all GPUs that no other program uses, or all where each is used.
         num_processes: how many processes; needed only without GPUs, where it may exceed the cores.
         machine: the GPUs to choose from; default: `find_gpus()`.
         strategy_processes: processes that the chosen strategy's file carries: the default on a CPU; 1 takes one GPU.
@@ -65,6 +68,7 @@ def choose_devices(
     """
     found = list(find_gpus() if machine is None else machine)
     mistakes: list[str] = []
+    left_out: tuple[int, ...] = ()
     count = _count(num_processes, mistakes)
     if gpus is not None:
         ids = _gpu_ids(gpus, found, mistakes)
@@ -74,14 +78,27 @@ def choose_devices(
                 "one process runs on each GPU"
             )
     else:
-        ids = [gpu.index for gpu in found]
+        foreign = _foreign(found)
+        # Those that other programs use come last, and only when as many are asked for.
+        ids = [gpu.index for gpu in found if gpu.index not in foreign]
+        left_out = foreign if ids and count is None else ()
+        ids += [] if left_out else foreign
         if found and count is not None and count > len(found):
             mistakes.append(f"num_processes={count}, and {len(found)} GPUs are here; use at most {len(found)}")
         elif found:
             ids = ids[: count or (1 if strategy_processes == 1 else len(ids))]
+    if not ids and count is None and (strategy_processes or 0) > MAX_PROCESSES:
+        mistakes.append(f"num_processes={strategy_processes} is out of range; use 1 to {MAX_PROCESSES}")
     if mistakes:
         raise ConfigError(mistakes)
-    return Devices(ids, len(ids) or count or strategy_processes or CPU_PROCESSES)
+    return Devices(ids, len(ids) or count or strategy_processes or CPU_PROCESSES, left_out=left_out)
+
+
+def _foreign(found: Sequence[Gpu]) -> tuple[int, ...]:
+    """The GPUs that processes use which are no run of ours; for those of a run one waits."""
+    in_use = [gpu for gpu in found if gpu.in_use]
+    held = holders() if in_use else {}
+    return tuple(gpu.index for gpu in in_use if gpu.uuid not in held)
 
 
 def _count(value: int | str | None, mistakes: list[str]) -> int | None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from app.hardware import Devices, cpu_count
+from trainers.import_path import child_environment
 from trainers.parallel.mesh import MeshSizes
 from trainers.run_folder import RunFolder
 from trainers.strategies import Machines
@@ -49,7 +50,7 @@ def _new_run_argv(run: RunFolder, num_processes: int, machines: Machines | None)
         network += ["--main_process_ip", machines.ip, "--main_process_port", str(machines.port)]
     else:
         network = ["--main_process_port", "0"] if num_processes > 1 else []
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(run.accelerate)]
+    launcher = [sys.executable, "-P", "-m", "accelerate.commands.launch", "--config_file", str(run.accelerate)]
     return [*launcher, "--num_processes", str(num_processes), *network, str(TRAIN_SCRIPT), "--config", str(run.config)]
 
 
@@ -69,7 +70,7 @@ def by_hand_line(strategy_file: Path, devices: Devices, options: Sequence[str]) 
         options: words for the training script, such as `--preset NAME`.
     """
     script = Path(sys.executable).with_name("accelerate")
-    program = [str(script)] if script.exists() else [sys.executable, "-m", "accelerate.commands.accelerate_cli"]
+    program = [str(script)] if script.exists() else [sys.executable, "-P", "-m", "accelerate.commands.accelerate_cli"]
     port = ["--main_process_port", "0"] if devices.num_processes > 1 else []
     launcher = [*program, "launch", "--config_file", str(strategy_file), "--num_processes", str(devices.num_processes)]
     variables = [f"{name}={value}" for name, value in _device_variables(devices).items()]
@@ -107,7 +108,7 @@ def launch_environment(devices: Devices, outer: Mapping[str, str] | None = None)
     threads = max(1, cpu_count() // devices.local_processes)
     # Unbuffered, so that a rank's last words are in the log when it is killed.
     fixed = {**_device_variables(devices), "TUNESMITH_SUPERVISED": "1", "PYTHONUNBUFFERED": "1"}
-    return {"OMP_NUM_THREADS": str(threads), **outer, **fixed}
+    return {"OMP_NUM_THREADS": str(threads), **child_environment(outer), **fixed}
 
 
 def check_argv(config: Path) -> list[str]:
@@ -118,16 +119,14 @@ def check_argv(config: Path) -> list[str]:
 def check_environment(devices: Devices, sizes: MeshSizes, outer: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of `check_argv`, for a run on `devices` in a mesh of `sizes`."""
     outer = os.environ if outer is None else outer
-    return {**outer, **_device_variables(devices), "TUNESMITH_MESH": str(sizes)}
+    return {**child_environment(outer), **_device_variables(devices), "TUNESMITH_MESH": str(sizes)}
 
 
 def module_argv(module: str, arguments: Sequence[str]) -> list[str]:
     """A program of `trainers`, such as `trainers.export`; run it with `cwd=ROOT` and `module_environment()`."""
-    return [sys.executable, "-P", "-m", module, *arguments]  # -P: the working folder's `app` is not ours
+    return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def module_environment(outer: Mapping[str, str] | None = None) -> dict[str, str]:
     """An environment in which `trainers` is the one beside this package, from a clone and from a wheel."""
-    outer = os.environ if outer is None else outer
-    paths = [str(ROOT), *filter(None, [outer.get("PYTHONPATH")])]
-    return {**outer, "PYTHONPATH": os.pathsep.join(paths)}
+    return child_environment(os.environ if outer is None else outer, str(ROOT))

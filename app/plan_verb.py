@@ -11,14 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from app.console import clean, number, report, report_json, show_table
 from app.hardware import Devices, choose_devices, cpu_count, find_gpus
 from app.launcher import ROOT, launch_environment, module_argv, module_environment
 from app.planner import GIB, Candidate, Hardware, Row, best_first, candidate, case_of, plan_row, told_size
 from app.request import Mistakes, Words, for_verb, named_preset, sort_words
 from app.training import spinner, told_by
+from trainers import host_memory
 from trainers.config import MACHINE_OPTIONS, ConfigError, TrainConfig, absolute_paths
 from trainers.options import Request, dump_yaml, parse_request
 from trainers.parallel.mesh import MeshSizes
@@ -117,7 +116,7 @@ def _hardware(values: Mapping[str, str], gpu_memory: str | None) -> Hardware:
 
 
 def _host_memory() -> float:
-    return float(psutil.virtual_memory().total)
+    return float(host_memory.total())
 
 
 def _candidates(

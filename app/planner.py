@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainers.config import ConfigError, TrainConfig
+from trainers.micro_batch import fit_micro_batch
 from trainers.parallel.mesh import MeshSizes
 from trainers.parallel.stages import SCHEDULES, balance, bubble, in_flight, stages_of
 from trainers.parallel.traffic import FP32, Shape, predicted, weight_terms
@@ -176,11 +177,7 @@ def candidate(strategy: Strategy, config: TrainConfig, hardware: Hardware) -> Ca
     """
     count = 1 if strategy.distributed_type == "NO" else hardware.processes
     resolved = resolve(strategy, count, config.mixed_precision, config.pp_size, config.pp_schedule)
-    each, over = divmod(config.global_batch_size, resolved.data_parallel_size)
-    if not over:
-        asked = min(config.per_device_train_batch_size, each // resolved.pp_size or 1)
-        micro = next(size for size in range(asked, 0, -1) if each % size == 0)
-        config = config.model_copy(update={"per_device_train_batch_size": micro})
+    config = fit_micro_batch(config, resolved)
     if reason := refusal(resolved, config, hardware.kind == "gpu"):
         raise ConfigError(reason)
     return resolved, config

@@ -164,8 +164,9 @@ def _fields(row: Any) -> dict[str, str]:
         return made
     if isinstance(row.get("loss"), int | float):
         made["loss"] = f"{row['loss']:.4f}"
-    if isinstance(row.get("tokens_per_second"), int | float):
-        made["rate"] = f"{row['tokens_per_second']:,.0f}"
+    rate = row.get("recent_tokens_per_second", row.get("tokens_per_second"))
+    if isinstance(rate, int | float):
+        made["rate"] = f"{rate:,.0f}"
     if isinstance(row.get("eta_s"), int | float):
         made["eta"] = _duration(row["eta_s"])
     return made

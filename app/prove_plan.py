@@ -38,7 +38,8 @@ SHORT_RUN = {
 # What the promise is measured with; see `Scope` in the design. Options that this version has not are left out.
 SETTINGS = {
     "mixed_precision": "no", "lora_dropout": "0", "tf32": "false", "deterministic": "true", "ddp_comm_hook": "none",
-    "torch_compile": "false", "master_weights": "true", "optim": "adamw", "eval_share": "0", **SHORT_RUN,
+    "torch_compile": "false", "master_weights": "true", "optim": "adamw", "eval_share": "0",
+    "export_dtype": "float32", **SHORT_RUN,
 }  # fmt: skip
 _NUMBERS = ("mixed_precision", "lora_dropout", "tf32", "ddp_comm_hook", "torch_compile", "master_weights", "optim")
 _OWN = ("steps", "strategies", "layers")

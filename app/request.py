@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from app.console import shortened
+from app.device_fit import fit_devices
 from app.hardware import Devices
 from app.machines import as_words, choose_machines, devices_here, folder_mistakes
 from app.runs import gpu_ids, true_state, world_size
 from trainers.clashes import ignored_choices
 from trainers.config import (
-    EMBEDDED,
     LAUNCH_OPTIONS,
     ConfigError,
     TrainConfig,
@@ -27,14 +27,16 @@ from trainers.config import (
     unknown_option,
 )  # fmt: skip
 from trainers.differences import changes_since_save
-from trainers.options import Request, parse_request, preset_path, read_yaml
+from trainers.disk import check_room, local_tensors
+from trainers.options import Request, parse_request, preset_names, preset_path, read_yaml
 from trainers.run_folder import END_STATES, LIVE_STATES, RunFolder, new_run_id
-from trainers.strategies import Strategy, default_strategy, load_strategy, over_machines, refusal, resolve
+from trainers.strategies import Strategy, load_strategy, resolve
 
 _SWITCHES = ("json", "quiet", "help", "check", "detach", "force")
-_LOG_ROOM = 2_000_000
 _PATHS = ("model_name_or_path", "dataset_name", "eval_dataset_name", "chat_template", "cache_dir", "runs_dir",
           "output_dir", "resume_from_checkpoint")  # fmt: skip
+_DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".md", ".arrow", ".gz", ".zst")
+_YAML_SUFFIXES = (".yaml", ".yml")
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095
 
 
@@ -97,6 +99,7 @@ class Job:
         run: its folder; holds a run only when resumed.
         resume_from: `auto` or a checkpoint's path, when it goes on from one.
         warnings: lines that the user should read.
+        notes: lines that say what was chosen for the user.
         attempt: of the run when a resume was asked for; another number at its start means that another came first.
     """
 
@@ -106,6 +109,7 @@ class Job:
     run: RunFolder
     resume_from: str | None = None
     warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     attempt: int | None = None
 
 
@@ -162,11 +166,42 @@ def for_verb(line: str, verb: str, own: Sequence[str]) -> str:
 
 
 def named_preset(names: list[str], flag: str | None, mistakes: Mistakes) -> str | None:
-    """The preset that stands alone or after `--preset`; other words that stand alone are mistakes."""
+    """The preset that stands alone or after `--preset`; other words that stand alone are mistakes.
+
+    Raises:
+        ConfigError: when a file stands alone, with how it is named.
+    """
+    files = [word for word in names if _names_a_file(word)]
+    if files:  # what else is missing follows from it
+        raise ConfigError([*mistakes.lines, *map(_file_line, files)])
     mistakes.lines += [f"{word!r} stands alone; options are written --name value" for word in names[1:]]
     if names and flag and names[0] != flag:
         mistakes.lines.append(f"two presets, {names[0]!r} and {flag!r}; name one")
     return names[0] if names else flag
+
+
+def _names_a_file(word: str) -> bool:
+    """Whether a word that should be a preset names a file or folder instead: it is there, or ends like data or YAML."""
+    if word in preset_names():
+        return False
+    with contextlib.suppress(OSError, ValueError):
+        if Path(word).expanduser().exists():
+            return True
+    return "/" in word or Path(word).suffix.lower() in (*_DATA_SUFFIXES, *_YAML_SUFFIXES)
+
+
+def _file_line(word: str) -> str:
+    """How a file or folder that stands alone is named."""
+    shown, path = shortened(word), Path(word).expanduser()
+    if path.suffix.lower() in _YAML_SUFFIXES:
+        return f"{shown!r} is no preset; a config file is named with --config {shlex.quote(shown)}"
+    with contextlib.suppress(OSError, ValueError):
+        if (path / "config.json").is_file():
+            return f"{shown!r} is no preset; a model is named with --model_name_or_path {shlex.quote(shown)}"
+    return (
+        f"{shown!r} is no preset; data is named with --dataset_name {shlex.quote(shown)}, after a preset "
+        "(`tunesmith presets`) or a --model_name_or_path"
+    )
 
 
 def resume_job(run: RunFolder, words: Words) -> Job:
@@ -277,7 +312,7 @@ def job_of(request: Request, values: dict[str, str], mistakes: Mistakes, run: Ru
     Raises:
         ConfigError: with every mistake at once.
     """
-    config = strategy = devices = None
+    config = strategy = devices = fit = None
     with mistakes:
         config = _config(request, mistakes)
     named = values.get("strategy")
@@ -288,27 +323,26 @@ def job_of(request: Request, values: dict[str, str], mistakes: Mistakes, run: Ru
         mistakes.lines += folder_mistakes(config, machines) if run is None else []
         devices = devices_here(values, machines, strategy.num_processes if strategy else None)
     with mistakes:
-        if devices and not named:
-            strategy = load_strategy(default_strategy(devices.num_processes))
-        if config and strategy and devices:
-            spread = over_machines(strategy, devices.machines)
-            count, precision = devices.num_processes, config.mixed_precision
-            strategy = resolve(spread, count, precision, config.pp_size, config.pp_schedule)
-            if reason := refusal(strategy, config, bool(devices.gpu_ids)):
-                raise ConfigError(f"strategy {strategy.name}: {reason}")
+        if config and devices and (strategy or not named):
+            fixed = bool({"gpus", "num_processes"} & set(values))
+            fit = fit_devices(config, strategy, devices, fixed, request.chosen)
+            config, strategy, devices = fit.config, fit.strategy, fit.devices
     with mistakes:
         member = bool(devices and devices.machine_rank)  # machine 0 decides whether the folder is free
         folder = run or (_new_folder(config, member) if config else None)
         if folder and config:
+            if not member:
+                folder.refuse_foreign()
+            mistakes.lines += folder.mistakes_in(config)
             _check_room(config, folder)
             source = "auto" if run else config.resume_from_checkpoint
             mistakes.lines += changes_since_save(folder, config, source) if not member else []
     mistakes.refuse()
-    if not (config and strategy and devices and folder):
+    if not (config and strategy and devices and folder and fit):
         raise AssertionError("no mistake, and yet no job")
-    warnings = ignored_choices(config) + strategy.cautions(config) + _promise(config, strategy)
+    warnings = fit.warnings + ignored_choices(config) + strategy.cautions(config) + _promise(config, strategy)
     resume_from = "auto" if run else config.resume_from_checkpoint
-    return Job(config, strategy, devices, folder, resume_from, warnings)
+    return Job(config, strategy, devices, folder, resume_from, warnings, [*request.notes, *fit.notes])
 
 
 def _promise(config: TrainConfig, strategy: Strategy) -> list[str]:
@@ -403,27 +437,6 @@ def writable_parent(path: Path, option: str, way: str) -> Path:
 
 
 def _check_room(config: TrainConfig, run: RunFolder) -> None:
-    """Refuses a folder that cannot be written, or whose disk is clearly too small for checkpoints and export."""
-    parent = writable_parent(run.path, "output_dir", "choose another runs_dir")
-    disk = os.statvfs(parent)
-    free, needed = disk.f_bavail * disk.f_frsize, _bytes_needed(config)
-    if free < needed:
-        raise ConfigError(
-            f"output_dir={run.path}: this run needs at least {needed:,} bytes and {free:,} are free; "
-            "free some, or choose another runs_dir"
-        )
-
-
-def _bytes_needed(config: TrainConfig) -> int:
-    """A low estimate: three times the base model's files for full training, a twentieth of them for adapters."""
-    if config.model_name_or_path == EMBEDDED:
-        from trainers.embedded import BASE_DIR
-
-        folder = BASE_DIR
-    else:
-        folder = Path(config.model_name_or_path)
-    try:
-        base = sum(path.stat().st_size for path in folder.glob("*.safetensors")) if folder.is_dir() else 0
-    except OSError:
-        base = 0  # the check of the model says what is wrong with it
-    return _LOG_ROOM + (3 * base if config.method == "full" or config.merge_adapter else base // 20)
+    """Refuses a folder that cannot be written, or whose disk is too small; the pre-flight check knows more of it."""
+    writable_parent(run.path, "output_dir", "choose another runs_dir")
+    check_room(config, local_tensors(config), run.path)

@@ -13,7 +13,7 @@ from typing import Any
 from app.console import shortened
 from trainers.config import EMBEDDED, ConfigError, TrainConfig
 from trainers.options import read_yaml
-from trainers.strategies import strategy_names
+from trainers.strategies import deepspeed_paths, strategy_names
 
 INPUTS = ("model_name_or_path", "dataset_name", "eval_dataset_name", "chat_template")
 OUTPUTS = ("cache_dir", "runs_dir", "output_dir", "resume_from_checkpoint")
@@ -58,7 +58,10 @@ def path_mistakes(values: Mapping[str, Any], roots: Sequence[Path]) -> dict[str,
 
 
 def strategy_mistake(name: str, roots: Sequence[Path]) -> str | None:
-    """Why a strategy's YAML, or the DeepSpeed JSON that it names, may not be read; None for those that ship."""
+    """Why a strategy's YAML, or the DeepSpeed JSON that it names, may not be read, or where that may not write.
+
+    None for those that ship.
+    """
     if name in strategy_names():
         return None
     if reason := path_refused(name, roots):
@@ -68,8 +71,17 @@ def strategy_mistake(name: str, roots: Sequence[Path]) -> str | None:
     except ConfigError:
         return None  # whoever reads it next says what is wrong with it
     file = inline.get("deepspeed_config_file") if isinstance(inline, dict) else None
-    reason = path_refused(str(file), roots) if file else None
-    return f"strategy {shortened(name)}: deepspeed_config_file={shortened(str(file))} {reason}" if reason else None
+    if not file:
+        return None
+    shown = f"strategy {shortened(name)}: deepspeed_config_file={shortened(str(file))}"
+    if reason := path_refused(str(file), roots):
+        return f"{shown} {reason}"
+    try:
+        paths = deepspeed_paths(str(file))
+    except ConfigError:
+        return None  # as above
+    refused = ((key, path, path_refused(path, roots)) for key, path in paths.items())
+    return next((f"{shown}: {key}={shortened(path)} {reason}" for key, path, reason in refused if reason), None)
 
 
 def path_refused(value: str, roots: Sequence[Path]) -> str | None:

@@ -56,7 +56,7 @@ def run_view(run: RunFolder, curves: Curves) -> View:
     first = ranks[0] if ranks else {}
     if live:
         step = max((one for one in (step, _count(newest.get("step"))) if one is not None), default=None)
-    values = ("loss", "eval_loss", "learning_rate", "tokens_per_second", "mfu", "data_wait", "tokens", "elapsed_s")
+    values = ("loss", "eval_loss", "learning_rate", "mfu", "data_wait", "tokens", "elapsed_s")
     place = _queue_place(run) if state.get("state") == "queued" else None
     return {
         "id": run.id,
@@ -73,6 +73,7 @@ def run_view(run: RunFolder, curves: Curves) -> View:
         "started_at": _text(state.get("started_at")),
         "updated_at": _text(state.get("updated_at")),
         **{name: _number(newest.get(name)) for name in values},
+        "tokens_per_second": _number(newest.get("recent_tokens_per_second", newest.get("tokens_per_second"))),
         "eta_s": _number(newest.get("eta_s")) if live else None,
         "ranks": ranks,
         "strategy": strategy_name(run),

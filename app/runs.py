@@ -150,15 +150,15 @@ def _by_id(name: str, shown: str, runs_dir: Path) -> RunFolder:
 def true_state(run: RunFolder) -> dict[str, Any]:
     """The state file, but `failed` where it says that the run lives and none of its processes does.
 
-    And `stopping` where it says that the run is over and a rank is still on its way out, with its GPU: without a
-    supervisor, rank 0 itself says so. Processes are told by pid and start time on this host; a run of another host is
-    believed.
+    And not over yet where it says so and a rank is still on its way out, with its GPU: without a supervisor, rank 0
+    itself says so. That is `stopping`, or `running` where the run came to its end by itself. Processes are told by pid
+    and start time on this host; a run of another host is believed.
     """
     state = run.read_state() or {"state": "failed", "cause": "it never started: there is no state file"}
     if state.get("host") != socket.gethostname():
         return state
     if state.get("state") in END_STATES and any(one.role == "rank" and _is_alive(one) for one in processes_in(state)):
-        return {**state, "state": "stopping"}
+        return {**state, "state": "running" if state["state"] == "done" else "stopping"}
     while state.get("state") in LIVE_STATES and not _lives(state):
         again = run.read_state() or {}
         if again.get("updated_at") == state.get("updated_at"):
@@ -222,7 +222,7 @@ def strategy_name(run: RunFolder) -> str:
 def gpu_ids(run: RunFolder) -> list[int]:
     """The GPUs that the run was started on, from its command line; empty on a CPU."""
     try:
-        return read_command_line(run.command.read_text(encoding="utf-8"))[0]
+        return read_command_line(run.command.read_text(encoding="utf-8"))[0] if run.command.is_file() else []
     except (OSError, UnicodeDecodeError):
         return []
 
@@ -253,12 +253,14 @@ def summary(run: RunFolder) -> dict[str, Any]:
 
 def metrics(run: RunFolder) -> Iterator[dict[str, Any]]:
     """The rows of `metrics.jsonl`; a line that is still being written is left out."""
+    if not run.metrics.is_file():  # a pipe would block for ever
+        return
     try:
         with open(run.metrics, encoding="utf-8", errors="replace") as file:
             for line in file:
                 try:
                     row = json.loads(line)
-                except ValueError:
+                except (ValueError, RecursionError):
                     continue
                 if isinstance(row, dict):
                     yield row
@@ -303,6 +305,8 @@ class Tail:
 
     def _read(self) -> bytes:
         try:
+            if not self.path.is_file():  # a pipe would block for ever
+                return b""
             with open(self.path, "rb") as file:
                 file.seek(self.offset)
                 return file.read(self.MOST)

@@ -67,6 +67,8 @@ class RunSignals:
         """Turns new signals into requests."""
         fresh, earlier = self.seen[self.handled :], self.seen[: self.handled]
         self.handled += len(fresh)
+        if run.lost():
+            return  # nobody is left to ask; the supervision ends it
         if signal.SIGUSR1 in fresh:
             run.ask_save()
             on_event("note", "asked to save: the ranks do so after their current step, and go on")
@@ -216,6 +218,8 @@ class Supervision:
         self.end_at = (self.end_at or clock) if ending else None
         if self.run.stop_asked() is not None:
             self.stop_at = self.stop_at or clock
+        if self.run.lost():  # what the ranks learn is of no use any more
+            self.exit_at = self.exit_at or clock
         self._feel_pulse(clock)
         early = self.stop_at is not None and self.members is not None and bool(self.members.missing())
         if self.members and not ending and self.members.fallen():  # their ranks are gone; ours may wait for them

@@ -19,8 +19,11 @@ _DRAWN_WIDTH = 110
 
 _TITLES = {"ddp": "Data parallel", "precision": "Precision and memory"}
 _OWN = {
-    "strategy": ("<name|file>", "Strategy, or an Accelerate YAML; default: single for one process, else ddp."),
-    "gpus": ("<ids>", "GPU ids such as 0,2; default: all."),
+    "strategy": (
+        "<name|file>",
+        "Strategy, or an Accelerate YAML; default: the preset's for so many GPUs, else single or ddp.",
+    ),
+    "gpus": ("<ids>", "GPU ids such as 0,2; default: those that are free and divide the global batch."),
     "num_processes": ("<int>", "Processes over all machines; needed only without GPUs."),
     "num_machines": ("<int>", "Machines; the same command is typed on each, but for --machine_rank. Default: 1."),
     "machine_rank": ("<int>", "This machine's number, from 0."),

@@ -28,7 +28,7 @@ from app.runs import last_checkpoint, last_values, metrics, true_state
 from app.supervisor import Listener
 from trainers.config import ConfigError
 from trainers.options import dump_yaml
-from trainers.run_folder import END_STATES, LIVE_STATES, RunFolder, register_outside, write_atomic
+from trainers.run_folder import END_STATES, LIVE_STATES, RunFolder, log_line, register_outside, secrets_in, write_atomic
 
 MARK = "mistakes:"
 """The line after which `train.py --check` prints its mistakes."""
@@ -62,11 +62,16 @@ def train(job: Job, quiet: bool) -> dict[str, Any]:
         ConfigError: when the pre-flight check refuses the job; a new run leaves no folder then.
         CheckBroke: when that check crashed.
     """
-    for warning in job.warnings:
-        say("warning: " + clean(warning))
+    say_choices(job)
     with interruptible():
         preflight(job, quiet)
         return launch(job, _display(job, quiet))
+
+
+def say_choices(job: Job) -> None:
+    """Says what was chosen for the user, and what the user should know of the own choices."""
+    for line in [*job.notes, *(f"warning: {warning}" for warning in job.warnings)]:
+        say(clean(line))
 
 
 def launch(
@@ -149,7 +154,9 @@ def _hold(run: RunFolder, patience: float = 10.0) -> TextIO:
 
 def take_back(run: RunFolder) -> None:
     """Removes what `write_folder` made, when a start was interrupted before there was a run; nothing else."""
-    for path in (run.config, run.accelerate, run.command, run.lock):
+    if run.lost():
+        return
+    for path in (run.config, run.accelerate, run.command, run.log, run.lock, run.record.path):
         path.unlink(missing_ok=True)
     for folder in (run.heartbeats, run.checkpoints, run.path):
         with contextlib.suppress(OSError):
@@ -175,7 +182,8 @@ def preflight(job: Job, quiet: bool) -> None:
         config = Path(folder) / "config.yaml"
         config.write_text(dump_yaml(job.config), encoding="utf-8")
         with spinner("checking data and model", quiet):
-            out = told_by(check_argv(config), check_environment(job.devices, job.strategy.sizes))
+            env = check_environment(job.devices, job.strategy.sizes)
+            out = told_by(check_argv(config), {**env, "TUNESMITH_RUN_DIR": str(job.run.path.absolute())})
     for line in [] if quiet else out.splitlines():
         say(clean(line))
 
@@ -281,6 +289,7 @@ def write_folder(job: Job) -> None:
     """
     run = job.run
     run.create()
+    run.keep()
     if job.resume_from is None:
         try:
             with open(run.config, "x", encoding="utf-8"):
@@ -290,6 +299,9 @@ def write_folder(job: Job) -> None:
     write_atomic(run.config, dump_yaml(job.config))
     write_atomic(run.accelerate, job.strategy.dump())
     write_atomic(run.command, command_line(run, job.devices) + "\n")
+    if job.notes:  # the ranks read a config that has them settled
+        with open(run.log, "a", encoding="utf-8") as log:
+            log.writelines(log_line("supervisor", line, secrets_in(os.environ)) for line in job.notes)
     for request in (run.stop_request, run.save_request):
         request.unlink(missing_ok=True)
     register_outside(run, job.config.runs_dir)
@@ -308,6 +320,8 @@ def result(job: Job, state: Mapping[str, Any]) -> dict[str, Any]:
         "train_loss": values.get("loss"),
         "eval_loss": values.get("eval_loss"),
         "export_dir": state.get("export_dir"),
+        "notes": job.notes,
+        "warnings": job.warnings,
     }
 
 
@@ -321,7 +335,7 @@ def speed(run: RunFolder) -> tuple[float | None, float | None]:
 def how_it_ended(state: Mapping[str, Any]) -> str:
     """State, step and cause in one line, the state said once."""
     name, cause = str(state["state"]), clean(str(state.get("cause") or ""))
-    start = f"{name} at step {state.get('step')}"
+    start = name if state.get("step") is None else f"{name} at step {state['step']}"
     return cause if cause.startswith(name) else f"{start}: {cause}" if cause else start
 
 
@@ -335,6 +349,8 @@ def print_summary(run: RunFolder, state: Mapping[str, Any]) -> None:
         report(f"model  {state.get('export_dir') or run.model}")
         return
     say(how_it_ended(state))
+    if run.lost():
+        return
     say(f"last checkpoint: {last_checkpoint(run) or 'none'}; log: {run.log}")
     machines = " --machine_rank K, on each machine" if state.get("machines") else ""
     say(f"go on with: tunesmith resume {shlex.quote(str(run.path))}{machines}")

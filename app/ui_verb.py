@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from app.console import say, shortened
+from trainers.import_path import child_environment
 
 # What is heavy (pydantic, through the config) is imported by the server, and here only to refuse.
 
@@ -62,7 +63,6 @@ def ui_verb(
         "remote_code": remote_code,
     }
     os.set_inheritable(listening.fileno(), True)
-    # -P: a file of the user's called ui.py must not be taken for ours.
     argv = [sys.executable, "-P", "-m", "ui.server", json.dumps(settings)]
     os.execve(sys.executable, argv, _environment(password, uploads))  # noqa: S606
 
@@ -75,14 +75,11 @@ def _refused(mistakes: str | list[str]) -> Exception:
 
 def _environment(password: str | None, uploads: Path) -> dict[str, str]:
     """This process's, with what Gradio reads at import, and these packages first: from a clone and from a wheel."""
-    root = str(Path(__file__).resolve().parent.parent)
-    paths = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     ours = {
-        "PYTHONPATH": paths,
         "GRADIO_TEMP_DIR": str(uploads.absolute()),
         **({PASSWORD: password} if password else {}),
     }
-    return {**os.environ, **ours}
+    return {**child_environment(os.environ, str(Path(__file__).resolve().parent.parent)), **ours}
 
 
 def _check(port: str | None, host: str, user: str | None, allow: Sequence[Path]) -> tuple[int | None, list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -54,6 +55,30 @@ def take(path: Path, name: str, uploads: Path, most_bytes: int = MOST_BYTES) -> 
         except OSError as error:
             shown = f"upload {safe} cannot be stored in {uploads}: {error.strerror}"
             raise ConfigError(f"{shown}; free some room") from None
+
+
+def take_sent(path: Path, uploads: Path) -> Path:
+    """`take` of a file under the name with which it was sent; what the server stored of it is removed.
+
+    Args:
+        path: where the server put it.
+        uploads: the folder.
+
+    Raises:
+        ConfigError: as `take`.
+    """
+    try:
+        return take(path, path.name, uploads)
+    finally:
+        forget(path, uploads)
+
+
+def forget(path: Path, uploads: Path) -> None:
+    """Removes what the server stored of an upload, in a folder of its own below the uploads; nothing elsewhere."""
+    if path.parent.parent == uploads:
+        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.parent.rmdir()
 
 
 def _copied(stream: BinaryIO, name: str, folder: Path) -> Path:

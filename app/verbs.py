@@ -11,6 +11,7 @@ from typing import Any
 
 from app import actions, detach
 from app.console import clean, counted, number, report, report_json, say, show_table
+from app.memory_check import known_verdict, memory_verdict
 from app.request import Job, Words, resume_job, sort_words, train_job
 from app.runs import (
     end_by_force,
@@ -22,7 +23,7 @@ from app.runs import (
     stop_run,
     summary,
 )
-from app.training import EXIT_CODES, how_it_ended, preflight, print_summary, result, train, where
+from app.training import EXIT_CODES, how_it_ended, preflight, print_summary, result, say_choices, spinner, train, where
 from trainers.config import ConfigError
 from trainers.options import Request, preset_names, preset_summary
 from trainers.strategies import load_strategy, strategy_names
@@ -44,8 +45,16 @@ def train_verb(words: Sequence[str]) -> int:
 
 def _check(job: Job, words: Words) -> int:
     """The pre-flight check alone."""
+    for line in job.notes:
+        say(clean(line))
     preflight(job, quiet="quiet" in words.switches)
-    document = {"strategy": job.strategy.name, "world_size": job.devices.num_processes, "ok": True}
+    document = {
+        "strategy": job.strategy.name,
+        "world_size": job.devices.num_processes,
+        "ok": True,
+        "notes": job.notes,
+        "warnings": job.warnings,
+    }
     if "json" in words.switches:
         report_json(document)
     else:
@@ -55,13 +64,32 @@ def _check(job: Job, words: Words) -> int:
 
 
 def _start(job: Job, words: Words) -> int:
+    """Starts the run, in the background or here; one that will hardly fit only after a question, on a terminal.
+
+    Raises:
+        ConfigError: when the user does not want it.
+    """
+    refuse_unwanted(job, "quiet" in words.switches, "json" in words.switches)
     return _detach(job, words) if "detach" in words.switches else _train(job, words)
+
+
+def refuse_unwanted(job: Job, quiet: bool, as_json: bool) -> None:
+    """Warns of a run that will hardly fit, and asks on a terminal.
+
+    Raises:
+        ConfigError: when the user does not want it.
+    """
+    with spinner("looking at the memory", quiet or known_verdict(job) is not None):
+        verdict = memory_verdict(job)
+    if verdict.line:
+        say("warning: " + clean(verdict.line))
+        if sys.stdin.isatty() and not as_json and not _confirmed("start it all the same?", as_json):
+            raise ConfigError("not started: it needs more memory than is free")
 
 
 def _detach(job: Job, words: Words) -> int:
     """Starts the run in the background: 0 when its supervisor has taken it over."""
-    for warning in job.warnings:
-        say("warning: " + clean(warning))
+    say_choices(job)
     state = detach.start(job, quiet="quiet" in words.switches)
     if "json" in words.switches:
         report_json(result(job, state))
@@ -250,22 +278,36 @@ def _done(as_json: bool, document: dict[str, Any], line: str) -> int:
 
 
 def export_verb(
-    name: str, checkpoint: str | None, merged: bool, output: Path | None, runs_dir: Path, as_json: bool
+    name: str,
+    checkpoint: str | None,
+    merged: bool,
+    output: Path | None,
+    dtype: str | None,
+    runs_dir: Path,
+    as_json: bool,
 ) -> int:
     """`tunesmith export`."""
     run = find_run(name, runs_dir)
     try:
-        target: Path | None = actions.export(run, checkpoint, merged, output)
+        exported: actions.Exported | None = actions.export(run, checkpoint, merged, output, dtype)
     except actions.ExportFailed as error:
         say(f"the export failed: {clean(str(error))}")
-        target = None
+        exported = None
     if as_json:
         full = Request(config=str(run.config)).resolve().method == "full"
         kind = "full" if full else "merged" if merged else "adapter"
-        report_json({"run_dir": str(run.path), "kind": kind, "export_dir": str(target) if target else None})
-    elif target:
-        report(str(target))
-    return 0 if target else 1
+        document = {
+            "run_dir": str(run.path),
+            "kind": kind,
+            "export_dir": str(exported.folder) if exported else None,
+            "dtype": exported.dtype if exported else None,
+            "loss_difference": exported.loss_difference if exported else None,
+        }
+        report_json(document)
+    elif exported:
+        say(exported.check)
+        report(str(exported.folder))
+    return 0 if exported else 1
 
 
 def presets_verb(as_json: bool) -> int:

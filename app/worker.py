@@ -23,6 +23,7 @@ import psutil
 from app.console import clean
 from app.launcher import ROOT, module_argv, module_environment
 from trainers.config import ConfigError
+from trainers.data.limits import at_a_limit
 from trainers.log_tee import without_secrets
 
 _ERROR_LINES = 40
@@ -185,6 +186,8 @@ class Worker:
     def _death(self) -> WorkerDied:
         self._keeper.join(5.0)
         status = self._process.poll()
+        if not self._closed and status is not None and (excess := at_a_limit(status, "\n".join(self._errors))):
+            return WorkerDied(f"the model's tokenizer or chat template {excess}; choose a model that you trust")
         how = "has been closed" if self._closed else f"has died (exit status {status})"
         return WorkerDied(f"{self.module} {how}", self._last_lines())
 

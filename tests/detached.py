@@ -18,7 +18,7 @@ from tests.launching import ROOT, environment, flags
 from trainers.device_locks import holders
 from trainers.run_folder import END_STATES, RunFolder
 
-TUNESMITH = [sys.executable, "-m", "app.cli"]
+TUNESMITH = [sys.executable, "-P", "-m", "app.cli"]
 SMALL: dict[str, Any] = {
     "max_train_samples": 60,
     "max_length": 128,

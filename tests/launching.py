@@ -57,6 +57,12 @@ def environment(**extra: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **extra}
 
 
+def shadow_modules(folder: Path) -> None:
+    """Files with the names of modules, as a user may have beside the data; a process that imports one of them ends."""
+    for name in ("yaml", "queue", "json", "torch", "numpy", "accelerate", "transformers", "trainers", "psutil"):
+        (folder / f"{name}.py").write_text(f"import os\nprint('{name}.py of the working folder')\nos._exit(99)\n")
+
+
 def free_port() -> int:
     """A port of loopback that nobody listens on."""
     with socket.socket() as found:

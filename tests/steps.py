@@ -1,4 +1,4 @@
-"""Real training steps in this process: `train_step` on a real model and data, the rest of the run left out."""
+"""Real training steps in this process: `train_step` on a real model and data, what comes after it left out."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from trainers.loop import Job, StepResult, train_step
 from trainers.pace import Pace
 from trainers.parallel.mesh import Mesh, MeshSizes
 from trainers.parallel.ranks import Ranks
-from trainers.parallel.replicated import Replicated
 from trainers.preflight import plan_training
+from trainers.strategies import load_strategy
 
 NOTHING_ASKED: Any = SimpleNamespace(asked=lambda: (False, False, False))
 
@@ -35,12 +35,13 @@ class Steps:
     def __init__(self, config: TrainConfig, at: Callable[[str, int], None]):
         made = Accelerator()
         self.loss = build.module(config, main_rank=True)
-        ranks = Ranks(made.device)
+        ranks, mesh = Ranks(made.device), Mesh(MeshSizes())
+        backend, _ = build.backend(config, load_strategy("single"), made, ranks, mesh, self.loss)
         nothing: Any = None
         self.job = Job(
-            config=config, run=nothing, ranks=ranks, mesh=Mesh(MeshSizes()),
-            backend=Replicated(self.loss, config, made), bare=self.loss.model,
-            buffers=[], scaler=None, plan=plan_training(config, prepare(config, "train"), 1, pad_token_id=0),
+            config=config, run=nothing, ranks=ranks, mesh=mesh, backend=backend, bare=self.loss.model,
+            buffers=[], balancing=self.loss.balancing, scaler=None,
+            plan=plan_training(config, prepare(config, "train"), 1, pad_token_id=0),
             eval_rows=None, checkpoints=_stub(written=lambda: True), heartbeat=_stub(at=at), metrics=None,
             report=nothing, show=nothing, launcher=0, clock=nothing, pace=Pace(made.device, alone_in_forward=True),
         )  # fmt: skip
@@ -56,20 +57,23 @@ def _stub(**attributes: Any) -> Any:
 
 @contextmanager
 def steps(
-    folder: Path, accumulation: int, packing: bool, at: Callable[[str, int], None] = lambda section, step: None
-) -> Iterator[Steps]:
-    """Steps of `accumulation` micro-batches of the embedded model.
+    folder: Path, accumulation: int, packing: bool, at: Callable[[str, int], None] = lambda section, step: None,
+    **changes: Any,
+) -> Iterator[Steps]:  # fmt: skip
+    """Steps of `accumulation` micro-batches, of the embedded model unless that is changed.
 
     Args:
         folder: for the data cache.
         packing: packed rows.
         at: see `Steps`.
+        changes: of the options.
     """
-    config = TrainConfig(
-        model_name_or_path="embedded", dataset_name="embedded", max_train_samples=400, method="lora", max_length=128,
-        packing=packing, per_device_train_batch_size=1, global_batch_size=accumulation, max_steps=10,
-        cache_dir=str(folder),
-    )  # fmt: skip
+    options: dict[str, Any] = {
+        "model_name_or_path": "embedded", "dataset_name": "embedded", "max_train_samples": 400, "method": "lora",
+        "max_length": 128, "packing": packing, "per_device_train_batch_size": 1, "global_batch_size": accumulation,
+        "max_steps": 10, "cache_dir": str(folder),
+    }  # fmt: skip
+    config = TrainConfig(**{**options, **changes})
     try:
         yield Steps(config, at)
     finally:

@@ -30,8 +30,11 @@ class Key:
         words: the only texts, where other types may stand too.
         inside: the keys of the mapping that it holds.
         least: smallest number.
+        most: largest number.
         why: why the key, or any value but `choices`, is refused, and the way out.
         idle: says of a value whether it asks for nothing, so that it passes even where the key is refused.
+        unread: why a value that passes has no effect; empty for one that has.
+        asks: with `unread`: whether a value asks for something, so that the user is warned.
     """
 
     types: tuple[type, ...] = ()
@@ -39,43 +42,56 @@ class Key:
     words: tuple[str, ...] = ()
     inside: Mapping[str, Key] | None = None
     least: int | None = None
+    most: int | None = None
     why: str = ""
     idle: Callable[[Any], bool] = _never
+    unread: str = ""
+    asks: Callable[[Any], bool] = bool
 
 
 TEXT, FLAG, WHOLE, LIST = Key((str,)), Key((bool,)), Key((int,)), Key((list,))
 COUNT = Key((int,), least=1)
-SIZE = Key((int,), least=1, idle=lambda value: value == -1)  # the rest
+MAX_PROCESSES = 65_536
+"""More than any cluster has; a larger number is a slip, and loops over processes would never end."""
+PROCESSES = Key((int,), most=MAX_PROCESSES)
+SIZE = Key((int,), least=1, most=MAX_PROCESSES, idle=lambda value: value == -1)  # the rest
 
 _COMPILE = "the launcher's torch.compile is not supported; use torch_compile in the config"
 
 _NO_DYNAMO = Key((str,), ("NO", "no"), why=_COMPILE)
+_NO_COMPILE = "dynamo_backend is NO; use torch_compile in the config"
 # Under the backend NO, which is also the default, the launcher hands the others on and nobody acts on them.
 _DYNAMO: dict[str, Key] = {
     "dynamo_backend": _NO_DYNAMO,
-    "dynamo_mode": TEXT,
-    "dynamo_use_fullgraph": FLAG,
-    "dynamo_use_dynamic": FLAG,
-    "dynamo_use_regional_compilation": FLAG,
+    "dynamo_mode": Key((str,), unread=_NO_COMPILE, asks=lambda value: value != "default"),
+    "dynamo_use_fullgraph": Key((bool,), unread=_NO_COMPILE),
+    "dynamo_use_dynamic": Key((bool,), unread=_NO_COMPILE),
+    "dynamo_use_regional_compilation": Key((bool,), unread=_NO_COMPILE),
 }
+_NO_TPU = "there is no TPU; remove the line"
 _TPU = Key(why="TPU pods are not supported; remove it", idle=is_empty)
 
 _FP8 = "fp8 is chosen in the config; remove it and pass --mixed_precision fp8"
+MEGATRON_WAY = "Accelerate's Megatron-LM plugin builds a model of its own with new weights; use --strategy 3d"
 
 # Accelerate 1.15, ClusterConfig.
 TOP: dict[str, Key] = {
     "compute_environment": TEXT,
     "distributed_type": TEXT,
-    "num_processes": WHOLE,
-    "num_machines": WHOLE,
-    "machine_rank": WHOLE,
+    "num_processes": PROCESSES,
+    "num_machines": PROCESSES,
+    "machine_rank": PROCESSES,
     "main_process_ip": TEXT,
     "main_process_port": Key((int, str), least=0),
-    "main_training_function": TEXT,
+    "main_training_function": Key(
+        (str,),
+        unread="only notebooks and TPUs are started by a function; remove the line",
+        asks=lambda value: value != "main",
+    ),
     "mixed_precision": TEXT,
     "use_cpu": FLAG,
     "debug": FLAG,
-    "downcast_bf16": Key((str, bool)),
+    "downcast_bf16": Key((str, bool), unread=_NO_TPU, asks=lambda value: value not in ("no", False)),
     "gpu_ids": TEXT,
     "rdzv_backend": TEXT,
     "same_network": FLAG,
@@ -94,7 +110,7 @@ TOP: dict[str, Key] = {
     "fp8_config": Key(why=_FP8, idle=is_empty),
     "dynamo_config": Key((dict,), inside=_DYNAMO),
     "dynamo_backend": _NO_DYNAMO,
-    "megatron_lm_config": Key((dict,)),
+    "megatron_lm_config": Key(why=MEGATRON_WAY, idle=is_empty),
     "mpirun_config": Key(
         why="mpirun is not supported; remove it and use MULTI_GPU, which runs on gloo here", idle=is_empty
     ),
@@ -125,6 +141,7 @@ FSDP: dict[str, Key] = {
         (str,),
         ("FULL_STATE_DICT", "SHARDED_STATE_DICT"),
         why="checkpoints are Tunesmith's own and exports are whole; remove the line",
+        unread="checkpoints are Tunesmith's own, always sharded, and exports are whole; remove the line",
     ),
     "fsdp_activation_checkpointing": Key((bool,), (False,), why=_RECOMPUTE),
     "fsdp_activation_checkpointing_offload": Key((bool,), (False,), why=_RECOMPUTE),
@@ -141,6 +158,7 @@ ONLY_FSDP1 = {
 ONLY_FSDP2 = {"fsdp_reshard_after_forward": "fsdp_sharding_strategy: FULL_SHARD (true) or SHARD_GRAD_OP (false)"}
 
 _BY_BATCH = "accumulation is derived from global_batch_size; remove the line"
+OWN_EXPORT = "the export is Tunesmith's own, in the dtype that it says; remove the line"
 _ONE_NETWORK = (
     "it belongs to DeepSpeed's own launcher; write deepspeed_multinode_launcher: standard and remove the line"
 )
@@ -159,7 +177,7 @@ DEEPSPEED: dict[str, Key] = {
         why="max_grad_norm of the config says where gradients are clipped; remove the line",
     ),
     "zero3_init_flag": FLAG,
-    "zero3_save_16bit_model": FLAG,
+    "zero3_save_16bit_model": Key((bool,), unread=OWN_EXPORT),
     "deepspeed_multinode_launcher": Key((str,), ("standard",), why="only torchrun's is supported; write standard"),
     "deepspeed_hostfile": Key(why=_ONE_NETWORK),
     "deepspeed_exclusion_filter": Key(why=_ONE_NETWORK),
@@ -192,45 +210,6 @@ PARALLELISM: dict[str, Key] = {
     "parallelism_config_sp_attn_implementation": TEXT,
 }
 
-_EXPERTS = "experts are not spread over processes; write 1"
-_NO_DROPOUT = Key((int, float), (0, 0.0), why="dropout would be of this strategy alone; write 0")
-_OWN_CHECKPOINTS = Key(why="checkpoints are Tunesmith's own; remove the line")
-
-# Accelerate 1.15, MegatronLMPlugin and the launcher's flags of the same names.
-MEGATRON: dict[str, Key] = {
-    "megatron_lm_tp_degree": COUNT,
-    "megatron_lm_pp_degree": COUNT,
-    "megatron_lm_context_parallel_size": COUNT,
-    "megatron_lm_sequence_parallelism": FLAG,
-    "megatron_lm_use_distributed_optimizer": FLAG,
-    "megatron_lm_optimizer_cpu_offload": FLAG,
-    "megatron_lm_overlap_cpu_optimizer_d2h_h2d": FLAG,
-    "megatron_lm_decoder_last_pipeline_num_layers": COUNT,
-    "megatron_lm_attention_backend": FLAG,
-    "megatron_lm_use_rotary_position_embeddings": FLAG,
-    "megatron_lm_num_micro_batches": Key(why=_BY_BATCH),
-    "megatron_lm_gradient_clipping": Key(why="max_grad_norm of the config says where to clip; remove the line"),
-    "megatron_lm_recompute_activations": Key((bool,), (False,), why=_RECOMPUTE),
-    "megatron_lm_recompute_granularity": Key(why=_RECOMPUTE),
-    "megatron_lm_recompute_method": Key(why=_RECOMPUTE),
-    "megatron_lm_recompute_num_layers": Key(why=_RECOMPUTE),
-    "megatron_lm_attention_dropout": _NO_DROPOUT,
-    "megatron_lm_hidden_dropout": _NO_DROPOUT,
-    "megatron_lm_attention_softmax_in_fp32": Key((bool,), (True,), why="it would leave the compute rule; write true"),
-    "megatron_lm_use_precision_aware_optimizer": Key(
-        (bool,), (False,), why="it keeps Adam's states in less than fp32; remove the line"
-    ),
-    "megatron_lm_calculate_per_token_loss": Key(
-        (bool,), (True,), why="the loss is the mean over all trained tokens of a step; write true"
-    ),
-    "megatron_lm_eod_mask_loss": Key((bool,), (False,), why="the data say which tokens are trained; remove the line"),
-    "megatron_lm_expert_model_parallel_size": Key((int,), (1,), why=_EXPERTS),
-    "megatron_lm_expert_tensor_parallel_size": Key((int,), (1,), why=_EXPERTS),
-    "megatron_lm_use_custom_fsdp": Key((bool,), (False,), why="write distributed_type: FSDP instead"),
-    "megatron_lm_no_load_optim": _OWN_CHECKPOINTS,
-    "megatron_lm_no_save_optim": _OWN_CHECKPOINTS,
-}
-
 
 def key_mistakes(
     values: Mapping[str, Any], keys: Mapping[str, Key], where: str, owner: str = "Accelerate"
@@ -255,6 +234,24 @@ def key_mistakes(
     return found
 
 
+def unread_choices(values: Mapping[str, Any], keys: Mapping[str, Key], where: str = "") -> list[str]:
+    """A line for each value that was accepted and that nobody acts on.
+
+    Args:
+        values: a mapping without mistakes.
+        keys: what may stand in it.
+        where: path of the mapping; empty at the top.
+    """
+    lines = []
+    for name, value in values.items():
+        path, key = f"{where}.{name}" if where else name, keys.get(name, Key())
+        if key.unread and key.asks(value):
+            lines.append(f"{path} is ignored: {key.unread}")
+        elif key.inside is not None and isinstance(value, dict):
+            lines += unread_choices(value, key.inside, path)
+    return lines
+
+
 def _unknown(name: str, known: list[str], owner: str) -> str:
     """The rest of the line for a key that nobody reads."""
     if owner == "DeepSpeed" and name.startswith("_"):
@@ -268,6 +265,7 @@ def _unknown(name: str, known: list[str], owner: str) -> str:
 
 def _value_mistakes(path: str, value: Any, key: Key, owner: str) -> list[str]:
     shown = f"{path}={value!r}"
+    shown = shown if len(shown) <= 200 else f"{shown[:200]}…"
     if key.idle(value):
         return []
     if not key.types:
@@ -285,6 +283,8 @@ def _value_mistakes(path: str, value: Any, key: Key, owner: str) -> list[str]:
         return [f"{shown} is a str; write a {kinds}, or {' or '.join(key.words)}"]
     if key.least is not None and isinstance(value, int | float) and value < key.least:
         return [f"{shown} must be at least {key.least}"]
+    if key.most is not None and isinstance(value, int | float) and value > key.most:
+        return [f"{shown} must be at most {key.most}"]
     if key.inside is not None and isinstance(value, dict):
         return key_mistakes(value, key.inside, path, owner)
     return []

@@ -11,7 +11,7 @@ from trainers.accelerate_keys import (
     DEEPSPEED,
     FLAGS_ONLY,
     FSDP,
-    MEGATRON,
+    MEGATRON_WAY,
     NOT_BESIDE_FILE,
     ONLY_FSDP1,
     ONLY_FSDP2,
@@ -21,18 +21,16 @@ from trainers.accelerate_keys import (
 )
 from trainers.config import ConfigError
 from trainers.deepspeed_json import JSON, json_mistakes, read_json, zero_plus
-from trainers.parallel.mesh import AXES, NEVER_RUN, combination_mistakes, data_axis, fitted
+from trainers.parallel.mesh import AXES, combination_mistakes, data_axis, fitted
 
-TYPES = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED", "MEGATRON_LM")
+TYPES = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
 SCALED_TYPES = ("NO", "MULTI_GPU")  # the ones under which the training script scales the loss for fp16
 FP16_WAY = "mixed_precision=fp16 needs loss scaling, which is only done under single and ddp; use bf16"
 _SECTIONS = {
     "fsdp_config": (FSDP, ("FSDP",)),
     "deepspeed_config": (DEEPSPEED, ("DEEPSPEED",)),
     "parallelism_config": (PARALLELISM, ("FSDP", "MULTI_GPU", "DEEPSPEED")),
-    "megatron_lm_config": (MEGATRON, ("MEGATRON_LM",)),
 }
-_DEGREES = {"tp": "megatron_lm_tp_degree", "cp": "megatron_lm_context_parallel_size"}
 
 
 def check(values: dict[str, Any], pp_size: int = 1) -> list[str]:
@@ -74,15 +72,10 @@ def _check_whole(values: dict[str, Any], pp_size: int) -> list[str]:
     mistakes = _check_common(values)
     for name, (_, kinds) in _SECTIONS.items():
         if values.get(name) and kind in TYPES and kind not in kinds:
-            way = "" if kinds[0] in NEVER_RUN else f"write {kinds[0]}, or "
-            mistakes.append(f"{name} under distributed_type={kind} is ignored; {way}remove {name}")
+            mistakes.append(f"{name} under distributed_type={kind} is ignored; write {kinds[0]}, or remove {name}")
     if kind == "FSDP":
         mistakes += _check_fsdp(values, values.get("fsdp_config") or {})
-    if kind == "MEGATRON_LM":
-        megatron = values.get("megatron_lm_config") or {}
-        mistakes += _check_megatron(megatron, pp_size)
-        pp_size = megatron.get("megatron_lm_pp_degree", 1)
-    if kind in (*_SECTIONS["parallelism_config"][1], "MEGATRON_LM") or (kind in TYPES and pp_size > 1):
+    if kind in _SECTIONS["parallelism_config"][1] or (kind in TYPES and pp_size > 1):
         mistakes += _check_mesh(values, pp_size)
     if kind == "DEEPSPEED":
         mistakes += _check_deepspeed(values, values.get("deepspeed_config") or {})
@@ -92,14 +85,16 @@ def _check_whole(values: dict[str, Any], pp_size: int) -> list[str]:
 def _check_common(values: dict[str, Any]) -> list[str]:
     kind, processes = values.get("distributed_type"), values.get("num_processes")
     machines, precision = values.get("num_machines") or 1, values.get("mixed_precision")
-    kinds = [one for one in TYPES if one not in NEVER_RUN]
     rank, port = values.get("machine_rank") or 0, values.get("main_process_port")
     rules = {
-        f"distributed_type is missing; write 'NO', {', '.join(kinds[1:])}": kind is None,
+        f"distributed_type is missing; write 'NO', {', '.join(TYPES[1:])}": kind is None,
         "distributed_type=MULTI_CPU starts one process without mpirun; write MULTI_GPU, which runs on gloo here": (
             kind == "MULTI_CPU"
         ),
-        f"distributed_type={kind} is not supported; use {', '.join(kinds)}": kind not in (None, "MULTI_CPU", *TYPES),
+        f"distributed_type={kind} is not supported; use {', '.join(TYPES)}": (
+            kind not in (None, "MULTI_CPU", "MEGATRON_LM", *TYPES)
+        ),
+        f"distributed_type=MEGATRON_LM: {MEGATRON_WAY}": kind == "MEGATRON_LM",
         "num_processes is missing; write how many processes the run has": processes is None,
         f"num_processes={processes} must be at least 1": processes is not None and processes < 1,
         f"distributed_type='NO' is one process, num_processes={processes}; write MULTI_GPU or num_processes: 1": (
@@ -203,9 +198,6 @@ def _check_fsdp1(values: dict[str, Any], fsdp: dict[str, Any]) -> list[str]:
 
 def mesh_sizes(values: dict[str, Any]) -> dict[str, int]:
     """Sizes of the device mesh by axis, but for pp, as written; empty when the config has none."""
-    if values.get("distributed_type") == "MEGATRON_LM":
-        megatron = values.get("megatron_lm_config") or {}
-        return {"dp_replicate": -1} | {axis: int(megatron.get(key, 1)) for axis, key in _DEGREES.items()}
     written = values.get("parallelism_config") or {}
     return {axis: int(written[key]) for axis in AXES if (key := axis_key(axis)) in written}
 
@@ -219,12 +211,11 @@ def _check_mesh(values: dict[str, Any], pp_size: int) -> list[str]:
     written, processes, kind = mesh_sizes(values), values.get("num_processes"), str(values["distributed_type"])
     if (not written and pp_size == 1) or processes is None:
         return []
-    where = "megatron_lm_config" if kind == "MEGATRON_LM" else "parallelism_config"
     stages = {"pp": pp_size} if pp_size > 1 else {}
     sizes = fitted(stages | (written or {data_axis(kind): -1}), processes)
     if isinstance(sizes, str):
-        return [f"{where}: {sizes}" if written else sizes]
-    mistakes = [f"{where}: {line}" for line in combination_mistakes(kind, sizes)]
+        return [f"parallelism_config: {sizes}" if written else sizes]
+    mistakes = [f"parallelism_config: {line}" for line in combination_mistakes(kind, sizes)]
     for axis in ("cp", "sp"):
         given = values.get("parallelism_config") or {}
         how = [key for key in given if key.startswith(f"parallelism_config_{axis}_")]
@@ -260,34 +251,6 @@ def _check_mesh(values: dict[str, Any], pp_size: int) -> list[str]:
             f"parallelism_config_dp_shard_size={sizes.dp_shard} leaves nothing to shard over; write at least 2"
         )
     return mistakes
-
-
-def _check_megatron(megatron: dict[str, Any], pp_size: int) -> list[str]:
-    names = ("pp_degree", "context_parallel_size", "tp_degree")
-    degree, cp, tp = (megatron.get(f"megatron_lm_{name}") for name in names)
-    rules = {
-        "megatron_lm_config.megatron_lm_tp_degree is missing; write 1, or more": tp is None,
-        "megatron_lm_config.megatron_lm_pp_degree is missing; write 1, or more": degree is None,
-        f"pp_size={pp_size} beside megatron_lm_pp_degree={degree}; write one of them": (
-            degree is not None and pp_size not in (1, degree)
-        ),
-        "megatron_lm_config.megatron_lm_context_parallel_size is missing, and Accelerate would take 2; write 1": (
-            cp is None
-        ),
-        "megatron_lm_config.megatron_lm_sequence_parallelism=True is of use with tensor parallelism alone; "
-        "remove it, or write a megatron_lm_tp_degree of at least 2": (
-            megatron.get("megatron_lm_sequence_parallelism") is True and tp == 1
-        ),
-        "megatron_lm_config.megatron_lm_overlap_cpu_optimizer_d2h_h2d=True without megatron_lm_optimizer_cpu_offload; "
-        "remove it": (
-            megatron.get("megatron_lm_overlap_cpu_optimizer_d2h_h2d") is True
-            and not megatron.get("megatron_lm_optimizer_cpu_offload")
-        ),
-        "megatron_lm_config.megatron_lm_decoder_last_pipeline_num_layers with one stage; remove it": (
-            "megatron_lm_decoder_last_pipeline_num_layers" in megatron and degree == 1
-        ),
-    }
-    return [line for line, applies in rules.items() if applies]
 
 
 def _check_deepspeed(values: dict[str, Any], inline: dict[str, Any]) -> list[str]:

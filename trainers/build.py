@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import warnings
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,15 +22,19 @@ from transformers.utils import logging
 from trainers.attention import KERNELS, avoid_cudnn
 from trainers.checkpoint import Checkpoints
 from trainers.config import ConfigError, TrainConfig
+from trainers.data.prepare import TokenSet
 from trainers.differences import plain, versions
 from trainers.errors import TrainingError
+from trainers.experts import adapter_lines
 from trainers.fp8 import convert
 from trainers.kernel_choice import choose
+from trainers.load_balancing import balancing_lines
 from trainers.log_tee import without_secrets
 from trainers.manifest import Origin
 from trainers.metrics import MetricsFile
 from trainers.mirror import Mirror, is_url, split_step
-from trainers.models import build_model, compile_blocks, compute_dtype, probe_attention
+from trainers.model_probe import check_model_computes
+from trainers.models import build_model, compile_blocks, compute_dtype
 from trainers.objectives.sft import SupervisedLoss
 from trainers.parallel.backend import MicroBatched
 from trainers.parallel.cpu import adapt_to_cpu
@@ -41,6 +46,7 @@ from trainers.parallel.replicated import Replicated
 from trainers.parallel.sequence import over_ranks, refuse_unfit
 from trainers.parallel.shards import check_whole
 from trainers.parallel.tensor import cut
+from trainers.preflight import check_token_ids
 from trainers.run_folder import Process, RunFolder
 from trainers.self_check import Census
 from trainers.strategies import Strategy
@@ -52,6 +58,8 @@ _HOOKS = {
     "power_sgd": DDPCommunicationHookType.POWER_SGD,
 }
 _HALF_AN_HOUR = 1800
+_PROJECT = "tunesmith"
+"""What trackers list the run under; TensorBoard's files go into a folder of this name in the run folder."""
 
 
 def _collectives_wait(config: TrainConfig) -> timedelta:
@@ -118,8 +126,14 @@ def _over_group(ddp: DistributedDataParallelKwargs, group: Any) -> Any:
     return narrowed
 
 
-def module(config: TrainConfig, main_rank: bool) -> SupervisedLoss:
-    """The model and its loss on the CPU, whole, before any strategy touches it."""
+def module(
+    config: TrainConfig, main_rank: bool, splits: Sequence[TokenSet | None] = (), pad_token_id: int = 0
+) -> SupervisedLoss:
+    """The model and its loss on the CPU, whole, before any strategy touches it.
+
+    Args:
+        splits: the data, of whose tokens each needs an embedding; so does the token that fills rows.
+    """
     if not main_rank:
         logging.disable_progress_bar()
     # Deprecations inside the libraries are not the user's to mend.
@@ -127,7 +141,12 @@ def module(config: TrainConfig, main_rank: bool) -> SupervisedLoss:
     model = build_model(config)
     if config.mixed_precision == "fp8":
         convert(model)
-    return SupervisedLoss(model, compute_dtype(config), config.gradient_checkpointing and config.activation_offloading)
+    offloads = config.gradient_checkpointing and config.activation_offloading
+    loss = SupervisedLoss(model, compute_dtype(config), offloads)
+    if main_rank and (lines := adapter_lines(model) + balancing_lines(loss.balancing)):
+        print("\n".join(lines), flush=True)
+    check_token_ids(config, splits, loss.vocab_size, pad_token_id)
+    return loss
 
 
 def backend(
@@ -135,7 +154,11 @@ def backend(
 ) -> tuple[MicroBatched | Pipelined, Census]:
     """The strategy's hold on model and optimizer, its attention proved, and the dtypes seen meanwhile."""
     refuse_unfit(loss.base.config.get_text_config(), mesh.sizes)
-    _use_kernel(config, ranks, loss)
+    precision = torch.bfloat16 if config.tf32 else loss.compute
+    if mesh.sizes.pp > 1:  # later, no rank can run the model as a whole
+        check_on_cpu(loss, config.packing, precision)
+    if loss.base.config._attn_implementation in KERNELS.values():
+        _use_kernel(config, ranks, loss)
     cut(loss, mesh.group("tp"), mesh.index("tp"), mesh.sizes.tp)
     if config.torch_compile:
         compile_blocks(loss.base)
@@ -153,11 +176,23 @@ def backend(
         check_whole(wrapped.shards(), ranks)
     with Census(loss) as census:
         # Rows are cut where all of a token's looks back go through our attention: the packed probe shows it.
-        probe_attention(wrapped.model, loss.base, config.packing or mesh.sizes.parts > 1, ranks.device)
+        packing = config.packing or mesh.sizes.parts > 1
+        check_model_computes(wrapped.model, loss.base, packing, ranks.device, precision, stock=mesh.sizes.pp == 1)
     loss.over_ranks = over_ranks(mesh)
     if isinstance(wrapped, Replicated):
         wrapped.settle()
     return wrapped, census
+
+
+def check_on_cpu(loss: SupervisedLoss, packing: bool, precision: torch.dtype) -> None:
+    """The probe of a model on the CPU, with plain matrix products: the kernels of GPUs do not run there.
+
+    Raises:
+        ConfigError: as `check_model_computes`.
+    """
+    if loss.base.config._attn_implementation in KERNELS.values():
+        loss.base.set_attn_implementation(KERNELS["eager"])
+    check_model_computes(loss, loss.base, packing, torch.device("cpu"), precision)
 
 
 def _use_kernel(config: TrainConfig, ranks: Ranks, loss: SupervisedLoss) -> None:
@@ -276,10 +311,12 @@ class Reporter:
         self.processes = [process.as_json() for process in [*supervisor, *processes]]
         self.bar = tqdm(file=console, unit="step", disable=not (main_rank and console.isatty()))
         if self.trackers:
+            if main_rank and "tensorboard" in config.report_to:
+                run.own_folder(_PROJECT)
             settings = config.model_dump(exclude={"columns", "lora_target_modules", "report_to"})
             plain = {key: value for key, value in settings.items() if value is not None}
             name = {"name": config.run_name or run.id}
-            made.init_trackers("tunesmith", config=plain, init_kwargs={"wandb": name, "trackio": name})
+            made.init_trackers(_PROJECT, config=plain, init_kwargs={"wandb": name, "trackio": name})
 
     def state(self, **changes: Any) -> None:
         """Writes changes of the state file."""
@@ -290,6 +327,8 @@ class Reporter:
         try:
             self.run.write_state(processes=self.processes, **changes)
         except OSError as error:
+            if how := self.run.lost():
+                raise TrainingError(f"the run folder {self.run.path} was {how} while it trained") from None
             print(f"warning: the state file could not be written: {error.strerror}", flush=True)
         if changes.get("total_steps"):
             self.bar.reset(total=changes["total_steps"])

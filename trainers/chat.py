@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ class Models:
         avoid_cudnn()
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.tokenizer = load_tokenizer(config)
-        self.encoder = Encoder.of(self.tokenizer, assistant_only=False)
+        self.encoder = Encoder.of(self.tokenizer, assistant_only=False, today=date.today().isoformat())
         self.base, self.tuned = base, tuned
         self.ends: set[int] = set()
         for model in (base, tuned):
@@ -107,7 +108,7 @@ class Models:
 
     def _rendered(self, messages: list[dict[str, str]]) -> str:
         try:
-            return self.encoder._apply(messages, prompt=True)[0]  # sandboxed, and ended when it takes too long
+            return self.encoder.render(messages, prompt=True)
         except RowError as error:
             reason = error.bad.detail.removeprefix("it refuses this row: ")
             raise ConfigError(

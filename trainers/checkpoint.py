@@ -28,13 +28,13 @@ from torch import nn
 
 from trainers.differences import FORCE, changed_options, changed_versions, refusals
 from trainers.errors import TrainingError
-from trainers.manifest import FORMAT, Origin, Progress, read_manifest, seal, set_aside, sha256, sync, verify
+from trainers.manifest import FORMAT, Origin, Progress, read_manifest, remove, seal, set_aside, sha256, sync, verify
 from trainers.mirror import Mirror
 from trainers.parallel.backend import Backend, trained_names
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.shards import WEIGHT, steps_of, wholes
 from trainers.random_state import random_state, set_random_state
-from trainers.run_folder import write_json
+from trainers.run_folder import folder_identity, write_json
 
 _STATE = "optim.state."
 _BAD = (ValueError, KeyError, OSError, SafetensorError, RuntimeError)
@@ -118,6 +118,7 @@ class Checkpoints:
         self, folder: Path, ranks: Ranks, origin: Origin, limit: int = 2, attempt: int = 0, force: bool = False
     ):
         self.folder, self.ranks, self.origin = folder, ranks, origin
+        self.home = folder_identity(folder.parent)  # a run folder that is removed later is not to come back
         self.limit, self.attempt, self.force = max(limit, 2), attempt, force
         self.mirror: Mirror | None = None
         self.pending: Pending | None = None
@@ -148,7 +149,7 @@ class Checkpoints:
         needed = sum(self.ranks.gather(sum(one.numel() * one.element_size() for one in mine.values())))
         try:
             self._check_room(needed)
-            temporary.mkdir(parents=True, exist_ok=True)
+            temporary.mkdir(exist_ok=True)
         except Exception as problem:
             error = problem
         self._agree(error, temporary, f"saving the checkpoint of step {progress.step}")
@@ -218,7 +219,9 @@ class Checkpoints:
         return mine | {f"{name}.{self.ranks.rank}": state for name, state in random_state().items()}
 
     def _check_room(self, needed: int) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        if folder_identity(self.folder.parent) != self.home:
+            raise FileNotFoundError(errno.ENOENT, "the run folder was removed or replaced", str(self.folder.parent))
+        self.folder.mkdir(exist_ok=True)
         if shutil.disk_usage(self.folder).free < needed * 1.01 + 2**20:
             raise self._told(OSError(errno.ENOSPC, ""), needed)
 
@@ -277,7 +280,7 @@ class Checkpoints:
         old = [path for path in self.published() if path not in in_use][: -self.limit]
         aside = [path for name in ("step-*.tmp-*", "later-step-*") for path in self.folder.glob(name)]
         for path in [*old, *aside]:
-            shutil.rmtree(path, ignore_errors=True)
+            remove(path)
 
     def newest(self) -> Path | None:
         """The newest checkpoint that verifies, here or in the mirror; bad ones are set aside and reported. Collective.

@@ -9,13 +9,19 @@ from __future__ import annotations
 import difflib
 import math
 import os
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 EMBEDDED = "embedded"
-COLUMN_ROLES = ("messages", "conversations", "prompt", "completion", "instruction", "input", "output", "system", "text")
+FIXED_DATE = "2024-07-26"
+"""What a chat template gets for today unless another date is asked for: the one that Llama's templates fall back to."""
+COLUMN_ROLES = (
+    "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "system", "text",
+    "history", "tools", "functions", "chat_template_kwargs",
+)  # fmt: skip
 MACHINE_OPTIONS = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
 LAUNCH_OPTIONS = ("strategy", "gpus", "num_processes", *MACHINE_OPTIONS)
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
@@ -48,6 +54,14 @@ def _none_word(value: Any) -> Any:
 def _off(value: Any) -> Any:
     """YAML reads a bare `no` as false."""
     return "no" if value is False else value
+
+
+def _iso_date(value: Any) -> Any:
+    """A date of YAML or of text as `2024-07-26`."""
+    try:
+        return date.fromisoformat(str(value)).isoformat()
+    except ValueError:
+        raise ValueError("input should be a date such as 2024-07-26") from None
 
 
 Names = Annotated[list[str], BeforeValidator(_split_commas)]
@@ -93,7 +107,7 @@ class TrainConfig(BaseModel):
     """Run model code that comes with the weights; leave off unless you have read that code."""
     random_init: bool = _option("model", False)
     """Start from seeded random weights of the model's shape and not from its pretrained ones."""
-    num_hidden_layers: Annotated[int | None, Optionally] = _option("model", None, "layers", ge=1)
+    num_hidden_layers: Annotated[int | None, Optionally] = _option("model", None, "layers", ge=1, le=10**6)
     """Keep only the first decoder layers; for trying out a model that does not fit."""
     attn_implementation: Literal["auto", "varlen", "flex", "documents", "sdpa", "eager"] = _option("model", "auto")
     """Attention kernel; each keeps packed documents apart; auto: the fastest that fits device, dtype and model."""
@@ -135,6 +149,10 @@ class TrainConfig(BaseModel):
     """Jinja file that replaces the tokenizer's chat template."""
     assistant_only_loss: bool = _option("data", True)
     """Train on the assistant's (or completion's) tokens alone; plain text always trains on all."""
+    thoughts: Literal["keep", "drop", "train_empty"] = _option("data", "keep")
+    """Thoughts before replies: train those of the data, or drop them; train_empty: also a template's empty ones."""
+    template_date: Annotated[str, BeforeValidator(_iso_date)] = _option("data", FIXED_DATE)
+    """Date for chat templates that ask for today's; fixed, so that the same data gives the same tokens on any day."""
     max_length: int = _option("data", 1024, "tokens", ge=8, le=2**24)
     """Longest training row."""
     overlong: Literal["truncate", "drop", "split", "refuse"] = _option("data", "truncate")
@@ -145,25 +163,25 @@ class TrainConfig(BaseModel):
     """Without packing, put rows of like length into one global batch to save padding."""
     bad_rows: Literal["refuse", "skip"] = _option("data", "refuse")
     """Refuse data with rows that cannot be read, or skip and list them."""
-    max_train_samples: Annotated[int | None, Optionally] = _option("data", None, "rows", ge=1)
+    max_train_samples: Annotated[int | None, Optionally] = _option("data", None, "rows", ge=1, le=10**12)
     """Use only the first rows of the training data."""
-    max_eval_samples: Annotated[int | None, Optionally] = _option("data", None, "rows", ge=1)
+    max_eval_samples: Annotated[int | None, Optionally] = _option("data", None, "rows", ge=1, le=10**12)
     """Use only the first rows of the evaluation data."""
-    dataset_num_proc: Annotated[int | None, Optionally] = _option("data", None, "processes", ge=1)
+    dataset_num_proc: Annotated[int | None, Optionally] = _option("data", None, "processes", ge=1, le=4096)
     """Processes that tokenise; default: the machine's cores, one for small data."""
     cache_dir: Annotated[str | None, Optionally] = _option("data", None)
     """Folder of tokenised data; default: `tunesmith` in the user's cache folder."""
 
     # Batch
-    global_batch_size: int = _option("batch", 16, "rows", ge=1)
+    global_batch_size: int = _option("batch", 16, "rows", ge=1, le=10**9)
     """Rows per optimizer step over all processes; accumulation is derived from it."""
-    per_device_train_batch_size: int = _option("batch", 1, "rows", ge=1)
+    per_device_train_batch_size: int = _option("batch", 1, "rows", ge=1, le=2**20)
     """Rows per micro-batch on each process; changes speed and memory, not the result."""
-    per_device_eval_batch_size: int = _option("batch", 8, "rows", ge=1)
+    per_device_eval_batch_size: int = _option("batch", 8, "rows", ge=1, le=2**20)
     """Rows per evaluation batch on each process."""
-    num_train_epochs: float = _option("batch", 1.0, "epochs", gt=0)
+    num_train_epochs: float = _option("batch", 1.0, "epochs", gt=0, le=10**9)
     """Passes over the training data."""
-    max_steps: Annotated[int | None, Optionally] = _option("batch", None, "steps", ge=1)
+    max_steps: Annotated[int | None, Optionally] = _option("batch", None, "steps", ge=1, le=10**12)
     """Optimizer steps; overrides `num_train_epochs`."""
 
     # Optimizer
@@ -173,13 +191,13 @@ class TrainConfig(BaseModel):
     """Peak learning rate of AdamW."""
     lr_scaling: Literal["none", "linear", "sqrt"] = _option("optimizer", "none")
     """Scale the rate by global_batch_size / lr_scaling_batch_size, or by its square root."""
-    lr_scaling_batch_size: Annotated[int | None, Optionally] = _option("optimizer", None, "rows", ge=1)
+    lr_scaling_batch_size: Annotated[int | None, Optionally] = _option("optimizer", None, "rows", ge=1, le=10**9)
     """Global batch size for which `learning_rate` was chosen."""
     lr_scheduler_type: Literal["constant", "linear", "cosine", "inverse_sqrt"] = _option("optimizer", "cosine")
     """Shape of the rate after warm-up."""
     min_lr_ratio: float = _option("optimizer", 0.0, ge=0, le=1)
     """Lowest rate of the linear and cosine shapes, as a share of the peak."""
-    warmup_steps: int = _option("optimizer", 0, "steps", ge=0)
+    warmup_steps: int = _option("optimizer", 0, "steps", ge=0, le=10**12)
     """Steps over which the rate rises from 0; overrides `warmup_ratio`."""
     warmup_ratio: float = _option("optimizer", 0.0, ge=0, le=1)
     """Warm-up as a share of all steps."""
@@ -215,11 +233,11 @@ class TrainConfig(BaseModel):
     # Data parallel
     ddp_comm_hook: Literal["none", "fp16", "bf16", "power_sgd"] = _option("ddp", "none")
     """Compress gradients on the wire under DDP; outside the parity promise."""
-    ddp_bucket_cap_mb: int = _option("ddp", 25, "MiB", ge=1)
+    ddp_bucket_cap_mb: int = _option("ddp", 25, "MiB", ge=1, le=2**20)
     """Size of the buckets in which DDP reduces gradients."""
 
     # Pipeline
-    pp_size: Annotated[int | None, Optionally] = _option("pipeline", None, "stages", ge=1)
+    pp_size: Annotated[int | None, Optionally] = _option("pipeline", None, "stages", ge=1, le=65_536)
     """Ranks that share the layers of the model among them; default: what the strategy's file says."""
     pp_schedule: Annotated[Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] | None, Optionally] = _option(
         "pipeline", None
@@ -227,7 +245,7 @@ class TrainConfig(BaseModel):
     """Order of the stages' work on the micro-batches of a step; default: what the strategy's file says."""
 
     # Evaluation
-    eval_steps: int = _option("evaluation", 0, "steps", ge=0)
+    eval_steps: int = _option("evaluation", 0, "steps", ge=0, le=10**12)
     """Evaluate every so many steps; 0: only at the end."""
     eval_on_start: bool = _option("evaluation", False)
     """Evaluate once before the first step."""
@@ -235,7 +253,9 @@ class TrainConfig(BaseModel):
     """Export the weights of the best evaluation and not the last ones."""
     metric_for_best_model: Literal["eval_loss", "eval_token_accuracy"] = _option("evaluation", "eval_loss")
     """What best means."""
-    early_stopping_patience: Annotated[int | None, Optionally] = _option("evaluation", None, "evaluations", ge=1)
+    early_stopping_patience: Annotated[int | None, Optionally] = _option(
+        "evaluation", None, "evaluations", ge=1, le=10**9
+    )
     """Stop after so many evaluations without improvement."""
     early_stopping_threshold: float = _option("evaluation", 0.0, ge=0)
     """Smallest change that counts as an improvement."""
@@ -246,24 +266,24 @@ class TrainConfig(BaseModel):
     runs_dir: str = _option("run", "runs", min_length=1)
     """Folder of run folders."""
     output_dir: Annotated[str | None, Optionally] = _option("run", None)
-    """Run folder itself; default: a new one in `runs_dir`."""
+    """Run folder itself, new or empty; default: a new one in `runs_dir`."""
     resume_from_checkpoint: Annotated[str | None, Optionally] = _option("run", None)
     """`auto` for the newest good checkpoint of `output_dir`, or the path of one."""
     force_resume: bool = _option("run", False)
     """Resume although data, options or code have changed since the checkpoint was saved."""
     seed: int = _option("run", 42, ge=0, le=2**32 - 1)
     """Seed of initialisation, data order and dropout."""
-    logging_steps: int = _option("run", 10, "steps", ge=1)
+    logging_steps: int = _option("run", 10, "steps", ge=1, le=10**12)
     """Write a metrics row every so many steps."""
-    save_steps: int = _option("run", 500, "steps", ge=0)
+    save_steps: int = _option("run", 500, "steps", ge=0, le=10**12)
     """Write a checkpoint every so many steps; 0: only at the end."""
-    save_total_limit: int = _option("run", 2, "checkpoints", ge=2)
+    save_total_limit: int = _option("run", 2, "checkpoints", ge=2, le=10**9)
     """Checkpoints to keep besides the best one."""
     checkpoint_url: Annotated[str | None, Optionally] = _option("run", None, max_length=1000)
     """Copy each checkpoint there too, and resume from there: any fsspec URL, such as s3://bucket/run."""
     max_restarts: int = _option("run", 3, "restarts", ge=0, le=1000)
     """Restart a crashed run from its newest checkpoint so often, as long as each attempt gets beyond its start."""
-    hang_timeout: int = _option("run", 600, "seconds", ge=0)
+    hang_timeout: int = _option("run", 600, "seconds", ge=0, le=10**9)
     """End and restart a run in which a rank has not moved for so long; 0: never. Start, save, export: half an hour."""
     non_finite: Literal["stop", "skip"] = _option("run", "stop")
     """A loss or gradient that is not finite stops the run, or its update is skipped (at most ten in a row)."""
@@ -277,6 +297,8 @@ class TrainConfig(BaseModel):
     """Trackers beside `metrics.jsonl`: tensorboard, wandb, trackio, mlflow; comma-separated."""
     merge_adapter: bool = _option("run", False)
     """Export the adapters merged into the base, as full weights."""
+    export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option("run", "auto")
+    """Dtype of the exported weights; auto: that of the base model's files."""
     control: Literal["none", "mean-of-means"] = _option("run", "none")
     """Train with a classic fault on purpose, so that `tunesmith prove` can show that it would be seen."""
 
@@ -314,7 +336,10 @@ class TrainConfig(BaseModel):
         return self.eval_dataset_name is not None or self.eval_share > 0
 
     def outside_parity(self) -> list[str]:
-        """The choices that leave the promise that the strategy never changes the model."""
+        """The choices that leave the promise that the strategy never changes the model, and are to be warned of.
+
+        bf16, which most runs train in, has its measured band too; `precision_lines` says so.
+        """
         rules = {
             f"ddp_comm_hook={self.ddp_comm_hook}": self.ddp_comm_hook != "none",
             f"lora_dropout={self.lora_dropout}": self.method != "full" and self.lora_dropout > 0,
@@ -322,9 +347,16 @@ class TrainConfig(BaseModel):
             "master_weights=false": not self.master_weights,
             "tf32=true": self.tf32,
             f"control={self.control} (a fault on purpose)": self.control != "none",
-            f"mixed_precision={self.mixed_precision} (its own measured band)": self.mixed_precision != "no",
+            f"mixed_precision={self.mixed_precision} (its own measured band)": self.mixed_precision in ("fp16", "fp8"),
         }
         return [name for name, applies in rules.items() if applies]
+
+
+def precision_lines(config: TrainConfig) -> list[str]:
+    """What bf16 means for the promise; nothing for other dtypes."""
+    if config.mixed_precision != "bf16":
+        return []
+    return ["mixed_precision=bf16: matrix products in bf16; strategies agree within its measured band, not to the bit"]
 
 
 def sections() -> dict[str, dict[str, Any]]:

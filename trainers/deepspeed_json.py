@@ -8,14 +8,26 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainers.accelerate_keys import COUNT, FLAG, LIST, TEXT, WHOLE, Key, is_empty, key_mistakes
+from trainers.accelerate_keys import (
+    FLAG,
+    LIST,
+    MAX_PROCESSES,
+    OWN_EXPORT,
+    TEXT,
+    WHOLE,
+    Key,
+    is_empty,
+    key_mistakes,
+)
 from trainers.config import ConfigError
 
 MAX_JSON_BYTES = 1_000_000
 AUTO = "auto"
+PATH = Key((str,))
 NUMBER = Key((int, float), least=0)
 NUMBER_OR_AUTO = Key((int, float, str), words=(AUTO,), least=0)
 # What the config decides, so that the JSON may only say "auto"; a number here would be passed over, or overrule it.
@@ -53,6 +65,8 @@ _RULE = "it would leave the compute rule that all strategies share; remove it an
 _OWN_METRICS = "use report_to in the config"
 _PARALLEL = "this parallelism is not supported yet; remove it"
 _IDLE = "nothing here reads it; remove it"
+_OWN_CHECKPOINTS = "checkpoints are Tunesmith's own; remove it"
+_NO_PRINT = "the script prints its own progress; use logging_steps in the config"
 _RENAMED = "DeepSpeed has renamed it; write "
 _NO_SCALING = "ZeRO asserts at launch that it is off; remove it"
 
@@ -78,7 +92,7 @@ def _off_or_auto(*others: str) -> Key:
 
 _OFFLOAD: dict[str, Key] = {
     "device": Key((str,), ("none", "cpu", "nvme")),
-    "nvme_path": TEXT,
+    "nvme_path": PATH,
     "buffer_count": NUMBER,
     "pin_memory": FLAG,
 }
@@ -102,7 +116,7 @@ ZERO: dict[str, Key] = {
     "allgather_bucket_size": NUMBER,
     "overlap_comm": FLAG,
     "compute_grad_norm": Key((bool,), (True,), why="the gradient norm is clipped and reported; remove it"),
-    "load_from_fp32_weights": FLAG,
+    "load_from_fp32_weights": Key((bool,), unread=_OWN_CHECKPOINTS),
     "elastic_checkpoint": Key((bool,), (False,), why="checkpoints are Tunesmith's own; remove it"),
     "offload_param": Key((dict,), inside=OFFLOAD_PARAM),
     "offload_optimizer": Key((dict,), inside=OFFLOAD_OPTIMIZER),
@@ -116,7 +130,9 @@ ZERO: dict[str, Key] = {
     "stage3_model_persistence_threshold": NUMBER,
     "stage3_max_live_parameters": NUMBER,
     "stage3_max_reuse_distance": NUMBER,
-    "stage3_gather_16bit_weights_on_model_save": Key((bool, str), words=(AUTO,)),
+    "stage3_gather_16bit_weights_on_model_save": Key(
+        (bool, str), words=(AUTO,), unread=OWN_EXPORT, asks=lambda value: value is True
+    ),
     "stage3_gather_fp16_weights_on_model_save": Key(why=_RENAMED + "stage3_gather_16bit_weights_on_model_save"),
     "stage3_module_granularity_threshold": NUMBER,
     "stage3_use_all_reduce_for_fetch_params": FLAG,
@@ -125,16 +141,16 @@ ZERO: dict[str, Key] = {
     "legacy_stage1": Key((bool,), (False,), why="the old ZeRO-1 is not supported; remove it"),
     "round_robin_gradients": Key((bool,), (False,), why="its layout is not the one that DeepSpeed tells; remove it"),
     "parameter_alignment": FLAG,
-    "zero_hpz_partition_size": COUNT,
+    "zero_hpz_partition_size": Key((int,), least=1, most=MAX_PROCESSES),
     "zero_quantized_weights": FLAG,
     "zero_quantized_nontrainable_weights": FLAG,
     "zero_quantized_gradients": FLAG,
     "memory_efficient_linear": FLAG,
-    "pipeline_loading_checkpoint": FLAG,
+    "pipeline_loading_checkpoint": Key((bool,), unread=_OWN_CHECKPOINTS),
     "override_module_apply": FLAG,
     "log_trace_cache_warnings": FLAG,
     "enable_sanity_checks": FLAG,
-    "save_muon_momentum_buffer_in_memory": FLAG,
+    "save_muon_momentum_buffer_in_memory": Key((bool,), unread="Muon is not supported; remove it"),
     "leaf_module": Key((dict,), inside={"classes": LIST, "names": LIST, "name_suffixes": LIST}),
 }
 
@@ -177,18 +193,23 @@ JSON: dict[str, Key] = {
     "prescale_gradients": Key((bool,), (False,), why=_NO_SCALING),
     "gradient_predivide_factor": Key((int, float), (1, 1.0), why=_NO_SCALING),
     "gradient_allreduce_op": Key((str,), ("mean",), why="the loss is scaled for a mean over ranks; remove it"),
-    "zero_allow_untested_optimizer": FLAG,
+    "zero_allow_untested_optimizer": Key(
+        (bool,), unread="the script's own AdamW is one; remove it", asks=lambda value: value is False
+    ),
     "zero_force_ds_cpu_optimizer": FLAG,
-    "disable_allgather": FLAG,
+    "disable_allgather": Key((bool,), unread="DeepSpeed itself does not read it; remove it"),
     "disable_python_gc": FLAG,
     "dump_state": FLAG,
     "log_level": TEXT,
-    "steps_per_print": NUMBER,
-    "wall_clock_breakdown": FLAG,
+    "steps_per_print": Key((int, float), least=0, unread=_NO_PRINT),
+    "wall_clock_breakdown": Key((bool,), unread=_NO_PRINT),
     "memory_breakdown": FLAG,
-    "vocabulary_size": NUMBER,
+    "vocabulary_size": Key((int, float), least=0, unread="DeepSpeed itself does not read it; remove it"),
     "comms_logger": Key(
-        (dict,), inside={"enabled": FLAG, "prof_all": FLAG, "prof_ops": LIST, "verbose": FLAG, "debug": FLAG}
+        (dict,),
+        inside={"enabled": FLAG, "prof_all": FLAG, "prof_ops": LIST, "verbose": FLAG, "debug": FLAG},
+        unread="its summary is never asked for; write verbose: true, which prints each operation, or remove it",
+        asks=lambda value: value.get("enabled") is True and not value.get("verbose"),
     ),
     "flops_profiler": Key(
         (dict,),
@@ -199,7 +220,7 @@ JSON: dict[str, Key] = {
             "module_depth": WHOLE,
             "top_modules": NUMBER,
             "detailed": FLAG,
-            "output_file": TEXT,
+            "output_file": PATH,
         },
     ),
     "aio": Key(
@@ -277,6 +298,18 @@ def read_json(name: str) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise ConfigError(f"{where} holds a {type(loaded).__name__}; write one object, {{...}}")
     return loaded
+
+
+def nested_paths(content: Mapping[str, Any], keys: Mapping[str, Key] | None = None, where: str = "") -> dict[str, str]:
+    """Every path in the content of a DeepSpeed JSON, which DeepSpeed would write to, by its dotted key."""
+    found = {}
+    for name, value in content.items():
+        key, path = (JSON if keys is None else keys).get(name), f"{where}.{name}" if where else name
+        if key is PATH and isinstance(value, str):
+            found[path] = value
+        elif key is not None and key.inside is not None and isinstance(value, dict):
+            found |= nested_paths(value, key.inside, path)
+    return found
 
 
 def json_mistakes(content: dict[str, Any]) -> list[str]:

@@ -29,6 +29,7 @@ FREE = frozenset({
     "eval_steps", "eval_on_start", "load_best_model_at_end", "metric_for_best_model", "early_stopping_patience",
     "early_stopping_threshold", "run_name", "checkpoint_url", "logging_steps", "save_steps", "save_total_limit",
     "max_restarts", "hang_timeout", "share_gpus", "non_finite", "loss_spike_factor", "report_to", "merge_adapter",
+    "export_dtype",
 })  # fmt: skip
 """Options that change what a run costs, watches or exports, and no step of it beyond parity; and names of data, whose
 content the ranks compare."""

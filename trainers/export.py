@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import shutil
 import sys
 from pathlib import Path
@@ -15,18 +16,27 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import GenerationConfig
 
 from trainers.checkpoint import load_weights
 from trainers.config import ConfigError, TrainConfig
+from trainers.data.formats import RowError
 from trainers.data.prepare import load_tokenizer
+from trainers.data.template import Encoder
 from trainers.differences import versions
+from trainers.errors import TrainingError
+from trainers.export_check import LoadedBack, Probe, held_dtype, load_back, sample, trainer_loss
 from trainers.manifest import sync, verify
-from trainers.models import add_adapters, build_model, compute_dtype
+from trainers.models import add_adapters, build_model, compute_dtype, stored_dtype, weight_files
+from trainers.objectives.sft import inner_model
 from trainers.options import Request, dump_yaml
 from trainers.quantise import dequantise
 from trainers.run_folder import RunFolder, read_json
+from trainers.run_record import RunRecord
 
 SHARD_SIZE = "5GB"
+_SLOWEST = 5e6
+"""Bytes of weights a second that an export takes at least: a slow network disk, read and written a few times."""
 
 
 def export_kind(config: TrainConfig) -> str:
@@ -34,48 +44,156 @@ def export_kind(config: TrainConfig) -> str:
     return "full" if config.method == "full" else "merged" if config.merge_adapter else "adapter"
 
 
-def export_checkpoint(folder: Path, config: TrainConfig, target: Path, kind: str, results: dict[str, Any]) -> None:
+def export_seconds(folder: Path, config: TrainConfig) -> float:
+    """Seconds that the export of a checkpoint may take at most: more for a large model, which is also loaded back."""
+    files = [*folder.glob("*.safetensors"), *weight_files(config)]
+    return sum(path.stat().st_size for path in files) / _SLOWEST
+
+
+def export_checkpoint(
+    folder: Path, config: TrainConfig, target: Path, kind: str, results: dict[str, Any], record: RunRecord | None
+) -> LoadedBack:
     """Exports the weights of a checkpoint, which any strategy may have written: the one way to an export.
 
     The model is built anew on the CPU of one process, so that no strategy's wrapper is in its names or its tensors.
+
+    Raises:
+        TrainingError: when the export, loaded back, is not the model that was trained.
     """
+    return export(_trained(folder, config), config, target, kind, results, record)
+
+
+def _trained(folder: Path, config: TrainConfig) -> nn.Module:
+    """The model of a checkpoint. Only `export` holds it, so that it is gone before the export is loaded back."""
     model = build_model(config)
     load_weights(folder, model)
-    export(model, config, target, kind, results)
+    return model
 
 
-def export(model: nn.Module, config: TrainConfig, target: Path, kind: str, results: dict[str, Any]) -> None:
-    """Writes a model folder that appears whole or not at all.
+def export(
+    model: Any,
+    config: TrainConfig,
+    target: Path,
+    kind: str,
+    results: dict[str, Any],
+    record: RunRecord | None = None,
+) -> LoadedBack:
+    """Writes a model folder that appears whole or not at all, and loads it back.
 
     Args:
-        model: the unwrapped model with the trained weights; merging changes it.
+        model: the unwrapped model with the trained weights, which are changed.
         config: the run's config; it goes into the model card.
-        target: the folder to publish; one that is there is replaced.
+        target: the folder to publish.
         kind: `adapter`, `merged` or `full`.
         results: last metrics, for the model card.
+        record: of the run that has the target in its folder, whose earlier export there is replaced; None elsewhere,
+            where the target must be new or empty.
+
+    Raises:
+        ConfigError: when the target holds what the run did not write.
+        TrainingError: when the loss of the export is not the trainer's; its folder is then `<target>-failed`.
     """
-    temporary = target.with_name(f".{target.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    if kind == "merged" and config.method == "qlora":
-        model = _unquantised(model, config)
-    # Merged in fp32: a bf16 base would round a small adapter away.
-    whole: Any = model.float().merge_and_unload() if kind == "merged" else model  # type: ignore[operator]
-    base = whole.get_base_model() if kind == "adapter" else whole
+    if record is not None:
+        temporary = record.temporary(target.name)
+    else:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+        temporary.mkdir()
+    try:
+        tokenizer, dtype = load_tokenizer(config), _export_dtype(config)
+        probes = sample(config, tokenizer, model_card(config, kind, results))
+        expected = _write_model(model, config, temporary, kind, probes, tokenizer, dtype)
+        del model  # two at once might not fit
+        checked = load_back(temporary, config, kind, probes, expected, dtype)
+        (temporary / "README.md").write_text(model_card(config, kind, results, str(checked)), encoding="utf-8")
+        for path in [*temporary.iterdir(), temporary]:
+            sync(path)
+        print(checked, flush=True)
+        final = _failed(target, record) if checked.failed else target
+        if record is not None:
+            record.publish(temporary, final.name)
+        else:
+            os.replace(temporary, final)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    if checked.failed:
+        raise TrainingError(
+            f"{checked}; it is not the model that was trained, and stays in {final.name}; the checkpoint is kept, and "
+            "`tunesmith export` tries again" + ("" if dtype == torch.float32 else ", such as with --dtype float32")
+        )
+    return checked
+
+
+def _failed(target: Path, record: RunRecord | None) -> Path:
+    """Where an export goes that is not the model that was trained."""
+    aside = target.with_name(f"{target.name}-failed")
+    return aside if record is not None or not aside.exists() else Path(f"{aside}-{secrets.token_hex(4)}")
+
+
+def _write_model(
+    model: Any, config: TrainConfig, folder: Path, kind: str, probes: list[Probe], tokenizer: Any, dtype: torch.dtype
+) -> float:
+    """Weights, tokenizer and generation config; returns the loss of the model before it was merged and rounded."""
+    if kind == "merged":
+        # Merged in fp32, and rounded once after: a bf16 base would round a small adapter away.
+        model = (_unquantised(model, config) if config.method == "qlora" else model).float()
+    expected = trainer_loss(model, probes, held_dtype(config, kind))
+    _write(model.merge_and_unload() if kind == "merged" else model, tokenizer, folder, kind, dtype)
+    return expected
+
+
+def _export_dtype(config: TrainConfig) -> torch.dtype:
+    return stored_dtype(config) if config.export_dtype == "auto" else getattr(torch, config.export_dtype)
+
+
+def _write(model: Any, tokenizer: Any, folder: Path, kind: str, dtype: torch.dtype) -> None:
+    """Weights, tokenizer and generation config as transformers and peft write them."""
+    base = inner_model(model)
     base.config.use_cache = True
-    if base.generation_config is not None and kind != "adapter":
-        base.generation_config.save_pretrained(temporary)
-    whole.save_pretrained(temporary, max_shard_size=SHARD_SIZE, safe_serialization=True)
-    load_tokenizer(config).save_pretrained(temporary)
-    (temporary / "README.md").write_text(model_card(config, kind, results), encoding="utf-8")
-    for path in [*temporary.iterdir(), temporary]:
-        sync(path)
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        os.replace(target, old)
-    os.replace(temporary, target)
-    shutil.rmtree(old, ignore_errors=True)
+    _cast(model, base, dtype, only_trained=kind == "adapter")
+    base.generation_config = base.generation_config or GenerationConfig()
+    ends = stop_tokens(tokenizer, base.generation_config)
+    base.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
+    base.generation_config.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size=SHARD_SIZE, safe_serialization=True)
+    tokenizer.save_pretrained(folder)
+
+
+@torch.no_grad()
+def _cast(model: nn.Module, base: Any, dtype: torch.dtype, only_trained: bool) -> None:
+    """Rounds what is written to its dtype, weight by weight; what transformers always loads in fp32 stays so."""
+    fp32 = set(getattr(base, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        fp32 |= set(getattr(base, "_keep_in_fp32_modules", None) or ())
+    for name, weight in model.named_parameters():
+        if weight.is_floating_point() and (weight.requires_grad or not only_trained):
+            weight.data = weight.data.to(torch.float32 if fp32 & set(name.split(".")) else dtype)
+
+
+def stop_tokens(tokenizer: Any, generation_config: GenerationConfig) -> list[int]:
+    """Ids that end an answer: the base's own, the tokenizer's eos, and what ends the assistant's turn in its template.
+
+    A chat model would otherwise write the user's next turn as well.
+    """
+    own = generation_config.eos_token_id
+    found = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id, _turn_end(tokenizer)}
+    return sorted(found - {None})
+
+
+def _turn_end(tokenizer: Any) -> int | None:
+    """The token right after a reply in the chat template; None without a template, or where no single token is."""
+    if not tokenizer.chat_template:
+        return None
+    question, reply = "Is it one?", "It is one."
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
+    try:
+        text = Encoder.of(tokenizer, assistant_only=False).render(messages)
+    except (ConfigError, RowError):
+        return None
+    after = text.rpartition(reply)[2].lstrip()
+    tokens = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
+    ends = [token for token in tokens if token.strip() and after.startswith(token)]
+    return tokens[max(ends, key=len)] if ends else None
 
 
 def _unquantised(model: Any, config: TrainConfig) -> nn.Module:
@@ -90,8 +208,8 @@ def _unquantised(model: Any, config: TrainConfig) -> nn.Module:
     return plain
 
 
-def model_card(config: TrainConfig, kind: str, results: dict[str, Any]) -> str:
-    """What the model is, what made it, and how to load it."""
+def model_card(config: TrainConfig, kind: str, results: dict[str, Any], checked: str = "") -> str:
+    """What the model is, what made it, how to load it, and what came of loading it back."""
     numbers = "\n".join(f"| {name} | {value} |" for name, value in results.items()) or "| none | |"
     packages = "\n".join(f"- {name} {number}" for name, number in versions().items())
     base = config.model_name_or_path
@@ -108,6 +226,8 @@ def model_card(config: TrainConfig, kind: str, results: dict[str, Any]) -> str:
 | result | value |
 |---|---|
 {numbers}
+
+{checked[:1].upper() + checked[1:]}
 
 ## Configuration
 
@@ -144,22 +264,37 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--output", required=True, help="folder to write")
     parser.add_argument("--kind", required=True, choices=("adapter", "merged", "full"))
     parser.add_argument("--checkpoint", help="name of one of the run's checkpoints; default: the newest")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="default: the run's option")
     arguments = parser.parse_args(argv)
     try:
-        export_again(RunFolder(arguments.run), Path(arguments.output), arguments.kind, arguments.checkpoint)
+        export_again(
+            RunFolder(arguments.run), Path(arguments.output), arguments.kind, arguments.checkpoint, arguments.dtype
+        )
     except ConfigError as error:
         print("\n".join(error.mistakes), file=sys.stderr)
         return 2
+    except TrainingError as error:
+        print(error, file=sys.stderr)
+        return 1
     return 0
 
 
-def export_again(run: RunFolder, target: Path, kind: str, checkpoint: str | None) -> None:
+def export_again(run: RunFolder, target: Path, kind: str, checkpoint: str | None, dtype: str | None = None) -> None:
     """Exports the weights of a checkpoint.
 
+    Args:
+        run: the run.
+        target: the folder to write.
+        kind: `adapter`, `merged` or `full`.
+        checkpoint: its name; None for the one that the run itself exports.
+        dtype: of the weights; None for the run's `export_dtype`.
+
     Raises:
+        TrainingError: when the export is not the model that was trained.
         ConfigError: when run or checkpoint are not there or bad, or the kind does not fit the method.
     """
     config = Request(config=str(run.config)).resolve()
+    config = config.model_copy(update={"export_dtype": dtype}) if dtype else config
     fitting = ("full",) if config.method == "full" else ("adapter", "merged")
     if kind not in fitting:
         raise ConfigError(f"--kind {kind} does not fit method={config.method}; use {' or '.join(fitting)}")
@@ -173,10 +308,14 @@ def export_again(run: RunFolder, target: Path, kind: str, checkpoint: str | None
     folder = run.checkpoints / (checkpoint or _chosen(run, names, config))
     try:
         manifest = verify(folder)
-        export_checkpoint(folder, config, target, kind, {"step": manifest["step"]})
+        record = run.record if target.absolute() == run.path / f"export-{kind}" else None
+        checked = export_checkpoint(folder, config, target, kind, {"step": manifest["step"]}, record)
+    except ConfigError:
+        raise
     except (ValueError, OSError) as error:
         raise ConfigError(f"checkpoint {folder.name} cannot be exported: {error}; name another --checkpoint") from None
-    print(json.dumps({"export_dir": str(target.absolute()), "kind": kind, "step": manifest["step"]}))
+    facts = {"dtype": checked.dtype, "loss_difference": checked.difference, "check": str(checked)}
+    print(json.dumps({"export_dir": str(target.absolute()), "kind": kind, "step": manifest["step"], **facts}))
 
 
 def _chosen(run: RunFolder, names: list[str], config: TrainConfig) -> str:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import pynvml
 
+_IDLE_SHARE, _IDLE_PERCENT = 0.1, 20
+"""What a driver, a display or a moment's work of no consequence may take of a GPU."""
 LEAST_CAPABILITY = (8, 9)  # of GPUs with float8 tensor cores: Ada and Hopper
 
 
@@ -20,12 +22,26 @@ class Gpu:
         uuid: name that stays when the machine is renumbered.
         name: the maker's name.
         memory: bytes.
+        used: bytes that processes of any kind have.
+        busy: percent of the last moments in which it computed.
     """
 
     index: int
     uuid: str
     name: str
     memory: int
+    used: int = 0
+    busy: int = 0
+
+    @property
+    def free(self) -> int:
+        """Bytes that nobody has."""
+        return max(0, self.memory - self.used)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether somebody works on it: a tenth of its memory is taken, or it computes."""
+        return self.used > _IDLE_SHARE * self.memory or self.busy > _IDLE_PERCENT
 
 
 def find_gpus() -> list[Gpu]:
@@ -45,8 +61,13 @@ def find_gpus() -> list[Gpu]:
 
 def _describe(index: int) -> Gpu:
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-    memory = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
-    return Gpu(index, str(pynvml.nvmlDeviceGetUUID(handle)), str(pynvml.nvmlDeviceGetName(handle)), memory)
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    try:
+        busy = int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+    except pynvml.NVMLError:  # a part of a GPU does not tell it
+        busy = 0
+    uuid, name = str(pynvml.nvmlDeviceGetUUID(handle)), str(pynvml.nvmlDeviceGetName(handle))
+    return Gpu(index, uuid, name, int(memory.total), int(memory.used), busy)
 
 
 def visible(found: Sequence[Gpu], variable: str | None) -> list[Gpu]:

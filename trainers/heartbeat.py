@@ -34,12 +34,16 @@ _BETWEEN_STEPS = ("save", "evaluation", "export")
 
 
 class Place(NamedTuple):
-    """Where a rank is: section and step (from 0), how many places it passed before, and since when (monotonic)."""
+    """Where a rank is: section and step (from 0), how many places it passed before, since when, and the least allowed.
+
+    Both times are seconds, the first of them on the monotonic clock.
+    """
 
     section: str
     step: int
     passed: int
     since: float
+    allowed: float = 0.0
 
 
 class Heartbeat:
@@ -64,11 +68,17 @@ class Heartbeat:
         self.thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
         self.thread.start()
 
-    def at(self, section: str, step: int) -> None:
-        """Notes where this rank is; costs next to nothing."""
+    def at(self, section: str, step: int, allowed: float = 0.0) -> None:
+        """Notes where this rank is; costs next to nothing.
+
+        Args:
+            section: what it does.
+            step: number of the step, from 0.
+            allowed: seconds that this may take at least, where it has no places within.
+        """
         if self.first_step is None:
             self.first_step = step
-        self.place = Place(section, step, self.place.passed + 1, time.monotonic())
+        self.place = Place(section, step, self.place.passed + 1, time.monotonic(), allowed)
 
     def close(self) -> None:
         """Writes the last place, and watches no longer."""
@@ -88,11 +98,13 @@ class Heartbeat:
         self.written, self.written_at = place, time.monotonic()
         beat = {**self.known, "step": place.step, "section": place.section, "passed": place.passed, "time": now()}
         with contextlib.suppress(OSError):  # a full disk must not end the run through its heartbeat
+            self.folder.refuse_lost()
             write_json(self.path, beat)
 
     def _limit(self, place: Place) -> float:
         early = self.first_step is None or place.step <= self.first_step
-        return max(self.hang_timeout, LONG) if early or place.section in _LONG_SECTIONS else self.hang_timeout
+        long = early or place.section in _LONG_SECTIONS
+        return max(self.hang_timeout, place.allowed, LONG if long else 0.0)
 
     def _end_if_one_hangs(self, stuck: float, limit: float) -> None:
         """Ends this process, with its stack and the name of the rank that hangs in the log; the launcher ends the rest.

@@ -29,6 +29,10 @@ def choose(config: TrainConfig, shape: Any, device: torch.device, compute: torch
         ConfigError: when the one asked for cannot do the work here.
     """
     asked = config.attn_implementation
+    if getattr(shape, "num_attention_heads", None) is None:  # there is nothing to try; the probe looks at the model
+        if asked in ("auto", "sdpa", "eager"):
+            return "sdpa" if asked == "auto" else asked
+        raise ConfigError(f"attn_implementation={asked}: {shape.model_type} models have no attention heads; use auto")
     if asked != "auto":
         problem = _unfit(asked, shape, device, compute) or trial(asked, shape, device, compute)
         if problem:

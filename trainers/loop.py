@@ -4,6 +4,7 @@ load a checkpoint, if resuming                                  -> START
 evaluate, if eval_on_start
 for step in steps:
     take the batch that was prepared meanwhile                  -> data
+    count the routing of experts, if the model balances their load   -> forward, all-reduce
     for each micro-batch:                                          (only the last one sums gradients over ranks)
         loss = sum over trained tokens                          -> forward
         gradients of loss / trained tokens of the global batch  -> backward
@@ -25,8 +26,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -42,8 +41,9 @@ from trainers.data.batches import MicroBatch, Rows, StepBatch, TrainPlan, evalua
 from trainers.errors import TrainingError
 from trainers.guard import may_update, pass_over, watch
 from trainers.heartbeat import Heartbeat
+from trainers.load_balancing import LoadBalancing, count_routing
 from trainers.manifest import Progress
-from trainers.metrics import MetricsFile, Window, attention_width, memory_gib, peak_flops, step_flops
+from trainers.metrics import MetricsFile, RecentPace, Window, attention_width, memory_gib, peak_flops, step_flops
 from trainers.models import compute_dtype, matmul_parameters
 from trainers.pace import Pace
 from trainers.parallel.backend import MicroBatched, set_rate
@@ -53,7 +53,7 @@ from trainers.parallel.ranks import Ranks
 from trainers.run_folder import RunFolder
 from trainers.schedule import learning_rate
 from trainers.start_clock import StartClock
-from trainers.startup import end_with_launcher
+from trainers.stop_requests import Requests
 
 SAVE_PATIENCE = 0.5
 """Seconds that the loop waits for a save before it goes on meanwhile: a small one costs no repeated step in a crash."""
@@ -70,6 +70,7 @@ class Job:
         backend: the strategy's hold on model and optimizer.
         bare: the transformers or peft model inside it, for names and buffers.
         buffers: names of the buffers that checkpoints keep.
+        balancing: the load-balancing loss of a mixture of experts, None without.
         scaler: fp16's gradient scaler, None without.
         metrics: the metrics file, on rank 0 only.
         report: called on rank 0 with changes of the run's state (`step=…`, `state=…`).
@@ -86,6 +87,7 @@ class Job:
     backend: MicroBatched | Pipelined
     bare: nn.Module
     buffers: list[str]
+    balancing: LoadBalancing | None
     scaler: Any
     plan: TrainPlan
     eval_rows: Rows | None
@@ -109,38 +111,6 @@ class Outcome:
     results: dict[str, Any] = field(default_factory=dict)
 
 
-class Requests:
-    """What this rank was asked to do: by a signal, by a control file (seen by rank 0), or by its launcher's death.
-
-    SIGTERM, SIGINT and SIGHUP ask to save and stop, SIGUSR1 to save and go on.
-    """
-
-    def __init__(self, job: Job):
-        self.job, self.signal, self.save = job, "", False
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-                signal.signal(number, self._stop)
-        signal.signal(signal.SIGUSR1, self._save)
-        end_with_launcher(False)  # from here on `orphaned` sees it, and the run is saved first
-
-    def _stop(self, number: int, frame: Any) -> None:
-        self.signal = signal.Signals(number).name
-
-    def _save(self, number: int, frame: Any) -> None:
-        self.save = True
-
-    def asked(self) -> tuple[bool, bool, bool]:
-        """Whether to stop, whether to stop without saving (both stay true), and whether to save now (told once)."""
-        run, main = self.job.run, self.job.ranks.is_main
-        saves = run.stop_asked() if main else None
-        save_now, self.save = self.save or (main and run.take_save_request()), False
-        return bool(self.signal) or saves is not None or self.orphaned(), saves is False, save_now
-
-    def orphaned(self) -> bool:
-        """True when the launcher died: nobody would end this rank, so it must end itself."""
-        return os.getppid() != self.job.launcher
-
-
 @dataclass(frozen=True)
 class StepResult:
     """Numbers of one step, alike on every rank."""
@@ -153,6 +123,7 @@ class StepResult:
     discard: bool
     save: bool
     writing: bool
+    extra: dict[str, float]
 
 
 def train_step(job: Job, batch: StepBatch, step: int, requests: Requests) -> StepResult:
@@ -164,15 +135,19 @@ def train_step(job: Job, batch: StepBatch, step: int, requests: Requests) -> Ste
     device, backend = job.ranks.device, job.backend
     rate = learning_rate(job.config, step, job.plan.total_steps)
     set_rate(backend.optimizer, rate)
-    total = _gradients(job, batch, step)
+    aux_loss, expert_weights = torch.zeros((), device=device), None
+    if job.balancing is not None:
+        job.heartbeat.at("forward", step)
+        aux_loss, expert_weights = count_routing(job.balancing, backend.model, batch, job.ranks, job.mesh.counts)
+    total = _gradients(job, batch, step, expert_weights)
     job.heartbeat.at("all-reduce", step)
     total = total if job.mesh.counts else torch.zeros_like(total)
     told = (*requests.asked(), not job.checkpoints.written())
     summed = job.ranks.sum(torch.stack([total, *(torch.full_like(total, float(one)) for one in told)]))
     norm = backend.clip(job.config.max_grad_norm or math.inf)
-    # The one host sync of the step: loss, requests and norm come over together.
-    found = torch.cat([summed, torch.as_tensor(norm, device=device).float().reshape(1)])
-    loss_sum, stops, discards, saves, writing, grad_norm = found.tolist()
+    # The one host sync of the step: loss, requests, norm and load-balancing loss come over together.
+    numbers = [torch.as_tensor(one, device=device).float().reshape(1) for one in (norm, aux_loss)]
+    loss_sum, stops, discards, saves, writing, grad_norm, aux = torch.cat([summed, *numbers]).tolist()
     loss_mean = loss_sum / max(batch.trained_tokens, 1)
     job.heartbeat.at("step", step)
     updated = may_update(job, step, loss_mean, grad_norm, total)
@@ -180,10 +155,11 @@ def train_step(job: Job, batch: StepBatch, step: int, requests: Requests) -> Ste
         backend.step()
     else:
         backend.drop()
-    return StepResult(loss_mean, grad_norm, rate, updated, stops > 0, discards > 0, saves > 0, writing > 0)
+    extra = {"aux_loss": aux} if job.balancing is not None else {}
+    return StepResult(loss_mean, grad_norm, rate, updated, stops > 0, discards > 0, saves > 0, writing > 0, extra)
 
 
-def _gradients(job: Job, batch: StepBatch, step: int) -> torch.Tensor:
+def _gradients(job: Job, batch: StepBatch, step: int, expert_weights: torch.Tensor | None) -> torch.Tensor:
     """Forward and backward of this rank's micro-batches; their summed loss, an fp32 scalar."""
     backend, shares = job.backend, [_share(job, batch, micro) for micro in batch.micro]
     if isinstance(backend, Pipelined):  # its schedule decides what comes when
@@ -193,7 +169,7 @@ def _gradients(job: Job, batch: StepBatch, step: int) -> torch.Tensor:
         with backend.accumulate(last=number == len(batch.micro) - 1):
             job.heartbeat.at("forward", step)
             with job.pace.alone(number == 0 and job.pace.alone_in_forward):
-                loss, _ = backend.model(**micro.inputs(job.ranks.device))
+                loss, _ = backend.model(**micro.inputs(job.ranks.device, expert_weights))
             total += loss.detach()
             job.heartbeat.at("backward", step)
             backend.backward(loss * share)
@@ -243,6 +219,7 @@ class Fit:
 
     def __init__(self, job: Job, progress: Progress, resumed_from: Path | None):
         self.job, self.window, self.results = job, Window(), dict[str, Any]()
+        self.recent = RecentPace()
         self.progress, self.evaluated_at, self.saved_at = progress, -1, -1
         self.stalled, self.told_slow = 0.0, set[int]()
         whole: Any = job.backend.part if isinstance(job.backend, Pipelined) else None  # it has cut the bare model
@@ -346,7 +323,8 @@ class Fit:
 
     def _log(self, result: StepResult) -> None:
         job, window, progress = self.job, self.window, self.progress
-        seconds, steps = window.seconds(), max(window.steps, 1)
+        seconds = window.seconds()
+        self.recent.add(window)
         progress.elapsed_s += seconds
         told = job.ranks.gather((round(memory_gib(job.ranks.device), 4), job.pace.look(seconds)))
         memory, slow = [one[0] for one in told], job.pace.verdict([one[1] for one in told])
@@ -355,20 +333,22 @@ class Fit:
             "epoch": progress.step / job.plan.steps_per_epoch,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
+            **result.extra,
             "learning_rate": result.rate,
             **window.rates(self.peak),
             "memory_gib": max(memory),
             "memory_gib_by_rank": memory,
             "tokens": progress.tokens,
             "elapsed_s": progress.elapsed_s,
-            "eta_s": (job.plan.total_steps - progress.step) * seconds / steps,
+            "recent_tokens_per_second": self.recent.tokens_per_second,
+            "eta_s": (job.plan.total_steps - progress.step) * self.recent.step_seconds,
             **({"slow_ranks": sorted(slow)} if slow else {}),
             **({"bubble": job.backend.idle(seconds)} if isinstance(job.backend, Pipelined) else {}),
             **({} if result.updated else {"passed_over": True}),
         }
         self._tell_slow(slow)
         self._emit(row)
-        self.results |= {"train_loss": result.loss, "tokens_per_second": row["tokens_per_second"]}
+        self.results |= {"train_loss": result.loss, "tokens_per_second": row["recent_tokens_per_second"]}
         job.report(state="stopping" if result.stop else "running", step=progress.step)
         window.reset()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,10 +74,18 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def remove(folder: Path) -> None:
+    """Removes a checkpoint; of one that is a link, the link alone."""
+    with contextlib.suppress(OSError):
+        if folder.is_symlink():
+            folder.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def set_aside(folder: Path, why: str) -> Path:
     """Renames a checkpoint so that nothing takes it for one; the next save removes it."""
     aside = folder.with_name(f"{why}-{folder.name}")
-    shutil.rmtree(aside, ignore_errors=True)
+    remove(aside)
     return folder.rename(aside)
 
 
@@ -108,6 +118,9 @@ def verify(folder: Path) -> dict[str, Any]:
         ValueError: naming the first file that is missing, of another size, or of another content.
     """
     manifest = read_manifest(folder)
+    named = re.fullmatch(r"step-(\d{8})(\.tmp-\w+)?", folder.name)
+    if named and int(named[1]) != manifest["step"]:
+        raise ValueError(f"it is named after another step than that of its manifest, {manifest['step']}")
     for name, expected in manifest["files"].items():
         path = folder / name
         if not path.is_file():

@@ -6,7 +6,8 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -116,6 +117,44 @@ class Window:
             "mfu": self.flops / seconds / peak if peak else None,
             "data_wait": self.waited / seconds,
         }
+
+
+class RecentPace:
+    """Time of a step and rate over the last logged windows, without the slowest and quickest of them.
+
+    A window alone tells little: one save, one neighbour on the machine or one compilation makes it many times as long.
+    """
+
+    WINDOWS = 50
+    TRIMMED = 0.1
+    """Share of the windows that is left out at either end; at least one, of three or more."""
+
+    def __init__(self) -> None:
+        self._step_seconds = deque[float](maxlen=self.WINDOWS)
+        self._rates = deque[float](maxlen=self.WINDOWS)
+
+    def add(self, window: Window) -> None:
+        """Takes a window in, when it is logged."""
+        seconds = window.seconds()
+        self._step_seconds.append(seconds / max(window.steps, 1))
+        self._rates.append(window.tokens / seconds)
+
+    @property
+    def step_seconds(self) -> float:
+        """Of a step to come."""
+        return _trimmed_mean(self._step_seconds, self.TRIMMED)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Real tokens of all ranks."""
+        return _trimmed_mean(self._rates, self.TRIMMED)
+
+
+def _trimmed_mean(values: Iterable[float], share: float) -> float:
+    ordered = sorted(values)
+    cut = max(1, round(share * len(ordered))) if len(ordered) > 2 else 0
+    kept = ordered[cut : len(ordered) - cut]
+    return sum(kept) / len(kept)
 
 
 class MetricsFile:

@@ -187,6 +187,7 @@ class Mirror:
         Raises:
             TrainingError: when the place cannot be read.
         """
+        checkpoints.mkdir(exist_ok=True)  # without its parents: a run folder that was removed is not to come back
         try:
             return self._fetch(step, checkpoints)
         except ValueError as problem:
@@ -200,7 +201,7 @@ class Mirror:
         name = f"step-{step:08d}"
         temporary, final = checkpoints / f"{name}.tmp-fetch", checkpoints / name
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        temporary.mkdir()
         try:
             for entry in self.fs.ls(f"{self.root}/{name}", detail=False):
                 file = str(entry).rstrip("/").rpartition("/")[2]

@@ -5,26 +5,37 @@ Weights come from the pretrained files or from one seeded initialisation, alike 
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import os
+from collections import Counter
+from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.utils import set_seed
+from safetensors import safe_open
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from trainers.attention import KERNELS
 from trainers.config import EMBEDDED, ConfigError, TrainConfig
-from trainers.data.layout import DocumentLayout
 from trainers.embedded import BASE_DIR
+from trainers.experts import router_names
+from trainers.load_balancing import refuse_load_balancing
+from trainers.model_probe import in_one_line
 from trainers.quantise import finish, loading_options, many_threads, refuse_unfit
+from trainers.rotary import choose_by_document
+from trainers.small_model import choose_attention
 
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
+_STORED = {"F64": torch.float32, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _COMPUTE = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
@@ -43,6 +54,43 @@ def base_dtype(config: TrainConfig) -> torch.dtype:
     return torch.float32 if config.method == "full" and config.master_weights else compute_dtype(config)
 
 
+def stored_dtype(config: TrainConfig) -> torch.dtype:
+    """Dtype of most of the weights in the base model's files, as their headers say; of its config without files."""
+    if not config.random_init:
+        counts = Counter[torch.dtype]()
+        for name, count in element_counts(weight_files(config)).items():
+            if name in _STORED:
+                counts[_STORED[name]] += count
+        if counts:
+            return counts.most_common(1)[0][0]
+    stated = getattr(load_shape(config), "dtype", None)
+    return stated if isinstance(stated, torch.dtype) and stated in _STORED.values() else torch.float32
+
+
+def weight_files(config: TrainConfig) -> list[Path]:
+    """The base model's safetensors files, which are on this machine since it was loaded."""
+    path = model_path(config)
+    options: dict[str, Any] = {"revision": config.model_revision, "local_files_only": True}
+    options["_raise_exceptions_for_missing_entries"] = False
+    if single := cached_file(path, SAFE_WEIGHTS_NAME, **options):
+        return [Path(single)]
+    index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **options)
+    shards = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values() if index else []
+    files = [cached_file(path, name, **options) for name in sorted(set(shards))]
+    return [Path(file) for file in files if file is not None]
+
+
+def element_counts(files: Iterable[Path]) -> Counter[str]:
+    """How many elements safetensors files hold of each dtype, such as `BF16`; only their headers are read."""
+    counts = Counter[str]()
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - a safetensors handle is no dict
+                entry = tensors.get_slice(name)
+                counts[entry.get_dtype()] += math.prod(entry.get_shape())
+    return counts
+
+
 def _where(config: TrainConfig) -> dict[str, Any]:
     return {"revision": config.model_revision, "trust_remote_code": config.trust_remote_code}
 
@@ -55,10 +103,17 @@ def load_shape(config: TrainConfig) -> Any:
     """
     try:
         shape = AutoConfig.from_pretrained(model_path(config), **_where(config))
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise ConfigError(explain_load_error(config, error)) from None
+    except Exception as error:  # each family checks its sizes in a way of its own
+        raise ConfigError(
+            f"model_name_or_path={config.model_name_or_path}: its config.json describes no model "
+            f"({in_one_line(error)}); correct it, or download the model again"
+        ) from None
+    _refuse_other_tasks(config, shape)
     _keep_layers(config, shape)
     _check_layers(config, shape)
+    refuse_load_balancing(config, shape)
     _check_quantisation(config, shape)
     _drop_dropout(shape)
     return shape
@@ -71,31 +126,92 @@ def load_base(config: TrainConfig) -> PreTrainedModel:
         ConfigError: when the files are missing, gated or damaged, or the architecture cannot be packed or quantised.
     """
     where, shape = _where(config), load_shape(config)
-    settings: dict[str, Any] = {"dtype": base_dtype(config), "attn_implementation": KERNELS["sdpa"]}
+    settings: dict[str, Any] = {"dtype": base_dtype(config), "attn_implementation": check_attention(config, shape)}
     if config.method == "qlora":
         settings |= loading_options(compute_dtype(config))
     if config.random_init:
         set_seed(config.seed)
         model = AutoModelForCausalLM.from_config(shape, trust_remote_code=config.trust_remote_code, **settings)
     else:
+        settings |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         try:
             # Safetensors only: other weight files are pickles, which run code when they are read.
             with many_threads() if config.method == "qlora" else nullcontext():
-                model = AutoModelForCausalLM.from_pretrained(
+                model, report = AutoModelForCausalLM.from_pretrained(
                     model_path(config), config=shape, use_safetensors=True, **where, **settings
                 )
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             raise ConfigError(explain_load_error(config, error)) from None
+        for line in fit_lines(config, report):
+            _say(line)
     if config.method == "qlora":
         finish(model)
+    choose_by_document(model)
     model.config.use_cache = False
     for weight in silent_weights(model):
         weight.requires_grad_(False)
     return model
 
 
+def check_attention(config: TrainConfig, shape: Any) -> str:
+    """The attention to load the model with; raises ConfigError when none of ours and its own can do the work."""
+    if own_code(config, shape):
+        return KERNELS["sdpa"]
+    try:
+        attention = choose_attention(shape, config.packing)
+    except ConfigError as error:
+        raise ConfigError(
+            [f"model_name_or_path={config.model_name_or_path}: {line}" for line in error.mistakes]
+        ) from None
+    if attention in KERNELS.values() or config.attn_implementation == "auto":
+        return attention
+    raise ConfigError(
+        f"attn_implementation={config.attn_implementation}: {shape.model_type} models take no attention but their own; "
+        "use auto"
+    )
+
+
+def fit_lines(config: TrainConfig, report: dict[str, Any]) -> list[str]:
+    """A line about weights in the files that the model has no place for, if there are any.
+
+    Args:
+        report: what transformers tells after loading. Tied weights, and those that a family does not save, are in none
+            of its lists.
+
+    Raises:
+        ConfigError: with the names of weights that the files lack or have in another shape: they would be random.
+    """
+    missing, unexpected = (sorted(report[kind]) for kind in ("missing_keys", "unexpected_keys"))
+    mistakes = []
+    if missing:
+        only = f"; they have {_named(unexpected)}, which it has no place for" if unexpected else ""
+        mistakes.append(f"weights that the model needs are not in its files: {_named(missing)}{only}")
+    if mismatched := sorted(report["mismatched_keys"]):
+        name, found, needed = mismatched[0]
+        sizes = " and ".join("x".join(map(str, size)) for size in (found, needed))
+        others = f" (so are {len(mismatched) - 1} others)" if len(mismatched) > 1 else ""
+        mistakes.append(f"{name} is {sizes.replace(' and ', ' in the files and ')} in config.json{others}")
+    if errors := report.get("error_msgs"):
+        mistakes.append(str(errors[0]).partition("\n")[0][:200])
+    if mistakes:
+        raise ConfigError(
+            f"model_name_or_path={config.model_name_or_path}: {'; '.join(mistakes)}; what is missing would be random: "
+            "download the model again, or correct its config.json"
+        )
+    if unexpected and config.num_hidden_layers is None:
+        return [f"not used, as the model has no place for them: {_named(unexpected)}"]
+    return []
+
+
+def _named(names: list[str]) -> str:
+    """Three names, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
 def _text_parts(base: Any) -> list[nn.Module]:
     """What text goes through; a vision tower beside it gets no gradients, and stays as it is."""
+    if base.config.get_text_config() is base.config:
+        return [base]
     return [part for part in (base.get_decoder(), base.get_output_embeddings()) if part is not None]
 
 
@@ -133,8 +249,39 @@ def _drop_dropout(shape: Any) -> None:
     for name, value in vars(shape).items():
         if ("dropout" in name or "pdrop" in name) and isinstance(value, float) and value > 0:
             setattr(shape, name, 0.0)
-            if os.environ.get("RANK", "0") == "0":
-                print(f"the model's own {name}={value} is set to 0 for training", flush=True)
+            _say(f"the model's own {name}={value} is set to 0 for training")
+
+
+def _say(line: str) -> None:
+    """Prints a line on rank 0."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line, flush=True)
+
+
+def own_code(config: TrainConfig, shape: Any) -> bool:
+    """Whether the model is built by code that comes with it."""
+    return config.trust_remote_code and "AutoModelForCausalLM" in (getattr(shape, "auto_map", None) or {})
+
+
+_OTHER_TASKS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice",
+                "ForRewardModel", "ForMaskedLM")  # fmt: skip
+
+
+def _refuse_other_tasks(config: TrainConfig, shape: Any) -> None:
+    """Raises ConfigError for a model of another kind, or one whose head predicts something else than tokens."""
+    named = f"model_name_or_path={config.model_name_or_path}"
+    if own_code(config, shape):
+        return
+    if type(shape) not in AutoModelForCausalLM._model_mapping:
+        raise ConfigError(
+            f"{named}: {shape.model_type} models are no causal language models; use a decoder, such as a Llama or Qwen "
+            "model"
+        )
+    for name in getattr(shape, "architectures", None) or []:
+        if not config.random_init and name.endswith(_OTHER_TASKS):
+            raise ConfigError(
+                f"{named} is a {name}, which has no head that predicts tokens; use the model it came from"
+            )
 
 
 def _check_layers(config: TrainConfig, shape: Any) -> None:
@@ -160,51 +307,6 @@ def _check_quantisation(config: TrainConfig, shape: Any) -> None:
             "which method=qlora quantises"
         )
     refuse_unfit(shape, config.trust_remote_code)
-
-
-@torch.no_grad()
-def probe_attention(wrapped: nn.Module, base: PreTrainedModel, packing: bool, device: torch.device) -> None:
-    """Proves on the model in hand that no token sees a later one and, packed, none of another document.
-
-    Some architectures never ask for the attention they are given; they would train on the future in silence.
-    One forward pass of four rows that differ in one token each, through whatever wraps the model.
-
-    Args:
-        wrapped: the module that computes the loss, as the strategy made it.
-        base: the transformers model in it.
-
-    Raises:
-        ConfigError: when a hidden state moves that must not, or the model cannot run through our attention at all.
-    """
-    size, half = 12, 6
-    place = torch.arange(size, device=device).expand(4, size)
-    ids = (place + 1) % base.config.get_text_config().vocab_size
-    for row, changed in enumerate((half, size - 1, half - 1), start=1):
-        ids[row, changed] = (ids[row, changed] + 7) % base.config.get_text_config().vocab_size
-    documents = DocumentLayout.of(np.arange(0, 4 * size + 1, half), 4).to(device) if packing else None
-    seen: list[torch.Tensor] = []
-    hook = base.get_decoder().register_forward_hook(lambda module, inputs, output: seen.append(output[0].float()))
-    wrapped.eval()
-    try:
-        with torch.compiler.set_stance("force_eager"):  # no graph for a shape that never comes again
-            wrapped(ids, place % half if packing else place, documents, place.flatten()[:1], place.flatten()[:1])
-    except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError) as error:
-        under = "" if type(wrapped).__name__ == "SupervisedLoss" else f" under {type(wrapped).__name__}"
-        raise ConfigError(
-            f"{base.config.model_type} models cannot be trained here{under}: {error}; use another model"
-            + (" or strategy" if under else "")
-        ) from None
-    finally:
-        hook.remove()
-        wrapped.train()
-    change = (seen[0][1:] - seen[0][0]).abs().amax(-1)  # [changed token, position]
-    may_move, moved = change[0, half + 1 :].max(), change[1, : size - 1].max()
-    if packing:
-        moved = torch.maximum(moved, change[2, half:].max())
-    if not moved <= 1e-2 * may_move:
-        way = "packing=false, or another model" if packing else "another model"
-        what = "later tokens or another document" if packing else "later tokens"
-        raise ConfigError(f"{base.config.model_type} models see {what} through the attention they bring; use {way}")
 
 
 def build_model(config: TrainConfig) -> nn.Module:
@@ -241,19 +343,23 @@ def add_adapters(base: PreTrainedModel, config: TrainConfig) -> nn.Module:
 
     targets = config.lora_target_modules
     spoken = {id(module) for part in _text_parts(base) for module in part.modules()}
-    silent = [name for name, part in base.named_modules() if _adaptable(part) and id(part) not in spoken]
+    spared = [name for name, part in base.named_modules() if _adaptable(part) and id(part) not in spoken]
+    if targets == ["all-linear"]:
+        spared += router_names(base) + _unadapted(base)
     adapters = LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
         target_modules="all-linear" if targets == ["all-linear"] else targets,
-        exclude_modules=silent or None,
+        exclude_modules=spared or None,
         use_rslora=config.use_rslora,
         task_type="CAUSAL_LM",
         revision=config.model_revision,
     )
     set_seed(config.seed)
-    names = sorted({name.rpartition(".")[2] for name, part in base.named_modules() if _adaptable(part)})
+    left_out = {*spared, *_unadapted(base)}
+    free = [name for name, part in base.named_modules() if _adaptable(part) and name not in left_out]
+    names = sorted({name.rpartition(".")[2] for name in free})
     try:
         model: Any = get_peft_model(base, adapters, autocast_adapter_dtype=True)
         got = list(model.targeted_module_names)
@@ -272,6 +378,21 @@ def add_adapters(base: PreTrainedModel, config: TrainConfig) -> nn.Module:
 
 def _adaptable(part: nn.Module) -> bool:
     return isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D"  # GPT-2 writes its linear layers so
+
+
+_MAMBA = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
+
+
+def _unadapted(base: Any) -> list[str]:
+    """Linear layers whose product is not the plain one that an adapter would be added to."""
+    names = []
+    for name, part in base.named_modules():
+        mamba = base.config.model_type in _MAMBA and _ends(name, "out_proj")  # peft refuses them
+        # Of a model's own code, such as DeepSeek-V4's product in groups; bitsandbytes' layers are peft's to adapt.
+        own = type(part).__module__.startswith("transformers") and type(part).forward is not nn.Linear.forward
+        if (mamba and _adaptable(part)) or (own and isinstance(part, nn.Linear)):
+            names.append(name)
+    return names
 
 
 def _ends(name: str, target: str) -> bool:

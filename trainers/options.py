@@ -6,6 +6,7 @@ Order, later wins: preset, YAML file, flags. Imports no torch.
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, NoReturn
 import yaml
 
 from trainers.config import ConfigError, TrainConfig, build, unknown_option
+from trainers.own_data import without_preset_data
 
 PRESETS_DIR = Path(__file__).parent / "presets"
 MAX_YAML_BYTES = 1_000_000
@@ -106,17 +108,63 @@ def preset_summary(name: str) -> str:
     return first.lstrip("# ").strip()
 
 
+@dataclass(frozen=True)
+class PresetStrategies:
+    """What a preset's header says of a number of GPUs.
+
+    Args:
+        gpus: how many.
+        names: strategies that hold it there, the best first; empty for none.
+        remark: what it needs, such as `needs 82 GiB`; may be empty.
+    """
+
+    gpus: int
+    names: tuple[str, ...]
+    remark: str
+
+
+_COUNTS = {"one GPU": 1, "two GPUs": 2, "eight GPUs": 8}
+
+
+def preset_strategies(name: str) -> list[PresetStrategies]:
+    """The `Strategies` line of a preset's header, fewest GPUs first.
+
+    Raises:
+        ConfigError: when no preset has the name.
+    """
+    text = preset_path(name).read_text(encoding="utf-8")
+    line = re.search(r"^# Strategies: (.*)\.$", text, re.MULTILINE)
+    found = []
+    for part in line[1].split("; ") if line else []:
+        count, _, words = part.partition(": ")
+        names, _, remark = words.partition(" (")
+        known = () if names == "none" else tuple(names.split(", "))
+        found.append(PresetStrategies(_COUNTS[count], known, remark.removesuffix(")")))
+    return found
+
+
 @dataclass
 class Request:
-    """What a command line asked for, before validation."""
+    """What a command line asked for, before validation.
+
+    Args:
+        preset: its name.
+        config: path of a YAML file.
+        check: whether `--check` was given.
+        options: those given one by one.
+        chosen: names of the options that came from the file or one by one; set by `resolve`.
+        notes: lines that say what of the preset was left out; set by `resolve`.
+    """
 
     preset: str | None = None
     config: str | None = None
     check: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+    chosen: frozenset[str] = frozenset()
+    notes: list[str] = field(default_factory=list)
 
     def resolve(self) -> TrainConfig:
-        """The validated config: preset, then YAML, then flags.
+        """The validated config: preset, then YAML, then flags; data options of the preset go with its data.
 
         Raises:
             ConfigError: with every mistake at once.
@@ -125,7 +173,10 @@ class Request:
         preset = self.preset or self.options.get("preset") or from_file.get("preset")
         base = read_yaml(preset_path(str(preset))) if preset else {}
         named = {"preset": preset} if preset else {}
-        return build({**base, **from_file, **self.options, **named})
+        chosen = {**from_file, **self.options}
+        self.chosen = frozenset(chosen)
+        base, self.notes = without_preset_data(base, chosen, str(preset))
+        return build({**base, **chosen, **named})
 
 
 class _Parser(argparse.ArgumentParser):

@@ -5,42 +5,65 @@ It tokenises the data too, so that the ranks find it in the cache. Imports no to
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import importlib.util
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from trainers.config import EMBEDDED, ConfigError, TrainConfig
 from trainers.data.batches import Rows, TrainPlan
 from trainers.data.layout import WHOLE, RowPart
-from trainers.data.prepare import TokenSet, prepare
+from trainers.data.prepare import TokenSet, cache_dir, prepare
+from trainers.data.tokenizer import tokenizer_hash
+from trainers.differences import versions
+from trainers.disk import check_room, tensors_of
 from trainers.embedded import BASE_DIR
 from trainers.gpus import LEAST_CAPABILITY, capability
+from trainers.headers import Headers, base_folder, cached_folder, hub_headers, read_header, read_headers
+from trainers.json_file import load_json
 from trainers.parallel.mesh import MeshSizes, heads_mistake
 from trainers.parallel.tensor_rules import refusals
+from trainers.run_folder import read_json, write_json
+
+_MODEL_OPTIONS = ("packing", "method", "num_hidden_layers", "random_init", "trust_remote_code", "attn_implementation",
+                  "mixed_precision", "torch_compile", "lora_target_modules", "merge_adapter")  # fmt: skip
 
 
-def check(config: TrainConfig, sizes: MeshSizes, has_gpu: bool) -> list[str]:
+def check(config: TrainConfig, sizes: MeshSizes, has_gpu: bool, run_dir: Path | None = None) -> list[str]:
     """The lines that tell what would be trained.
 
     Args:
         config: the validated config.
         sizes: of the mesh.
         has_gpu: whether the run will be on GPUs.
+        run_dir: where it would write, so that the room on that disk is looked at, and of a run that is resumed the chat
+            template that it began with.
 
     Raises:
         ConfigError: with every mistake that can be found without loading weights.
     """
     mistakes = machine_mistakes(config, has_gpu) + _arithmetic(config, sizes.data) + check_model(config)
-    mistakes = mistakes or _cut_mistakes(config, sizes)  # which reads the model's config
     if mistakes:
         raise ConfigError(mistakes)
+    folder = base_folder(config)
+    local = folder if folder.is_dir() else cached_folder(config)
+    headers = _headers(config, local)
+    model = _inspected(config, local, None if config.random_init else headers)
+    if mistakes := _cut_mistakes(config, sizes):
+        raise ConfigError(mistakes)
+    config = config if run_dir is None else config.model_copy(update={"output_dir": str(run_dir)})
     train = prepare(config, "train")
+    evaluation = prepare(config, "eval") if config.has_evaluation() else None
     _check_positions(config, train.report.longest)
+    check_token_ids(config, [train, evaluation], model["vocab_size"], model["pad_token_id"])
     plan = plan_training(config, train, sizes.data, pad_token_id=0)
-    lines = [*train.report.lines(), describe_plan(plan)]
-    if config.has_evaluation():
-        lines += prepare(config, "eval").report.lines()
-    return lines
+    if run_dir is not None:
+        check_room(config, tensors_of(headers or {}), run_dir, plan.total_steps)
+    lines = [*model["lines"], *train.report.lines(), describe_plan(plan)]
+    return lines + (evaluation.report.lines() if evaluation else [])
 
 
 def plan_training(
@@ -54,7 +77,10 @@ def plan_training(
     Raises:
         ConfigError: when the global batch does not divide, or is larger than the data.
     """
-    return TrainPlan(make_rows(config, train, pad_token_id, part), config, data_parallel_size)
+    try:
+        return TrainPlan(make_rows(config, train, pad_token_id, part), config, data_parallel_size)
+    except ConfigError as error:  # too few rows are left, as likely as not of those that were dropped
+        raise ConfigError([*train.report.dropped_note(), *error.mistakes]) from None
 
 
 def make_rows(config: TrainConfig, documents: TokenSet, pad_token_id: int, part: RowPart = WHOLE) -> Rows:
@@ -124,20 +150,76 @@ def _arithmetic(config: TrainConfig, data_parallel_size: int) -> list[str]:
 def check_model(config: TrainConfig) -> list[str]:
     """Mistakes in the base model's name, folder or files, without loading it."""
     name = config.model_name_or_path
-    folder = BASE_DIR if name == EMBEDDED else Path(name).expanduser()
+    folder = base_folder(config)
     if folder.is_dir():
         files, named = {path.name for path in folder.iterdir()}, f"model_name_or_path={name}"
         problem = _check_config_file(folder / "config.json", named) or _check_files(files, named, config)
         weights = [] if config.random_init else sorted(folder.glob("*.safetensors"))
         return problem or [line for path in weights for line in _check_header(path, named)]
+    if "://" in name:
+        return [f"model_name_or_path={name} is a URL; name a local folder with config.json, or a Hub id (owner/name)"]
     if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         return [f"model_name_or_path={name} is no model folder; name a folder with config.json, or a Hub id"]
     return _check_hub(config)
 
 
+def _headers(config: TrainConfig, local: Path | None) -> Headers | None:
+    """Headers of the base model's weight files; None where they are not to be had.
+
+    Raises:
+        ConfigError: when files that are needed are not whole.
+    """
+    try:
+        return hub_headers(config) if local is None else read_headers(local)
+    except ConfigError:
+        if config.random_init:
+            return None
+        raise
+
+
+def _inspected(config: TrainConfig, local: Path | None, headers: Headers | None) -> dict[str, Any]:
+    """What `inspect_model` found in the config and in the headers of the weight files; remembered where it is local.
+
+    Raises:
+        ConfigError: when the model cannot be trained.
+    """
+    remembered = None
+    if local is not None:
+        options = [getattr(config, name) for name in _MODEL_OPTIONS]
+        shape, tokenizer = (local / "config.json").read_text(encoding="utf-8"), tokenizer_hash(local, config)
+        key = hashlib.sha256(json.dumps([versions(), shape, headers, tokenizer, options]).encode()).hexdigest()
+        remembered = cache_dir(config) / "models" / f"{key}.json"
+        if isinstance(known := read_json(remembered), dict):
+            return known
+
+    from trainers.model_check import inspect_model
+
+    found = inspect_model(config, headers)
+    if remembered is not None:
+        with contextlib.suppress(OSError):  # it is found again next time
+            remembered.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            write_json(remembered, found)
+    return found
+
+
+def check_token_ids(config: TrainConfig, splits: Sequence[TokenSet | None], vocab_size: int, pad_token_id: int) -> None:
+    """Refuses tokens that the model has no embedding for.
+
+    Raises:
+        ConfigError: with the token and the size of the embedding.
+    """
+    largest = max([pad_token_id, *(documents.largest_token_id() for documents in splits if documents is not None)])
+    if largest >= vocab_size:
+        raise ConfigError(
+            f"model_name_or_path={config.model_name_or_path}: its tokenizer writes token {largest} and the model has "
+            f"embeddings for {vocab_size} tokens, 0 to {vocab_size - 1}; use the tokenizer that belongs to the model, "
+            "or resize its embeddings first (`resize_token_embeddings` of transformers)"
+        )
+
+
 def _check_config_file(path: Path, named: str) -> list[str]:
     try:
-        if not isinstance(json.loads(path.read_text(encoding="utf-8")), dict):
+        if not isinstance(load_json(path), dict):
             return [f"{named}: config.json holds no object; download or save the model again"]
     except FileNotFoundError:
         return [f"{named} has no config.json; name the folder that save_pretrained wrote"]
@@ -148,6 +230,8 @@ def _check_config_file(path: Path, named: str) -> list[str]:
 
 def _check_files(files: set[str], named: str, config: TrainConfig) -> list[str]:
     mistakes = []
+    if "adapter_config.json" in files:
+        mistakes.append(f"{named} holds an adapter, which would be loaded in its place; merge it, or name its base")
     if not config.random_init and not any(file.endswith(".safetensors") for file in files):
         pickles = sorted(file for file in files if file.endswith((".bin", ".pt", ".pth")))
         what = f"only {', '.join(pickles)}, which would run code when read" if pickles else "no weights"
@@ -160,19 +244,12 @@ def _check_files(files: set[str], named: str, config: TrainConfig) -> list[str]:
 
 
 def _check_header(path: Path, named: str) -> list[str]:
-    """Mistakes in a safetensors file, from its header alone: a length, then JSON, then the tensors' bytes."""
-    damaged = [f"{named}: {path.name} is damaged or cut short; download or save the model again"]
+    """Mistakes in a safetensors file, from its header alone."""
     try:
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > path.stat().st_size - 8:
-                return damaged
-            header = json.loads(file.read(length))
-        ends = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
-        whole = all(0 <= start <= end for start, end in ends)
-        return [] if whole and max(end for _, end in ends) + 8 + length == path.stat().st_size else damaged
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return damaged
+        read_header(path)
+    except (OSError, ValueError):
+        return [f"{named}: {path.name} is damaged or cut short; download or save the model again"]
+    return []
 
 
 def _cut_mistakes(config: TrainConfig, sizes: MeshSizes) -> list[str]:
@@ -194,10 +271,10 @@ def _check_positions(config: TrainConfig, longest: int) -> None:
     Raises:
         ConfigError: with the model's limit.
     """
-    folder = BASE_DIR if config.model_name_or_path == EMBEDDED else Path(config.model_name_or_path).expanduser()
+    folder = base_folder(config)
     if not (folder / "config.json").is_file():
         return
-    shape = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    shape = load_json(folder / "config.json")
     limit = shape.get("max_position_embeddings") or shape.get("n_positions")
     kept = min(longest, config.max_length)
     if isinstance(limit, int) and kept > limit:

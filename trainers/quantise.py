@@ -88,12 +88,17 @@ def many_threads() -> Iterator[None]:
 
 def finish(base: PreTrainedModel) -> None:
     """Quantises the scales of a model just loaded, and keeps its weights in the one format that can be sharded."""
+    keep_compute_dtype(base)
     for layer in four_bit_layers(base):
-        # On some CPUs bitsandbytes would repack the weights in evaluation, for a kernel that computes in bf16.
-        layer.support_avx512bf16_for_cpu = False
         layer.register_forward_pre_hook(_cast_input)
         quantise_scales(layer.quant_state)
         layer.weight.compress_statistics = True
+
+
+def keep_compute_dtype(model: nn.Module) -> None:
+    """On some CPUs bitsandbytes would repack the weights in evaluation, for a kernel that computes in bf16."""
+    for layer in four_bit_layers(model):
+        layer.support_avx512bf16_for_cpu = False
 
 
 def _cast_input(layer: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

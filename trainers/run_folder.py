@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -17,8 +19,10 @@ from typing import Any, TextIO
 
 import psutil
 
-from trainers.config import ConfigError
+from trainers.config import ConfigError, TrainConfig
+from trainers.json_file import load_json
 from trainers.log_tee import log_line, secrets_in
+from trainers.run_record import CHAT_TEMPLATE, RunRecord, not_regular
 
 __all__ = [
     "Process",
@@ -55,9 +59,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object in `path`; None when there is no file or no whole object in it."""
+    """The JSON object in `path`; None when there is no regular file or no whole object in it."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = load_json(path)
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None
@@ -79,6 +83,15 @@ def new_run_id(name: str, started: float, number: int) -> str:
     word = re.sub(r"[^A-Za-z0-9._]+", "-", Path(name).name).strip("-.")[:40] or "run"
     stamp = datetime.fromtimestamp(started).strftime("%Y%m%d-%H%M%S")
     return f"{stamp}-{word}-{number:x}"
+
+
+def folder_identity(path: Path) -> tuple[int, int] | None:
+    """What tells a folder from another one at its path: device and inode; None when none is there."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 @dataclass(frozen=True)
@@ -150,24 +163,49 @@ class RunFolder:
         self.save_request = self.path / "save"
         self.out_of_memory = self.heartbeats / "out-of-memory.json"
         self.passed_over = self.path / "passed_over.json"
+        self.chat_template = self.path / CHAT_TEMPLATE
         self.lock = self.path / ".lock"
+        self.record = RunRecord(self.path)
+        self._identity: tuple[int, int] | None = None
 
     @property
     def id(self) -> str:
         return self.path.name
 
+    def keep(self) -> None:
+        """Takes the folder that is here now for this run's: nothing is written into another one at its path."""
+        self._identity = folder_identity(self.path)
+
+    def lost(self) -> str | None:
+        """What became of the folder that was kept, such as `removed`; None while it is here."""
+        if self._identity is None or (found := folder_identity(self.path)) == self._identity:
+            return None
+        return "removed" if found is None else "replaced by another"
+
+    def refuse_lost(self) -> None:
+        """Raises FileNotFoundError when the folder that was kept is no longer here."""
+        if how := self.lost():
+            raise FileNotFoundError(errno.ENOENT, f"the run folder was {how}", str(self.path))
+
     def exists(self) -> bool:
         """Whether a run is here."""
-        return self.state_file.exists() or self.config.exists()
+        return self._began() and (self.state_file.exists() or self.config.exists())
+
+    def _began(self) -> bool:
+        """Whether a run made this folder its own."""
+        return self.record.exists() or (self.read_state() or {}).get("state") in STATES
 
     def create(self) -> None:
-        """Makes the folder and its fixed subfolders.
+        """Makes the folder, its record and its fixed subfolders.
 
         Raises:
-            ConfigError: when that is not possible, with the reason.
+            ConfigError: when that is not possible, or the folder holds something else than a run.
         """
         try:
-            self.heartbeats.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.refuse_foreign()
+            self.record.begin()  # before anything else: other ranks take a folder that has none for a stranger's
+            self.heartbeats.mkdir(exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
         except OSError as error:
             raise ConfigError(
@@ -175,11 +213,43 @@ class RunFolder:
             ) from None
 
     def refuse_used(self) -> None:
-        """Raises ConfigError when a run is here already: it must be resumed, not written over."""
+        """Raises ConfigError when a run is here already, which must be resumed and not written over, or other files."""
+        self.refuse_foreign()
         if self.exists():
             raise ConfigError(
                 f"output_dir={self.path} holds a run; resume it with resume_from_checkpoint=auto, or use another"
             )
+
+    def refuse_foreign(self) -> None:
+        """Raises ConfigError for a folder of the user's own, or one where an export would replace files of theirs."""
+        try:
+            names = sorted(os.listdir(self.path))
+        except (FileNotFoundError, NotADirectoryError):
+            return  # a new folder, or one that cannot be made
+        if names and not self._began():
+            listed = ", ".join(name if len(name) <= 40 else f"{name[:39]}…" for name in names[:3])
+            listed += f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ConfigError(
+                f"output_dir={self.path} is not empty and holds no run: {listed}; name a new or an empty folder"
+            )
+        if name := not_regular(self.path):
+            raise ConfigError(f"{self.path / name} is no regular file or folder; remove it")
+        self.record.refuse_foreign(self.model.name)
+
+    def own_folder(self, name: str) -> None:
+        """Enters a folder that a library is about to make for this run; one that is there already stays whose it is."""
+        if not (self.path / name).exists():
+            self.record.enter([f"{name}/"])
+
+    def mistakes_in(self, config: TrainConfig) -> list[str]:
+        """A line when the base model lies in this folder, where the export would replace it."""
+        base = os.path.expanduser(config.model_name_or_path)
+        if not os.path.exists(base) or not Path(base).resolve().is_relative_to(self.path.resolve()):
+            return []
+        return [
+            f"model_name_or_path={config.model_name_or_path} lies in output_dir={self.path}, to which the run "
+            "exports; name another output_dir"
+        ]
 
     def machine_file(self, machine: int) -> Path:
         """Where the supervisor of a machine other than 0 leaves word for that of machine 0."""
@@ -206,15 +276,17 @@ class RunFolder:
 
     def note_failure(self, rank: int, cause: str) -> None:
         """Leaves word of why a rank other than 0 fell, for rank 0, which writes the state."""
-        self.heartbeats.mkdir(parents=True, exist_ok=True)
-        write_json(
-            self.heartbeats / f"rank-{rank}.json", {"rank": rank, "section": "failed", "cause": cause, "time": now()}
-        )
+        self._leave_word(self.heartbeats / f"rank-{rank}.json", rank=rank, section="failed", cause=cause)
 
     def note_out_of_memory(self, rank: int) -> None:
         """Leaves word that memory ran out on a rank, and in which section: a smaller batch may fit."""
         beat = read_json(self.heartbeats / f"rank-{rank}.json") or {}
-        write_json(self.out_of_memory, {"rank": rank, "section": beat.get("section"), "time": now()})
+        self._leave_word(self.out_of_memory, rank=rank, section=beat.get("section"))
+
+    def _leave_word(self, path: Path, **facts: Any) -> None:
+        with contextlib.suppress(FileNotFoundError):  # the run folder was removed, and is not to come back
+            self.refuse_lost()
+            write_json(path, {**facts, "time": now()})
 
     def noted_failure(self) -> str | None:
         """What a fallen rank left word of."""
@@ -236,13 +308,15 @@ class RunFolder:
         state = {key: value for key, value in merged.items() if key in fresh or value is not None}
         if state["state"] not in STATES:
             raise AssertionError(f"no such state: {state['state']}")
+        self.refuse_lost()
         write_json(self.state_file, state)
         return state
 
     def end(self, state: str, cause: str | None, by_supervisor: bool, **more: Any) -> None:
         """How the run ended, from its rank 0.
 
-        A supervisor publishes it once no process lives and the GPUs are free: till then it is the key `ending`.
+        A supervisor publishes it once no process lives and the GPUs are free: till then it is the key `ending`, and a
+        run that came to its end by itself is not said to be stopping.
 
         Args:
             state: an end state.
@@ -252,7 +326,8 @@ class RunFolder:
         """
         ending = {"state": state, "cause": cause, **more}
         supervised = by_supervisor and any(one.role == "supervisor" and one.alive() for one in self.processes())
-        self.write_state(**({"state": "stopping", "ending": ending} if supervised else ending))
+        waiting = {"ending": ending} if state == "done" else {"state": "stopping", "ending": ending}
+        self.write_state(**(waiting if supervised else ending))
 
     def processes(self) -> list[Process]:
         """The processes that the state file names."""
@@ -267,6 +342,7 @@ class RunFolder:
         """
         if save and self.stop_request.exists():
             return  # an earlier request may be one without saving
+        self.refuse_lost()
         write_json(self.stop_request, {"save": save, "time": now()})
 
     def stop_asked(self) -> bool | None:
@@ -287,6 +363,7 @@ class RunFolder:
 
     def write_passed_over(self, steps: list[int]) -> None:
         """Leaves word for the attempt to come of the steps (from 1) whose batches it must not train on."""
+        self.refuse_lost()
         write_json(self.passed_over, {"steps": steps})
 
     def read_passed_over(self) -> list[int]:
@@ -296,11 +373,12 @@ class RunFolder:
 
     def ask_save(self) -> None:
         """Asks the ranks to save at the next step and go on; asking twice before that is the same."""
+        self.refuse_lost()
         write_json(self.save_request, {"time": now()})
 
     def take_save_request(self) -> bool:
         """Whether a save was asked for since the last look. For rank 0 alone."""
-        asked = self.save_request.exists()
+        asked = self.save_request.exists() and not self.lost()
         if asked:
             self.save_request.unlink(missing_ok=True)
         return asked

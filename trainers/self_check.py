@@ -51,7 +51,11 @@ class Census:
                 self._hooks.append(module.register_forward_hook(self._note(self.norms)))
 
     def _note(self, seen: set[str]) -> Callable[..., None]:
-        return lambda module, inputs, output: seen.add(_name(output.dtype))
+        def note(module: nn.Module, inputs: Any, output: Any) -> None:
+            if isinstance(output, torch.Tensor):  # a router may be a linear layer that gives several
+                seen.add(_name(output.dtype))
+
+        return note
 
     def __enter__(self) -> Census:
         return self

@@ -107,6 +107,8 @@ def open_run(config: TrainConfig, launch: Launch) -> RunFolder:
     )
     if used and not mine and not _resumes(config, run):
         run.refuse_used()
+    if mistakes := run.mistakes_in(config):
+        raise ConfigError(mistakes)
     run.create()
     return run
 
@@ -138,7 +140,7 @@ def write_run_files(run: RunFolder, config: TrainConfig, strategy: Strategy) -> 
     write_atomic(run.accelerate, strategy.dump())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = [f"CUDA_VISIBLE_DEVICES={visible}"] if visible is not None else []
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(run.accelerate)]
+    command = [sys.executable, "-P", "-m", "accelerate.commands.launch", "--config_file", str(run.accelerate)]
     if strategy.num_processes > 1:
         command += ["--main_process_port", "0"]
     command += [str(ROOT / "trainers" / SCRIPT), "--config", str(run.config)]

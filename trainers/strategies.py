@@ -18,11 +18,12 @@ from typing import Any
 
 import yaml
 
+from trainers.accelerate_keys import DEEPSPEED, FSDP, MAX_PROCESSES, TOP, unread_choices
 from trainers.accelerate_rules import FP16_WAY, SCALED_TYPES, axis_key, check, mesh_sizes
 from trainers.config import MACHINE_OPTIONS, ConfigError, TrainConfig, unknown_option
-from trainers.deepspeed_json import QUANTISED, leaves_parity, read_json
-from trainers.options import read_yaml
-from trainers.parallel.mesh import NEVER_RUN, MeshSizes, combination_mistakes, data_axis, fitted
+from trainers.deepspeed_json import JSON, QUANTISED, leaves_parity, nested_paths, read_json
+from trainers.options import preset_strategies, read_yaml
+from trainers.parallel.mesh import MeshSizes, combination_mistakes, data_axis, fitted
 from trainers.parallel.stages import SCHEDULES, micro_batch_mistake
 
 HEADER = "# strategy: "  # begins the copy of an Accelerate file that a run keeps
@@ -52,7 +53,7 @@ class Strategy:
 
     @property
     def distributed_type(self) -> str:
-        """`NO`, `MULTI_GPU`, `FSDP`, `DEEPSPEED` or `MEGATRON_LM`, as Accelerate spells it."""
+        """`NO`, `MULTI_GPU`, `FSDP` or `DEEPSPEED`, as Accelerate spells it."""
         return str(self.values["distributed_type"])
 
     @property
@@ -153,12 +154,19 @@ class Strategy:
                 sizes.pp > 1 and config.ddp_bucket_cap_mb != TrainConfig.model_fields["ddp_bucket_cap_mb"].default
             ),
         }
-        return [line for line, applies in idle.items() if applies] + [
+        across = [
             f"{axis}={getattr(sizes, axis)} goes across machines of {local} processes each, and speaks in every layer; "
             "keep it inside a machine and let pp or the data-parallel axes go across"
             for axis, span in inner.items()
             if machines > 1 and getattr(sizes, axis) > 1 and local % span
         ]
+        return [line for line, applies in idle.items() if applies] + self._unread() + across
+
+    def _unread(self) -> list[str]:
+        """Choices of its files that nothing acts on."""
+        lines = unread_choices(self.values, TOP) + unread_choices(self.fsdp, FSDP, "fsdp_config")
+        lines += unread_choices(self.deepspeed, DEEPSPEED, "deepspeed_config")
+        return lines + [f"DeepSpeed JSON: {line}" for line in unread_choices(self.deepspeed_json, JSON)]
 
     def dump(self) -> str:
         """The YAML that Accelerate gets, the strategy's name in its first line."""
@@ -207,9 +215,22 @@ def strategy_names() -> list[str]:
     return sorted((path.stem for path in STRATEGIES_DIR.glob("*.yaml")), key=lambda name: (name != "single", name))
 
 
-def default_strategy(num_processes: int) -> str:
-    """`single` for one process, else `ddp`."""
-    return "single" if num_processes == 1 else "ddp"
+def default_strategy(num_processes: int, preset: str | None = None) -> str:
+    """The strategy of a run that names none.
+
+    Args:
+        num_processes: of the run.
+        preset: whose header names strategies for numbers of GPUs; None on a CPU and without one.
+
+    Returns:
+        What the preset names for so many GPUs, or the nearest number below, or where that holds it nowhere, above;
+        else `single` for one process and `ddp` for several.
+    """
+    if num_processes == 1:
+        return "single"
+    listed = [entry for entry in preset_strategies(preset) if entry.names and entry.gpus > 1] if preset else []
+    below = [entry.names[0] for entry in listed if entry.gpus <= num_processes]
+    return below[-1] if below else listed[0].names[0] if listed else "ddp"
 
 
 def load_strategy(name_or_path: str) -> Strategy:
@@ -231,8 +252,6 @@ def load_strategy(name_or_path: str) -> Strategy:
     mistakes += check(values, int(pipeline.get("pp_size", 1)))
     if mistakes:
         raise ConfigError([f"{path.name}: {mistake}" for mistake in mistakes])
-    if values["distributed_type"] == "MEGATRON_LM":
-        pipeline["pp_size"] = values["megatron_lm_config"]["megatron_lm_pp_degree"]
     if isinstance(values.get("main_process_port"), str):  # Accelerate's look at whether it is free takes a number only
         values["main_process_port"] = int(values["main_process_port"])
     file = (values.get("deepspeed_config") or {}).get("deepspeed_config_file")
@@ -245,6 +264,15 @@ def load_strategy(name_or_path: str) -> Strategy:
     return Strategy(path.stem, summary, values, content, **pipeline)
 
 
+def deepspeed_paths(file: str) -> dict[str, str]:
+    """The paths that a DeepSpeed JSON names, to which DeepSpeed writes, by their dotted keys.
+
+    Raises:
+        ConfigError: when it cannot be read.
+    """
+    return nested_paths(read_json(file))
+
+
 def _pipeline(text: str) -> tuple[dict[str, Any], list[str]]:
     """`pp_size` and `pp_schedule` from the comment lines that say them, and what is wrong with them."""
     found, mistakes = dict[str, Any](), []
@@ -253,8 +281,8 @@ def _pipeline(text: str) -> tuple[dict[str, Any], list[str]]:
     ):
         if name == "pp_schedule" and value not in SCHEDULES:
             mistakes.append(f"# pp_schedule: {value} is no schedule; use {', '.join(SCHEDULES)}")
-        elif name == "pp_size" and not (value.isascii() and value.isdigit() and int(value) > 0):
-            mistakes.append(f"# pp_size: {value} is no number of stages; write at least 1")
+        elif name == "pp_size" and not (re.fullmatch("[0-9]{1,9}", value) and 0 < int(value) <= MAX_PROCESSES):
+            mistakes.append(f"# pp_size: {value[:80]} is no number of stages; write 1 to {MAX_PROCESSES}")
         else:
             found[name] = int(value) if name == "pp_size" else value
     return found, mistakes
@@ -289,8 +317,6 @@ def cannot_run(strategy: Strategy, method: str, has_gpu: bool, small_optimizer: 
     messages = [key for key in QUANTISED if zero.get(key) is True]
     spreads = "use --strategy single, ddp, fsdp2, hsdp, zero1 or zero2, or method=lora"
     reasons = {
-        "Accelerate's Megatron-LM plugin needs megatron-core and NVIDIA GPUs, was never run, and builds a model of its "
-        "own in place of the one named; its file is checked and nothing more; use 3d": kind in NEVER_RUN,
         'DeepSpeed is not installed; `pip install "tunesmith[deepspeed]"`': deepspeed and not _has("deepspeed"),
         "fsdp_offload_params=true uses pinned memory, which needs an accelerator, and there is none; use fsdp2": (
             kind == "FSDP" and offloads and not has_gpu
@@ -364,8 +390,6 @@ def resolve(
         "pp_schedule": pp_schedule or strategy.pp_schedule,
     }
     stages = int(pipeline["pp_size"])
-    if strategy.distributed_type == "MEGATRON_LM":
-        values["megatron_lm_config"] = {**values["megatron_lm_config"], "megatron_lm_pp_degree": stages}
     mistakes = _fit_mesh(values, num_processes, stages) or check(values, stages)
     written = strategy.values.get("mixed_precision")
     if written not in (None, "no", mixed_precision):
@@ -397,7 +421,6 @@ def _fit_mesh(values: dict[str, Any], num_processes: int, pp_size: int) -> list[
     written = [axis for axis in kept if axis != "pp"]
     own = f"or write {' and '.join(axis_key(axis) for axis in written)} into a YAML of your own"
     own = own if written else "or another pp_size"
-    own = "or write other degrees into a YAML of your own" if kind in NEVER_RUN else own
     if over or not rest:
         return [f"num_processes={num_processes} / {shown} leaves {over}; use a multiple of {made}, {own}"]
     if free == "dp_shard" and rest * asked.get("cp", 1) * asked.get("sp", 1) < 2:

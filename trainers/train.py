@@ -12,28 +12,37 @@ import contextlib
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# Run as a file, Python puts trainers/ first on the path; the folder above it is the one that holds the packages.
-sys.path[0] = str(Path(__file__).resolve().parent.parent)
+if __name__ == "__main__":
+    # Python puts trainers/ first on the path (but for PYTHONSAFEPATH); the packages are one folder above.
+    if not sys.flags.safe_path:
+        del sys.path[0]
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+    from trainers.import_path import leave_out_working_folder
+
+    leave_out_working_folder()
 
 from trainers.start_clock import StartClock
 
 CLOCK = StartClock()  # before the other imports, which take most of a start
 
 from trainers.clashes import ignored_choices
-from trainers.config import ConfigError, TrainConfig, absolute_paths
+from trainers.config import ConfigError, TrainConfig, absolute_paths, precision_lines
 from trainers.device_locks import Held, Holder, local_need, take_now
 from trainers.differences import changes_since_save
 from trainers.errors import GoBack, TrainingError
 from trainers.gpus import find_gpus, gpu_count
 from trainers.log_tee import start_tee, without_secrets
+from trainers.micro_batch import OPTION, fit_micro_batch, micro_batch_line
 from trainers.options import Request, parse_request
 from trainers.parallel.mesh import Mesh, MeshSizes
 from trainers.parallel.stages import bubble_line
 from trainers.preflight import check, describe_plan, machine_mistakes, make_rows, plan_training
-from trainers.run_folder import Process, RunFolder, now, register_outside
+from trainers.run_folder import Process, RunFolder, now, register_outside, write_json
 from trainers.startup import (
     Launch,
     asked_strategy,
@@ -59,12 +68,14 @@ def main(argv: list[str]) -> int:
             return print_check(request)
         launch, config = find_launch(), absolute_paths(request.resolve())
         strategy = asked_strategy(launch, config)
+        config, notes = with_micro_batch(config, strategy, request)
         unable = refusal(strategy, config, gpu_count() > 0)
         refused = [f"strategy {strategy.name}: {unable}"] if unable else []
         if mistakes := refused + machine_mistakes(config, gpu_count() > 0):
             raise ConfigError(mistakes)
         run = open_run(config, launch)
         # Run and GPUs are held until this process ends; a supervisor holds them for its ranks.
+        run.keep()
         held = None if launch.supervised or rank_of_environment() > 0 else run.hold()
         if changes := changes_since_save(run, config, config.resume_from_checkpoint):
             raise ConfigError(changes)
@@ -77,7 +88,7 @@ def main(argv: list[str]) -> int:
         return 2
     console = start_tee(run.log, f"rank {rank_of_environment()}", echo=not launch.supervised)
     try:
-        return train(config, strategy, run, launch, console)
+        return train(config, strategy, run, launch, console, notes)
     except ConfigError as error:
         # Every rank meets the same mistake; one of them says so.
         return fail(run, "; ".join(error.mistakes), launch, 2, permanent=True)
@@ -99,6 +110,13 @@ def main(argv: list[str]) -> int:
             held.close()
         if gpus is not None:
             gpus.close()
+
+
+def with_micro_batch(config: TrainConfig, strategy: Strategy, request: Request) -> tuple[TrainConfig, list[str]]:
+    """The config with a micro-batch that divides unless the user chose one, and the lines that say what was chosen."""
+    fitted = config if OPTION in request.chosen else fit_micro_batch(config, strategy)
+    line = [] if fitted == config else [micro_batch_line(config, fitted, strategy)]
+    return fitted, [*request.notes, *line]
 
 
 def take_gpus(config: TrainConfig, run: RunFolder) -> Held | None:
@@ -132,15 +150,15 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def print_check(request: Request) -> int:
-    """`--check`: what would be trained on a mesh of `TUNESMITH_MESH`."""
-    config = request.resolve()
+    """`--check`: what would be trained on a mesh of `TUNESMITH_MESH`, and whether `TUNESMITH_RUN_DIR` has the room."""
+    config, run_dir = request.resolve(), os.environ.get("TUNESMITH_RUN_DIR")
     sizes = MeshSizes.read(os.environ.get("TUNESMITH_MESH", ""))
-    print("\n".join(check(config, sizes, gpu_count() > 0)), flush=True)
+    print("\n".join(check(config, sizes, gpu_count() > 0, Path(run_dir) if run_dir else None)), flush=True)
     return 0
 
 
 def fail(run: RunFolder, cause: str, launch: Launch, status: int, permanent: bool, goes_back: bool = False) -> int:
-    """Notes on rank 0 why the run failed; the other ranks give way to it. Returns the exit status.
+    """Notes why the run failed, rank 0 in its state; the other ranks give way to it. Returns the exit status.
 
     Args:
         permanent: starting again would fail alike.
@@ -148,12 +166,19 @@ def fail(run: RunFolder, cause: str, launch: Launch, status: int, permanent: boo
     """
     if rank_of_environment() == 0:
         print(cause, file=sys.stderr, flush=True)
-        run.end("failed", without_secrets(cause), launch.supervised, permanent=permanent, goes_back=goes_back or None)
+        with contextlib.suppress(FileNotFoundError):  # the run folder was removed
+            run.end(
+                "failed", without_secrets(cause), launch.supervised, permanent=permanent, goes_back=goes_back or None
+            )
+    elif not goes_back:  # a rank may be the only one that met it, and rank 0 knows no more than that it is gone
+        run.note_failure(rank_of_environment(), without_secrets(cause))
     give_way()
     return status
 
 
-def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launch, console: Any) -> int:
+def train(
+    config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launch, console: Any, notes: Sequence[str] = ()
+) -> int:
     """Data, model, strategy, loop, export: one run on this rank. Returns the exit status."""
     main_rank = rank_of_environment() == 0
     attempt = begin(config, strategy, run, launch) if main_rank else 0
@@ -161,7 +186,7 @@ def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
     from trainers import build
     from trainers.checkpoint import base_digest, kept_buffers
     from trainers.data.prepare import load_tokenizer, prepare
-    from trainers.export import export_checkpoint, export_kind
+    from trainers.export import export_checkpoint, export_kind, export_seconds
     from trainers.heartbeat import Heartbeat
     from trainers.loop import Fit, Job
     from trainers.manifest import Progress
@@ -182,7 +207,7 @@ def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
     accelerator, ranks, mesh = build.accelerator(config, strategy, run)
     attempt = ranks.broadcast(attempt)
     CLOCK.ended("processes")
-    loss = build.module(config, main_rank)
+    loss = build.module(config, main_rank, [data, eval_data], tokenizer.pad_token_id)
     base = ranks.broadcast(base_digest(loss.model) if main_rank else "")  # the others may have read no weights
     checkpoints = build.checkpoints(config, strategy, run, ranks, data.fingerprint, base, attempt)
     folder = build.resume_folder(config, checkpoints)
@@ -195,7 +220,7 @@ def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
     by_rank = ranks.gather((memory, memory_gib(ranks.device)))
     if main_rank:
         print(f"run {run.path}\n{table(lines, ranks, backend, census, by_rank)}\n{describe_plan(plan)}")
-        print("\n".join([*data.report.lines(), *pipeline_lines(config, strategy),
+        print("\n".join([*notes, *data.report.lines(), *precision_lines(config), *pipeline_lines(config, strategy),
                          *warnings(config, strategy, launch.supervised)]), flush=True)  # fmt: skip
     check_asked(lines, ranks)
     CLOCK.ended("wrap")
@@ -204,8 +229,7 @@ def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
     reporter = build.Reporter(run, accelerator, config, main_rank, console, processes)
     job = Job(
         config=config, run=run, ranks=ranks, mesh=mesh, backend=backend,
-        bare=loss.model,
-        buffers=buffers,
+        bare=loss.model, balancing=loss.balancing, buffers=buffers,
         scaler=accelerator.scaler,
         plan=plan,
         eval_rows=make_rows(config, eval_data, tokenizer.pad_token_id, part) if eval_data else None,
@@ -225,9 +249,10 @@ def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
 
         ending = {}
         if outcome.state == "done" and main_rank:
-            job.heartbeat.at("export", outcome.progress.step)
+            run.refuse_lost()
             chosen = checkpoints.path(outcome.results["exported_step"])
-            export_checkpoint(chosen, config, run.model, export_kind(config), outcome.results)
+            job.heartbeat.at("export", outcome.progress.step, export_seconds(chosen, config))
+            export_checkpoint(chosen, config, run.model, export_kind(config), outcome.results, run.record)
             ending = {"export_dir": str(run.model)}
     reporter.close(outcome.state, outcome.cause, launch.supervised, step=outcome.progress.step, **ending)
     return 1 if outcome.state == "failed" else 0
@@ -235,8 +260,11 @@ def train(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
 
 def begin(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launch) -> int:
     """Writes the first state of this start of the run, on rank 0; returns its attempt number."""
+    from trainers.data.tokenizer import kept_template
+
     before = run.read_state()
     run.forget_last_attempt()
+    write_json(run.chat_template, kept_template(config))
     if launch.supervised:
         return int((before or {}).get("attempt", 0))
     attempt = int(before["attempt"]) + 1 if before else 0

@@ -1,4 +1,8 @@
-"""Imports Gradio without what a local server does not need: to be imported before Gradio is, anywhere."""
+"""Imports Gradio without what a local server does not need: to be imported before Gradio is, anywhere.
+
+Uploads get two limits that Gradio's reader lacks: a field that is no file is short, and what a sender who hung up has
+left on the disk is removed.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ import inspect
 import os
 from collections.abc import Iterator
 from typing import Any
+
+from starlette.formparsers import MultiPartException
 
 for _name in [name for name in os.environ if name.startswith("GRADIO_") and name != "GRADIO_TEMP_DIR"]:
     del os.environ[_name]  # shares, proxies and paths that are not ours to open
@@ -35,7 +41,34 @@ def _no_stub_files() -> Iterator[None]:
 
 with _no_stub_files():
     import gradio  # noqa: F401
+    from gradio import route_utils, routes
     from gradio.routes import App
+
+MAX_FIELD = 64 << 10
+"""Bytes of a field that is no file: it is kept in memory."""
+
+
+class _Upload(route_utils.GradioMultiPartParser):
+    """Reads an upload as it comes."""
+
+    def on_part_data(self, data: bytes, start: int, end: int) -> None:
+        part = self._current_part
+        if part.file is None and len(part.data) + end - start > MAX_FIELD:
+            raise MultiPartException(f"a field that is no file has more than {MAX_FIELD:,} bytes; send it as a file")
+        super().on_part_data(data, start, end)
+
+    async def parse(self) -> Any:
+        try:
+            return await super().parse()
+        except BaseException:
+            for file in self._files_to_close_on_error:
+                file.close()
+                with contextlib.suppress(OSError):
+                    os.unlink(file.name)
+            raise
+
+
+route_utils.GradioMultiPartParser = routes.GradioMultiPartParser = _Upload
 
 
 @contextlib.contextmanager

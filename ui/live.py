@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,11 +11,12 @@ import gradio as gr
 from starlette.responses import Response
 
 from trainers.config import ConfigError
+from ui.checked_blocks import is_scalar
+
+Function = Callable[[dict[str, Any]], Response]
 
 
-def live_part(
-    name: str, script: str, functions: Sequence[Callable[[dict[str, Any]], Response]], heading: str = ""
-) -> gr.HTML:
+def live_part(name: str, script: str, functions: Sequence[Function], heading: str = "") -> gr.HTML:
     """An empty element that a script fills and keeps current.
 
     Args:
@@ -26,8 +28,20 @@ def live_part(
     above = f"<h2>{heading}</h2>" if heading else ""
     return gr.HTML(
         html_template=f'{above}<div class="ts-{name}"></div>', js_on_load=f"Live.{script}(element, server)",
-        server_functions=list(functions), apply_default_css=False, padding=False,
+        server_functions=[_checked(function) for function in functions], apply_default_css=False, padding=False,
     )  # fmt: skip
+
+
+def _checked(function: Function) -> Function:
+    """The function, for requests of names and plain values alone: Gradio hands on whatever is sent."""
+
+    @functools.wraps(function)
+    def checked(request: Any) -> Response:
+        if isinstance(request, dict) and all(map(is_scalar, request.values())):
+            return function(request)
+        return answer(lambda: {"error": "the request is no object of plain values; reload the page"})
+
+    return checked
 
 
 def answer(make: Callable[[], Any]) -> Response:

@@ -1,4 +1,4 @@
-"""Who may talk to the server: checks of host, origin and size, the headers of every answer, and the password."""
+"""Who may talk to the server: checks of host, origin, path and size, the headers of every answer, and the password."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import hmac
 import ipaddress
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from starlette.requests import ClientDisconnect, cookie_parser
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -25,6 +27,16 @@ MAX_LOGIN = 16 << 10
 
 UPLOAD_PATH = "/gradio_api/upload"
 LOGIN_PATH = "/login"
+
+# What the pages and `gradio_client` ask for. The rest of Gradio stays closed: no page shows a file of the server, so
+# none is served, and nothing is proxied, recorded or linked to.
+_FILES = ("/config", "/theme.css", "/favicon.ico", "/manifest.json", "/robots.txt", LOGIN_PATH, "/logout")
+_FOLDERS = ("/assets/", "/static/", "/svelte/")
+_API = "/gradio_api/"
+_API_NAMES = (
+    "api", "app_id", "call", "cancel", "component_server", "heartbeat", "info", "login_check", "queue", "reset", "run",
+    "startup-events", "upload", "upload_progress",
+)  # fmt: skip
 
 # Gradio's pages have inline scripts and compile the functions that they are given; handlers in attributes, which is
 # what an injected text would bring, stay forbidden, and so is every other origin.
@@ -45,6 +57,7 @@ HEADERS = {
 }
 """Headers of every answer."""
 
+_READS = ("GET", "HEAD", "OPTIONS")
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?")
 
@@ -108,8 +121,15 @@ class Guard:
         refusal = self._refusal(scope)
         if refusal:
             await answer(_with_headers(send), *refusal)
-        else:
-            await self.app(scope, receive, _with_headers(send))
+            return
+        body = _LimitedBody(receive, _with_headers(send), _most_bytes(scope))
+        try:
+            await self.app(scope, body.receive, body.send)
+        except ClientDisconnect:
+            pass  # nobody is there to be answered
+        except Exception:
+            if not body.is_refused:  # else it has only heard that nobody listens any more
+                raise
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         """Status and reason when the request is refused."""
@@ -118,7 +138,14 @@ class Guard:
             return 400, "this server does not go by that name; open the address that `tunesmith ui` printed"
         if self._is_foreign(scope, hosts[0]):
             return 403, "refused: the request comes from a page of another site"
-        return _oversize(scope)
+        return _without_length(scope) if self._is_open(scope["path"]) else (404, "there is nothing at this address")
+
+    def _is_open(self, path: str) -> bool:
+        """Whether a page of ours, or `gradio_client`, asks for such a path."""
+        if path.startswith(_API):
+            return path.split("/")[2] in _API_NAMES
+        name = path.rstrip("/") or "/"
+        return name in self.pages or name in _FILES or path.startswith(_FOLDERS)
 
     def _is_foreign(self, scope: Scope, host: str) -> bool:
         """Whether another site's page sent the request; following a link to a page is fine."""
@@ -138,16 +165,59 @@ def _is_origin_of(origin: str, host: str) -> bool:
     return bool(mark and port) and authority.removesuffix(str(port)) == host.lower().removesuffix(str(port))
 
 
-def _oversize(scope: Scope) -> tuple[int, str] | None:
-    """A refusal of a body that is too large, or that does not say how large it is."""
-    if scope["method"] in ("GET", "HEAD", "OPTIONS"):
+def _most_bytes(scope: Scope) -> int:
+    """Bytes that the body of a request may have."""
+    if scope["method"] in _READS:
+        return 0
+    return {UPLOAD_PATH: MAX_UPLOAD + MAX_BODY, LOGIN_PATH: MAX_LOGIN}.get(scope["path"].rstrip("/"), MAX_BODY)
+
+
+def _without_length(scope: Scope) -> tuple[int, str] | None:
+    """A refusal of a body that does not say how large it is, says it twice, or is too large."""
+    if scope["method"] in _READS:
         return None
-    path = scope["path"].rstrip("/")
-    most = {UPLOAD_PATH: MAX_UPLOAD + MAX_BODY, LOGIN_PATH: MAX_LOGIN}.get(path, MAX_BODY)
-    length = _value(scope, b"content-length")
+    length, most = _value(scope, b"content-length"), _most_bytes(scope)
     if not (length.isascii() and length.isdigit()):
         return 411, "the request does not say its length; send a Content-Length"
-    return (413, f"the request is larger than {most:,} bytes") if int(length[:20]) > most else None
+    if _values(scope, b"transfer-encoding"):
+        return 400, "the request says its length in two ways; send a Content-Length and no Transfer-Encoding"
+    return (413, _too_large(most)) if int(length[:20]) > most else None
+
+
+def _too_large(most: int) -> str:
+    return f"the request is larger than {most:,} bytes"
+
+
+class _LimitedBody:
+    """A request whose bytes are counted as they come: past the limit it is answered 413, and the app hears no more.
+
+    Args:
+        receive: of the request.
+        send: of the request.
+        most: bytes that its body may have.
+    """
+
+    def __init__(self, receive: Receive, send: Send, most: int):
+        self._receive, self._send, self._most = receive, send, most
+        self._bytes = 0
+        self._is_answered = False
+        self.is_refused = False
+
+    async def receive(self) -> MutableMapping[str, Any]:
+        """The next message of the client; a disconnect once it has sent too much."""
+        message = await self._receive()
+        self._bytes += len(message.get("body", b""))
+        if self._bytes > self._most and not self.is_refused:
+            self.is_refused = True
+            if not self._is_answered:
+                await answer(self._send, 413, _too_large(self._most), connection="close")
+        return {"type": "http.disconnect"} if self.is_refused else message
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        """Sends what the app answers, unless the request has been refused meanwhile."""
+        self._is_answered = True
+        if not self.is_refused:
+            await self._send(message)
 
 
 def _values(scope: Scope, name: bytes) -> list[str]:
@@ -164,7 +234,11 @@ def _with_headers(send: Send) -> Send:
         if message["type"] == "http.response.start":
             ours = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
             names = {name for name, _ in ours}
-            others = [(key, value) for key, value in message.get("headers", []) if bytes(key).lower() not in names]
+            # Gradio lets other origins read what it answers; the pages need no such leave.
+            others = [
+                (key, value) for key, value in message.get("headers", [])
+                if bytes(key).lower() not in names and not bytes(key).lower().startswith(b"access-control-")
+            ]  # fmt: skip
             message = {**message, "headers": [*others, *ours]}
         await send(message)
 
@@ -311,3 +385,23 @@ class ThrottledLogin:
             await send(message)
 
         await self.app(scope, receive, sending)
+
+
+class LoggedIn:
+    """Answers 401 to whoever calls the pages' functions without having logged in, before a byte of the body is read.
+
+    Args:
+        app: what is guarded.
+        is_logged_in: whether a request's cookies are those of somebody who has logged in.
+    """
+
+    def __init__(self, app: App, is_logged_in: Callable[[Mapping[str, str]], bool]):
+        self.app, self.is_logged_in = app, is_logged_in
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(_API):
+            cookies = cookie_parser("; ".join(_values(scope, b"cookie")))
+            if not self.is_logged_in(cookies):
+                await answer(send, 401, "log in first; open the address that `tunesmith ui` printed")
+                return
+        await self.app(scope, receive, send)

@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -20,13 +21,15 @@ from ui.gradio_start import one_app_at_the_end  # isort: skip - before Gradio
 import gradio as gr
 import uvicorn
 from fastapi import FastAPI
+from gradio.routes import App
 
 from app.console import report, say
 from app.ui_verb import PASSWORD
+from ui.checked_blocks import CheckedBlocks
 from ui.context import Here
 from ui.pages import chat, compare, data, run, runs, system, train
 from ui.parts import PAGES, navigation
-from ui.security import MAX_UPLOAD, Guard, Password, Throttle, ThrottledLogin, TrustedHosts, bracketed
+from ui.security import MAX_UPLOAD, Guard, LoggedIn, Password, Throttle, ThrottledLogin, TrustedHosts, bracketed
 from ui.theme import Tunesmith, head
 
 _ROUTES = (
@@ -58,15 +61,16 @@ class Settings:
         return Here(Path(self.runs_dir), roots, Path(self.uploads), self.remote_code)
 
 
-def build(here: Here) -> gr.Blocks:
+def build(here: Here) -> CheckedBlocks:
     """All pages as one Gradio app."""
     with one_app_at_the_end():
-        with gr.Blocks(title="Tunesmith", analytics_enabled=False) as demo:
+        with CheckedBlocks(title="Tunesmith", analytics_enabled=False) as demo:
             _page("train", train, here)
         for name, page in _ROUTES[1:]:
             with demo.route(PAGES.get(name, "Run"), f"/{name}", show_in_navbar=False):
                 _page(name, page, here)
         demo.queue(default_concurrency_limit=_EVENTS_AT_ONCE)
+    demo.check_kinds()
     demo._queue.sleep_when_free = _QUEUE_PAUSE
     demo._queue.progress_update_sleep_when_free = 0.2
     return demo
@@ -80,15 +84,26 @@ def _page(name: str, page: Any, here: Here) -> None:
 def asgi(here: Here, hosts: TrustedHosts, password: Password | None) -> Any:
     """The pages behind every check, as an ASGI app."""
     outer = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    blocks = build(here)
     note = "After five wrong passwords within a minute, every further one is refused for a while." if password else None
     warnings.filterwarnings("ignore", message="SSR mode is not supported")  # said of one that is off
     pages = gr.mount_gradio_app(
-        outer, build(here), "", footer_links=[], run_history=False, app_kwargs={"openapi_url": None}, auth=password,
+        outer, blocks, "", footer_links=[], run_history=False, app_kwargs={"openapi_url": None}, auth=password,
         auth_message=note, allowed_paths=[], show_error=True, max_file_size=MAX_UPLOAD, ssr_mode=False,
         enable_monitoring=False, pwa=False, mcp_server=False, theme=Tunesmith(), head=head(),
     )  # fmt: skip
+    blocks.has_launched = True  # else Gradio takes any file for one that was uploaded
     names = ["/", *(f"/{name}" for name, _ in _ROUTES)]
-    return Guard(ThrottledLogin(pages, Throttle()) if password else pages, hosts, names)
+    if password:
+        gradio_app = pages.routes[-1].app
+        pages = ThrottledLogin(LoggedIn(pages, lambda cookies: _is_logged_in(gradio_app, cookies)), Throttle())
+    return Guard(pages, hosts, names)
+
+
+def _is_logged_in(app: App, cookies: Mapping[str, str]) -> bool:
+    """Whether the cookies hold a token that Gradio's login gave out."""
+    names = (f"access-token-{app.cookie_id}", f"access-token-unsecure-{app.cookie_id}")
+    return any(cookies.get(name) in app.tokens for name in names)
 
 
 def serve(settings: Settings, password: str | None) -> int:

@@ -23,7 +23,8 @@ PATIENCE = 120.0
 
 _STILL = """() => Promise.all(document.getAnimations()
   .filter((one) => one.effect.getComputedTiming().endTime !== Infinity).map((one) => one.finished.catch(() => 0)))"""
-_LEFT = ("signal is aborted", "Connection errored out")  # Gradio's open request of a page that is being left
+# Gradio's open request of a page that is being left.
+_LEFT = ("signal is aborted", "BodyStreamBuffer was aborted", "Connection errored out")
 
 
 class Served:

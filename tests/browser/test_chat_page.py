@@ -202,5 +202,5 @@ def test_a_chat_that_names_a_component_builds_none(chatting: Served) -> None:
             said += line
             if line.startswith("data:") and json.loads(line[5:])["msg"] == "process_completed":
                 break
-    assert "message 1 has no role" in said
+    assert "Base: refused, the value that was sent is not a conversation of plain text" in said
     assert "root:" not in said

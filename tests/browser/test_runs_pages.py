@@ -81,8 +81,7 @@ def test_the_table_is_filtered_searched_sorted_and_kept_in_the_address(new_page:
     expect(page.locator(".ts-runs tbody tr")).to_have_count(1)
     page.get_by_label("State", exact=True).select_option("")
     page.get_by_label("Search").fill("FSDP2")
-    expect(page.locator(".ts-runs tbody tr")).to_have_count(1)
-    assert rows(page) == ["done-run"]
+    expect(page.locator(".ts-runs tbody a")).to_have_text(["done-run"])
     page.get_by_label("Search").fill("")
     expect(page.locator(".ts-runs tbody tr")).to_have_count(4)
     page.get_by_role("button", name="Duration").click()
@@ -133,6 +132,9 @@ def test_a_finished_run_shows_charts_log_and_checkpoints(new_page: Tabs) -> None
     expect(page.get_by_role("button", name="Resume")).to_be_hidden()
     page.get_by_label("Smoothing").fill("0.9")
     expect(page.locator(".u-legend").first).to_contain_text("train, as logged")
+    rate = page.locator("figure", has=page.locator("figcaption:text-is('Learning rate')"))
+    expect(rate.locator(".u-legend")).to_contain_text("learning rate")
+    expect(rate.locator(".u-legend")).not_to_contain_text("as logged")  # it is set, and not measured
     page.get_by_label("Log scale").check()
     expect(page.locator(".u-wrap[aria-label^='Loss: train, as logged']")).to_be_visible()
 

@@ -64,7 +64,7 @@ def test_a_wrong_value_is_told_beside_its_field(new_page: Tabs) -> None:
     axe(page)
     page.locator("#opt-learning_rate input").fill("1e-3")
     expect(page.locator("#opt-learning_rate .ts-field-error")).to_have_count(0)
-    page.locator("#opt-global_batch_size input").fill("30")
+    page.locator("#opt-global_batch_size input").fill("31")
     expect(page.locator("#opt-global_batch_size .ts-field-error")).to_contain_text("does not divide")
     page.locator("#opt-global_batch_size input").fill("32")
     expect(page.locator(".ts-verdict-good")).to_be_visible()
@@ -104,6 +104,43 @@ def test_preset_and_strategy_change_what_is_shown_and_keep_what_was_typed(new_pa
     expect(page.locator("#opt-strategy .ts-field-error")).to_contain_text("use at least 4")
 
 
+_COVERED = """(list) => {
+  const box = list.getBoundingClientRect();
+  const step = Math.max(4, box.height / 40), covered = [];
+  for (let y = Math.max(box.top, 0) + 3; y < Math.min(box.bottom, innerHeight) - 3; y += step)
+    for (let x = box.left + 6; x < box.right - 24; x += 20) {
+      const top = document.elementFromPoint(x, y);
+      if (top !== list && !list.contains(top)) covered.push(top?.outerHTML.slice(0, 120));
+    }
+  return covered;
+}"""
+
+
+@pytest.mark.parametrize("size", ["wide", "phone"])
+@pytest.mark.parametrize("path", ["/", "/data"])
+def test_an_open_list_hides_what_lies_below(new_page: Tabs, path: str, size: str) -> None:
+    page = opened(new_page, path, size) if path == "/" else new_page(path, size)
+    page.locator("#opt-preset input").click()
+    page.mouse.move(1, 1)
+    shown = page.get_by_role("listbox")
+    expect(shown).to_be_visible()
+    screenshot(page, f"list-{path.strip('/') or 'train'}-{size}")
+    assert shown.evaluate(_COVERED) == []
+    if (path, size) == ("/", "wide"):  # the look sees labels that Gradio raises above the list
+        page.add_style_tag(content=".ts-fields .ts-field { isolation: auto !important; z-index: auto !important }")
+        page.add_style_tag(content=".ts-fields .ts-field:focus-within { z-index: 31 !important }")
+        assert shown.evaluate(_COVERED) != []
+
+
+@pytest.mark.parametrize("query", ["preset=nope", "clone=GONE", "resume=GONE"])
+def test_an_address_that_names_nothing_opens_a_working_form(new_page: Tabs, query: str) -> None:
+    page = opened(new_page, f"/?{query}")
+    expect(page.locator("#train-resume [role=alert]")).to_contain_text(query.partition("=")[2])
+    expect(page.locator(".ts-verdict-good")).to_be_visible()
+    expect(page.locator("#launch")).to_be_enabled()
+    screenshot(page, f"nothing-{query.partition('=')[0]}")
+
+
 def test_hostile_values_are_text(new_page: Tabs) -> None:
     page = opened(new_page)
     hostile = "<img src=x onerror=alert(1)>; $(touch /tmp/x) `id` 'a'"
@@ -140,9 +177,12 @@ def test_uploaded_data_is_used(new_page: Tabs, tmp_path: Path) -> None:
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     (tmp_path / "my data.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(8)))
     page = opened(new_page)
+    expect(page.locator("#opt-eval_dataset_name input")).not_to_have_value("")
     page.locator("input[type=file]").first.set_input_files(tmp_path / "my data.jsonl")
     expect(page.locator("#opt-dataset_name input")).to_have_value(re.compile(r"/\.uploads/my-data.*\.jsonl"))
     expect(page.locator("#train-command")).to_contain_text("my-data")
+    expect(page.locator("#opt-eval_dataset_name input")).to_have_value("")
+    expect(page.locator("#train-panel")).to_contain_text("its eval_dataset_name left out")
 
 
 def test_launched_twice_it_is_one_run_that_can_be_cloned(serve: Callable[..., Served], new_page: Tabs) -> None:

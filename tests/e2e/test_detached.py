@@ -29,7 +29,7 @@ from tests.detached import (
     tunesmith,
     until,
 )
-from tests.launching import Finished, launch
+from tests.launching import Finished, launch, shadow_modules
 from trainers import device_locks
 from trainers.device_locks import Holder, Need, holders
 from trainers.run_folder import RunFolder
@@ -39,6 +39,7 @@ ENDLESS = {**SMALL, "max_steps": 5000, "save_steps": 5000}
 
 
 def test_a_run_outlives_its_terminal_and_the_kill_of_a_rank(home: Path) -> None:
+    shadow_modules(home)
     run = RunFolder(home / "runs" / "mine")
     words = [*TUNESMITH, *train_words(run, 2, **SMALL, max_steps=24)]
     shell = 'out=$1; shift; "$@" > "$out"; echo $? > "$out.status"; exec sleep 600'
@@ -132,3 +133,24 @@ def test_a_launch_by_hand_does_not_take_what_another_holds(home: Path) -> None:
         assert refused.state == {}
         shared = launch(home / "shared", 1, {**options, "share_gpus": True}, **here)
         assert shared.state["state"] == "done", shared.output[-2000:]
+
+
+@pytest.mark.parametrize(("anew", "how"), [(False, "removed"), (True, "replaced by another")])
+def test_a_run_folder_that_is_lost_while_it_trains_ends_the_run(anew: bool, how: str, home: Path) -> None:
+    run = RunFolder(home / "runs" / "mine")
+    words = [word for word in train_words(run, 1, **{**ENDLESS, "save_steps": 1}) if word != "--detach"]
+    program = subprocess.Popen(
+        [*TUNESMITH, *words], cwd=home, env=inside(home), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    until(lambda: state_of(run) == "running" and saved(run) >= 1)
+    ranks = [psutil.Process(pid_of(run, "rank", 0)), psutil.Process(pid_of(run, "launcher"))]
+    run.path.rename(home / "moved")
+    if anew:
+        run.path.mkdir()
+    out, errors = program.communicate(timeout=600)
+    cause = f"the run folder {run.path} was {how} while it trained"
+    assert (program.returncode, json.loads(out)["state"], json.loads(out)["cause"]) == (1, "failed", cause)
+    assert errors.splitlines()[-1] == f"failed: {cause}"
+    assert not [process for process in ranks if process.is_running()]
+    assert list(run.path.iterdir()) == [] if anew else not run.path.exists()
+    assert holders() == {}

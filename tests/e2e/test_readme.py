@@ -1,4 +1,4 @@
-"""Every command in the README is run; what it prints about itself is true."""
+"""Every command in README and docs is run, but for those marked as needing a GPU or a network."""
 
 from __future__ import annotations
 
@@ -17,23 +17,30 @@ from tests.e2e.test_commands import OPTIONS, TUNESMITH, start, steps_of, tunesmi
 from tests.launching import ROOT, SCRIPT, environment, free_port, launch
 from trainers.run_folder import RunFolder
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
-COMMANDS = [line.partition("  #")[0].strip() for block in BLOCKS for line in block.splitlines() if line.strip()]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = [
+    block for page in PAGES for block in re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+]
+LINES = [line.partition("  #") for block in BLOCKS for line in block.splitlines() if line.strip()]
+COMMANDS = list(dict.fromkeys(command.strip() for command, _, _ in LINES))
+ELSEWHERE = {command.strip() for command, _, comment in LINES if re.search(r"needs a (network|GPU)", comment)}
 MACHINES = [line for line in COMMANDS if line.startswith("tunesmith train") and "--num_machines" in line]
 TRAINING = [line for line in COMMANDS if line.startswith("tunesmith train") and line not in MACHINES]
+PLANNING = [line for line in COMMANDS if line.startswith(("tunesmith plan", "tunesmith data"))]
 PROVING = [line for line in COMMANDS if line.startswith("tunesmith prove")]
 SERVING = [line for line in COMMANDS if line.startswith("tunesmith ui")]
 SHORT = "--max_steps 2 --quiet"
 
 
-def test_the_readme_has_these_commands() -> None:
+def test_the_pages_have_these_commands() -> None:
     assert COMMANDS[:2] == ["make demo", "make test"]
     verbs = {line.split()[1] for line in COMMANDS if line.startswith("tunesmith")}
     assert verbs == {
-        "presets", "strategies", "train", "data", "runs", "stop", "resume", "export", "chat", "ui", "prove"
+        "presets", "strategies", "train", "data", "runs", "stop", "resume", "export", "chat", "ui", "prove", "plan"
     }  # fmt: skip
     assert all(line.split()[0] in ("make", "tunesmith", "accelerate") for line in COMMANDS)
+    assert len(ELSEWHERE) == 2
+    assert all("qwen3" in line or "smollm2" in line for line in ELSEWHERE), "the others can be run here"
 
 
 def test_make_targets_exist() -> None:
@@ -42,17 +49,19 @@ def test_make_targets_exist() -> None:
         assert re.search(rf"^{line.split()[1]}:", makefile, re.MULTILINE)
 
 
+def own_data(folder: Path) -> None:
+    rows = [{"prompt": f"{number} plus 0 is ", "completion": str(number)} for number in range(400)]
+    (folder / "my.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
 @pytest.mark.parametrize("line", TRAINING)
 def test_training_commands(line: str, tmp_path: Path) -> None:
-    rows = [{"prompt": f"{number} plus 0 is ", "completion": str(number)} for number in range(400)]
-    (tmp_path / "my.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    own_data(tmp_path)
     (tmp_path / "my.yaml").write_text("preset: tiny-lora\nlearning_rate: 1e-3\n")
     words = shlex.split(line)[1:]
     short = [] if "--check" in words else shlex.split(SHORT)
     done = tunesmith(*words, *short, cwd=tmp_path)
-    if (
-        "smollm2" in line or "qwen3" in line
-    ):  # the Hub and the GPUs are not here: it must say so and leave nothing behind
+    if line in ELSEWHERE:  # it must say so and leave nothing behind
         assert done.returncode == 2
         assert "Traceback" not in done.stderr
         assert not (tmp_path / "runs").exists()
@@ -86,7 +95,7 @@ def test_commands_on_a_run(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "runs" / "RUN")
     program = start(run, tmp_path)
     wait_for(lambda: steps_of(run) >= 3)
-    others = [*TRAINING, *MACHINES, *PROVING, *SERVING]
+    others = [*TRAINING, *MACHINES, *PROVING, *PLANNING, *SERVING]
     lines = [line for line in COMMANDS if line.startswith("tunesmith") and line not in others]
     place = {"stop": 0, "resume": 1}
     for line in sorted(lines, key=lambda line: place.get(line.split()[1], 2)):
@@ -113,6 +122,15 @@ def test_the_pages_are_served(tmp_path: Path) -> None:
         assert program.wait(timeout=30) == 0
     finally:
         program.kill()
+
+
+@pytest.mark.parametrize("line", PLANNING)
+def test_what_starts_nothing(line: str, tmp_path: Path) -> None:
+    own_data(tmp_path)
+    done = tunesmith(*shlex.split(line)[1:], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "tokens" in done.stdout
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("line", PROVING)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.launching import ROOT, Finished, environment, flags, launch, launch_well
+from tests.launching import ROOT, Finished, environment, flags, launch, launch_well, shadow_modules
 from trainers.options import Request
 from trainers.parallel.zero import extensions_folder
 from trainers.run_folder import RunFolder
@@ -150,15 +150,17 @@ def test_a_clone_runs_from_another_folder(installed: bool, tmp_path: Path) -> No
     python = Path(sys.executable) if installed else bare_environment(tmp_path / "venv")
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    command = [str(python), "-m", "accelerate.commands.launch", "--config_file"]
+    shadow_modules(elsewhere)
+    command = [str(python), "-P", "-m", "accelerate.commands.launch", "--config_file"]
     command += [str(clone / "accelerate_configs" / "single.yaml"), str(clone / "trainers" / "train.py"), *flags(SHORT)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200, cwd=elsewhere)
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = (elsewhere / "runs").iterdir()
     assert run.name.partition("tiny-lora")[1]
     assert str(clone / "trainers" / "train.py") in (run / "command.txt").read_text()
-    files = ["accelerate.yaml", "command.txt", "config.yaml", "log.txt", "metrics.jsonl", "state.json"]
-    found = {path.name for path in run.iterdir()} - {".lock"}
+    files = ["accelerate.yaml", "command.txt", "config.yaml", "log.txt", "metrics.jsonl"]
+    files += ["chat_template.json", "state.json"]
+    found = {path.name for path in run.iterdir()} - {".lock", ".written.jsonl"}
     assert found == {*files, "checkpoints", "heartbeat", "model"}
 
 

@@ -21,9 +21,9 @@ STRATEGIES = ["ddp", "fsdp2", "zero3"]
 
 def passing_over(home: Path, strategy: str, steps: list[int]) -> RunFolder:
     """A run that meets no fault and is told to pass over some steps."""
-    folder = home / "runs" / "told"
-    folder.mkdir(parents=True)
-    RunFolder(folder).write_passed_over(steps)
+    told = RunFolder(home / "runs" / "told")
+    told.create()
+    told.write_passed_over(steps)
     run = detached(home, "told", 2, strategy=strategy, **OPTIONS)
     assert ended(run)["state"] == "done"
     return run

@@ -10,16 +10,24 @@ import pytest
 from tests.launching import Finished
 from tests.parity.runs import curve, long, mostly_long, run
 
-# bf16 against fp32, 20 steps of the embedded model, torch 2.13 on a CPU: the largest loss difference was 0.0012 with
-# all weights trained in fp32, and 0.024 with LoRA, whose frozen base is bf16 itself. The control, a learning rate off
-# by a tenth (full) and by a half (LoRA), was at 0.028 and above.
-BF16_BAND = {"full": 5e-3, "lora": 4e-2}
+# How far off a learning rate is in the control of bf16's band.
+WRONG_RATE = {"full": 1.1, "lora": 1.5}
 
 
 def difference(one: Finished, other: Finished) -> float:
     """Largest difference of the loss over the steps."""
     pairs = zip(one.series("loss"), other.series("loss"), strict=True)
     return max(abs(a - b) for a, b in pairs)
+
+
+def bf16_band(method: str) -> float:
+    """Half of what a wrong learning rate does to the curve: another machine's kernels round bf16 in another order.
+
+    Measured on a CPU in 20 steps of the embedded model: 0.014 for full fine-tuning, where bf16 moved the loss by 0.0017
+    to 0.0022 and bf16 weights by 0.0005 to 0.0045; 0.066 for LoRA, whose frozen base is bf16 itself, at 0.025.
+    """
+    wrong = run(1, method, True, learning_rate=5e-4 * WRONG_RATE[method])
+    return difference(wrong, run(1, method, True)) / 2
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -44,16 +52,11 @@ def test_the_curve_stays_when_compiled() -> None:
 @pytest.mark.parametrize("method", mostly_long(["lora", "full"], ["full"]))
 def test_bf16_stays_in_its_band_and_keeps_master_weights_fp32(method: str) -> None:
     half = run(2, method, True, mixed_precision="bf16")
-    assert 0 < difference(half, run(1, method, True)) < BF16_BAND[method]
+    assert 0 < difference(half, run(1, method, True)) < bf16_band(method)
     assert re.search(r"trained weights +float32\n", half.output)
     assert re.search(rf"frozen weights +{'bfloat16' if method == 'lora' else 'none'}\n", half.output)
-    assert "outside the promise that the strategy never changes the model: mixed_precision=bf16" in half.output
-
-
-@pytest.mark.parametrize(("method", "rate"), mostly_long([("full", 5.5e-4), ("lora", 7.5e-4)], [("full", 5.5e-4)]))
-def test_another_rate_leaves_the_band(method: str, rate: float) -> None:
-    """Control: the band can be left."""
-    assert difference(run(1, method, True, learning_rate=rate), run(1, method, True)) > BF16_BAND[method]
+    assert "mixed_precision=bf16: matrix products in bf16" in half.output
+    assert "outside the promise" not in half.output
 
 
 @long
@@ -61,4 +64,4 @@ def test_compressed_gradients_train_and_are_named_as_outside_the_promise() -> No
     finished = run(2, "full", True, ddp_comm_hook="fp16")
     assert "ddp_comm_hook=fp16" in finished.output
     assert not curve(finished).agrees(curve(run(1, "full", True)))
-    assert difference(finished, run(1, "full", True)) < BF16_BAND["full"]
+    assert difference(finished, run(1, "full", True)) < bf16_band("full")

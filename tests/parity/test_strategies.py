@@ -1,7 +1,6 @@
 """Promises P0, P2, P3, P4 and bit-exact resume for every strategy that cuts weights, gradients or optimizer state.
 
-Each Accelerate file is launched by hand, as a user would. `fsdp2_offload` needs an accelerator (tests/gpu
-has it), and `megatron` is refused.
+Each Accelerate file is launched by hand, as a user would. `fsdp2_offload` needs an accelerator (tests/gpu has it).
 """
 
 from __future__ import annotations
@@ -14,14 +13,15 @@ from transformers import AutoModelForCausalLM
 
 from tests.launching import Finished, launch
 from tests.parity.checks import check_export, equal_after_resume, reference, resumed, same_bits, stock_loss
+from tests.parity.plain import LOSS_TOLERANCE, NORM_TOLERANCE
 from tests.parity.runs import STEPS, curve, mostly_long, options, run
-from tests.parity.test_options import BF16_BAND, difference
+from tests.parity.test_options import bf16_band, difference
 from trainers.embedded import BASE_DIR
 from trainers.export import export_again
 from trainers.parallel.stages import bubble
 from trainers.strategies import load_strategy, strategy_names
 
-NOT_HERE = {"fsdp2_offload", "megatron"}
+NOT_HERE = {"fsdp2_offload"}
 # Under LoRA a grad_op, a stage 1 and an offload differ from these by what full training shows as well.
 WITH_LORA = ["fsdp1", "fsdp2", "hsdp", "zero2", "zero3", "sp", "cp", "tp", "pp"]
 STRATEGIES = [name for name in strategy_names() if name not in {"single", "ddp"} | NOT_HERE]
@@ -128,9 +128,9 @@ def test_bf16_follows_the_same_compute_rule(name: str, method: str) -> None:
     fsdp1 with adapters has two dtypes, which it can only hold in units of their own.
     """
     half, alone = (run(world, method, True, one, mixed_precision="bf16") for world, one in ((2, name), (1, None)))
-    assert half.series("loss")[0] == pytest.approx(alone.series("loss")[0], abs=1e-6)
-    assert half.series("grad_norm")[0] == pytest.approx(alone.series("grad_norm")[0], rel=1e-5)
-    assert 0 < difference(half, run(1, method, True)) < BF16_BAND[method]
+    assert half.series("loss")[0] == pytest.approx(alone.series("loss")[0], abs=LOSS_TOLERANCE)
+    assert half.series("grad_norm")[0] == pytest.approx(alone.series("grad_norm")[0], rel=NORM_TOLERANCE)
+    assert 0 < difference(half, run(1, method, True)) < bf16_band(method)
     frozen, norms = ("bfloat16", "bfloat16") if method == "lora" else ("none", "float32")
     assert re.search(rf"trained weights +float32\n +frozen weights +{frozen}\n", half.output)
     assert re.search(rf"matrix products +bfloat16\n(.*\n)*? +norms +{norms}\n", half.output)

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.rounding import ORDERS, STEADY, bound, relative, reordered
 from tests.unit.test_sft_loss import HostSyncs
 from trainers.attention import KERNELS, use_documents
 from trainers.checkpoint import Checkpoints
@@ -41,6 +42,7 @@ from trainers.parallel.norm import clip
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.replicated import Replicated
 from trainers.parallel.shards import WEIGHT, Cut, check_whole, wholes
+from trainers.rotary import choose_by_document
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 8,
@@ -60,7 +62,15 @@ FAMILIES = [
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3"),
     *("olmo", "olmo2", "smollm3", "granite", "cohere"),
 ]
-CONFIG = build({"model_name_or_path": "embedded", "dataset_name": "embedded", "learning_rate": 0.01})
+ROPE: dict[str, dict[str, Any]] = {
+    "dynamic": {"max_position_embeddings": 8, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0,
+                                                                  "factor": 4.0}},
+    "longrope": {"rope_parameters": {"rope_type": "longrope", "rope_theta": 100.0, "factor": 4.0,
+                                     "original_max_position_embeddings": 8, "short_factor": [1.0] * 4,
+                                     "long_factor": [1.0, 2.0, 4.0, 8.0]}},
+}  # fmt: skip
+"""Frequencies that depend on the length of a document: some are longer than 8 tokens, some are not."""
+CONFIG = build({"model_name_or_path": "embedded", "dataset_name": "embedded", **STEADY})
 CPU = torch.device("cpu")
 
 
@@ -121,9 +131,25 @@ def together(parts: dict[str, torch.Tensor], cuts: dict[str, Cut], group: Any) -
     return made, alike
 
 
-def relative(mine: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The largest difference beside the largest value."""
-    return float((mine - wanted).abs().max() / wanted.abs().max().clamp(min=1e-6))
+def one_process(loss: SupervisedLoss, micro: list[dict[str, Any]], limit: float | None = None) -> dict[str, Any]:
+    """Loss, gradients, their norm, and what clipping leaves of them.
+
+    Args:
+        limit: of the norm; None for half of it.
+    """
+    total, found = gradients(loss, loss, micro)
+    trained = {name: one for name, one in loss.model.named_parameters() if one.requires_grad}
+    limit = limit or 0.5 * float(nn.utils.get_total_norm(list(found.values())))
+    norm = float(nn.utils.clip_grad_norm_(list(trained.values()), limit))
+    clipped = {name: one.grad for name, one in trained.items()}
+    return {"loss": total, "gradients": found, "norm": norm, "clipped": clipped, "limit": limit}
+
+
+def apart(mine: Any, wanted: Any) -> float:
+    """The relative difference of two numbers; of tensors by name, the largest."""
+    if isinstance(wanted, dict):
+        return max(relative(mine[name], one) for name, one in wanted.items())
+    return abs(mine / wanted - 1)
 
 
 def compared(whole: SupervisedLoss, group: Any) -> dict[str, Any]:
@@ -137,20 +163,24 @@ def compared(whole: SupervisedLoss, group: Any) -> dict[str, Any]:
         logits = whole.model(input_ids=guessed["input_ids"], position_ids=guessed["position_ids"]).logits
         guessed["labels"][::2] = logits.flatten(0, 1)[guessed["positions"][::2]].argmax(-1)
         counted = [int(module(**guessed)[1]) for module in (whole, loss)]
-    expected, wanted = gradients(whole, whole, batches())
+    controls = [copy.deepcopy(whole) for _ in ORDERS]
+    wanted = one_process(whole, batches())
+    bounds = dict.fromkeys(("loss", "gradients", "norm", "clipped"), 0.0)
+    for order, control in zip(ORDERS, controls, strict=True):
+        with reordered(order):
+            other = one_process(control, batches()[::-1], wanted["limit"])
+        bounds = {name: max(value, bound(apart(other[name], wanted[name]))) for name, value in bounds.items()}
     got, mine = gradients(loss, loss, batches())
     found, alike = together(mine, cuts, group)
     trained = [(name, one) for name, one in loss.model.named_parameters() if one.requires_grad]
-    limit = 0.5 * float(nn.utils.get_total_norm(list(wanted.values())))
-    norm = clip(trained, cuts, group, limit)
-    reference = {name: one for name, one in whole.model.named_parameters() if one.requires_grad}
-    first = nn.utils.clip_grad_norm_(list(reference.values()), limit)
+    norm = float(clip(trained, cuts, group, wanted["limit"]))
     clipped, _ = together({name: one.grad for name, one in trained}, cuts, group)
     return {
-        "loss": abs(got / expected - 1),
-        "gradients": {name: relative(found[name], one) for name, one in wanted.items()},
-        "clipped": max(relative(clipped[name], one.grad) for name, one in reference.items()),
-        "norm": abs(float(norm) / float(first) - 1),
+        "loss": apart(got, wanted["loss"]),
+        "gradients": {name: relative(found[name], one) for name, one in wanted["gradients"].items()},
+        "clipped": apart(clipped, wanted["clipped"]),
+        "norm": apart(norm, wanted["norm"]),
+        "bounds": bounds,
         "counted": counted,
         "alike": alike,
         "here": sum(one.numel() for one in loss.parameters()) / sum(one.numel() for one in whole.parameters()),
@@ -303,6 +333,16 @@ def filled_back(backend: Any, whole: dict[str, torch.Tensor], ranks: Ranks) -> b
                                 zip(before, backend.shards(), strict=True) for key in a.tensors)))  # fmt: skip
 
 
+def furthest(norms: list[float], expected: list[float]) -> float:
+    """The largest relative difference of gradient norms."""
+    return max(abs(a / b - 1) for a, b in zip(norms, expected, strict=True))
+
+
+def weights_apart(mine: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The largest relative difference of weights."""
+    return max(relative(mine[name], one) for name, one in expected.items() if name.endswith(f".{WEIGHT}"))
+
+
 def mixed(mesh: DeviceMesh, family: str, how: str, folder: Path) -> dict[str, Any]:
     """TP alone (2 ranks) or with DDP, FSDP 2 or HSDP (4 ranks): steps, checkpoint, and the way back from it.
 
@@ -318,11 +358,20 @@ def mixed(mesh: DeviceMesh, family: str, how: str, folder: Path) -> dict[str, An
     share = batches() if dp == 1 else [batches()[place]]
     got = trained_steps(backend, share, 0.01 * dp)
     whole = put_together(backend, ranks)
-    weights = [name for name in expected if name.endswith(f".{WEIGHT}")]
+    spreads = {"norms": 0.0, "weights": 0.0}
+    for order in ORDERS:
+        control = Replicated(whole_loss(family), CONFIG, Accelerating())
+        with reordered(order):
+            other = trained_steps(control, batches()[::-1], 0.01)
+        spreads["norms"] = max(spreads["norms"], furthest(other, wanted))
+        spreads["weights"] = max(
+            spreads["weights"], weights_apart(put_together(control, Ranks.__new__(Alone)), expected)
+        )
     report = {
-        "norms": max(abs(a / b - 1) for a, b in zip(got, wanted, strict=True)),
+        "bounds": {name: bound(one) for name, one in spreads.items()},
+        "norms": furthest(got, wanted),
         "names": sorted(whole) == sorted(expected),
-        "weights": max(relative(whole[name], expected[name]) for name in weights),
+        "weights": weights_apart(whole, expected),
         "filled": filled_back(backend, whole, ranks),
         "held": [backend.held()[0], backend.held()[1], backend.held()[2]],
         "whole": sum(one.numel() for one in whole_loss(family).parameters()),
@@ -396,6 +445,11 @@ def check_two(group: Any) -> dict[str, Any]:
     choices = {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, _keep_products)}
     spare.base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=choices)
     found["selective"] = compared(spare.train(), group)
+    for kind, changes in ROPE.items():
+        spare, stock = (whole_loss("llama", **changes) for _ in range(2))
+        choose_by_document(spare.base)
+        by_longest, by_document = (one_process(copy.deepcopy(one), batches())["loss"] for one in (stock, spare))
+        found[kind] = compared(spare, group) | {"by longest": apart(by_longest, by_document)}
     for what in ("q_norm is not summed", "a block's input is not copied", "the loss is counted on every rank"):
         with broken(what):
             found[what] = compared(whole_loss("qwen3"), group)

@@ -58,9 +58,9 @@ def files(folder: Path) -> set[str]:
         ("starting", True, ["stop", "save", "stop_without_saving", "clone"]),
         ("running", True, ["stop", "save", "stop_without_saving", "clone"]),
         ("stopping", True, ["stop", "stop_without_saving", "clone"]),
-        ("running", False, ["resume", "export", "clone", "rename", "delete"]),
-        ("failed", False, ["resume", "export", "clone", "rename", "delete"]),
-        ("stopped", False, ["resume", "export", "clone", "rename", "delete"]),
+        ("running", False, ["resume", "resume_changed", "export", "clone", "rename", "delete"]),
+        ("failed", False, ["resume", "resume_changed", "export", "clone", "rename", "delete"]),
+        ("stopped", False, ["resume", "resume_changed", "export", "clone", "rename", "delete"]),
         ("done", False, ["export", "clone", "rename", "delete"]),
     ],
 )
@@ -178,9 +178,11 @@ def test_a_deleted_run_is_gone_with_all_that_is_its_own(tmp_path: Path) -> None:
     run = made_run(tmp_path / "far", "a")
     register(run)
     add_checkpoint(run, 60, files=(5000, 5000))
-    for name in ("model", "export-merged", ".export-full.tmp", ".model.old"):
-        (run.path / name).mkdir()
-        (run.path / name / "weights.safetensors").write_bytes(b"\0" * 1000)
+    for name in ("model", "export-merged"):
+        temporary = run.record.temporary(name)
+        (temporary / "weights.safetensors").write_bytes(b"\0" * 1000)
+        run.record.publish(temporary, name)
+    (run.record.temporary("export-full") / "half.safetensors").write_bytes(b"\0" * 1000)
     (run.path / ".state.json.4711.0a1b2c3d").write_text("half")
     run.ask_stop()
     whole = actions.size(run)
@@ -208,13 +210,12 @@ def test_links_are_removed_and_not_followed(tmp_path: Path) -> None:
     (outside / "deep").mkdir(parents=True)
     (outside / "deep" / "precious").write_text("x" * 100_000)
     run = made_run(RUNS, "a")
-    run.model.symlink_to(outside)
-    (run.path / "export-full").symlink_to(outside / "deep" / "precious")
     (run.checkpoints / "step-00000001").symlink_to(outside / "deep")
+    (run.checkpoints / "mine").symlink_to(outside)
     assert actions.size(run) < 50_000
     actions.delete(run)
     assert files(outside) == {"deep", "deep/precious"}
-    assert not run.path.exists()
+    assert files(run.path) == {"checkpoints", "checkpoints/mine"}
 
 
 @pytest.mark.parametrize("verb", ["rename", "delete"])

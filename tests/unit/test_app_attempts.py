@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -379,6 +380,45 @@ def test_stop_without_saving_holds_whatever_else_is_asked(
             (run.path / "finish").touch()
 
     assert go(STOPS, when=when)["cause"] == "not saved"
+
+
+# -- a run folder that is lost -----------------------------------------------------------------------------------------
+
+
+def removed(run: RunFolder) -> None:
+    shutil.rmtree(run.path)
+
+
+def made_anew(run: RunFolder) -> None:
+    run.path.rename(run.path.with_name("elsewhere"))
+    run.path.mkdir()
+    (run.path / "save").write_text("mine")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize(("take", "how"), [(removed, "removed"), (made_anew, "replaced by another")])
+@pytest.mark.parametrize(("phase", "doing"), [("queued", "waited for its turn"), ("running", "trained")])
+def test_a_lost_run_folder_ends_the_run_and_nothing_is_written_in_its_place(
+    phase: str, doing: str, take: Callable[[RunFolder], None], how: str, number: signal.Signals, go: Attempts,
+    run: RunFolder,
+) -> None:  # fmt: skip
+    taken: list[int] = []
+
+    def when(text: str, state: dict[str, Any]) -> None:
+        if state.get("state") == phase and not taken:
+            taken.extend(launchers(run))
+            taken.append(0)
+            take(run)
+            os.kill(os.getpid(), number)
+
+    with take_now(EVERY_SLOT, Holder("busy")) if phase == "queued" else contextlib.nullcontext():
+        state = go("state(state='running', step=2); wait_for('never')", max_restarts=3, when=when)
+    assert (state["state"], state["cause"]) == ("failed", f"the run folder {run.path} was {how} while it {doing}")
+    assert len(go.sources) == (phase == "running"), "it is not launched again"
+    assert not [pid for pid in taken if pid and psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+    found = {path.name: path.read_text() for path in run.path.iterdir()} if run.path.exists() else None
+    assert found == (None if take is removed else {"save": "mine"})
+    assert (place_of(run.path), holders()) == (None, {})
 
 
 # -- supervisors that are killed ---------------------------------------------------------------------------------------

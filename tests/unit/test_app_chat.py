@@ -97,7 +97,8 @@ def test_other_messages_are_refused(messages: Any) -> None:
 
 
 def test_weights_are_the_export_then_checkpoints_newest_first(tmp_path: Path) -> None:
-    run = made_run(tmp_path / "runs" / "a", "step-00000005", "model", "export-merged", "step-00000010")
+    ready = ("step-00000005", "model", "export-merged", "export-merged-failed", "step-00000010")
+    run = made_run(tmp_path / "runs" / "a", *ready)
     (run.checkpoints / "bad-step-00000007").mkdir()
     (run.checkpoints / "step-00000011.tmp-0").mkdir()
     (run.path / "export-out").symlink_to(tmp_path)

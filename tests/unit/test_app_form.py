@@ -18,17 +18,16 @@ from app.form import (
     Preview,
     by_field,
     clone,
-    differences,
     from_run,
     load_yaml,
     preview,
     preview_request,
     read_text,
     save_yaml,
-    starting_values,
 )
 from app.form_choices import GpuChoice, gpu_choices, strategy_choices
 from app.form_fields import COMMON, as_texts, fields, text_of
+from app.form_start import differences, starting_values
 from app.hardware import Devices, Gpu
 from app.training import write_folder
 from trainers.config import ConfigError, TrainConfig, absolute_paths
@@ -76,7 +75,7 @@ def test_an_untouched_form_says_nothing(preset: str | None) -> None:
     ("values", "launch", "field"),
     [
         ({"learning_rate": "abc"}, {}, "learning_rate"),
-        ({"global_batch_size": "30"}, {}, "global_batch_size"),
+        ({"global_batch_size": "31"}, {}, "global_batch_size"),
         ({"packing": "perhaps"}, {}, "packing"),
         ({"columns": "foo=bar"}, {}, "columns"),
         ({"early_stopping_patience": "2"}, {}, "early_stopping_patience"),

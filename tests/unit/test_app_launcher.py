@@ -23,6 +23,7 @@ from app.launcher import (
     module_environment,
     read_command_line,
 )
+from tests.launching import shadow_modules
 from trainers.parallel.mesh import MeshSizes
 from trainers.run_folder import RunFolder
 from trainers.strategies import from_launcher, load_strategy, resolve
@@ -75,7 +76,7 @@ def test_the_launcher_gets_a_free_port_only_for_several_processes(tmp_path: Path
     run = RunFolder(tmp_path)
     assert "--main_process_port" not in launch_argv(run, 1)
     argv = launch_argv(run, 2, "auto")
-    assert argv[:3] == [sys.executable, "-m", "accelerate.commands.launch"]
+    assert argv[:4] == [sys.executable, "-P", "-m", "accelerate.commands.launch"]
     assert argv[argv.index("--main_process_port") + 1] == "0"
     assert argv[-2:] == ["--resume_from_checkpoint", "auto"]
     assert TRAIN_SCRIPT == ROOT / "trainers" / "train.py"
@@ -107,6 +108,33 @@ def test_the_check_knows_the_world_and_has_no_launcher(tmp_path: Path) -> None:
     made = check_environment(GPUS, MeshSizes(dp_shard=2, sp=4), {})
     assert made["TUNESMITH_MESH"] == "dp_shard 2 x sp 4"
     assert "TUNESMITH_SUPERVISED" not in made
+
+
+def test_no_child_imports_from_the_working_folder(tmp_path: Path) -> None:
+    """Nor does what it starts in its turn: a rank, a worker; an absolute folder that the user named stays."""
+    shadow_modules(tmp_path)
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import yaml, queue, json']); import yaml"
+    (tmp_path / "named").mkdir()
+    for named in ("", ".", os.pathsep, f".{os.pathsep}{tmp_path / 'named'}"):
+        outer = {**os.environ, "PYTHONPATH": named}
+        made = [launch_environment(CPU_2, outer), check_environment(CPU_2, MeshSizes(), outer)]
+        for env in [*made, module_environment(outer)]:
+            done = subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, capture_output=True, text=True)
+            assert (done.returncode, done.stdout) == (0, ""), done.stdout
+            assert str(tmp_path / "named") not in named or str(tmp_path / "named") in env["PYTHONPATH"]
+    control = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert control.stdout == "yaml.py of the working folder\n" * 2
+
+
+def test_a_rank_that_is_launched_by_hand_imports_nothing_from_the_working_folder(tmp_path: Path) -> None:
+    shadow_modules(tmp_path)
+    for variables in ({}, {"PYTHONPATH": ":."}, {"PYTHONSAFEPATH": "1"}):
+        env = {**os.environ, **variables}
+        done = subprocess.run(
+            [sys.executable, str(TRAIN_SCRIPT)], env=env, cwd=tmp_path, capture_output=True, text=True
+        )
+        assert (done.returncode, done.stdout) == (2, ""), done.stdout
+        assert "without a launcher" in done.stderr
 
 
 def test_programs_of_trainers_are_found_from_any_folder(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_on_a_terminal_a_bar_follows_state_metrics_and_heartbeat(run: RunFolder)
         show = progress._TerminalDisplay(run, bar)
         show("tick", "")
         run.write_state(state="running", step=10, total_steps=40)
-        row = {"step": 10, "loss": 1.25, "tokens_per_second": 12345.6, "eta_s": 3725}
+        row = {"step": 10, "loss": 1.25, "tokens_per_second": 1, "recent_tokens_per_second": 12345.6, "eta_s": 3725}
         run.metrics.write_text(json.dumps(row) + '\n{"eval_loss": 3}\n[1]\nrubbish\n{"loss": 9')
         (run.heartbeats / "rank-0.json").write_text('{"step": 12, "section": "evaluation"}')
         show("tick", "")

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from app.form import preview
 from app.roots import INPUTS, OUTPUTS, check_paths, path_mistakes, strategy_mistake
 from app.uploads import ENDINGS, safe_name, take
+from trainers.accelerate_keys import Key
 from trainers.config import ConfigError, build
 from trainers.data.files import KINDS
+from trainers.deepspeed_json import JSON, PATH
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -105,6 +110,45 @@ def test_a_strategy_and_its_json_lie_inside(root: Path) -> None:
     assert "deepspeed_config_file=/etc/passwd" in str(strategy_mistake(str(root / "out.yaml"), [root]))
     assert "outside" in str(strategy_mistake("/etc/x.yaml", [root]))
     assert list(preview({"runs_dir": str(root)}, "tiny-lora", "/etc/x.yaml", roots=[root]).errors) == ["strategy"]
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ("flops_profiler", "output_file"),
+        ("zero_optimization.offload_optimizer", "nvme_path"),
+        ("zero_optimization.offload_param", "nvme_path"),
+    ],
+)
+def test_what_a_json_writes_to_lies_inside(root: Path, section: str, key: str) -> None:
+    text = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  deepspeed_config_file: {}\n"
+    file, strategy = root / "zero.json", root / "zero.yaml"
+    strategy.write_text(text.format(file))
+    for path in ("/etc/passwd", "../x", f"{root}/../x", str(root / "way out" / "x"), "~/x", str(root / "new")):
+        content: dict[str, Any] = {key: path}
+        for name in reversed(section.split(".")):
+            content = {name: content}
+        file.write_text(json.dumps(content))
+        line = strategy_mistake(str(strategy), [root])
+        assert (line is None) == (path == str(root / "new")), line
+        assert line is None or f"{section}.{key}={path} " in line
+    assert path == str(root / "new"), "the control"
+
+
+def test_every_text_of_a_json_that_is_no_path_is_known() -> None:
+    """A key that DeepSpeed takes for a path must be held against the allowed folders too."""
+    no_paths = {"optimizer.type", "log_level", "seq_parallel_communication_data_type"}
+
+    def texts(keys: Mapping[str, Key], where: str = "") -> set[str]:
+        found = set()
+        for name, key in keys.items():
+            if key.inside is not None:
+                found |= texts(key.inside, f"{where}{name}.")
+            elif str in key.types and not key.choices and not key.words and key is not PATH:
+                found.add(f"{where}{name}")
+        return found
+
+    assert texts(JSON) == no_paths
 
 
 def test_a_very_large_folder_is_not_looked_through(root: Path) -> None:

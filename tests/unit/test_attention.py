@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from tests.rounding import bound, relative, reordered
 from trainers import attention, kernel_choice
 from trainers.clashes import ignored_choices
 from trainers.config import ConfigError, build
@@ -40,6 +41,16 @@ def outcome(kernel: str, gradients: bool = True, **options: Any) -> list[torch.T
     output, _ = getattr(attention, kernel)(module, *tensors, None, **options)
     assert output.shape == (4, 20, 4, 8)
     return [output.detach(), *(torch.autograd.grad(output.square().sum(), tensors) if gradients else ())]
+
+
+def assert_like_eager(found: list[torch.Tensor], **options: Any) -> None:
+    """No further from plain matrix products than those are from themselves in another order of sums."""
+    gradients = len(found) > 1
+    expected = outcome("eager", gradients, **options)
+    with reordered("backwards"):
+        others = outcome("eager", gradients, **options)
+    for mine, plain, other in zip(found, expected, others, strict=True):
+        assert relative(mine, plain) <= bound(relative(other, plain))
 
 
 def reference_varlen(
@@ -73,8 +84,7 @@ def varlen_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("varlen_of_a_gpu")
 def test_a_kernel_equals_plain_matrix_products(kernel: str, packed: bool, options: dict[str, Any]) -> None:
     attention.use_documents(layout() if packed else None)
-    for mine, plain in zip(outcome(kernel, **options), outcome("eager", **options), strict=True):
-        torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-5)
+    assert_like_eager(outcome(kernel, **options), **options)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -83,9 +93,7 @@ def test_a_kernel_equals_plain_matrix_products(kernel: str, packed: bool, option
 def test_flex_equals_plain_matrix_products(packed: bool, options: dict[str, Any]) -> None:
     """Forward alone: torch has no flex gradients on a CPU."""
     attention.use_documents(layout() if packed else None)
-    torch.testing.assert_close(
-        outcome("flex", False, **options), outcome("eager", False, **options), rtol=1e-5, atol=1e-5
-    )
+    assert_like_eager(outcome("flex", False, **options), **options)
 
 
 def test_another_border_would_be_seen() -> None:
@@ -96,7 +104,7 @@ def test_another_border_would_be_seen() -> None:
     for kernel in ("sdpa", "documents", "eager"):
         moved = (outcome(kernel)[0] - plain).abs().amax((2, 3))
         assert moved[3, 15:].max() > 1e-2
-        assert moved[:3].max() < 1e-5
+        assert moved[:3].max() < 1e-4
 
 
 def test_the_layout_names_every_token_once() -> None:

@@ -120,6 +120,13 @@ def test_packed_rows_restart_positions_and_predict_only_within_a_document() -> N
         assert len(borders) - 1 == int((place == 0).sum()), "every document, and the padding of each row, is one"
 
 
+def test_padding_has_no_position_that_no_document_has() -> None:
+    """A model may have positions for its longest document and not for a row."""
+    (micro,) = plan([30, 30, 5], 1, packing=True, global_batch_size=2).batch(0, 0).micro
+    assert micro.slots - micro.tokens > 30, "control: the padding is longer"
+    assert int(micro.position_ids.max()) == 29
+
+
 def test_data_smaller_than_a_global_batch_is_refused_with_the_way_out() -> None:
     with pytest.raises(ConfigError, match=r"global_batch_size=8 is larger than the data: 1 packed rows of 9 documents"):
         plan([5] * 9, 1, packing=True)

@@ -6,13 +6,21 @@ import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from torch.distributed import distributed_c10d
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.launching import ROOT, environment
 from trainers import build
+from trainers.attention import KERNELS
 from trainers.config import build as build_config
+from trainers.objectives.sft import SupervisedLoss
+from trainers.parallel.mesh import MeshSizes
+from trainers.small_model import small_config
 
 STARTED = """
 import sys
@@ -47,3 +55,25 @@ def test_a_run_keeps_cudnn_out_of_attention(tmp_path: Path) -> None:
     command = [sys.executable, "-c", STARTED, str(tmp_path / "run")]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=True, cwd=ROOT)
     assert done.stdout.split()[-2:] == ["True", "False"]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_pipeline_on_gpus_is_proved_on_the_cpu_before_it_is_cut(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a kernel that runs there, and knows Gemma 2's softcap; afterwards the model has the one of its GPUs."""
+
+    class Reached(Exception):
+        pass
+
+    def stop(*_: Any) -> None:
+        raise Reached
+
+    monkeypatch.setattr(build, "choose", lambda *_: "varlen")
+    monkeypatch.setattr(build, "cut", stop)
+    ranks: Any = SimpleNamespace(device=torch.device("cuda"), agree=lambda *_: None, gather=lambda value: [value])
+    mesh: Any = SimpleNamespace(sizes=MeshSizes(pp=2), group=lambda name: None, index=lambda name: 0)
+    small, unused = small_config(AutoConfig.for_model(family)), SimpleNamespace()
+    loss = SupervisedLoss(AutoModelForCausalLM.from_config(small, attn_implementation=KERNELS["sdpa"]))
+    config = build_config({"model_name_or_path": "embedded", "dataset_name": "embedded"})
+    with pytest.raises(Reached):
+        build.backend(config, unused, unused, ranks, mesh, loss)  # type: ignore[arg-type]
+    assert loss.base.config._attn_implementation == KERNELS["varlen"]

@@ -252,3 +252,32 @@ def test_going_on_from_an_older_one_sets_the_other_future_aside(tmp_path: Path) 
 def test_nothing_written_is_a_pickle(tmp_path: Path) -> None:
     saved(tmp_path, 3)
     assert {path.suffix for path in (tmp_path / "step-00000003").iterdir()} == {".json", ".safetensors"}
+
+
+def test_one_that_is_named_after_another_step_is_set_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = saved(tmp_path, 3, 6)
+    store.path(6).rename(store.path(9))
+    assert store.newest() == store.path(3)
+    assert (tmp_path / "bad-step-00000009").is_dir()
+    assert "is bad: it is named after another step than that of its manifest, 6" in capsys.readouterr().out
+
+
+def test_one_that_is_a_link_is_pruned_like_any_other(tmp_path: Path) -> None:
+    store = checkpoints(tmp_path / "checkpoints", limit=2)
+    loss, backend = trained()
+    save(store, loss, backend, Progress(step=1))
+    store.path(1).rename(tmp_path / "elsewhere")
+    store.path(1).symlink_to(tmp_path / "elsewhere")
+    for step in (2, 3):
+        save(store, loss, backend, Progress(step=step))
+    assert [path.name for path in store.published()] == ["step-00000002", "step-00000003"]
+    assert not store.path(1).is_symlink()
+    assert verify(tmp_path / "elsewhere")["step"] == 1, "what it led to is left"
+
+
+def test_a_save_does_not_bring_a_removed_run_folder_back(tmp_path: Path) -> None:
+    """The run would go on to its end in a folder without its files."""
+    _, backend = trained()
+    with pytest.raises(TrainingError, match="No such file or directory"):
+        checkpoints(tmp_path / "removed" / "checkpoints").begin(backend, {}, Progress(step=1))
+    assert not (tmp_path / "removed").exists()

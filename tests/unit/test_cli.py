@@ -7,6 +7,7 @@ import os
 import resource
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,11 @@ def test_help_answers_at_once() -> None:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert sorted(times)[2] < 0.4
+
+
+def test_the_version_is_the_packages(shell: Shell) -> None:
+    assert shell("--version") == 0
+    assert shell.out.strip() == f"tunesmith {metadata.version('tunesmith')}"
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -131,6 +137,11 @@ def test_all_mistakes_of_a_request_come_at_once(shell: Shell) -> None:
     [
         ("train", "model_name_or_path is missing"),
         ("train tiny-lora tiny-full", "'tiny-full' stands alone"),
+        ("train my.jsonl", "'my.jsonl' is no preset; data is named with --dataset_name my.jsonl"),
+        ("train tiny-lora data/", "'data/' is no preset; data is named with --dataset_name data/"),
+        ("data my.parquet", "'my.parquet' is no preset; data is named with --dataset_name my.parquet"),
+        ("plan my.csv", "'my.csv' is no preset; data is named with --dataset_name my.csv"),
+        ("train own.yaml", "'own.yaml' is no preset; a config file is named with --config own.yaml"),
         ("train tiny-lora --preset tiny-full", "two presets"),
         ("train tiny-lora --seed", "--seed"),
         ("train tiny-lora --strategy", "--strategy has no value"),
@@ -215,11 +226,13 @@ def test_what_a_resume_cannot_change_is_refused(shell: Shell) -> None:
 def test_a_disk_that_is_too_small_is_refused_before_anything_starts(shell: Shell, tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
+    weight = {"dtype": "BF16", "shape": [2**20, 2**20], "data_offsets": [0, 2**41]}
+    header = json.dumps({"model.layers.0.mlp.up_proj.weight": weight}).encode()
     with open(model / "model.safetensors", "wb") as file:
-        file.truncate(2**42)
-    words = ["train", "tiny-full", "--model_name_or_path", str(model)]
-    assert shell(*words) == 2
-    assert f"{3 * 2**42:,}"[:5] in shell.errors[0]
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 2**41)
+    assert shell("train", "tiny-full", "--model_name_or_path", str(model)) == 2
+    assert f"needs at least {14 * 2**40 + 2_000_000:,} bytes, for 1 checkpoint and the export" in shell.errors[0]
     assert "are free" in shell.errors[0]
 
 

@@ -12,13 +12,26 @@ import time
 import numpy as np
 import pytest
 
-from tests.unit.test_data_support import MARKED, ROOT, SPECIAL, chat, child, configure, save_tokenizer, write_jsonl
+from tests.unit.test_data_support import (
+    MARKED,
+    PLAIN,
+    ROOT,
+    SPECIAL,
+    chat,
+    child,
+    configure,
+    save_tokenizer,
+    write_jsonl,
+)
 from trainers.config import ConfigError
 from trainers.data import prepare as prepare_module
+from trainers.data import training_template as training_template_module
 from trainers.data.prepare import data_fingerprint, prepare
 from trainers.data.report import Report
+from trainers.data.template import training_encoder
 from trainers.data.tokenise import row_hashes
 from trainers.data.tokenizer import load_tokenizer
+from trainers.preflight import plan_training
 
 ROWS = [chat(f"question {i}", f"answer {i} " + "x" * (i % 7)) for i in range(40)]
 
@@ -126,6 +139,15 @@ def test_a_damaged_cache_is_made_again(tmp_path, data, name, damage):
     assert {entry.name for entry in made.folder.parent.iterdir()} == {made.fingerprint, f"{made.fingerprint}.lock"}
 
 
+def test_the_cache_is_readable_by_its_owner_alone(tmp_path, data):
+    before = os.umask(0)
+    try:
+        made = prepare(configure(tmp_path, data), "train")
+    finally:
+        os.umask(before)
+    assert made.folder.stat().st_mode & 0o777 == 0o700
+
+
 def test_what_a_killed_run_left_is_removed(tmp_path, data):
     config = configure(tmp_path, data)
     left = tmp_path / "cache" / f"{data_fingerprint(config, 'train')}.tmp-1"
@@ -135,44 +157,44 @@ def test_what_a_killed_run_left_is_removed(tmp_path, data):
     assert not left.exists()
 
 
-def test_tokenised_in_parallel_equals_tokenised_here(tmp_path, monkeypatch):
+def test_tokenised_in_parallel_equals_tokenised_by_one(tmp_path, monkeypatch):
     rows = [*ROWS, b"{", *ROWS, {"messages": 7}, *ROWS]
     data = write_jsonl(tmp_path / "data.jsonl", rows)
-    config = configure(tmp_path, data, bad_rows="skip", dataset_num_proc=2)
     monkeypatch.setattr(prepare_module, "SHARD_BYTES", 1000)
-    here = prepare(config, "train")
-    kept, report = content(here), here.report
-    shutil.rmtree(here.folder)
-    monkeypatch.setattr(prepare_module, "POOL_BYTES", 0)
     started = []
     original = prepare_module.Pool
     monkeypatch.setattr(prepare_module, "Pool", lambda *given: started.append(given[0]) or original(*given))
-    there = prepare(config, "train")
-    assert started == [2]
-    assert content(there) == kept
-    assert there.report == report
+    one = prepare(configure(tmp_path, data, bad_rows="skip", dataset_num_proc=1), "train")
+    kept, report = content(one), one.report
+    shutil.rmtree(one.folder)
+    two = prepare(configure(tmp_path, data, bad_rows="skip", dataset_num_proc=2), "train")
+    assert started == [1, 2]
+    assert content(two) == kept
+    assert two.report == report
     assert [line.split(": ")[0] for line in report.bad_examples] == [f"{data}:41", f"{data}:82"]
 
 
 def test_mistakes_and_deaths_of_processes_are_told(tmp_path, data, monkeypatch):
     monkeypatch.setattr(prepare_module, "SHARD_BYTES", 1000)
-    monkeypatch.setattr(prepare_module, "POOL_BYTES", 0)
     save_tokenizer(tmp_path / "bare", None)
     with pytest.raises(ConfigError, match="has no chat template"):
         prepare(configure(tmp_path, data, model_name_or_path=str(tmp_path / "bare")), "train")
+    config = configure(tmp_path, data, dataset_num_proc=2)
+    load_tokenizer(config)
     monkeypatch.setattr("trainers.data.workers.sys.executable", "/bin/false")  # a worker that dies at once
-    with pytest.raises(ConfigError, match="set dataset_num_proc below"):
-        prepare(configure(tmp_path, data), "train")
+    with pytest.raises(ConfigError, match=r"crashes \(status 1\) on a few rows; .* or set dataset_num_proc below 2"):
+        prepare(config, "train")
 
 
 def test_memory_stays_flat(tmp_path):
-    """Four times the rows, in a process that is warm: the peak grows by less than half of what was added."""
+    """Four times the rows: the peaks of both processes grow by less than half of what was added."""
     code = (
         "import json, sys, resource\nfrom trainers.config import build\nfrom trainers.data import prepare as module\n"
-        "module.POOL_BYTES = 1 << 60\nmodule.SHARD_BYTES = 1 << 18\n"
+        "module.SHARD_BYTES = 1 << 18\n"
         "for config in sys.argv[1:]:\n"
         "    tokens = module.prepare(build(json.loads(config)), 'train')\n"
-        "    print(tokens.report.tokens, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        "    used = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]\n"
+        "    print(tokens.report.tokens, sum(used))"
     )
     rows = [json.dumps({"text": f"row {i} " + "some words " * 10}).encode() for i in range(1000)]
     files = [write_jsonl(tmp_path / f"{times}.jsonl", rows * times) for times in (6, 24)]
@@ -204,6 +226,20 @@ def test_rows_too_long(tmp_path, overlong, lengths, counts):
     assert (report.longest, report.tokens, report.cut_tokens) == (104, sum(lengths), 104 + 64 + 12 - sum(lengths))
     assert all(not tokens.document(i)[1][0] for i in range(len(tokens)))
     assert "tokens lost" in report.lines()[1]
+
+
+def test_a_max_length_that_drops_most_rows_is_told_before_a_batch_size_is_advised(tmp_path):
+    rows = [{"prompt": "x" * 60, "completion": "y"}] * 148 + [{"prompt": "x", "completion": "y"}] * 9
+    config = configure(tmp_path, write_jsonl(tmp_path / "data.jsonl", rows), max_length=32, packing=False)
+    tokens = prepare(config, "train")
+    with pytest.raises(ConfigError) as caught:
+        plan_training(config, tokens, 1, 0)
+    first, second = caught.value.mistakes
+    assert first.startswith("148 of 157 rows are dropped")
+    assert "the longest has 63 tokens); raise max_length" in first
+    assert second.startswith("global_batch_size=16 is larger than the data")
+    assert any("148 of 157 rows are dropped" in line for line in tokens.report.lines())
+    assert not prepare(config.model_copy(update={"max_length": 64}), "train").report.dropped_note()
 
 
 @pytest.mark.parametrize("bad_rows", ["refuse", "skip"])
@@ -256,6 +292,12 @@ def test_max_train_samples_takes_the_first_rows(tmp_path, data, monkeypatch):
     tokens = prepare(configure(tmp_path, data, max_train_samples=23), "train")
     assert [tokens.where(i) for i in (0, 22)] == [f"{data}:1", f"{data}:23"]
     assert (len(tokens), tokens.report.rows) == (23, 23)
+    assert tokens.report.left_out == 17
+    assert f"train data {data}: 17 rows left out by max_train_samples" in tokens.report.lines()
+    assert prepare(configure(tmp_path, data, max_train_samples=40), "train").report.left_out == 0
+    held_out = prepare(configure(tmp_path, data, eval_share=0.25, max_eval_samples=3), "eval").report
+    assert held_out.left_out == 7, "of the ten rows that are held out"
+    assert any("7 rows left out by max_eval_samples" in line for line in held_out.lines())
 
 
 def test_evaluation_data_must_be_asked_for(tmp_path, data):
@@ -271,6 +313,7 @@ def test_the_fingerprint_follows_what_decides_the_tokens(tmp_path, data):
         {"max_length": 99},
         {"overlong": "drop"},
         {"assistant_only_loss": False},
+        {"thoughts": "drop"},
         {"max_train_samples": 3},
         {"dataset_format": "chat"},
         {"chat_template": str(tmp_path / "t.jinja")},
@@ -280,11 +323,50 @@ def test_the_fingerprint_follows_what_decides_the_tokens(tmp_path, data):
     assert len({base, *prints}) == len(changes) + 1
     same = [{"seed": 7}, {"learning_rate": 1.0}, {"bad_rows": "skip"}, {"packing": False}, {"dataset_num_proc": 2}]
     assert {data_fingerprint(configure(tmp_path, data, **change), "train") for change in same} == {base}
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama", "eos_token_id": 260}')
+    assert data_fingerprint(configure(tmp_path, data), "train") != base
     save_tokenizer(tmp_path / "model", MARKED)
     assert data_fingerprint(configure(tmp_path, data), "train") != base
     save_tokenizer(tmp_path / "model")
     write_jsonl(data, ROWS[:-1])
     assert data_fingerprint(configure(tmp_path, data), "train") != base
+
+
+def test_the_date_belongs_to_the_fingerprint_of_a_template_that_asks_for_it(tmp_path, data):
+    later = {"template_date": "2025-01-02"}
+    plain = [data_fingerprint(configure(tmp_path, data, **change), "train") for change in ({}, later)]
+    assert plain[0] == plain[1]
+    save_tokenizer(tmp_path / "model", "{{ strftime_now('%d') }}" + MARKED)
+    dated = [data_fingerprint(configure(tmp_path, data, **change), "train") for change in ({}, later, later)]
+    assert dated[0] != dated[1] == dated[2]
+
+
+def test_trls_training_template_belongs_to_the_fingerprint_and_the_tokenizer_keeps_its_own(tmp_path, data, monkeypatch):
+    folder = tmp_path / "trl"
+    folder.mkdir()
+    (folder / "mine.jinja").write_text(PLAIN)
+    (folder / "mine_training.jinja").write_text(MARKED)
+    config = configure(tmp_path, data)
+    own = data_fingerprint(config, "train")
+    assert prepare(config, "train").report.template[0] == "chat template: the model's own"
+    monkeypatch.setattr("trainers.data.training_template._trl_folder", lambda: folder)
+    training_template_module._trl_names.cache_clear()
+    assert data_fingerprint(config, "train") != own
+    report = prepare(config, "train").report
+    assert report.template[0].endswith("'s training version (mine) of the model's own")
+    assert report.template == report.lines()[-3:]
+    assert training_encoder(config).options.chat_template == MARKED
+    assert load_tokenizer(config).chat_template == PLAIN
+    (tmp_path / "t.jinja").write_text(PLAIN)
+    own_file = configure(tmp_path, data, chat_template=str(tmp_path / "t.jinja"))
+    assert training_encoder(own_file).options.chat_template == PLAIN
+    training_template_module._trl_names.cache_clear()
+
+
+@pytest.mark.parametrize("date", ["tomorrow", "2024-13-01", "26 Jul 2024"])
+def test_a_template_date_is_a_date(tmp_path, data, date):
+    with pytest.raises(ConfigError, match="template_date"):
+        configure(tmp_path, data, template_date=date)
 
 
 def test_the_report_survives_json(tmp_path):
@@ -390,7 +472,7 @@ def test_no_worker_outlives_its_caller(tmp_path):
         "from trainers.data.tokenise import Options, Selection\nfrom trainers.data.workers import Pool\n"
         "config = build(json.loads(sys.argv[1]))\n"
         "encoder = Encoder.of(load_tokenizer(config), True)\n"
-        "pool = Pool(2, Path(sys.argv[2]), encoder, Options('line', {}, 99, 'drop', True, Selection()))\n"
+        "pool = Pool(2, Path(sys.argv[2]), encoder, Options('line', {}, 99, 'drop', True, Selection()), 'm')\n"
         "pool.__enter__()\nprint(*[worker.pid for worker in pool._all], flush=True)\nos.kill(os.getpid(), 9)"
     )
     config = configure(tmp_path, "unused")

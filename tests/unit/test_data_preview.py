@@ -263,7 +263,10 @@ def test_a_count_is_cancelled_and_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_processes_end", "elsewhere")
 def test_a_count_in_the_background_serves_the_training(tmp_path: Path) -> None:
-    config = config_of(tmp_path, some_data(tmp_path))
+    data = some_data(tmp_path)
+    lines = data.read_text().splitlines()
+    data.write_text("\n".join(["{" + '"likes": 3, ' + lines[0][1:], *lines[1:]]) + "\n")
+    config = config_of(tmp_path, data)
     key = start_statistics(config)
     assert start_statistics(config) == key
     job = statistics_job(key)
@@ -275,7 +278,9 @@ def test_a_count_in_the_background_serves_the_training(tmp_path: Path) -> None:
     assert known_rows(config.model_copy(update={"learning_rate": 0.5})) == known_rows(config)
     assert known_rows(config.model_copy(update={"max_length": config.max_length // 2})) is None, "control"
     typed = {name: value for name, value in config.model_dump(exclude_defaults=True).items() if name != "preset"}
-    numbers = form_preview(typed, num_processes=1).numbers
+    shown = form_preview(typed, num_processes=1)
+    assert "Data: not used: `likes`, 1 row." in shown.warnings
+    numbers = shown.numbers
     assert numbers
     assert numbers.total_steps == job.statistics["total_steps"] > 0
     assert known_rows(config.model_copy(update={"dataset_name": str(tmp_path)})) is None, "a folder may change unseen"

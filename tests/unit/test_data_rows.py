@@ -158,16 +158,10 @@ def test_a_format_may_be_forced(tmp_path):
         prepare(configure(tmp_path, path, dataset_format="text", columns="prompt=a"), "train")
 
 
-def test_text_parts_are_joined_and_tool_calls_refused():
+def test_text_parts_are_joined():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     row = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "c"}]}
     assert canonical(row, "chat", {}, True).messages[0]["content"] == "ab"
-    row["messages"][1]["tool_calls"] = [{"name": "f"}]
-    with pytest.raises(RowError, match="tool_calls"):
-        canonical(row, "chat", {}, True)
-    row = {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}
-    with pytest.raises(RowError, match="is list and not text"):
-        canonical(row, "chat", {}, True)
 
 
 def test_half_a_surrogate_pair_is_no_text():

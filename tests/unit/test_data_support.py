@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ PLAIN = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", ""
 SPECIAL = ["<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>"]
 
 
-def save_tokenizer(folder: Path, template: str | None = PLAIN, bos: bool = True, **extra: Any) -> Path:
+def save_tokenizer(
+    folder: Path, template: str | None = PLAIN, bos: bool = True, special: Sequence[str] = (), **extra: Any
+) -> Path:
     """A byte-level tokenizer without merges (one token per byte), as a model folder."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
@@ -29,7 +32,7 @@ def save_tokenizer(folder: Path, template: str | None = PLAIN, bos: bool = True,
     tokenizer = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.add_special_tokens([*SPECIAL, *special])
     if bos:
         tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
     folder.mkdir(parents=True, exist_ok=True)

@@ -22,11 +22,17 @@ TORCH_FREE = {
         "options",
         "strategies",
         "run_folder",
+        "import_path",
+        "data.limits",
         "log_tee",
         "embedded",
         "gpus",
         "device_locks",
         "differences",
+        "disk",
+        "host_memory",
+        "own_data",
+        "micro_batch",
     )
 }
 

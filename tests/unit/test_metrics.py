@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from transformers import AutoConfig
 from trainers import log_tee, metrics
 from trainers.config import build
 from trainers.log_tee import log_line, secrets_in
-from trainers.metrics import MetricsFile, Window, attention_width, peak_flops, step_flops
+from trainers.metrics import MetricsFile, RecentPace, Window, attention_width, peak_flops, step_flops
 from trainers.models import matmul_parameters
 from trainers.schedule import learning_rate
 
@@ -108,6 +109,37 @@ def test_pauses_do_not_count_against_the_rates(monkeypatch: pytest.MonkeyPatch) 
     window.count(tokens=300, trained=150, flops=30.0)
     found = window.rates(peak=100.0)
     assert found == {"tokens_per_second": 100, "trained_tokens_per_second": 50, "mfu": 0.1, "data_wait": 0.5 / 3}
+
+
+def windows(monkeypatch: pytest.MonkeyPatch, seconds: list[float]) -> Iterator[RecentPace]:
+    """The pace after each of these windows of one step of 100 tokens."""
+    recent = RecentPace()
+    for taken in seconds:
+        monkeypatch.setattr(metrics.time, "perf_counter", lambda: 0.0)
+        window = Window()
+        window.count(tokens=100, trained=50, flops=1.0)
+        monkeypatch.setattr(metrics.time, "perf_counter", lambda taken=taken: taken)
+        recent.add(window)
+        yield recent
+
+
+def test_the_time_that_is_left_follows_no_single_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of a second on a machine that others use: now and then one takes 40 s, now and then a tenth."""
+    seconds = [40.0 if step % 17 == 5 else 0.1 if step % 13 == 7 else 1 + 0.1 * (step % 3) for step in range(120)]
+    steady = [(one.step_seconds, one.tokens_per_second) for one in windows(monkeypatch, seconds)][5:]
+    left = [step_seconds for step_seconds, _ in steady]
+    assert max(left) / min(left) < 1.5
+    assert max(rate for _, rate in steady) / min(rate for _, rate in steady) < 1.5
+    assert max(seconds) / min(seconds) == 400, "the control: what one window alone says"
+
+
+def test_the_first_window_alone_is_taken_as_it_is_and_a_lasting_change_is_followed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, *_ = [one.step_seconds for one in windows(monkeypatch, [3.0])]
+    assert first == 3.0
+    *_, last = [one.step_seconds for one in windows(monkeypatch, [1.0] * 60 + [2.0] * 50)]
+    assert last == 2.0
 
 
 def test_rows_carry_the_attempt_and_survive_a_cut_line(tmp_path: Path) -> None:

@@ -210,3 +210,12 @@ def test_a_page_may_name_object_stores_alone(url: str, allowed: bool) -> None:
 def test_a_url_names_a_checkpoint_or_the_folder_of_them() -> None:
     assert split_step("s3://bucket/run/step-00000010/") == ("s3://bucket/run", 10)
     assert split_step("s3://bucket/run") == ("s3://bucket/run", None)
+
+
+def test_a_fetch_does_not_bring_a_removed_run_folder_back(tmp_path: Path, url: str) -> None:
+    mirror = mirrored(tmp_path / "here", url, 3)
+    with pytest.raises(FileNotFoundError, match="removed"):
+        mirror.fetch(3, tmp_path / "removed" / "checkpoints")
+    assert not (tmp_path / "removed").exists()
+    (tmp_path / "removed").mkdir()
+    assert mirror.fetch(3, tmp_path / "removed" / "checkpoints"), "the folder alone is enough"

@@ -11,12 +11,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainers.attention import KERNELS
+from tests.rounding import bound, relative, reordered
+from trainers.attention import KERNELS, use_documents
 from trainers.clashes import ignored_choices
 from trainers.config import ConfigError, TrainConfig, build
 from trainers.data.layout import DocumentLayout
 from trainers.embedded import BASE_DIR
-from trainers.models import _drop_dropout, add_adapters, build_model, load_base, probe_attention
+from trainers.model_probe import check_model_computes
+from trainers.models import _drop_dropout, add_adapters, build_model, load_base
 from trainers.objectives.sft import SupervisedLoss, linear_cross_entropy
 
 TINY = {
@@ -37,7 +39,7 @@ def config(**changes: Any) -> TrainConfig:
 
 
 def probe(base: Any, packing: bool) -> None:
-    probe_attention(SupervisedLoss(base), base, packing, torch.device("cpu"))
+    check_model_computes(SupervisedLoss(base), base, packing, torch.device("cpu"), torch.float32)
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -50,8 +52,9 @@ def test_models_that_use_our_attention_pass(family: str, packing: bool) -> None:
 @pytest.mark.parametrize("family", ["bloom", "xglm"])
 def test_models_that_would_train_on_the_future_are_refused(family: str, packing: bool) -> None:
     """They never ask for the attention they are given, and run without any mask."""
-    with pytest.raises(ConfigError, match="through the attention they bring"):
-        probe(tiny(family), packing)
+    base = tiny(family)
+    with pytest.raises(ConfigError, match=r"see later tokens.*through the attention or layers that they bring"):
+        check_model_computes(SupervisedLoss(base), base, packing, torch.device("cpu"), torch.float32, stock=False)
 
 
 def seeing(folder: Path) -> str:
@@ -180,8 +183,12 @@ def gradients_and_products(**changes: Any) -> tuple[dict[str, torch.Tensor], int
     )
 
 
-def compiled_gradients(**changes: Any) -> torch.Tensor:
-    """Of a packed row through blocks that are compiled, in one graph for all of them."""
+def compiled_gradients(order: str | None = None, **changes: Any) -> torch.Tensor:
+    """Of a packed row through blocks that are compiled, in one graph for all of them.
+
+    Args:
+        order: of sums, for a control that is not compiled.
+    """
     settings = config(method="full", attn_implementation="sdpa", **changes)
     loss = SupervisedLoss(build_model(settings)).train()
     loss.base.set_attn_implementation(KERNELS["sdpa"])
@@ -191,7 +198,9 @@ def compiled_gradients(**changes: Any) -> torch.Tensor:
         block.compile(backend="aot_eager")
     words, places = torch.arange(64)[None] + 5, torch.cat([torch.arange(30), torch.arange(34)])[None]
     layout = DocumentLayout.of(np.array([0, 30, 64]), 1)
-    loss(words, places, layout, torch.arange(60), words[0, 1:61])[0].backward()
+    with reordered(order):
+        loss(words, places, layout, torch.arange(60), words[0, 1:61])[0].backward()
+    use_documents(None)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == settings.torch_compile
     assert not torch._dynamo.utils.counters["graph_break"]
     return torch.cat([one.grad.flatten() for one in loss.parameters() if one.grad is not None])
@@ -199,9 +208,10 @@ def compiled_gradients(**changes: Any) -> torch.Tensor:
 
 def test_packed_blocks_that_are_checkpointed_compile_whole() -> None:
     plain = compiled_gradients()
+    limit = bound(relative(compiled_gradients("backwards"), plain))
     for changes in ({}, {"gradient_checkpointing": True},
                     {"gradient_checkpointing": True, "selective_checkpointing": True}):  # fmt: skip
-        torch.testing.assert_close(compiled_gradients(torch_compile=True, **changes), plain)
+        assert relative(compiled_gradients(torch_compile=True, **changes), plain) <= limit
 
 
 def test_selective_checkpointing_alone_is_told_to_be_idle() -> None:

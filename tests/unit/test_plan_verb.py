@@ -56,8 +56,6 @@ def test_gpus_that_are_not_here(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert "8.03B parameters" in shown
     assert plan_verb([*words, "--strategies", "ddp,single"]) == 0
     assert "nothing fits: try" in capsys.readouterr().out
-    assert plan_verb([*words, "--strategies", "megatron"]) == 0
-    assert "no strategy could be reckoned" in capsys.readouterr().out
 
 
 def test_the_advice_is_what_train_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -102,7 +100,8 @@ def test_other_kinds_of_models_are_told_of(kind: str, capsys: pytest.CaptureFixt
     told = capsys.readouterr()
     if kind != "gpt2":
         assert status == 2
-        assert f"{kind} models cannot be planned" in told.err
+        said = "are no causal language models" if kind == "t5" else "cannot be planned"
+        assert f"{kind} models {said}" in told.err
         return
     rows = {one["strategy"]: one for one in json.loads(told.out)["rows"]}
     assert "no tensor-parallel plan" in rows["tp"]["reason"]

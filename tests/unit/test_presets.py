@@ -24,7 +24,7 @@ from trainers.attention import KERNELS, use_documents
 from trainers.config import EMBEDDED, TrainConfig
 from trainers.models import _check_layers, add_adapters
 from trainers.objectives.sft import LINEAR_HEADS
-from trainers.options import PRESETS_DIR, Request, preset_summary
+from trainers.options import PRESETS_DIR, Request, preset_strategies, preset_summary
 from trainers.quantise import refuse_unfit
 from trainers.strategies import load_strategy
 from trainers.weigh import weigh
@@ -110,11 +110,8 @@ def test_a_preset_is_named_after_what_it_trains(name: str) -> None:
 def test_the_header_says_what_a_user_must_know(name: str) -> None:
     lines = header(name)
     assert 20 < len(preset_summary(name)) <= 118
-    on_eight = strategies(name)[8]
-    # Without it several GPUs would get ddp, which does not fit.
-    chosen = "" if "ddp" in on_eight or on_eight == [""] else f" --strategy {on_eight[0]}"
-    assert lines["Command"] == f"tunesmith train {name}{chosen}"
-    assert name not in HUB_NAMES or lines["Own data"].startswith(f"tunesmith train {name}{chosen} --dataset_name")
+    assert lines["Command"] == f"tunesmith train {name}"
+    assert name not in HUB_NAMES or lines["Own data"].startswith(f"tunesmith train {name} --dataset_name my.jsonl ")
     assert {"Memory", "Hardware", "Strategies"} <= set(lines)
     assert re.search(r"GiB.*(estimate: |, measured)", lines["Memory"])
 
@@ -127,7 +124,12 @@ def test_the_strategies_it_names_exist_and_share_its_batch_out(name: str) -> Non
     supported = {"single", "ddp", "fsdp2"} if config.method == "qlora" else STRATEGIES
     for gpus, chosen in named.items():
         assert set(chosen) <= supported | {""}
-        assert chosen == [""] or config.accumulation_steps(gpus) >= 1
+        assert chosen == [""] or config.global_batch_size % gpus == 0
+    listed = {entry.gpus: list(entry.names) or [""] for entry in preset_strategies(name)}
+    assert listed == named, "as the launcher reads it"
+    assert all(
+        (entry.remark != "") == (not entry.names) for entry in preset_strategies(name) if "RAM" not in entry.remark
+    )
 
 
 @pytest.mark.parametrize("name", HUB_NAMES)

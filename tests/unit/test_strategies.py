@@ -122,9 +122,8 @@ def test_the_launcher_hands_the_ranks_what_the_strategy_says(path: Path) -> None
         assert given.get("FSDP_VERSION", "0") == str(strategy.fsdp_version)
         for key, value in strategy.fsdp.items():
             assert given[key.upper()].lower() == str(value).lower()
-        if strategy.distributed_type != "MEGATRON_LM":  # tests/unit/test_megatron.py
-            for axis, size in strategy.mesh.items():
-                assert given[f"PARALLELISM_CONFIG_{axis.upper()}_SIZE"] == str(size)
+        for axis, size in strategy.mesh.items():
+            assert given[f"PARALLELISM_CONFIG_{axis.upper()}_SIZE"] == str(size)
 
 
 def test_a_pipeline_over_parts_of_rows_is_refused_under_fsdp(tmp_path: Path) -> None:
@@ -184,6 +183,7 @@ def test_a_precision_that_differs_is_refused(tmp_path: Path) -> None:
 
 def test_defaults() -> None:
     assert (default_strategy(1), default_strategy(2)) == ("single", "ddp")
+    assert (default_strategy(1, "phi-4-full"), default_strategy(8, "phi-4-full")) == ("single", "fsdp2")
     assert strategy_names()[0] == "single"
 
 
@@ -221,7 +221,7 @@ def test_an_unknown_strategy_names_the_nearest() -> None:
         load_strategy("dddp")
 
 
-@pytest.mark.parametrize("name", [name for name in strategy_names() if name != "megatron"])
+@pytest.mark.parametrize("name", strategy_names())
 def test_what_can_run_has_no_reason(name: str) -> None:
     assert cannot_run(load_strategy(name), "full", has_gpu=True) is None
     assert (cannot_run(load_strategy(name), "full", has_gpu=False) is None) == (name != "fsdp2_offload")
@@ -282,7 +282,7 @@ def test_options_go_before_the_files_stages() -> None:
 @pytest.mark.parametrize(
     ("file", "line"),
     [
-        ({"size": 0}, "# pp_size: 0 is no number of stages; write at least 1"),
+        ({"size": 0}, "# pp_size: 0 is no number of stages; write 1 to 65536"),
         ({"size": "two"}, "# pp_size: two is no number of stages"),
         ({"schedule": "1f2b"}, "# pp_schedule: 1f2b is no schedule; use gpipe, 1f1b, interleaved, zero_bubble, zbv"),
         ({"name": "zero2"}, "pp=2 does not go with distributed_type=DEEPSPEED; use MULTI_GPU or FSDP"),

@@ -15,7 +15,6 @@ from accelerate.utils.dataclasses import DeepSpeedPlugin
 from trainers.accelerate_keys import (
     DEEPSPEED,
     FSDP,
-    MEGATRON,
     NOT_BESIDE_FILE,
     ONLY_FSDP1,
     ONLY_FSDP2,
@@ -104,7 +103,8 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         (DDP | {"dynamo_config": {"dynamo_bakend": "NO"}}, "dynamo_config.dynamo_bakend: unknown Accelerate key"),
         (
             DDP | {"megatron_lm_config": {"megatron_lm_tp_degree": 2}},
-            "megatron_lm_config under distributed_type=MULTI_GPU",
+            "megatron_lm_config is refused: Accelerate's Megatron-LM plugin builds a model of its own with new "
+            "weights; use --strategy 3d",
         ),
         (DDP | {"mpirun_config": {"mpirun_ccl": "1"}}, "mpirun_config is refused: mpirun is not supported"),
         (DDP | {"tpu_name": "pod"}, "tpu_name is refused: TPU pods are not supported; remove it"),
@@ -131,8 +131,9 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
         (zero() | {"fsdp_config": FSDP2}, "fsdp_config under distributed_type=DEEPSPEED is ignored"),
         (
-            DDP | {"num_processes": 2, "megatron_lm_config": {"megatron_lm_tp_degree": 3}},
-            "megatron_lm_config under distributed_type=MULTI_GPU is ignored; remove megatron_lm_config",
+            DDP | {"num_processes": 2, "distributed_type": "MEGATRON_LM"},
+            "distributed_type=MEGATRON_LM: Accelerate's Megatron-LM plugin builds a model of its own with new weights; "
+            "use --strategy 3d",
         ),
         (
             {"distributed_type": "TPU", "num_processes": 2},
@@ -437,7 +438,6 @@ def test_the_keys_are_accelerates_own() -> None:
     assert set(FSDP) == exported == set(flags("FSDP Arguments")) | {"fsdp_ignored_modules"}
     assert set(DEEPSPEED) == set(flags("DeepSpeed Arguments"))
     assert set(PARALLELISM) == set(flags("ParallelismConfig Arguments"))
-    assert set(MEGATRON) == set(flags("Megatron-LM Arguments"))
 
 
 def test_the_values_are_accelerates_own() -> None:

@@ -14,14 +14,28 @@ import pytest
 
 from app.cli import run_verb
 from app.ui_verb import DEFAULT_PORT, _listen
-from ui.security import HEADERS, MAX_BODY, Guard, Password, Throttle, ThrottledLogin, TrustedHosts, bracketed
+from ui.security import (
+    HEADERS,
+    MAX_BODY,
+    MAX_LOGIN,
+    MAX_UPLOAD,
+    UPLOAD_PATH,
+    Guard,
+    LoggedIn,
+    Password,
+    Throttle,
+    ThrottledLogin,
+    TrustedHosts,
+    bracketed,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST = "127.0.0.1:7860"
+EVENTS = "/gradio_api/queue/join"
 
 
 class Inner:
-    """An app that answers 200, or what it is told to, and counts its requests."""
+    """An app that answers 200, or what it is told to, and counts its requests; like Gradio it lets origins read it."""
 
     def __init__(self, *statuses: int):
         self.statuses, self.asked = list(statuses), 0
@@ -30,6 +44,7 @@ class Inner:
         self.asked += 1
         status = self.statuses.pop(0) if self.statuses else 200
         headers = [(b"content-type", b"text/html"), (b"x-frame-options", b"SAMEORIGIN")]
+        headers += [(b"Access-Control-Allow-Origin", b"http://evil"), (b"access-control-allow-credentials", b"true")]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": b"inner"})
 
@@ -90,6 +105,13 @@ def test_every_answer_has_the_headers_once(guard: Guard) -> None:
         assert [name for name in HEADERS if names.count(name.lower().encode()) != 1] == []
 
 
+def test_no_other_origin_is_let_in(guard: Guard) -> None:
+    for origin in ("http://evil", f"http://{HOST}"):
+        for path in ("/runs", EVENTS):
+            names = [name.lower() for name, _ in ask(guard, "GET", path, origin=origin)["headers"]]
+            assert not [name for name in names if name.startswith(b"access-control-")]
+
+
 def test_two_hosts_are_refused(guard: Guard) -> None:
     scope = {"type": "http", "method": "GET", "path": "/", "headers": [(b"host", b"localhost")] * 2}
     assert guard._refusal(scope) is not None
@@ -102,21 +124,33 @@ def test_two_hosts_are_refused(guard: Guard) -> None:
     [
         (200, "GET", "/config", {}),
         (200, "GET", "/config", {"origin": f"http://{HOST}", "sec_fetch_site": "same-origin"}),
-        (200, "POST", "/x", {"origin": f"http://{HOST}", "content_length": "3"}),
-        (200, "POST", "/x", {"content_length": "3"}),
+        (200, "POST", EVENTS, {"origin": f"http://{HOST}", "content_length": "3"}),
+        (200, "POST", EVENTS, {"content_length": "3"}),
         (200, "GET", "/runs", {"sec_fetch_site": "cross-site", "sec_fetch_mode": "navigate"}),
         (403, "POST", "/runs", {"sec_fetch_site": "cross-site", "sec_fetch_mode": "navigate", "content_length": "0"}),
         (403, "GET", "/config", {"sec_fetch_site": "cross-site", "sec_fetch_mode": "navigate"}),
         (403, "GET", "/runs", {"sec_fetch_site": "cross-site", "sec_fetch_mode": "no-cors"}),
-        (403, "GET", "/x", {"sec_fetch_site": "same-site"}),
-        (403, "POST", "/x", {"origin": "null", "content_length": "3"}),
-        (403, "POST", "/x", {"origin": "http://evil", "content_length": "3"}),
-        (403, "POST", "/x", {"origin": "http://127.0.0.1:7861", "content_length": "3"}),
-        (403, "POST", "/x", {"origin": f"file://{HOST}", "content_length": "3"}),
-        (403, "OPTIONS", "/x", {"origin": "http://evil", "access_control_request_method": "POST"}),
-        (411, "POST", "/x", {}),
-        (411, "POST", "/x", {"content_length": "-1"}),
-        (413, "POST", "/x", {"content_length": str(MAX_BODY + 1)}),
+        (403, "GET", EVENTS, {"sec_fetch_site": "same-site"}),
+        (403, "POST", EVENTS, {"origin": "null", "content_length": "3"}),
+        (403, "POST", EVENTS, {"origin": "http://evil", "content_length": "3"}),
+        (403, "POST", EVENTS, {"origin": "http://127.0.0.1:7861", "content_length": "3"}),
+        (403, "POST", EVENTS, {"origin": f"file://{HOST}", "content_length": "3"}),
+        (403, "OPTIONS", EVENTS, {"origin": "http://evil", "access_control_request_method": "POST"}),
+        (411, "POST", EVENTS, {}),
+        (411, "POST", EVENTS, {"content_length": "-1"}),
+        (413, "POST", EVENTS, {"content_length": str(MAX_BODY + 1)}),
+        (400, "POST", EVENTS, {"content_length": "3", "transfer_encoding": "chunked"}),
+        (404, "GET", "/nothing", {}),
+        (404, "GET", "/gradio_api/file=/etc/passwd", {}),
+        (404, "GET", "/gradio_api/file/etc/passwd", {}),
+        (404, "GET", "/gradio_api/proxy=http://127.0.0.1", {}),
+        (404, "GET", "/gradio_api/deep_link", {"sec_fetch_site": "same-origin"}),
+        (404, "POST", "/gradio_api/process_recording", {"content_length": "3"}),
+        (404, "GET", "/gradio_api//queue/join", {}),
+        (404, "GET", "//runs", {}),
+        (404, "GET", "/runs/../etc", {}),
+        (200, "GET", "/runs/", {}),
+        (200, "GET", "/assets/index.js", {}),
         (413, "POST", "/login", {"content_length": "20000"}),
         (413, "POST", "/login/", {"content_length": "20000"}),
         (413, "POST", "/gradio_api/upload", {"content_length": "9" * 30}),
@@ -130,8 +164,83 @@ def test_requests(guard: Guard, status: int, method: str, path: str, headers: di
 
 def test_a_standard_port_may_be_left_out() -> None:
     guard = Guard(Inner(), TrustedHosts("box"), [])
-    assert ask(guard, "POST", host="box", origin="https://box:443", content_length="1")["status"] == 200
-    assert ask(guard, "POST", host="box", origin="https://box:444", content_length="1")["status"] == 403
+    assert ask(guard, "POST", EVENTS, host="box", origin="https://box:443", content_length="1")["status"] == 200
+    assert ask(guard, "POST", EVENTS, host="box", origin="https://box:444", content_length="1")["status"] == 403
+
+
+class Reader:
+    """An app that reads the whole body, and keeps none of it."""
+
+    def __init__(self, read_first: bool = True):
+        self.read_first, self.bytes, self.heard = read_first, 0, ""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if not self.read_first:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        while True:
+            message = await receive()
+            self.heard = message["type"]
+            self.bytes += len(message.get("body", b""))
+            if self.heard == "http.disconnect":
+                raise ConnectionError("the client is gone")
+            if not message["more_body"]:
+                break
+        if self.read_first:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"read"})
+
+
+def pour(guard: Guard, path: str, chunks: int, size: int) -> tuple[list[int], int]:
+    """Statuses of the answers to a body that says it has 10 bytes, and how many of its chunks were taken."""
+    headers = [(b"host", HOST.encode()), (b"content-length", b"10")]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "client": ("1.2.3.4", 5)}
+    statuses, taken, chunk = [], 0, bytes(size)
+
+    async def receive() -> dict[str, Any]:
+        nonlocal taken
+        taken += 1
+        return {"type": "http.request", "body": chunk, "more_body": taken < chunks}
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        statuses.extend([message["status"]] if "status" in message else [])
+
+    asyncio.run(guard(scope, receive, send))
+    return statuses, taken
+
+
+@pytest.mark.parametrize(
+    ("path", "most"), [(EVENTS, MAX_BODY), ("/login", MAX_LOGIN), (UPLOAD_PATH, MAX_UPLOAD + MAX_BODY)]
+)
+def test_bytes_are_counted_as_they_come(path: str, most: int) -> None:
+    """A length that is said may be a lie."""
+    size = max(1, most // 64)
+    reader = Reader()
+    guard = Guard(reader, TrustedHosts("127.0.0.1"), [])
+    assert pour(guard, path, 10_000, size) == ([413], 65)
+    assert reader.heard == "http.disconnect"
+    assert reader.bytes <= most
+    assert pour(guard, path, 64, size) == ([200], 64), "all that is allowed goes through"
+
+
+def test_an_answer_under_way_is_not_followed_by_another() -> None:
+    guard = Guard(Reader(read_first=False), TrustedHosts("127.0.0.1"), [])
+    assert pour(guard, EVENTS, 10_000, 1 << 20) == ([200], 17)
+
+
+def test_an_error_of_the_app_is_still_one() -> None:
+    async def broken(scope: Any, receive: Any, send: Any) -> None:
+        raise ConnectionError
+
+    with pytest.raises(ConnectionError):
+        ask(Guard(broken, TrustedHosts("127.0.0.1"), ["/"]))
+
+
+def test_nothing_is_read_of_whoever_has_not_logged_in() -> None:
+    reader = Reader()
+    guard = Guard(LoggedIn(reader, lambda cookies: cookies.get("token") == "right"), TrustedHosts("127.0.0.1"), [])
+    for cookie in ({}, {"cookie": "token=wrong"}, {"cookie": "other=right"}, {"cookie": ""}):
+        assert ask(guard, "POST", EVENTS, content_length="3", **cookie)["status"] == 401
+    assert reader.heard == ""
 
 
 def test_a_websocket_is_closed(guard: Guard) -> None:

@@ -50,6 +50,7 @@ class MicroBatch:
     """Tensors of one forward pass on one rank; the fields of `SupervisedLoss.forward`.
 
     Args:
+        real: `[batch, sequence]`, False for the padding of rows.
         tokens: real input tokens in it.
         slots: tokens with padding.
     """
@@ -59,14 +60,22 @@ class MicroBatch:
     documents: DocumentLayout | None
     positions: torch.Tensor
     labels: torch.Tensor
+    real: torch.Tensor
     tokens: int
     slots: int
 
-    def inputs(self, device: torch.device) -> dict[str, Any]:
-        """The model's arguments on its device."""
+    def inputs(self, device: torch.device, expert_weights: torch.Tensor | None = None) -> dict[str, Any]:
+        """The model's arguments on its device.
+
+        Args:
+            expert_weights: of a load-balancing loss, which goes by the real tokens too.
+        """
         names = ("input_ids", "position_ids", "documents", "positions", "labels")
         tensors = {name: getattr(self, name) for name in names}
-        return {name: None if one is None else one.to(device, non_blocking=True) for name, one in tensors.items()}
+        moved = {name: None if one is None else one.to(device, non_blocking=True) for name, one in tensors.items()}
+        if expert_weights is None:
+            return moved
+        return {**moved, "real_tokens": self.real.to(device, non_blocking=True), "expert_weights": expert_weights}
 
 
 @dataclass(frozen=True)
@@ -163,11 +172,14 @@ class Rows:
         firsts, mask = starts[:-1], trained.reshape(-1)
         mask[firsts] = False  # the first token of a document is predicted by nothing
         place = (np.arange(ids.size) - firsts.repeat(starts[1:] - firsts)).reshape(ids.shape)
-        ids_here, place_here, positions, flat = self._part(ids, place, mask.nonzero()[0])
-        parts = (ids_here, place_here, positions, ids.reshape(-1)[flat])
-        ids_t, place_t, positions_t, labels = (torch.from_numpy(np.ascontiguousarray(part)) for part in parts)
+        if self.packing:  # the padding of a row may be longer than any document, and than the model has positions for
+            place = np.minimum(place, max((max(lengths) for _, _, lengths in content), default=1) - 1)
+        real = np.arange(width) < np.array(filled or [0])[:, None]
+        ids_here, place_here, real_here, positions, flat = self._part(ids, place, real, mask.nonzero()[0])
+        parts = (ids_here, place_here, positions, ids.reshape(-1)[flat], real_here)
+        ids_t, place_t, positions_t, labels, real_t = (torch.from_numpy(np.ascontiguousarray(part)) for part in parts)
         documents = DocumentLayout.of(starts, len(ids)) if self.packing else None
-        return MicroBatch(ids_t, place_t, documents, positions_t, labels, sum(filled), ids.size)
+        return MicroBatch(ids_t, place_t, documents, positions_t, labels, real_t, sum(filled), ids.size)
 
     def _laid_out(self, content: list[_Row], width: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
         """Ids and mask `[batch, width]`, and where in their flattened form each document starts, with the end.
@@ -189,24 +201,25 @@ class Rows:
         return ids, trained, [*borders, ids.size]
 
     def _part(
-        self, ids: np.ndarray, place: np.ndarray, trained: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """What of whole rows is this rank's: ids, places, where predictions are made, and of which tokens.
+        self, ids: np.ndarray, place: np.ndarray, real: np.ndarray, trained: np.ndarray
+    ) -> tuple[np.ndarray, ...]:
+        """What of whole rows is this rank's: ids, places, real tokens, where predictions are made, and of which tokens.
 
         Args:
             ids: `[batch, width]`.
             place: `[batch, width]`.
+            real: `[batch, width]`.
             trained: flat places of the tokens that are to be predicted.
         """
         if self.part.count == 1:
-            return ids, place, trained - 1, trained
+            return ids, place, real, trained - 1, trained
         width, columns = ids.shape[1], self.part.columns(ids.shape[1])
         column_here = np.full(width, -1)
         column_here[columns] = np.arange(len(columns))
         row, before = np.divmod(trained - 1, width)  # the token whose successor is to be predicted
         here = column_here[before] >= 0
         positions = (row * len(columns) + column_here[before])[here]
-        return ids[:, columns], place[:, columns], positions, trained[here]
+        return ids[:, columns], place[:, columns], real[:, columns], positions, trained[here]
 
 
 class TrainPlan:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from trainers.data.report import Report
 from trainers.data.tokenise import ARRAYS, Job
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 3
 _BLOCK = 4 << 20  # bytes per checksum
 _CHECKED_BLOCKS = 256  # of each array; a larger one is checked in as many places, evenly spread
 _META = "meta.json"
@@ -44,6 +44,10 @@ class TokenSet:
         self.trained: npt.NDArray[np.int64] = arrays["trained"]
         self._input_ids, self._mask = arrays["input_ids"], arrays["mask"]
         self._files, self._lines = arrays["files"], arrays["lines"]
+
+    def largest_token_id(self) -> int:
+        """The largest token id of all documents."""
+        return int(self._input_ids.max())
 
     @cached_property
     def _starts(self) -> npt.NDArray[np.int64]:
@@ -123,7 +127,7 @@ class CacheWriter:
         self.temporary = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
         for left in folder.parent.glob(f"{folder.name}.tmp-*"):  # of a killed run: the caller holds the lock
             shutil.rmtree(left, ignore_errors=True)
-        self.temporary.mkdir(parents=True)
+        self.temporary.mkdir(parents=True, mode=0o700)  # what people said to each other is for its owner alone
         self._streams: dict[str, BinaryIO] = {name: (self.temporary / name).open("wb") for name in ARRAYS}
 
     def append(self, job: Job) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trainers.config import EMBEDDED, ConfigError, TrainConfig
+from trainers.data.folders import list_folder, of_split
 
 KINDS = {
     ".jsonl": "jsonl",
@@ -26,7 +27,6 @@ KINDS = {
     ".md": "text",
 }
 HASHED_BYTES = 256 << 20  # data up to this size is known by its content, larger data by path, size and time
-_NO_DATA = re.compile(r"^(\.|readme|license|dataset_infos?\.)", re.IGNORECASE)
 _HUB_ID = re.compile(r"^\w[\w.-]*(/\w[\w.-]*)?$")
 
 
@@ -59,19 +59,34 @@ def resolve(config: TrainConfig, split: str) -> list[DataFile]:
     Raises:
         ConfigError: when there is nothing there, or it cannot be read.
     """
+    return _resolve(config, split)[0]
+
+
+def ignored_files(config: TrainConfig, split: str) -> list[str]:
+    """The files beside those of `resolve` that are no data or of another split, each with the reason.
+
+    Raises:
+        ConfigError: as `resolve`.
+    """
+    return _resolve(config, split)[1]
+
+
+def _resolve(config: TrainConfig, split: str) -> tuple[list[DataFile], list[str]]:
     own_eval = split == "eval" and config.eval_dataset_name is not None
     name = str(config.eval_dataset_name) if own_eval else config.dataset_name
     part = config.eval_split if own_eval else config.dataset_split
-    option = "eval_dataset_name" if own_eval else "dataset_name"
+    option, split_option = ("eval_dataset_name", "eval_split") if own_eval else ("dataset_name", "dataset_split")
     if name == EMBEDDED:
-        return [_embedded(part, "eval_split" if own_eval else "dataset_split")]
+        return [_embedded(part, split_option)], []
     path = Path(name).expanduser()
-    if os.path.lexists(path):
-        return _folder(path, option) if path.is_dir() else [_file(path, str(path), path.name, option)]
+    if os.path.lexists(path) and not path.is_dir():
+        return [_file(path, str(path), path.name, option)], []
+    if path.is_dir():
+        return _folder(path, option, part, split_option)
     if any(letter in name for letter in "*?["):
-        return _glob(str(path), option)
+        return _glob(str(path), option, part, split_option)
     if _looks_like_hub_id(name):
-        return [_hub_file(name, config.dataset_config_name, part, option)]
+        return [_hub_file(name, config.dataset_config_name, part, option)], []
     _missing(name, path, option)
 
 
@@ -135,26 +150,24 @@ def _file(path: Path, shown: str, name: str, option: str) -> DataFile:
     return DataFile(os.path.abspath(path), shown, name, kind, status.st_size)
 
 
-def _folder(folder: Path, option: str) -> list[DataFile]:
-    """Every data file below a folder, sorted; hidden files and the folder's own documents are no data."""
-    found = []
-    for parent, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in names:
-            path = Path(parent) / name
-            if path.suffix.lower() in KINDS and not _NO_DATA.match(name):
-                found.append(_file(path, str(path), str(path.relative_to(folder)), option))
-    if not found:
-        raise ConfigError(f"{option}={folder} holds no data file; it needs files ending in {', '.join(KINDS)}")
-    return sorted(found, key=lambda file: file.name)
+def _folder(folder: Path, option: str, split: str, split_option: str) -> tuple[list[DataFile], list[str]]:
+    """The data files of a split below a folder, and the names of what is no data or of another split."""
+    names, ignored = list_folder(folder, KINDS)
+    if not names:
+        there = f" and not {', '.join(ignored[:5])}" if ignored else ""
+        raise ConfigError(f"{option}={folder} holds no data file; it needs files ending in {', '.join(KINDS)}{there}")
+    names, others = of_split(names, split, str(folder), split_option, explicit=False)
+    return [_file(folder / name, str(folder / name), name, option) for name in names], [*others, *ignored]
 
 
-def _glob(pattern: str, option: str) -> list[DataFile]:
+def _glob(pattern: str, option: str, split: str, split_option: str) -> tuple[list[DataFile], list[str]]:
     paths = sorted(Path(name) for name in glob.glob(pattern, recursive=True) if not os.path.isdir(name))
     if not paths:
         raise ConfigError(f"{option}={pattern} matches no file; check the pattern and the current folder")
     root = os.path.commonpath([path.absolute().parent for path in paths])
-    return [_file(path, str(path), os.path.relpath(path.absolute(), root), option) for path in paths]
+    by_name = {os.path.relpath(path.absolute(), root): path for path in paths}
+    names, others = of_split(list(by_name), split, pattern, split_option, explicit=True)
+    return [_file(by_name[name], str(by_name[name]), name, option) for name in names], others
 
 
 def _looks_like_hub_id(name: str) -> bool:

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from trainers.config import COLUMN_ROLES, ConfigError
-from trainers.data.shards import ROW_BYTES, Bad
+from trainers.data.messages import (
+    MEDIA,
+    Fields,
+    Message,
+    RowError,
+    is_text_part,
+    near,
+    parse_messages,
+    parsed,
+    refuse_media,
+    text_of,
+)
+from trainers.data.shards import ROW_BYTES
+
+__all__ = ["Document", "Message", "RowError", "canonical", "recognise", "unrecognised", "wanted_columns"]
 
 # What a format needs, and what it may also have; recognised in this order.
 NEEDED: dict[str, tuple[str, ...]] = {
@@ -18,14 +31,14 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "alpaca": ("instruction", "output"),
     "text": ("text",),
 }
+_OF_CHATS = ("system", "tools", "functions", "chat_template_kwargs")
 OPTIONAL: dict[str, tuple[str, ...]] = {
-    "chat": ("system",),
-    "sharegpt": ("system",),
-    "prompt_completion": ("system",),
-    "alpaca": ("input", "system"),
+    "chat": _OF_CHATS,
+    "sharegpt": _OF_CHATS,
+    "prompt_completion": _OF_CHATS,
+    "alpaca": ("input", "system", "history"),
     "text": (),
 }
-ROLES = ("system", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -33,9 +46,14 @@ _SHAREGPT_ROLES = {
     "model": "assistant",
     "bot": "assistant",
     "observation": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
 }
-
-Message = dict[str, str]
+# What the renderer itself gives a template.
+_RESERVED = {
+    "conversations", "messages", "tools", "documents", "chat_template", "return_assistant_tokens_mask",
+    "continue_final_message", "add_generation_prompt",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,29 +61,29 @@ class Document:
     """One training example: messages, or a prompt and its completion, or plain text.
 
     Attributes:
-        messages: Of a conversation, each with `role` and `content`.
+        messages: Of a conversation.
         untrained: How many messages at the start are context, whatever their role.
         prompt: Text that is not trained.
         completion: Text that is; plain text is a completion without a prompt.
+        left_out: Indices of the assistant's messages that are not trained, beside those at the start.
+        variables: What the chat template gets beside the messages, such as `tools`.
+        unused: Paths of the row's fields that nobody reads, such as `messages[].id`.
+        optional: Path of each field that only some templates write, by its name in the template.
     """
 
     messages: tuple[Message, ...] = ()
     untrained: int = 0
     prompt: str = ""
     completion: str = ""
+    left_out: frozenset[int] = frozenset()
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    unused: tuple[str, ...] = field(default=(), compare=False)
+    optional: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def size(self) -> int:
         """Characters."""
         return len(self.prompt) + len(self.completion) + sum(len(message["content"]) for message in self.messages)
-
-
-class RowError(ValueError):
-    """A row that cannot be used."""
-
-    def __init__(self, kind: str, detail: str):
-        super().__init__(detail)
-        self.bad = Bad(kind, detail)
 
 
 def recognise(names: Iterable[str], columns: Mapping[str, str]) -> str | None:
@@ -88,14 +106,14 @@ def unrecognised(where: str, names: Sequence[str], columns: Mapping[str, str]) -
     mapped = f" with columns={dict(columns)}" if columns else ""
     lines = [f"{where}: the columns {shown}{mapped} belong to no known format"]
     lost = [column for column in columns.values() if column not in names]
-    lines += [f"columns names {column!r}, which is not there{_near(column, names)}" for column in lost]
+    lines += [f"columns names {column!r}, which is not there{near(column, names)}" for column in lost]
     known = "; ".join(f"{name}: {', '.join(needed)}" for name, needed in NEEDED.items())
     return ConfigError([*lines, f"name yours with --columns role=column, such as prompt=question ({known})"])
 
 
 def wanted_columns(columns: Mapping[str, str]) -> list[str]:
-    """Every column that any format could use."""
-    return [*columns.values(), *(role for role in COLUMN_ROLES if role not in columns)]
+    """Every column that any format could use or would refuse."""
+    return [*columns.values(), *(role for role in COLUMN_ROLES if role not in columns), *MEDIA]
 
 
 def canonical(row: Mapping[str, Any], format_name: str, columns: Mapping[str, str], chat: bool) -> Document:
@@ -117,8 +135,14 @@ def canonical(row: Mapping[str, Any], format_name: str, columns: Mapping[str, st
     for role in NEEDED[name]:
         column = columns.get(role, role)
         if column not in row:
-            raise RowError("missing key", f"{column!r} is not there{_near(column, list(row))}")
-    document = _BUILDERS[name](values, chat)
+            raise RowError("missing key", f"{column!r} is not there{near(column, list(row))}")
+    fields = Fields()
+    used = {columns.get(role, role) for role in values}
+    if not used.issuperset(row):
+        others = {column: value for column, value in row.items() if column not in used}
+        refuse_media(others)
+        fields.add_unused(others)
+    document = _BUILDERS[name](values, chat, fields)
     if document.size > ROW_BYTES:
         raise RowError("row too large", f"over {ROW_BYTES:,} characters; cut it into several rows")
     return document
@@ -131,112 +155,146 @@ def _roles(names: Iterable[str], columns: Mapping[str, str]) -> set[str]:
     return own | {role for role, column in columns.items() if column in have}
 
 
-def _near(name: str, names: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, list(names)[:100], n=1, cutoff=0.6)
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
-def _text(value: Any, what: str) -> str:
-    """Text from a string or a list of text parts.
-
-    Raises:
-        RowError: for anything else.
-    """
-    if isinstance(value, list | tuple) and value and all(_is_text_part(part) for part in value):
-        value = "".join(part["text"] for part in value)
-    if not isinstance(value, str):
-        shown = "null" if value is None else type(value).__name__
-        raise RowError("wrong type", f"{what} is {shown} and not text")
-    if not value.isascii():
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise RowError("invalid UTF-8", f"{what} has half a surrogate pair at {error.start + 1}") from None
-    return value
-
-
-def _is_text_part(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
-
-
 def _optional_text(value: Any, what: str) -> str:
-    return "" if value is None else _text(value, what)
+    return "" if value is None else text_of(value, what)
 
 
-def _messages(value: Any, what: str, keys: tuple[str, str], renamed: Mapping[str, str]) -> list[Message]:
-    """A list of messages, checked. `keys` are those of the role and of the content."""
-    if not isinstance(value, list | tuple):
-        raise RowError("wrong type", f"{what} is {'null' if value is None else type(value).__name__} and not a list")
-    if not value:
-        raise RowError("no trained token", f"{what} is empty")
+def _conversation(
+    messages: list[Message], trained: list[bool], values: dict[str, Any], fields: Fields, untrained: int = 0
+) -> Document:
+    """A document of messages and of what stands beside them in the row.
+
+    Args:
+        messages: Of the row.
+        trained: Of each whether it may be trained.
+        values: The row's values by role.
+        fields: What becomes of the row's other fields.
+        untrained: How many messages at the start are context.
+    """
+    system = _optional_text(values.get("system"), "system")
+    if system and messages[0]["role"] in ("system", "developer"):
+        fields.unused.add("system")  # the conversation has its own
+    elif system:
+        messages, trained, untrained = (
+            [{"role": "system", "content": system}, *messages],
+            [True, *trained],
+            untrained + 1,
+        )
+    replies = [index for index in range(untrained, len(messages)) if messages[index]["role"] == "assistant"]
+    if not any(_says_something(messages[index]) for index in replies):
+        raise RowError("no trained token", "no message of the assistant has any text")
+    left_out = frozenset(index for index in replies if not trained[index])
+    if len(left_out) == len(replies):
+        raise RowError("no trained token", "every message of the assistant is marked as not trained")
+    variables = _variables(values, fields)
+    return Document(
+        tuple(messages),
+        untrained,
+        left_out=left_out,
+        variables=variables,
+        unused=tuple(fields.unused),
+        optional=fields.optional,
+    )
+
+
+def _says_something(message: Message) -> bool:
+    return bool(message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content"))
+
+
+def _variables(values: dict[str, Any], fields: Fields) -> dict[str, Any]:
+    """What a row gives the chat template beside the messages."""
+    variables: dict[str, Any] = {}
+    options = values.get("chat_template_kwargs")
+    if options is not None:
+        options = parsed(options, dict, "chat_template_kwargs")
+        reserved = _RESERVED.intersection(options)
+        if reserved:
+            raise RowError("wrong type", f"chat_template_kwargs.{min(reserved)} is not for a row to set; leave it out")
+        variables = {name: value for name, value in options.items() if value is not None}
+        fields.optional.update({name: f"chat_template_kwargs.{name}" for name in variables})
+    tools = values.get("tools") and _tools(values["tools"], "tools")
+    functions = values.get("functions") and _tools(values["functions"], "functions")
+    if tools and functions:
+        fields.unused.add("functions")
+    tools = [_as_tool(tool) for tool in tools or functions or []]
+    if tools:  # some templates write a head for a list of none
+        variables["tools"] = tools
+    return variables
+
+
+def _as_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as templates know it; a bare function is put into one."""
+    if "function" in tool or "name" not in tool:
+        return tool
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _tools(value: Any, what: str) -> list[dict[str, Any]]:
+    tools = parsed(value, list, what)
+    return [parsed(tool, dict, f"{what}[{index}]") for index, tool in enumerate(tools)]
+
+
+def _from_chat(values: dict[str, Any], chat: bool, fields: Fields) -> Document:
+    messages, trained = parse_messages(values["messages"], "messages", ("role", "content"), {}, fields)
+    return _conversation(messages, trained, values, fields)
+
+
+def _from_sharegpt(values: dict[str, Any], chat: bool, fields: Fields) -> Document:
+    messages, trained = parse_messages(
+        values["conversations"], "conversations", ("from", "value"), _SHAREGPT_ROLES, fields
+    )
+    return _conversation(messages, trained, values, fields)
+
+
+def _from_alpaca(values: dict[str, Any], chat: bool, fields: Fields) -> Document:
+    instruction, given = text_of(values["instruction"], "instruction"), _optional_text(values["input"], "input")
+    answer, system = _answer(values["output"], "output"), _optional_text(values["system"], "system")
+    history = _turns(values["history"])
+    if chat:
+        asked = f"{instruction}\n\n{given}" if given.strip() else instruction
+        messages = [*history, {"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+        return _conversation(messages, [True] * len(messages), values, fields)
+    if history:
+        raise RowError(
+            "wrong type", "history needs a chat template, which the model has not; give --chat_template FILE"
+        )
+    parts = [system, f"### Task\n{instruction}", f"### Input\n{given}" if given.strip() else "", "### Answer\n"]
+    return _plain("\n\n".join(part for part in parts if part), answer, fields)
+
+
+def _turns(value: Any) -> list[Message]:
+    """Alpaca's `history`, `[[question, answer], ...]`, as messages."""
     messages = []
-    for index, message in enumerate(value):
-        place = f"{what}[{index}]"
-        if not isinstance(message, dict):
-            raise RowError("wrong type", f"{place} is {type(message).__name__} and not an object")
-        role_key, content_key = keys if keys[0] in message or keys[1] in message else ("role", "content")
-        for key in (role_key, content_key):
-            if key not in message:
-                raise RowError("missing key", f"{place} has no {key!r}{_near(key, [str(name) for name in message])}")
-        if message.get("tool_calls"):
-            raise RowError(
-                "wrong type", f"{place} has tool_calls, which are not supported; write them into its content"
-            )
-        role = _text(message[role_key], f"{place}.{role_key}")
-        role = renamed.get(role, role)
-        if role not in ROLES:
-            raise RowError("unknown role", f"{place} has role {role[:40]!r}; use {', '.join(ROLES)}")
-        messages.append({"role": role, "content": _text(message[content_key], f"{place}.{content_key}")})
+    for index, turn in enumerate(parsed(value, list, "history") if value else []):
+        if not isinstance(turn, list | tuple) or len(turn) != 2:
+            raise RowError("wrong type", f"history[{index}] is no pair of a question and its answer")
+        messages.append({"role": "user", "content": text_of(turn[0], f"history[{index}][0]")})
+        messages.append({"role": "assistant", "content": text_of(turn[1], f"history[{index}][1]")})
     return messages
 
 
-def _conversation(messages: list[Message], system: str, untrained: int = 0) -> Document:
-    if system and messages[0]["role"] != "system":
-        messages, untrained = [{"role": "system", "content": system}, *messages], untrained + 1
-    answers = [message for message in messages[untrained:] if message["role"] == "assistant"]
-    if not any(message["content"].strip() for message in answers):
-        raise RowError("no trained token", "no message of the assistant has any text")
-    return Document(tuple(messages), untrained)
-
-
-def _from_chat(values: dict[str, Any], chat: bool) -> Document:
-    messages = _messages(values["messages"], "messages", ("role", "content"), {})
-    return _conversation(messages, _optional_text(values["system"], "system"))
-
-
-def _from_sharegpt(values: dict[str, Any], chat: bool) -> Document:
-    messages = _messages(values["conversations"], "conversations", ("from", "value"), _SHAREGPT_ROLES)
-    return _conversation(messages, _optional_text(values["system"], "system"))
-
-
-def _from_alpaca(values: dict[str, Any], chat: bool) -> Document:
-    instruction, given = _text(values["instruction"], "instruction"), _optional_text(values["input"], "input")
-    answer, system = _answer(values["output"], "output"), _optional_text(values["system"], "system")
-    if chat:
-        asked = f"{instruction}\n\n{given}" if given.strip() else instruction
-        return _conversation([{"role": "user", "content": asked}, {"role": "assistant", "content": answer}], system)
-    parts = [system, f"### Task\n{instruction}", f"### Input\n{given}" if given.strip() else "", "### Answer\n"]
-    return Document(prompt="\n\n".join(part for part in parts if part), completion=answer)
-
-
-def _from_prompt_completion(values: dict[str, Any], chat: bool) -> Document:
+def _from_prompt_completion(values: dict[str, Any], chat: bool, fields: Fields) -> Document:
     prompt, completion = values["prompt"], values["completion"]
+    if isinstance(prompt, list) and isinstance(completion, list) and not all(map(is_text_part, prompt)):
+        asked, _ = parse_messages(prompt, "prompt", ("role", "content"), {}, fields)
+        replies, trained = parse_messages(completion, "completion", ("role", "content"), {}, fields)
+        return _conversation([*asked, *replies], [True] * len(asked) + trained, values, fields, len(asked))
+    fields.add_unused({role: values[role] for role in _OF_CHATS if role != "system"})
     system = _optional_text(values["system"], "system")
-    if isinstance(prompt, list) and isinstance(completion, list) and not all(map(_is_text_part, prompt)):
-        asked = _messages(prompt, "prompt", ("role", "content"), {})
-        return _conversation(
-            [*asked, *_messages(completion, "completion", ("role", "content"), {})], system, len(asked)
-        )
     before = f"{system}\n\n" if system else ""
-    return Document(prompt=before + _text(prompt, "prompt"), completion=_answer(completion, "completion"))
+    return _plain(before + text_of(prompt, "prompt", fields), _answer(completion, "completion", fields), fields)
 
 
-def _from_text(values: dict[str, Any], chat: bool) -> Document:
-    return Document(completion=_answer(values["text"], "text"))
+def _from_text(values: dict[str, Any], chat: bool, fields: Fields) -> Document:
+    return _plain("", _answer(values["text"], "text", fields), fields)
 
 
-def _answer(value: Any, what: str) -> str:
-    text = _text(value, what)
+def _plain(prompt: str, completion: str, fields: Fields) -> Document:
+    return Document(prompt=prompt, completion=completion, unused=tuple(fields.unused))
+
+
+def _answer(value: Any, what: str, fields: Fields | None = None) -> str:
+    text = text_of(value, what, fields)
     if not text.strip():
         raise RowError("no trained token", f"{what} is empty")
     return text

@@ -1,20 +1,25 @@
-"""Rows of JSONL files and of JSON lists. Imports no torch."""
+"""Rows of JSONL files, and of `.json` files: lists, objects one after another, an object around a list of rows."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from trainers.config import COLUMN_ROLES, ConfigError
+from trainers.config import ConfigError
 from trainers.data.files import DataFile
-from trainers.data.shards import ROW_BYTES, Bad, Item, Record, Shard, content_end, group, large, lines
+from trainers.data.formats import NEEDED
+from trainers.data.shards import ROW_BYTES, Bad, Item, Shard, content_end, large, lines
+from trainers.data.strict_json import STRICT, DuplicateKey
 
 JSON_BYTES = 512 << 20
-_DECODER = json.JSONDecoder()
 _BETWEEN = re.compile(r"[\s,]*")
+_COLON = re.compile(r"\s*:\s*")
+
+
+_LENIENT = json.JSONDecoder()
 
 
 def line_cuts(file: DataFile, shard_bytes: int) -> Iterator[Shard]:
@@ -47,11 +52,13 @@ def parse_object(content: bytes) -> dict[str, Any] | Bad:
     if not content.strip():
         return Bad("empty line", "a blank line between rows")
     try:
-        value = json.loads(content.decode("utf-8"))
+        value = STRICT.decode(content.decode("utf-8"))
     except UnicodeDecodeError as error:
         return Bad("invalid UTF-8", f"byte {error.start + 1} is 0x{content[error.start]:02x}; save the file as UTF-8")
     except json.JSONDecodeError as error:
         return Bad("broken JSON", f"{error.msg} at character {error.pos + 1}")
+    except DuplicateKey as error:
+        return _duplicate_key(error)
     except RecursionError:
         return Bad("nested too deeply", "JSON within JSON without end")
     except ValueError as error:
@@ -59,50 +66,75 @@ def parse_object(content: bytes) -> dict[str, Any] | Bad:
     return _object(value)
 
 
+def _duplicate_key(error: DuplicateKey) -> Bad:
+    return Bad("duplicate key", f"{str(error)[:100]!r} stands twice in one object; keep one of them")
+
+
 def _object(value: Any) -> dict[str, Any] | Bad:
     return value if isinstance(value, dict) else Bad("not an object", f"a JSON {type(value).__name__}; write {{...}}")
 
 
-def list_cuts(file: DataFile, shard_bytes: int) -> Iterator[Shard]:
-    """Shards of a `.json` file; the file is held whole meanwhile."""
+def list_cuts(file: DataFile, shard_bytes: int, columns: Mapping[str, str]) -> Iterator[Shard]:
+    """Shards of a `.json` file, whose rows have these `columns`; the file is held whole meanwhile."""
     if _holds_json_lines(file):
         yield from line_cuts(replace(file, kind="jsonl"), shard_bytes)
         return
     if file.size > JSON_BYTES:
         raise ConfigError(
-            f"{file.shown} is one JSON value of {file.size:,} bytes, more than is read at once ({JSON_BYTES:,}); "
-            "save it as JSONL, one object per line"
+            f"{file.shown} has {file.size:,} bytes and not one object per line, more than is read at once "
+            f"({JSON_BYTES:,}); save it as JSONL, one object per line"
         )
     with open(file.path, "rb") as stream:
         content = stream.read()
-    if not content.strip():
-        return
     try:
         text = content.decode("utf-8")
-        position = _list_start(text)
-    except (ValueError, RecursionError):
+    except UnicodeDecodeError:
         yield Shard(file, 0, file.size, 1, 0, 1)  # the reader says what is wrong
         return
-    offset = len(text[:position].encode())
-    line = content[:offset].count(b"\n") + 1
-    yield from group(file, _json_records(text, position, offset, line), len(content), shard_bytes)
+    shard: Shard | None = None
+    rows = 0
+    wrapper = _wrapper(text, columns)
+    beside = wrapper.siblings if wrapper else ()
+    for offset, line, in_list in _records(text, wrapper):
+        if shard and offset - shard.start >= shard_bytes:
+            yield replace(shard, end=offset, rows=rows)
+            shard, beside = None, ()
+        if shard is None:
+            shard, rows = Shard(file, offset, offset, line, 0, 0, in_list=in_list, beside=beside), 0
+        rows += 1
+    if shard:
+        yield replace(shard, end=len(content), rows=rows)
 
 
-def _json_records(text: str, position: int, offset: int, line: int) -> Iterator[Record]:
-    """Where each item of a JSON list starts; stops at the list's end, or at the first item that is broken."""
-    last = position
+def _records(text: str, wrapper: _Wrapper | None) -> Iterator[tuple[int, int, bool]]:
+    """Offset and line of each row, and whether it is in a list; the first that cannot be read is the last."""
+    position = wrapper.start if wrapper else int(text.startswith("\ufeff"))
+    offset, line, last = len(text[:position].encode()), 1 + text.count("\n", 0, position), position
+    in_list = wrapper is not None
     while True:
-        position = _BETWEEN.match(text, position).end()  # type: ignore[union-attr]
+        position, in_list, closed = _next_row(text, position, in_list)
+        if (wrapper and closed) or (position == len(text) and not in_list):
+            return
         offset += len(text[last:position].encode())
         line += text.count("\n", last, position)
         last = position
-        if text[position : position + 1] == "]":
-            return
-        yield offset, line, None
+        yield offset, line, in_list
         try:
-            position = _DECODER.raw_decode(text, position)[1]
+            position = _LENIENT.raw_decode(text, position)[1]
         except (ValueError, RecursionError):
             return
+
+
+def _next_row(text: str, position: int, in_list: bool) -> tuple[int, bool, bool]:
+    """Where the next row starts, whether it is in a list, and whether a list was closed on the way there."""
+    closed = False
+    while True:
+        position = _BETWEEN.match(text, position).end()  # type: ignore[union-attr]
+        if text[position : position + 1] != ("]" if in_list else "["):
+            return position, in_list, closed
+        closed = closed or in_list
+        in_list = not in_list
+        position += 1
 
 
 def _holds_json_lines(file: DataFile) -> bool:
@@ -110,29 +142,68 @@ def _holds_json_lines(file: DataFile) -> bool:
     with open(file.path, "rb") as stream:
         records = lines(stream, 0, content_end(stream, file.size), 1)
         first, second = next(records, None), next(records, None)
-    return bool(first and second and first[2] and isinstance(parse_object(first[2]), dict))
+    if not (first and second and first[2]):
+        return False
+    row = parse_object(first[2])
+    return isinstance(row, dict) or row.kind == "duplicate key"
 
 
-def _list_start(text: str) -> int:
-    """The position after the opening bracket of the rows.
+class _Wrapper(NamedTuple):
+    """An object around the list of rows: where the list's content starts, and what else the object holds."""
 
-    Raises:
-        ValueError: when the text is neither a list nor an object with one list.
+    start: int
+    siblings: tuple[str, ...]
+
+
+def _wrapper(text: str, columns: Mapping[str, str]) -> _Wrapper | None:
+    """The object around the rows of a file that is one object and no row itself; None for every other file."""
+    begin = _BETWEEN.match(text, int(text.startswith("\ufeff"))).end()  # type: ignore[union-attr]
+    if text[begin : begin + 1] != "{":
+        return None
+    try:
+        value, end = STRICT.raw_decode(text, begin)
+    except (ValueError, RecursionError):
+        return None
+    rows_key = _rows_key(value, columns) if _BETWEEN.fullmatch(text, end) else None
+    if rows_key is None:
+        return None
+    position = begin + 1
+    while True:
+        position = _BETWEEN.match(text, position).end()  # type: ignore[union-attr]
+        key, position = _LENIENT.raw_decode(text, position)
+        position = _COLON.match(text, position).end()  # type: ignore[union-attr]
+        if key == rows_key:
+            return _Wrapper(position + 1, tuple(name for name in value if name != key))
+        position = _LENIENT.raw_decode(text, position)[1]
+
+
+_OF_ROWS = {role for needed in NEEDED.values() for role in needed}
+
+
+def _rows_key(value: dict[str, Any], columns: Mapping[str, str]) -> str | None:
+    """The key of the list of rows in an object around them; None when the object is a row itself.
+
+    The columns that the user named decide; then those that a format needs; then whether there is one list of objects.
     """
-    start = len(text) - len(text.lstrip("\ufeff \t\r\n"))
-    if text[start] == "[":
-        return start + 1
-    value = _DECODER.raw_decode(text, start)[0]
-    lists = [key for key, item in value.items() if isinstance(item, list)] if isinstance(value, dict) else []
-    if len(lists) == 1 and lists[0] not in COLUMN_ROLES:
-        for match in re.finditer(re.escape(json.dumps(lists[0], ensure_ascii=False)) + r"\s*:\s*\[", text):
-            if _DECODER.raw_decode(text, match.end() - 1)[0] == value[lists[0]]:
-                return match.end()
-    raise ValueError("no list of rows")
+    lists = {key: items for key, items in value.items() if isinstance(items, list)}
+    of_objects = [key for key, items in lists.items() if any(isinstance(item, dict) for item in items)]
+    named = set(columns.values())
+    if named:
+        if named.intersection(value):
+            return None
+        holders = [
+            key for key in of_objects if any(isinstance(item, dict) and named.intersection(item) for item in lists[key])
+        ]
+        if len(holders) == 1:
+            return holders[0]
+    if _OF_ROWS.intersection(value):
+        return None
+    keys = of_objects or (list(lists) if len(value) == 1 else [])
+    return keys[0] if len(keys) == 1 else None
 
 
 def read_list(shard: Shard, sample_by: str, wanted: list[str]) -> Iterator[Item]:
-    """The rows of a shard of a JSON list."""
+    """The rows of a shard of a `.json` file."""
     with open(shard.file.path, "rb") as stream:
         stream.seek(shard.start)
         content = stream.read(shard.end - shard.start)
@@ -142,23 +213,33 @@ def read_list(shard: Shard, sample_by: str, wanted: list[str]) -> Iterator[Item]
         line = shard.line + content.count(b"\n", 0, error.start)
         yield line, Bad("invalid UTF-8", f"byte 0x{content[error.start]:02x}; save the file as UTF-8")
         return
-    position, line = int(text.startswith("\ufeff")), shard.line
+    position, line, in_list = int(text.startswith("\ufeff")), shard.line, shard.in_list
     while True:
-        after = _BETWEEN.match(text, position).end()  # type: ignore[union-attr]
-        line += text.count("\n", position, after)
-        item, position = _json_item(text, after)
+        start, in_list, _ = _next_row(text, position, in_list)
+        line += text.count("\n", position, start)
+        item, position = _item(text, start, in_list)
         yield line, item
-        if isinstance(item, Bad) and position == after:
+        if position == start:
             return
-        line += text.count("\n", after, position)
+        line += text.count("\n", start, position)
 
 
-def _json_item(text: str, position: int) -> tuple[dict[str, Any] | Bad, int]:
-    """The item at a position and where it ends; a broken one ends where it starts."""
+def _item(text: str, position: int, in_list: bool) -> tuple[dict[str, Any] | Bad, int]:
+    """The item at a position and where it ends; one whose end cannot be told ends where it starts."""
     try:
-        value, end = _DECODER.raw_decode(text, position)
+        value, end = STRICT.raw_decode(text, position)
+        return (large() if end - position > ROW_BYTES else _object(value)), end
+    except DuplicateKey as error:
+        bad = _duplicate_key(error)
     except RecursionError:
-        return Bad("nested too deeply", "JSON within JSON without end; the rest of the file is not read"), position
+        bad = Bad("nested too deeply", "JSON within JSON without end")
+    except json.JSONDecodeError as error:
+        bad = Bad("broken JSON", f"{error.msg} at {text[error.pos : error.pos + 20]!r}")
     except ValueError as error:
-        return Bad("broken JSON", f"{str(error)[:100]}; the rest of the file is not read"), position
-    return (large() if end - position > ROW_BYTES else _object(value)), end
+        bad = Bad("broken JSON", str(error)[:100])
+    try:
+        return bad, _LENIENT.raw_decode(text, position)[1]
+    except (ValueError, RecursionError):
+        if in_list and position == len(text):
+            return Bad("broken JSON", "the list has no end; is the file cut off?"), position
+        return Bad(bad.kind, f"{bad.detail}; {len(text) - position:,} characters from here on are not read"), position

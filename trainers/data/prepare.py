@@ -22,21 +22,20 @@ from filelock import FileLock, Timeout
 
 from trainers.config import ConfigError, TrainConfig
 from trainers.data.cache import FORMAT_VERSION, CacheWriter, TokenSet, open_cache
-from trainers.data.files import DataFile, identity, resolve
+from trainers.data.files import DataFile, identity, ignored_files, resolve
 from trainers.data.formats import NEEDED, OPTIONAL, recognise, unrecognised
 from trainers.data.progress import Progress, say
 from trainers.data.report import TOO_LONG, Report
 from trainers.data.shards import SHARD_BYTES, Shard
 from trainers.data.sources import plan, read
-from trainers.data.template import Encoder
-from trainers.data.tokenise import Job, Options, Selection, row_hashes, run_job
+from trainers.data.template import Encoder, training_encoder
+from trainers.data.tokenise import Job, Options, Selection, row_hashes
 from trainers.data.tokenizer import load_tokenizer, tokenizer_folder, tokenizer_hash
 from trainers.data.workers import Pool
 
-__all__ = ["Report", "Split", "TokenSet", "data_fingerprint", "load_tokenizer", "prepare"]
+__all__ = ["Report", "Split", "TokenSet", "cached", "data_fingerprint", "load_tokenizer", "prepare"]
 
 Split = Literal["train", "eval"]
-POOL_BYTES = 8 << 20  # data below this is tokenised here: processes would take longer to start
 _HUB_ROW_BYTES = 1000  # a guess, to tell large Hub data from small
 _SNIFFED_ROWS = 100
 _EXACT_SHARE_ROWS = 50_000_000
@@ -67,13 +66,23 @@ def tokenised(config: TrainConfig, split: Split) -> TokenSet:
         raise ConfigError("there is no evaluation data; set eval_dataset_name or eval_share")
     files = resolve(config, split)
     fingerprint = data_fingerprint(config, split, files)
-    folder = _cache_dir(config) / fingerprint
+    folder = cache_dir(config) / fingerprint
     found = open_cache(folder, fingerprint)
     if found is None:
         with _locked(folder, split):
             found = open_cache(folder, fingerprint) or _build(config, split, files, folder, fingerprint)
     found.rename_sources(_dataset(config, split), [file.shown for file in files])
+    found.report.ignored_files = ignored_files(config, split)
     return found
+
+
+def cached(config: TrainConfig, split: Split) -> TokenSet | None:
+    """The tokenised documents of one split where they are in the cache, and the data as they were; else None."""
+    try:
+        fingerprint = data_fingerprint(config, split)
+    except ConfigError:
+        return None
+    return open_cache(cache_dir(config) / fingerprint, fingerprint)
 
 
 def data_fingerprint(config: TrainConfig, split: Split, files: list[DataFile] | None = None) -> str:
@@ -89,7 +98,7 @@ def data_fingerprint(config: TrainConfig, split: Split, files: list[DataFile] | 
         "data": identity(files),
         "tokenizer": tokenizer_hash(tokenizer_folder(config), config),
         "options": [config.dataset_format, sorted(config.columns.items()), config.sample_by],
-        "loss": config.assistant_only_loss,
+        "loss": [config.assistant_only_loss, config.thoughts],
         "length": [config.max_length, config.overlong],
         "limit": _limit(config, split),
         "held_out": [split, config.eval_share, config.seed] if held_out else None,
@@ -101,7 +110,8 @@ def _limit(config: TrainConfig, split: Split) -> int | None:
     return config.max_train_samples if split == "train" else config.max_eval_samples
 
 
-def _cache_dir(config: TrainConfig) -> Path:
+def cache_dir(config: TrainConfig) -> Path:
+    """The folder of what is made once and found from then on."""
     if config.cache_dir is not None:
         return Path(config.cache_dir).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "tunesmith"
@@ -129,13 +139,14 @@ def _locked(folder: Path, split: Split) -> Iterator[None]:
 
 def _build(config: TrainConfig, split: Split, files: list[DataFile], folder: Path, fingerprint: str) -> TokenSet:
     """Tokenises everything and publishes it."""
-    shards = plan(files, config.sample_by, SHARD_BYTES)
+    shards = plan(files, config.sample_by, SHARD_BYTES, config.columns)
     selection = selection_of(config, split, sum(shard.rows for shard in shards))
     formats = formats_of(config, shards)
-    shards = _first_rows(shards, selection, _limit(config, split))
-    encoder = Encoder.of(load_tokenizer(config), config.assistant_only_loss)
+    every, shards = shards, _first_rows(shards, selection, _limit(config, split))
+    encoder = training_encoder(config)
     options = options_of(config, encoder, selection)
     report = Report(_dataset(config, split), split, sorted(set(formats.values())), len(files))
+    report.left_out = _row_count(every, selection) - _row_count(shards, selection)
     try:
         writer = CacheWriter(folder)
         try:
@@ -229,6 +240,11 @@ def _first_rows(shards: list[Shard], selection: Selection, limit: int | None) ->
     return kept
 
 
+def _row_count(shards: list[Shard], selection: Selection) -> int:
+    """Rows of the split in these shards."""
+    return sum(int(selection.choose(shard.first_row, shard.rows).sum()) for shard in shards)
+
+
 def _jobs(shards: list[Shard], files: list[DataFile], formats: dict[str, str], folder: Path) -> list[Job]:
     """Shards in order, small ones together, each lot with its place for part files."""
     numbers = {file.path: number for number, file in enumerate(files)}
@@ -251,30 +267,19 @@ def _bytes(shard: Shard) -> int:
 def _tokenise(
     jobs: list[Job], encoder: Encoder, options: Options, config: TrainConfig, writer: CacheWriter, report: Report
 ) -> None:
-    """Runs the jobs here or in processes, and gathers what they made in the order of the data."""
-    processes = _processes(jobs, config)
+    """Runs the jobs in processes, and gathers what they made in the order of the data."""
+    processes = max(1, min(len(jobs), config.dataset_num_proc or _cores()))
     total = sum(shard.rows for job in jobs for shard, _, _ in job.shards)
     with Progress(f"tokenising {report.split} data", total) as progress:
-        if processes == 1:
-            for job in jobs:
-                _gather(job, run_job(job, encoder, options, progress.add), writer, report)
-            return
-        with Pool(processes, writer.temporary, encoder, options) as pool:
-            for job, part in pool.run(jobs):
+        model = config.model_name_or_path
+        with Pool(processes, writer.temporary, encoder, options, model) as pool:
+            for job, part in pool.run(jobs, progress.add):
                 _gather(job, part, writer, report)
-                progress.add(sum(shard.rows for shard, _, _ in job.shards))
 
 
 def _gather(job: Job, part: Report, writer: CacheWriter, report: Report) -> None:
     writer.append(job)
     report.merge(part)
-
-
-def _processes(jobs: list[Job], config: TrainConfig) -> int:
-    size = sum(_bytes(shard) for job in jobs for shard, _, _ in job.shards)
-    if size < POOL_BYTES:
-        return 1
-    return max(1, min(len(jobs), config.dataset_num_proc or _cores()))
 
 
 def _cores() -> int:

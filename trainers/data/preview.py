@@ -20,12 +20,13 @@ from trainers.config import EMBEDDED, ConfigError, TrainConfig, build
 from trainers.data.batches import Rows, TrainPlan
 from trainers.data.files import DataFile, resolve
 from trainers.data.formats import wanted_columns
+from trainers.data.limits import encoding_bytes, encoding_seconds, expect_death, memory_limit, time_limit
 from trainers.data.prepare import TokenSet, formats_of, load_tokenizer, options_of, refuse_bad, selection_of, tokenised
 from trainers.data.progress import listeners
 from trainers.data.report import Report
 from trainers.data.shards import SHARD_BYTES, Bad, Shard
 from trainers.data.sources import cut, read
-from trainers.data.template import Encoder
+from trainers.data.template import training_encoder
 from trainers.data.tokenise import Selection, document_of, encode_rows
 from trainers.data.tokenizer import read_chat_template
 from trainers.worker import serve, tell
@@ -53,9 +54,10 @@ class Preview:
         self.config = config
         self.files = resolve(config, "train")
         self.tokenizer = load_tokenizer(config)
-        self.encoder = Encoder.of(self.tokenizer, config.assistant_only_loss)
+        self.encoder = training_encoder(config, self.tokenizer)
+        self.encoder.may_die = True  # this process may end; the one that asks says so and starts another
         self.options = options_of(config, self.encoder, Selection())
-        self._cuts = cut(self.files, config.sample_by, PAGE_BYTES)
+        self._cuts = cut(self.files, config.sample_by, PAGE_BYTES, config.columns)
         self._shards: list[Shard] = []
         self._all_cut = False
         self._formats: dict[str, str] = {}
@@ -126,6 +128,7 @@ class Preview:
             "raw": "" if isinstance(item, Bad) else _raw(item),
             "status": _status(report),
             "use": "train",
+            "unused": sorted(report.unused),
             "mistake": report.bad_listed[0][1:] if report.bad else None,
             "tokens": report.longest,
             "kept_tokens": report.tokens,
@@ -136,7 +139,7 @@ class Preview:
     def _format(self, file: DataFile) -> str:
         if file.path not in self._formats:
             # As large as the shard that training looks at.
-            first = next(cut([file], self.config.sample_by, SHARD_BYTES))
+            first = next(cut([file], self.config.sample_by, SHARD_BYTES, self.config.columns))
             self._formats.update(formats_of(self.config, [first]))
         return self._formats[file.path]
 
@@ -186,7 +189,8 @@ class Preview:
         return {"segments": segments, "tokens": len(ids), "hidden": len(ids) - start}
 
     def _decode(self, ids: npt.NDArray[np.int32]) -> str:
-        text = self.tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        with memory_limit(encoding_bytes(len(ids))), time_limit(encoding_seconds(len(ids))):
+            text = self.tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return str(text)
 
     def tokens(self) -> TokenSet:
@@ -232,9 +236,10 @@ class Preview:
             plan = TrainPlan(rows, self.config, 1)
             steps = {"steps_per_epoch": plan.steps_per_epoch, "total_steps": plan.total_steps}
         except ConfigError as error:
-            mistakes += error.mistakes
+            mistakes += [*report.dropped_note(), *error.mistakes]
         return {
             **report.to_json(),
+            "notes": report.notes(),
             "bad": report.bad,
             "trained_share": _share(report.trained_tokens, report.tokens),
             "truncated_share": _share(report.truncated, report.rows),
@@ -324,6 +329,7 @@ def _stamps(files: Sequence[DataFile]) -> list[list[Any]]:
 
 def main() -> None:
     """Answers `rows`, `packed` and `statistics` until standard input ends."""
+    expect_death()
     # All that is imported for a tokenizer: a cancel must not break off an import.
     load_tokenizer(build({"model_name_or_path": EMBEDDED, "dataset_name": EMBEDDED}))
     previews = _Previews()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -10,6 +11,11 @@ from trainers.data.shards import Bad
 
 EXAMPLES = 20  # bad rows that are listed, per reason
 TOO_LONG = "too long"
+UNUSED_NAMES = 1000  # of fields that are counted by name; those after them are counted together
+_FURTHER = "further fields"
+_SHOWN_UNUSED = 20
+_SHOWN_FILES = 10
+MOST_DROPPED = 0.1  # share of rows from which dropping them is said before all else
 
 
 @dataclass
@@ -25,6 +31,7 @@ class Report:
         documents: Documents kept (a split row makes several).
         bad_rows: Rows that cannot be used, by reason.
         bad_listed: `[file:line, reason, detail]` in the order of the data, at most `EXAMPLES` per reason.
+        unused: Rows by the field of theirs that nobody reads, such as `messages[].id`.
         truncated: Rows cut at `max_length`.
         dropped: Rows dropped: too long, or nothing trained left after the cut.
         split_rows: Rows cut into several documents.
@@ -32,6 +39,9 @@ class Report:
         trained_tokens: Tokens that are trained, out of those kept.
         cut_tokens: Tokens lost by truncating, dropping and splitting.
         longest: Tokens of the longest row before any cut.
+        ignored_files: Files of the folder that are no data or of another split, with the reason.
+        left_out: Rows of the split that `max_train_samples` or `max_eval_samples` leaves out; they are not read.
+        template: Which chat template rendered conversations, and what it trains of a short one.
     """
 
     dataset: str = ""
@@ -42,6 +52,7 @@ class Report:
     documents: int = 0
     bad_rows: dict[str, int] = field(default_factory=dict)
     bad_listed: list[list[str]] = field(default_factory=list)
+    unused: dict[str, int] = field(default_factory=dict)
     truncated: int = 0
     dropped: int = 0
     split_rows: int = 0
@@ -49,6 +60,9 @@ class Report:
     trained_tokens: int = 0
     cut_tokens: int = 0
     longest: int = 0
+    left_out: int = 0
+    ignored_files: list[str] = field(default_factory=list)
+    template: list[str] = field(default_factory=list)
 
     def add_bad(self, where: str, bad: Bad) -> None:
         """Counts a bad row, and lists it if it is among the first of its kind."""
@@ -56,6 +70,13 @@ class Report:
         self.bad_rows[bad.kind] = count + 1
         if count < EXAMPLES:
             self.bad_listed.append([_printable(where), bad.kind, _printable(bad.detail)[:300]])
+
+    def add_unused(self, name: str, rows: int = 1) -> None:
+        """Counts rows with a field that nobody reads."""
+        name = _printable(name)[:100]
+        if name not in self.unused and len(self.unused) >= UNUSED_NAMES:
+            name = _FURTHER
+        self.unused[name] = self.unused.get(name, 0) + rows
 
     def rename_sources(self, dataset: str, names: dict[str, str]) -> None:
         """Puts other names of the data set and of its files, by those that they had, wherever they stand."""
@@ -74,6 +95,8 @@ class Report:
                 listed[bad[1]] += 1
         for kind, count in other.bad_rows.items():
             self.bad_rows[kind] = self.bad_rows.get(kind, 0) + count
+        for name, count in other.unused.items():
+            self.add_unused(name, count)
         for name in (
             "rows",
             "documents",
@@ -86,6 +109,7 @@ class Report:
         ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.longest = max(self.longest, other.longest)
+        self.template = self.template or other.template
 
     @property
     def bad_examples(self) -> list[str]:
@@ -109,11 +133,34 @@ class Report:
         if any(cuts.values()):
             said = ", ".join(f"{count:,} rows {what}" for what, count in cuts.items() if count)
             lines.append(f"{name}: {said}; {self.cut_tokens:,} tokens lost")
+        if self.left_out:
+            lines.append(f"{name}: {self.left_out:,} rows left out by max_{self.split}_samples")
+        lines += [f"{name}: {note}" for note in self.notes()]
         if self.bad:
             kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self.bad_rows.items()))
             lines.append(f"{name}: {self.bad:,} bad rows skipped ({kinds}), such as")
             lines += [f"  {where}" for where in self.bad_examples[:5]]
-        return lines
+        return [*lines, *self.template]
+
+    def notes(self) -> list[str]:
+        """What a user should know of the data whatever else is said of it."""
+        notes = self.dropped_note()
+        if self.ignored_files:
+            listed = ", ".join(map(_printable, self.ignored_files[:_SHOWN_FILES]))
+            more = len(self.ignored_files) - _SHOWN_FILES
+            notes.append(f"files left out: {listed}" + (f", and {more:,} more" if more > 0 else ""))
+        if self.unused:
+            notes.append(f"not used: {_listed(self.unused)}")
+        return notes
+
+    def dropped_note(self) -> list[str]:
+        """One line when so many rows are dropped that it is hardly what was meant."""
+        if self.dropped <= MOST_DROPPED * self.rows:
+            return []
+        return [
+            f"{self.dropped:,} of {self.rows:,} rows are dropped: within max_length nothing of them is left to train "
+            f"(the longest has {self.longest:,} tokens); raise max_length, or set overlong=split"
+        ]
 
     def refusal(self) -> list[str]:
         """The lines of the error for bad rows: the first ones, the total, the way out."""
@@ -132,6 +179,14 @@ class Report:
         """The report that `to_json` gave."""
         known = {item.name for item in fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in known})
+
+
+def _listed(unused: Mapping[str, int]) -> str:
+    """`foo`, 12,431 rows; `bar`, 3 rows: the fields of most rows first."""
+    ordered = sorted(unused.items(), key=lambda item: (-item[1], item[0]))
+    listed = [f"`{name}`, {count:,} row{'s'[: count != 1]}" for name, count in ordered[:_SHOWN_UNUSED]]
+    more = len(ordered) - len(listed)
+    return "; ".join([*listed, f"{more:,} more fields"] if more else listed)
 
 
 def _printable(text: str) -> str:

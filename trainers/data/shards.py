@@ -32,6 +32,9 @@ class Shard:
         first_row: Number of the first row within the whole data set, from 0.
         rows: Items that `read` gives.
         header: Column names of CSV and TSV.
+        delimiter: What stands between the columns of CSV and TSV.
+        in_list: Whether it starts within a list of a `.json` file.
+        beside: What an object around the list of rows holds beside it; of the first shard.
     """
 
     file: DataFile
@@ -41,6 +44,9 @@ class Shard:
     first_row: int
     rows: int
     header: tuple[str, ...] = ()
+    delimiter: str = ","
+    in_list: bool = False
+    beside: tuple[str, ...] = ()
 
 
 Item = tuple[int, dict[str, Any] | Bad]

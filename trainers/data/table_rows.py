@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import islice
 from typing import Any, BinaryIO
 
 from trainers.config import ConfigError
@@ -11,57 +13,137 @@ from trainers.data.files import DataFile, hub_rows
 from trainers.data.shards import ROW_BYTES, Bad, Item, Shard, content_end, group, large, lines
 
 HUB_ROWS = 10_000  # rows of a Hub data set per shard
+LOOKED_AT_LINES = 20
+TABLE_LINES = 100  # a field of fewer lines may well be a table of its own
+
+
+class _Lines:
+    """Lines for `csv.reader`, which knows of borders: where the record in hand began and where its second line is.
+
+    Args:
+        stream: The file.
+        start: First byte.
+        end: Byte after the last.
+        line: Number of the first line.
+    """
+
+    def __init__(self, stream: BinaryIO, start: int, end: int, line: int):
+        self._lines = lines(stream, start, end, line)
+        self._stream = stream
+        self.next_line = self.second_line = (start, line)
+        self.count = 0
+
+    def begin(self) -> tuple[int, int]:
+        """Offset and line of the record that comes next."""
+        self.count = 0
+        return self.next_line
+
+    def __iter__(self) -> Iterator[str]:
+        """The text is Latin-1 at this stage: one character per byte."""
+        for _, number, content in self._lines:
+            self.next_line = (self._stream.tell(), number + 1)
+            self.count += 1
+            if self.count == 1:
+                self.second_line = self.next_line
+            yield "x" * (ROW_BYTES + 2) if content is None else content.decode("latin-1")
 
 
 def _csv_records(
-    stream: BinaryIO, start: int, end: int, line: int, delimiter: str
+    stream: BinaryIO, start: int, end: int, line: int, delimiter: str, columns: int = 0
 ) -> Iterator[tuple[int, int, list[str] | Bad]]:
-    """Rows of a CSV file with their offsets. The text is Latin-1 at this stage: one character per byte."""
-    used = [start, line]
+    """Rows of a CSV file with their offsets and lines, `columns` of them wide (0: as wide as the first).
 
-    def feed() -> Iterator[str]:
-        for _, number, content in lines(stream, start, end, line):
-            used[:] = [stream.tell(), number + 1]
-            yield "x" * (ROW_BYTES + 2) if content is None else content.decode("latin-1")
-
+    A quote that is not closed costs the line in which it stands and no other: reading goes on in the line after it.
+    The same holds for one that a later row happens to close, which is told by the rows within (`_swallowed_rows`).
+    """
     csv.field_size_limit(ROW_BYTES)
-    rows = csv.reader(feed(), delimiter=delimiter)
     while True:
-        offset, number = used
-        try:
-            yield offset, number, next(rows)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            yield offset, number, large() if "field limit" in str(error) else Bad("broken CSV", str(error)[:100])
+        source = _Lines(stream, start, end, line)
+        rows = csv.reader(iter(source), delimiter=delimiter, strict=True)
+        while True:
+            offset, number = source.begin()
+            try:
+                fields = next(rows)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield offset, number, _broken(str(error), source.count)
+                break
+            if source.count > TABLE_LINES and _swallowed_rows(fields, delimiter, columns):
+                yield offset, number, _broken("rows within a field", source.count)
+                break
+            columns = columns or len(fields)
+            yield offset, number, fields
+        start, line = source.second_line
 
 
-def _delimiter(file: DataFile) -> str:
-    return "," if file.kind == "csv" else "\t"
+def _broken(error: str, count: int) -> Bad:
+    """What is wrong; in the same words wherever the file is cut, so without what only its later lines tell."""
+    if "new-line character" in error:
+        return Bad("broken CSV", "a carriage return within a line; end lines with a newline")
+    if "field limit" in error and count == 1:
+        return large()
+    return Bad(
+        "broken CSV",
+        "a quoted field is never closed, or closed only after what looks like other rows, or holds a quote that is not "
+        f"doubled, or over {ROW_BYTES:,} bytes; close it, double quotes within quotes, or save the data as JSONL",
+    )
+
+
+def _swallowed_rows(fields: list[str], delimiter: str, columns: int) -> bool:
+    """Whether most lines within a field are as wide as a row: then they are rows, and a quote was not closed.
+
+    In a file of one column nearly every line is that wide. There the lines of a text give themselves away by being
+    blank, or by a delimiter, which a row of one column has not; a few of them are enough.
+    """
+    inner = [line for field in fields for line in field.split("\n")[1:-1]]
+    alike = sum(line.count(delimiter) == columns - 1 and bool(line.strip()) for line in inner)
+    return alike > (0.8 if columns > 1 else 0.99) * len(inner)
+
+
+def _delimiter(stream: BinaryIO, end: int, kind: str) -> str:
+    """What stands between the columns: the usual of this kind of file, unless another makes a table of it and not that.
+
+    Args:
+        stream: The file.
+        end: Byte after the last.
+        kind: `csv` or `tsv`.
+    """
+    usual = "," if kind == "csv" else "\t"
+    for delimiter in (usual, *(other for other in ",;\t|" if other != usual)):
+        rows = [fields for _, _, fields in islice(_csv_records(stream, 0, end, 1, delimiter), LOOKED_AT_LINES)]
+        widths = [0 if isinstance(fields, Bad) else len(fields) for fields in rows if fields]
+        if widths and widths[0] > 1 and 2 * widths.count(widths[0]) >= len(widths):
+            return delimiter
+    return usual
 
 
 def csv_cuts(file: DataFile, shard_bytes: int) -> Iterator[Shard]:
     """Shards of a CSV or TSV file: it is parsed once for its borders, since a quoted field may hold newlines."""
     with open(file.path, "rb") as stream:
         end = content_end(stream, file.size, b"\r\n")
-        records = _csv_records(stream, 0, end, 1, _delimiter(file))
+        delimiter = _delimiter(stream, end, file.kind)
+        records = _csv_records(stream, 0, end, 1, delimiter)
         first = next(records, None)
         if first is None:
             return
+        if isinstance(first[2], Bad):
+            raise ConfigError(f"{file.shown}: its first line is broken: {first[2].detail}")
         try:
-            names = [] if isinstance(first[2], Bad) else first[2]
-            header = tuple(name.encode("latin-1").decode("utf-8").strip() for name in names)
+            header = tuple(name.encode("latin-1").decode("utf-8").strip() for name in first[2])
         except UnicodeDecodeError:
             header = ()
         if not header or len(set(header)) < len(header):
             raise ConfigError(f"{file.shown}: its first line must be the column names, each once, in UTF-8; add it")
-        yield from group(file, ((offset, line, None) for offset, line, _ in records), end, shard_bytes, header)
+        shards = group(file, ((offset, line, None) for offset, line, _ in records), end, shard_bytes, header)
+        yield from (replace(shard, delimiter=delimiter) for shard in shards)
 
 
 def read_csv(shard: Shard, sample_by: str, wanted: list[str]) -> Iterator[Item]:
     """The rows of a CSV or TSV shard."""
     with open(shard.file.path, "rb") as stream:
-        records = _csv_records(stream, shard.start, shard.end, shard.line, _delimiter(shard.file))
+        columns = len(shard.header)
+        records = _csv_records(stream, shard.start, shard.end, shard.line, shard.delimiter, columns)
         for _, line, fields in records:
             yield line, fields if isinstance(fields, Bad) else _csv_row(fields, shard.header)
 
@@ -111,12 +193,39 @@ def parquet_cuts(file: DataFile, shard_bytes: int) -> Iterator[Shard]:
     return _even_cuts(file, counts)
 
 
+def column_names(file: DataFile) -> list[str]:
+    """The columns of a Parquet file or of a Hub data set."""
+    if file.kind == "hub":
+        return list(hub_rows(file.path, file.config_name, file.split).column_names)
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(file.path) as parquet:
+        return list(parquet.schema_arrow.names)
+
+
+def columns_to_read(names: Iterable[str], wanted: Iterable[str]) -> list[str]:
+    """The wanted columns that are there; none of them when all are to be read."""
+    there = set(names)
+    return [name for name in dict.fromkeys(wanted) if name in there]
+
+
+def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
+    """A row whose nested objects have no nulls: a table gives each of them the keys of all the others."""
+    return {name: _stripped(value) if isinstance(value, list | dict) else value for name, value in row.items()}
+
+
+def _stripped(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _stripped(item) for key, item in value.items() if item is not None}
+    return [_stripped(item) for item in value] if isinstance(value, list) else value
+
+
 def read_parquet(shard: Shard, sample_by: str, wanted: list[str]) -> Iterator[Item]:
     """The rows of a Parquet shard, a few megabytes at a time."""
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(shard.file.path, memory_map=True, pre_buffer=False) as parquet:
-        columns = [name for name in wanted if name in parquet.schema_arrow.names] or None
+        columns = columns_to_read(parquet.schema_arrow.names, wanted) or None
         groups, row, weight = [], 0, 0
         for index in range(parquet.metadata.num_row_groups):
             group = parquet.metadata.row_group(index)
@@ -128,16 +237,16 @@ def read_parquet(shard: Shard, sample_by: str, wanted: list[str]) -> Iterator[It
         number = shard.line
         for batch in parquet.iter_batches(batch_size=size, row_groups=groups, columns=columns, use_threads=False):
             for value in batch.to_pylist():
-                yield number, value
+                yield number, _without_nulls(value)
                 number += 1
 
 
 def read_hub(shard: Shard, sample_by: str, wanted: list[str]) -> Iterator[Item]:
     """The rows of a shard of a Hub data set."""
     data = hub_rows(shard.file.path, shard.file.config_name, shard.file.split)
-    columns = [name for name in wanted if name in data.column_names]
+    columns = columns_to_read(data.column_names, wanted)
     data = data.select_columns(columns) if columns else data
     for start in range(shard.start, shard.end, 100):
         block = data[start : min(start + 100, shard.end)]
         for index, values in enumerate(zip(*block.values(), strict=True)):
-            yield start + index + 1, dict(zip(block, values, strict=True))
+            yield start + index + 1, _without_nulls(dict(zip(block, values, strict=True)))

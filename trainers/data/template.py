@@ -10,26 +10,31 @@ import json
 import re
 import signal
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from datetime import date
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trainers.config import ConfigError
+from trainers.config import FIXED_DATE, ConfigError, TrainConfig
 from trainers.data.formats import Document, Message, RowError
+from trainers.data.limits import RENDER_BYTES, encoding_bytes, encoding_seconds, memory_limit, time_limit
+from trainers.data.render_budget import RenderBudget
+from trainers.data.reply_spans import ReplySpans, name_message, tail
 from trainers.data.shards import ROW_BYTES, Bad
+from trainers.data.template_probe import Span, TemplateProbe, missing
+from trainers.data.tokenizer import chosen_template, load_tokenizer, tokenizer_folder
+from trainers.data.training_template import INSTALL, MARKERS, stop_token_ids, trl_is_installed
 
 RENDER_SECONDS = 20.0
-_MARKERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-# Some templates write today's date into the system turn; a fixed one keeps a rerun equal to the first run.
-_FIXED = {"date_string": "26 Jul 2024"}
 _WAY_OUT = "give --chat_template FILE with {% generation %} markers, or set assistant_only_loss=false"
-
-Span = tuple[int, int]
+# With these a template writes the thoughts of earlier replies too; it leaves them out of a chat.
+_THOUGHTS_OF_EARLIER_TURNS = {"preserve_thinking": True, "truncate_history_thinking": False, "clear_thinking": False}
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,10 @@ class EncoderOptions:
         prefix: Ids that the tokenizer puts before plain text.
         suffix: Ids put after plain text: those of the tokenizer, else the end-of-sequence token.
         assistant_only: Whether only the assistant's (or completion's) tokens are trained.
+        origin: Where the template comes from, in a few words.
+        thoughts: `keep`, `drop` or `train_empty`, as the option of that name.
+        date: The date (`2024-07-26`) that the template gets when it asks for today's.
+        stops: Texts of the tokens at which the model stops generating.
     """
 
     chat_template: str | None
@@ -59,21 +68,36 @@ class EncoderOptions:
     prefix: list[int]
     suffix: list[int]
     assistant_only: bool
+    origin: str = "the model's own"
+    thoughts: str = "keep"
+    date: str = FIXED_DATE
+    stops: list[str] = field(default_factory=list)
 
 
 class Encoder:
-    """Turns documents into tokens; made from a transformers tokenizer, or from what `save` wrote."""
+    """Turns documents into tokens; made from a transformers tokenizer, or from what `save` wrote.
+
+    Attributes:
+        may_die: whether a tokenizer or template that takes too much may end this process.
+    """
 
     def __init__(self, backend: Any, options: EncoderOptions):
         self.options = options
-        self.markers = bool(_MARKERS.search(options.chat_template or ""))
+        self.markers = bool(MARKERS.search(options.chat_template or ""))
+        self.rendered_chat = self.may_die = False
+        self._budget = RenderBudget()
         self._backend = backend
         self._backend.no_truncation()
         self._backend.no_padding()
 
     @classmethod
-    def of(cls, tokenizer: Any, assistant_only: bool) -> Encoder:
+    def of(cls, tokenizer: Any, assistant_only: bool, today: str = FIXED_DATE) -> Encoder:
         """The encoder of a fast transformers tokenizer.
+
+        Args:
+            tokenizer: With the chat template to render with.
+            assistant_only: Whether only the assistant's (or completion's) tokens are trained.
+            today: The date that the template gets when it asks for today's.
 
         Raises:
             ConfigError: when the tokenizer has no end-of-sequence token.
@@ -92,6 +116,8 @@ class Encoder:
             full[:at],
             full[at + len(bare) :] or [tokenizer.eos_token_id],
             assistant_only,
+            date=today,
+            stops=[tokenizer.eos_token],
         )
         return cls(tokenizer.backend_tokenizer, options)
 
@@ -114,10 +140,17 @@ class Encoder:
         Raises:
             ConfigError: when there are conversations but no chat template, or the template does not end.
         """
-        rendered = [self._render(document) for document in documents]
-        good = [item for item in rendered if isinstance(item, _Rendered)]
-        encodings = iter(self._backend.encode_batch([item.text for item in good], add_special_tokens=False))
+        messages = sum(len(document.messages) for document in documents)
+        with self._time_limit(sum(document.size for document in documents), messages), memory_limit(RENDER_BYTES):
+            rendered = [self._render(document) for document in documents]
+        texts = [item.text for item in rendered if isinstance(item, _Rendered)]
+        size = sum(len(text.encode(errors="surrogatepass")) for text in texts)
+        with self._time_limit(size), memory_limit(encoding_bytes(size)) if self.may_die else nullcontext():
+            encodings = iter(self._backend.encode_batch(texts, add_special_tokens=False))
         return [self._masked(item, next(encodings)) if isinstance(item, _Rendered) else item for item in rendered]
+
+    def _time_limit(self, size: int, messages: int = 0) -> AbstractContextManager[None]:
+        return time_limit(encoding_seconds(size, messages)) if self.may_die else nullcontext()
 
     def _render(self, document: Document) -> _Rendered | Bad:
         if not document.messages:
@@ -130,87 +163,199 @@ class Encoder:
                 "--chat_template FILE, or pick the model's chat variant"
             )
         try:
-            return self._render_chat(document)
+            with self._budget.charge(document):
+                return self._render_chat(document)
         except RowError as error:
             return error.bad
 
-    def _render_chat(self, document: Document) -> _Rendered:
-        messages = list(document.messages)
-        if not self.options.assistant_only:
-            text = self._apply(messages)[0]
-            return _Rendered(text, [(0, len(text))])
-        text, marked = self._apply(messages, marked=self.markers)
-        spans = self._marked_spans(text, marked, messages) if self.markers else self._turns(text, messages)
-        context = sum(message["role"] == "assistant" for message in messages[: document.untrained])
-        return _Rendered(text, spans[context:])
+    # -- conversations
 
-    def _apply(self, messages: list[Message], prompt: bool = False, marked: bool = False) -> tuple[str, list[Span]]:
+    def render(self, messages: list[Message], prompt: bool = False) -> str:
+        """A conversation as text, within limits of time and memory.
+
+        Raises:
+            RowError: when the template refuses these messages.
+            ConfigError: when it does not end, or takes too much memory.
+        """
+        with memory_limit(RENDER_BYTES):
+            return self._apply(messages, prompt)[0]
+
+    @cached_property
+    def _probe(self) -> TemplateProbe:
+        return TemplateProbe(self._apply, self.options.chat_template or "", self.options.turn_ends, self.options.stops)
+
+    @cached_property
+    def _today(self) -> tuple[date, str]:
+        today = date.fromisoformat(self.options.date)
+        return today, today.strftime("%d %b %Y")
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the template knows contents as lists of parts alone, as those of vision models do."""
+        question = [{"role": "user", "content": "Qquestionq"}]
+        self.__dict__["_takes_parts"] = False
+        try:
+            if "Qquestionq" in self._apply(question)[0]:
+                return False
+        except RowError:
+            pass
+        self.__dict__["_takes_parts"] = True
+        try:
+            return "Qquestionq" in self._apply(question)[0]
+        except RowError:
+            return False
+
+    @cached_property
+    def proof(self) -> list[str]:
+        """What is trained of a short conversation, shown as text; nothing when all tokens are trained."""
+        if not self.options.assistant_only:
+            return []
+        messages = ({"role": "user", "content": "A question"}, {"role": "assistant", "content": "A reply"})
+        lines = [f"chat template: {self.options.origin}"]
+        try:
+            rendered = self._render_chat(Document(messages))
+        except RowError as error:
+            return [*lines, f"  it cannot be shown: {error.bad.detail}"]
+        text, spans = rendered.text, rendered.spans
+        trained = "".join(text[start:end] for start, end in spans)
+        lines += [f"  text:    {tail(text)}", f"  trained: {tail(trained)}"]
+        stop = next((token for token in self._probe.stop_tokens if trained.rstrip().endswith(token)), None)
+        if stop is None and not self._probe.stops(text, spans[-1][1]):
+            lines.append(
+                "warning: no stop token is trained, so the model will not learn to end its reply: the template writes "
+                "none after a last reply; give --chat_template FILE that does"
+            )
+        return lines
+
+    def _render_chat(self, document: Document) -> _Rendered:
+        self.rendered_chat = True
+        known = self._known_roles(document.messages)
+        messages = [self._probe.place_thought(message, self.options.thoughts) for message in known]
+        replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        trained = [index for index in replies if index >= document.untrained and index not in document.left_out]
+        variables = dict(document.variables)
+        if any(messages[index].get("reasoning_content") for index in trained):
+            variables = {**_THOUGHTS_OF_EARLIER_TURNS, **variables}
+        self._refuse_unwritten(document)
+        if not self.options.assistant_only:
+            text = self._apply(messages, variables=variables)[0]
+            self._refuse_lost(messages, replies, text, variables)
+            return _Rendered(text, [(0, len(text))])
+        _refuse_empty(messages, trained)
+        text, marked = self._apply(messages, marked=self.markers, variables=variables)
+        self._refuse_lost(messages, trained, text, variables)
+        finder = ReplySpans(self._probe, self.options.turn_ends, self.options.thoughts == "train_empty", variables)
+        spans = finder.marked(text, marked, messages) if self.markers else finder.by_turns(text, messages, trained)
+        return _Rendered(text, [span for index in trained for span in finder.generated(text, spans[index])])
+
+    def writes(self, name: str) -> bool:
+        """Whether the chat template has anything to do with a field of this name."""
+        return name in self._names
+
+    def unwritten(self, document: Document) -> list[str]:
+        """Paths of the fields of a row that the chat template was given and does nothing with."""
+        return [path for name, path in document.optional.items() if not self.writes(name)]
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(re.findall(r"\w+", self.options.chat_template or ""))
+
+    def _known_roles(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages; a developer's are the system's where the template knows no developer."""
+        if self.writes("developer"):
+            return list(messages)
+        return [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
+
+    def _refuse_unwritten(self, document: Document) -> None:
+        """Refuses a row whose tools the template leaves out, or whose messages cannot be trained as it says.
+
+        Raises:
+            RowError: with what the template has no place for.
+        """
+        calls = any(message.get("tool_calls") for message in document.messages)
+        for name, there in (("tools", "tools" in document.variables), ("tool_calls", calls)):
+            if there and not self.writes(name):
+                raise RowError(
+                    "chat template", f"it has no place for {name}; give --chat_template FILE that writes them"
+                )
+        if document.left_out and not self.options.assistant_only:
+            raise RowError(
+                "wrong type",
+                f"messages[{min(document.left_out)}] is marked as not trained; set assistant_only_loss=true",
+            )
+
+    def _refuse_lost(
+        self, messages: list[Message], trained: Collection[int], text: str, variables: Mapping[str, Any]
+    ) -> None:
+        """Refuses a row of which the template leaves something out.
+
+        Raises:
+            RowError: when a content or a tool call, or a thought that is to be trained, is not in the text.
+        """
+        lost = [
+            (index, what)
+            for index, what in self._probe.left_out(messages, variables)
+            if what != "thought" or index in trained
+        ]
+        lost += [(index, "content") for index in missing(messages, trained, text)]
+        for index, what in lost:
+            content = messages[index]["content"] if what == "content" else ""
+            tagged = "</think>" in content and self.options.thoughts != "drop"
+            thought = what == "thought" or (tagged and self._probe.thought_in(content) is not None)
+            parts = {"thought": "the thought of ", "tool call": "a tool call of "}
+            part = parts["thought"] if thought else "the text around `</think>` of " if tagged else parts.get(what, "")
+            way = "set thoughts=drop to train without it, or " if thought else ""
+            detail = f"it leaves out {part}{name_message(messages, index)}; {way}{self._other_template()}"
+            raise RowError("chat template", detail)
+
+    def _other_template(self) -> str:
+        way = "give --chat_template FILE that writes it"
+        return way if trl_is_installed() or self.markers else f"{way}, or {INSTALL}"
+
+    def _apply(
+        self,
+        messages: list[Message],
+        prompt: bool = False,
+        marked: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> tuple[str, list[Span]]:
         """The rendered text, and what the generation markers enclose.
 
         Raises:
             RowError: when the template refuses these messages.
-            ConfigError: when it does not end.
+            ConfigError: when it does not end, or takes too much memory.
         """
-        from transformers.utils.chat_template_utils import render_jinja_template
+        from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
+        conversation = _in_parts(messages) if self._takes_parts else messages
+        today, date_string = self._today
+        values = {"date_string": date_string, **self.options.special_tokens, **(variables or {})}
         try:
             with _time_limit(RENDER_SECONDS):
+                # The compiled template is cached by its text, so the one that is rendered gets the date.
+                _compile_jinja_template(self.options.chat_template).globals["strftime_now"] = today.strftime
                 texts, spans = render_jinja_template(
-                    conversations=[messages],
+                    conversations=[conversation],
                     chat_template=self.options.chat_template,
                     return_assistant_tokens_mask=marked,
                     add_generation_prompt=prompt,
-                    **{**_FIXED, **self.options.special_tokens},
+                    **values,
                 )
         except _TooLong:
             raise ConfigError(
                 f"the chat template still runs after {RENDER_SECONDS:.0f} s on one conversation; give another with "
                 "--chat_template FILE"
             ) from None
+        except MemoryError:
+            raise ConfigError(
+                f"the chat template takes over {RENDER_BYTES >> 20:,} MiB of memory for one conversation; give another "
+                "with --chat_template FILE"
+            ) from None
         except Exception as error:  # a template can fail in any way
             raise RowError("chat template", f"it refuses this row: {str(error)[:150]}") from None
         if len(texts[0]) > 4 * ROW_BYTES:
             raise RowError("row too large", f"{len(texts[0]):,} characters once rendered")
         return texts[0], spans[0] if marked else []
-
-    def _marked_spans(self, text: str, spans: list[Span], messages: list[Message]) -> list[Span]:
-        """The markers' spans, checked: one per reply, and each holding the end of its reply."""
-        replies = [message["content"].strip()[-20:] for message in messages if message["role"] == "assistant"]
-        held = len(spans) == len(replies) and all(
-            reply in text[start:end] for reply, (start, end) in zip(replies, spans, strict=True)
-        )
-        if not held:
-            raise RowError("chat template", "its generation markers do not enclose each reply; repair --chat_template")
-        return spans
-
-    def _turns(self, text: str, messages: list[Message]) -> list[Span]:
-        """Each reply's span, end-of-turn token included, by rendering the conversation up to it."""
-        spans = []
-        for index, message in enumerate(messages):
-            if message["role"] == "assistant":
-                head = self._apply(messages[:index], prompt=True)[0] if index else ""
-                end = self._turn_end(text, head, messages, index)
-                if not text.startswith(head) or end is None:
-                    raise RowError("chat template", f"it writes earlier turns differently later on; {_WAY_OUT}")
-                spans.append((len(head), end))
-        return spans
-
-    def _turn_end(self, text: str, head: str, messages: list[Message], index: int) -> int | None:
-        """Where the reply ends in the text, or None when it cannot be told."""
-        last = index == len(messages) - 1
-        up_to = text if last else self._apply(messages[: index + 1])[0]
-        if text.startswith(up_to) and len(up_to) > len(head):
-            trimmed = up_to.rstrip()
-            return len(trimmed) if trimmed.endswith(tuple(self.options.turn_ends)) else len(up_to)
-        # A last turn may be written differently from an earlier one (thoughts kept, a closing token): go by the reply.
-        start = len(head) + len(text[len(head) :]) - len(text[len(head) :].lstrip())
-        reply = messages[index]["content"].strip()
-        if not text.startswith(reply, start):
-            return None
-        after = text[start + len(reply) :]
-        gap = len(after) - len(after.lstrip())
-        ends_at = [gap + len(token) for token in self.options.turn_ends if after.startswith(token, gap)]
-        return start + len(reply) + max(ends_at) if ends_at else None
 
     def _masked(self, item: _Rendered, encoding: Any) -> Encoded | Bad:
         ids = encoding.ids
@@ -252,6 +397,23 @@ def _token_span(encoding: Any, start: int, end: int, length: int) -> Span:
     return first, max(following, last + 1)
 
 
+def _in_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    return [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+
+
+def _refuse_empty(messages: Sequence[Message], trained: Sequence[int]) -> None:
+    """Refuses a row with a reply to train that says nothing: its end alone would be trained.
+
+    Raises:
+        RowError: with the message's number.
+    """
+    for index in trained:
+        message = messages[index]
+        if not (message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content")):
+            detail = f"{name_message(messages, index)} is empty; give it text, or leave it out"
+            raise RowError("no trained token", detail)
+
+
 class _TooLong(BaseException):
     pass
 
@@ -273,3 +435,29 @@ def _time_limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
+
+
+def training_encoder(config: TrainConfig, tokenizer: Any | None = None) -> Encoder:
+    """The encoder that a run trains with: the chat template to train with, and the options that decide the mask.
+
+    Args:
+        config: Its model, `chat_template`, `assistant_only_loss`, `thoughts` and `template_date` matter.
+        tokenizer: That of `load_tokenizer`, when it is there already.
+
+    Raises:
+        ConfigError: when the tokenizer cannot be loaded, or has no end-of-sequence token.
+    """
+    tokenizer = load_tokenizer(config) if tokenizer is None else tokenizer
+    encoder = Encoder.of(tokenizer, config.assistant_only_loss)
+    template = chosen_template(config, encoder.options.chat_template)
+    ids = stop_token_ids(tokenizer_folder(config))
+    stops = [tokenizer.eos_token, *tokenizer.convert_ids_to_tokens([id_ for id_ in ids if id_ < len(tokenizer)])]
+    options = replace(
+        encoder.options,
+        chat_template=template.source,
+        origin=template.origin,
+        thoughts=config.thoughts,
+        date=config.template_date,
+        stops=list(dict.fromkeys(stops)),
+    )
+    return Encoder(tokenizer.backend_tokenizer, options)

@@ -16,7 +16,7 @@ from trainers.data.files import DataFile
 from trainers.data.formats import Document, RowError, canonical, wanted_columns
 from trainers.data.report import TOO_LONG, Report
 from trainers.data.shards import Bad, Shard
-from trainers.data.sources import read
+from trainers.data.sources import read, unread_columns
 from trainers.data.template import Encoded, Encoder
 
 # What a cache folder holds: one value per token, or one per document.
@@ -106,7 +106,13 @@ class Job:
         shards = []
         for shard, number, name in values["shards"]:
             file = DataFile(**shard.pop("file"))
-            shards.append((Shard(file, **{**shard, "header": tuple(shard["header"])}), number, name))
+            shards.append(
+                (
+                    Shard(file, **{**shard, "header": tuple(shard["header"]), "beside": tuple(shard["beside"])}),
+                    number,
+                    name,
+                )
+            )
         return cls(shards, values["part"])
 
     def paths(self) -> dict[str, Path]:
@@ -131,12 +137,17 @@ def run_job(job: Job, encoder: Encoder, options: Options, progress: Callable[[in
     with ExitStack() as stack:
         streams = {name: stack.enter_context(path.open("wb")) for name, path in job.paths().items()}
         for shard, number, format_name in job.shards:
+            for name in unread_columns(shard.file, wanted_columns(options.columns)):
+                report.add_unused(name, int(options.selection.choose(shard.first_row, shard.rows).sum()))
+            for name in shard.beside:
+                report.add_unused(f"{name} (beside the list of rows)")
             for rows in _batches(shard, format_name, options):
                 kept = encode_rows(rows, shard.file.shown, encoder, options, report)
                 for name, values in _arrays(kept, number).items():
                     streams[name].write(values.tobytes())
                 if progress:
                     progress(len(rows))
+    report.template = encoder.proof if encoder.rendered_chat else []
     return report
 
 
@@ -186,6 +197,9 @@ def encode_rows(rows: list[_Row], shown: str, encoder: Encoder, options: Options
         if isinstance(encoded, Bad):
             report.add_bad(f"{shown}:{line}", encoded)
             continue
+        if isinstance(item, Document):
+            for path in (*item.unused, *encoder.unwritten(item)):
+                report.add_unused(path)
         report.longest = max(report.longest, len(encoded.input_ids))
         if options.overlong == "refuse" and len(encoded.input_ids) > options.max_length:
             detail = f"{len(encoded.input_ids):,} tokens, over max_length={options.max_length}"

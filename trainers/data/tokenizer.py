@@ -6,11 +6,19 @@ import difflib
 import fnmatch
 import hashlib
 import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from trainers.config import EMBEDDED, ConfigError, TrainConfig
+from trainers.data.limits import why_it_died
+from trainers.data.training_template import TrainingTemplate, as_kept, own_template, stop_token_ids, training_template
+from trainers.import_path import child_environment
+from trainers.json_file import MAX_BYTES
 
 _FILES = (
     "tokenizer*",
@@ -21,8 +29,11 @@ _FILES = (
     "*.model",
     "chat_template*",
     "additional_chat_templates/*",
+    "generation_config.json",
 )
 _TEMPLATE_BYTES = 1_000_000
+_PROOF_SECONDS = 600.0  # by the clock, for a disk or network that hangs
+_ROOT = Path(__file__).resolve().parents[2]
 _PAD_TOKENS = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>", "<|endoftext|>")
 
 
@@ -83,21 +94,100 @@ def _fetch(name: str, revision: str | None, remote_code: bool) -> Path:
 
 
 def tokenizer_hash(folder: Path, config: TrainConfig) -> str:
-    """A sha256 over the tokenizer's files and the chat template that replaces theirs.
+    """A sha256 over the tokenizer's files, the stop tokens and the chat template that is trained with, with its date.
 
     Raises:
         ConfigError: when a file cannot be read.
     """
-    patterns = [*_FILES, *(["*.py"] if config.trust_remote_code else [])]
+    _check_files(folder, config.model_name_or_path)
     digest = hashlib.sha256()
-    names = sorted(str(path.relative_to(folder)) for path in [*folder.glob("*"), *folder.glob("*/*")] if path.is_file())
-    for name in names:
-        if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
-            content = (folder / name).read_bytes()
-            digest.update(f"{name}:{len(content)}:".encode() + content)
-    template = read_chat_template(config)
-    digest.update(repr(template).encode())
+    for path in _tokenizer_files(folder, config.trust_remote_code):
+        name, content = path.relative_to(folder), path.read_bytes()
+        digest.update(f"{name}:{len(content)}:".encode() + content)
+    source = chosen_template(config, own_template(folder)).source
+    dated = source is not None and ("strftime_now" in source or "date_string" in source)
+    digest.update(repr((source, config.template_date if dated else None, stop_token_ids(folder))).encode())
     return digest.hexdigest()
+
+
+def _tokenizer_files(folder: Path, remote_code: bool) -> Iterator[Path]:
+    """The regular files that make the tokenizer, in the order of their names."""
+    patterns = [*_FILES, *(["*.py"] if remote_code else [])]
+    for path in sorted([*folder.glob("*"), *folder.glob("*/*")], key=str):
+        name = str(path.relative_to(folder))
+        if path.is_file() and any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
+            yield path
+
+
+def _check_files(folder: Path, name: str) -> None:
+    """Refuses what would block or fill the process that opens it.
+
+    Raises:
+        ConfigError: for a pipe or a device, and for files that are too large to be a tokenizer's.
+    """
+    for path in [*folder.glob("*"), *folder.glob("*/*")]:
+        file = str(path.relative_to(folder))
+        if not any(fnmatch.fnmatch(file, pattern) for pattern in (*_FILES, "config.json")):
+            continue
+        try:
+            found = path.stat()
+        except OSError:
+            continue  # whoever needs it says so
+        if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+            raise ConfigError(
+                f"model_name_or_path={name}: {file} is not a regular file; download or save the model again"
+            )
+        most = _TEMPLATE_BYTES if file.endswith(".jinja") else MAX_BYTES
+        if stat.S_ISREG(found.st_mode) and found.st_size > most:
+            raise ConfigError(
+                f"model_name_or_path={name}: {file} is larger than {most:,} bytes; download or save the model again"
+            )
+
+
+def _prove(folder: Path, name: str) -> None:
+    """Has a process of its own load the tokenizer and encode a few words, once for its files as they are.
+
+    Raises:
+        ConfigError: when that process dies, or takes too long.
+    """
+    files = list(_tokenizer_files(folder, remote_code=False))
+    _prove_once(folder, name, tuple((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files))
+
+
+@lru_cache
+def _prove_once(folder: Path, name: str, files: tuple[tuple[str, int, int], ...]) -> None:
+    command = [sys.executable, "-P", "-m", "trainers.data.tokenizer_proof", str(folder)]
+    environment = {**child_environment(os.environ, str(_ROOT)), "TOKENIZERS_PARALLELISM": "false"}
+    try:
+        done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                              stderr=subprocess.PIPE, timeout=_PROOF_SECONDS, check=False)  # fmt: skip
+        died = why_it_died(done.returncode, done.stderr.decode("utf-8", "replace")) if done.returncode else ""
+    except subprocess.TimeoutExpired:
+        died = f"does not load within {_PROOF_SECONDS:.0f} s"
+    if died:
+        raise ConfigError(
+            f"the tokenizer of model_name_or_path={name} {died}; download the model again, or use one that you trust"
+        )
+
+
+def chosen_template(config: TrainConfig, own: str | None) -> TrainingTemplate:
+    """The template to train with, for a model whose own is `own`.
+
+    Raises:
+        ConfigError: when the `chat_template` option's file cannot be read.
+    """
+    file, file_text = config.chat_template, read_chat_template(config)
+    return training_template(own, file, file_text, config.assistant_only_loss, config.output_dir)
+
+
+def kept_template(config: TrainConfig) -> dict[str, str | None]:
+    """What a run folder keeps of the template that the run trains with, so that it is resumed with the same one.
+
+    Raises:
+        ConfigError: when the model or the `chat_template` option's file cannot be read.
+    """
+    own = own_template(tokenizer_folder(config))
+    return as_kept(own, chosen_template(config, own))
 
 
 def read_chat_template(config: TrainConfig) -> str | None:
@@ -129,11 +219,15 @@ def load_tokenizer(config: TrainConfig) -> Any:
         A transformers tokenizer backed by the tokenizers library.
 
     Raises:
-        ConfigError: when the model is missing, gated, out of reach, or has no fast tokenizer.
+        ConfigError: when the model is missing, gated, out of reach, or has no fast tokenizer, or when its tokenizer
+            takes too much time or memory.
     """
+    folder, name = tokenizer_folder(config), config.model_name_or_path
+    _check_files(folder, name)
+    if not config.trust_remote_code or (folder / "tokenizer.json").is_file():
+        _prove(folder, name)
     from transformers import AutoTokenizer
 
-    folder, name = tokenizer_folder(config), config.model_name_or_path
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # a hostile or broken folder can fail in any way

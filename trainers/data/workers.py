@@ -1,4 +1,7 @@
-"""Processes that tokenise in parallel: fresh interpreters that take jobs as JSON lines. Imports no torch.
+"""Processes that tokenise: fresh interpreters that take jobs as JSON lines. Imports no torch.
+
+All tokenising of data happens here, in however few processes: a tokenizer or template that takes too much time or
+memory ends its process, and the one that waits for it says so.
 
 Not multiprocessing: its spawn imports the parent's main module again, which here would be the training script with all
 of torch. A worker ends when its standard input closes, so none outlives its parent by more than a job.
@@ -13,7 +16,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -22,20 +25,33 @@ from types import TracebackType
 from typing import Any
 
 from trainers.config import ConfigError
+from trainers.data.limits import expect_death, why_it_died
 from trainers.data.report import Report
 from trainers.data.template import Encoder
 from trainers.data.tokenise import Job, Options, Selection, run_job
+from trainers.import_path import child_environment
 
 ROOT = Path(__file__).resolve().parents[2]
+_ROWS = "rows "  # begins a line with the number of rows done, among the answers
 
 
 class Pool:
-    """Worker processes, started as jobs come in, ended on leaving the `with` block."""
+    """Worker processes, started on entering the `with` block and ended on leaving it.
 
-    def __init__(self, processes: int, folder: Path, encoder: Encoder, options: Options):
+    Args:
+        processes: how many; one alone uses threads.
+        folder: for what they need.
+        encoder: makes tokens of documents.
+        options: how rows become documents.
+        model: name of the model whose tokenizer it is, for messages.
+    """
+
+    def __init__(self, processes: int, folder: Path, encoder: Encoder, options: Options, model: str):
         encoder.save(folder)
         (folder / "options.json").write_text(json.dumps(asdict(options)), encoding="utf-8")
-        self._folder, self._processes = folder, processes
+        self._folder, self._processes, self._model = folder, processes, model
+        self._errors: dict[int, Path] = {}
+        self._rows: SimpleQueue[int] = SimpleQueue()
         self._threads = ThreadPoolExecutor(processes)
         self._idle: SimpleQueue[subprocess.Popen[str]] = SimpleQueue()
         self._all: list[subprocess.Popen[str]] = []
@@ -62,28 +78,54 @@ class Pool:
             if worker.stdout:
                 worker.stdout.close()
 
-    def run(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Report]]:
+    def run(self, jobs: Iterable[Job], progress: Callable[[int], None]) -> Iterator[tuple[Job, Report]]:
         """Each job with its report, in the order given; a few jobs are under way ahead of it.
+
+        Args:
+            jobs: what to tokenise.
+            progress: called with the number of rows done since its last call.
 
         Raises:
             ConfigError: of the worker, or when a worker dies.
         """
         pending: deque[tuple[Job, Future[Report]]] = deque()
         for job in jobs:
-            pending.append((job, self._threads.submit(self._run, job)))
+            pending.append((job, self._submit(job)))
             if len(pending) >= 2 * self._processes:
                 first, future = pending.popleft()
-                yield first, future.result()
+                yield first, self._wait(future, progress)
         while pending:
             first, future = pending.popleft()
-            yield first, future.result()
+            yield first, self._wait(future, progress)
+
+    def _submit(self, job: Job) -> Future[Report]:
+        future = self._threads.submit(self._run, job)
+        future.add_done_callback(lambda _: self._rows.put(0))
+        return future
+
+    def _wait(self, future: Future[Report], progress: Callable[[int], None]) -> Report:
+        """The report of a job; rows that any worker has done meanwhile are told in this thread."""
+        while not (future.done() and self._rows.empty()):
+            if rows := self._rows.get():
+                progress(rows)
+        return future.result()
 
     def _start(self) -> subprocess.Popen[str]:
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false"}
+        threads = 1 if self._processes > 1 else min(8, os.cpu_count() or 1)  # each takes address space
+        environment = {
+            **child_environment(os.environ, str(ROOT)),
+            "TOKENIZERS_PARALLELISM": str(threads > 1).lower(),
+            "RAYON_NUM_THREADS": str(threads),
+        }
         command = [sys.executable, "-P", "-m", "trainers.data.workers", str(self._folder)]
         pipe = subprocess.PIPE
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, text=True, encoding="utf-8")
+        said = self._folder / f"errors-{len(self._all)}"
+        with said.open("wb") as errors:
+            worker = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=errors, env=environment, text=True, encoding="utf-8"
+            )
+        self._errors[worker.pid] = said
+        return worker
 
     def _run(self, job: Job) -> Report:
         worker = self._idle.get()
@@ -92,19 +134,26 @@ class Pool:
             if worker.stdin and worker.stdout:
                 worker.stdin.write(json.dumps(job.to_json()) + "\n")
                 worker.stdin.flush()
-                answer = worker.stdout.readline()
+                while (answer := worker.stdout.readline()).startswith(_ROWS):
+                    self._rows.put(int(answer.removeprefix(_ROWS)))
         except (OSError, ValueError):
             pass
         self._idle.put(worker)
         if not answer:
-            raise ConfigError(
-                f"a process that tokenises has died (status {worker.poll()}), perhaps for lack of memory; "
-                f"set dataset_num_proc below {self._processes}"
-            )
+            raise ConfigError(self._death(worker))
         values = json.loads(answer)
         if "mistakes" in values:
             raise ConfigError(values["mistakes"])
         return Report.from_json(values)
+
+    def _death(self, worker: subprocess.Popen[str]) -> str:
+        status = worker.wait()
+        errors = self._errors[worker.pid].read_text(encoding="utf-8", errors="replace")
+        way = f"; or set dataset_num_proc below {self._processes}" if self._processes > 1 else ""
+        return (
+            f"the tokenizer or chat template of model_name_or_path={self._model} {why_it_died(status, errors)} "
+            f"on a few rows; use a model that you trust, or another --chat_template FILE{way}"
+        )
 
 
 def main(folder: Path) -> None:
@@ -112,17 +161,24 @@ def main(folder: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends its workers
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever a library prints must not end up among the answers
+    expect_death()
     encoder = Encoder.load(folder)
+    encoder.may_die = True
     options = json.loads((folder / "options.json").read_text(encoding="utf-8"))
     chosen = Options(**{**options, "selection": Selection(**options["selection"])})
-    for line in sys.stdin:
-        answers.write(json.dumps(_answer(Job.from_json(json.loads(line)), encoder, chosen)) + "\n")
+
+    def write(line: str) -> None:
+        answers.write(line + "\n")
         answers.flush()
 
+    for line in sys.stdin:
+        job = Job.from_json(json.loads(line))
+        write(json.dumps(_answer(job, encoder, chosen, lambda rows: write(f"{_ROWS}{rows}"))))
 
-def _answer(job: Job, encoder: Encoder, options: Options) -> dict[str, Any]:
+
+def _answer(job: Job, encoder: Encoder, options: Options, progress: Callable[[int], None]) -> dict[str, Any]:
     try:
-        return run_job(job, encoder, options).to_json()
+        return run_job(job, encoder, options, progress).to_json()
     except ConfigError as error:
         return {"mistakes": error.mistakes}
     except OSError as error:

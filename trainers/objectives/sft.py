@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from trainers.attention import use_documents
 from trainers.data.layout import DocumentLayout
+from trainers.load_balancing import LoadBalancing, weighed_probabilities
 
 # 32M fp32 logits (128 MiB) at once; it depends on the vocabulary alone, so that all strategies chunk alike.
 LOGITS_PER_CHUNK = 2**25
@@ -149,6 +150,7 @@ class SupervisedLoss(nn.Module):
         text = self.base.config.get_text_config()  # of a model with a vision tower, its language part
         self.chunked = text.model_type in LINEAR_HEADS and isinstance(head, nn.Linear)
         self.rule = _head_rule(text)
+        self.balancing = LoadBalancing.of(text)
         adapted: list[Any] = [one for one in self.model.modules() if hasattr(one, "cast_input_dtype_enabled")]
         for layer in adapted if compute != torch.float32 else ():
             layer.cast_input_dtype_enabled = False  # peft would make an fp32 copy of each input, which autocast undoes
@@ -161,6 +163,11 @@ class SupervisedLoss(nn.Module):
         """The transformers model."""
         return inner_model(self.model)
 
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the model has embeddings for."""
+        return int(self.base.config.get_text_config().vocab_size)
+
     def tie_weights(self) -> None:
         """Ties embedding and head again; Accelerate calls it where it gives FSDP 2 new weights."""
         self.base.tie_weights()
@@ -172,6 +179,9 @@ class SupervisedLoss(nn.Module):
         documents: DocumentLayout | None,
         positions: torch.Tensor,
         labels: torch.Tensor,
+        own_forward: bool = False,
+        real_tokens: torch.Tensor | None = None,
+        expert_weights: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Summed loss over the trained tokens.
 
@@ -181,16 +191,26 @@ class SupervisedLoss(nn.Module):
             documents: of packed rows, None for one document per row.
             positions: `[trained]` index into the flattened batch of the token before each trained one.
             labels: `[trained]` the trained tokens.
+            own_forward: the reference of the probe at the start: the model is called with the token ids alone.
+            real_tokens: `[batch, sequence]`, False for padding; given where the load of experts is balanced.
+            expert_weights: `[experts]` of `trainers.load_balancing`; None to count the routing.
 
         Returns:
-            Loss (fp32 scalar, a sum) and tokens predicted right (int64 scalar; 0 while gradients are on).
+            Loss (fp32 scalar, a sum) and tokens predicted right (int64 scalar; 0 while gradients are on). The gradients
+            are those of the loss and the load-balancing loss. To count the routing: counts in place of the loss.
         """
         use_documents(documents, self.over_ranks)
         half = self.compute != torch.float32
         # The cache would keep a half copy of every weight to the end of the pass, whoever had cut them.
         with torch.autocast(input_ids.device.type, self.compute, enabled=half, cache_enabled=False):
+            if own_forward and self.tensor is None:
+                return self._own_forward({"input_ids": input_ids}, positions, labels)
             if not self.chunked:
-                return self._own_forward(input_ids, position_ids, positions, labels)
+                inputs = {"input_ids": input_ids}
+                # Of whole rows, models count the tokens themselves: some from 0, RoBERTa from the padding token's id.
+                if documents is not None or self.over_ranks is not None:
+                    inputs["position_ids"] = position_ids
+                return self._own_forward(inputs, positions, labels, real_tokens, expert_weights)
             decoder = self.base.get_decoder()
             with self._resting(input_ids.device):
                 hidden = decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
@@ -205,10 +225,24 @@ class SupervisedLoss(nn.Module):
         return torch.autograd.graph.save_on_cpu(pin_memory=pinned) if self.offloads else nullcontext()
 
     def _own_forward(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor
+        self,
+        inputs: dict[str, torch.Tensor],
+        positions: torch.Tensor,
+        labels: torch.Tensor,
+        real: torch.Tensor | None = None,
+        expert_weights: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        with self._resting(input_ids.device):
-            logits = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
-        picked = logits.flatten(0, 1).index_select(0, positions).float()
+        if self.balancing is not None:
+            inputs = {**inputs, "output_router_logits": real is not None}  # type: ignore[dict-item]
+        if self.balancing is not None and real is not None and expert_weights is None:
+            routed = self.base.get_decoder()(**inputs, use_cache=False).router_logits
+            return self.balancing.count(routed, real), labels.new_zeros(())
+        with self._resting(positions.device):
+            output = self.model(**inputs, use_cache=False)
+        picked = output.logits.flatten(0, 1).index_select(0, positions).float()
         correct = (picked.detach().argmax(-1) == labels).sum()
-        return functional.cross_entropy(picked, labels, reduction="sum"), correct
+        loss = functional.cross_entropy(picked, labels, reduction="sum")
+        if real is not None and expert_weights is not None:
+            balance = weighed_probabilities(output.router_logits, real, expert_weights)
+            loss = loss + (balance - balance.detach())  # its gradient, while the loss that is logged compares
+        return loss, correct

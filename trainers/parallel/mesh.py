@@ -31,11 +31,8 @@ BACKENDS = {
     "MULTI_GPU": frozenset({"pp", "dp_replicate", "cp", "sp", "tp"}),
     "FSDP": frozenset({"pp", "dp_replicate", "dp_shard", "cp", "sp", "tp"}),
     "DEEPSPEED": frozenset({"dp_shard", "cp", "sp", "tp"}),
-    "MEGATRON_LM": frozenset({"pp", "dp_replicate", "cp", "tp"}),
 }
 """The axes that each `distributed_type` goes with."""
-NEVER_RUN = ("MEGATRON_LM",)
-"""Checked alone, and refused before a launch."""
 APART = {
     frozenset({"cp", "sp"}): "both cut the rows; use one of them",
 }
@@ -112,7 +109,7 @@ def fitted(asked: Mapping[str, int], processes: int) -> MeshSizes | str:
 
 def data_axis(kind: str) -> str:
     """The axis that takes the processes which no other axis asks for."""
-    return "dp_replicate" if kind in ("MULTI_GPU", "MEGATRON_LM") else "dp_shard"
+    return "dp_replicate" if kind == "MULTI_GPU" else "dp_shard"
 
 
 def combination_mistakes(kind: str, sizes: MeshSizes) -> list[str]:
@@ -140,16 +137,15 @@ def heads_mistake(sizes: MeshSizes, heads: int, model_type: str) -> str | None:
 
 
 def _kinds(axis: str) -> str:
-    kinds = " or ".join(kind for kind, axes in BACKENDS.items() if axis in axes and kind not in NEVER_RUN)
+    kinds = " or ".join(kind for kind, axes in BACKENDS.items() if axis in axes)
     # pp may come from an option, and not from the strategy's file
     return f"{kinds}, or pp_size=1" if axis == "pp" else kinds or "another strategy"
 
 
 def matrix() -> str:
-    """What goes with what, as the Markdown table of the README."""
+    """What goes with what, as the Markdown table of docs/strategies.md."""
     backends = [kind for kind, axes in BACKENDS.items() if axes]
-    heads = [f"{kind} (not run without its GPUs; refused)" if kind in NEVER_RUN else kind for kind in backends]
-    lines = [f"| | {' | '.join((*heads, *AXES))} |", f"|---{'|---' * (len(backends) + len(AXES))}|"]
+    lines = [f"| | {' | '.join((*backends, *AXES))} |", f"|---{'|---' * (len(backends) + len(AXES))}|"]
     for axis in AXES:
         cells = ["yes" if axis in BACKENDS[kind] else "no" for kind in backends]
         cells += ["" if other == axis else "no" if _apart(axis, other) else "yes" for other in AXES]
@@ -158,7 +154,7 @@ def matrix() -> str:
 
 
 def _apart(one: str, other: str) -> bool:
-    together = any({one, other} <= axes for kind, axes in BACKENDS.items() if kind not in NEVER_RUN)
+    together = any({one, other} <= axes for axes in BACKENDS.values())
     return not together or frozenset({one, other}) in APART
 
 

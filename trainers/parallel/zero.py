@@ -7,6 +7,7 @@ clips and updates in one call, `step`, and skips the update by itself when the g
 from __future__ import annotations
 
 import atexit
+import errno
 import functools
 import hashlib
 import os
@@ -14,7 +15,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,8 @@ class Zero:
             optimizer = build_optimizer(by_decay, config)
         build_extensions(_builders(settings))
         self.swap_lock = _own_swap_folder(settings)
+        if ranks.is_main:  # the one that writes it
+            _use_new_profile_file(settings)
         weight: Any
         for name, weight in self.trained:
             weight.model_parallel = self.tensor is not None and name in self.tensor.cuts  # counted on every rank
@@ -334,6 +337,8 @@ def _own_swap_folder(settings: dict[str, Any]) -> FileLock | None:
         raise TrainingError(f"nvme_path={place} cannot be used: {error.strerror}; name a folder on that disk") from None
     with FileLock(place / "tunesmith.lock"):
         for old in place.glob("tunesmith-*/"):
+            if not (old / "lock").is_file():
+                continue  # a folder of the user's
             try:
                 FileLock(old / "lock").acquire(timeout=0)
             except Timeout:
@@ -347,6 +352,33 @@ def _own_swap_folder(settings: dict[str, Any]) -> FileLock | None:
     return lock
 
 
+def _use_new_profile_file(settings: dict[str, Any]) -> None:
+    """Lets DeepSpeed's FLOPs profiler, which truncates its `output_file`, write to one that was not there before.
+
+    Raises:
+        TrainingError: when it cannot be made.
+    """
+    section = settings.get("flops_profiler") or {}
+    if not section.get("enabled") or not section.get("output_file"):
+        return
+    named = Path(section["output_file"]).absolute()
+    try:
+        named.parent.mkdir(parents=True, exist_ok=True)
+        for path in (named, *(named.with_name(f"{named.stem}-{number}{named.suffix}") for number in range(1, 1000))):
+            with suppress(FileExistsError):
+                os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+                break
+        else:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+    except OSError as error:
+        raise TrainingError(
+            f"flops_profiler.output_file={named} cannot be made: {error.strerror}; name a new file"
+        ) from None
+    if path != named:
+        print(f"flops_profiler.output_file={named} is there already; the profile goes to {path}", flush=True)
+    section["output_file"] = str(path)
+
+
 def extensions_folder() -> Path:
     """Where compiled extensions lie: each Python environment has its own, as two would undo each other's builds."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tunesmith" / "torch_extensions"
@@ -354,13 +386,14 @@ def extensions_folder() -> Path:
 
 
 def build_extensions(builders: list[str]) -> None:
-    """Compiles what DeepSpeed will load, in a folder of our own, one rank and one run at a time.
+    """Compiles what DeepSpeed will load, in a folder of our own, one rank and one run at a time, and says so.
 
     torch's builder waits for ever on the lock file of a build that was killed; under our lock such a file is stale.
     """
     folder = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(extensions_folder())))
     folder.mkdir(parents=True, exist_ok=True)
     from deepspeed.accelerator import get_accelerator
+    from deepspeed.git_version_info import installed_ops
 
     with FileLock(folder / "tunesmith.lock"):
         for stale in folder.glob("**/lock"):
@@ -369,4 +402,7 @@ def build_extensions(builders: list[str]) -> None:
             builder = get_accelerator().create_op_builder(name)
             if name == ASYNC_IO and not builder.is_compatible():
                 raise TrainingError("offload to NVMe needs libaio, and there is none; install libaio-dev, or use cpu")
+            compiled = folder / builder.name / f"{builder.name}.so"
+            if not compiled.is_file() and not installed_ops.get(builder.name):
+                print(f"compiling DeepSpeed's {builder.name}, once for this installation: a minute or more", flush=True)
             builder.load(verbose=False)

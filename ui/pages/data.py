@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import html
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,20 +20,27 @@ from app.data_view import (
     start_statistics,
     statistics_job,
 )
-from app.form import starting_values
+from app.form import Choices
+from app.form_draft import read_draft, with_data, write_draft
 from app.form_fields import text_of
-from app.uploads import ENDINGS, take
+from app.form_start import starting_values
+from app.uploads import ENDINGS, take_sent
 from app.worker import WorkerDied
 from trainers.config import ConfigError, TrainConfig
 from trainers.options import preset_names
 from ui.context import Here
 from ui.pages.data_parts import mistakes_panel, packed_panel, rows_panel, statistics_panel
 from ui.pages.train_parts import by_name, component, shown_value
-from ui.parts import Html, note, run_link, title
+from ui.parts import Html, alert_list, note, run_link, title
 
 FIRST_PRESET = "tiny-lora"
 PAGE_ROWS = 10
 _AS_READ, _AS_PACKED = "rows as read", "rows of the batches"
+_HIDDEN: dict[str, Any] = {"api_visibility": "private"}
+_NAMES = json.dumps(FIELDS)
+_WITH_DRAFT = "(draft, ...form) => [tunesmithDraft.all(), ...form]"
+_KEEP_IF_SHARED = "(draft) => { if (!location.search) tunesmithDraft.replace(draft); }"
+_TRAIN = "(draft) => { if (draft) { tunesmithDraft.replace(draft); location.assign('./'); } }"
 _QUICK: dict[str, Any] = {"show_progress": "hidden", "queue": False, "api_visibility": "private"}
 _SHOWN: dict[str, Any] = {"show_progress": "minimal", "api_visibility": "private", "trigger_mode": "once"}
 
@@ -70,12 +77,14 @@ class _Page:
         self.run = gr.Textbox("", visible=False, label="run")
         self.key = gr.Textbox("", visible=False, label="count")
         self.asked = gr.Textbox("", visible=False, label="asked for by the address")
+        self.draft = gr.Textbox("", visible=False, label="draft of this tab")
         self.source = gr.HTML("", elem_id="data-source", padding=False, apply_default_css=False)
         with gr.Row():
             self.show = gr.Button("Show", variant="primary", elem_id="data-show", size="md", scale=0, min_width=160)
             self.upload = gr.UploadButton(
                 "Upload data", file_types=list(ENDINGS), elem_id="upload-data", size="md", scale=0, min_width=160
             )
+            self.train = gr.Button("Train on this", elem_id="data-train", size="md", scale=0, min_width=160)
         self.mistakes = gr.HTML(mistakes_panel([]), elem_id="data-mistakes", padding=False, apply_default_css=False)
         with gr.Row():
             with gr.Column(scale=3, min_width=300):
@@ -120,9 +129,18 @@ class _Page:
         self.count.click(self.start_count, form, counted, **_QUICK)
         self.cancel.click(cancel_statistics, self.key, None, **_QUICK)
         self.timer.tick(self.tick, self.key, [self.statistics, self.timer], **_QUICK)
-        self.preset.input(self.switch_preset, self.preset, filled, **_QUICK)
+        self.preset.input(self.switch_preset, self.preset, filled, **_QUICK).then(
+            self.drafted, [self.draft, *form], self.draft, js=_WITH_DRAFT, **_QUICK
+        ).then(None, self.draft, None, js=_KEEP_IF_SHARED, **_HIDDEN)
+        self.train.click(self.drafted, [self.draft, *form], self.draft, js=_WITH_DRAFT, **_QUICK).then(
+            None, self.draft, None, js=_TRAIN, **_HIDDEN
+        )
+        keep = f"(preset, ...values) => {{ if (!location.search) tunesmithDraft.keep({{preset}}, {_NAMES}, values); }}"
+        gr.on([one.change for one in self.options], None, [self.preset, *self.options], None, js=keep, **_HIDDEN)
         self.upload.upload(self.take_upload, self.upload, self.options[FIELDS.index("dataset_name")], **_SHOWN)
-        loaded = Context.root_block.load(self.prefill, None, filled, **_QUICK)
+        read = "() => [tunesmithDraft.read()]"
+        loaded = Context.root_block.load(self.prefill, self.draft, filled, js=read, **_QUICK)
+        loaded.then(None, None, None, js="() => tunesmithDraft.ready()", **_HIDDEN)
         loaded.then(self.first_page, [self.asked, *paging], shown, **_SHOWN).then(
             self.first_count, [self.asked, *form], counted, **_QUICK
         )
@@ -192,15 +210,24 @@ class _Page:
         except ConfigError as error:
             raise gr.Error("\n".join(error.mistakes)) from None
 
+    def drafted(self, draft: str, run: str, preset: str, *raw: Any) -> str:
+        """The draft of this tab with the data that is shown; of a run's data, the preset stays the draft's."""
+        shown = {one.name: value for one, value in zip(self.fields, raw, strict=True)}
+        before = read_draft(draft) or Choices(FIRST_PRESET)
+        try:
+            return write_draft(with_data(before, None if run else preset or None, shown))
+        except ConfigError as error:
+            raise gr.Error("\n".join(error.mistakes)) from None
+
     def take_upload(self, path: str) -> str:
         """Puts an uploaded file where data may lie; returns its path."""
         try:
-            return str(take(Path(path), Path(path).name, self.here.uploads))
+            return str(take_sent(Path(path), self.here.uploads))
         except ConfigError as error:
             raise gr.Error(str(error)) from None
 
-    def prefill(self, request: gr.Request) -> list[Any]:
-        """Fills the form from the address: `?run=ID` or `?preset=NAME`; without either nothing is shown yet."""
+    def prefill(self, draft: str, request: gr.Request) -> list[Any]:
+        """Fills the form: `?run=ID` or `?preset=NAME` in the address, whose rows are shown at once; else the draft."""
         query = dict(request.query_params)
         try:
             if run := query.get("run"):
@@ -210,7 +237,9 @@ class _Page:
             if preset := query.get("preset"):
                 return self._filled("", preset, Html(""), starting_values(preset), True)
         except ConfigError as error:
-            gr.Warning("\n".join(html.escape(line) for line in error.mistakes))
+            return ["", gr.skip(), gr.skip(), alert_list(error.mistakes), *[gr.skip()] * len(self.fields)]
+        if kept := read_draft(draft):
+            return self._filled("", kept.preset or "", Html(""), {**starting_values(kept.preset), **kept.values})
         return [gr.skip()] * (4 + len(self.fields))  # what has been typed since the page was drawn stays
 
 

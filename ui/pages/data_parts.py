@@ -125,7 +125,12 @@ def _progress(progress: dict[str, Any]) -> Html:
 
 def _numbers(statistics: dict[str, Any]) -> Html:
     refused = [f"Training would refuse this: {line}" for line in statistics["mistakes"][-3:]]
-    parts = [alert_list(refused, "warning"), key_values(summary_lines(statistics)), histogram(statistics["histogram"])]
+    notes = [f"{text[0].upper()}{text[1:]}" for text in statistics["notes"]]
+    parts = [
+        alert_list([*notes, *refused], "warning"),
+        key_values(summary_lines(statistics)),
+        histogram(statistics["histogram"]),
+    ]
     if statistics["bad_listed"]:
         counts = join(element("li", f"{count:,} {kind}") for kind, count in sorted(statistics["bad_rows"].items()))
         table = data_table(["Where", "Kind", "What"], statistics["bad_listed"], "Bad rows")

@@ -27,8 +27,9 @@ _EVERY = 1.0
 """Seconds between two looks."""
 _BUTTONS = {
     "stop": "Stop and save", "save": "Save now", "stop_without_saving": "Stop without saving", "cancel": "Cancel",
-    "move_up": "Move up", "move_down": "Move down", "resume": "Resume", "export": "Export", "clone": "Clone",
-    "rename": "Rename", "delete": "Delete",
+    "move_up": "Move up", "move_down": "Move down", "resume": "Resume",
+    "resume_changed": "Resume with changes", "export": "Export", "clone": "Clone", "rename": "Rename",
+    "delete": "Delete",
 }  # fmt: skip
 _PANELS = ("stop_without_saving", "rename", "delete", "export")
 """Actions that ask first."""
@@ -145,10 +146,16 @@ class _Page:
         for name, (work, done) in simple.items():
             self.buttons[name].click(self._handler(work, done), None, self.said, api_visibility="private")
 
-        def clone(request: gr.Request) -> str:
-            return "./?" + urlencode({"clone": request.query_params.get("run") or ""})
+        self._lead_to_form("clone", "clone")
+        self._lead_to_form("resume_changed", "resume")
 
-        self.buttons["clone"].click(clone, None, self.address, **_QUIET).then(None, self.address, None, js=_GO)
+    def _lead_to_form(self, name: str, key: str) -> None:
+        """The button opens the Train page with this run in its address."""
+
+        def address(request: gr.Request) -> str:
+            return "./?" + urlencode({key: request.query_params.get("run") or ""})
+
+        self.buttons[name].click(address, None, self.address, **_QUIET).then(None, self.address, None, js=_GO)
 
     def _handler(self, work: Callable[[RunFolder], Any], done: str) -> Callable[[gr.Request], str]:
         def handler(request: gr.Request) -> str:
@@ -253,7 +260,10 @@ class _Page:
                 made.append(actions.export(run, name, merge is True))
 
             said = self._act(work, "", request)
-            return [said or alert_list([f"exported to {made[0]}"], "good"), gr.update(visible=False)]
+            return [
+                said or alert_list([f"exported to {made[0].folder}", made[0].check], "good"),
+                gr.update(visible=False),
+            ]
 
         which.preprocess = lambda value: value
         self._open("export", fill, [question, which])

@@ -25,7 +25,7 @@ from ui.parts import (
 _KINDS = {"failed": "error", "stopped": "warning", "done": "good"}
 _DOING = {
     "data": "waiting for data", "forward": "training", "backward": "training", "all-reduce": "training",
-    "step": "training", "start": "starting",
+    "step": "training", "start": "starting", "export": "writing the model",
 }  # fmt: skip
 
 

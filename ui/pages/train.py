@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,21 +15,24 @@ from app.form import (
     Preview,
     by_field,
     clone,
-    differences,
+    default_gpus,
     load_yaml,
     preview,
     preview_request,
     read_text,
-    starting_values,
 )
-from app.form_choices import GpuChoice, gpu_choices, strategy_choices
-from app.form_fields import FormField
+from app.form_choices import gpu_choices, strategy_choices
+from app.form_draft import read_draft
+from app.form_fields import FormField, text_of
+from app.form_resume import ResumeForm, resume_form, resume_preview
+from app.form_start import NAMING, differences, follow_data, starting_values
 from app.hardware import CPU_PROCESSES
+from app.memory_check import known_verdict, memory_verdict
 from app.training import CheckBroke
-from app.uploads import ENDINGS, take
+from app.uploads import ENDINGS, forget, take_sent
 from trainers.config import ConfigError
 from trainers.options import preset_names, preset_summary
-from trainers.strategies import default_strategy
+from trainers.own_data import DESCRIBING
 from ui.context import Here
 from ui.pages.train_parts import (
     PLACED,
@@ -38,14 +40,17 @@ from ui.pages.train_parts import (
     common_fields,
     component,
     copied_text,
+    draft_js,
     gpu_labels,
     other_fields,
     panel,
+    resume_banner,
     shown_value,
     strategy_labels,
     strategy_note,
+    ticks,
 )
-from ui.parts import element, note, title
+from ui.parts import alert_list, element, note, title
 
 FIRST_PRESET = "tiny-lora"
 _HIDDEN: dict[str, Any] = {"api_visibility": "private"}
@@ -69,17 +74,16 @@ def _heading(words: str) -> None:
     gr.HTML(element("h2", words), apply_default_css=False)
 
 
-def _free(gpus: Sequence[GpuChoice]) -> list[str]:
-    return [str(one.index) for one in gpus if not one.holder]
-
-
 def _refusal(error: Exception) -> gr.Error:
     """The error as the page, or a script, is told."""
     return gr.Error(str(error), print_exception=False)
 
 
+_LAUNCH, _ALL_THE_SAME = "Launch", "Launch all the same"
+"""What the button says; the second asks whether a run that will hardly fit is meant."""
 _DEVICES = 3
 """Where the devices stand among what `prefill` fills."""
+_START_OVER = "() => { tunesmithDraft.clear(); location.assign(location.pathname); }"
 
 
 class _Form:
@@ -105,6 +109,7 @@ class _Form:
     def lay_out(self) -> None:
         """The form, top to bottom."""
         first = {**starting_values(FIRST_PRESET), "runs_dir": str(self.here.runs_dir)}
+        self._lay_out_resume()
         _heading("1. Model")
         with gr.Row(elem_classes=["ts-fields", "ts-wide"]):
             names = [(f"{name}: {preset_summary(name).partition(':')[0]}", name) for name in preset_names()]
@@ -117,6 +122,7 @@ class _Form:
         _heading("2. Data")
         with gr.Row(elem_classes=["ts-fields"]):
             self._show(by_name(PLACED["data"]), first)
+        self.named = [gr.Textbox(first[name], visible=False, label=f"{name} before") for name in NAMING]
         self.upload = gr.UploadButton(
             "Upload training data", file_types=list(ENDINGS), elem_id="upload-data", size="sm", min_width=160
         )
@@ -132,6 +138,16 @@ class _Form:
                 with gr.Accordion(words, open=False), gr.Row(elem_classes=["ts-fields"]):
                     self._show(fields, first)
 
+    def _lay_out_resume(self) -> None:
+        """What is seen only when the form goes on with a run."""
+        self.resumed = gr.Textbox("", visible=False, label="run to go on with")
+        self.draft = gr.Textbox("", visible=False, label="draft of this tab")
+        self.banner = gr.HTML("", visible=False, elem_id="train-resume", apply_default_css=False)
+        self.force = gr.Checkbox(
+            False, label="Go on all the same", visible=False, elem_id="resume-force", elem_classes=["ts-field"],
+            info="As --force: the steps to come will be others than the run would have taken.", interactive=True,
+        )  # fmt: skip
+
     def _lay_out_strategy(self) -> None:
         _heading("4. Strategy and devices")
         with gr.Row(elem_classes=["ts-fields", "ts-wide"]):
@@ -142,7 +158,7 @@ class _Form:
             )  # fmt: skip
             if self.gpus:
                 self.devices: gr.components.Component = gr.CheckboxGroup(
-                    gpu_labels(self.gpus), value=_free(self.gpus), label="GPUs", info="None ticked means all of them.",
+                    gpu_labels(self.gpus), **ticks(default_gpus(FIRST_PRESET, self.gpus)), label="GPUs",
                     elem_id="opt-gpus", elem_classes=["ts-field"], min_width=260,
                 )  # fmt: skip
             else:
@@ -156,8 +172,11 @@ class _Form:
         """What stands beside the form."""
         _heading("Preview")
         self.panel = gr.HTML(note("Looking at the form ..."), elem_id="train-panel", apply_default_css=False)
-        self.launch = gr.Button("Launch", variant="primary", elem_id="launch", interactive=False)
+        with gr.Row():
+            self.launch = gr.Button(_LAUNCH, variant="primary", elem_id="launch", interactive=False, min_width=160)
+            self.start_over = gr.Button("Start over", elem_id="start-over", size="md", min_width=140, scale=0)
         self.started = gr.Textbox("", visible=False, label="started run")
+        self.asked = gr.Textbox("", visible=False, label="asked whether a run that will hardly fit is meant")
         self.command = gr.HTML("", elem_id="train-command", apply_default_css=False)
         with gr.Accordion("Resolved config (YAML)", open=False, elem_id="train-yaml-box"):
             self.yaml = gr.HTML("", elem_id="train-yaml", apply_default_css=False)
@@ -167,22 +186,35 @@ class _Form:
 
     def connect(self) -> None:
         """Every event of the page."""
-        inputs = [self.preset, self.strategy, self.devices, *self.options]
-        shown = [self.panel, self.strategy_note, self.command, self.yaml, self.launch]
-        filled = [self.preset, self.before, self.strategy, self.devices, *self.options]
+        drafted = [self.preset, self.strategy, self.devices, *self.options]
+        inputs = [self.resumed, self.force, *drafted]
+        shown = [self.panel, self.strategy_note, self.command, self.yaml, self.launch, self.asked]
+        filled = [self.preset, self.before, self.strategy, self.devices, *self.options, *self.named]
         look: dict[str, Any] = {"fn": self.refresh, "inputs": inputs, "outputs": shown, **_QUICK}
         changes = [one.change for one in (self.strategy, self.devices, *self.options)]  # `input` misses what is pasted
-        gr.on(changes, **look, trigger_mode="always_last")
-        switch = self.preset.input(self.switch_preset, [self.before, *inputs], filled, **_QUICK)
+        gr.on([*changes, self.force.change], **look, trigger_mode="always_last")
+        naming = [self._component(name).change for name in NAMING]
+        gr.on(
+            naming, self.follow_data, [self.resumed, self.preset, *self.named, *self.options],
+            [*self.named, *map(self._component, DESCRIBING)], **_QUICK, trigger_mode="always_last",
+        )  # fmt: skip
+        keep = draft_js([one.name for one in self.fields], {"runs_dir": str(self.here.runs_dir)})
+        gr.on([*changes, self.preset.change], None, drafted, None, js=keep, **_HIDDEN)
+        self.start_over.click(None, None, None, js=_START_OVER, **_HIDDEN)
+        switch = self.preset.input(self.switch_preset, [self.before, *drafted], filled, **_QUICK)
         switch.then(**look)
         taken = self.upload.upload(self.take_upload, self.upload, self._component("dataset_name"), **_HIDDEN)
         taken.then(**look)
         read = self.load.upload(self.read_yaml, self.load, filled, **_HIDDEN)
         read.then(**look)
-        Context.root_block.load(self.prefill, None, filled, **_QUICK).then(**look)
+        opened = [*filled, self.resumed, self.banner, self.force]
+        read_draft_js = "() => [tunesmithDraft.read()]"
+        loaded = Context.root_block.load(self.prefill, self.draft, opened, js=read_draft_js, **_QUICK)
+        loaded.then(None, drafted, None, js=f"(...all) => {{ tunesmithDraft.ready(); ({keep})(...all); }}", **_HIDDEN)
+        loaded.then(**look)
         launched = self.launch.click(
-            self.start, inputs, [self.panel, self.launch, self.started], trigger_mode="once", concurrency_limit=1,
-            concurrency_id="launch", show_progress="hidden", **_HIDDEN,
+            self.start, [self.asked, *inputs], [self.panel, self.launch, self.started, self.asked], trigger_mode="once",
+            concurrency_limit=1, concurrency_id="launch", show_progress="hidden", **_HIDDEN,
         )  # fmt: skip
         go = "(id) => { if (id) location.assign('run?run=' + encodeURIComponent(id)); }"
         launched.then(None, self.started, None, js=go, **_HIDDEN)
@@ -203,10 +235,12 @@ class _Form:
                 asked = self._asked(request)
                 if asked.job is None:
                     raise ConfigError(asked.mistakes)
+                memory = memory_verdict(asked.job).line  # nobody is there to be asked
                 start(asked.job)
             except (ConfigError, CheckBroke) as error:
                 raise _refusal(error) from None
-            return {"run_dir": str(asked.job.run.path), "id": asked.job.run.id}
+            warnings = [*asked.warnings, *([memory] if memory else [])]
+            return {"run_dir": str(asked.job.run.path), "id": asked.job.run.id, "warnings": warnings}
 
         gr.api(script_preview, api_name="preview")
         gr.api(script_launch, api_name="launch", concurrency_limit=1, concurrency_id="launch")
@@ -220,63 +254,92 @@ class _Form:
     def _values(self, raw: Sequence[Any]) -> dict[str, Any]:
         return {one.name: value for one, value in zip(self.fields, raw, strict=True)}
 
-    def _preview(self, preset: str, strategy: str | None, devices: Any, raw: Sequence[Any]) -> Preview:
-        device = {"gpus" if self.gpus else "num_processes": devices or None}
+    def _preview(
+        self, resumed: str, force: bool, preset: str, strategy: str | None, devices: Any, raw: Sequence[Any]
+    ) -> Preview:
+        asked: dict[str, Any] = {
+            "strategy": strategy or None, "gpus" if self.gpus else "num_processes": devices or None,
+            "roots": self.here.roots, "remote_code": self.here.remote_code,
+        }  # fmt: skip
         try:
+            if resumed:
+                form = resume_form(resumed, self.here.runs_dir)
+                return resume_preview(form, self._values(raw), force=force is True, **asked)
             values = differences(self._values(raw), preset or None)
         except ConfigError as error:
             return Preview(by_field(error.mistakes))
-        return preview(
-            values, preset or None, strategy or None, **device, roots=self.here.roots, remote_code=self.here.remote_code
-        )
+        return preview(values, preset or None, **asked)
 
-    def refresh(self, preset: str, strategy: str | None, devices: Any, *raw: Any) -> list[Any]:
+    def refresh(
+        self, resumed: str, force: bool, preset: str, strategy: str | None, devices: Any, *raw: Any
+    ) -> list[Any]:
         """The preview of the form as it is filled."""
-        shown = self._preview(preset, strategy, devices, raw)
+        shown = self._preview(resumed, force, preset, strategy, devices, raw)
         method = str(self._values(raw)["method"])
         known = strategy_choices(method, shown.job.devices if shown.job else None)
-        count = shown.job.devices.num_processes if shown.job else CPU_PROCESSES
         return [
             panel(shown),
-            strategy_note(known, str(strategy or ""), default_strategy(count)),
+            strategy_note(
+                known,
+                str(strategy or ""),
+                shown.job.strategy.name if shown.job else "",
+                shown.errors.get("strategy", []),
+            ),
             copied_text("Command", shown.command),
             copied_text("Resolved config", shown.yaml, "config.yaml"),
-            gr.Button(interactive=shown.job is not None),
+            gr.Button("Resume" if resumed else _LAUNCH, interactive=shown.job is not None),
+            "",
         ]
 
     def _filled(self, choices: Choices, devices: bool) -> list[Any]:
         """Updates for every component, so that the form shows these choices."""
-        start = {**starting_values(choices.preset), "runs_dir": str(self.here.runs_dir), **choices.values}
+        texts = starting_values(choices.preset, choices.values)
+        start = {**texts, "runs_dir": str(self.here.runs_dir), **choices.values}
         options = [gr.update(value=shown_value(one, start[one.name])) for one in self.fields]
+        options += [start[name] for name in NAMING]
         preset = choices.preset or ""
         if not devices:
             return [preset, preset, gr.skip(), gr.skip(), *options]
-        chosen: Any = [str(index) for index in choices.gpus] if self.gpus else str(choices.num_processes or 1)
-        return [preset, preset, choices.strategy or "", chosen, *options]
+        return [preset, preset, choices.strategy or "", self._devices(choices), *options]
+
+    def _devices(self, choices: Choices) -> Any:
+        """The value of the devices' field; it stays as it is where the choices name none."""
+        if self.gpus:
+            return [str(index) for index in choices.gpus] if choices.gpus else gr.skip()
+        return str(choices.num_processes) if choices.num_processes else gr.skip()
 
     def switch_preset(self, before: str, preset: str, strategy: str, devices: Any, *raw: Any) -> list[Any]:
         """The new preset's values, under those that were changed by hand."""
         try:
             values = differences(self._values(raw), before or None)
-            return self._filled(Choices(preset or None, values), devices=False)
+            updates = self._filled(Choices(preset or None, values), devices=False)
+            if self.gpus:
+                now = gpu_choices()
+                if ticks(default_gpus(before, now))["value"] == devices:  # not changed by hand
+                    updates[_DEVICES] = gr.update(**ticks(default_gpus(preset, now)))
+            return updates
         except ConfigError as error:
             raise _refusal(error) from None
+
+    def follow_data(self, resumed: str, preset: str, *raw: Any) -> list[Any]:
+        """Shows what will be used once the form names other data: what described the preset's goes, or comes back."""
+        before, shown = dict(zip(NAMING, raw, strict=False)), self._values(raw[len(NAMING) :])
+        try:
+            texts = {} if resumed else follow_data(preset or None, before, shown)
+        except ConfigError:  # the preview tells what is wrong
+            return [gr.skip()] * (len(NAMING) + len(DESCRIBING))
+        fresh = {one.name: shown_value(one, texts[one.name]) for one in by_name(DESCRIBING) if one.name in texts}
+        return [
+            *(texts.get(name, text_of(shown[name])) for name in NAMING),
+            *(fresh.get(name, gr.skip()) for name in DESCRIBING),
+        ]
 
     def take_upload(self, path: str) -> str:
         """Puts an uploaded file where data may lie; returns its path."""
         try:
-            return str(take(Path(path), Path(path).name, self.here.uploads))
+            return str(take_sent(Path(path), self.here.uploads))
         except ConfigError as error:
             raise _refusal(error) from None
-        finally:
-            self._forget(Path(path))
-
-    def _forget(self, path: Path) -> None:
-        """Removes what the server stored of an upload, in a folder of its own below the uploads."""
-        if path.parent.parent == self.here.uploads:
-            path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
-                path.parent.rmdir()
 
     def read_yaml(self, path: str) -> list[Any]:
         """Fills the form from a saved config."""
@@ -285,44 +348,71 @@ class _Form:
         except ConfigError as error:
             raise _refusal(error) from None
         finally:
-            self._forget(Path(path))
+            forget(Path(path), self.here.uploads)
 
-    def prefill(self, request: gr.Request) -> list[Any]:
-        """Fills the form from the address: `?clone=RUN` or `?preset=NAME`."""
+    def prefill(self, draft: str, request: gr.Request) -> list[Any]:
+        """Fills the form: `?resume=RUN`, `?clone=RUN` or `?preset=NAME` in the address, else the draft of this tab."""
         query = dict(request.query_params)
+        kept = read_draft(draft)
+        new_run: list[Any] = ["", gr.update(visible=False), gr.update(value=False, visible=False)]
         try:
+            if query.get("resume"):
+                return self._resuming(resume_form(query["resume"], self.here.runs_dir), kept)
+            if kept:
+                return [*self._with_gpus(self._filled(kept, devices=True), kept.preset or ""), *new_run]
             if query.get("clone"):
-                return self._with_gpus(self._filled(clone(query["clone"], self.here.runs_dir), devices=True))
+                found = clone(query["clone"], self.here.runs_dir)
+                return [*self._with_gpus(self._filled(found, devices=True)), *new_run]
             if query.get("preset"):
-                return self._with_gpus(self._filled(Choices(query["preset"]), devices=False))
-        except ConfigError as error:
-            raise _refusal(error) from None
-        return self._with_gpus([gr.skip()] * (4 + len(self.fields)))
+                updates = self._filled(Choices(query["preset"]), devices=False)
+                return [*self._with_gpus(updates, query["preset"]), *new_run]
+        except ConfigError as error:  # the form is as useful as without an address
+            new_run[1] = gr.update(value=alert_list(error.mistakes), visible=True)
+        return [*self._with_gpus([gr.skip()] * (4 + len(self.fields) + len(NAMING))), *new_run]
 
-    def _with_gpus(self, updates: list[Any]) -> list[Any]:
-        """The same, and the GPUs with who holds each now; those that are free are ticked unless a run chose others."""
+    def _resuming(self, form: ResumeForm, kept: Choices | None) -> list[Any]:
+        """The form of a run that goes on; its preset stays what it is."""
+        choices, texts = (kept or form.choices), {**form.texts, **(kept.values if kept else {})}
+        options = [gr.update(value=shown_value(one, texts[one.name])) for one in self.fields]
+        options += [texts[name] for name in NAMING]
+        preset = form.choices.preset or ""
+        locked = gr.update(value=preset, interactive=False)
+        filled = [locked, preset, choices.strategy or "", self._devices(choices), *options]
+        banner = gr.update(value=resume_banner(form), visible=True)
+        return [*self._with_gpus(filled, preset), form.run.id, banner, gr.update(visible=True)]
+
+    def _with_gpus(self, updates: list[Any], preset: str = FIRST_PRESET) -> list[Any]:
+        """The same, and the GPUs with who holds each now; the preset's default is ticked unless a run chose others."""
         if self.gpus:
             now, chosen = gpu_choices(), updates[_DEVICES]
-            ticked = chosen if isinstance(chosen, list) else _free(now)
-            updates[_DEVICES] = gr.update(choices=gpu_labels(now), value=ticked)
+            ticked = {"value": chosen} if isinstance(chosen, list) else ticks(default_gpus(preset, now))
+            updates[_DEVICES] = gr.update(choices=gpu_labels(now), **ticked)
         return updates
 
-    def start(self, preset: str, strategy: str | None, devices: Any, *raw: Any) -> Iterator[list[Any]]:
-        """Starts the run; shows the check's progress, and its mistakes."""
-        shown = self._preview(preset, strategy, devices, raw)
+    def start(
+        self, asked: str, resumed: str, force: bool, preset: str, strategy: str | None, devices: Any, *raw: Any
+    ) -> Iterator[list[Any]]:
+        """Starts the run, or goes on with it, and asks first when it will hardly fit; shows the check's progress."""
+        label = "Resume" if resumed else _LAUNCH
+        shown = self._preview(resumed, force, preset, strategy, devices, raw)
         if shown.job is None:
-            yield [panel(shown), gr.Button(interactive=False), ""]
+            yield [panel(shown), gr.Button(interactive=False), "", asked]
             return
         job = shown.job
+        if known_verdict(job) is None:
+            yield [panel(shown, "Looking at the memory ..."), gr.Button("Looking ...", interactive=False), "", asked]
+        if memory_verdict(job).line and not asked:
+            yield [panel(shown), gr.Button(_ALL_THE_SAME, interactive=True), "", _ALL_THE_SAME]
+            return
         waiting = "Checking data and model; this takes some seconds ..."
-        yield [panel(shown, waiting), gr.Button("Starting ...", interactive=False), ""]
+        yield [panel(shown, waiting), gr.Button("Starting ...", interactive=False), "", asked]
         try:
             start(job)
         except ConfigError as error:
             refused = Preview(by_field(error.mistakes, strategy or ""), shown.warnings)
-            yield [panel(refused), gr.Button("Launch", interactive=True), ""]
+            yield [panel(refused), gr.Button(label, interactive=True), "", ""]
         except CheckBroke as error:
             last = error.output.strip().splitlines()[-1:]
-            yield [panel(Preview({"": [error.cause, *last]})), gr.Button("Launch", interactive=True), ""]
+            yield [panel(Preview({"": [error.cause, *last]})), gr.Button(label, interactive=True), "", ""]
         else:
-            yield [panel(shown, f"Started {job.run.id}; opening its page ..."), gr.Button("Started"), job.run.id]
+            yield [panel(shown, f"Started {job.run.id}; opening its page ..."), gr.Button("Started"), job.run.id, ""]

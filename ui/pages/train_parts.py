@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import gradio as gr
 
-from app.form import Numbers, Preview
+from app.form import DefaultGpus, Numbers, Preview
 from app.form_choices import GpuChoice, StrategyChoice
 from app.form_fields import COMMON, TITLES, FormField, fields
+from app.form_resume import ResumeForm
+from app.memory_check import known_verdict
 from app.request import Job
+from app.run_view import checkpoints
 from app.training import where
-from ui.parts import Html, alert_list, byte_text, element, join, key_values, note, number_text
+from trainers.config import precision_lines
+from ui.parts import Html, alert_list, byte_text, element, join, key_values, note, number_text, run_link
 
 PLACED = {
     "model": ("model_name_or_path",),
@@ -81,6 +85,27 @@ def component(one: FormField, text: str) -> gr.components.Component:
     return gr.Textbox(max_lines=1, placeholder=hint, html_attributes=_PLAIN, **own)
 
 
+def draft_js(names: Sequence[str], left_out: Mapping[str, str]) -> str:
+    """The script that keeps the draft of the Train page whenever a field changes; see `ui/static/draft.js`.
+
+    Args:
+        names: the options, in the order of their components, which follow preset, strategy and devices.
+        left_out: values that are no choice of the user's.
+    """
+    return (
+        "(preset, strategy, devices, ...values) => { "
+        f"tunesmithDraft.keep({{preset, strategy, devices}}, {json.dumps(names)}, values, {json.dumps(left_out)}); }}"
+    )
+
+
+def resume_banner(form: ResumeForm) -> Html:
+    """Says which run the form goes on with, and from which step."""
+    saved = checkpoints(form.run)
+    start = f"from step {saved[0]['step']}" if saved else "from the start, as no checkpoint was saved"
+    words = ["Going on with ", run_link(form.run.id), f" {start}. What is changed here replaces the run's settings."]
+    return element("p", join(words), class_="ts-alert ts-alert-info", role="status")
+
+
 # -- the preview -----------------------------------------------------------------------------------------------------
 
 
@@ -99,12 +124,22 @@ def panel(shown: Preview, waiting: str = "") -> Html:
         count = f"{len(mistakes)} mistakes" if len(mistakes) > 1 else "1 mistake"
         head = [element("p", f"{count} to mend before it can start", class_="ts-verdict ts-verdict-bad")]
     elif shown.job:
-        words = f"Ready to start: {shown.job.strategy.name} on {where(shown.job)}"
-        head = [element("p", words, class_="ts-verdict ts-verdict-good")]
-    parts = [*head, alert_list(mistakes), alert_list(shown.warnings, "warning")]
+        head = [_verdict(shown.job)]
+    parts = [*head, alert_list(mistakes), alert_list(shown.warnings, "warning"), alert_list(shown.notes, "info")]
     if shown.numbers and shown.job:
         parts.append(key_values(numbers(shown.numbers, shown.job)))
     return element("div", join(parts), id="train-preview", data_errors=json.dumps(shown.errors))
+
+
+def _verdict(job: Job) -> Html:
+    """Green only for what is known to fit; a model that was not counted yet is counted at the launch."""
+    what, known = f"{job.strategy.name} on {where(job)}", known_verdict(job)
+    if known is None or known.fits is None:
+        ask = "its memory is looked at when it is launched" if known is None else "its memory cannot be told"
+        return element("p", f"No mistakes: {what}; {ask}", class_="ts-verdict")
+    if known.fits:
+        return element("p", f"Ready to start: {what}", class_="ts-verdict ts-verdict-good")
+    return element("p", known.line, class_="ts-verdict ts-verdict-bad")
 
 
 def _jump(name: str, line: str) -> Html:
@@ -129,6 +164,7 @@ def numbers(derived: Numbers, job: Job) -> list[tuple[str, str]]:
     ]
     if derived.learning_rate != job.config.learning_rate:
         rows.append(("Learning rate", f"{number_text(derived.learning_rate)} after scaling"))
+    rows += [("Precision", line) for line in precision_lines(job.config)]
     return [*rows, ("Evaluation", _evaluation(job)), ("Run folder in", str(job.run.path.parent))]
 
 
@@ -159,22 +195,38 @@ def copied_text(name: str, words: str, file: str | None = None) -> Html:
     return element("div", join([head, box]), class_="ts-box")
 
 
-def strategy_note(choices: Sequence[StrategyChoice], name: str, default: str) -> Html:
-    """The summary of the chosen strategy, and why it cannot run where that is so."""
+def strategy_note(choices: Sequence[StrategyChoice], name: str, default: str, mistakes: Sequence[str] = ()) -> Html:
+    """The summary of the chosen strategy, and why it cannot run where that is so.
+
+    Args:
+        choices: all strategies that ship.
+        name: the chosen one; empty for the default.
+        default: the name of that; empty where there is none yet.
+        mistakes: what stands beside the field of the strategy.
+    """
     chosen = next((one for one in choices if one.name == (name or default)), None)
+    if not (name or default):
+        return note("Chosen when the mistakes are mended.")
     if chosen is None:
         return note("An Accelerate YAML of your own.")
-    able = element("strong", "Cannot run here: ") if chosen.reason else element("strong", "Can run here. ")
-    words = join([able, f"{chosen.reason}. " if chosen.reason else "", chosen.summary])
-    return element("p", words, class_=f"ts-note{' ts-unable' if chosen.reason else ''}")
+    reason = chosen.reason or next((line.removeprefix(f"strategy {chosen.name}: ") for line in mistakes), "")
+    able = element("strong", "Cannot run here: ") if reason else element("strong", "Can run here. ")
+    words = join([able, f"{reason}. " if reason else "", chosen.summary])
+    return element("p", words, class_=f"ts-note{' ts-unable' if reason else ''}")
 
 
 def strategy_labels(choices: Sequence[StrategyChoice]) -> list[tuple[str, str]]:
     """Labels and values for a list of strategies."""
     return [
-        ("default: single for one process, else ddp", ""),
+        ("default: what the preset names, else single or ddp", ""),
         *((f"{one.name}{' (cannot run here)' if one.reason else ''}", one.name) for one in choices),
     ]
+
+
+def ticks(default: DefaultGpus) -> dict[str, Any]:
+    """What the list of GPUs shows as ticked, and why not all are."""
+    why = f" {default.note}." if default.note else ""
+    return {"value": [str(index) for index in default.ids], "info": f"None ticked means all of them.{why}"}
 
 
 def gpu_labels(choices: Sequence[GpuChoice]) -> list[tuple[str, str]]:
@@ -184,5 +236,6 @@ def gpu_labels(choices: Sequence[GpuChoice]) -> list[tuple[str, str]]:
 
 def _gpu_label(one: GpuChoice) -> str:
     free = f"{byte_text(one.free)} free of " if one.free is not None else ""
-    held = f", held by {one.holder}" if one.holder else ", nobody holds it"
+    foreign = ", in use by other programs" if one.foreign else ", nobody holds it"
+    held = f", held by {one.holder}" if one.holder else foreign
     return f"{one.index}: {one.name}, {free}{byte_text(one.memory)}{held}"

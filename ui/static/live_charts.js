@@ -35,6 +35,10 @@ Object.assign(Live, (() => {
     });
   }
 
+  // What is set and not measured is drawn as it is.
+  const EXACT = ["learning_rate"];
+  const isSmoothed = (key, kind, how) => how.smooth > 0 && kind !== "eval" && !EXACT.includes(key);
+
   const COLOURS = { light: ["#0f766e", "#b45309", "#6d28d9", "#be123c", "#1d4ed8", "#4d7c0f", "#a21caf", "#475569"],
     dark: ["#5eead4", "#fbbf24", "#c4b5fd", "#fda4af", "#93c5fd", "#bef264", "#f0abfc", "#cbd5e1"] };
   const isDark = () => document.body.classList.contains("dark");
@@ -154,5 +158,5 @@ Object.assign(Live, (() => {
     return read;
   }
 
-  return { merged, smoothed, Chart, chartTools };
+  return { merged, smoothed, isSmoothed, Chart, chartTools };
 })());

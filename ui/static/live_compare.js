@@ -1,6 +1,6 @@
 // One metric of several runs on one axis.
 Live.compare = (element, server) => {
-  const { make, poll, merged, smoothed, Chart, chartTools } = Live;
+  const { make, poll, merged, smoothed, isSmoothed, Chart, chartTools } = Live;
   const box = element.querySelector(".ts-charts");
   const METRICS = { loss: "loss", eval_loss: "evaluation loss", learning_rate: "learning rate", grad_norm: "gradient norm",
     tokens_per_second: "tokens per second", memory_gib: "memory, GiB", eval_token_accuracy: "evaluation accuracy", mfu: "MFU" };
@@ -17,7 +17,7 @@ Live.compare = (element, server) => {
       const run = kept.get(id), kind = how.metric.startsWith("eval_") ? "eval" : "train";
       const values = run && run[kind][how.metric];
       if (!values) return;
-      const x = run[kind][how.axis], dots = kind === "eval", smooth = how.smooth > 0 && !dots;
+      const x = run[kind][how.axis], dots = kind === "eval", smooth = isSmoothed(how.metric, kind, how);
       if (smooth) lines.push({ label: `${id}, as logged`, x, y: values.mean, colour, faint: true });
       lines.push({ label: id, x, y: smooth ? smoothed(values.mean, how.smooth) : values.mean, colour, dots });
     });

@@ -1,6 +1,6 @@
 // The charts of one run.
 Live.run = (element, server) => {
-  const { make, poll, merged, smoothed, Chart, chartTools } = Live;
+  const { make, poll, merged, smoothed, isSmoothed, Chart, chartTools } = Live;
   const box = element.querySelector(".ts-charts");
   const id = new URLSearchParams(location.search).get("run") || "";
   const read = chartTools(box, null, draw);
@@ -33,7 +33,7 @@ Live.run = (element, server) => {
         const values = kept[kind][key];
         if (!values) return;
         const x = kept[kind][how.axis], dots = kind === "eval";
-        const smooth = how.smooth > 0 && !dots;
+        const smooth = isSmoothed(key, kind, how);
         shown.push({ label: smooth ? `${label}, as logged` : label, x, y: values.mean, low: values.min, high: values.max, colour, faint: smooth, dots });
         if (smooth) shown.push({ label, x, y: smoothed(values.mean, how.smooth), colour });
       });

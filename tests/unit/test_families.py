@@ -1,0 +1,69 @@
+"""The verdict of `--check` is the run's, and its advice holds; all families by `python -m benchmarks.families`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.families import judge
+from tests.families import FAMILIES, Verdict, config_for, disagreement, save_small
+from trainers.config import ConfigError
+from trainers.models import build_model
+from trainers.parallel.mesh import MeshSizes
+from trainers.preflight import check
+
+SAMPLE = ("llama", "gpt2", "bloom", "mamba", "bert", "xmod", "phimoe", "xlstm", "deepseek_v4")
+"""Trained packed; other linear layers; unpacked alone; no attention; refused; failing by itself; a router that is a
+linear layer; failing by itself in what torch does without memory; a linear layer of another product."""
+
+
+def hold(family: str) -> None:
+    found = judge(family)
+    if found["unknown"] is not None:
+        pytest.skip(f"no small {family} model: {found['unknown']}")
+    wrong = [verdict for verdict in found["verdicts"] if verdict["fault"] is not None]
+    assert not wrong, json.dumps(wrong, indent=1)
+    assert len(found["verdicts"]) == 4
+
+
+@pytest.mark.parametrize("family", SAMPLE)
+def test_check_and_run_agree(family: str) -> None:
+    hold(family)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in SAMPLE])
+def test_check_and_run_agree_for_every_family(family: str) -> None:
+    hold(family)
+
+
+def test_a_verdict_that_differs_is_a_fault() -> None:
+    """Control: so is a crash that both of them meet."""
+    for said in (
+        ("ok", "llama is too old; use another"),
+        ("no", "nay"),
+        ("ok", "KeyError: 'x'"),
+        ("KeyError: 'x'",) * 2,
+    ):
+        assert disagreement(Verdict("llama", "full", True, *said))
+    assert disagreement(Verdict("llama", "full", True, "ok", "ok")) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora_target_modules": ["nope"]}, "lora_target_modules=nope fits no module"),
+        ({"lora_target_modules": ["lm_head"], "merge_adapter": True}, "merge_adapter=true with an adapter on tied"),
+    ],
+)
+def test_adapters_that_do_not_fit_are_refused_by_the_check(
+    changes: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    config = config_for(save_small(tmp_path, tie_word_embeddings=True), method="lora", **changes)
+    with pytest.raises(ConfigError, match=message) as early:
+        check(config, MeshSizes(), has_gpu=False)
+    with pytest.raises(ConfigError) as late:
+        build_model(config)
+    assert early.value.mistakes == late.value.mistakes

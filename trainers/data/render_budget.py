@@ -1,0 +1,46 @@
+"""Processor time that a chat template may take for all conversations together. Imports no torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from trainers.config import ConfigError
+from trainers.data.formats import Document
+
+_GRACE_SECONDS = 5.0
+_SECONDS_PER_MESSAGE = 0.05
+_SECONDS_PER_CHARACTER = 1e-6
+
+
+class RenderBudget:
+    """Processor time that rendering may take: far more than a template needs for this many messages and characters."""
+
+    def __init__(self) -> None:
+        self._allowed = _GRACE_SECONDS
+        self._spent = 0.0
+        self._documents = 0
+
+    @contextmanager
+    def charge(self, document: Document) -> Iterator[None]:
+        """Counts the block as the rendering of a document.
+
+        Raises:
+            ConfigError: when the documents so far have taken too long.
+        """
+        began = time.thread_time()
+        try:
+            yield
+        finally:
+            self._spent += time.thread_time() - began
+            self._documents += 1
+            self._refuse_slow(document)
+
+    def _refuse_slow(self, document: Document) -> None:
+        self._allowed += _SECONDS_PER_MESSAGE * len(document.messages) + _SECONDS_PER_CHARACTER * document.size
+        if self._spent > self._allowed:
+            raise ConfigError(
+                f"the chat template takes {self._spent / self._documents:.1f} s for each conversation "
+                f"({self._documents:,} of them rendered); give another with --chat_template FILE"
+            )

@@ -1,0 +1,151 @@
+"""Which characters of a rendered conversation each reply is, as the model generates it. Imports no torch.
+
+From the template's own generation markers, or, without them, by rendering the conversation up to each reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from trainers.data.formats import Message, RowError
+from trainers.data.template_probe import Span, TemplateProbe, Variables
+from trainers.data.training_template import INSTALL, trl_is_installed
+
+WAY_OUT = "give --chat_template FILE with {% generation %} markers, or set assistant_only_loss=false"
+
+
+class ReplySpans:
+    """Finds the replies of one conversation.
+
+    Args:
+        probe: Facts about the template.
+        turn_ends: Texts of the tokens that may end a turn.
+        with_empty_thoughts: Whether an empty thought that the template writes belongs to the reply.
+        variables: What the template gets beside the messages.
+    """
+
+    def __init__(self, probe: TemplateProbe, turn_ends: Sequence[str], with_empty_thoughts: bool, variables: Variables):
+        self._probe, self._turn_ends = probe, tuple(turn_ends)
+        self._with_empty_thoughts, self._variables = with_empty_thoughts, variables
+
+    def marked(self, text: str, spans: list[Span], messages: list[Message]) -> dict[int, list[Span]]:
+        """The markers' spans of each reply by the index of its message, checked to hold the end of it.
+
+        Raises:
+            RowError: when they do not.
+        """
+        replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        spans = _not_empty(spans)
+        joined = _joined(spans)
+        if len(joined) == len(replies):
+            grouped = [[span] for span in joined]
+        else:
+            ends = [*replies[1:], len(messages)]
+            counts = [
+                len(_not_empty(self._probe.render(messages[:end], marked=True, variables=self._variables)[1]))
+                for end in ends[:-1]
+            ]
+            cuts = [0, *counts, len(spans)]
+            grouped = [spans[start:end] for start, end in pairwise(cuts)]
+        for index, parts in zip(replies, grouped, strict=True):
+            content = messages[index]["content"].strip()[-20:]
+            if not parts or content not in "".join(text[start:end] for start, end in parts):
+                raise RowError(
+                    "chat template", "its generation markers do not enclose each reply; repair --chat_template"
+                )
+        return dict(zip(replies, map(_joined, grouped), strict=True))
+
+    def by_turns(self, text: str, messages: list[Message], trained: Sequence[int]) -> dict[int, list[Span]]:
+        """The span of each reply that is trained, end-of-turn token included, by rendering the conversation up to it.
+
+        Raises:
+            RowError: when the template writes a turn differently once others follow.
+        """
+        spans: dict[int, list[Span]] = {}
+        for index in trained:
+            head = self._head(text, messages, index)
+            end = self._turn_end(text, head, messages, index)
+            if not text.startswith(head) or end is None:
+                raise RowError("chat template", self._why_unstable(text, messages, index))
+            spans[index] = [(len(head), end)]
+        return spans
+
+    def _head(self, text: str, messages: list[Message], index: int) -> str:
+        """What stands before a reply, generation prompt included."""
+        if index:
+            return self._probe.render(messages[:index], prompt=True, variables=self._variables)[0]
+        # Before the first message there is only what the template writes by itself, such as a system prompt of its own.
+        prompt = self._probe.generation_prompt
+        at = text.find(prompt) + len(prompt) if prompt in text else -1
+        return text[: text.find(messages[0]["content"].strip(), max(0, at))] if at < 0 or not prompt else text[:at]
+
+    def _why_unstable(self, text: str, messages: list[Message], index: int) -> str:
+        """Why a reply cannot be told from what stands before it."""
+        before = [message for message in messages[:index] if message.get("reasoning_content")]
+        if before:
+            why = " (it leaves the thoughts of earlier replies out)"
+        elif "<think>" in self._probe.generation_prompt and "</think>" not in self._probe.generation_prompt:
+            why = " (its generation prompt opens a thought that it does not write in earlier replies)"
+        else:
+            why = ""
+        trl = "" if trl_is_installed() else f"{INSTALL}, "
+        return f"it writes earlier turns differently later on{why}; {trl}{WAY_OUT}"
+
+    def _turn_end(self, text: str, head: str, messages: list[Message], index: int) -> int | None:
+        """Where the reply ends in the text, or None when it cannot be told."""
+        last = index == len(messages) - 1
+        up_to = text if last else self._probe.render(messages[: index + 1], variables=self._variables)[0]
+        if text.startswith(up_to) and len(up_to) > len(head):
+            trimmed = up_to.rstrip()
+            return len(trimmed) if trimmed.endswith(self._turn_ends) else len(up_to)
+        # A last turn may be written differently from an earlier one (thoughts kept, a closing token): go by the reply.
+        start = len(head) + len(text[len(head) :]) - len(text[len(head) :].lstrip())
+        reply = messages[index]["content"].strip()
+        if not text.startswith(reply, start):
+            return None
+        after = text[start + len(reply) :]
+        gap = len(after) - len(after.lstrip())
+        ends_at = [gap + len(token) for token in self._turn_ends if after.startswith(token, gap)]
+        return start + len(reply) + max(ends_at) if ends_at else None
+
+    def generated(self, text: str, reply: list[Span]) -> list[Span]:
+        """The spans of a reply without an empty thought that the template writes, and with the stop token.
+
+        Raises:
+            RowError: when the reply does not end with a token although replies do under this template.
+        """
+        start, end = reply[0]
+        if not self._with_empty_thoughts:
+            start = self._probe.after_empty_thought(text, start, end)
+        spans = [(start, end), *reply[1:]]
+        last, stop = spans[-1][0], self._probe.through_stop(text, spans[-1][1])
+        if self._probe.knows_stop and not self._probe.stops(text, stop):
+            shown = tail(text[last:stop])
+            raise RowError("chat template", f"it ends a reply without a stop token ({shown}); repair --chat_template")
+        return [*spans[:-1], (last, stop)]
+
+
+def _not_empty(spans: list[Span]) -> list[Span]:
+    return [(start, end) for start, end in spans if end > start]
+
+
+def _joined(spans: list[Span]) -> list[Span]:
+    """Spans of one reply, each one joined to the next where they touch."""
+    joined: list[Span] = []
+    for start, end in spans:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def name_message(messages: Sequence[Message], index: int) -> str:
+    """A message by its number, from 1, and its role."""
+    return f"message {index + 1} ({messages[index]['role']})"
+
+
+def tail(text: str, characters: int = 160) -> str:
+    """The end of a text, with its line ends shown as such."""
+    return repr(text) if len(text) <= characters else "… " + repr(text[-characters:])

@@ -1,0 +1,264 @@
+"""What a chat template does with a conversation, found by rendering short ones. Imports no torch.
+
+A template is a program, so its text tells little. Stand-ins for the contents show what it writes, what it leaves out,
+how it opens and closes a thought, and how it ends a reply.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from trainers.data.formats import Message, RowError
+
+Span = tuple[int, int]
+Variables = Mapping[str, Any]
+Render = Callable[..., tuple[str, list[Span]]]
+"""`render(messages, prompt=False, marked=False, variables=None)`: the text, and what generation markers enclose; raises
+`RowError` when the template refuses the messages."""
+
+_QUESTION, _ANSWER, _THOUGHT, _NEXT = "Qquestionq", "Aanswera", "Tthoughtt", "Nnextn"
+_OPENING = re.compile(r"(<[^<>\s]+>\w*)\s*$")
+_CLOSING = re.compile(r"^\s*(<[^<>\s]+>)")
+_OPEN, _CLOSE = "<think>", "</think>"
+_SWITCHES = re.compile(r"(?<!<)/(?:no_)?think")  # some templates obey these in what they are asked and leave them out
+_MOST_SHAPES = 10_000
+
+
+class TemplateProbe:
+    """Facts about one chat template.
+
+    Args:
+        render: Renders messages with it.
+        source: Its Jinja source.
+        special: Texts of the tokenizer's added tokens.
+        stops: Texts of the tokens at which the model stops generating.
+    """
+
+    def __init__(self, render: Render, source: str, special: Sequence[str], stops: Sequence[str]):
+        self.render, self._source = render, source
+        self._special = sorted((text for text in special if text.strip()), key=len, reverse=True)
+        self._stops = [text for text in stops if text.strip()]
+        self._lost: dict[tuple[Any, ...], list[tuple[int, str]]] = {}
+
+    def _text(self, *messages: Message, prompt: bool = False) -> str:
+        """The rendered text, or "" when the template refuses the messages."""
+        try:
+            return self.render(list(messages), prompt)[0]
+        except RowError:
+            return ""
+
+    @cached_property
+    def generation_prompt(self) -> str:
+        """What the template writes to make the model reply."""
+        question = {"role": "user", "content": _QUESTION}
+        without, text = self._text(question), self._text(question, prompt=True)
+        return text[len(without) :] if text.startswith(without) else ""
+
+    # -- thoughts
+
+    @cached_property
+    def _with_thought(self) -> str:
+        reply = {"role": "assistant", "content": _ANSWER, "reasoning_content": _THOUGHT}
+        return self._text({"role": "user", "content": _QUESTION}, reply)
+
+    @cached_property
+    def writes_thoughts(self) -> bool:
+        """Whether it writes the `reasoning_content` of a reply."""
+        return _THOUGHT in self._with_thought
+
+    @cached_property
+    def thinks_in_content(self) -> bool:
+        """Whether its model writes its thoughts between `<think>` tags, but the template only knows contents."""
+        return not self.writes_thoughts and ("<think>" in self._source or "<think>" in self._special)
+
+    @cached_property
+    def _empty_thought(self) -> re.Pattern[str]:
+        """An empty thought at the start of a reply; its opening tag may be part of the generation prompt."""
+        tags = {("<think>", "</think>")}
+        before, _, after = self._with_thought.partition(_THOUGHT)
+        opening, closing = _OPENING.search(before), _CLOSING.search(after)
+        if opening and closing:
+            tags.add((opening[1], closing[1]))
+        pairs = [f"(?:{re.escape(opening)})?\\s*{re.escape(closing)}" for opening, closing in sorted(tags)]
+        self._opening_tags = tuple(opening for opening, _ in tags)
+        return re.compile(rf"\s*(?:{'|'.join(pairs)})\s*")
+
+    def after_empty_thought(self, text: str, start: int, end: int) -> int:
+        """Where a reply goes on that starts at `start` with an empty thought; `start` when it does not."""
+        match = self._empty_thought.match(text, start, end)
+        if not match:
+            return start
+        opened = match[0].lstrip().startswith(self._opening_tags)
+        return match.end() if opened or text[:start].rstrip().endswith(self._opening_tags) else start
+
+    def place_thought(self, message: Message, thoughts: str) -> Message:
+        """A reply with its thought where the template writes it, once; or without it for `thoughts="drop"`.
+
+        Raises:
+            RowError: when there are two different thoughts.
+        """
+        if message["role"] != "assistant":
+            return message
+        content, thought = message["content"], message.get("reasoning_content", "").strip()
+        if _CLOSE not in content and "reasoning_content" not in message:
+            return message
+        parts = self.thought_in(content)
+        if parts and (self.writes_thoughts or thoughts == "drop" or thought):
+            inside, content = parts[0].strip(), parts[1].lstrip()
+            if thought and inside and thought != inside:
+                raise RowError("two thoughts", "a reply has one in its content and another in its own field; keep one")
+            thought = thought or inside
+        placed = {key: value for key, value in message.items() if key != "reasoning_content"}
+        placed["content"] = content
+        if _CLOSE in content and not parts and not thought and self.writes_thoughts:
+            return {**placed, "reasoning_content": ""}  # else the template looks for one in the content
+        if not thought or thoughts == "drop":
+            return placed
+        if self.thinks_in_content:
+            return {**placed, "content": f"{_OPEN}\n{thought}\n{_CLOSE}\n\n{content}"}
+        return {**placed, "reasoning_content": thought}
+
+    def thought_in(self, content: str) -> tuple[str, str] | None:
+        """The thought that a reply starts with, and the rest of it; None when its tags are what it speaks of.
+
+        The opening tag may be missing, as the generation prompt has written it. Then the thought ends with a closing
+        tag that has a line to itself, or under a template with such a prompt with any that is not quoted.
+        """
+        before, closing, after = content.partition(_CLOSE)
+        if not closing:
+            return None
+        if before.lstrip().startswith(_OPEN):
+            return before.lstrip().removeprefix(_OPEN), after
+        if _OPEN in before:
+            return None
+        own_line = before.rstrip(" \t")[-1:] in ("", "\n") and after.lstrip(" \t\r")[:1] in ("", "\n")
+        prompted = self.generation_prompt.rstrip().endswith(_OPEN) and before[-1:] not in "`'\"("
+        return (before, after) if own_line or prompted else None
+
+    # -- the end of a reply
+
+    @cached_property
+    def _closings(self) -> list[str]:
+        """What it writes from the end of a reply up to its stop token: of a last reply, and of an earlier one."""
+        question, reply = {"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}
+        after = self._text(question, reply).partition(_ANSWER)[2]
+        last = self._up_to_special(after, self._stops) or self._up_to_special(after, self._special)
+        earlier = self._text(question, reply, {"role": "user", "content": _NEXT}).partition(_ANSWER)[2]
+        known = [*self._stops, *([self._special_at_end(last)] if last else [])]
+        return [closing for closing in (last, self._up_to_special(earlier.partition(_NEXT)[0], known)) if closing]
+
+    def _up_to_special(self, text: str, tokens: Sequence[str]) -> str:
+        ends = [(text.find(token), -len(token), token) for token in tokens if token in text]
+        if not ends:
+            return ""
+        at, _, token = min(ends)
+        return text[: at + len(token)]
+
+    def _special_at_end(self, text: str) -> str:
+        return next((token for token in self._special if text.rstrip().endswith(token)), "")
+
+    @cached_property
+    def stop_tokens(self) -> list[str]:
+        """Tokens that end a reply: first the one after a last reply, then those of the model's configuration."""
+        return list(dict.fromkeys([*map(self._special_at_end, self._closings), *self._stops]))
+
+    @cached_property
+    def _stop(self) -> re.Pattern[str]:
+        closings = {closing.strip() for closing in self._closings} | set(self.stop_tokens)
+        texts = sorted(filter(None, closings), key=len, reverse=True)
+        return re.compile(rf"\s*(?:{'|'.join(map(re.escape, texts))})" if texts else r"(?!)")
+
+    def through_stop(self, text: str, end: int) -> int:
+        """The end of a reply with its stop token taken in, where that follows and was left out."""
+        before = text[max(0, end - 200) : end].rstrip()
+        if before.endswith(tuple(self.stop_tokens)):
+            return end
+        match = self._stop.match(text, end)
+        return match.end() if match else end
+
+    def stops(self, text: str, end: int) -> bool:
+        """Whether the text up to `end` closes with a token, so that a generation can end there."""
+        return text[max(0, end - 200) : end].rstrip().endswith((*self._special, *self.stop_tokens))
+
+    @property
+    def knows_stop(self) -> bool:
+        """Whether it ends a last reply with a token."""
+        return bool(self._closings)
+
+    # -- what it leaves out
+
+    def left_out(self, messages: Sequence[Message], variables: Variables) -> list[tuple[int, str]]:
+        """Messages of which it writes nothing, by index, and what: `content`, `thought` or `tool call`.
+
+        Asked with stand-ins, so that a short content is not found by chance elsewhere; once per shape of conversation.
+        """
+        values = (name if name == "tools" else f"{name}={value!r}" for name, value in variables.items())
+        shape = (*(_shape(message) for message in messages), *sorted(values))
+        if shape not in self._lost:
+            if len(self._lost) >= _MOST_SHAPES:
+                self._lost.clear()
+            self._lost[shape] = self._ask(messages, variables)
+        return self._lost[shape]
+
+    def _ask(self, messages: Sequence[Message], variables: Variables) -> list[tuple[int, str]]:
+        pairs = [_stand_in(message, index) for index, message in enumerate(messages)]
+        try:
+            text = self.render([message for message, _ in pairs], variables=variables)[0]
+        except RowError:
+            return []  # the row itself was rendered; its contents will be looked for
+        return [(index, what) for index, (_, words) in enumerate(pairs) for what, word in words if word not in text]
+
+
+def _shape(message: Message) -> tuple[Any, ...]:
+    plain = (message["role"], bool(message["content"].strip()))
+    return plain if len(message) == 2 else (*plain, len(message.get("tool_calls") or ()), *sorted(message))
+
+
+def _stand_in(message: Message, index: int) -> tuple[Message, list[tuple[str, str]]]:
+    """The message with words that stand nowhere else, and those words."""
+    copy: dict[str, Any] = dict(message)
+    words = []
+    if message["content"].strip():
+        copy["content"] = f"Cc{index}c"
+        words.append(("content", copy["content"]))
+    if message.get("reasoning_content"):
+        copy["reasoning_content"] = f"Tt{index}t"
+        words.append(("thought", copy["reasoning_content"]))
+    calls: Any = message.get("tool_calls") or []
+    if calls:
+        copy["tool_calls"] = [_call_in(call, f"{index}n{number}") for number, call in enumerate(calls)]
+        words += [("tool call", f"Kk{index}n{number}k") for number in range(len(calls))]
+    return copy, words
+
+
+def _call_in(call: Any, mark: str) -> Any:
+    function = call.get("function", call) if isinstance(call, dict) else {}
+    arguments: Any = {"argument": f"Vv{mark}v"}
+    if isinstance(function.get("arguments"), str):
+        arguments = json.dumps(arguments)
+    stand_in = {**function, "name": f"Kk{mark}k", "arguments": arguments}
+    return {**call, "function": stand_in} if "function" in call else stand_in
+
+
+def missing(messages: Sequence[Message], trained: Collection[int], text: str) -> list[int]:
+    """Messages whose content does not stand in the text, as it is or escaped as JSON; by index.
+
+    A thought in the content of a reply that is not trained may be left out.
+    """
+    return [index for index, message in enumerate(messages) if not _stands(message, index in trained, text)]
+
+
+def _stands(message: Message, is_trained: bool, text: str) -> bool:
+    content: str = message["content"]
+    if message["role"] == "assistant" and not is_trained:
+        content = content.rpartition("</think>")[2]
+    content = content.strip()
+    if content in text:
+        return True
+    if message["role"] != "assistant" and _SWITCHES.sub("", content).strip() in text:
+        return True
+    return any(json.dumps(content, ensure_ascii=ascii_only)[1:-1] in text for ascii_only in (False, True))

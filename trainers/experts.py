@@ -1,0 +1,61 @@
+"""Mixtures of experts: which modules route, and what adapters are on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from torch import nn
+
+_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
+_ROUTING = {"gate", "router", "shared_expert_gate"}
+
+
+def has_experts(text_config: Any) -> bool:
+    """Whether a model is a mixture of experts.
+
+    Args:
+        text_config: the transformers config of the language model.
+    """
+    counts = (getattr(text_config, name, None) for name in _EXPERT_COUNTS)
+    return any(isinstance(count, int) and count > 1 for count in counts)
+
+
+def router_names(base: Any) -> list[str]:
+    """Full names of the modules that choose or weigh experts; an adapter there would move tokens between experts."""
+    if not has_experts(base.config.get_text_config()):
+        return []
+    return [name for name, _ in base.named_modules() if _ROUTING & set(name.split("."))]
+
+
+def adapter_lines(model: Any) -> list[str]:
+    """What got adapters and which large weights got none, for the log; nothing for a model without adapters.
+
+    Args:
+        model: transformers' or peft's.
+    """
+    targeted = getattr(model, "targeted_module_names", None)
+    if not targeted:
+        return []
+    base = model.get_base_model()
+    counts = Counter(name.rpartition(".")[2] for name in targeted)
+    lines = ["adapters on: " + ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))]
+    if not has_experts(base.config.get_text_config()):
+        return lines
+    routers = [name for name in router_names(base) if not _children(base, name) and "lora_" not in name]
+    fused = Counter(
+        name.rpartition(".")[2] for name, weight in base.named_parameters() if weight.ndim == 3 and "lora_" not in name
+    )
+    bare = [name for name in routers if not any(name == one or name.startswith(f"{one}.") for one in targeted)]
+    if bare:
+        lines.append(f"no adapters on: the {len(bare)} routers and gates of the experts, unless they are named")
+    if fused:
+        weights = ", ".join(f"{name} {count}" for name, count in sorted(fused.items()))
+        lines.append(
+            f"no adapters on: the experts' own weights ({weights}), each layer's in one; method=full trains them"
+        )
+    return lines
+
+
+def _children(base: nn.Module, name: str) -> bool:
+    return any(True for _ in base.get_submodule(name).children())

@@ -1,0 +1,51 @@
+"""Which of a preset's options describe its data, and go when a run brings data of its own. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_EVALUATION = ("eval_dataset_name", "eval_split", "max_eval_samples")
+_DATA = ("dataset_config_name", "dataset_split", "dataset_format", "columns", "sample_by", "max_train_samples",
+         "eval_share", *_EVALUATION)  # fmt: skip
+_WHEN = ("eval_steps", "eval_on_start")
+"""When to evaluate, which means nothing once the evaluation data has gone."""
+DESCRIBING = (*_DATA, *_WHEN)
+"""All that may go."""
+
+
+def without_preset_data(
+    preset: Mapping[str, Any], chosen: Mapping[str, Any], name: str
+) -> tuple[dict[str, Any], list[str]]:
+    """A preset's values without those that describe data that the run does not use.
+
+    Args:
+        preset: its values.
+        chosen: what the user gave, which stands above them.
+        name: of the preset.
+
+    Returns:
+        The values that stay, and a line that says which went; no line when none did.
+    """
+    own = [key for key in ("dataset_name", "eval_dataset_name") if _replaced(preset, chosen, key)]
+    if not own:
+        return dict(preset), []
+    described = _DATA if "dataset_name" in own else _EVALUATION
+    gone = [key for key in described if key in preset and key not in chosen]
+    left = {key: value for key, value in preset.items() if key not in gone}
+    evaluates = any(_set({**left, **chosen}, key) for key in ("eval_dataset_name", "eval_share"))
+    if not evaluates:
+        gone += [key for key in _WHEN if key in left and key not in chosen]
+        left = {key: value for key, value in left.items() if key not in gone}
+    if not gone or (own == ["eval_dataset_name"] and not evaluates):  # the user wants no evaluation
+        return left, []
+    way = "; --eval_share 0.05 holds rows out for evaluation" if "eval_dataset_name" in gone and not evaluates else ""
+    return left, [f"{own[0]}={chosen[own[0]]} in place of preset {name}'s: its {', '.join(gone)} left out{way}"]
+
+
+def _replaced(preset: Mapping[str, Any], chosen: Mapping[str, Any], key: str) -> bool:
+    return key in preset and key in chosen and str(chosen[key]) != str(preset[key])
+
+
+def _set(values: Mapping[str, Any], key: str) -> bool:
+    return str(values.get(key, "none")).lower() not in ("", "none", "null", "0", "0.0")

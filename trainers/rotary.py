@@ -1,0 +1,78 @@
+"""Rotary frequencies that depend on the length (longrope, dynamic NTK), chosen by each document's own.
+
+transformers chooses them by the longest position in the micro-batch, and the dynamic ones by the longest seen so far:
+what stands beside a document would change it.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+
+def choose_by_document(model: nn.Module) -> None:
+    """Lets the rotary embeddings of a model, where they depend on the length, look at one document at a time."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+        if any(isinstance(kind, str) and _depends_on_length(kind) for kind in kinds):
+            module.forward = MethodType(_forward, module)
+
+
+def _depends_on_length(kind: str) -> bool:
+    return kind == "longrope" or "dynamic" in kind  # as transformers' `dynamic_rope_update` tells them apart
+
+
+@torch.no_grad()
+def _forward(
+    self: Any, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
+) -> tuple[torch.Tensor, ...]:
+    """The module's own forward pass, once for each set of frequencies that the documents need.
+
+    Args:
+        x: decides dtype and device.
+        position_ids: `[batch, sequence]`, restarting at 0 in each document.
+        layer_type: of models whose frequencies differ from layer to layer.
+    """
+    more = () if layer_type is None else (layer_type,)
+    kind = self.rope_type if layer_type is None else self.rope_type[layer_type]
+    if not _depends_on_length(kind):
+        return type(self).forward(self, x, position_ids, *more)
+    if position_ids.ndim != 2:
+        raise ValueError(f"its {kind} rotary embedding takes positions of {position_ids.ndim} dimensions")
+    lengths = document_lengths(position_ids)
+    if kind == "longrope":
+        rope = self.config.rope_parameters
+        rope = rope if layer_type is None else rope[layer_type]
+        groups = (lengths > rope["original_max_position_embeddings"]).long()
+    else:
+        groups = lengths.where(lengths > self.original_max_seq_len, 0)
+    found: Any = None
+    for group in groups.unique().tolist():
+        inside = groups == group
+        if kind != "longrope":
+            type(self).forward(self, x, position_ids.new_zeros(1, 1), *more)  # forget the lengths seen before
+        rotation = type(self).forward(self, x, position_ids.where(inside, 0), *more)
+        found = rotation if found is None else _merge(inside, rotation, found)
+    return found
+
+
+def _merge(inside: torch.Tensor, new: Any, old: Any) -> Any:
+    """Leaves of `[batch, sequence, ...]`: the new ones inside, the old ones elsewhere."""
+
+    def choose(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return torch.where(inside.reshape(inside.shape + (1,) * (one.ndim - 2)), one, other)
+
+    return tree_map(choose, new, old)
+
+
+def document_lengths(position_ids: torch.Tensor) -> torch.Tensor:
+    """`[batch, sequence]`, for each token the length of its document, whose positions restart at 0."""
+    documents = (position_ids == 0).cumsum(1)  # from 1; 0 is for what goes on from before, as in generation
+    room = position_ids.new_zeros(position_ids.shape[0], position_ids.shape[1] + 1)
+    longest = room.scatter_reduce(1, documents, position_ids, "amax")
+    return longest.gather(1, documents) + 1
