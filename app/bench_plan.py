@@ -12,7 +12,8 @@ from typing import Any
 
 from app.prove_plan import SHORT_RUN
 from app.request import Job, Mistakes, Words, for_verb, told, train_job
-from trainers.config import MACHINE_OPTIONS, ConfigError, TrainConfig, build
+from trainers.clashes import build
+from trainers.config import MACHINE_OPTIONS, ConfigError, TrainConfig
 from trainers.options import Request, parse_request
 from trainers.strategies import refusal
 

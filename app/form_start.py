@@ -7,7 +7,8 @@ from functools import lru_cache
 from typing import Any
 
 from app.form_fields import as_texts, fields, text_of
-from trainers.config import EMBEDDED, TrainConfig, build
+from trainers.clashes import build
+from trainers.config import EMBEDDED, TrainConfig
 from trainers.options import preset_path, read_yaml
 from trainers.own_data import without_preset_data
 

@@ -17,13 +17,12 @@ from app.device_fit import fit_devices
 from app.hardware import Devices
 from app.machines import as_words, choose_machines, devices_here, folder_mistakes
 from app.runs import gpu_ids, true_state, world_size
-from trainers.clashes import ignored_choices
+from trainers.clashes import build, ignored_choices
 from trainers.config import (
     LAUNCH_OPTIONS,
     ConfigError,
     TrainConfig,
     absolute_paths,
-    build,
     unknown_option,
 )  # fmt: skip
 from trainers.differences import changes_since_save

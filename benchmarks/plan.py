@@ -21,7 +21,7 @@ from app.planner import GIB, Hardware, Row, candidate, plan_row
 from benchmarks.parallelism import head, line
 from benchmarks.shapes import NAMES, model_folder
 from tests.launching import ROOT, launch_well
-from trainers.config import build
+from trainers.clashes import build
 from trainers.strategies import load_strategy
 
 STRATEGIES = ("single", "ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3", "tp", "cp", "sp", "pp", "pp_interleaved")

@@ -22,7 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.steps import Steps
-from trainers.config import ConfigError, TrainConfig, build
+from trainers.clashes import build
+from trainers.config import ConfigError, TrainConfig
 from trainers.embedded import BASE_DIR
 from trainers.parallel.mesh import MeshSizes
 from trainers.preflight import check

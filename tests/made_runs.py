@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from trainers.config import build
+from trainers.clashes import build
 from trainers.options import dump_yaml
 from trainers.run_folder import RunFolder, write_json
 from trainers.strategies import load_strategy, resolve

@@ -1,10 +1,54 @@
-"""Options that cannot stand together, and those that make each other idle. Imports no torch."""
+"""Builds a validated `TrainConfig`: each option by itself, then those that cannot stand together. Imports no torch."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from trainers.config import COLUMN_ROLES, EMBEDDED, TRACKERS, TrainConfig, unknown_option
+from pydantic import ValidationError
+
+from trainers.config import COLUMN_ROLES, EMBEDDED, TRACKERS, ConfigError, TrainConfig, unknown_option
+
+
+def build(values: dict[str, Any]) -> TrainConfig:
+    """A validated config from plain values.
+
+    Raises:
+        ConfigError: with every mistake at once, a line each.
+    """
+    try:
+        config = TrainConfig.model_validate(values)
+        mistakes = []
+    except ValidationError as error:
+        mistakes = [_explain(dict(detail)) for detail in error.errors()]
+        bad = {str(detail["loc"][0]) for detail in error.errors()}
+        required = {name: "x" for name, field in TrainConfig.model_fields.items() if field.is_required()}
+        good = {name: value for name, value in values.items() if name not in bad}
+        config = TrainConfig.model_validate({**required, **good})
+    mistakes += clashes(config)
+    if mistakes:
+        raise ConfigError(mistakes)
+    return config
+
+
+def _explain(detail: dict[str, Any]) -> str:
+    """One line for one pydantic error: what, the value, the way out."""
+    name, value, context = str(detail["loc"][0]), detail["input"], detail.get("ctx", {})
+    shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
+    if detail["type"] == "extra_forbidden":
+        return unknown_option(name)
+    if detail["type"] == "missing":
+        return f"{name} is missing; give --{name} or pick a preset (`tunesmith presets`)"
+    if detail["type"] == "literal_error":
+        return f"{name}={shown} is not one of its values; use {context['expected']}"
+    field = TrainConfig.model_fields.get(name)
+    extra: Any = field.json_schema_extra if field else {}
+    unit = f" ({extra['unit']})" if extra.get("unit") else ""
+    return f"{name}={shown} is refused: {detail['msg'][0].lower()}{detail['msg'][1:]}{unit}; {_default_hint(name)}"
+
+
+def _default_hint(name: str) -> str:
+    field = TrainConfig.model_fields[name]
+    return f"its default is {field.get_default()!r}" if not field.is_required() else "it must be given"
 
 
 def clashes(config: TrainConfig) -> list[str]:

@@ -13,7 +13,7 @@ from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 EMBEDDED = "embedded"
 FIXED_DATE = "2024-07-26"
@@ -77,7 +77,7 @@ class TrainConfig(BaseModel):
     """A complete description of one fine-tuning run, apart from its strategy (the Accelerate file says that).
 
     Raises:
-        pydantic.ValidationError: on unknown keys or values; `build` turns it into a `ConfigError`.
+        pydantic.ValidationError: on unknown keys or values; `trainers.clashes.build` turns it into a `ConfigError`.
     """
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
@@ -366,50 +366,6 @@ def sections() -> dict[str, dict[str, Any]]:
         extra: Any = field.json_schema_extra
         grouped.setdefault(extra["section"], {})[name] = field
     return grouped
-
-
-def build(values: dict[str, Any]) -> TrainConfig:
-    """A validated config from plain values.
-
-    Raises:
-        ConfigError: with every mistake at once, a line each.
-    """
-    try:
-        config = TrainConfig.model_validate(values)
-        mistakes = []
-    except ValidationError as error:
-        mistakes = [_explain(dict(detail)) for detail in error.errors()]
-        bad = {str(detail["loc"][0]) for detail in error.errors()}
-        required = {name: "x" for name, field in TrainConfig.model_fields.items() if field.is_required()}
-        good = {name: value for name, value in values.items() if name not in bad}
-        config = TrainConfig.model_validate({**required, **good})
-    from trainers.clashes import clashes  # it knows the options, which are here
-
-    mistakes += clashes(config)
-    if mistakes:
-        raise ConfigError(mistakes)
-    return config
-
-
-def _explain(detail: dict[str, Any]) -> str:
-    """One line for one pydantic error: what, the value, the way out."""
-    name, value, context = str(detail["loc"][0]), detail["input"], detail.get("ctx", {})
-    shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
-    if detail["type"] == "extra_forbidden":
-        return unknown_option(name)
-    if detail["type"] == "missing":
-        return f"{name} is missing; give --{name} or pick a preset (`tunesmith presets`)"
-    if detail["type"] == "literal_error":
-        return f"{name}={shown} is not one of its values; use {context['expected']}"
-    field = TrainConfig.model_fields.get(name)
-    extra: Any = field.json_schema_extra if field else {}
-    unit = f" ({extra['unit']})" if extra.get("unit") else ""
-    return f"{name}={shown} is refused: {detail['msg'][0].lower()}{detail['msg'][1:]}{unit}; {_default_hint(name)}"
-
-
-def _default_hint(name: str) -> str:
-    field = TrainConfig.model_fields[name]
-    return f"its default is {field.get_default()!r}" if not field.is_required() else "it must be given"
 
 
 def unknown_option(name: str, known: list[str] | None = None) -> str:

@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 
 import yaml
 
-from trainers.config import ConfigError, TrainConfig, build, unknown_option
+from trainers.clashes import build
+from trainers.config import ConfigError, TrainConfig, unknown_option
 from trainers.own_data import without_preset_data
 
 PRESETS_DIR = Path(__file__).parent / "presets"

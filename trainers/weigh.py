@@ -28,7 +28,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from trainers.attention import KERNELS
-from trainers.config import ConfigError, TrainConfig, build
+from trainers.clashes import build
+from trainers.config import ConfigError, TrainConfig
 from trainers.gpus import gpu_count
 from trainers.models import (
     add_adapters,

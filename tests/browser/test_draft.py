@@ -9,7 +9,7 @@ from playwright.sync_api import Page, expect
 
 from tests.browser.conftest import PATIENCE, Served, Tabs, axe, screenshot, wait_for
 from tests.made_runs import made_run
-from trainers.config import build
+from trainers.clashes import build
 from trainers.differences import plain, versions
 from trainers.manifest import FORMAT, seal
 from trainers.options import parse_yaml

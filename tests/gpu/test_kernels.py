@@ -10,7 +10,7 @@ import torch
 
 from trainers import attention
 from trainers.attention import avoid_cudnn, use_documents
-from trainers.config import build
+from trainers.clashes import build
 from trainers.data.layout import DocumentLayout
 from trainers.kernel_choice import choose, trial
 

@@ -13,7 +13,8 @@ import pytest
 
 from tests.launching import Finished, launch_well
 from tests.parity.plain import Curve
-from trainers.config import TrainConfig, build
+from trainers.clashes import build
+from trainers.config import TrainConfig
 
 STEPS = 20
 long = pytest.mark.long

@@ -28,7 +28,7 @@ from tests.rounding import ORDERS, STEADY, bound, relative, reordered
 from tests.unit.test_sft_loss import HostSyncs
 from trainers.attention import KERNELS, use_documents
 from trainers.checkpoint import Checkpoints
-from trainers.config import build
+from trainers.clashes import build
 from trainers.data.layout import DocumentLayout
 from trainers.differences import plain
 from trainers.manifest import Origin, Progress

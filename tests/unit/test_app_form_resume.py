@@ -11,7 +11,8 @@ import pytest
 from app.form_resume import ResumeForm, resume_form, resume_preview
 from app.request import resume_job, sort_words
 from tests.made_runs import made_run
-from trainers.config import ConfigError, build
+from trainers.clashes import build
+from trainers.config import ConfigError
 from trainers.differences import plain, versions
 from trainers.manifest import FORMAT, seal
 from trainers.options import parse_yaml

@@ -14,7 +14,8 @@ from app.form import preview
 from app.roots import INPUTS, OUTPUTS, check_paths, path_mistakes, strategy_mistake
 from app.uploads import ENDINGS, safe_name, take
 from trainers.accelerate_keys import Key
-from trainers.config import ConfigError, build
+from trainers.clashes import build
+from trainers.config import ConfigError
 from trainers.data.files import KINDS
 from trainers.deepspeed_json import JSON, PATH
 

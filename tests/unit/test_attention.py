@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from tests.rounding import bound, relative, reordered
 from trainers import attention, kernel_choice
-from trainers.clashes import ignored_choices
-from trainers.config import ConfigError, build
+from trainers.clashes import build, ignored_choices
+from trainers.config import ConfigError
 from trainers.data.layout import DocumentLayout
 from trainers.kernel_choice import choose
 

@@ -34,7 +34,8 @@ from app.hardware import Gpu
 from app.request import Job, sort_words
 from app.supervisor import STOP_NOTES, Listener
 from app.training import CheckBroke
-from trainers.config import ConfigError, TrainConfig, build
+from trainers.clashes import build
+from trainers.config import ConfigError, TrainConfig
 from trainers.run_folder import RunFolder, register, registered_runs
 
 pytestmark = pytest.mark.usefixtures("elsewhere")

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.launching import ROOT, environment
 from trainers import build
 from trainers.attention import KERNELS
-from trainers.config import build as build_config
+from trainers.clashes import build as build_config
 from trainers.objectives.sft import SupervisedLoss
 from trainers.parallel.mesh import MeshSizes
 from trainers.small_model import small_config

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from trainers.checkpoint import Checkpoints, base_digest, kept_buffers, load_weights
-from trainers.config import build
+from trainers.clashes import build
 from trainers.differences import plain
 from trainers.errors import TrainingError
 from trainers.manifest import Origin, Progress, read_manifest, verify

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.reference import options_table
-from trainers.clashes import ignored_choices
-from trainers.config import ConfigError, TrainConfig, build, sections
+from trainers.clashes import build, ignored_choices
+from trainers.config import ConfigError, TrainConfig, sections
 from trainers.options import Request, dump_yaml, parse_request, preset_names, preset_path, preset_summary, read_yaml
 
 BASE = {"model_name_or_path": "embedded", "dataset_name": "embedded"}

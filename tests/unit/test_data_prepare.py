@@ -105,7 +105,7 @@ def test_data_that_moved_is_found_and_named_as_it_is_now(tmp_path, monkeypatch):
 def test_processes_that_come_at_once_do_the_work_once(tmp_path, data):
     config = configure(tmp_path, data)
     code = (
-        "import json, sys\nfrom trainers.config import build\nfrom trainers.data import prepare as module\n"
+        "import json, sys\nfrom trainers.clashes import build\nfrom trainers.data import prepare as module\n"
         "original = module._build\n"
         "def counted(*arguments):\n    print('built')\n    return original(*arguments)\n"
         "module._build = counted\n"
@@ -189,7 +189,7 @@ def test_mistakes_and_deaths_of_processes_are_told(tmp_path, data, monkeypatch):
 def test_memory_stays_flat(tmp_path):
     """Four times the rows: the peaks of both processes grow by less than half of what was added."""
     code = (
-        "import json, sys, resource\nfrom trainers.config import build\nfrom trainers.data import prepare as module\n"
+        "import json, sys, resource\nfrom trainers.clashes import build\nfrom trainers.data import prepare as module\n"
         "module.SHARD_BYTES = 1 << 18\n"
         "for config in sys.argv[1:]:\n"
         "    tokens = module.prepare(build(json.loads(config)), 'train')\n"
@@ -467,7 +467,7 @@ def test_a_chat_template_file_replaces_the_tokenizers(tmp_path, data):
 def test_no_worker_outlives_its_caller(tmp_path):
     """A worker whose parent is killed ends by itself: its standard input closes."""
     code = (
-        "import os, sys, json\nfrom pathlib import Path\nfrom trainers.config import build\n"
+        "import os, sys, json\nfrom pathlib import Path\nfrom trainers.clashes import build\n"
         "from trainers.data.template import Encoder\nfrom trainers.data.tokenizer import load_tokenizer\n"
         "from trainers.data.tokenise import Options, Selection\nfrom trainers.data.workers import Pool\n"
         "config = build(json.loads(sys.argv[1]))\n"

@@ -27,7 +27,8 @@ from app.data_view import (
 )
 from app.form import preview as form_preview
 from app.worker import Worker
-from trainers.config import ConfigError, TrainConfig, build
+from trainers.clashes import build
+from trainers.config import ConfigError, TrainConfig
 from trainers.data import preview
 from trainers.data.batches import TrainPlan
 from trainers.data.prepare import prepare

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainers.config import TrainConfig, build
+from trainers.clashes import build
+from trainers.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 MARKED = (
@@ -94,7 +95,7 @@ def test_a_cache_hit_imports_neither(tmp_path):
 
     made = prepare(config, "train")
     code = (
-        "import json, sys\nfrom trainers.config import build\nfrom trainers.data.prepare import prepare\n"
+        "import json, sys\nfrom trainers.clashes import build\nfrom trainers.data.prepare import prepare\n"
         "found = prepare(build(json.loads(sys.argv[1])), 'train')\n"
         "print(found.fingerprint, len(found), 'torch' in sys.modules, 'transformers' in sys.modules)"
     )

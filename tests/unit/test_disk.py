@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from trainers import disk
-from trainers.config import ConfigError, TrainConfig, build
+from trainers.clashes import build
+from trainers.config import ConfigError, TrainConfig
 from trainers.disk import Tensor, bytes_needed, check_room, local_tensors, tensors_of
 from trainers.headers import cached_folder, hub_headers
 from trainers.models import build_model

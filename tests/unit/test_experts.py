@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainers.config import TrainConfig, build
+from trainers.clashes import build
+from trainers.config import TrainConfig
 from trainers.experts import adapter_lines, router_names
 from trainers.models import add_adapters
 

@@ -21,7 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from tests.made_runs import made_run
 from trainers import export, export_check, heartbeat
-from trainers.config import TrainConfig, build
+from trainers.clashes import build
+from trainers.config import TrainConfig
 from trainers.data.prepare import prepare
 from trainers.embedded import BASE_DIR
 from trainers.errors import TrainingError

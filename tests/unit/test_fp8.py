@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from trainers.config import ConfigError, TrainConfig, build
+from trainers.clashes import build
+from trainers.config import ConfigError, TrainConfig
 from trainers.fp8 import fitting_layers
 from trainers.models import build_model
 from trainers.preflight import machine_mistakes

@@ -12,7 +12,8 @@ import pytest
 from app.cli import run_verb
 from app.request import sort_words, train_job
 from tests.made_runs import add_checkpoint, made_run
-from trainers.config import ConfigError, build
+from trainers.clashes import build
+from trainers.config import ConfigError
 from trainers.json_file import load_json
 from trainers.manifest import read_manifest
 from trainers.preflight import check_model

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig
 
 from trainers import log_tee, metrics
-from trainers.config import build
+from trainers.clashes import build
 from trainers.log_tee import log_line, secrets_in
 from trainers.metrics import MetricsFile, RecentPace, Window, attention_width, peak_flops, step_flops
 from trainers.models import matmul_parameters

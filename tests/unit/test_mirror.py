@@ -13,7 +13,8 @@ from app.roots import path_mistakes
 from tests.detached import until
 from tests.unit.test_checkpoint import checkpoints, saved
 from trainers.build import resume_folder
-from trainers.config import ConfigError, build
+from trainers.clashes import build
+from trainers.config import ConfigError
 from trainers.errors import TrainingError
 from trainers.manifest import verify
 from trainers.mirror import Mirror, split_step

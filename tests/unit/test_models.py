@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.rounding import bound, relative, reordered
 from trainers.attention import KERNELS, use_documents
-from trainers.clashes import ignored_choices
-from trainers.config import ConfigError, TrainConfig, build
+from trainers.clashes import build, ignored_choices
+from trainers.config import ConfigError, TrainConfig
 from trainers.data.layout import DocumentLayout
 from trainers.embedded import BASE_DIR
 from trainers.model_probe import check_model_computes

@@ -10,8 +10,8 @@ from torch import nn
 
 from tests.parity.runs import config
 from tests.rounding import bound, relative
-from trainers.clashes import ignored_choices
-from trainers.config import ConfigError, build
+from trainers.clashes import build, ignored_choices
+from trainers.config import ConfigError
 from trainers.optimizers import (
     BLOCK,
     KEYS,

@@ -12,7 +12,7 @@ import pytest
 from app.cli import run_verb
 from app.plan_verb import plan_verb
 from app.request import sort_words, train_job
-from trainers.config import build
+from trainers.clashes import build
 from trainers.embedded import BASE_DIR
 from trainers.models import build_model
 

@@ -11,7 +11,8 @@ import torch
 
 from app.planner import CUDA_GIB, GIB, NCCL_GIB, Hardware, Row, best_first, candidate, plan_row, told_size
 from trainers.attention import KERNELS
-from trainers.config import ConfigError, TrainConfig, build
+from trainers.clashes import build
+from trainers.config import ConfigError, TrainConfig
 from trainers.models import build_model, compute_dtype, load_shape
 from trainers.objectives.sft import SupervisedLoss
 from trainers.parallel.mesh import MeshSizes

@@ -13,7 +13,8 @@ from app.cli import run_verb
 from app.hardware import Gpu
 from app.prove_plan import SETTINGS, Plan, _Asked, _known, _overrides, make_plan, micro_batch
 from app.request import sort_words
-from trainers.config import ConfigError, build
+from trainers.clashes import build
+from trainers.config import ConfigError
 from trainers.options import Request
 from trainers.strategies import Strategy, load_strategy
 

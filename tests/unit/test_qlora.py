@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.rounding import bound, relative, reordered
-from trainers.config import ConfigError, TrainConfig, build
+from trainers.clashes import build
+from trainers.config import ConfigError, TrainConfig
 from trainers.embedded import BASE_DIR
 from trainers.export import export
 from trainers.models import build_model, load_base, matmul_parameters

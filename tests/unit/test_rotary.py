@@ -15,7 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from tests.rounding import bound, reordered
 from tests.unit.test_sft_loss import TINY, packed_inputs
 from trainers.attention import KERNELS
-from trainers.config import build
+from trainers.clashes import build
 from trainers.models import compile_blocks, use_checkpointing
 from trainers.objectives.sft import SupervisedLoss
 from trainers.rotary import choose_by_document, document_lengths

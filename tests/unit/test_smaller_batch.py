@@ -9,7 +9,7 @@ import torch
 from torch.distributed import DistBackendError
 
 from app.attempts import smaller_batch
-from trainers.config import build
+from trainers.clashes import build
 from trainers.options import Request, dump_yaml
 from trainers.run_folder import RunFolder, write_json
 from trainers.strategies import load_strategy, resolve

@@ -12,7 +12,8 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
-from trainers.config import ConfigError, build
+from trainers.clashes import build
+from trainers.config import ConfigError
 from trainers.strategies import (
     STRATEGIES_DIR,
     Machines,

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from trainers.accelerate_keys import DEEPSPEED, FSDP, TOP, Key
-from trainers.config import build
+from trainers.clashes import build
 from trainers.deepspeed_json import JSON
 from trainers.strategies import STRATEGIES_DIR, load_strategy, strategy_names
 

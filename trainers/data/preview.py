@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainers.config import EMBEDDED, ConfigError, TrainConfig, build
+from trainers.clashes import build
+from trainers.config import EMBEDDED, ConfigError, TrainConfig
 from trainers.data.batches import Rows, TrainPlan
 from trainers.data.files import DataFile, resolve
 from trainers.data.formats import wanted_columns
