@@ -1,5 +1,5 @@
-# make demo: set up and fine-tune the embedded model.  make test: set up and pass the tests.
-# make check: all of them, and those that compare numbers again with the kernels of other machines.
+# make demo: set up and fine-tune the embedded model.  make test: set up and show each promise once, in ten minutes.
+# make check: what a change must pass.  make parity, make faults: two suites whole.
 # TORCH=cuda|cpu chooses the build of torch; the default follows the machine (see docs/getting-started.md).
 
 PYTHON ?= python3
@@ -18,7 +18,7 @@ SSE := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE MKL_ENABLE_INSTRUCTIONS=S
 AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
 AVX512 := ATEN_CPU_CAPABILITY=avx512 MKL_ENABLE_INSTRUCTIONS=AVX512
 
-.PHONY: setup demo check test test-browser test-kernels parity faults docs bench lint clean
+.PHONY: setup demo check test test-all test-browser test-kernels parity faults docs bench lint clean
 
 setup: $(STAMP)
 
@@ -43,8 +43,14 @@ lint: setup
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+# Without the tests marked slow; two at a time.
 test: setup lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 -m "not slow and not long"
+
+# Side by side but for the suites that kill, time and refuse whole runs.
+test-all: setup lint
+	$(BIN)/python -m pytest -n 2 tests/unit tests/parity
+	$(BIN)/python -m pytest tests/e2e tests/faults
 
 # Chromium from the system's packages where that can be had, else Playwright's own.
 test-browser: setup
@@ -60,13 +66,14 @@ test-kernels: setup
 	! grep -qw avx2 /proc/cpuinfo || env $(AVX2) OMP_NUM_THREADS=2 $(BIN)/python -m pytest $(NUMERIC)
 	! grep -qw avx512f /proc/cpuinfo || env $(AVX512) OMP_NUM_THREADS=4 $(BIN)/python -m pytest $(NUMERIC)
 
-check: test test-browser test-kernels
+check: test-all test-browser
+	$(MAKE) test-kernels NUMERIC="tests/unit/test_attention.py tests/unit/test_sft_loss.py"
 
 faults: setup
 	$(BIN)/python -m pytest tests/faults -m ""
 
 parity: setup
-	$(BIN)/python -m pytest tests/parity -m ""
+	$(BIN)/python -m pytest -n 2 tests/parity -m ""
 
 # The site, from README.md and docs/; a link that leads nowhere is an error.
 docs: setup

@@ -8,7 +8,20 @@ from pathlib import Path
 
 import pytest
 
+from tests import shared
 from tests.detached import processes
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):  # one of several processes that test side by side
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    else:
+        shared.open_folder()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        shared.remove_folder()
 
 
 @pytest.fixture(scope="session", autouse=True)

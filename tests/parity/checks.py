@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -10,19 +13,28 @@ import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoModelForCausalLM
 
-from tests.launching import Finished, launch_well
+from tests.launching import Finished
 from tests.parity import plain
-from tests.parity.runs import STEPS, config, options
+from tests.parity.runs import STEPS, config, launch_well, options
+from tests.shared import once
 from trainers.checkpoint import saved_tensors
+from trainers.config import TrainConfig
 from trainers.data.prepare import prepare
 
 
 @functools.cache
-def reference(method: str, packing: bool) -> plain.Curve:
+def reference(method: str, packing: bool, build: Callable[[TrainConfig], nn.Module] = plain.build) -> plain.Curve:
     """The plain page's curve."""
-    return plain.train(config(method, packing))
+
+    def train(folder: Path) -> None:
+        found = plain.train(config(method, packing), build=build)
+        (folder / "curve.json").write_text(json.dumps(asdict(found)))
+
+    folder = once(f"reference-{method}-{packing}", train)
+    return plain.Curve(**json.loads((folder / "curve.json").read_text()))
 
 
 def weights(finished: Finished) -> dict[str, torch.Tensor]:

@@ -60,7 +60,11 @@ Rows = Callable[[np.ndarray], np.ndarray]
 
 
 def train(
-    config: TrainConfig, mean_of_means: bool = False, keep: Rows = lambda rows: rows, forget_optimizer: bool = False
+    config: TrainConfig,
+    mean_of_means: bool = False,
+    keep: Rows = lambda rows: rows,
+    forget_optimizer: bool = False,
+    build: Callable[[TrainConfig], nn.Module] = build,
 ) -> Curve:
     """Loss and gradient norm of every step.
 
@@ -68,6 +72,7 @@ def train(
         mean_of_means: control: average the means of micro-batches, as if all had as many tokens.
         keep: control: the rows of a batch that are trained on.
         forget_optimizer: control: Adam's moments are lost half-way, as after a bad resume.
+        build: makes the model.
     """
     plan = plan_training(config, prepare(config, "train"), 1, pad_token_id=0)
     model = build(config)

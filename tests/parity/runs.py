@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import tempfile
+import hashlib
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launching import Finished, launch_well
+from tests import launching
+from tests.launching import Finished
 from tests.parity.plain import Curve
+from tests.shared import once
 from trainers.clashes import build
 from trainers.config import TrainConfig
+from trainers.run_folder import RunFolder
 
 STEPS = 20
+launch = functools.partial(launching.launch, forked=True)
+launch_well = functools.partial(launching.launch_well, forked=True)
 long = pytest.mark.long
 
 
@@ -56,23 +61,22 @@ def config(method: str, packing: bool, **changes: Any) -> TrainConfig:
     return build(options(method, packing, **changes))
 
 
-_numbers = itertools.count()
-
-
-@functools.cache
-def _folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="parity-"))
-
-
 @functools.cache
 def _run(processes: int, strategy: str | None, again: int, items: tuple[tuple[str, Any], ...]) -> Finished:
-    return launch_well(_folder() / f"run-{next(_numbers)}", processes, dict(items), strategy=strategy, timeout=600)
+    def start(folder: Path) -> None:
+        begin = launching.launch_well if again else launch_well
+        finished = begin(folder / "run", processes, dict(items), strategy=strategy, timeout=600)
+        (folder / "output").write_text(finished.output)
+
+    what = json.dumps([processes, strategy, again, items], default=str)
+    folder = once(f"run-{hashlib.sha256(what.encode()).hexdigest()[:16]}", start)
+    return Finished(RunFolder(folder / "run"), 0, (folder / "output").read_text())
 
 
 def run(
     processes: int, method: str, packing: bool, strategy: str | None = None, again: int = 0, **changes: Any
 ) -> Finished:
-    """A finished run; the same arguments give the same run, another `again` gives another one."""
+    """A finished run; the same arguments give the same run, another `again` gives another, launched by hand."""
     return _run(processes, strategy, again, tuple(sorted(options(method, packing, **changes).items())))
 
 

@@ -12,9 +12,8 @@ import pytest
 import torch
 import yaml
 
-from tests.launching import launch, launch_well
 from tests.parity.checks import equal_after_resume, reference, resumed
-from tests.parity.runs import config, curve, long, mostly_long, options
+from tests.parity.runs import config, curve, launch, launch_well, long, mostly_long, options
 from trainers.config import ConfigError
 from trainers.errors import TrainingError
 from trainers.models import build_model

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from transformers import AutoConfig
 
 from tests.launching import Finished
 from tests.parity.runs import STEPS, curve, mostly_long, run
+from tests.shared import once
 from trainers.embedded import BASE_DIR
 from trainers.strategies import load_strategy
 
@@ -37,13 +37,15 @@ ALL = [(cut, family) for cut in CUTS for family in FAMILIES]
 @functools.cache
 def model(family: str) -> str:
     """A folder with a small model's config and the embedded tokenizer; its weights are the seed's."""
-    folder = Path(tempfile.mkdtemp(prefix=f"{family}-"))
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        if (BASE_DIR / name).exists():
-            shutil.copy(BASE_DIR / name, folder)
-    AutoConfig.for_model(family, **SMALL | (FAMILIES | EXPERTS)[family]).save_pretrained(folder)
-    assert json.loads((folder / "config.json").read_text())["model_type"] == family
-    return str(folder)
+
+    def write(folder: Path) -> None:
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            if (BASE_DIR / name).exists():
+                shutil.copy(BASE_DIR / name, folder)
+        AutoConfig.for_model(family, **SMALL | (FAMILIES | EXPERTS)[family]).save_pretrained(folder)
+        assert json.loads((folder / "config.json").read_text())["model_type"] == family
+
+    return str(once(f"family-{family}", write))
 
 
 def trained(processes: int, family: str, strategy: str | None = None, **more: Any) -> Finished:

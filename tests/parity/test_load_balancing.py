@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-import tempfile
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tests.parity.plain import Curve
 from tests.parity.runs import STEPS, curve, mostly_long, run
 from tests.parity.test_families import model
 from tests.parity.test_mixes import written
+from tests.shared import once
 
 LEAF = {"zero_stage": 3, "zero3_init_flag": False, "deepspeed_moe_layer_cls_names": "Qwen3MoeSparseMoeBlock"}
 OTHERS = ["ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3", "leaf", "sp", "cp"]
@@ -23,13 +24,15 @@ OTHERS = ["ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3", "leaf", "sp", "cp"
 @functools.cache
 def balanced(asks: bool) -> str:
     """A folder with the small mixture of experts, and the coefficient large enough to show in a few steps."""
-    folder, plain = Path(tempfile.mkdtemp(prefix="balanced-")), Path(model("qwen3_moe"))
-    for file in plain.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    shape = json.loads((plain / "config.json").read_text())
-    shape |= {"output_router_logits": asks, "router_aux_loss_coef": 1.0}
-    (folder / "config.json").write_text(json.dumps(shape))
-    return str(folder)
+    plain = Path(model("qwen3_moe"))
+
+    def write(folder: Path) -> None:
+        shutil.copytree(plain, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*"))
+        model_config = json.loads((plain / "config.json").read_text())
+        model_config |= {"output_router_logits": asks, "router_aux_loss_coef": 1.0}
+        (folder / "config.json").write_text(json.dumps(model_config))
+
+    return str(once(f"balanced-{asks}", write))
 
 
 def trained(processes: int, strategy: str | None = None, asks: bool = True, **more: Any) -> Finished:

@@ -5,10 +5,8 @@ ZeRO over tensor groups and cut rows, pipelines over cut rows, ZeRO++'s second c
 
 from __future__ import annotations
 
-import functools
 import json
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import yaml
 from tests.parity.checks import check_export, equal_after_resume, reference, resumed
 from tests.parity.runs import curve, mostly_long, run
 from tests.parity.test_families import trained
+from tests.shared import once
 
 WORLD = 4
 MIXES: dict[str, tuple[str, int, dict[str, int]]] = {
@@ -45,16 +44,11 @@ SHORT = ["zero3_tp", "zero2_cp", "pp_sp"]
 HPZ = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
 
 
-@functools.cache
-def _folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="mixes-"))
-
-
 def written(name: str, values: dict[str, Any], comment: str = "") -> str:
     """The path of an Accelerate file."""
-    path = _folder() / f"{name}.yaml"
-    path.write_text(comment + yaml.safe_dump({"compute_environment": "LOCAL_MACHINE", **values}))
-    return str(path)
+    text = comment + yaml.safe_dump({"compute_environment": "LOCAL_MACHINE", **values})
+    folder = once(f"strategy-{name}", lambda folder: (folder / f"{name}.yaml").write_text(text))
+    return str(folder / f"{name}.yaml")
 
 
 def mix(name: str) -> str:
@@ -74,8 +68,7 @@ def mix(name: str) -> str:
 
 def hpz() -> str:
     """The Accelerate file of ZeRO 3 with a second copy of the weights in each half of the processes."""
-    path = _folder() / "hpz.json"
-    path.write_text(json.dumps(HPZ))
+    path = once("strategy-json", lambda folder: (folder / "hpz.json").write_text(json.dumps(HPZ))) / "hpz.json"
     section = {"deepspeed_config_file": str(path), "zero3_init_flag": False}
     return written("hpz", {"distributed_type": "DEEPSPEED", "num_processes": WORLD, "deepspeed_config": section})
 

@@ -54,7 +54,7 @@ def test_ddp_2_equals_accumulation_2_bit_for_bit(method: str) -> None:
 
 
 @pytest.mark.parametrize(("processes", "method"), [(1, "lora"), (2, "full")])
-def test_p0_rerun_is_the_same_bit_for_bit(processes: int, method: str) -> None:
+def test_p0_rerun_by_hand_is_the_same_bit_for_bit(processes: int, method: str) -> None:
     assert same_bits(run(processes, method, True), run(processes, method, True, again=1))
 
 

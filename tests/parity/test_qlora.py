@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, set_seed
 
 from tests.launching import Finished
 from tests.parity import plain
-from tests.parity.checks import equal_after_resume, resumed, same_bits, stock_loss
-from tests.parity.runs import config, curve, long, mostly_long, run
+from tests.parity.checks import equal_after_resume, reference, resumed, same_bits, stock_loss
+from tests.parity.runs import curve, long, mostly_long, run
 from trainers.config import TrainConfig
 from trainers.embedded import BASE_DIR
 from trainers.quantise import four_bit_layers
@@ -39,11 +38,8 @@ def stock(settings: TrainConfig) -> Any:
     return get_peft_model(model, adapters).train()  # in evaluation bitsandbytes may compute in bf16
 
 
-@functools.cache
-def reference(packing: bool) -> plain.Curve:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plain, "build", stock)
-        return plain.train(config("qlora", packing))
+def four_bit_reference(packing: bool) -> plain.Curve:
+    return reference("qlora", packing, stock)
 
 
 def sharded(strategy: str, again: int = 0) -> Finished:
@@ -57,7 +53,7 @@ EACH = [(processes, packing) for processes in (1, 2) for packing in (True, False
 @pytest.mark.parametrize(("processes", "packing"), mostly_long(EACH, [(1, True)]))
 def test_p2_equals_a_plain_page_of_pytorch(processes: int, packing: bool) -> None:
     finished = run(processes, "qlora", packing)
-    assert curve(finished).agrees(reference(packing))
+    assert curve(finished).agrees(four_bit_reference(packing))
     assert "4-bit layers     28" in finished.output
 
 
@@ -69,7 +65,7 @@ def test_p2_single_equals_ddp(packing: bool) -> None:
 @pytest.mark.parametrize("strategy", mostly_long(["fsdp2", "hsdp", "zero1", "zero2"], ["fsdp2"]))
 def test_p2_sharded_four_bit_weights_are_the_same_model(strategy: str) -> None:
     finished = sharded(strategy)
-    assert curve(finished).agrees(reference(True))
+    assert curve(finished).agrees(four_bit_reference(True))
     assert "4-bit layers     28" in finished.output
     assert ("4-bit share      1/2" in finished.output) is ("dp" in strategy), "ZeRO-1 and 2 cut no weights"
     assert finished.series("eval_loss")[-1] == pytest.approx(run(1, "qlora", True).series("eval_loss")[-1], abs=1e-5)
@@ -81,17 +77,17 @@ def test_p0_and_p3_of_sharded_four_bit_weights(tmp_path: Path) -> None:
     moved = resumed(tmp_path / "moved", 2, "qlora", run(2, "qlora", True).checkpoints[0], "fsdp2")
     before = curve(run(2, "qlora", True))
     joined = plain.Curve(before.losses[:10] + moved.series("loss"), before.norms[:10] + moved.series("grad_norm"))
-    assert joined.agrees(reference(True))
+    assert joined.agrees(four_bit_reference(True))
 
 
 @long
 def test_gradient_checkpointing_changes_nothing() -> None:
-    assert curve(run(2, "qlora", True, gradient_checkpointing=True)).agrees(reference(True))
+    assert curve(run(2, "qlora", True, gradient_checkpointing=True)).agrees(four_bit_reference(True))
 
 
 def test_without_quantisation_it_would_be_another_curve() -> None:
     """Control: the base in four bits is not the base."""
-    lora, qlora = plain.train(config("lora", True)), curve(run(1, "qlora", True))
+    lora, qlora = reference("lora", True), curve(run(1, "qlora", True))
     assert not qlora.agrees(lora)
     assert abs(lora.losses[0] - qlora.losses[0]) > 3 * plain.LOSS_TOLERANCE, "before any update"
 

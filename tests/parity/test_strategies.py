@@ -1,6 +1,6 @@
 """Promises P0, P2, P3, P4 and bit-exact resume for every strategy that cuts weights, gradients or optimizer state.
 
-Each Accelerate file is launched by hand, as a user would. `fsdp2_offload` needs an accelerator (tests/gpu has it).
+Each Accelerate file is launched as a user would. `fsdp2_offload` needs an accelerator (tests/gpu has it).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.launching import Finished, launch
+from tests.launching import Finished
 from tests.parity.checks import check_export, equal_after_resume, reference, resumed, same_bits, stock_loss
 from tests.parity.plain import LOSS_TOLERANCE, NORM_TOLERANCE
-from tests.parity.runs import STEPS, curve, mostly_long, options, run
+from tests.parity.runs import STEPS, curve, launch, mostly_long, options, run
 from tests.parity.test_options import bf16_band, difference
 from trainers.embedded import BASE_DIR
 from trainers.export import export_again
@@ -76,8 +76,8 @@ def test_what_was_asked_for_is_what_ran(name: str) -> None:
         assert re.search(rf"mesh +{strategy.sizes}\n", said)
 
 
-@pytest.mark.parametrize("name", mostly_long(STRATEGIES, ["fsdp2"]))
-def test_p0_rerun_is_the_same_bit_for_bit(name: str) -> None:
+@pytest.mark.parametrize("name", mostly_long(STRATEGIES, ["fsdp2", "zero2"]))
+def test_p0_rerun_by_hand_is_the_same_bit_for_bit(name: str) -> None:
     assert same_bits(lora(name), lora(name, again=1))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +36,7 @@ from trainers.parallel.shards import WEIGHT, check_whole, steps_of, wholes
 from trainers.parallel.tensor import cut as cut_layers
 from trainers.rotary import choose_by_document
 
-STEPS, CLIP = 3, 0.5
+STEPS, CLIP = 2, 0.5
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MORE = {**EXTRA, "granite": {**EXTRA["granite"], "embedding_multiplier": 2.5}}
 
@@ -57,6 +56,18 @@ class Case:
     half: bool = False
     rope: str = ""
     breaks: str = ""
+
+    def stages(self, world: int) -> int:
+        """Stages of a pipeline on so many ranks."""
+        return world // self.replicas // self.tensor
+
+    def layers(self, world: int) -> int:
+        """Layers of its model, one more than the stages share evenly."""
+        return 2 * self.stages(world) + 1
+
+    def micro_batches(self, world: int) -> int:
+        """Micro-batches of a step in each pipeline."""
+        return 2 * self.stages(world) if self.stages(world) == 4 else 4
 
     def __str__(self) -> str:
         marks = [self.family, self.schedule, "packed" if self.packed else "unpacked"]
@@ -204,9 +215,8 @@ class Reference:
     bounds: dict[str, float]
 
 
-@functools.cache
-def reference(case: Case, layers: int, count: int) -> Reference:
-    """One process, and controls of it with the sums in another order; of a case whatever its schedule.
+def make_reference(case: Case, layers: int, count: int) -> Reference:
+    """One process, and controls of it with the sums in another order.
 
     Without tensor parallelism nothing but the order of micro-batches and ranks differs. In fp32 the control sums the
     products in another order too, as a machine's kernels may; in bf16 that would hide nearly all mistakes.
@@ -265,11 +275,10 @@ class Place:
     """This rank's groups in a case, and what is built on them."""
 
     def __init__(self, case: Case, world: int):
-        self.case, self.stages = case, world // case.replicas // case.tensor
-        self.count = 2 * self.stages if self.stages == 4 else 4
+        self.case, self.layers, self.count = case, case.layers(world), case.micro_batches(world)
         copies = case.replicas // 2 if case.sharded and case.replicas > 2 else 1
         data = (copies, case.replicas // copies) if case.sharded else (case.replicas, 1)
-        sizes = MeshSizes(self.stages, *data, tp=case.tensor)
+        sizes = MeshSizes(case.stages(world), *data, tp=case.tensor)
         self.mesh = Mesh(sizes, distributed.get_rank(), "cpu")
         self.replicas = self.mesh.group("averaged")
 
@@ -287,13 +296,16 @@ class Place:
         return float(total)
 
 
-def compare(case: Case, ranks: Ranks, folder: Path) -> dict[str, tuple[float, float]]:
+def reference_of(case: Case, world: int) -> tuple[Case, int, int]:
+    """The arguments of `make_reference`, the same for cases that differ in what one process does not know."""
+    plainly = dataclasses.replace(case, schedule="", checkpointed=False, sharded=False)
+    return plainly, case.layers(world), case.micro_batches(world) * case.replicas
+
+
+def compare(case: Case, wanted: Reference, ranks: Ranks, folder: Path) -> dict[str, tuple[float, float]]:
     """Runs a case on every rank; returns this rank's largest differences from one process, each with its bound."""
     place = Place(case, ranks.world)
-    layers = 2 * place.stages + 1
-    plainly = dataclasses.replace(case, schedule="", checkpointed=False, sharded=False)
-    wanted = reference(plainly, layers, place.count * case.replicas)
-    backend = place.backend(make_loss(case, layers, broken=True))
+    backend = place.backend(make_loss(case, place.layers, broken=True))
     sabotage(backend, case.breaks)
     found = dict.fromkeys(("loss", "gradient", "norm", "weight"), 0.0)
     for micros, step in wanted.steps:
@@ -324,7 +336,7 @@ def resumed_apart(place: Place, backend: Pipelined, ranks: Ranks, folder: Path) 
     checkpoints = Checkpoints(folder, ranks, Origin("pp", plain_config(config_of(place.case)), "words"))
     checkpoints.begin(backend, {}, Progress(step=STEPS))
     checkpoints.finish()
-    loss = make_loss(place.case, 2 * place.stages + 1)
+    loss = make_loss(place.case, place.layers)
     nn.init.zeros_(loss.base.get_input_embeddings().weight)
     checkpoints.load(checkpoints.path(STEPS), loss.model)
     again = place.backend(loss)
@@ -375,7 +387,11 @@ def work(rank: int, world: int, folder: str, cases: list[Case]) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world)
     ranks = Ranks(torch.device("cpu"))
-    found = {str(case): ranks.gather(compare(case, ranks, Path(folder))) for case in cases}
+    wanted = {case: reference_of(case, world) for case in cases}
+    unlike = list(dict.fromkeys(wanted.values()))
+    shares = ranks.gather({one: make_reference(*one) for one in unlike[rank::world]})  # each is made by one rank
+    references = {one: reference for share in shares for one, reference in share.items()}
+    found = {str(case): ranks.gather(compare(case, references[wanted[case]], ranks, Path(folder))) for case in cases}
     if rank == 0:
         Path(folder, "found.json").write_text(json.dumps(found))
     distributed.barrier()
