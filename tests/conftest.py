@@ -24,6 +24,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         shared.remove_folder()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Unit tests are quick unless they say otherwise; the others launch whole runs, and are slow unless they do."""
+    for item in items:
+        if "unit" not in item.path.parts and item.get_closest_marker("quick") is None:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_state_and_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Locks, queue, list of runs and tokenised data of their own: the user and earlier tests change nothing."""

@@ -84,6 +84,7 @@ def one_curve(finished: Finished) -> list[tuple[int, str, str]]:
     return [(step, row["loss"].hex(), row["grad_norm"].hex()) for step, row in sorted(rows.items())]
 
 
+@pytest.mark.quick
 def test_stop_then_resume_equals_never_stopped(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "runs" / "mine")
     program = start(run, tmp_path)

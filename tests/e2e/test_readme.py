@@ -32,6 +32,7 @@ SERVING = [line for line in COMMANDS if line.startswith("tunesmith ui")]
 SHORT = "--max_steps 2 --quiet"
 
 
+@pytest.mark.quick
 def test_the_pages_have_these_commands() -> None:
     assert COMMANDS[:2] == ["make demo", "make test"]
     verbs = {line.split()[1] for line in COMMANDS if line.startswith("tunesmith")}
@@ -43,6 +44,7 @@ def test_the_pages_have_these_commands() -> None:
     assert all("qwen3" in line or "smollm2" in line for line in ELSEWHERE), "the others can be run here"
 
 
+@pytest.mark.quick
 def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for line in [line for line in COMMANDS if line.startswith("make ")]:
@@ -91,6 +93,7 @@ def test_two_machines(tmp_path: Path) -> None:
     assert (RunFolder(tmp_path / "two").read_state() or {})["state"] == "done"
 
 
+@pytest.mark.quick
 def test_commands_on_a_run(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "runs" / "RUN")
     program = start(run, tmp_path)
@@ -106,6 +109,7 @@ def test_commands_on_a_run(tmp_path: Path) -> None:
     assert (tmp_path / "my-model" / "model.safetensors").exists()
 
 
+@pytest.mark.quick
 def test_the_pages_are_served(tmp_path: Path) -> None:
     (line,) = SERVING
     env = environment(PYTHONPATH=str(ROOT), XDG_STATE_HOME=str(tmp_path / "state"))
@@ -141,6 +145,7 @@ def test_proof(line: str, tmp_path: Path) -> None:
     assert f"{line} --max_train_samples 300" in (next(tmp_path.glob("runs/prove-*")) / "report.md").read_text()
 
 
+@pytest.mark.quick
 def test_plain_accelerate(tmp_path: Path) -> None:
     (line,) = [line for line in COMMANDS if line.startswith("accelerate")]
     words = shlex.split(line)

@@ -25,11 +25,14 @@ launch_well = functools.partial(launching.launch_well, forked=True)
 long = pytest.mark.long
 
 
-def mostly_long(values: Iterable[Any], short: Iterable[Any]) -> list[Any]:
-    """Parameters of a test: all run under `make parity`, those in `short` under `make test` too."""
-    kept = list(short)
-    unpacked = [(value if isinstance(value, tuple) else (value,), value in kept) for value in values]
-    return [pytest.param(*value, marks=[] if is_short else [long]) for value, is_short in unpacked]
+def mostly_long(values: Iterable[Any], short: Iterable[Any], quick: Iterable[Any] = ()) -> list[Any]:
+    """Parameters of a test: all run under `make parity`, `short` under `make check` too, `quick` under `make test`."""
+    in_check, in_test = list(short), list(quick)
+
+    def mark(value: Any) -> list[pytest.MarkDecorator]:
+        return [pytest.mark.quick] if value in in_test else [] if value in in_check else [long]
+
+    return [pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=mark(value)) for value in values]
 
 
 OPTIONS: dict[str, Any] = {

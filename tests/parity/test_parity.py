@@ -18,9 +18,11 @@ METHODS = ("lora", "full")
 PACKING = (True, False)
 
 
-@pytest.mark.parametrize("packing", PACKING)
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("processes", [1, 2])
+BOTH = [(1, "lora", True), (2, "full", True)]
+EACH = [(processes, method, packing) for processes in (1, 2) for method in METHODS for packing in PACKING]
+
+
+@pytest.mark.parametrize(("processes", "method", "packing"), mostly_long(EACH, EACH, BOTH))
 def test_p2_equals_a_plain_page_of_pytorch(processes: int, method: str, packing: bool) -> None:
     assert curve(run(processes, method, packing)).agrees(reference(method, packing))
 
@@ -53,11 +55,13 @@ def test_ddp_2_equals_accumulation_2_bit_for_bit(method: str) -> None:
     )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("processes", "method"), [(1, "lora"), (2, "full")])
 def test_p0_rerun_by_hand_is_the_same_bit_for_bit(processes: int, method: str) -> None:
     assert same_bits(run(processes, method, True), run(processes, method, True, again=1))
 
 
+@pytest.mark.quick
 def test_p0_would_see_another_seed() -> None:
     """Control: another seed is another run."""
     assert not same_bits(run(1, "lora", True), run(1, "lora", True, seed=7))
@@ -93,10 +97,14 @@ def test_resume_without_optimizer_state_would_be_seen(tmp_path: Path) -> None:
     assert not equal_after_resume(undisturbed, again)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("method", METHODS)
-def test_p4_plain_libraries_load_the_export_and_give_the_trainers_loss(processes: int, method: str) -> None:
-    check_export(run(processes, method, False), method, False)
+EXPORTS = [(processes, method, packing) for processes, packing in ((1, False), (2, True)) for method in METHODS]
+
+
+@pytest.mark.parametrize(("processes", "method", "packing"), mostly_long(EXPORTS, EXPORTS, [(2, "full", True)]))
+def test_p4_plain_libraries_load_the_export_and_give_the_trainers_loss(
+    processes: int, method: str, packing: bool
+) -> None:
+    check_export(run(processes, method, packing), method, packing)
 
 
 @pytest.mark.parametrize("control", ["mean of means", "one sample dropped", "other seed", "optimizer state missing"])
