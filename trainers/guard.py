@@ -1,22 +1,18 @@
 """Numbers gone wrong: a loss or gradient that is not finite, and a loss far above those before it.
 
-Every rank sees the same numbers and decides alike. What was passed over is kept in each checkpoint (`Progress`), so
-that a run that goes on from one passes over the same steps.
+Every rank sees the same numbers and decides alike; the loop acts on what is found here. What was passed over is kept in
+each checkpoint (`Progress`), so that a run that goes on from one passes over the same steps.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-import torch
-
-from trainers.errors import GoBack, TrainingError
+from trainers.data.batches import TrainPlan
+from trainers.errors import TrainingError
 from trainers.manifest import Progress
-
-if TYPE_CHECKING:
-    from trainers.loop import Job
 
 WINDOW = 32
 """Losses that a new one is held against."""
@@ -26,36 +22,49 @@ MOST_IN_A_ROW = 10
 """Updates skipped one after the other, after which the run is beyond help."""
 
 
-def may_update(job: Job, step: int, loss: float, grad_norm: float, own_loss: torch.Tensor) -> bool:
-    """Whether the numbers of a step are finite; a skipped one is told by rank 0.
+class Spike(NamedTuple):
+    """A loss far above those before it.
 
-    Raises:
-        TrainingError: on every rank alike, naming step, ranks and rows, unless `non_finite` is skip.
+    Args:
+        passed_over: the steps (from 1) whose batches the next attempt passes over.
+        description: which loss, and how far above.
     """
-    scaled = job.config.mixed_precision == "fp16"  # its loss scaling meets infinite gradients and skips the step
-    if math.isfinite(loss) and (scaled or math.isfinite(grad_norm)):
-        return True
-    told = f"step {step + 1}: loss {loss}, gradient norm {grad_norm}, on {_where(job, step, own_loss)}"
-    skips = job.config.non_finite == "skip" and not math.isfinite(grad_norm)
-    if not skips:
+
+    passed_over: list[int]
+    description: str
+
+
+def is_finite(loss: float, grad_norm: float, mixed_precision: str) -> bool:
+    """Whether the numbers of a step allow its update."""
+    scaled = mixed_precision == "fp16"  # its loss scaling meets infinite gradients and skips the step
+    return math.isfinite(loss) and (scaled or math.isfinite(grad_norm))
+
+
+def refuse_unless_skipped(description: str, grad_norm: float, non_finite: str) -> None:
+    """Raises TrainingError for a step whose numbers are not finite, unless its update may be skipped.
+
+    Args:
+        description: step, numbers and rows.
+        non_finite: the option of that name.
+    """
+    if non_finite != "skip" or math.isfinite(grad_norm):
         raise TrainingError(
-            f"{told}; no weight was updated; lower learning_rate, look at those rows, use mixed_precision bf16 or no, "
-            "or set non_finite=skip"
+            f"{description}; no weight was updated; lower learning_rate, look at those rows, use mixed_precision bf16 "
+            "or no, or set non_finite=skip"
         )
-    if job.ranks.is_main:
-        print(f"warning: {told}; its update is skipped", flush=True)
-    return False
 
 
-def _where(job: Job, step: int, own_loss: torch.Tensor) -> str:
-    """The ranks whose loss is not finite, all where each one's is, and file and line of their rows. Collective."""
-    told = job.ranks.gather((job.mesh.data_rank, math.isfinite(own_loss.item())))
-    wrong = [rank for rank, (_, good) in enumerate(told) if not good] or list(range(job.ranks.world))
+def origin(plan: TrainPlan, step: int, finite: list[tuple[int, bool]]) -> str:
+    """The ranks whose loss is not finite, all where each one's is, and file and line of their rows.
+
+    Args:
+        step: counted from 0.
+        finite: of each rank, its data-parallel rank, and whether its own loss is finite.
+    """
+    wrong = [rank for rank, (_, good) in enumerate(finite) if not good] or list(range(len(finite)))
     whose = f"rank {wrong[0]}" if len(wrong) == 1 else f"ranks {', '.join(map(str, wrong))}"
-    shares = sorted({told[rank][0] for rank in wrong})  # ranks that cut layers or rows have the same ones
-    places = [
-        place for share in shares for rows in job.plan.shares(step, share) for place in job.plan.rows.places(rows)
-    ]
+    shares = sorted({finite[rank][0] for rank in wrong})  # ranks that cut layers or rows have the same ones
+    places = [place for share in shares for rows in plan.shares(step, share) for place in plan.rows.places(rows)]
     more = f" and {len(places) - 6} more" if len(places) > 6 else ""
     return f"{whose}, in the batch from {', '.join(places[:6])}{more}"
 
@@ -74,31 +83,23 @@ def pass_over(progress: Progress, step: int) -> None:
         )
 
 
-def watch(job: Job, progress: Progress, loss: float) -> None:
-    """Holds the loss of `progress.step` against those before it. Collective where it spikes.
+def detect_spike(progress: Progress, loss: float, factor: float) -> Spike | None:
+    """Holds the loss of `progress.step` against those before it, and remembers it where it is no spike.
 
-    A bad batch shows in its own loss, and the update that it brought in the next one's: so the run goes back to a
-    checkpoint before both, and passes over both.
+    A bad batch shows in its own loss, and the update that it brought in the next one's: so the run is to go back to a
+    checkpoint before both, and to pass over both.
 
-    Raises:
-        GoBack: on every rank alike.
+    Args:
+        factor: `loss_spike_factor`; 0 for no check.
     """
-    factor, recent = job.config.loss_spike_factor, progress.recent_losses
+    recent, step = progress.recent_losses, progress.step
     if not factor or not math.isfinite(loss):
-        return
+        return None
     if len(recent) < LEAST or loss <= factor * statistics.median(recent):
         progress.recent_losses = [*recent, loss][-WINDOW:]
-        return
-    step = progress.step
-    job.heartbeat.at("save", step)
-    job.checkpoints.finish()
-    passed = sorted({*progress.passed_over, *range(max(step - 1, 1), step + 1)})
-    if job.ranks.is_main:
-        job.run.write_passed_over(passed)
-    job.checkpoints.forget_after(step - 2)
-    kept = job.ranks.broadcast([path.name for path in job.checkpoints.published()])
-    raise GoBack(
-        f"step {step}: loss {loss:.4g} is {loss / statistics.median(recent):.1f} times the median of the last "
-        f"{len(recent)} (loss_spike_factor={factor:g}); it goes back to {kept[-1] if kept else 'the beginning'} and "
-        f"passes over the batches of steps {max(step - 1, 1)} and {step}"
+        return None
+    return Spike(
+        sorted({*progress.passed_over, *range(max(step - 1, 1), step + 1)}),
+        f"loss {loss:.4g} is {loss / statistics.median(recent):.1f} times the median of the last "
+        f"{len(recent)} (loss_spike_factor={factor:g})",
     )

@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -38,8 +38,8 @@ from torch import nn
 from trainers.checkpoint import Checkpoints
 from trainers.config import TrainConfig
 from trainers.data.batches import MicroBatch, Rows, StepBatch, TrainPlan, evaluation_batches
-from trainers.errors import TrainingError
-from trainers.guard import may_update, pass_over, watch
+from trainers.errors import GoBack, TrainingError
+from trainers.guard import Spike, detect_spike, is_finite, origin, pass_over, refuse_unless_skipped
 from trainers.heartbeat import Heartbeat
 from trainers.load_balancing import LoadBalancing, count_routing
 from trainers.manifest import Progress
@@ -150,13 +150,23 @@ def train_step(job: Job, batch: StepBatch, step: int, requests: Requests) -> Ste
     loss_sum, stops, discards, saves, writing, grad_norm, aux = torch.cat([summed, *numbers]).tolist()
     loss_mean = loss_sum / max(batch.trained_tokens, 1)
     job.heartbeat.at("step", step)
-    updated = may_update(job, step, loss_mean, grad_norm, total)
+    updated = is_finite(loss_mean, grad_norm, job.config.mixed_precision)
     if updated:
         backend.step()
     else:
+        _report_non_finite(job, step, loss_mean, grad_norm, total)
         backend.drop()
     extra = {"aux_loss": aux} if job.balancing is not None else {}
     return StepResult(loss_mean, grad_norm, rate, updated, stops > 0, discards > 0, saves > 0, writing > 0, extra)
+
+
+def _report_non_finite(job: Job, step: int, loss: float, grad_norm: float, own_loss: torch.Tensor) -> None:
+    """Warns on rank 0 of an update that is skipped, or raises TrainingError on every rank. Collective."""
+    finite = job.ranks.gather((job.mesh.data_rank, math.isfinite(own_loss.item())))
+    description = f"step {step + 1}: loss {loss}, gradient norm {grad_norm}, on {origin(job.plan, step, finite)}"
+    refuse_unless_skipped(description, grad_norm, job.config.non_finite)
+    if job.ranks.is_main:
+        print(f"warning: {description}; its update is skipped", flush=True)
 
 
 def _gradients(job: Job, batch: StepBatch, step: int, expert_weights: torch.Tensor | None) -> torch.Tensor:
@@ -261,7 +271,7 @@ class Fit:
 
     def _steps(self) -> Outcome:
         job, plan = self.job, self.job.plan
-        requests = Requests(job)
+        requests = Requests(job.run, job.ranks.is_main, job.launcher)
         job.backend.model.train()
         job.report(state="running", step=self.progress.step, total_steps=plan.total_steps)
         if job.config.eval_on_start and job.eval_rows is not None and self.progress.step == 0:
@@ -299,12 +309,25 @@ class Fit:
         ends = result.stop or not result.updated
         if ends or progress.step % config.logging_steps == 0 or progress.step in (1, self.job.plan.total_steps):
             self._log(result)
-        watch(self.job, progress, result.loss)
+        if spike := detect_spike(progress, result.loss, config.loss_spike_factor):
+            self._go_back(spike)
         if self.job.checkpoints.pending and not result.writing:
             self.job.heartbeat.at("save", progress.step)
             with self.window.pause():
                 self._publish()
         self._when_due(result.save)
+
+    def _go_back(self, spike: Spike) -> NoReturn:
+        """Leaves no checkpoint that knows the spike, and raises GoBack on every rank."""
+        job, step = self.job, self.progress.step
+        job.heartbeat.at("save", step)
+        job.checkpoints.finish()
+        if job.ranks.is_main:
+            job.run.write_passed_over(spike.passed_over)
+        job.checkpoints.forget_after(step - 2)
+        target = job.ranks.broadcast(["the beginning", *(path.name for path in job.checkpoints.published())])[-1]
+        batches = f"the batches of steps {max(step - 1, 1)} and {step}"
+        raise GoBack(f"step {step}: {spike.description}; it goes back to {target} and passes over {batches}")
 
     def _when_due(self, save_asked: bool = False) -> None:
         """Evaluates and saves where the step, or somebody, asks for it."""
