@@ -18,7 +18,6 @@ import torch
 
 from trainers.config import ConfigError, TrainConfig
 from trainers.data.batches import StepBatch
-from trainers.parallel.ranks import Ranks
 
 # Families whose own forward pass has this loss; tests/unit/test_load_balancing.py compares each with it.
 FAMILIES = {
@@ -104,23 +103,30 @@ def weighed_probabilities(
 
 @torch.no_grad()
 def count_routing(
-    balancing: LoadBalancing, model: Callable[..., Any], batch: StepBatch, ranks: Ranks, contributes: bool
+    balancing: LoadBalancing,
+    model: Callable[..., Any],
+    batch: StepBatch,
+    device: torch.device,
+    all_reduce: Callable[[torch.Tensor], torch.Tensor],
+    contributes: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The pass without gradients over this rank's micro-batches. Collective.
 
     Args:
         model: the wrapped `SupervisedLoss`.
+        device: where it is.
+        all_reduce: sums a tensor over all ranks.
         contributes: whether this rank's tokens are to be counted, or another one has the same.
 
     Returns:
         The term of the global batch, an fp64 scalar, and the `expert_weights` of `SupervisedLoss.forward`.
     """
-    counted = torch.zeros((), dtype=torch.float64, device=ranks.device)
-    with _same_random_numbers(ranks.device):  # the pass with gradients routes alike, under dropout too
+    counted = torch.zeros((), dtype=torch.float64, device=device)
+    with _same_random_numbers(device):  # the pass with gradients routes alike, under dropout too
         for micro in batch.micro:
-            counts, _ = model(**micro.inputs(ranks.device), real_tokens=micro.real.to(ranks.device, non_blocking=True))
+            counts, _ = model(**micro.inputs(device), real_tokens=micro.real.to(device, non_blocking=True))
             counted = counted + counts
-    term, weights = balancing.weigh(ranks.sum(counted if contributes else torch.zeros_like(counted)))
+    term, weights = balancing.weigh(all_reduce(counted if contributes else torch.zeros_like(counted)))
     # The caller divides the loss by the trained tokens.
     return term, weights * balancing.coefficient * max(batch.trained_tokens, 1)
 
