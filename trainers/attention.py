@@ -15,27 +15,13 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
-from trainers.data.layout import DocumentLayout
+from trainers.data.layout import current_documents
 
 if TYPE_CHECKING:  # it takes its time to import
     from torch.nn.attention.flex_attention import BlockMask
 
 # transformers takes any name with `sdpa` in it for its own, and asks the model whether it may be used.
 KERNELS = {name: f"tunesmith_{name}" for name in ("varlen", "flex", "documents", "eager")} | {"sdpa": "tunesmith_fused"}
-
-
-class _Current:
-    """The documents of the micro-batch in hand; its masks are built once for all layers."""
-
-    def __init__(self) -> None:
-        self.layout: DocumentLayout | None = None
-        self.masks: dict[int | None, torch.Tensor] = {}
-        self.blocks: dict[tuple[int, int | None], BlockMask] = {}
-        self.over_ranks: Any = None
-        self.pieces: dict[int | None, Any] = {}
-
-
-_current = _Current()
 
 
 def avoid_cudnn() -> None:
@@ -46,26 +32,13 @@ def avoid_cudnn() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def use_documents(layout: DocumentLayout | None, over_ranks: Any = None) -> None:
-    """Sets what the next forward and backward pass may attend to.
-
-    Args:
-        layout: the documents; tokens see earlier tokens of their own. None: each row is one document, padded on
-            the right if at all.
-        over_ranks: how attention looks at the parts of rows on other ranks (`trainers/parallel/sequence.py`); None
-            where rows are whole.
-    """
-    _current.layout, _current.masks, _current.blocks = layout, {}, {}
-    _current.over_ranks, _current.pieces = over_ranks, {}
-
-
 def _mask(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
     """`[batch or 1, 1, query, key]`, True where a query may look; None for plain causal attention."""
-    ids = None if _current.layout is None else _current.layout.ids
+    ids = None if current_documents.layout is None else current_documents.layout.ids
     if ids is None and (window is None or window >= length):
         return None
-    if window in _current.masks:
-        return _current.masks[window]
+    if window in current_documents.masks:
+        return current_documents.masks[window]
     place = torch.arange(length, device=device)
     allowed = place[:, None] >= place[None, :]
     if window is not None:
@@ -74,7 +47,7 @@ def _mask(length: int, window: int | None, device: torch.device) -> torch.Tensor
     if ids is not None:
         allowed = allowed & (ids[:, :, None] == ids[:, None, :])
     if not torch.compiler.is_compiling():  # a compiled block that is checkpointed may not change what lies outside
-        _current.masks[window] = allowed[:, None]
+        current_documents.masks[window] = allowed[:, None]
     return allowed[:, None]
 
 
@@ -141,7 +114,7 @@ def documents(
 
     The work grows with the squares of the documents' lengths and not of the rows'.
     """
-    layout, window = _current.layout, rest.get("sliding_window")
+    layout, window = current_documents.layout, rest.get("sliding_window")
     if layout is None or (window is not None and window < layout.longest):
         return sdpa(module, query, key, value, attention_mask, **rest)
     _refuse_unknown(attention_mask, rest)
@@ -168,7 +141,7 @@ def varlen(
     """Flash attention over documents of any length: NVIDIA GPUs, bf16 or fp16. Shapes as in `sdpa`."""
     from torch.nn.attention.varlen import varlen_attn
 
-    layout, window = _current.layout, rest.get("sliding_window")
+    layout, window = current_documents.layout, rest.get("sliding_window")
     if layout is None:
         return sdpa(module, query, key, value, attention_mask, **rest)
     _refuse_unknown(attention_mask, rest)
@@ -220,17 +193,17 @@ def _blocks(length: int, window: int | None, like: torch.Tensor) -> BlockMask:
     """Which blocks of queries and keys meet at all, for the micro-batch in hand."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    ids = None if _current.layout is None else _current.layout.ids
+    ids = None if current_documents.layout is None else current_documents.layout.ids
 
     def allowed(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         seen = query >= key
         seen = seen if window is None else seen & (query - key < window)
         return seen if ids is None else seen & (ids[batch, query] == ids[batch, key])
 
-    if (length, window) not in _current.blocks:
+    if (length, window) not in current_documents.blocks:
         rows = None if ids is None else ids.shape[0]
-        _current.blocks[length, window] = create_block_mask(allowed, rows, None, length, length, like.device)
-    return _current.blocks[length, window]
+        current_documents.blocks[length, window] = create_block_mask(allowed, rows, None, length, length, like.device)
+    return current_documents.blocks[length, window]
 
 
 def eager(
@@ -283,10 +256,10 @@ def _on_parts_too(kernel: Any) -> Any:
     def attend(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **rest: Any
     ) -> tuple[torch.Tensor, None]:
-        if _current.over_ranks is None:
+        if current_documents.over_ranks is None:
             return kernel(module, query, key, value, attention_mask, **rest)
         _refuse_unknown(attention_mask, rest, softcap=kernel in (eager, flex))
-        return _current.over_ranks.attend(kernel, _current, module, query, key, value, **rest)
+        return current_documents.over_ranks.attend(kernel, current_documents, module, query, key, value, **rest)
 
     return attend
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from trainers import attention
 from trainers.config import ConfigError, TrainConfig
-from trainers.data.layout import DocumentLayout
+from trainers.data.layout import DocumentLayout, use_documents
 
 _TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 """Largest relative error of an output or gradient, in the norm."""
@@ -91,7 +91,7 @@ def trial(kernel: str, shape: Any, device: torch.device, compute: torch.dtype) -
     length = sum(_LENGTHS)
     tensors = [torch.randn(2, count, length, size, generator=made) for count in (heads, keys, keys)]
     borders = np.cumsum([0, *_LENGTHS, *_LENGTHS[::-1]])
-    attention.use_documents(DocumentLayout.of(borders, 2).to(device))
+    use_documents(DocumentLayout.of(borders, 2).to(device))
     tf32, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, False  # fp32 is the measure
     try:
         expected = _outcome("eager", tensors, device, torch.float32)
@@ -99,7 +99,7 @@ def trial(kernel: str, shape: Any, device: torch.device, compute: torch.dtype) -
     except (RuntimeError, ValueError, TypeError, ImportError) as error:  # other devices and versions of torch
         return f"it fails on this device: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
     finally:
-        attention.use_documents(None)
+        use_documents(None)
         torch.backends.cuda.matmul.allow_tf32 = tf32
     errors = [float((one - other).norm() / other.norm()) for one, other in zip(found, expected, strict=True)]
     if max(errors) <= _TOLERANCE[compute]:

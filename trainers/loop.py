@@ -132,20 +132,18 @@ def train_step(job: Job, batch: StepBatch, step: int, requests: Requests) -> Ste
     Raises:
         TrainingError: on every rank, before the update, when loss or gradient norm is not finite and none is skipped.
     """
-    device, backend, mesh = job.ranks.device, job.backend, job.mesh
+    device, backend, ranks, mesh = job.ranks.device, job.backend, job.ranks, job.mesh
     rate = learning_rate(job.config, step, job.plan.total_steps)
     set_rate(backend.optimizer, rate)
     aux_loss, expert_weights = torch.zeros((), device=device), None
     if job.balancing is not None:
         job.heartbeat.at("forward", step)
-        aux_loss, expert_weights = count_routing(
-            job.balancing, backend.model, batch, device, job.ranks.sum, mesh.counts
-        )
+        aux_loss, expert_weights = count_routing(job.balancing, backend.model, batch, device, ranks.sum, mesh.counts)
     total = _gradients(job, batch, step, expert_weights)
     job.heartbeat.at("all-reduce", step)
     total = total if mesh.counts else torch.zeros_like(total)
     told = (*requests.asked(), not job.checkpoints.written())
-    summed = job.ranks.sum(torch.stack([total, *(torch.full_like(total, float(one)) for one in told)]))
+    summed = ranks.sum(torch.stack([total, *(torch.full_like(total, float(one)) for one in told)]))
     norm = backend.clip(job.config.max_grad_norm or math.inf)
     # The one host sync of the step: loss, requests, norm and load-balancing loss come over together.
     numbers = [torch.as_tensor(one, device=device).float().reshape(1) for one in (norm, aux_loss)]

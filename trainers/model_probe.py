@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainers.attention import KERNELS, use_documents
+from trainers.attention import KERNELS
 from trainers.config import ConfigError
-from trainers.data.layout import DocumentLayout
+from trainers.data.layout import DocumentLayout, use_documents
 
 _LENGTH, _HALF = 12, 6
 _FAILURES = (ValueError, TypeError, KeyError, AttributeError, NotImplementedError, RuntimeError, IndexError)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from trainers import attention
-from trainers.attention import avoid_cudnn, use_documents
+from trainers.attention import avoid_cudnn
 from trainers.clashes import build
-from trainers.data.layout import DocumentLayout
+from trainers.data.layout import DocumentLayout, use_documents
 from trainers.kernel_choice import choose, trial
 
 GPU = torch.device("cuda", 0)

@@ -17,10 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.rounding import ORDERS, STEADY, bound, relative, reordered
 from tests.unit.tensor_parallel_ranks import ROPE
 from tests.unit.test_sft_loss import EXTRA, TINY
-from trainers.attention import KERNELS, use_documents
+from trainers.attention import KERNELS
 from trainers.checkpoint import Checkpoints
 from trainers.config import TrainConfig
 from trainers.data.batches import MicroBatch, Rows
+from trainers.data.layout import use_documents
 from trainers.differences import plain as plain_config
 from trainers.errors import TrainingError
 from trainers.manifest import Origin, Progress

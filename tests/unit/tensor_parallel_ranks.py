@@ -26,10 +26,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.rounding import ORDERS, STEADY, bound, relative, reordered
 from tests.unit.test_sft_loss import HostSyncs
-from trainers.attention import KERNELS, use_documents
+from trainers.attention import KERNELS
 from trainers.checkpoint import Checkpoints
 from trainers.clashes import build
-from trainers.data.layout import DocumentLayout
+from trainers.data.layout import DocumentLayout, use_documents
 from trainers.differences import plain
 from trainers.manifest import Origin, Progress
 from trainers.models import _keep_products

@@ -16,7 +16,7 @@ from tests.rounding import bound, relative, reordered
 from trainers import attention, kernel_choice
 from trainers.clashes import build, ignored_choices
 from trainers.config import ConfigError
-from trainers.data.layout import DocumentLayout
+from trainers.data.layout import DocumentLayout, current_documents, use_documents
 from trainers.kernel_choice import choose
 
 CPU = torch.device("cpu")
@@ -83,7 +83,7 @@ def varlen_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 4}, {"sliding_window": 50}, {"scaling": 0.3}])
 @pytest.mark.usefixtures("varlen_of_a_gpu")
 def test_a_kernel_equals_plain_matrix_products(kernel: str, packed: bool, options: dict[str, Any]) -> None:
-    attention.use_documents(layout() if packed else None)
+    use_documents(layout() if packed else None)
     assert_like_eager(outcome(kernel, **options), **options)
 
 
@@ -92,15 +92,15 @@ def test_a_kernel_equals_plain_matrix_products(kernel: str, packed: bool, option
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 4}, {"softcap": 2.0}, {"softcap": 2.0, "scaling": 0.3}])
 def test_flex_equals_plain_matrix_products(packed: bool, options: dict[str, Any]) -> None:
     """Forward alone: torch has no flex gradients on a CPU."""
-    attention.use_documents(layout() if packed else None)
+    use_documents(layout() if packed else None)
     assert_like_eager(outcome("flex", False, **options), **options)
 
 
 def test_another_border_would_be_seen() -> None:
     """Control: one token in the document of its neighbours moves the output."""
-    attention.use_documents(layout())
+    use_documents(layout())
     plain = outcome("eager")[0]
-    attention.use_documents(layout([[3, 9, 1, 7], [1, 1, 2, 16], [20], [5, 5, 6, 4]]))
+    use_documents(layout([[3, 9, 1, 7], [1, 1, 2, 16], [20], [5, 5, 6, 4]]))
     for kernel in ("sdpa", "documents", "eager"):
         moved = (outcome(kernel)[0] - plain).abs().amax((2, 3))
         assert moved[3, 15:].max() > 1e-2
@@ -163,11 +163,11 @@ def test_half_precision_passes_the_trial() -> None:
 
 def leaking(*inputs: Any, **rest: Any) -> Any:
     """A kernel that looks across the borders of documents."""
-    kept, attention._current.layout = attention._current.layout, None
+    kept, current_documents.layout = current_documents.layout, None
     try:
         return attention.sdpa(*inputs, **rest)
     finally:
-        attention._current.layout = kept
+        current_documents.layout = kept
 
 
 def test_a_kernel_with_wrong_results_is_passed_over(
@@ -256,10 +256,10 @@ def graphs_of_varlen() -> int:
     compiled = torch.compile(lambda *three: attention.varlen(nn.Module(), *three, None)[0], backend="aot_eager")
     try:
         for longest in (260, 270, 300, 350, 400):
-            attention.use_documents(layout([[longest, 512 - longest]]).to(torch.device("meta")))
+            use_documents(layout([[longest, 512 - longest]]).to(torch.device("meta")))
             compiled(*tensors)
     finally:
-        attention.use_documents(None)
+        use_documents(None)
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 

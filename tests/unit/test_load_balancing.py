@@ -17,9 +17,9 @@ from tests.parity.runs import mostly_long
 from tests.rounding import ORDERS, bound, relative, reordered
 from tests.steps import Steps, steps
 from trainers import load_balancing
-from trainers.attention import use_documents
 from trainers.clashes import build
 from trainers.config import ConfigError, TrainConfig
+from trainers.data.layout import use_documents
 from trainers.embedded import BASE_DIR
 from trainers.load_balancing import FAMILIES, LoadBalancing, balancing_lines, weighed_probabilities
 from trainers.models import load_shape

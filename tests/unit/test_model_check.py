@@ -18,9 +18,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from tests.families import config_for as config
 from tests.families import save_small as saved
 from tests.made_runs import made_run
-from trainers import attention, train
+from trainers import train
 from trainers.attention import KERNELS
 from trainers.config import ConfigError
+from trainers.data.layout import current_documents
 from trainers.model_probe import ForwardPass, ProbeError, check_model_computes, compare, probe_rows
 from trainers.models import load_base, silent_weights
 from trainers.objectives.sft import SupervisedLoss
@@ -220,7 +221,7 @@ def test_the_choice_leaves_the_seed_and_the_documents_alone() -> None:
     torch.manual_seed(3)
     choose_attention(AutoConfig.for_model("llama"), packing=True)
     assert torch.equal(torch.rand(4), expected)
-    assert attention._current.layout is None, "or the next forward pass of another length fails"
+    assert current_documents.layout is None, "or the next forward pass of another length fails"
 
 
 @pytest.mark.parametrize("packing", [True, False])

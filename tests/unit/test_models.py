@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.rounding import bound, relative, reordered
-from trainers.attention import KERNELS, use_documents
+from trainers.attention import KERNELS
 from trainers.clashes import build, ignored_choices
 from trainers.config import ConfigError, TrainConfig
-from trainers.data.layout import DocumentLayout
+from trainers.data.layout import DocumentLayout, use_documents
 from trainers.embedded import BASE_DIR
 from trainers.model_probe import check_model_computes
 from trainers.models import _drop_dropout, add_adapters, build_model, load_base

@@ -15,8 +15,8 @@ from torch import multiprocessing
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.unit.pipeline_ranks import Case, config_of, make_loss, step_micros, work
-from trainers.attention import use_documents
 from trainers.config import ConfigError
+from trainers.data.layout import use_documents
 from trainers.model_probe import check_model_computes
 from trainers.models import add_adapters
 from trainers.objectives.sft import LINEAR_HEADS, SupervisedLoss

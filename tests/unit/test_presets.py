@@ -20,8 +20,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from app.planner import GIB, Hardware, candidate, case_of, plan_row
 from tests.parity.runs import mostly_long
-from trainers.attention import KERNELS, use_documents
+from trainers.attention import KERNELS
 from trainers.config import EMBEDDED, TrainConfig
+from trainers.data.layout import use_documents
 from trainers.models import _check_layers, add_adapters
 from trainers.objectives.sft import LINEAR_HEADS
 from trainers.options import PRESETS_DIR, Request, preset_strategies, preset_summary

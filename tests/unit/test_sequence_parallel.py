@@ -15,7 +15,7 @@ from torch import distributed, multiprocessing
 
 from trainers import attention
 from trainers.config import ConfigError
-from trainers.data.layout import DocumentLayout, RowPart
+from trainers.data.layout import DocumentLayout, RowPart, use_documents
 from trainers.parallel.mesh import MeshSizes
 from trainers.parallel.sequence import ContextParallel, Ulysses, pieces, refuse_unfit
 
@@ -41,13 +41,13 @@ def outcome(case: dict[str, Any], way: Any, part: RowPart, dtype: torch.dtype) -
     weights = torch.randn(ROWS, LENGTH, heads, SIZE, generator=made, dtype=dtype)
     columns = torch.from_numpy(part.columns(LENGTH))
     query, key, value = (one[:, :, columns].requires_grad_() for one in whole)
-    attention.use_documents(DocumentLayout.of(BORDERS, ROWS) if case["packed"] else None, way)
+    use_documents(DocumentLayout.of(BORDERS, ROWS) if case["packed"] else None, way)
     rest = {name: case[name] for name in ("sliding_window", "softcap") if name in case}
     kernel = attention.eager if "softcap" in case else attention.documents
     module: Any = SimpleNamespace(training=True, num_key_value_groups=heads // keys)
     found, _ = attention._on_parts_too(kernel)(module, query, key, value, None, **rest)
     (found * weights[:, columns]).sum().backward()
-    attention.use_documents(None)
+    use_documents(None)
     return [found.detach(), *(one.grad for one in (query, key, value))]
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
     import torch
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,33 @@ class RowPart:
 
 
 WHOLE = RowPart()
+
+
+class CurrentDocuments:
+    """The documents of the present micro-batch, for attention; its masks are built once for all layers."""
+
+    def __init__(self) -> None:
+        self.layout: DocumentLayout | None = None
+        self.masks: dict[int | None, torch.Tensor] = {}
+        self.blocks: dict[tuple[int, int | None], BlockMask] = {}
+        self.over_ranks: Any = None
+        self.pieces: dict[int | None, Any] = {}
+
+
+current_documents = CurrentDocuments()
+
+
+def use_documents(layout: DocumentLayout | None, over_ranks: Any = None) -> None:
+    """Sets what the next forward and backward pass may attend to.
+
+    Args:
+        layout: the documents; tokens see earlier tokens of their own. None: each row is one document, padded on
+            the right if at all.
+        over_ranks: how attention looks at the parts of rows on other ranks (`trainers/parallel/sequence.py`); None
+            where rows are whole.
+    """
+    current_documents.layout, current_documents.masks, current_documents.blocks = layout, {}, {}
+    current_documents.over_ranks, current_documents.pieces = over_ranks, {}
 
 
 def _buckets(lengths: np.ndarray) -> tuple[np.ndarray, tuple[tuple[int, int], ...]]:

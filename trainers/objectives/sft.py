@@ -14,8 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from trainers.attention import use_documents
-from trainers.data.layout import DocumentLayout
+from trainers.data.layout import DocumentLayout, use_documents
 from trainers.load_balancing import LoadBalancing, weighed_probabilities
 
 # 32M fp32 logits (128 MiB) at once; it depends on the vocabulary alone, so that all strategies chunk alike.

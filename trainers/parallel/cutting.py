@@ -15,9 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from trainers.attention import use_documents
 from trainers.config import ConfigError
-from trainers.data.layout import DocumentLayout
+from trainers.data.layout import DocumentLayout, use_documents
 from trainers.models import matmul_parameters
 from trainers.objectives.sft import LINEAR_HEADS
 from trainers.parallel.stages import balance, stages_of

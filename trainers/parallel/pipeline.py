@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 
-from trainers.attention import use_documents
 from trainers.config import ConfigError, TrainConfig
 from trainers.data.batches import MicroBatch
+from trainers.data.layout import use_documents
 from trainers.errors import TrainingError
 from trainers.optimizers import build_optimizer, empty_state, parameter_groups, put_back, state_vectors
 from trainers.parallel.cutting import Absent, Chunk, Part, PipelineStages, Work, cut
