@@ -18,7 +18,7 @@ from app import detach
 from app.console import shortened
 from app.launcher import ROOT, module_argv, module_environment
 from app.request import Job, Words, clone_job, resume_job, writable_parent
-from app.runs import last_checkpoint, true_state
+from app.runs import true_state
 from app.training import run_program
 from trainers import device_locks
 from trainers.config import ConfigError, TrainConfig
@@ -45,17 +45,6 @@ class Exported(NamedTuple):
 
 class ExportFailed(RuntimeError):
     """The export program broke; the text is one line that says how."""
-
-
-def allowed(run: RunFolder) -> list[str]:
-    """The actions that a run's state allows, the likeliest first."""
-    state = true_state(run)["state"]
-    if state == "queued":
-        return ["cancel", "move_up", "move_down", "clone"]
-    if state not in END_STATES:
-        return ["stop", *([] if state == "stopping" else ["save"]), "stop_without_saving", "clone"]
-    exports = ["export"] if last_checkpoint(run) else []
-    return [*(["resume", "resume_changed"] if state != "done" else []), *exports, "clone", "rename", "delete"]
 
 
 def stop(run: RunFolder, save: bool = True) -> None:
@@ -184,11 +173,6 @@ def move(run: RunFolder, places: int) -> int:
         ConfigError: when it does not wait.
     """
     return device_locks.move(run.path, places)
-
-
-def queue_place(run: RunFolder) -> int | None:
-    """Place in the queue, counted from 1; None when it does not wait."""
-    return device_locks.place_of(run.path)
 
 
 def export(

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from app import actions
+from app import run_state
 from app.reading import read_span, stamp
 from app.runs import gpu_ids, strategy_name, true_state, world_size
 from app.series import Curves
@@ -42,11 +42,11 @@ def run_view(run: RunFolder, curves: Curves) -> View:
         curves: keeps what was read of its metrics.
 
     Returns:
-        `id, state, cause, next` (a sentence, or empty), `actions` (see `app.actions.allowed`), `queue_place`; `phase`,
-        `step`, `total_steps`, `progress` (0 to 1 or None), `attempt`, `started_at`, `updated_at`; from the newest row
-        `loss`, `eval_loss`, `learning_rate`, `tokens_per_second`, `mfu`, `data_wait`, `eta_s` (live runs alone),
-        `tokens`, `elapsed_s`; `ranks` (`rank, step, section, time, memory_gib`), `strategy`, `world_size`, `gpus`,
-        `host`, `checkpoints`, `bad_checkpoints`, `export_dir` and `run_dir`.
+        `id, state, cause, next` (a sentence, or empty), `actions` (see `app.run_state.allowed`), `queue_place`;
+        `phase`, `step`, `total_steps`, `progress` (0 to 1 or None), `attempt`, `started_at`, `updated_at`; from the
+        newest row `loss`, `eval_loss`, `learning_rate`, `tokens_per_second`, `mfu`, `data_wait`, `eta_s` (live runs
+        alone), `tokens`, `elapsed_s`; `ranks` (`rank, step, section, time, memory_gib`), `strategy`, `world_size`,
+        `gpus`, `host`, `checkpoints`, `bad_checkpoints`, `export_dir` and `run_dir`.
     """
     state, newest = true_state(run), curves.latest(run)
     live = state.get("state") in LIVE_STATES
@@ -63,7 +63,7 @@ def run_view(run: RunFolder, curves: Curves) -> View:
         "state": str(state.get("state")),
         "cause": str(state["cause"])[:2000] if state.get("cause") else "",
         "next": next_step(run, state, named, place),
-        "actions": actions.allowed(run),
+        "actions": run_state.allowed(run),
         "queue_place": place,
         "phase": str(first.get("section") or "") if state.get("state") in ("running", "stopping") else "",
         "step": step,
@@ -102,7 +102,7 @@ def _text(value: Any) -> str:
 
 def _queue_place(run: RunFolder) -> int | None:
     with contextlib.suppress(OSError):
-        return actions.queue_place(run)
+        return run_state.queue_place(run)
     return None
 
 

@@ -16,6 +16,7 @@ from app import actions
 from app.cli import run_verb
 from app.launcher import read_command_line
 from app.request import Words
+from app.run_state import allowed, queue_place
 from app.runs import find_run, list_runs, true_state
 from app.training import write_folder
 from tests.made_runs import add_checkpoint, made_run
@@ -67,11 +68,11 @@ def files(folder: Path) -> set[str]:
 def test_what_a_state_allows(state: str, alive: bool, expected: list[str], living: dict[str, Any]) -> None:
     run = made_run(RUNS, "a", state, processes=[living] if alive else [])
     add_checkpoint(run, 60)
-    assert actions.allowed(run) == expected
+    assert allowed(run) == expected
 
 
 def test_nothing_is_exported_without_a_checkpoint() -> None:
-    assert "export" not in actions.allowed(made_run(RUNS, "a", "stopped"))
+    assert "export" not in allowed(made_run(RUNS, "a", "stopped"))
 
 
 # -- stop --------------------------------------------------------------------------------------------------------------
@@ -288,12 +289,12 @@ def test_a_queued_run_moves(living: dict[str, Any], capsys: pytest.CaptureFixtur
     run = made_run(RUNS, "a", "queued", processes=[living])
     with device_locks.take_now(Need(cpu_slots=1000), Holder("busy")):
         ticket = device_locks.enqueue(run.path, run.id, Need(cpu_slots=1))
-        assert (actions.queue_place(run), actions.move(run, 5)) == (1, 1)
+        assert (queue_place(run), actions.move(run, 5)) == (1, 1)
         assert answer(capsys, "runs", "move", "a", "-1", "--json")[:2] == (0, {"id": "a", "place": 1})
         status, _, errors = answer(capsys, "runs", "move", "a", "up")
         assert (status, "places='up' is no whole number" in errors) == (2, True)
         device_locks.give_up(ticket)
-    assert actions.queue_place(run) is None
+    assert queue_place(run) is None
     with pytest.raises(ConfigError, match="run a does not wait in the queue"):
         actions.move(run, -1)
 
