@@ -38,7 +38,7 @@ def bench_verb(words: Sequence[str]) -> int:
     """
     sorted_words = sort_words(words)
     if "help" in sorted_words.switches:
-        from app.train_help import show_bench_help
+        from app.bench_help import show_bench_help
 
         show_bench_help()
         return 0

@@ -80,7 +80,7 @@ def resume(words: Raw = None) -> int:
 @app.command(context_settings=_RAW)
 def prove(words: Raw = None) -> int:
     """Train your model on your data under each strategy here, and compare it step by step with one process."""
-    from app.prove import prove_verb
+    from app.prove_verb import prove_verb
 
     return prove_verb(words or [])
 

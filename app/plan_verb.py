@@ -43,7 +43,7 @@ def plan_verb(words: Sequence[str]) -> int:
     """
     sorted_words = sort_words(words)
     if "help" in sorted_words.switches:
-        from app.train_help import show_plan_help
+        from app.plan_help import show_plan_help
 
         show_plan_help()
         return 0

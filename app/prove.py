@@ -16,12 +16,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from app.console import clean, report_json, say
+from app.console import clean, say
 from app.hardware import cpu_count
 from app.progress import progress_display
-from app.prove_plan import Plan, Row, make_plan
-from app.prove_report import facts, show, verdict, write_report
-from app.request import Job, sort_words
+from app.prove_plan import Plan, Row
+from app.prove_report import facts, verdict, write_report
+from app.request import Job
 from app.runs import metrics
 from app.supervisor import Listener
 from app.training import CheckBroke, how_it_ended, interruptible, launch, preflight, where
@@ -114,52 +114,7 @@ def _apart(name: str, differences: Mapping[int, float], most: float) -> str | No
     return None if step is None else f"the {name} differs by {differences[step]:.2g} at step {step}, at most {most:g}"
 
 
-# -- the verb --------------------------------------------------------------------------------------------------------
-
-
-def prove_verb(words: Sequence[str]) -> int:
-    """`tunesmith prove`.
-
-    Returns:
-        The exit status: 0 when every row that ran has passed (with a control: has failed, as it must) and one has run.
-
-    Raises:
-        ConfigError: for a request that is wrong; nothing is left behind then.
-    """
-    resume = "--resume" in words
-    sorted_words = sort_words([word for word in words if word != "--resume"])
-    if "help" in sorted_words.switches:
-        from app.train_help import show_prove_help
-
-        show_prove_help()
-        return 0
-    plan, quiet = make_plan(sorted_words), "quiet" in sorted_words.switches
-    if resume:
-        from app.prove_resume import ResumeProof
-
-        proof: Proof = ResumeProof(plan, words, quiet)
-    else:
-        proof = Proof(plan, words, quiet)
-    proof.run()
-    if "json" in sorted_words.switches:
-        report_json(proof.document)
-    else:
-        show(proof.document)
-    return exit_status(proof.document)
-
-
-def exit_status(document: Mapping[str, Any]) -> int:
-    """0 done, 1 a row failed or none could be judged, 130 interrupted.
-
-    A row without a verdict cannot run on this machine, which is no failure beside rows that pass; alone it proves
-    nothing.
-    """
-    if document["interrupted"]:
-        return 130
-    if control := document["control"]:
-        return 0 if control["rows"] == control["seen"] > 0 else 1
-    passed = [row["passed"] for row in document["rows"]]
-    return 0 if True in passed and False not in passed else 1
+# -- the runs --------------------------------------------------------------------------------------------------------
 
 
 class Proof:

@@ -13,12 +13,12 @@ import typer
 
 from app.console import report
 from app.plain_help import Verbs
-from trainers.config import TrainConfig, sections
+from trainers.config import sections
 
 _DRAWN_WIDTH = 110
 
 _TITLES = {"ddp": "Data parallel", "precision": "Precision and memory"}
-_OWN = {
+LAUNCH_HELP = {
     "strategy": (
         "<name|file>",
         "Strategy, or an Accelerate YAML; default: the preset's for so many GPUs, else single or ddp.",
@@ -36,15 +36,15 @@ _SWITCHES = {
 }
 
 
-_DEVICES = {name: _OWN[name] for name in ("gpus", "num_processes")}
+DEVICE_HELP = {name: LAUNCH_HELP[name] for name in ("gpus", "num_processes")}
 
 
 def show_train_help() -> None:
     """Prints the help of `train`."""
     text = "Fine-tune a model: a preset (`tunesmith presets`), a config file, options, or all three; later ones win."
-    own = {**_switch("check", "Check the request, its data and its model, and start nothing."), **_detach()}
-    config = {"config": _option("config", "<file>", "YAML file with options.", "Options")}
-    _show("train", "preset", "Preset to start from.", text, {**config, **own, **_config_options()})
+    own = {**switch("check", "Check the request, its data and its model, and start nothing."), **_detach()}
+    config = {"config": option("config", "<file>", "YAML file with options.", "Options")}
+    show_help("train", "preset", "Preset to start from.", text, {**config, **own, **config_options()})
 
 
 def show_resume_help() -> None:
@@ -54,17 +54,17 @@ def show_resume_help() -> None:
         "Options of `train` may change; those that change the steps to come need --force."
     )
     folder = {
-        "runs_dir": _option("runs_dir", "<dir>", "Folder of run folders.", "Options"),
-        **_switch("force", "Go on although data, options or code have changed since the checkpoint was saved."),
+        "runs_dir": option("runs_dir", "<dir>", "Folder of run folders.", "Options"),
+        **switch("force", "Go on although data, options or code have changed since the checkpoint was saved."),
     }
-    _show("resume", "run", "Id of a run, or the path of its folder.", text, {**folder, **_detach()})
+    show_help("resume", "run", "Id of a run, or the path of its folder.", text, {**folder, **_detach()})
 
 
 def show_clone_help() -> None:
     """Prints the help of `runs clone`."""
     text = "Start a new run with the settings, strategy and devices of another; options given replace its values."
-    folder = {"runs_dir": _option("runs_dir", "<dir>", "Folder of run folders.", "Options")}
-    _show("runs clone", "run", "Id of a run, or the path of its folder.", text, {**folder, **_detach()})
+    folder = {"runs_dir": option("runs_dir", "<dir>", "Folder of run folders.", "Options")}
+    show_help("runs clone", "run", "Id of a run, or the path of its folder.", text, {**folder, **_detach()})
 
 
 def show_data_help() -> None:
@@ -74,90 +74,27 @@ def show_data_help() -> None:
         "lengths, packing, bad rows, and the first rows with their trained tokens marked."
     )
     own = {
-        "rows": _option("rows", "<int>", "Rows to show.", "Options", "3"),
-        "config": _option("config", "<file>", "YAML file with options.", "Options"),
+        "rows": option("rows", "<int>", "Rows to show.", "Options", "3"),
+        "config": option("config", "<file>", "YAML file with options.", "Options"),
     }
-    _show("data", "preset", "Preset to start from.", text, {**own, **_config_options()}, {})
+    show_help("data", "preset", "Preset to start from.", text, {**own, **config_options()}, {})
 
 
-def show_prove_help() -> None:
-    """Prints the help of `prove`."""
-    from app.prove_plan import PRESET, SETTINGS, STEPS
-
-    text = (
-        "Train your model on your data under each strategy here, and compare loss and gradient norm of every step "
-        f"with one process. It sets {', '.join(name for name in SETTINGS if name in TrainConfig.model_fields)} and "
-        "max_steps itself, and says what of yours it replaces. Exit status: 0 all that could run have passed, "
-        "1 one has not, 130 interrupted, 2 the request was wrong."
-    )
-    control = (
-        "Train every row, but not the reference, with a known fault: the mean of the micro-batches' means. Then each "
-        "row must differ; exit status 0 when the test saw the fault in all that ran."
-    )
-    fields = _config_options()
-    own = {
-        "strategies": _option("strategies", "<a,b,c>", "Strategies or Accelerate YAMLs.", "Options", "all"),
-        "steps": _option("steps", "<int>", "Steps of each run.", "Options", str(STEPS)),
-        **_switch("resume", "Save in the middle under each strategy, and go on from there under each."),
-        "layers": _option("layers", "<int>", "Keep the first decoder layers alone, for one process.", "Options"),
-        "control": _option("control", "<none|mean-of-means>", control, "Options", "none"),
-        "config": _option("config", "<file>", "YAML file with options.", "Options"),
-    }
-    kept = {name: option for name, option in fields.items() if name not in (*SETTINGS, *own, "max_steps")}
-    hints = f"Preset to start from; default: {PRESET}, when no model is named either."
-    _show("prove", "preset", hints, text, {**own, **kept}, _DEVICES)
-
-
-def show_bench_help() -> None:
-    """Prints the help of `bench`."""
-    from app.bench_plan import SETTINGS, SHORT_RUN, TURNS, WARM
-
-    text = (
-        "Measure what `train` with the same words would do in its first steps, with your settings and with one of them "
-        "changed at a time, in turns; then with all changes that helped. Nothing is saved. Exit status: 0 your "
-        "settings were measured, 1 they could not be, 130 interrupted, 2 the request was wrong."
-    )
-    own = {
-        "settings": _option("settings", "<a,b,c>", "Options to vary.", "Options", ",".join(SETTINGS)),
-        "steps": _option("steps", "<int>", f"Timed steps of each run, after {WARM} more; default: 3 to 20, as many as "
-                         "fit into 20 seconds.", "Options"),
-        "turns": _option("turns", "<int>", "How often each is run; at least 2.", "Options", str(TURNS)),
-        "config": _option("config", "<file>", "YAML file with options.", "Options"),
-    }  # fmt: skip
-    without = {*SHORT_RUN, *own, "max_steps", "num_train_epochs", "output_dir", "resume_from_checkpoint"}
-    kept = {name: option for name, option in _config_options().items() if name not in without}
-    devices = {name: _OWN[name] for name in ("strategy", *_DEVICES)}
-    _show("bench", "preset", "Preset to start from.", text, {**own, **kept}, devices)
-
-
-def show_plan_help() -> None:
-    """Prints the help of `plan`."""
-    text = (
-        "Reckon what `train` with the same words would need under each strategy: memory on the fullest GPU by use, "
-        "traffic, the bubble of a pipeline, and a bound of its speed. Nothing is trained and no weights are read. "
-        "Exit status: 0 done, 2 the request was wrong."
-    )
-    own = {
-        "strategies": _option("strategies", "<a,b,c>", "Strategies or Accelerate YAMLs.", "Options", "all"),
-        "gpu_memory": _option("gpu_memory", "<GiB>", "Plan for GPUs of this memory, --num_processes of them, in place "
-                              "of those that are here.", "Options"),
-        "link": _option("link", "<GB/s>", "What a GPU sends; default: 25, which is PCIe 4. NVLink: 200 or more.",
-                        "Options"),
-        "config": _option("config", "<file>", "YAML file with options.", "Options"),
-    }  # fmt: skip
-    _show("plan", "preset", "Preset to start from.", text, {**own, **_config_options()}, _DEVICES)
-
-
-def _show(
-    verb: str, name: str, name_help: str, text: str, more: dict[str, Any], own: dict[str, tuple[str, str]] = _OWN
+def show_help(
+    verb: str,
+    name: str,
+    name_help: str,
+    text: str,
+    more: dict[str, Any],
+    own: dict[str, tuple[str, str]] = LAUNCH_HELP,
 ) -> None:
     """Lets typer draw the help of a command that has these options; it is never run.
 
     In a narrow terminal typer would cut the names of the options, so there each has a line of its own.
     """
     options = {
-        **{key: _option(key, metavar, words, "Options") for key, (metavar, words) in own.items()},
-        **{key: value for name, words in _SWITCHES.items() for key, value in _switch(name, words).items()},
+        **{key: option(key, metavar, words, "Options") for key, (metavar, words) in own.items()},
+        **{key: value for name, words in _SWITCHES.items() for key, value in switch(name, words).items()},
         **more,
     }
     if shutil.get_terminal_size().columns < _DRAWN_WIDTH:
@@ -184,15 +121,17 @@ def _show(
     drawn(args=["--help"], prog_name=f"tunesmith {verb}", standalone_mode=False)
 
 
-def _option(name: str, metavar: str, words: str, panel: str, default: str | None = None) -> Any:
+def option(name: str, metavar: str, words: str, panel: str, default: str | None = None) -> Any:
+    """One option as typer draws it."""
     return typer.Option(default, f"--{name}", metavar=metavar, help=words, rich_help_panel=panel)
 
 
 def _detach() -> dict[str, Any]:
-    return _switch("detach", "Start in the background and return; the run outlives this terminal.")
+    return switch("detach", "Start in the background and return; the run outlives this terminal.")
 
 
-def _switch(name: str, words: str) -> dict[str, Any]:
+def switch(name: str, words: str) -> dict[str, Any]:
+    """An option without a value, by its name."""
     return {name: typer.Option(False, f"--{name}", metavar="", help=words)}
 
 
@@ -207,24 +146,25 @@ def _print_narrow(usage: str, text: str, argument: str, options: dict[str, Any])
 
     lines = [f"Usage: {usage}", "", wrapped(text, 0), "", wrapped(argument, 0)]
     panels: dict[str, list[str]] = {}
-    for name, option in options.items():
-        given = "" if option.default in (None, False) else f" [default: {option.default}]"
-        shown = [f"  --{name} {option.metavar}".rstrip(), wrapped(f"{option.help}{given}", 6)]
-        panels.setdefault(option.rich_help_panel or "Options", []).extend(shown)
+    for name, entry in options.items():
+        given = "" if entry.default in (None, False) else f" [default: {entry.default}]"
+        shown = [f"  --{name} {entry.metavar}".rstrip(), wrapped(f"{entry.help}{given}", 6)]
+        panels.setdefault(entry.rich_help_panel or "Options", []).extend(shown)
     panels["Options"] += ["  --help, -h", wrapped("Show this message and exit.", 6)]
     for panel, shown in panels.items():
         lines += ["", f"{panel}:", *shown]
     report("\n".join(lines))
 
 
-def _config_options() -> dict[str, Any]:
+def config_options() -> dict[str, Any]:
+    """Every option of `TrainConfig` but the preset, by name."""
     made: dict[str, Any] = {}
     for section, fields in sections().items():
         panel = _TITLES.get(section, section.capitalize())
         for name, field in fields.items():
             if name != "preset":
                 words = f"{field.description} {_limits(field)}".strip()
-                made[name] = _option(name, _metavar(field.annotation), words, panel, _default(field))
+                made[name] = option(name, _metavar(field.annotation), words, panel, _default(field))
     return made
 
 

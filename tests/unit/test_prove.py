@@ -13,8 +13,9 @@ import pytest
 
 from app.cli import run_verb
 from app.console import clean
-from app.prove import Curve, compare, exit_status
+from app.prove import Curve, compare
 from app.prove_report import markdown
+from app.prove_verb import exit_status
 from app.request import Job
 from app.runs import list_runs
 from app.training import CheckBroke
