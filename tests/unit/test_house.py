@@ -1,8 +1,9 @@
-"""The house rules: imports run one way, files and functions stay small, nothing runs a shell or reads a pickle."""
+"""The house rules: imports run one way and in no circle, files and functions stay small, no shell and no pickle."""
 
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,37 @@ def test_a_wrong_import_would_be_seen(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "app").mkdir()
     (tmp_path / "app" / "x.py").write_text("def f():\n    import torch\n    from trainers.models import build_model\n")
     assert forbidden(tmp_path / "app" / "x.py") == {"torch", "trainers.models", "trainers.models.build_model"}
+
+
+def import_graph(sources: list[Path], root: Path) -> dict[str, set[str]]:
+    """Of each module those of the house that it imports anywhere: at the top, in a function, for type checks."""
+    modules = {
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path for path in sources
+    }
+    return {module: (imports_of(path) & modules.keys()) - {module} for module, path in modules.items()}
+
+
+def circle_in(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other, in order; empty without any."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_circle_among_modules() -> None:
+    assert circle_in(import_graph(SOURCES, ROOT)) == []
+
+
+def test_a_circle_would_be_seen(tmp_path: Path) -> None:
+    """Control: an import within a function closes it."""
+    (tmp_path / "a.py").write_text("import b\n")
+    (tmp_path / "b.py").write_text("def f():\n    from c import g\n")
+    (tmp_path / "c.py").write_text("g = 1\n")
+    assert circle_in(import_graph(sorted(tmp_path.glob("*.py")), tmp_path)) == []
+    (tmp_path / "c.py").write_text("from a import x\n")
+    assert set(circle_in(import_graph(sorted(tmp_path.glob("*.py")), tmp_path))) == {"a", "b", "c"}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
