@@ -123,7 +123,7 @@ def check_environment(devices: Devices, sizes: MeshSizes, outer: Mapping[str, st
 
 
 def module_argv(module: str, arguments: Sequence[str]) -> list[str]:
-    """A program of `trainers`, such as `trainers.export`; run it with `cwd=ROOT` and `module_environment()`."""
+    """A program such as `trainers.export`; run it with `cwd=ROOT` and `module_environment()`."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 

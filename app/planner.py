@@ -150,7 +150,7 @@ class _Share:
 
 
 def _shares(strategy: Strategy, counted: Mapping[str, Any], case: Mapping[str, Any]) -> list[_Share]:
-    """The share of each rank of a pipeline, as `trainers/parallel/cutting.py` cuts it; of one rank without any."""
+    """The share of each rank, as `trainers/parallel/cutting.py` cuts a pipeline; of one rank without any."""
     every, ranks, schedule = counted["layers"], strategy.pp_size, strategy.pp_schedule
     if ranks == 1:
         return [_Share.of(case, every, every, 1.0, 0)]

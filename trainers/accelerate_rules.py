@@ -1,6 +1,7 @@
 """What an Accelerate config as a whole has wrong: keys that contradict, miss or silently undo each other. No torch.
 
-What single keys may hold is in `trainers/accelerate_keys.py`, a DeepSpeed JSON in `trainers/deepspeed_json.py`.
+What single keys may hold is in `trainers/accelerate_keys.py`, what a DeepSpeed JSON may hold in
+`trainers/deepspeed_json.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The chat's program: a base model and what a run made of it, loaded once, that answer conversations token by token.
 
-Run by `app/chat.py` through `app/worker.py`. Safetensors only; no pickle is read and no model code runs unless told.
+Run by `app/chat.py` through `app/worker.py`.
+Safetensors only; no pickle is read and no model code runs unless told.
 """
 
 from __future__ import annotations

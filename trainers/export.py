@@ -1,6 +1,7 @@
 """Exports weights as transformers and peft expect them: adapter, merged or full, with tokenizer and model card.
 
-`python -m trainers.export --run RUN --output DIR --kind adapter|merged|full [--checkpoint NAME]` exports again.
+`python -m trainers.export --run RUN --output DIR --kind KIND [--checkpoint NAME]` exports again.
+KIND is adapter, merged or full.
 """
 
 from __future__ import annotations

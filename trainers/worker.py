@@ -1,4 +1,4 @@
-"""The child's side of `app/worker.py`: reads requests from standard input, one JSON document a line, and answers.
+"""The child of `app/worker.py`: reads requests from standard input, one JSON document a line, and answers.
 
 A request is `{"id": N, "ask": NAME, ...}` or `{"cancel": N}`. Each answer document carries the request's `id`; the last
 one has `"end": true`. Imports no torch.

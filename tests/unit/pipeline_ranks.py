@@ -1,4 +1,4 @@
-"""What each rank of tests/unit/test_pipeline.py does: one launch checks many cases against one process."""
+"""The ranks of tests/unit/test_pipeline.py: one launch checks many cases against one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank of tests/unit/test_tensor_parallel.py does: one launch checks many models against one process."""
+"""The ranks of tests/unit/test_tensor_parallel.py: one launch checks many models against one process."""
 
 from __future__ import annotations
 

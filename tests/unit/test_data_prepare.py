@@ -189,7 +189,8 @@ def test_mistakes_and_deaths_of_processes_are_told(tmp_path, data, monkeypatch):
 def test_memory_stays_flat(tmp_path):
     """Four times the rows: the peaks of both processes grow by less than half of what was added."""
     code = (
-        "import json, sys, resource\nfrom trainers.clashes import build\nfrom trainers.data import prepare as module\n"
+        "import json, sys, resource\nfrom trainers.clashes import build\n"
+        "from trainers.data import prepare as module\n"
         "module.SHARD_BYTES = 1 << 18\n"
         "for config in sys.argv[1:]:\n"
         "    tokens = module.prepare(build(json.loads(config)), 'train')\n"

@@ -146,9 +146,7 @@ def test_the_help_names_its_options(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_program_says_what_is_wrong_with_the_model(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(f"model_name_or_path: {tmp_path}\ndataset_name: embedded\n")
-    ended = subprocess.run(
-        [sys.executable, "-m", "trainers.weigh", "--config", str(file)], cwd=ROOT, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "trainers.weigh", "--config", str(file)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert "has no config.json" in ended.stderr.partition("mistakes:\n")[2]

@@ -1,6 +1,7 @@
 """Shows data as it will be trained: rows as they are read, packed rows, and what becomes of the whole data set.
 
-The program behind `app/data_view.py`; it tokenises with the code, and into the cache, of a training. Imports no torch.
+The program behind `app/data_view.py`; it tokenises with the code, and into the cache, of a training.
+Imports no torch.
 """
 
 from __future__ import annotations
