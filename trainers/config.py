@@ -77,7 +77,7 @@ class TrainConfig(BaseModel):
     """A complete description of one fine-tuning run, apart from its strategy (the Accelerate file says that).
 
     Raises:
-        pydantic.ValidationError: on unknown keys or values; `build` in `trainers/clashes.py` makes it a `ConfigError`.
+        pydantic.ValidationError: on unknown keys or values; `trainers.clashes.build` makes it a `ConfigError`.
     """
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
