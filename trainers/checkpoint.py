@@ -99,6 +99,18 @@ class Saved:
     bytes: int
     write_seconds: float
 
+    def line(self, stalled: float) -> str:
+        """What the log says; training stood still for `stalled` seconds."""
+        return (
+            f"saved the checkpoint of step {self.step}: {self.bytes:,} bytes in {self.write_seconds:.2f} s; "
+            f"training stood still for {stalled:.2f} s"
+        )
+
+    def row(self, stalled: float) -> dict[str, Any]:
+        """The row of the metrics file."""
+        size = {"checkpoint_bytes": self.bytes, "checkpoint_write_s": self.write_seconds}
+        return {"step": self.step, **size, "checkpoint_stall_s": stalled}
+
 
 class Checkpoints:
     """The checkpoints of one run, of which at most one is being written.

@@ -45,7 +45,7 @@ from trainers.load_balancing import LoadBalancing, count_routing
 from trainers.manifest import Progress
 from trainers.metrics import MetricsFile, RecentPace, Window, attention_width, memory_gib, peak_flops, step_flops
 from trainers.models import compute_dtype, matmul_parameters
-from trainers.pace import Pace
+from trainers.pace import Pace, slow_warning
 from trainers.parallel.backend import MicroBatched, set_rate
 from trainers.parallel.mesh import Mesh
 from trainers.parallel.pipeline import Pipelined
@@ -379,11 +379,7 @@ class Fit:
         """Names a slow rank, once in an attempt; it goes on."""
         for rank in slow.keys() - self.told_slow if self.job.ranks.is_main else ():
             self.told_slow.add(rank)
-            print(
-                f"warning: rank {rank} is slow: what it does alone takes {slow[rank]:.1f} times as long as on the "
-                "others, which wait for it; look at what else runs there, its clock and its temperature",
-                flush=True,
-            )
+            print(slow_warning(rank, slow[rank]), flush=True)
 
     def _emit(self, row: dict[str, Any]) -> None:
         if self.job.metrics is not None:
@@ -454,13 +450,8 @@ class Fit:
         if saved is None or self.job.metrics is None:
             return
         stalled = self.stalled + time.perf_counter() - began
-        print(
-            f"saved the checkpoint of step {saved.step}: {saved.bytes:,} bytes in {saved.write_seconds:.2f} s; "
-            f"training stood still for {stalled:.2f} s",
-            flush=True,
-        )
-        row = {"checkpoint_bytes": saved.bytes, "checkpoint_write_s": saved.write_seconds}
-        self.job.metrics.write({"step": saved.step, **row, "checkpoint_stall_s": stalled})
+        print(saved.line(stalled), flush=True)
+        self.job.metrics.write(saved.row(stalled))
 
     def _stop(self, requests: Requests) -> Outcome:
         self._save(wait=True)

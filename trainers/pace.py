@@ -99,3 +99,11 @@ def slow_ranks(taken: list[Taken]) -> dict[int, float]:
             if others > 0 and value > SLOW * others and value - others > least:
                 found[rank] = max(found.get(rank, 0.0), value / others)
     return found
+
+
+def slow_warning(rank: int, ratio: float) -> str:
+    """The line that names a slow rank, which takes `ratio` times as long as the others."""
+    return (
+        f"warning: rank {rank} is slow: what it does alone takes {ratio:.1f} times as long as on the others, which "
+        "wait for it; look at what else runs there, its clock and its temperature"
+    )
