@@ -10,7 +10,6 @@ from pathlib import Path
 
 from app.hardware import Devices, cpu_count
 from trainers.import_path import child_environment
-from trainers.parallel.mesh import MeshSizes
 from trainers.run_folder import RunFolder
 from trainers.strategies import Machines
 
@@ -116,10 +115,10 @@ def check_argv(config: Path) -> list[str]:
     return [sys.executable, str(TRAIN_SCRIPT), "--check", "--config", str(config)]
 
 
-def check_environment(devices: Devices, sizes: MeshSizes, outer: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of `check_argv`, for a run on `devices` in a mesh of `sizes`."""
+def check_environment(devices: Devices, strategy: Path, outer: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of `check_argv`, for a run on `devices` as an Accelerate file says."""
     outer = os.environ if outer is None else outer
-    return {**child_environment(outer), **_device_variables(devices), "TUNESMITH_MESH": str(sizes)}
+    return {**child_environment(outer), **_device_variables(devices), "TUNESMITH_STRATEGY": str(strategy)}
 
 
 def module_argv(module: str, arguments: Sequence[str]) -> list[str]:

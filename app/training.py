@@ -179,10 +179,11 @@ def preflight(job: Job, quiet: bool) -> None:
         CheckBroke: when it crashed.
     """
     with tempfile.TemporaryDirectory(prefix="tunesmith-") as folder:
-        config = Path(folder) / "config.yaml"
+        config, strategy = Path(folder) / "config.yaml", Path(folder) / "accelerate.yaml"
         config.write_text(dump_yaml(job.config), encoding="utf-8")
+        strategy.write_text(job.strategy.dump(), encoding="utf-8")
         with spinner("checking data and model", quiet):
-            env = check_environment(job.devices, job.strategy.sizes)
+            env = check_environment(job.devices, strategy)
             out = told_by(check_argv(config), {**env, "TUNESMITH_RUN_DIR": str(job.run.path.absolute())})
     for line in [] if quiet else out.splitlines():
         say(clean(line))

@@ -25,9 +25,9 @@ from tests.steps import Steps
 from trainers.clashes import build
 from trainers.config import ConfigError, TrainConfig
 from trainers.embedded import BASE_DIR
-from trainers.parallel.mesh import MeshSizes
 from trainers.preflight import check
 from trainers.small_model import small_config
+from trainers.strategies import load_strategy
 
 FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 _VOCABULARY, _POSITIONS, _LARGEST = 1030, 1024, 16_000_000
@@ -117,7 +117,7 @@ def _verdict(family: str, folder: Path, method: str, packing: bool) -> Verdict:
 
 def _check(folder: Path, options: dict[str, Any]) -> str:
     try:
-        check(config_for(folder / "model", **options), MeshSizes(), has_gpu=False)
+        check(config_for(folder / "model", **options), load_strategy("single"), has_gpu=False)
     except ConfigError as error:
         return "; ".join(error.mistakes)
     except Exception as error:  # a traceback for the user

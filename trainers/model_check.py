@@ -10,19 +10,37 @@ from transformers.utils import logging
 
 from trainers.config import ConfigError, TrainConfig
 from trainers.data.prepare import load_tokenizer
+from trainers.fp8 import convert
 from trainers.headers import Headers
 from trainers.model_probe import in_one_line
-from trainers.models import add_adapters, check_attention, fit_lines, load_shape, own_code
+from trainers.models import (
+    add_adapters,
+    base_dtype,
+    check_attention,
+    compiled_blocks,
+    compute_dtype,
+    fit_lines,
+    load_shape,
+    own_code,
+)
+from trainers.objectives.sft import SupervisedLoss
+from trainers.parallel.cutting import refuse_tied_shards, split_layers
+from trainers.parallel.fsdp import refuse_wrap
+from trainers.parallel.sequence import refuse_unfit
+from trainers.parallel.tensor import cut
+from trainers.parallel.tensor_rules import refusals
+from trainers.strategies import Strategy
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
            "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
            "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}  # fmt: skip
 
 
-def inspect_model(config: TrainConfig, headers: Headers | None) -> dict[str, Any]:
+def inspect_model(config: TrainConfig, headers: Headers | None, strategy: Strategy) -> dict[str, Any]:
     """What is worth knowing about a model that can be trained; nothing is read of it but config and tokenizer.
 
     Args:
+        config: what is trained.
         headers: of all its weight files; None where they are not at hand, or not needed.
 
     Returns:
@@ -30,21 +48,58 @@ def inspect_model(config: TrainConfig, headers: Headers | None) -> dict[str, Any
 
     Raises:
         ConfigError: when the config describes no causal language model that can be built and trained here, or the
-            weights in the files are not those that it needs.
+            weights in the files are not those that it needs, or the strategy cannot split it.
     """
     model_config = load_shape(config)
     tokenizer = load_tokenizer(config)
     found = {"vocab_size": model_config.get_text_config().vocab_size, "pad_token_id": tokenizer.pad_token_id}
+    _refuse_sizes(model_config, strategy)
     if own_code(config, model_config):
         return {"lines": [], **found}
-    empty = check_empty(config, model_config)
-    if config.method != "full" and config.lora_target_modules != ["all-linear"]:  # what fits no name shows on it
+    model = check_empty(config, model_config)
+    splits = strategy.splits_model
+    # What fits no name shows on it.
+    if config.method != "full" and (splits or config.lora_target_modules != ["all-linear"]):
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            add_adapters(empty, config)
+            model = add_adapters(model, config)
     check_attention(config, model_config)
+    if splits or config.torch_compile:
+        refuse_split(config, model, strategy)
     if headers is None or getattr(model_config, "quantization_config", None) is not None:
         return {"lines": [], **found}
     return {"lines": fit_lines(config, _loading_report(model_config, headers)), **found}
+
+
+def _refuse_sizes(model_config: Any, strategy: Strategy) -> None:
+    """Raises ConfigError when the config alone tells that rows or matrices cannot be split over the mesh."""
+    text, sizes = model_config.get_text_config(), strategy.sizes
+    refuse_unfit(text, sizes)
+    if mistakes := refusals(text, sizes.tp):
+        raise ConfigError(mistakes)
+
+
+def refuse_split(config: TrainConfig, model: Any, strategy: Strategy) -> None:
+    """Raises ConfigError when a strategy cannot split a model over its ranks, or its blocks cannot be compiled.
+
+    In the order in which `trainers.build.backend` does it, by the functions that each rank calls there.
+
+    Args:
+        config: what is trained.
+        model: with its adapters, on the meta device; it is cut in place.
+        strategy: for all its processes.
+    """
+    if config.mixed_precision == "fp8":
+        convert(model)
+    loss, sizes = SupervisedLoss(model, compute_dtype(config)), strategy.sizes
+    cut(loss, None, 0, sizes.tp, first=True)
+    if config.torch_compile:
+        compiled_blocks(loss.base)
+    if sizes.pp > 1:
+        if sizes.dp_shard > 1:
+            refuse_tied_shards(loss, strategy.pp_schedule)
+        split_layers(loss, strategy.pp_schedule, sizes.pp)
+    elif strategy.distributed_type == "FSDP":
+        refuse_wrap(loss, strategy.fsdp)
 
 
 def check_empty(config: TrainConfig, model_config: Any) -> Any:
@@ -55,7 +110,7 @@ def check_empty(config: TrainConfig, model_config: Any) -> Any:
     """
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(model_config)
+            return AutoModelForCausalLM.from_config(model_config, dtype=base_dtype(config))
     except ImportError as error:
         raise ConfigError(
             f"model_name_or_path={config.model_name_or_path} needs a package that is missing: {in_one_line(error)}"

@@ -414,14 +414,23 @@ def _refuse_merging_tied(config: TrainConfig, base: Any, targeted: list[str]) ->
 
 def compile_blocks(base: PreTrainedModel) -> None:
     """Compiles each decoder block in place: one graph for all of them, names of weights unchanged."""
+    for block in compiled_blocks(base):
+        block.compile()
+
+
+def compiled_blocks(base: PreTrainedModel) -> nn.ModuleList:
+    """The decoder blocks that torch_compile compiles.
+
+    Raises:
+        ConfigError: when the model has none.
+    """
     decoder: Any = base.get_decoder()
-    blocks = getattr(decoder, "layers", None)
+    blocks: nn.ModuleList | None = getattr(decoder, "layers", None)
     if blocks is None:
         raise ConfigError(
             f"torch_compile=true: {base.config.model_type} has no list of layers; use torch_compile=false"
         )
-    for block in blocks:
-        block.compile()
+    return blocks
 
 
 def matmul_parameters(model: nn.Module) -> tuple[int, int]:

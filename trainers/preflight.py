@@ -13,31 +13,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainers.config import EMBEDDED, ConfigError, TrainConfig
+from trainers.config import ConfigError, TrainConfig
 from trainers.data.batches import Rows, TrainPlan
 from trainers.data.layout import WHOLE, RowPart
 from trainers.data.prepare import TokenSet, cache_dir, prepare
 from trainers.data.tokenizer import tokenizer_hash
 from trainers.differences import versions
 from trainers.disk import check_room, tensors_of
-from trainers.embedded import BASE_DIR
 from trainers.gpus import LEAST_CAPABILITY, capability
 from trainers.headers import Headers, base_folder, cached_folder, hub_headers, read_header, read_headers
 from trainers.json_file import load_json
-from trainers.parallel.mesh import MeshSizes, heads_mistake
-from trainers.parallel.tensor_rules import refusals
 from trainers.run_folder import read_json, write_json
+from trainers.strategies import Strategy
 
 _MODEL_OPTIONS = ("packing", "method", "num_hidden_layers", "random_init", "trust_remote_code", "attn_implementation",
                   "mixed_precision", "torch_compile", "lora_target_modules", "merge_adapter")  # fmt: skip
 
 
-def check(config: TrainConfig, sizes: MeshSizes, has_gpu: bool, run_dir: Path | None = None) -> list[str]:
+def check(config: TrainConfig, strategy: Strategy, has_gpu: bool, run_dir: Path | None = None) -> list[str]:
     """The lines that tell what would be trained.
 
     Args:
         config: the validated config.
-        sizes: of the mesh.
+        strategy: for all its processes.
         has_gpu: whether the run will be on GPUs.
         run_dir: where it would write, so that the room on that disk is looked at, and of a run that is resumed the chat
             template that it began with.
@@ -45,21 +43,20 @@ def check(config: TrainConfig, sizes: MeshSizes, has_gpu: bool, run_dir: Path | 
     Raises:
         ConfigError: with every mistake that can be found without loading weights.
     """
-    mistakes = machine_mistakes(config, has_gpu) + _arithmetic(config, sizes.data) + check_model(config)
+    data_parallel_size = strategy.data_parallel_size
+    mistakes = machine_mistakes(config, has_gpu) + _arithmetic(config, data_parallel_size) + check_model(config)
     if mistakes:
         raise ConfigError(mistakes)
     folder = base_folder(config)
     local = folder if folder.is_dir() else cached_folder(config)
     headers = _headers(config, local)
-    model = _inspected(config, local, None if config.random_init else headers)
-    if mistakes := _cut_mistakes(config, sizes):
-        raise ConfigError(mistakes)
+    model = _inspected(config, local, None if config.random_init else headers, strategy)
     config = config if run_dir is None else config.model_copy(update={"output_dir": str(run_dir)})
     train = prepare(config, "train")
     evaluation = prepare(config, "eval") if config.has_evaluation() else None
     _check_positions(config, train.report.longest)
     check_token_ids(config, [train, evaluation], model["vocab_size"], model["pad_token_id"])
-    plan = plan_training(config, train, sizes.data, pad_token_id=0)
+    plan = plan_training(config, train, data_parallel_size, pad_token_id=0)
     if run_dir is not None:
         check_room(config, tensors_of(headers or {}), run_dir, plan.total_steps)
     lines = [*model["lines"], *train.report.lines(), describe_plan(plan)]
@@ -177,7 +174,7 @@ def _headers(config: TrainConfig, local: Path | None) -> Headers | None:
         raise
 
 
-def _inspected(config: TrainConfig, local: Path | None, headers: Headers | None) -> dict[str, Any]:
+def _inspected(config: TrainConfig, local: Path | None, headers: Headers | None, strategy: Strategy) -> dict[str, Any]:
     """What `inspect_model` found in the config and in the headers of the weight files; remembered where it is local.
 
     Raises:
@@ -186,6 +183,7 @@ def _inspected(config: TrainConfig, local: Path | None, headers: Headers | None)
     remembered = None
     if local is not None:
         options = [getattr(config, name) for name in _MODEL_OPTIONS]
+        options += [strategy.dump()] if strategy.splits_model or strategy.sizes.parts > 1 else []
         shape, tokenizer = (local / "config.json").read_text(encoding="utf-8"), tokenizer_hash(local, config)
         key = hashlib.sha256(json.dumps([versions(), shape, headers, tokenizer, options]).encode()).hexdigest()
         remembered = cache_dir(config) / "models" / f"{key}.json"
@@ -194,7 +192,7 @@ def _inspected(config: TrainConfig, local: Path | None, headers: Headers | None)
 
     from trainers.model_check import inspect_model
 
-    found = inspect_model(config, headers)
+    found = inspect_model(config, headers, strategy)
     if remembered is not None:
         with contextlib.suppress(OSError):  # it is found again next time
             remembered.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -250,19 +248,6 @@ def _check_header(path: Path, named: str) -> list[str]:
     except (OSError, ValueError):
         return [f"{named}: {path.name} is damaged or cut short; download or save the model again"]
     return []
-
-
-def _cut_mistakes(config: TrainConfig, sizes: MeshSizes) -> list[str]:
-    """Why heads or matrices of the model cannot be shared out over the mesh, a line each."""
-    if sizes.tp * sizes.sp == 1:
-        return []
-    from transformers import AutoConfig
-
-    where = {"revision": config.model_revision, "trust_remote_code": config.trust_remote_code}
-    name = str(BASE_DIR) if config.model_name_or_path == EMBEDDED else config.model_name_or_path
-    shape = AutoConfig.from_pretrained(name, **where).get_text_config()
-    heads = heads_mistake(sizes, int(shape.num_attention_heads), shape.model_type)
-    return refusals(shape, sizes.tp) + ([heads] if heads else [])
 
 
 def _check_positions(config: TrainConfig, longest: int) -> None:

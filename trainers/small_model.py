@@ -130,16 +130,9 @@ def choose_attention(model_config: Any, packing: bool) -> str:
         ConfigError: when models of this kind cannot be trained so; the remedy is packing=false where that helps.
     """
     ours = KERNELS["sdpa"]
-    try:
-        config = small_config(model_config)
-        _refuse_large(config)
-        reference = _build(config, None)
-        expected = {packed: _own_pass(reference, packed) for packed in (packing, False)}
-    except Exception as error:  # families raise what they like
-        logging.getLogger(__name__).debug("no small model of this kind", exc_info=True)
-        if isinstance(error, ProbeError) and _fails_alike(model_config, error):
-            raise ConfigError(f"{error}; use another model") from None
+    if (found := _reference(model_config, packing, False)) is None:
         return ours
+    config, reference, expected = found
     problem = _problem(config, reference, ours, packing, expected[packing])
     if problem is None:
         return ours
@@ -150,6 +143,36 @@ def choose_attention(model_config: Any, packing: bool) -> str:
     if unpacked:
         raise ConfigError(f"packing=true: {problem}; use packing=false")
     raise ConfigError(f"{problem}; use another model")
+
+
+def packing_problem(model_config: Any) -> str | None:
+    """Why our attention cannot keep packed documents apart in models of this kind; None where nothing shows that.
+
+    Raises:
+        ConfigError: when models of this kind fail by themselves.
+    """
+    if (found := _reference(model_config, True)) is None:
+        return None
+    config, reference, expected = found
+    return _problem(config, reference, KERNELS["sdpa"], True, expected[True])
+
+
+def _reference(model_config: Any, *packings: bool) -> tuple[Any, Any, dict[bool, ForwardPass]] | None:
+    """The config of a small model, the model, and its own forward pass, packed or not; None where none can be made.
+
+    Raises:
+        ConfigError: when models of this kind fail by themselves.
+    """
+    try:
+        config = small_config(model_config)
+        _refuse_large(config)
+        model = _build(config, None)
+        return config, model, {packed: _own_pass(model, packed) for packed in packings}
+    except Exception as error:  # families raise what they like
+        logging.getLogger(__name__).debug("no small model of this kind", exc_info=True)
+        if isinstance(error, ProbeError) and _fails_alike(model_config, error):
+            raise ConfigError(f"{error}; use another model") from None
+        return None
 
 
 def _build(config: Any, attention: str | None) -> Any:

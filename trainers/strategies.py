@@ -74,6 +74,11 @@ class Strategy:
         return bool(self.mesh) or self.pp_size > 1
 
     @property
+    def splits_model(self) -> bool:
+        """Whether the model's modules decide if it can be split so; ZeRO shards any."""
+        return self.distributed_type == "FSDP" or self.sizes.tp * self.sizes.pp > 1
+
+    @property
     def data_parallel_size(self) -> int:
         """Ranks, or groups of them, that see different rows of a global batch."""
         return self.sizes.data

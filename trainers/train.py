@@ -39,7 +39,7 @@ from trainers.gpus import find_gpus, gpu_count
 from trainers.log_tee import start_tee, without_secrets
 from trainers.micro_batch import OPTION, fit_micro_batch, micro_batch_line
 from trainers.options import Request, parse_request
-from trainers.parallel.mesh import Mesh, MeshSizes
+from trainers.parallel.mesh import Mesh
 from trainers.parallel.stages import bubble_line
 from trainers.preflight import check, describe_plan, machine_mistakes, make_rows, plan_training
 from trainers.run_folder import Process, RunFolder, now, register_outside, write_json
@@ -55,7 +55,7 @@ from trainers.startup import (
     rank_of_environment,
     write_run_files,
 )
-from trainers.strategies import Strategy, refusal
+from trainers.strategies import Strategy, load_strategy, refusal
 
 
 def main(argv: list[str]) -> int:
@@ -150,10 +150,10 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def print_check(request: Request) -> int:
-    """`--check`: what would be trained on a mesh of `TUNESMITH_MESH`, and whether `TUNESMITH_RUN_DIR` has the room."""
+    """`--check`: what would be trained under `TUNESMITH_STRATEGY`, and whether `TUNESMITH_RUN_DIR` has the room."""
     config, run_dir = request.resolve(), os.environ.get("TUNESMITH_RUN_DIR")
-    sizes = MeshSizes.read(os.environ.get("TUNESMITH_MESH", ""))
-    print("\n".join(check(config, sizes, gpu_count() > 0, Path(run_dir) if run_dir else None)), flush=True)
+    strategy = load_strategy(os.environ.get("TUNESMITH_STRATEGY", "single"))
+    print("\n".join(check(config, strategy, gpu_count() > 0, Path(run_dir) if run_dir else None)), flush=True)
     return 0
 
 

@@ -24,7 +24,6 @@ from app.launcher import (
     read_command_line,
 )
 from tests.launching import shadow_modules
-from trainers.parallel.mesh import MeshSizes
 from trainers.run_folder import RunFolder
 from trainers.strategies import from_launcher, load_strategy, resolve
 
@@ -105,8 +104,8 @@ def test_the_environment_keeps_what_the_user_set(tmp_path: Path) -> None:
 def test_the_check_knows_the_world_and_has_no_launcher(tmp_path: Path) -> None:
     argv = check_argv(tmp_path / "config.yaml")
     assert argv == [sys.executable, str(TRAIN_SCRIPT), "--check", "--config", str(tmp_path / "config.yaml")]
-    made = check_environment(GPUS, MeshSizes(dp_shard=2, sp=4), {})
-    assert made["TUNESMITH_MESH"] == "dp_shard 2 x sp 4"
+    made = check_environment(GPUS, tmp_path / "accelerate.yaml", {})
+    assert made["TUNESMITH_STRATEGY"] == str(tmp_path / "accelerate.yaml")
     assert "TUNESMITH_SUPERVISED" not in made
 
 
@@ -117,7 +116,7 @@ def test_no_child_imports_from_the_working_folder(tmp_path: Path) -> None:
     (tmp_path / "named").mkdir()
     for named in ("", ".", os.pathsep, f".{os.pathsep}{tmp_path / 'named'}"):
         outer = {**os.environ, "PYTHONPATH": named}
-        made = [launch_environment(CPU_2, outer), check_environment(CPU_2, MeshSizes(), outer)]
+        made = [launch_environment(CPU_2, outer), check_environment(CPU_2, tmp_path / "a.yaml", outer)]
         for env in [*made, module_environment(outer)]:
             done = subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, capture_output=True, text=True)
             assert (done.returncode, done.stdout) == (0, ""), done.stdout

@@ -11,8 +11,8 @@ from benchmarks.families import judge
 from tests.families import FAMILIES, Verdict, config_for, disagreement, save_small
 from trainers.config import ConfigError
 from trainers.models import build_model
-from trainers.parallel.mesh import MeshSizes
 from trainers.preflight import check
+from trainers.strategies import load_strategy
 
 SAMPLE = ("llama", "gpt2", "bloom", "mamba", "bert", "xmod", "phimoe", "xlstm", "deepseek_v4")
 """Trained packed; other linear layers; unpacked alone; no attention; refused; failing by itself; a router that is a
@@ -63,7 +63,7 @@ def test_adapters_that_do_not_fit_are_refused_by_the_check(
 ) -> None:
     config = config_for(save_small(tmp_path, tie_word_embeddings=True), method="lora", **changes)
     with pytest.raises(ConfigError, match=message) as early:
-        check(config, MeshSizes(), has_gpu=False)
+        check(config, load_strategy("single"), has_gpu=False)
     with pytest.raises(ConfigError) as late:
         build_model(config)
     assert early.value.mistakes == late.value.mistakes

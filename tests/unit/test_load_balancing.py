@@ -23,9 +23,9 @@ from trainers.data.layout import use_documents
 from trainers.embedded import BASE_DIR
 from trainers.load_balancing import FAMILIES, LoadBalancing, balancing_lines, weighed_probabilities
 from trainers.models import load_shape
-from trainers.parallel.mesh import MeshSizes
 from trainers.preflight import check
 from trainers.small_model import small_config
+from trainers.strategies import load_strategy
 
 COEFFICIENT = 0.5
 """So large that the loss shows in the gradients."""
@@ -198,4 +198,4 @@ def test_compiled_layers_are_refused(tmp_path: Path) -> None:
 
 def test_the_check_refuses_it_too(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="torch_compile=true with mixtral"):
-        check(config(saved(tmp_path), torch_compile=True), MeshSizes(), has_gpu=False)
+        check(config(saved(tmp_path), torch_compile=True), load_strategy("single"), has_gpu=False)

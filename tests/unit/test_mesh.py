@@ -96,12 +96,6 @@ def test_shares_of_the_batch_and_parts_of_rows_are_all_there() -> None:
     assert (sizes.data, sizes.parts, sizes.averaged, sizes.world) == (4, 3, 12, 12)
 
 
-@pytest.mark.parametrize("sizes", [MeshSizes(), MeshSizes(dp_shard=2, sp=4), MeshSizes(pp=2, dp_replicate=3, tp=2)])
-def test_sizes_are_read_from_what_is_shown(sizes: MeshSizes) -> None:
-    assert MeshSizes.read(str(sizes)) == sizes
-    assert MeshSizes.read("") == MeshSizes()
-
-
 def test_heads_that_do_not_divide_are_told_with_the_sizes_that_would() -> None:
     assert heads_mistake(MeshSizes(sp=3), 6, "llama") is None
     line = "sp=4 does not divide the 6 attention heads of llama; use 2, 3, 6, or cp"

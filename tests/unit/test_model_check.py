@@ -25,15 +25,15 @@ from trainers.data.layout import current_documents
 from trainers.model_probe import ForwardPass, ProbeError, check_model_computes, compare, probe_rows
 from trainers.models import load_base, silent_weights
 from trainers.objectives.sft import SupervisedLoss
-from trainers.parallel.mesh import MeshSizes
 from trainers.preflight import check
 from trainers.small_model import choose_attention, small_config
+from trainers.strategies import load_strategy
 
 Change = Callable[[Path], None]
 
 
 def checked(folder: Path, **changes: Any) -> list[str]:
-    return check(config(folder, **changes), MeshSizes(), has_gpu=False)
+    return check(config(folder, **changes), load_strategy("single"), has_gpu=False)
 
 
 def edit_config(folder: Path, **changes: Any) -> None:

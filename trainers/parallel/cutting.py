@@ -19,7 +19,7 @@ from trainers.config import ConfigError
 from trainers.data.layout import DocumentLayout, use_documents
 from trainers.models import matmul_parameters
 from trainers.objectives.sft import LINEAR_HEADS
-from trainers.parallel.stages import balance, stages_of
+from trainers.parallel.stages import SCHEDULES, balance, stages_of
 
 _NORMS = ("norm", "final_layernorm")
 
@@ -196,24 +196,13 @@ def cut(loss: Any, schedule: str, ranks: int, rank: int, work: Work) -> Part:
     """
     base, model = loss.base, loss.model
     decoder, head, embedding = base.get_decoder(), base.get_output_embeddings(), base.get_input_embeddings()
-    _refuse_unfit(loss, decoder, head)
-    stages = stages_of(schedule, ranks, rank)
-    total = ranks * len(stages)
-    try:
-        kept = balance(
-            len(decoder.layers), total, sum(matmul_parameters(decoder.layers[0])), head.in_features * head.out_features
-        )
-    except ValueError as error:
-        raise ConfigError(
-            f"pp_size={ranks} with pp_schedule={schedule}: {error}, so a smaller pp_size or another schedule"
-        ) from None
+    kept = split_layers(loss, schedule, ranks)
+    stages, total = stages_of(schedule, ranks, rank), len(kept)
     cuts = loss.tensor.cuts if loss.tensor else {}
     whole = {name: cuts[name].shape if name in cuts else one.shape for name, one in model.named_parameters()}
     shapes = {name: whole[name] for name, one in model.named_parameters() if one.requires_grad}
     dtypes = {name: one.dtype for name, one in model.named_parameters() if one.requires_grad}
-    named, matmul = list(model.named_parameters()), matmul_parameters(model)
-    tied = next((name for name, one in named if one is head.weight and one.requires_grad), None)
-    tied = tied if head.weight is getattr(embedding, "weight", None) else None
+    named, matmul, tied = list(model.named_parameters()), matmul_parameters(model), tied_weight(loss)
     dtype = embedding.weight.dtype
     chunks = []
     for stage in stages:
@@ -232,6 +221,45 @@ def cut(loss: Any, schedule: str, ranks: int, rank: int, work: Work) -> Part:
     held = sum(whole[name].numel() for name, one in named if id(one) in here)
     size = int(base.config.get_text_config().hidden_size)
     return Part(chunks, stages, shapes, dtypes, trained, tied, size, dtype, held, matmul, kept)
+
+
+def split_layers(loss: Any, schedule: str, ranks: int) -> list[range]:
+    """The decoder layers of each stage.
+
+    Args:
+        loss: the `SupervisedLoss`; its weights may be on the meta device.
+        ranks: of one pipeline.
+
+    Raises:
+        ConfigError: when the model has no layers that can be split so, or too few.
+    """
+    decoder, head = loss.base.get_decoder(), loss.base.get_output_embeddings()
+    _refuse_unfit(loss, decoder, head)
+    layer_cost, head_cost = sum(matmul_parameters(decoder.layers[0])), head.in_features * head.out_features
+    try:
+        return balance(len(decoder.layers), ranks * SCHEDULES[schedule].chunks, layer_cost, head_cost)
+    except ValueError as error:
+        raise ConfigError(
+            f"pp_size={ranks} with pp_schedule={schedule}: {error}, so a smaller pp_size or another schedule"
+        ) from None
+
+
+def tied_weight(loss: Any) -> str | None:
+    """Name of the trained weight that is both embedding and output head; None without one."""
+    ends = (loss.base.get_output_embeddings(), loss.base.get_input_embeddings())
+    weight, embedding = (getattr(module, "weight", None) for module in ends)
+    if weight is None or weight is not embedding or not weight.requires_grad:
+        return None
+    return next(name for name, parameter in loss.model.named_parameters() if parameter is weight)
+
+
+def refuse_tied_shards(loss: Any, schedule: str) -> None:
+    """Raises ConfigError when one rank would hold a tied weight in two stages, as FSDP 2 cannot shard it twice."""
+    if SCHEDULES[schedule].turns and tied_weight(loss) is not None:
+        raise ConfigError(
+            f"pp_schedule={schedule} puts embedding and head on one rank, and this model ties them, which FSDP cannot "
+            "cut; use zero_bubble, or data parallel without dp_shard"
+        )
 
 
 def _refuse_unfit(loss: Any, decoder: Any, head: Any) -> None:

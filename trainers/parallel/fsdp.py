@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -40,7 +40,7 @@ class FullySharded:
         mesh: this rank's place among them.
 
     Raises:
-        ConfigError: when no layer class to wrap is known.
+        ConfigError: when FSDP cannot wrap the model so; see `wrapped_classes`.
         TrainingError: when a weight is not what was loaded (RAM-efficient loading sends it over the wire).
     """
 
@@ -150,31 +150,69 @@ def _plain(name: str) -> str:
 
 def _set_wrap_policy(plugin: Any, loss: Any, version: int) -> None:
     """Tells Accelerate which layers are units: it looks for the names on the module that it is given."""
-    present = {type(module).__name__ for module in loss.modules()}
-    known = [name for name in getattr(loss.base, "_no_split_modules", None) or [] if name in present]
-    loss._no_split_modules = known
-    asked = plugin.transformer_cls_names_to_wrap
-    if missing := sorted(set(asked or []) - present):
+    loss._no_split_modules = _layer_classes(loss)
+    by_size = plugin.auto_wrap_policy is size_based_auto_wrap_policy
+    wraps = by_size or plugin.auto_wrap_policy is transformer_auto_wrap_policy
+    named = plugin.transformer_cls_names_to_wrap or []
+    classes = wrapped_classes(loss, version, named, wraps, plugin.min_num_params if by_size else None)
+    if by_size:
+        plugin.transformer_cls_names_to_wrap = classes
+        plugin.auto_wrap_policy = transformer_auto_wrap_policy if classes else None
+    if classes and version == 1 and len({weight.dtype for weight in loss.parameters()}) > 1:
+        # FSDP 1 flattens a unit into one tensor of one dtype: fp32 adapters apart from the bf16 base.
+        kinds = {type(module) for module in loss.modules() if type(module).__name__ in classes}
+        plugin.auto_wrap_policy = functools.partial(_layers_and_adapters, classes=tuple(kinds))
+
+
+def refuse_wrap(loss: Any, fsdp_config: dict[str, Any]) -> None:
+    """Raises ConfigError when FSDP cannot wrap a model as an Accelerate file says.
+
+    Args:
+        loss: the module that computes the loss; its weights may be on the meta device.
+        fsdp_config: of that file.
+    """
+    policy = fsdp_config["fsdp_auto_wrap_policy"]
+    named = fsdp_config.get("fsdp_transformer_layer_cls_to_wrap")
+    least = fsdp_config["fsdp_min_num_params"] if policy == "SIZE_BASED_WRAP" else None
+    # Accelerate splits the names so.
+    wrapped_classes(loss, fsdp_config["fsdp_version"], named.split(",") if named else [], policy != "NO_WRAP", least)
+
+
+def wrapped_classes(loss: Any, version: int, named: Sequence[str], wraps: bool, least: int | None) -> list[str]:
+    """The classes of which each instance is a unit of FSDP; empty for one unit of all.
+
+    Args:
+        version: of FSDP.
+        named: `fsdp_transformer_layer_cls_to_wrap`.
+        wraps: whether `fsdp_auto_wrap_policy` asks for units at all.
+        least: `fsdp_min_num_params`, where that decides.
+
+    Raises:
+        ConfigError: when a class is not in the model, none is known, or FSDP 1 cannot flatten an adapter.
+    """
+    kind, own = loss.base.config.model_type, _layer_classes(loss)
+    if missing := sorted(set(named) - {type(module).__name__ for module in loss.modules()}):
         raise ConfigError(
-            f"fsdp_transformer_layer_cls_to_wrap={','.join(missing)} is no layer of {loss.base.config.model_type}; "
-            f"its own are {', '.join(known) or 'not known'}"
+            f"fsdp_transformer_layer_cls_to_wrap={','.join(missing)} is no layer of {kind}; "
+            f"its own are {', '.join(own) or 'not known'}"
         )
-    if plugin.auto_wrap_policy is size_based_auto_wrap_policy:
-        asked = plugin.transformer_cls_names_to_wrap = _classes_by_size(loss, known, plugin.min_num_params)
-        plugin.auto_wrap_policy = transformer_auto_wrap_policy if asked else None
-    if plugin.auto_wrap_policy is not transformer_auto_wrap_policy:
-        return
-    if not (asked or known):
+    classes = _classes_by_size(loss, own, least) if least is not None else list(named) or own
+    if not wraps or (least is not None and not classes):
+        return []
+    if not classes:
         raise ConfigError(
-            f"{loss.base.config.model_type} names no layer to cut at, so the whole model would be gathered at once; "
+            f"{kind} names no layer to cut at, so the whole model would be gathered at once; "
             "set fsdp_transformer_layer_cls_to_wrap in the Accelerate file"
         )
     if version == 1:
         _refuse_odd_adapters(loss)
-    if version == 1 and len({weight.dtype for weight in loss.parameters()}) > 1:
-        # FSDP 1 flattens a unit into one tensor of one dtype: fp32 adapters apart from the bf16 base.
-        classes = {type(module) for module in loss.modules() if type(module).__name__ in (asked or known)}
-        plugin.auto_wrap_policy = functools.partial(_layers_and_adapters, classes=tuple(classes))
+    return classes
+
+
+def _layer_classes(loss: Any) -> list[str]:
+    """The classes that transformers takes for the layers of this model."""
+    present = {type(module).__name__ for module in loss.modules()}
+    return [name for name in getattr(loss.base, "_no_split_modules", None) or [] if name in present]
 
 
 def _classes_by_size(loss: nn.Module, layers: list[str], least: int) -> list[str]:

@@ -75,12 +75,6 @@ class MeshSizes:
         """Parts that each row is cut into."""
         return self.cp * self.sp
 
-    @classmethod
-    def read(cls, text: str) -> MeshSizes:
-        """The sizes from what `str` makes of them."""
-        parts = [part.split() for part in text.split(" x ") if part not in ("", "1")]
-        return cls(**{axis: int(size) for axis, size in parts})
-
     def __str__(self) -> str:
         used = [f"{axis} {size}" for axis, size in self.by_axis.items() if size > 1]
         return " x ".join(used) or "1"

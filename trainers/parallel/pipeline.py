@@ -20,12 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 
-from trainers.config import ConfigError, TrainConfig
+from trainers.config import TrainConfig
 from trainers.data.batches import MicroBatch
 from trainers.data.layout import use_documents
 from trainers.errors import TrainingError
 from trainers.optimizers import build_optimizer, empty_state, parameter_groups, put_back, state_vectors
-from trainers.parallel.cutting import Absent, Chunk, Part, PipelineStages, Work, cut
+from trainers.parallel.cutting import Absent, Chunk, Part, PipelineStages, Work, cut, refuse_tied_shards
 from trainers.parallel.mesh import Mesh
 from trainers.parallel.norm import global_norm
 from trainers.parallel.shards import WEIGHT, Shard, local_part
@@ -125,6 +125,8 @@ class Pipelined:
         self.ranks, self.rank = distributed.get_world_size(group), distributed.get_rank(group)
         self.tensor = loss.tensor  # what tensor parallelism left this rank
         self.work, self.busy = Work(), Busy(device)
+        if shards is not None:
+            refuse_tied_shards(loss, schedule)
         self.part: Part = cut(loss, schedule, self.ranks, self.rank, self.work)
         gc.collect()  # the layers of other ranks are in cycles
         self.trained, self.shapes, self.tied = self.part.trained, self.part.shapes, self.part.tied
@@ -406,22 +408,13 @@ class Pipelined:
 
 
 def _shard_stages(part: Part, mesh: DeviceMesh) -> list[tuple[str, nn.Parameter]]:
-    """Cuts the weights of each layer, and of what is beside the layers, over a mesh; returns the trained ones anew.
-
-    Raises:
-        ConfigError: when two stages here hold one weight, which FSDP 2 cannot cut twice.
-    """
+    """Cuts the weights of each layer, and of what is beside the layers, over a mesh; returns the trained ones anew."""
     places = {
         id(weight): (module, name)
         for chunk in part.chunks
         for module in chunk.modules()
         for name, weight in module.named_parameters(recurse=False)
     }
-    if part.tied is not None and any(chunk.first for chunk in part.chunks) and part.chunks[-1].head is not None:
-        raise ConfigError(
-            "pp_schedule=zbv puts embedding and head on one rank, and this model ties them, which FSDP cannot cut; "
-            "use zero_bubble, or data parallel without dp_shard"
-        )
     before = [(name, places[id(weight)]) for name, weight in part.trained]
     for chunk in part.chunks:
         # A stage is whole from its first micro-batch to its last: each would gather it again.

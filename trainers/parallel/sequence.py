@@ -20,6 +20,7 @@ from trainers.attention import attend_masked
 from trainers.config import ConfigError
 from trainers.data.layout import DocumentLayout, RowPart
 from trainers.parallel.mesh import Mesh, MeshSizes, heads_mistake
+from trainers.small_model import packing_problem
 
 Kernel = Callable[..., tuple[torch.Tensor, None]]
 
@@ -214,17 +215,26 @@ def refuse_unfit(shape: Any, sizes: MeshSizes) -> None:
     """
     if sizes.parts == 1:
         return
+    way = "use a strategy without sp and cp"
+    if getattr(shape, "num_attention_heads", None) is None:
+        raise ConfigError(
+            f"{sizes}: {shape.model_type} has no attention heads, and attention alone looks at the other parts of a "
+            f"row; {way}"
+        )
     other = set(getattr(shape, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     rope = str(getattr(shape, "rope_parameters", None) or getattr(shape, "rope_scaling", None))
     if other:
         raise ConfigError(
             f"{sizes}: {shape.model_type} has {', '.join(sorted(other))} layers, which carry state from one part of a "
-            "row to the next; use a strategy without sp and cp"
+            f"row to the next; {way}"
         )
     if "longrope" in rope or "dynamic" in rope:
         raise ConfigError(
             f"{sizes}: {shape.model_type} chooses its rotary frequencies by the longest position that a rank sees, and "
-            "each sees another; use a strategy without sp and cp"
+            f"each sees another; {way}"
         )
     if mistake := heads_mistake(sizes, int(shape.num_attention_heads), shape.model_type):
         raise ConfigError(mistake)
+    # A part of a row is attended to like packed documents: by our kernels alone, which hide what is elsewhere.
+    if problem := packing_problem(shape):
+        raise ConfigError(f"{sizes}: {problem}; {way}")
