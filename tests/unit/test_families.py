@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,10 +20,13 @@ SAMPLE = ("llama", "gpt2", "bloom", "mamba", "bert", "xmod", "phimoe", "xlstm", 
 linear layer; failing by itself in what torch does without memory; a linear layer of another product."""
 
 
-def hold(family: str) -> None:
-    found = judge(family)
-    if found["unknown"] is not None:
-        pytest.skip(f"no small {family} model: {found['unknown']}")
+def hold(found: dict[str, Any]) -> None:
+    """Asserts that check and run agree on a family, for which there must be a small model.
+
+    Args:
+        found: what `judge` gives.
+    """
+    assert found["unknown"] is None, f"no small {found['family']} model: {found['unknown']}"
     wrong = [verdict for verdict in found["verdicts"] if verdict["fault"] is not None]
     assert not wrong, json.dumps(wrong, indent=1)
     assert len(found["verdicts"]) == 4
@@ -30,13 +34,24 @@ def hold(family: str) -> None:
 
 @pytest.mark.parametrize("family", SAMPLE)
 def test_check_and_run_agree(family: str) -> None:
-    hold(family)
+    hold(judge(family))
+
+
+def test_a_family_without_a_small_model_is_a_fault() -> None:
+    """Control: nothing would be tried of it, and nothing would show that."""
+    agreed = {"fault": None}
+    hold({"family": "llama", "unknown": None, "verdicts": [agreed] * 4})
+    with pytest.raises(AssertionError, match="no small llama model: KeyError: 'x'"):
+        hold({"family": "llama", "unknown": "KeyError: 'x'", "verdicts": []})
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in SAMPLE])
 def test_check_and_run_agree_for_every_family(family: str) -> None:
-    hold(family)
+    found = judge(family)
+    if found["unknown"] is not None:
+        pytest.skip(f"no small {family} model: {found['unknown']}")
+    hold(found)
 
 
 def test_a_verdict_that_differs_is_a_fault() -> None:
