@@ -58,12 +58,23 @@ def run_to_end(
             ending = {key: value for key, value in ending.items() if value is not None or key == "cause"}
             state = run.write_state(**{**ending, "ending": None})
         except FileNotFoundError:
-            if (how := run.lost()) is None:
+            if (lost := lost_state(run, attempts.doing)) is None:
                 raise
-            cause = f"the run folder {run.path} was {how} while it {attempts.doing}"
-            state = {"id": run.id, "state": "failed", "cause": cause}
+            state = lost
     on_event("tick", "")
     return state
+
+
+def lost_state(run: RunFolder, doing: str) -> dict[str, Any] | None:
+    """The final state of a run whose folder is lost, which is written nowhere; None while the folder is here.
+
+    Args:
+        run: whose folder was kept (`RunFolder.keep`).
+        doing: such as `trained`.
+    """
+    if (how := run.lost()) is None:
+        return None
+    return {"id": run.id, "state": "failed", "cause": f"the run folder {run.path} was {how} while it {doing}"}
 
 
 def _noting(run: RunFolder, on_event: Listener) -> Listener:

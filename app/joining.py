@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from app.attempts import wait_for_slots
+from app.attempts import lost_state, wait_for_slots
 from app.launcher import launch_argv
 from app.members import FIRST_PATIENCE, PATIENCE, Word
 from app.processes import adopting_orphans
@@ -43,6 +43,7 @@ def join_to_end(job: Job, env: Mapping[str, str], on_event: Listener) -> dict[st
         ConfigError: when machine 0 trains something else, or another process does this already.
     """
     job.run.create()
+    job.run.keep()
     with job.run.hold(job.devices.machine_rank), RunSignals() as signals:
         register_outside(job.run, job.config.runs_dir)
         return _Member(job, env, on_event, signals).go()
@@ -61,9 +62,10 @@ class _Member:
         self.held: Held | None = Held({}) if job.config.share_gpus else None
         self.seen: tuple[Any, ...] = ()
         self.seen_at = time.monotonic()
+        self.doing = "waited for machine 0"
 
     def tell(self, kind: str, text: str) -> None:
-        if kind == "note":
+        if kind == "note" and not self.run.lost():
             with contextlib.suppress(OSError), open(self.run.log, "a", encoding="utf-8") as log:
                 log.write(log_line("supervisor", f"{self.name}: {text}"))
         self.listener(kind, text)
@@ -72,24 +74,33 @@ class _Member:
         """Joins launch after launch; returns the state in which the run ended."""
         self.listener("note", f"{self.name}: waiting for machine 0 to start {self.run.path}")
         try:
-            while True:
-                state = self._state()
-                if state.get("state") in LIVE_STATES:
-                    self.resumes = False
-                    self.signals.pass_on(self.run, self.tell)
-                elif state.get("state") in END_STATES and not self.resumes:
-                    return state
-                elif any(number != signal.SIGUSR1 for number in self.signals.seen):
-                    return dict(LEFT)
-                if self._can_join(state):
-                    self._join(state)
-                elif given_up := self._silence(state):
-                    return {**state, "state": "failed", "cause": given_up}
-                self.listener("tick", "")
-                time.sleep(POLL)
+            return self._to_end()
+        except FileNotFoundError:
+            if (state := lost_state(self.run, self.doing)) is None:
+                raise
+            return state
         finally:
             if self.held is not None:
                 self.held.close()
+
+    def _to_end(self) -> dict[str, Any]:
+        """As `go`; FileNotFoundError when the run folder is lost meanwhile."""
+        while True:
+            state = self._state()
+            self.run.refuse_lost()
+            if state.get("state") in LIVE_STATES:
+                self.resumes = False
+                self.signals.pass_on(self.run, self.tell)
+            elif state.get("state") in END_STATES and not self.resumes:
+                return state
+            elif any(number != signal.SIGUSR1 for number in self.signals.seen):
+                return dict(LEFT)
+            if self._can_join(state):
+                self._join(state)
+            elif given_up := self._silence(state):
+                return {**state, "state": "failed", "cause": given_up}
+            self.listener("tick", "")
+            time.sleep(POLL)
 
     def _state(self) -> dict[str, Any]:
         return true_state(self.run) if self.run.state_file.exists() else {}
@@ -118,7 +129,7 @@ class _Member:
         self.held = self.held or self._wait_for_slots(launch)
         if self.held is None:
             return
-        self.joined, devices = launch, self.job.devices
+        self.joined, devices, self.doing = launch, self.job.devices, "trained"
         argv = launch_argv(
             self.run, devices.num_processes, notice.get("resume_from"), devices.machines,
             float(notice.get("patience") or PATIENCE),
@@ -128,8 +139,9 @@ class _Member:
         part.join(self.word, launch, f"{self.name}: ")
         with adopting_orphans():
             ended = part.go()
+        self.run.refuse_lost()
         self.word.leave(launch, ended=ended.get("status", 1))
-        self.seen_at = time.monotonic()
+        self.seen_at, self.doing = time.monotonic(), "waited for machine 0"
 
     def _differences(self) -> list[str]:
         """What machine 0 trains and this one was not asked for; its files are what every rank reads."""
@@ -149,6 +161,7 @@ class _Member:
         """This machine's slots, once they are free; None when the launch is over by then."""
 
         def look() -> bool:
+            self.run.refuse_lost()
             self.signals.pass_on(self.run, self.tell)
             return not is_over(self._state(), launch)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from app import attempts, joining, supervisor
@@ -357,3 +358,28 @@ def test_a_resume_waits_for_the_next_start(member: Member) -> None:
     member.write(state="done")
     member.end()
     assert (member.state["state"], member.asked) == ("done", [(2, "auto", TWO, 9.0)])
+
+
+@pytest.mark.parametrize(("made_anew", "how"), [(False, "removed"), (True, "replaced by another")])
+@pytest.mark.parametrize(("phase", "doing"), [("waiting", "waited for machine 0"), ("training", "trained")])
+def test_a_lost_run_folder_ends_its_part_and_nothing_is_written_in_its_place(
+    phase: str, doing: str, made_anew: bool, how: str, member: Member
+) -> None:
+    write_folder(train_job(sort_words(typed(rank=0))))
+    member.start("time.sleep(600)")
+    until((member.run.heartbeats / "machine-1.lock").exists, 30)
+    if phase == "training":
+        member.launch("one")
+        until(lambda: len((read_json(member.run.machine_file(1)) or {}).get("processes", ())) == 2, 30)
+    launchers = [one["pid"] for one in (read_json(member.run.machine_file(1)) or {}).get("processes", ())[1:]]
+    member.run.path.rename("elsewhere")
+    if made_anew:
+        member.run.path.mkdir()
+        (member.run.path / "mine").write_text("text")
+    member.end()
+    assert member.state["cause"] == f"the run folder {member.run.path} was {how} while it {doing}"
+    assert (member.state["state"], len(launchers)) == ("failed", phase == "training")
+    assert not [pid for pid in launchers if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+    found = [path.name for path in member.run.path.iterdir()] if member.run.path.exists() else []
+    assert found == ["mine"] * made_anew
+    assert holders() == {}
