@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from trainers import host_memory
 from trainers.config import ConfigError
 from trainers.device_locks import cpu_slots, holders
 
@@ -100,8 +101,8 @@ def _cpu_name() -> str:
 
 
 def _memory() -> dict[str, int]:
-    memory = psutil.virtual_memory()
-    return {"used": memory.total - memory.available, "total": memory.total}
+    total = host_memory.total()
+    return {"used": max(0, total - host_memory.available()), "total": total}
 
 
 def _disk(folder: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from app import system
+from trainers import host_memory
 from trainers.device_locks import Holder, Need, cpu_slots, take_now
 from ui.pages.system import picture
 
@@ -26,10 +27,20 @@ def test_the_numbers_are_those_of_the_machine(found: dict[str, Any], tmp_path: P
     assert json.loads(json.dumps(found)) == found
     assert len(found["cpu"]["per_core"]) == psutil.cpu_count()
     assert 0 <= found["cpu"]["percent"] <= 100
-    assert found["memory"]["total"] == psutil.virtual_memory().total
+    assert found["memory"]["total"] == host_memory.total() <= psutil.virtual_memory().total
     assert found["disk"]["total"] == shutil.disk_usage(tmp_path).total
     assert found["disk"]["path"] == str(tmp_path / "runs")
     assert found["versions"]["torch"] == metadata.version("torch")
+
+
+def test_the_memory_is_the_containers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert system.machine(tmp_path)["memory"]["total"] != 64, "control"
+    monkeypatch.setattr(host_memory, "_groups", lambda root: [(64, 40)])
+    assert system.machine(tmp_path)["memory"] == {"used": 40, "total": 64}
+    monkeypatch.setattr(
+        host_memory, "_groups", lambda root: [(64, 80)]
+    )  # for a moment, before the system ends a process
+    assert system.machine(tmp_path)["memory"] == {"used": 64, "total": 64}
 
 
 def test_a_package_that_is_missing_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
