@@ -135,6 +135,39 @@ def test_a_newline_that_ends_the_turn_is_trained(tmp_path):
     assert trained(load(tmp_path, template), chat("a", "b", "c", "d"))[0] == ["b\n", "d\n"]
 
 
+ESCAPED = MARKED.replace("{{ m['content'] }}<|im_end|>{% end", "{{ m['content']|tojson }}<|im_end|>{% end")
+HALVED = MARKED.replace(
+    "{% generation %}{{ m['content'] }}", "{{ m['content'][:-25] }}{% generation %}{{ m['content'][-25:] }}"
+)
+
+
+def test_markers_enclose_the_text_of_a_reply_and_not_its_end_alone(tmp_path):
+    row = chat("hello", "the first half of a long reply, and its second half")
+    assert ESCAPED != MARKED != HALVED
+    escaped = chat("hello", 'she said "yes"')
+    assert trained(load(tmp_path / "escaped", ESCAPED), escaped)[0] == [r'"she said \"yes\""<|im_end|>']
+    for template, refused in ((MARKED, False), (HALVED, True)):
+        encoder = Encoder.of(load(tmp_path / str(refused), template), True)
+        done = encoder.encode([canonical(row, "chat", {}, True)])[0]
+        assert (isinstance(done, Bad) and "do not enclose each reply" in done.detail) == refused
+
+
+def test_a_conversation_that_would_be_rendered_for_minutes_is_refused(tmp_path, monkeypatch):
+    """The template is rendered up to each reply that is trained; with markers once."""
+    turns = [f"turn {number}" for number in range(40)]  # replies at 1, 3, ... 39
+    row, last = chat(*turns), {"prompt": chat(*turns)["messages"][:-1], "completion": chat(*turns)["messages"][-1:]}
+    expected = trained(load(tmp_path / "long", PLAIN), row)[0]
+    assert expected == [f"turn {number}<|im_end|>" for number in range(1, 40, 2)]
+    for most, refused in ((400, False), (399, True)):
+        monkeypatch.setattr("trainers.data.reply_spans._MOST_RENDERED", most)
+        encoder = Encoder.of(load(tmp_path / str(most), PLAIN), True)
+        done = encoder.encode([canonical(row, "chat", {}, True)])[0]
+        said = "20 replies in 40 messages, and the chat template is rendered up to each; cut it into several rows, or"
+        assert (isinstance(done, Bad) and done.kind == "row too large" and done.detail.startswith(said)) == refused
+    assert trained(load(tmp_path / "last", PLAIN), last)[0] == ["turn 39<|im_end|>"]
+    assert trained(load(tmp_path / "marked", MARKED), row)[0] == expected
+
+
 @pytest.mark.parametrize(
     ("template", "said"),
     [

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from trainers.data.formats import Message, RowError
-from trainers.data.template_probe import Span, TemplateProbe, Variables
+from trainers.data.template_probe import Span, TemplateProbe, Variables, missing
 from trainers.data.training_template import INSTALL, trl_is_installed
 
 WAY_OUT = "give --chat_template FILE with {% generation %} markers, or set assistant_only_loss=false"
+_MOST_RENDERED = 5_000_000
+"""Messages that one conversation may be rendered as, over all its prefixes: 2,200 replies, half a minute."""
 
 
 class ReplySpans:
@@ -30,7 +32,7 @@ class ReplySpans:
         self._with_empty_thoughts, self._variables = with_empty_thoughts, variables
 
     def marked(self, text: str, spans: list[Span], messages: list[Message]) -> dict[int, list[Span]]:
-        """The markers' spans of each reply by the index of its message, checked to hold the end of it.
+        """The markers' spans of each reply by the index of its message, checked to hold its text.
 
         Raises:
             RowError: when they do not.
@@ -42,6 +44,7 @@ class ReplySpans:
             grouped = [[span] for span in joined]
         else:
             ends = [*replies[1:], len(messages)]
+            _refuse_long(ends[:-1])
             counts = [
                 len(_not_empty(self._probe.render(messages[:end], marked=True, variables=self._variables)[1]))
                 for end in ends[:-1]
@@ -49,8 +52,8 @@ class ReplySpans:
             cuts = [0, *counts, len(spans)]
             grouped = [spans[start:end] for start, end in pairwise(cuts)]
         for index, parts in zip(replies, grouped, strict=True):
-            content = messages[index]["content"].strip()[-20:]
-            if not parts or content not in "".join(text[start:end] for start, end in parts):
+            enclosed = "".join(text[start:end] for start, end in parts)
+            if not parts or missing([messages[index]], (), enclosed):
                 raise RowError(
                     "chat template", "its generation markers do not enclose each reply; repair --chat_template"
                 )
@@ -60,8 +63,9 @@ class ReplySpans:
         """The span of each reply that is trained, end-of-turn token included, by rendering the conversation up to it.
 
         Raises:
-            RowError: when the template writes a turn differently once others follow.
+            RowError: when the template writes a turn differently once others follow, or there are too many turns.
         """
+        _refuse_long(trained)
         spans: dict[int, list[Span]] = {}
         for index in trained:
             head = self._head(text, messages, index)
@@ -124,6 +128,16 @@ class ReplySpans:
             shown = tail(text[last:stop])
             raise RowError("chat template", f"it ends a reply without a stop token ({shown}); repair --chat_template")
         return [*spans[:-1], (last, stop)]
+
+
+def _refuse_long(ends: Sequence[int]) -> None:
+    """Raises RowError when rendering a conversation up to each of these messages would take minutes."""
+    if sum(ends) > _MOST_RENDERED:
+        raise RowError(
+            "row too large",
+            f"{len(ends):,} replies in {max(ends) + 1:,} messages, and the chat template is rendered up to each; "
+            f"cut it into several rows, or {WAY_OUT}",
+        )
 
 
 def _not_empty(spans: list[Span]) -> list[Span]:
