@@ -246,9 +246,9 @@ def split_layers(loss: Any, schedule: str, ranks: int) -> list[range]:
 
 def tied_weight(loss: Any) -> str | None:
     """Name of the trained weight that is both embedding and output head; None without one."""
-    ends = (loss.base.get_output_embeddings(), loss.base.get_input_embeddings())
-    weight, embedding = (getattr(module, "weight", None) for module in ends)
-    if weight is None or weight is not embedding or not weight.requires_grad:
+    weight: Any = getattr(loss.base.get_output_embeddings(), "weight", None)
+    tied = weight is not None and weight is getattr(loss.base.get_input_embeddings(), "weight", None)
+    if not tied or not weight.requires_grad:
         return None
     return next(name for name, parameter in loss.model.named_parameters() if parameter is weight)
 
