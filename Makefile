@@ -10,10 +10,10 @@ TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 STAMP := $(VENV)/.installed
 
 # Tests that compare numbers, and the kernels of other machines, which add up in other orders.
-NUMERIC := tests/unit/test_attention.py tests/unit/test_models.py tests/unit/test_optimizers.py \
-  tests/unit/test_pipeline.py tests/unit/test_qlora.py tests/unit/test_rotary.py tests/unit/test_rounding.py \
-  tests/unit/test_sequence_parallel.py tests/unit/test_sft_loss.py tests/unit/test_tensor_parallel.py \
-  tests/parity/test_parity.py
+NUMERIC := tests/unit/model/test_attention.py tests/unit/model/test_load.py tests/unit/parallel/test_optimizer.py \
+  tests/unit/parallel/test_pipeline.py tests/unit/model/test_qlora.py tests/unit/model/test_rotary.py \
+  tests/unit/test_rounding.py tests/unit/parallel/test_sequence_parallel.py tests/unit/objectives/test_sft_loss.py \
+  tests/unit/parallel/test_tensor_parallel.py tests/parity/test_parity.py
 SSE := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41
 AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
 AVX512 := ATEN_CPU_CAPABILITY=avx512 MKL_ENABLE_INSTRUCTIONS=AVX512
@@ -67,7 +67,7 @@ test-kernels: setup
 	! grep -qw avx512f /proc/cpuinfo || env $(AVX512) OMP_NUM_THREADS=4 $(BIN)/python -m pytest $(NUMERIC)
 
 check: test-all test-browser
-	$(MAKE) test-kernels NUMERIC="tests/unit/test_attention.py tests/unit/test_sft_loss.py"
+	$(MAKE) test-kernels NUMERIC="tests/unit/model/test_attention.py tests/unit/objectives/test_sft_loss.py"
 
 faults: setup
 	$(BIN)/python -m pytest tests/faults -m ""

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from app.plain_help import Interrupted, Verbs
+from app.typer_style import Interrupted, Verbs
 
 app = Verbs(
     name="tunesmith", help="Fine-tune a language model; the strategy changes speed and memory, never the model."
@@ -56,7 +56,7 @@ def demo(
     json: Json = False,
 ) -> int:
     """Fine-tune the small model that ships with Tunesmith, and show what it learned."""
-    from app.demo import run_demo
+    from app.commands.demo import run_demo
 
     return run_demo(method, gpus, num_processes, runs_dir, json)
 
@@ -64,7 +64,7 @@ def demo(
 @app.command(context_settings=_RAW)
 def train(words: Raw = None) -> int:
     """Fine-tune a model: a preset, a config file, options, or all three."""
-    from app.verbs import train_verb
+    from app.commands.runs import train_verb
 
     return train_verb(words or [])
 
@@ -72,7 +72,7 @@ def train(words: Raw = None) -> int:
 @app.command(context_settings=_RAW)
 def resume(words: Raw = None) -> int:
     """Go on with a stopped or failed run from its newest good checkpoint."""
-    from app.verbs import resume_verb
+    from app.commands.runs import resume_verb
 
     return resume_verb(words or [])
 
@@ -80,7 +80,7 @@ def resume(words: Raw = None) -> int:
 @app.command(context_settings=_RAW)
 def prove(words: Raw = None) -> int:
     """Train your model on your data under each strategy here, and compare it step by step with one process."""
-    from app.prove_verb import prove_verb
+    from app.prove.command import prove_verb
 
     return prove_verb(words or [])
 
@@ -88,7 +88,7 @@ def prove(words: Raw = None) -> int:
 @app.command(context_settings=_RAW)
 def bench(words: Raw = None) -> int:
     """Measure which settings would train your model faster here."""
-    from app.bench import bench_verb
+    from app.bench.bench import bench_verb
 
     return bench_verb(words or [])
 
@@ -96,7 +96,7 @@ def bench(words: Raw = None) -> int:
 @app.command(context_settings=_RAW)
 def plan(words: Raw = None) -> int:
     """Reckon which strategies hold your model on these GPUs, or on others, and which is the fastest."""
-    from app.plan_verb import plan_verb
+    from app.plan.command import plan_verb
 
     return plan_verb(words or [])
 
@@ -104,7 +104,7 @@ def plan(words: Raw = None) -> int:
 @app.command(context_settings=_RAW)
 def data(words: Raw = None) -> int:
     """Show what would be trained: rows with their trained tokens, lengths, packing, bad rows."""
-    from app.data_verb import data_verb
+    from app.commands.data import data_verb
 
     return data_verb(words or [])
 
@@ -119,7 +119,7 @@ def stop(
     json: Json = False,
 ) -> int:
     """Ask a run to save a checkpoint and stop, and wait until it has; a queued one is cancelled."""
-    from app.verbs import stop_verb
+    from app.commands.runs import stop_verb
 
     return stop_verb(run, timeout, not no_save, force, runs_dir, json)
 
@@ -127,7 +127,7 @@ def stop(
 @runs_app.command("list")
 def runs_list(runs_dir: RunsDir = RUNS, json: Json = False) -> int:
     """List the runs, newest first."""
-    from app.verbs import list_verb
+    from app.commands.runs import list_verb
 
     return list_verb(runs_dir, json)
 
@@ -135,7 +135,7 @@ def runs_list(runs_dir: RunsDir = RUNS, json: Json = False) -> int:
 @runs_app.command("show")
 def runs_show(run: RunName, runs_dir: RunsDir = RUNS, json: Json = False) -> int:
     """Show where a run stands: state, cause, last numbers, checkpoints."""
-    from app.verbs import show_verb
+    from app.commands.runs import show_verb
 
     return show_verb(run, runs_dir, json)
 
@@ -147,7 +147,7 @@ def runs_logs(
     runs_dir: RunsDir = RUNS,
 ) -> int:
     """Print a run's log."""
-    from app.verbs import logs_verb
+    from app.commands.runs import logs_verb
 
     return logs_verb(run, follow, runs_dir)
 
@@ -155,7 +155,7 @@ def runs_logs(
 @runs_app.command("clone", context_settings=_RAW)
 def runs_clone(words: Raw = None) -> int:
     """Start a new run with the settings of another, and with changed values."""
-    from app.verbs import clone_verb
+    from app.commands.runs import clone_verb
 
     return clone_verb(words or [])
 
@@ -168,7 +168,7 @@ def runs_rename(
     json: Json = False,
 ) -> int:
     """Rename an ended run and its folder."""
-    from app.verbs import rename_verb
+    from app.commands.runs import rename_verb
 
     return rename_verb(run, name, runs_dir, json)
 
@@ -181,7 +181,7 @@ def runs_delete(
     json: Json = False,
 ) -> int:
     """Delete an ended run with its checkpoints and exports."""
-    from app.verbs import delete_verb
+    from app.commands.runs import delete_verb
 
     return delete_verb(run, yes, runs_dir, json)
 
@@ -194,7 +194,7 @@ def runs_move(
     json: Json = False,
 ) -> int:
     """Move a queued run in the queue; `tunesmith stop` cancels it."""
-    from app.verbs import move_verb
+    from app.commands.runs import move_verb
 
     return move_verb(run, places, runs_dir, json)
 
@@ -217,7 +217,7 @@ def export(
     json: Json = False,
 ) -> int:
     """Export a checkpoint as a folder that transformers or peft load."""
-    from app.verbs import export_verb
+    from app.commands.runs import export_verb
 
     return export_verb(run, checkpoint, merged, output, dtype, runs_dir, json)
 
@@ -251,7 +251,7 @@ def chat(
     json: Json = False,
 ) -> int:
     """Chat with a run's model, its base, or both; Ctrl-C stops an answer, Ctrl-D ends."""
-    from app.chat_verb import chat_verb
+    from app.commands.chat import chat_verb
 
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "max_new_tokens": max_new_tokens}
     sampling |= {"repetition_penalty": repetition_penalty, "seed": seed}
@@ -262,7 +262,7 @@ def chat(
 @app.command()
 def presets(json: Json = False) -> int:
     """List the presets that ship."""
-    from app.verbs import presets_verb
+    from app.commands.runs import presets_verb
 
     return presets_verb(json)
 
@@ -270,7 +270,7 @@ def presets(json: Json = False) -> int:
 @app.command()
 def strategies(json: Json = False) -> int:
     """List the strategies that ship."""
-    from app.verbs import strategies_verb
+    from app.commands.runs import strategies_verb
 
     return strategies_verb(json)
 
@@ -293,7 +293,7 @@ def ui(
     runs_dir: RunsDir = RUNS,
 ) -> int:
     """Serve the pages in which runs are started, watched, compared and tried."""
-    from app.ui_verb import ui_verb
+    from app.commands.ui import ui_verb
 
     return ui_verb(port, host, auth, runs_dir, allow or [], trust_remote_code)
 

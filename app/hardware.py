@@ -6,10 +6,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from trainers.config import ConfigError
-from trainers.device_locks import holders
-from trainers.gpus import Gpu, find_gpus, visible
-from trainers.strategies import Machines
+from trainers.config.options import ConfigError
+from trainers.run.device_locks import holders
+from trainers.run.gpus import Gpu, find_gpus, visible
+from trainers.strategy.strategy import Machines
 
 __all__ = ["Devices", "Gpu", "choose_devices", "cpu_count", "find_gpus", "visible"]
 

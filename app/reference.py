@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from trainers.config import sections
+from trainers.config.options import sections
 
 
 def options_table() -> str:

@@ -23,9 +23,9 @@ import psutil
 from benchmarks.rows import Batches, batches_of, write_chat
 from benchmarks.shapes import model_folder
 from tests.launching import ROOT, SCRIPT, environment, flags
-from trainers.config import TrainConfig
-from trainers.gpus import gpu_count
-from trainers.run_folder import RunFolder
+from trainers.config.options import TrainConfig
+from trainers.run.folder import RunFolder
+from trainers.run.gpus import gpu_count
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
 _SPARE_STEPS = 1000

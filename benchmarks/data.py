@@ -21,7 +21,7 @@ import psutil
 
 from benchmarks.rows import write_chat
 from tests.launching import ROOT, environment
-from trainers.config import TrainConfig
+from trainers.config.options import TrainConfig
 
 BATCHES = 200
 

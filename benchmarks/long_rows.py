@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.rows import write_chat
 from benchmarks.shapes import model_folder
 from tests.launching import ROOT, launch_well
-from trainers.strategies import STRATEGIES_DIR
+from trainers.strategy.strategy import STRATEGIES_DIR
 
 STEPS = 3
 SITE = """

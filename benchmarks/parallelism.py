@@ -7,7 +7,7 @@ and rank: the mean over the ranks, and over the steps after the first two. Under
 loss and requests; what is said between steps (rows of the metrics, saves) is not counted. Memory is that of the last
 step, of each rank.
 
-The second table sets them against formulas (`trainers/parallel/traffic.py`), where there are any. These leave out
+The second table sets them against formulas (`trainers/strategy/traffic.py`), where there are any. These leave out
 the norm of the gradients and the sums of shared norms' gradients under tp (Qwen3), which are small, and what ZeRO 3
 gathers, which depends on what it found room to keep.
 """
@@ -28,10 +28,10 @@ from typing import Any
 from benchmarks.shapes import NAMES, empty_model, model_folder
 from benchmarks.traffic import SITE
 from tests.launching import ROOT, launch_well
-from trainers.config import ConfigError
-from trainers.parallel.stages import SCHEDULES
-from trainers.parallel.traffic import Shape, Term, predicted
-from trainers.strategies import Strategy, load_strategy, resolve
+from trainers.config.options import ConfigError
+from trainers.strategy.pipeline_schedules import SCHEDULES
+from trainers.strategy.strategy import Strategy, load_strategy, resolve
+from trainers.strategy.traffic import Shape, Term, predicted
 
 STRATEGIES = (
     "ddp", "fsdp1", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "sp", "cp", "tp", "fsdp2_tp",

@@ -16,13 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from app.plan_verb import count
-from app.planner import GIB, Hardware, Row, candidate, plan_row
+from app.plan.command import count
+from app.plan.estimate import GIB, Hardware, Row, candidate, plan_row
 from benchmarks.parallelism import head, line
 from benchmarks.shapes import NAMES, model_folder
 from tests.launching import ROOT, launch_well
-from trainers.clashes import build
-from trainers.strategies import load_strategy
+from trainers.config.validation import build
+from trainers.strategy.strategy import load_strategy
 
 STRATEGIES = ("single", "ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3", "tp", "cp", "sp", "pp", "pp_interleaved")
 STEPS = 3

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainers.config import TrainConfig
+from trainers.config.options import TrainConfig
 from trainers.data.batches import Rows, TrainPlan
 from trainers.data.prepare import load_tokenizer, prepare
 

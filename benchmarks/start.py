@@ -22,8 +22,8 @@ from typing import Any
 
 from benchmarks.contenders import Bench, Broke, Case
 from tests.launching import environment, flags
-from trainers.run_folder import RunFolder
-from trainers.start_clock import read_start
+from trainers.monitor.startup_timer import read_start
+from trainers.run.folder import RunFolder
 
 COMMAND = ("-m", "app.cli")
 GOAL = 1.5

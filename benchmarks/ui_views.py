@@ -12,12 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from app.history import History, page
-from app.log_view import find_in_log, log_piece
-from app.run_view import run_view
-from app.series import Curves
+from app.runs.detail import run_view
+from app.runs.history import History, page
+from app.runs.log import find_in_log, log_piece
+from app.runs.metrics import Curves
 from tests.made_runs import log_lines, made_run, metric_lines
-from trainers.run_folder import RunFolder, write_json
+from trainers.run.folder import RunFolder, write_json
 
 RUNS, LOG_LINES, STEPS = 1_000, 100_000, 100_000
 

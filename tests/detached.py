@@ -13,10 +13,10 @@ from typing import Any
 
 import psutil
 
-from app.runs import last_checkpoint, true_state
+from app.runs.runs import last_checkpoint, true_state
 from tests.launching import ROOT, environment, flags
-from trainers.device_locks import holders
-from trainers.run_folder import END_STATES, RunFolder
+from trainers.run.device_locks import holders
+from trainers.run.folder import END_STATES, RunFolder
 
 TUNESMITH = [sys.executable, "-P", "-m", "app.cli"]
 SMALL: dict[str, Any] = {

@@ -22,12 +22,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.steps import Steps
-from trainers.clashes import build
-from trainers.config import ConfigError, TrainConfig
+from trainers.config.options import ConfigError, TrainConfig
+from trainers.config.validation import build
 from trainers.embedded import BASE_DIR
-from trainers.preflight import check
-from trainers.small_model import small_config
-from trainers.strategies import load_strategy
+from trainers.model.small_model import small_config
+from trainers.strategy.strategy import load_strategy
+from trainers.tools.preflight import check
 
 FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 _VOCABULARY, _POSITIONS, _LARGEST = 1030, 1024, 16_000_000

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.forked import launch_forked
-from trainers.run_folder import RunFolder
+from trainers.run.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "trainers" / "train.py"

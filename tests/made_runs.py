@@ -10,10 +10,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from trainers.clashes import build
-from trainers.options import dump_yaml
-from trainers.run_folder import RunFolder, write_json
-from trainers.strategies import load_strategy, resolve
+from trainers.config.parse import dump_yaml
+from trainers.config.validation import build
+from trainers.run.folder import RunFolder, write_json
+from trainers.strategy.strategy import load_strategy, resolve
 
 BEGUN = datetime(2026, 11, 20, 8, 0, tzinfo=UTC)
 

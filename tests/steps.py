@@ -12,14 +12,14 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
 from trainers import build
-from trainers.config import TrainConfig
+from trainers.config.options import TrainConfig
 from trainers.data.prepare import prepare
 from trainers.loop import Job, StepResult, train_step
-from trainers.pace import Pace
-from trainers.parallel.mesh import Mesh, MeshSizes
+from trainers.monitor.stragglers import Pace
 from trainers.parallel.ranks import Ranks
-from trainers.preflight import plan_training
-from trainers.strategies import load_strategy
+from trainers.strategy.mesh import Mesh, MeshSizes
+from trainers.strategy.strategy import load_strategy
+from trainers.tools.preflight import plan_training
 
 NOTHING_ASKED: Any = SimpleNamespace(asked=lambda: (False, False, False))
 

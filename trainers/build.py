@@ -19,37 +19,37 @@ from tqdm import tqdm
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.utils import logging
 
-from trainers.attention import KERNELS, avoid_cudnn
-from trainers.checkpoint import Checkpoints
-from trainers.config import ConfigError, TrainConfig
+from trainers.checkpoint.checkpoint import Checkpoints
+from trainers.checkpoint.remote import Mirror, is_url, split_step
+from trainers.config.options import ConfigError, TrainConfig
 from trainers.data.prepare import TokenSet
-from trainers.differences import plain, versions
-from trainers.errors import TrainingError
-from trainers.experts import adapter_lines
-from trainers.fp8 import convert
-from trainers.kernel_choice import choose
-from trainers.load_balancing import balancing_lines
-from trainers.log_tee import without_secrets
-from trainers.manifest import Origin
-from trainers.metrics import MetricsFile
-from trainers.mirror import Mirror, is_url, split_step
-from trainers.model_probe import check_model_computes
-from trainers.models import build_model, compile_blocks, compute_dtype
+from trainers.model.attention import KERNELS, avoid_cudnn
+from trainers.model.attention_kernel import choose
+from trainers.model.experts import adapter_lines
+from trainers.model.fp8 import convert
+from trainers.model.load import build_model, compile_blocks, compute_dtype
+from trainers.model.probe import check_model_computes
+from trainers.monitor.metrics import MetricsFile
+from trainers.monitor.self_check import Census
+from trainers.objectives.load_balancing import balancing_lines
 from trainers.objectives.sft import SupervisedLoss
 from trainers.parallel.backend import MicroBatched
 from trainers.parallel.cpu import adapt_to_cpu
 from trainers.parallel.fsdp import FullySharded
-from trainers.parallel.mesh import Mesh
 from trainers.parallel.pipeline import Pipelined
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.replicated import Replicated
 from trainers.parallel.sequence import over_ranks, refuse_unfit
 from trainers.parallel.shards import check_whole
 from trainers.parallel.tensor import cut
-from trainers.preflight import check_token_ids
-from trainers.run_folder import Process, RunFolder
-from trainers.self_check import Census
-from trainers.strategies import Strategy
+from trainers.run.compatibility import plain, versions
+from trainers.run.errors import TrainingError
+from trainers.run.folder import Process, RunFolder
+from trainers.run.log import without_secrets
+from trainers.run.manifest import Origin
+from trainers.strategy.mesh import Mesh
+from trainers.strategy.strategy import Strategy
+from trainers.tools.preflight import check_token_ids
 
 _HOOKS = {
     "none": DDPCommunicationHookType.NO,

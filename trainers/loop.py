@@ -35,25 +35,33 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from trainers.checkpoint import Checkpoints
-from trainers.config import TrainConfig
+from trainers.checkpoint.checkpoint import Checkpoints
+from trainers.config.options import TrainConfig
 from trainers.data.batches import MicroBatch, Rows, StepBatch, TrainPlan, evaluation_batches
-from trainers.errors import GoBack, TrainingError
-from trainers.guard import Spike, detect_spike, is_finite, origin, pass_over, refuse_unless_skipped
-from trainers.heartbeat import Heartbeat
-from trainers.load_balancing import LoadBalancing, count_routing
-from trainers.manifest import Progress
-from trainers.metrics import MetricsFile, RecentPace, Window, attention_width, memory_gib, peak_flops, step_flops
-from trainers.models import compute_dtype, matmul_parameters
-from trainers.pace import Pace, slow_warning
+from trainers.model.load import compute_dtype, matmul_parameters
+from trainers.model.lr_schedule import learning_rate
+from trainers.monitor.heartbeat import Heartbeat
+from trainers.monitor.loss_guard import Spike, detect_spike, is_finite, origin, pass_over, refuse_unless_skipped
+from trainers.monitor.metrics import (
+    MetricsFile,
+    RecentPace,
+    Window,
+    attention_width,
+    memory_gib,
+    peak_flops,
+    step_flops,
+)
+from trainers.monitor.startup_timer import StartClock
+from trainers.monitor.stop_requests import Requests
+from trainers.monitor.stragglers import Pace, slow_warning
+from trainers.objectives.load_balancing import LoadBalancing, count_routing
 from trainers.parallel.backend import MicroBatched, set_rate
-from trainers.parallel.mesh import Mesh
 from trainers.parallel.pipeline import Pipelined
 from trainers.parallel.ranks import Ranks
-from trainers.run_folder import RunFolder
-from trainers.schedule import learning_rate
-from trainers.start_clock import StartClock
-from trainers.stop_requests import Requests
+from trainers.run.errors import GoBack, TrainingError
+from trainers.run.folder import RunFolder
+from trainers.run.manifest import Progress
+from trainers.strategy.mesh import Mesh
 
 SAVE_PATIENCE = 0.5
 """Seconds that the loop waits for a save before it goes on meanwhile: a small one costs no repeated step in a crash."""

@@ -2,7 +2,7 @@
 
     accelerate launch --config_file accelerate_configs/ddp.yaml trainers/train.py --preset tiny-lora --max_steps 50
 
-The Accelerate file says how the model is spread; the options (`trainers/config.py`) say what is trained.
+The Accelerate file says how the model is spread; the options (`trainers/config/options.py`) say what is trained.
 `--check` tells what would be trained, without launching anything.
 """
 
@@ -22,28 +22,23 @@ if __name__ == "__main__":
         del sys.path[0]
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-    from trainers.import_path import leave_out_working_folder
+    from trainers.run.import_path import leave_out_working_folder
 
     leave_out_working_folder()
 
-from trainers.start_clock import StartClock
+from trainers.monitor.startup_timer import StartClock
 
 CLOCK = StartClock()  # before the other imports, which take most of a start
 
-from trainers.clashes import ignored_choices
-from trainers.config import ConfigError, TrainConfig, absolute_paths, precision_lines
-from trainers.device_locks import Held, Holder, local_need, take_now
-from trainers.differences import changes_since_save
-from trainers.errors import GoBack, TrainingError
-from trainers.gpus import find_gpus, gpu_count
-from trainers.log_tee import start_tee, without_secrets
-from trainers.micro_batch import OPTION, fit_micro_batch, micro_batch_line
-from trainers.options import Request, parse_request
-from trainers.parallel.mesh import Mesh
-from trainers.parallel.stages import bubble_line
-from trainers.preflight import check, describe_plan, machine_mistakes, make_rows, plan_training
-from trainers.run_folder import Process, RunFolder, now, register_outside, write_json
-from trainers.startup import (
+from trainers.config.options import ConfigError, TrainConfig, absolute_paths, precision_lines
+from trainers.config.parse import Request, parse_request
+from trainers.config.validation import ignored_choices
+from trainers.run.compatibility import changes_since_save
+from trainers.run.device_locks import Held, Holder, local_need, take_now
+from trainers.run.errors import GoBack, TrainingError
+from trainers.run.folder import Process, RunFolder, now, register_outside, write_json
+from trainers.run.gpus import find_gpus, gpu_count
+from trainers.run.launch import (
     Launch,
     asked_strategy,
     check_one_root,
@@ -55,7 +50,12 @@ from trainers.startup import (
     rank_of_environment,
     write_run_files,
 )
-from trainers.strategies import Strategy, load_strategy, refusal
+from trainers.run.log import start_tee, without_secrets
+from trainers.strategy.mesh import Mesh
+from trainers.strategy.micro_batch import OPTION, fit_micro_batch, micro_batch_line
+from trainers.strategy.pipeline_schedules import bubble_line
+from trainers.strategy.strategy import Strategy, load_strategy, refusal
+from trainers.tools.preflight import check, describe_plan, machine_mistakes, make_rows, plan_training
 
 
 def main(argv: list[str]) -> int:
@@ -184,17 +184,17 @@ def train(
     attempt = begin(config, strategy, run, launch) if main_rank else 0
 
     from trainers import build
-    from trainers.checkpoint import base_digest, kept_buffers
+    from trainers.checkpoint.checkpoint import base_digest, kept_buffers
+    from trainers.checkpoint.export import export_checkpoint, export_kind, export_seconds
     from trainers.data.prepare import load_tokenizer, prepare
-    from trainers.export import export_checkpoint, export_kind, export_seconds
-    from trainers.heartbeat import Heartbeat
     from trainers.loop import Fit, Job
-    from trainers.manifest import Progress
-    from trainers.metrics import memory_gib
-    from trainers.pace import Pace
+    from trainers.monitor.heartbeat import Heartbeat
+    from trainers.monitor.metrics import memory_gib
+    from trainers.monitor.self_check import check as check_asked
+    from trainers.monitor.self_check import compare, table
+    from trainers.monitor.stragglers import Pace
     from trainers.parallel.sequence import row_part
-    from trainers.self_check import check as check_asked
-    from trainers.self_check import compare, table
+    from trainers.run.manifest import Progress
 
     CLOCK.ended("imports")
     # The data is tokenised before the ranks meet: a collective would time out while one of them works.

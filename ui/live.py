@@ -10,7 +10,7 @@ from typing import Any
 import gradio as gr
 from starlette.responses import Response
 
-from trainers.config import ConfigError
+from trainers.config.options import ConfigError
 from ui.checked_blocks import is_scalar
 
 Function = Callable[[dict[str, Any]], Response]

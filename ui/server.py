@@ -23,8 +23,8 @@ import uvicorn
 from fastapi import FastAPI
 from gradio.routes import App
 
+from app.commands.ui import PASSWORD
 from app.console import report, say
-from app.ui_verb import PASSWORD
 from ui.checked_blocks import CheckedBlocks
 from ui.context import Here
 from ui.pages import chat, compare, data, run, runs, system, train
@@ -46,7 +46,7 @@ _PATIENCE = 1.5
 
 @dataclass(frozen=True)
 class Settings:
-    """What `tunesmith ui` asks for; see `app.ui_verb.ui_verb`."""
+    """What `tunesmith ui` asks for; see `app.commands.ui.ui_verb`."""
 
     host: str
     socket: int

@@ -9,11 +9,11 @@ from playwright.sync_api import Page, expect
 
 from tests.browser.conftest import PATIENCE, Served, Tabs, axe, screenshot, wait_for
 from tests.made_runs import made_run
-from trainers.clashes import build
-from trainers.differences import plain, versions
-from trainers.manifest import FORMAT, seal
-from trainers.options import parse_yaml
-from trainers.run_folder import RunFolder, write_json
+from trainers.config.parse import parse_yaml
+from trainers.config.validation import build
+from trainers.run.compatibility import plain, versions
+from trainers.run.folder import RunFolder, write_json
+from trainers.run.manifest import FORMAT, seal
 
 expect.set_options(timeout=1000 * PATIENCE)
 

@@ -15,7 +15,7 @@ from playwright.sync_api import Page, expect
 
 from tests.browser.conftest import PATIENCE, Served, Tabs, axe, screenshot, wait_for
 from tests.made_runs import add_checkpoint, log_lines, made_run
-from trainers.run_folder import Process, RunFolder, write_json
+from trainers.run.folder import Process, RunFolder, write_json
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 COMPARED = "/compare?runs=done-run,failed-run"

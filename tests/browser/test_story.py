@@ -12,9 +12,9 @@ import pytest
 from gradio_client import Client  # type: ignore[import-untyped]
 from playwright.sync_api import Page, expect
 
-from app.runs import last_checkpoint, processes_in, true_state
+from app.runs.runs import last_checkpoint, processes_in, true_state
 from tests.browser.conftest import PATIENCE, Served, Tabs, screenshot, wait_for
-from trainers.run_folder import RunFolder
+from trainers.run.folder import RunFolder
 
 LONG = 400.0
 """Seconds for what trains, on a busy machine."""

@@ -13,7 +13,7 @@ import pytest
 from benchmarks import data, gpu, plan, start, throughput
 from benchmarks.contenders import Bench, Broke, Case, Measured, cause_of
 from benchmarks.rows import Batches, batches_of, write_chat
-from trainers.config import TrainConfig
+from trainers.config.options import TrainConfig
 from trainers.embedded import BASE_DIR
 
 

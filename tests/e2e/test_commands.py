@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.launching import ROOT, Finished, environment, flags, launch_well
 from tests.rounding import bound, relative, reordered
-from trainers.run_folder import RunFolder
+from trainers.run.folder import RunFolder
 
 TUNESMITH = [sys.executable, "-m", "app.cli"]
 STEPS = 40

@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from app import actions
-from app.run_state import allowed, queue_place
-from app.runs import last_checkpoint
+from app.launch import actions
+from app.runs.runs import last_checkpoint
+from app.runs.state import allowed, queue_place
 from tests.detached import (
     SMALL,
     TUNESMITH,
@@ -31,9 +31,9 @@ from tests.detached import (
     until,
 )
 from tests.launching import Finished, launch, shadow_modules
-from trainers import device_locks
-from trainers.device_locks import Holder, Need, holders
-from trainers.run_folder import RunFolder
+from trainers.run import device_locks
+from trainers.run.device_locks import Holder, Need, holders
+from trainers.run.folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("two_cores")
 ENDLESS = {**SMALL, "max_steps": 5000, "save_steps": 5000}

@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.e2e.test_commands import TUNESMITH, alive, steps_of, tunesmith, wait_for
 from tests.launching import ROOT, environment
-from trainers.run_folder import RunFolder
+from trainers.run.folder import RunFolder
 
 SMALL = ["tiny-full", "--max_train_samples", "100"]
 
@@ -84,6 +84,6 @@ def test_ctrl_c_reports_what_was_done(tmp_path: Path) -> None:
 
 
 def test_prove_imports_no_torch() -> None:
-    code = "import sys, app.prove; print('torch' in sys.modules)"
+    code = "import sys, app.prove.proof; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from app.runs import true_state
+from app.runs.runs import true_state
 from tests.e2e.test_commands import OPTIONS, TUNESMITH, start, steps_of, tunesmith, wait_for
 from tests.launching import ROOT, SCRIPT, environment, free_port, launch
-from trainers.run_folder import RunFolder
+from trainers.run.folder import RunFolder
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCKS = [

@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from tests.launching import ROOT, Finished, environment, flags, launch, launch_well, shadow_modules
-from trainers.options import Request
+from trainers.config.parse import Request
 from trainers.parallel.zero import extensions_folder
-from trainers.run_folder import RunFolder
+from trainers.run.folder import RunFolder
 
 SHORT: dict[str, Any] = {"preset": "tiny-lora", "max_steps": 2, "max_train_samples": 200, "eval_dataset_name": "none"}
 
@@ -66,12 +66,12 @@ SELF_CHECK = """
 import sys
 from accelerate import Accelerator
 from trainers import build
-from trainers.options import Request
-from trainers.errors import TrainingError
-from trainers.parallel.mesh import Mesh, MeshSizes
+from trainers.config.parse import Request
+from trainers.run.errors import TrainingError
+from trainers.strategy.mesh import Mesh, MeshSizes
 from trainers.parallel.ranks import Ranks
-from trainers.self_check import check, compare
-from trainers.strategies import load_strategy
+from trainers.monitor.self_check import check, compare
+from trainers.strategy.strategy import load_strategy
 config = Request(preset="tiny-lora").resolve()
 made = Accelerator()  # without the adaptation
 ranks = Ranks(made.device)
@@ -236,7 +236,7 @@ def test_a_rank_is_gone_as_soon_as_its_end_has_run() -> None:
     """What is registered for the end runs, what is printed is read; modules are not taken apart."""
     program = """
 import atexit
-from trainers.startup import leave
+from trainers.run.launch import leave
 class Apart:
     def __del__(self):
         print("taken apart")

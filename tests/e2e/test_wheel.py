@@ -35,7 +35,7 @@ def test_the_wheel_holds_what_a_run_needs_and_no_tests(wheel: Path) -> None:
         {"ui"} if (ROOT / "ui" / "__init__.py").exists() else set()
     )
     for folder, pattern in (
-        ("trainers/presets", "*.yaml"),
+        ("trainers/config/presets", "*.yaml"),
         ("accelerate_configs", "*.yaml"),
         ("trainers/embedded", "*"),
     ):

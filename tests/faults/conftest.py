@@ -14,7 +14,7 @@ import pytest
 from tests.detached import detached, ended, inside
 from tests.faults.oracle import OPTIONS
 from tests.faults.table import Noted, markdown, plain
-from trainers.run_folder import RunFolder
+from trainers.run.folder import RunFolder
 
 Undisturbed = Callable[..., RunFolder]
 Note = Callable[[str, str], Noted]

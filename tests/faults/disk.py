@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from trainers.run_folder import RunFolder
+from trainers.run.folder import RunFolder
 
 
 def mount(*words: str) -> bool:

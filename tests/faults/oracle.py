@@ -10,14 +10,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from app.run_view import run_view
-from app.series import Curves
+from app.runs.detail import run_view
+from app.runs.metrics import Curves
 from tests.detached import SMALL, ended, gone
 from tests.launching import Finished
 from tests.parity.checks import weights
-from trainers.device_locks import holders
-from trainers.manifest import verify
-from trainers.run_folder import RunFolder
+from trainers.run.device_locks import holders
+from trainers.run.folder import RunFolder
+from trainers.run.manifest import verify
 
 STEPS, INTERVAL = 24, 5
 OPTIONS: dict[str, Any] = {**SMALL, "max_steps": STEPS, "save_steps": INTERVAL, "logging_steps": 1}

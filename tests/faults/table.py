@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from importlib.metadata import version
 
-from trainers.run_folder import RunFolder, now
+from trainers.run.folder import RunFolder, now
 
 _LINE = re.compile(r"^(\S+) \[rank 0\] (?:(run) /|step (\d+) )", re.MULTILINE)
 HEADINGS = ("fault", "strategy", "injected", "survived", "steps replayed", "seconds to recover (median)", "most")

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from trainers.manifest import read_manifest, seal, sha256
-from trainers.run_folder import RunFolder, write_json
+from trainers.run.folder import RunFolder, write_json
+from trainers.run.manifest import read_manifest, seal, sha256
 
 Change = Callable[[dict[str, torch.Tensor]], None]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.detached import ended, state_of, step_of, train_words, tunesmith, until
 from tests.faults.oracle import OPTIONS
-from trainers.run_folder import RunFolder
+from trainers.run.folder import RunFolder
 
 
 def rows(path: Path, word: str) -> None:

@@ -16,10 +16,10 @@ from tests.detached import ended, gone, saved, tunesmith
 from tests.faults.conftest import Note, Undisturbed
 from tests.faults.oracle import INTERVAL, clean, exact, told
 from tests.faults.tamper import checkpoint, cut, reseal
-from trainers.checkpoint import Checkpoints
-from trainers.manifest import Origin, verify
+from trainers.checkpoint.checkpoint import Checkpoints
 from trainers.parallel.ranks import Ranks
-from trainers.run_folder import RunFolder
+from trainers.run.folder import RunFolder
+from trainers.run.manifest import Origin, verify
 
 AT = 2 * INTERVAL
 FILES = ["manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"]

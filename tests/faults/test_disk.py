@@ -15,8 +15,8 @@ from tests.faults.conftest import Note, Undisturbed
 from tests.faults.disk import SmallDisk, allow_writing, forbid_writing, unmount
 from tests.faults.oracle import INTERVAL, OPTIONS, clean, exact, told
 from tests.parity.runs import mostly_long
-from trainers.manifest import verify
-from trainers.run_folder import RunFolder
+from trainers.run.folder import RunFolder
+from trainers.run.manifest import verify
 
 
 @pytest.fixture

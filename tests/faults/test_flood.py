@@ -6,11 +6,11 @@ import time
 import tracemalloc
 from pathlib import Path
 
-from app.log_view import PIECE, log_piece
+from app.runs.log import PIECE, log_piece
 from tests.detached import detached, ended
 from tests.faults.conftest import Note, Undisturbed
 from tests.faults.oracle import INTERVAL, OPTIONS, exact
-from trainers.run_folder import RunFolder
+from trainers.run.folder import RunFolder
 
 LINES = 100_000
 

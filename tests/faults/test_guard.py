@@ -13,8 +13,8 @@ from tests.faults.oracle import OPTIONS, clean, rows
 from tests.launching import Finished
 from tests.parity.checks import weights
 from tests.parity.runs import mostly_long
-from trainers.manifest import verify
-from trainers.run_folder import RunFolder
+from trainers.run.folder import RunFolder
+from trainers.run.manifest import verify
 
 STRATEGIES = ["ddp", "fsdp2", "zero3"]
 

@@ -15,7 +15,7 @@ from tests.detached import TUNESMITH, inside, pid_of, processes, saved, state_of
 from tests.faults.conftest import Note, Undisturbed
 from tests.faults.oracle import INTERVAL, OPTIONS, STEPS, clean, exact, replayed, told
 from tests.launching import ROOT, SCRIPT, flags, free_port
-from trainers.run_folder import RunFolder, read_json
+from trainers.run.folder import RunFolder, read_json
 
 long = pytest.mark.long
 

@@ -15,7 +15,7 @@ import pytest
 from tests.detached import detached, ended, gone, pid_of, saved, state_of, tunesmith, until
 from tests.faults.conftest import Note, Undisturbed
 from tests.faults.oracle import OPTIONS, clean, exact, told
-from trainers.run_folder import END_STATES, RunFolder
+from trainers.run.folder import END_STATES, RunFolder
 
 KILLS = int(os.environ.get("KILLS", "70"))
 STEPS_PER_KILL = 16

@@ -10,7 +10,7 @@ from tests.detached import detached, ended
 from tests.faults.conftest import Note, Undisturbed
 from tests.faults.oracle import OPTIONS, clean, rows, told
 from tests.parity.runs import mostly_long
-from trainers.options import Request
+from trainers.config.parse import Request
 
 
 @pytest.mark.parametrize("strategy", mostly_long(["ddp", "fsdp2", "zero3"], ["ddp"]))

@@ -15,7 +15,7 @@ from tests.faults.conftest import Note, Undisturbed
 from tests.faults.oracle import INTERVAL, OPTIONS, STEPS
 from tests.launching import Finished
 from tests.parity.checks import weights
-from trainers.run_folder import RunFolder
+from trainers.run.folder import RunFolder
 
 SECRET = "a-secret-that-must-not-be-seen"  # noqa: S105 - of no account anywhere
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.faults.conftest import Undisturbed
 from tests.faults.oracle import exact, rows
-from trainers.run_folder import RunFolder
+from trainers.run.folder import RunFolder
 
 
 @pytest.fixture

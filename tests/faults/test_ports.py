@@ -13,7 +13,7 @@ from tests.detached import TUNESMITH, ended, inside, train_words
 from tests.faults.conftest import Note, Undisturbed
 from tests.faults.oracle import OPTIONS, exact
 from tests.launching import ROOT, SCRIPT, flags
-from trainers.run_folder import RunFolder
+from trainers.run.folder import RunFolder
 
 TOGETHER = {**OPTIONS, "share_gpus": True}  # the machine has slots for one of them
 

@@ -26,7 +26,7 @@ from tests.faults.conftest import Note, Undisturbed
 from tests.faults.oracle import INTERVAL, OPTIONS, STEPS, clean, exact, note, replayed, told
 from tests.launching import ROOT, SCRIPT, flags
 from tests.parity.runs import mostly_long
-from trainers.run_folder import RunFolder
+from trainers.run.folder import RunFolder
 
 
 def extra(run: RunFolder) -> set[int]:

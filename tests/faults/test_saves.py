@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from app.supervisor import supervise
+from app.launch.supervisor import supervise
 from tests.detached import detached, ended, pid_of, saved, state_of, step_of, until
 from tests.faults.conftest import Note, Undisturbed
 from tests.faults.oracle import INTERVAL, OPTIONS, exact
 from tests.parity.runs import mostly_long
-from trainers.manifest import verify
-from trainers.run_folder import RunFolder
+from trainers.run.folder import RunFolder
+from trainers.run.manifest import verify
 
 STRATEGIES = ["ddp", "fsdp2", "zero3"]
 

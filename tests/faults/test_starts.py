@@ -17,8 +17,8 @@ from tests.faults.conftest import Note, Undisturbed
 from tests.faults.oracle import OPTIONS, clean, exact, told
 from tests.launching import ROOT
 from tests.parity.runs import mostly_long
-from trainers.device_locks import Holder, Need, take_now
-from trainers.run_folder import RunFolder
+from trainers.run.device_locks import Holder, Need, take_now
+from trainers.run.folder import RunFolder
 
 BROKEN = {
     "script": ("missing script", "train.py"),

@@ -24,7 +24,7 @@ from tests.detached import (
 )
 from tests.faults.conftest import Note, Undisturbed
 from tests.faults.oracle import INTERVAL, OPTIONS, clean, exact, told
-from trainers.run_folder import END_STATES, LIVE_STATES, RunFolder
+from trainers.run.folder import END_STATES, LIVE_STATES, RunFolder
 
 _ORDER = {name: place for place, name in enumerate(LIVE_STATES)} | {name: len(LIVE_STATES) for name in END_STATES}
 

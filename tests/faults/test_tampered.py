@@ -15,7 +15,7 @@ from tests.faults.conftest import Undisturbed
 from tests.faults.oracle import INTERVAL, exact, numbers
 from tests.faults.tamper import checkpoint, cut, rewrite
 from tests.parity.runs import mostly_long
-from trainers.run_folder import RunFolder
+from trainers.run.folder import RunFolder
 
 Change = Callable[[RunFolder], None]
 AT = 2 * INTERVAL

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from trainers import attention
-from trainers.attention import avoid_cudnn
-from trainers.clashes import build
+from trainers.config.validation import build
 from trainers.data.layout import DocumentLayout, use_documents
-from trainers.kernel_choice import choose, trial
+from trainers.model import attention
+from trainers.model.attention import avoid_cudnn
+from trainers.model.attention_kernel import choose, trial
 
 GPU = torch.device("cuda", 0)
 SHAPES = [

@@ -20,8 +20,8 @@ from tests.launching import Finished
 from tests.parity import plain
 from tests.parity.runs import STEPS, config, launch_well, options
 from tests.shared import once
-from trainers.checkpoint import saved_tensors
-from trainers.config import TrainConfig
+from trainers.checkpoint.checkpoint import saved_tensors
+from trainers.config.options import TrainConfig
 from trainers.data.prepare import prepare
 
 

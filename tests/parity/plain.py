@@ -17,11 +17,11 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, set_seed
 
-from trainers.config import TrainConfig
+from trainers.config.options import TrainConfig
 from trainers.data.batches import TrainPlan
 from trainers.data.prepare import prepare
 from trainers.embedded import BASE_DIR
-from trainers.preflight import plan_training
+from trainers.tools.preflight import plan_training
 
 LOSS_TOLERANCE, NORM_TOLERANCE = 1e-5, 1e-4
 

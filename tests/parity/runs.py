@@ -15,9 +15,9 @@ from tests import launching
 from tests.launching import Finished
 from tests.parity.plain import Curve
 from tests.shared import once
-from trainers.clashes import build
-from trainers.config import TrainConfig
-from trainers.run_folder import RunFolder
+from trainers.config.options import TrainConfig
+from trainers.config.validation import build
+from trainers.run.folder import RunFolder
 
 STEPS = 20
 launch = functools.partial(launching.launch, forked=True)

@@ -14,13 +14,13 @@ import yaml
 
 from tests.parity.checks import equal_after_resume, reference, resumed
 from tests.parity.runs import config, curve, launch, launch_well, long, mostly_long, options
-from trainers.config import ConfigError
-from trainers.errors import TrainingError
-from trainers.models import build_model
+from trainers.config.options import ConfigError
+from trainers.model.load import build_model
 from trainers.objectives.sft import SupervisedLoss
 from trainers.parallel.fsdp import _classes_by_size, _digests, _refuse_odd_adapters
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.shards import WEIGHT, Shard, check_whole
+from trainers.run.errors import TrainingError
 
 FSDP2 = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_cpu_ram_efficient_loading": False}
 FSDP1 = {

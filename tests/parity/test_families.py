@@ -15,7 +15,7 @@ from tests.launching import Finished
 from tests.parity.runs import STEPS, curve, mostly_long, run
 from tests.shared import once
 from trainers.embedded import BASE_DIR
-from trainers.strategies import load_strategy
+from trainers.strategy.strategy import load_strategy
 
 SMALL = {
     "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,

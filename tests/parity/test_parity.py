@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from tests.parity import plain
 from tests.parity.checks import check_export, equal_after_resume, reference, resumed, same_bits
 from tests.parity.runs import config, curve, mostly_long, run
-from trainers.manifest import read_manifest, seal, sha256
-from trainers.run_folder import write_json
+from trainers.run.folder import write_json
+from trainers.run.manifest import read_manifest, seal, sha256
 
 METHODS = ("lora", "full")
 PACKING = (True, False)

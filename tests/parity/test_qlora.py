@@ -15,10 +15,10 @@ from tests.launching import Finished
 from tests.parity import plain
 from tests.parity.checks import equal_after_resume, reference, resumed, same_bits, stock_loss
 from tests.parity.runs import curve, long, mostly_long, run
-from trainers.config import TrainConfig
+from trainers.config.options import TrainConfig
 from trainers.embedded import BASE_DIR
-from trainers.quantise import four_bit_layers
-from trainers.strategies import load_strategy
+from trainers.model.quantization import four_bit_layers
+from trainers.strategy.strategy import load_strategy
 
 FOUR_BITS = BitsAndBytesConfig(
     load_in_4bit=True,

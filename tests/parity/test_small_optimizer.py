@@ -13,7 +13,7 @@ from tests.launching import Finished
 from tests.parity.checks import equal_after_resume, same_bits, weights
 from tests.parity.runs import launch_well, mostly_long, options, run
 from tests.parity.test_options import bf16_band, difference
-from trainers.strategies import load_strategy
+from trainers.strategy.strategy import load_strategy
 
 SMALL: dict[str, Any] = {"optim": "adamw_8bit", "mixed_precision": "bf16", "master_weights": False}
 STATES: dict[str, Any] = {"optim": "adamw_8bit"}

@@ -16,10 +16,10 @@ from tests.parity.checks import check_export, equal_after_resume, reference, res
 from tests.parity.plain import LOSS_TOLERANCE, NORM_TOLERANCE
 from tests.parity.runs import STEPS, curve, launch, mostly_long, options, run
 from tests.parity.test_options import bf16_band, difference
+from trainers.checkpoint.export import export_again
 from trainers.embedded import BASE_DIR
-from trainers.export import export_again
-from trainers.parallel.stages import bubble
-from trainers.strategies import load_strategy, strategy_names
+from trainers.strategy.pipeline_schedules import bubble
+from trainers.strategy.strategy import load_strategy, strategy_names
 
 NOT_HERE = {"fsdp2_offload"}
 # Under LoRA a grad_op, a stage 1 and an offload differ from these by what full training shows as well.

@@ -16,11 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.launching import ROOT, environment
 from trainers import build
-from trainers.attention import KERNELS
-from trainers.clashes import build as build_config
+from trainers.config.validation import build as build_config
+from trainers.model.attention import KERNELS
+from trainers.model.small_model import small_config
 from trainers.objectives.sft import SupervisedLoss
-from trainers.parallel.mesh import MeshSizes
-from trainers.small_model import small_config
+from trainers.strategy.mesh import MeshSizes
 
 STARTED = """
 import sys
@@ -28,9 +28,9 @@ from pathlib import Path
 import torch
 from tests.launching import ROOT, environment
 from trainers import build
-from trainers.options import Request
-from trainers.run_folder import RunFolder
-from trainers.strategies import load_strategy
+from trainers.config.parse import Request
+from trainers.run.folder import RunFolder
+from trainers.strategy.strategy import load_strategy
 before = torch.backends.cuda.cudnn_sdp_enabled()
 run = RunFolder(Path(sys.argv[1]))
 run.create()

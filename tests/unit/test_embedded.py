@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from trainers.embedded import BASE_DIR, DATA_DIR, chat_data, documents, score
-from trainers.embedded.records import (
+from benchmarks.embedded import chat_data, documents
+from benchmarks.embedded.records import (
     KINDS,
     make_record,
     names_in,
@@ -24,6 +24,7 @@ from trainers.embedded.records import (
     to_json,
     to_xml,
 )
+from trainers.embedded import BASE_DIR, DATA_DIR, score
 
 SPLITS = tuple(chat_data.SIZES)
 

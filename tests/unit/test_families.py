@@ -10,10 +10,10 @@ import pytest
 
 from benchmarks.families import judge
 from tests.families import FAMILIES, Verdict, config_for, disagreement, save_small
-from trainers.config import ConfigError
-from trainers.models import build_model
-from trainers.preflight import check
-from trainers.strategies import load_strategy
+from trainers.config.options import ConfigError
+from trainers.model.load import build_model
+from trainers.strategy.strategy import load_strategy
+from trainers.tools.preflight import check
 
 SAMPLE = ("llama", "gpt2", "bloom", "mamba", "bert", "xmod", "phimoe", "xlstm", "deepseek_v4")
 """Trained packed; other linear layers; unpacked alone; no attention; refused; failing by itself; a router that is a

@@ -12,30 +12,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(path for top in ("app", "trainers", "ui") for path in (ROOT / top).rglob("*.py"))
-TORCH_FREE = {
-    f"trainers.{name}"
-    for name in (
-        "config",
-        "clashes",
-        "parallel.mesh",
-        "parallel.stages",
-        "parallel.traffic",
-        "options",
-        "strategies",
-        "run_folder",
-        "import_path",
-        "data.limits",
-        "log_tee",
-        "embedded",
-        "gpus",
-        "device_locks",
-        "differences",
-        "disk",
-        "host_memory",
-        "own_data",
-        "micro_batch",
-    )
-}
+SHARED = ("trainers.config", "trainers.strategy", "trainers.run")
+"""The rooms of `trainers/` that `app/` and `ui/` import, beside the paths of the embedded model; without torch."""
+EMBEDDED = {"trainers.embedded", "trainers.embedded.BASE_DIR", "trainers.embedded.DATA_DIR"}
+FLOORS = (
+    *("trainers.embedded", *SHARED, "trainers.data", "trainers.objectives", "trainers.model", "trainers.parallel"),
+    *("trainers.checkpoint", "trainers.monitor", "trainers.tools", "trainers.build", "trainers.loop", "trainers.train"),
+    *("app.console", "app.typer_style", "app.reference", "app.hardware", "app.option_help", "app.accelerate_launch"),
+    *("app.runs", "app.launch", "app.plan", "app.prove", "app.bench", "app.services", "app.commands", "app.cli", "ui"),
+)
+"""Every room, from the ground up: each imports only from those before it."""
 
 
 def imports_of(path: Path) -> set[str]:
@@ -56,10 +42,8 @@ def forbidden(path: Path) -> set[str]:
     if top == "trainers":
         return tops & {"app", "ui"}
     wrong = tops & ({"torch", "transformers", "accelerate", "peft", "datasets"} | ({"ui"} if top == "app" else set()))
-    inner = {name for name in found if name.startswith("trainers.")}
-    return wrong | {
-        name for name in inner if not any(name == free or name.startswith(f"{free}.") for free in TORCH_FREE)
-    }
+    inner = {name for name in found if name.startswith("trainers.")} - EMBEDDED
+    return wrong | {name for name in inner if room_of(name) not in SHARED}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -70,8 +54,10 @@ def test_imports_run_one_way(path: Path) -> None:
 def test_a_wrong_import_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     (tmp_path / "app").mkdir()
-    (tmp_path / "app" / "x.py").write_text("def f():\n    import torch\n    from trainers.models import build_model\n")
-    assert forbidden(tmp_path / "app" / "x.py") == {"torch", "trainers.models", "trainers.models.build_model"}
+    (tmp_path / "app" / "x.py").write_text(
+        "def f():\n    import torch\n    from trainers.model.load import build_model\n"
+    )
+    assert forbidden(tmp_path / "app" / "x.py") == {"torch", "trainers.model.load", "trainers.model.load.build_model"}
 
 
 def import_graph(sources: list[Path], root: Path) -> dict[str, set[str]]:
@@ -89,6 +75,35 @@ def circle_in(graph: dict[str, set[str]]) -> list[str]:
     except graphlib.CycleError as error:
         return list(error.args[1])
     return []
+
+
+def room_of(module: str) -> str:
+    """`trainers.data` of `trainers.data.batches`; all pages are one room."""
+    return "ui" if module.startswith("ui.") else ".".join(module.split(".")[:2])
+
+
+def upward(graph: dict[str, set[str]]) -> list[str]:
+    """Imports from a room on a higher floor.
+
+    Raises:
+        KeyError: when a room has no floor.
+    """
+    floor = {room: number for number, room in enumerate(FLOORS)}
+    pairs = [(a, b) for a, targets in graph.items() for b in sorted(targets - {"app", "trainers"})]
+    return [f"{a} -> {b}" for a, b in pairs if floor[room_of(a)] < floor[room_of(b)]]
+
+
+def test_no_import_goes_up_a_floor() -> None:
+    assert upward(import_graph(SOURCES, ROOT)) == []
+
+
+def test_an_import_that_goes_up_would_be_seen() -> None:
+    """Control, and a room that nobody gave a floor."""
+    assert upward({"trainers.model.load": {"trainers.data.layout", "trainers.parallel.fsdp"}}) == [
+        "trainers.model.load -> trainers.parallel.fsdp"
+    ]
+    with pytest.raises(KeyError, match=r"trainers\.attic"):
+        upward({"trainers.attic.x": {"trainers.data.layout"}})
 
 
 def test_no_circle_among_modules() -> None:
@@ -114,8 +129,11 @@ def test_files_and_functions_stay_small(path: Path) -> None:
     assert {name: lines for name, lines in long.items() if lines > 80} == {}
 
 
-def test_the_torch_free_modules_are() -> None:
-    code = f"import sys; {'; '.join(f'import {name}' for name in sorted(TORCH_FREE))}; print('torch' in sys.modules)"
+def test_the_shared_rooms_import_no_torch() -> None:
+    modules = [name for name in import_graph(SOURCES, ROOT) if room_of(name) in (*SHARED, "trainers.embedded")]
+    modules.remove("trainers.embedded.score")  # a program
+    assert len(modules) > 20
+    code = f"import sys; {'; '.join(f'import {name}' for name in sorted(modules))}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

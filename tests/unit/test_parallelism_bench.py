@@ -21,11 +21,11 @@ from benchmarks.parallelism import (
     sized,
 )  # fmt: skip
 from benchmarks.traffic import PAYLOAD, SILENT, Traffic, given, payload
-from trainers.config import ConfigError
+from trainers.config.options import ConfigError
 from trainers.embedded import BASE_DIR
-from trainers.parallel.mesh import MeshSizes
-from trainers.parallel.traffic import Shape, predicted
-from trainers.strategies import load_strategy
+from trainers.strategy.mesh import MeshSizes
+from trainers.strategy.strategy import load_strategy
+from trainers.strategy.traffic import Shape, predicted
 
 SHAPE = Shape(
     parameters=1000, vectors=40, outside=330, layers=2, hidden=10, heads=4, key_heads=2, head_size=3, words=32,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from trainers.config import ConfigError, TrainConfig
+from trainers.config.options import ConfigError, TrainConfig
 from trainers.data.layout import WHOLE, DocumentLayout, RowPart
 from trainers.data.packing import pack
 

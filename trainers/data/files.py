@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainers.config import EMBEDDED, ConfigError, TrainConfig
+from trainers.config.options import EMBEDDED, ConfigError, TrainConfig
 from trainers.data.folders import list_folder, of_split
 
 KINDS = {

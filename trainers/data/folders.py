@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from trainers.config import ConfigError
+from trainers.config.options import ConfigError
 
 _DOCUMENTS = re.compile(r"^((readme|licen[cs]e|notice)(\.(md|txt))?|dataset_infos?\.json)$", re.IGNORECASE)
 _WORDS = {

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainers.config import COLUMN_ROLES, ConfigError
+from trainers.config.options import COLUMN_ROLES, ConfigError
 from trainers.data.messages import (
     MEDIA,
     Fields,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from trainers.config import ConfigError
+from trainers.config.options import ConfigError
 from trainers.data.files import DataFile
 from trainers.data.formats import NEEDED
 from trainers.data.shards import ROW_BYTES, Bad, Item, Shard, content_end, large, lines

@@ -20,7 +20,7 @@ from typing import Literal
 import numpy as np
 from filelock import FileLock, Timeout
 
-from trainers.config import ConfigError, TrainConfig
+from trainers.config.options import ConfigError, TrainConfig
 from trainers.data.cache import FORMAT_VERSION, CacheWriter, TokenSet, open_cache
 from trainers.data.files import DataFile, identity, ignored_files, resolve
 from trainers.data.formats import NEEDED, OPTIONAL, recognise, unrecognised

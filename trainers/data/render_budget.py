@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from trainers.config import ConfigError
+from trainers.config.options import ConfigError
 from trainers.data.formats import Document
 
 _GRACE_SECONDS = 5.0

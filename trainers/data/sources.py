@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from trainers.config import ConfigError
+from trainers.config.options import ConfigError
 from trainers.data import json_rows, table_rows, text_rows
 from trainers.data.files import DataFile, unreadable
 from trainers.data.shards import SHARD_BYTES, Bad, Item, Shard

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, BinaryIO
 
-from trainers.config import ConfigError
+from trainers.config.options import ConfigError
 from trainers.data.files import DataFile, hub_rows
 from trainers.data.shards import ROW_BYTES, Bad, Item, Shard, content_end, group, large, lines
 

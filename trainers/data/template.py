@@ -21,15 +21,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainers.config import FIXED_DATE, ConfigError, TrainConfig
+from trainers.config.options import FIXED_DATE, ConfigError, TrainConfig
 from trainers.data.formats import Document, Message, RowError
-from trainers.data.limits import RENDER_BYTES, encoding_bytes, encoding_seconds, memory_limit, time_limit
 from trainers.data.render_budget import RenderBudget
 from trainers.data.reply_spans import ReplySpans, name_message, tail
 from trainers.data.shards import ROW_BYTES, Bad
 from trainers.data.template_probe import Span, TemplateProbe, missing
 from trainers.data.tokenizer import chosen_template, load_tokenizer, tokenizer_folder
 from trainers.data.training_template import INSTALL, MARKERS, stop_token_ids, trl_is_installed
+from trainers.run.process_limits import RENDER_BYTES, encoding_bytes, encoding_seconds, memory_limit, time_limit
 
 RENDER_SECONDS = 20.0
 _WAY_OUT = "give --chat_template FILE with {% generation %} markers, or set assistant_only_loss=false"

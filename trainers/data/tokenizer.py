@@ -14,11 +14,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from trainers.config import EMBEDDED, ConfigError, TrainConfig
-from trainers.data.limits import why_it_died
+from trainers.config.options import EMBEDDED, ConfigError, TrainConfig
 from trainers.data.training_template import TrainingTemplate, as_kept, own_template, stop_token_ids, training_template
-from trainers.import_path import child_environment
-from trainers.json_file import MAX_BYTES
+from trainers.run.import_path import child_environment
+from trainers.run.json_file import MAX_BYTES
+from trainers.run.process_limits import why_it_died
 
 _FILES = (
     "tokenizer*",

@@ -11,8 +11,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trainers.data.limits import LOAD_SECONDS, OUT_OF_MEMORY, TOKENIZER_BYTES, expect_death, memory_limit, time_limit
-from trainers.json_file import load_json
+from trainers.run.json_file import load_json
+from trainers.run.process_limits import (
+    LOAD_SECONDS,
+    OUT_OF_MEMORY,
+    TOKENIZER_BYTES,
+    expect_death,
+    memory_limit,
+    time_limit,
+)
 
 SAMPLE = "A few words, 3 lines and\n\tsome signs: {\"a\": [1.5, 'b']} # ü 中文 🙂\n" * 20
 _CONVERTER_BYTES = 16 << 30  # of address space: libraries that a conversion imports map some GB

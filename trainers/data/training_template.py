@@ -19,8 +19,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from trainers.json_file import load_json
-from trainers.run_record import CHAT_TEMPLATE
+from trainers.run.json_file import load_json
+from trainers.run.record import CHAT_TEMPLATE
 
 MARKERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 INSTALL = 'pip install "tunesmith[templates]" for TRL\'s training templates'

@@ -24,12 +24,12 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
-from trainers.config import ConfigError
-from trainers.data.limits import expect_death, why_it_died
+from trainers.config.options import ConfigError
 from trainers.data.report import Report
 from trainers.data.template import Encoder
 from trainers.data.tokenise import Job, Options, Selection, run_job
-from trainers.import_path import child_environment
+from trainers.run.import_path import child_environment
+from trainers.run.process_limits import expect_death, why_it_died
 
 ROOT = Path(__file__).resolve().parents[2]
 _ROWS = "rows "  # begins a line with the number of rows done, among the answers

@@ -15,13 +15,13 @@ from torch import nn
 from torch.nn import functional
 
 from trainers.data.layout import DocumentLayout, use_documents
-from trainers.load_balancing import LoadBalancing, weighed_probabilities
+from trainers.objectives.load_balancing import LoadBalancing, weighed_probabilities
 
 # 32M fp32 logits (128 MiB) at once; it depends on the vocabulary alone, so that all strategies chunk alike.
 LOGITS_PER_CHUNK = 2**25
 
 # Models whose logits are head(decoder(x)), then scaled, then capped, as `_head_rule` reads it from their config.
-# tests/unit/test_sft_loss.py compares each with its own forward pass; any other model uses its own.
+# tests/unit/objectives/test_sft_loss.py compares each with its own forward pass; any other model uses its own.
 LINEAR_HEADS = {
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3"),
     *("olmo", "olmo2", "smollm3", "granite", "cohere", "stablelm"),
@@ -192,7 +192,7 @@ class SupervisedLoss(nn.Module):
             labels: `[trained]` the trained tokens.
             own_forward: the reference of the probe at the start: the model is called with the token ids alone.
             real_tokens: `[batch, sequence]`, False for padding; given where the load of experts is balanced.
-            expert_weights: `[experts]` of `trainers.load_balancing`; None to count the routing.
+            expert_weights: `[experts]` of `trainers.objectives.load_balancing`; None to count the routing.
 
         Returns:
             Loss (fp32 scalar, a sum) and tokens predicted right (int64 scalar; 0 while gradients are on). The gradients

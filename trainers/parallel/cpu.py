@@ -1,7 +1,7 @@
 """Lets Accelerate run its GPU strategies on gloo where there is no accelerator.
 
 Stock Accelerate 1.15 starts independent one-process runs there, or falls back to plain DDP, without a word.
-`PartialState._prepare_backend` is private: `tests/unit/test_cpu_adaptation.py` fails when it changes.
+`PartialState._prepare_backend` is private: `tests/unit/parallel/test_cpu_adaptation.py` fails when it changes.
 """
 
 from __future__ import annotations

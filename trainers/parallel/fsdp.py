@@ -18,14 +18,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
-from trainers.config import ConfigError, TrainConfig
-from trainers.errors import TrainingError
-from trainers.optimizers import build_optimizer, empty_state, parameter_groups, put_back, state_vectors
+from trainers.config.options import ConfigError, TrainConfig
 from trainers.parallel.backend import trained_names, whole_elements
-from trainers.parallel.mesh import Mesh
 from trainers.parallel.norm import clip
+from trainers.parallel.optimizer import build_optimizer, empty_state, parameter_groups, put_back, state_vectors
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.shards import WEIGHT, Shard, local_part
+from trainers.run.errors import TrainingError
+from trainers.strategy.mesh import Mesh
 
 _WRAPPER = "_fsdp_wrapped_module."  # FSDP 1 puts it into names
 

@@ -20,16 +20,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 
-from trainers.config import TrainConfig
+from trainers.config.options import TrainConfig
 from trainers.data.batches import MicroBatch
 from trainers.data.layout import use_documents
-from trainers.errors import TrainingError
-from trainers.optimizers import build_optimizer, empty_state, parameter_groups, put_back, state_vectors
-from trainers.parallel.cutting import Absent, Chunk, Part, PipelineStages, Work, cut, refuse_tied_shards
-from trainers.parallel.mesh import Mesh
 from trainers.parallel.norm import global_norm
+from trainers.parallel.optimizer import build_optimizer, empty_state, parameter_groups, put_back, state_vectors
+from trainers.parallel.pipeline_split import Absent, Chunk, Part, PipelineStages, Work, cut, refuse_tied_shards
 from trainers.parallel.shards import WEIGHT, Shard, local_part
-from trainers.parallel.stages import SCHEDULES, measured_bubble, micro_batch_mistake, rank_of
+from trainers.run.errors import TrainingError
+from trainers.strategy.mesh import Mesh
+from trainers.strategy.pipeline_schedules import SCHEDULES, measured_bubble, micro_batch_mistake, rank_of
 
 BUCKET = 2**23
 """Elements of the gradients that are averaged in one collective."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from trainers.errors import TrainingError
+from trainers.run.errors import TrainingError
 
 
 class Ranks:

@@ -10,10 +10,10 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainers.config import TrainConfig
-from trainers.optimizers import build_optimizer, empty_state, parameter_groups, put_back, state_vectors
+from trainers.config.options import TrainConfig
 from trainers.parallel.backend import trained_names, whole_elements
 from trainers.parallel.norm import clip
+from trainers.parallel.optimizer import build_optimizer, empty_state, parameter_groups, put_back, state_vectors
 from trainers.parallel.shards import WEIGHT, Shard
 
 

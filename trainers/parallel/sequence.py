@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import distributed
 
-from trainers.attention import attend_masked
-from trainers.config import ConfigError
+from trainers.config.options import ConfigError
 from trainers.data.layout import DocumentLayout, RowPart
-from trainers.parallel.mesh import Mesh, MeshSizes, heads_mistake
-from trainers.small_model import packing_problem
+from trainers.model.attention import attend_masked
+from trainers.model.small_model import packing_problem
+from trainers.strategy.mesh import Mesh, MeshSizes, heads_mistake
 
 Kernel = Callable[..., tuple[torch.Tensor, None]]
 

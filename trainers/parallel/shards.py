@@ -15,8 +15,8 @@ import torch
 from torch import distributed
 from torch.distributed.tensor import DTensor
 
-from trainers.errors import TrainingError
 from trainers.parallel.ranks import Ranks
+from trainers.run.errors import TrainingError
 
 WEIGHT = "model"
 

@@ -16,11 +16,11 @@ import torch
 from torch import distributed, nn
 from torch.nn import functional
 
-from trainers.config import ConfigError
+from trainers.config.options import ConfigError
 from trainers.objectives.sft import SupervisedLoss
 from trainers.parallel.shards import Cut
 from trainers.parallel.tensor_loss import vocabulary_cross_entropy
-from trainers.parallel.tensor_rules import BY_HEADS, GATHERED, layer_plan, refusals
+from trainers.strategy.tensor_plan import BY_HEADS, GATHERED, layer_plan, refusals
 
 _COLUMN = {"colwise", "colwise_gather_output"}
 _ROW = {"rowwise", "rowwise_split_input"}

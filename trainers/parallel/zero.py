@@ -23,14 +23,14 @@ import torch
 from filelock import FileLock, Timeout
 from torch import distributed
 
-from trainers.config import TrainConfig
-from trainers.deepspeed_json import drop_idle
-from trainers.errors import TrainingError
-from trainers.optimizers import build_optimizer, parameter_groups
+from trainers.config.options import TrainConfig
 from trainers.parallel.backend import trained_names, whole_elements
-from trainers.parallel.mesh import Mesh
+from trainers.parallel.optimizer import build_optimizer, parameter_groups
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.shards import WEIGHT, Shard
+from trainers.run.errors import TrainingError
+from trainers.strategy.deepspeed_schema import drop_idle
+from trainers.strategy.mesh import Mesh
 
 ASYNC_IO = "AsyncIOBuilder"
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import gradio as gr
 
-from app.chat import MOST_LETTERS, SAMPLING, SIDES, Chats
 from app.hardware import find_gpus
-from app.worker import WorkerDied
-from trainers.config import EMBEDDED, ConfigError
+from app.services.chat import MOST_LETTERS, SAMPLING, SIDES, Chats
+from app.services.rpc_client import WorkerDied
+from trainers.config.options import EMBEDDED, ConfigError
 from ui.context import Here
 from ui.parts import Html, alert_list, byte_text, duration_text, element, join, number_text, title
 
@@ -99,7 +99,7 @@ class Page:
         chosen, seen = [self.run, self.weights, self.device], [self.status, self.alerts]
         gr.on(None, self.prefill, None, [self.run, self.weights], **hidden)
         self.run.input(self.pick, self.run, self.weights, queue=False, preprocess=False, **hidden)
-        # Raw values everywhere: what they may be is checked in `app.chat`.
+        # Raw values everywhere: what they may be is checked in `app.services.chat`.
         self.load_button.click(self.load, chosen, seen, preprocess=False, **hidden)
         self.free_button.click(self.free, None, seen, queue=False, **hidden)
         self.stop_button.click(self.stop, None, seen, queue=False, **hidden)

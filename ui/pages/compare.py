@@ -8,10 +8,10 @@ from typing import Any
 import gradio as gr
 from starlette.responses import Response
 
-from app.compare import MOST_RUNS, chosen_runs, compare
-from app.history import History
-from app.runs import run_of_id
-from app.series import Curves
+from app.runs.compare import MOST_RUNS, chosen_runs, compare
+from app.runs.history import History
+from app.runs.metrics import Curves
+from app.runs.runs import run_of_id
 from ui.context import Here
 from ui.live import answer, live_part
 from ui.parts import (

@@ -10,7 +10,7 @@ from typing import Any
 import gradio as gr
 from gradio.context import Context
 
-from app.data_view import (
+from app.services.data import (
     COUNTED_AT_ONCE,
     FIELDS,
     cancel_statistics,
@@ -20,14 +20,14 @@ from app.data_view import (
     start_statistics,
     statistics_job,
 )
-from app.form import Choices
-from app.form_draft import read_draft, with_data, write_draft
-from app.form_fields import text_of
-from app.form_start import starting_values
-from app.uploads import ENDINGS, take_sent
-from app.worker import WorkerDied
-from trainers.config import ConfigError, TrainConfig
-from trainers.options import preset_names
+from app.services.draft import read_draft, with_data, write_draft
+from app.services.fields import text_of
+from app.services.form import Choices
+from app.services.rpc_client import WorkerDied
+from app.services.starting_values import starting_values
+from app.services.uploads import ENDINGS, take_sent
+from trainers.config.options import ConfigError, TrainConfig
+from trainers.config.parse import preset_names
 from ui.context import Here
 from ui.pages.data_parts import mistakes_panel, packed_panel, rows_panel, statistics_panel
 from ui.pages.train_parts import by_name, component, shown_value

@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from app.data_verb import summary_lines
-from app.data_view import StatisticsJob
-from app.form import by_field
+from app.commands.data import summary_lines
+from app.services.data import StatisticsJob
+from app.services.form import by_field
 from ui.parts import Html, alert_list, data_table, element, join, key_values, meter, note, percent_text, section
 
 _FATES = {

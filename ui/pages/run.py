@@ -10,14 +10,14 @@ from urllib.parse import urlencode
 import gradio as gr
 from starlette.responses import Response
 
-from app import actions
-from app.log_view import find_in_log, log_piece, log_writers
-from app.run_view import checkpoints, run_files, run_view
-from app.runs import run_of_id
-from app.series import Curves
-from app.training import CheckBroke
-from trainers.config import ConfigError
-from trainers.run_folder import RunFolder
+from app.launch import actions
+from app.launch.foreground import CheckBroke
+from app.runs.detail import checkpoints, run_files, run_view
+from app.runs.log import find_in_log, log_piece, log_writers
+from app.runs.metrics import Curves
+from app.runs.runs import run_of_id
+from trainers.config.options import ConfigError
+from trainers.run.folder import RunFolder
 from ui.context import Here
 from ui.live import answer, live_part
 from ui.pages.run_parts import details, headline, unknown

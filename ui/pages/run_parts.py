@@ -39,7 +39,7 @@ def headline(seen: dict[str, Any]) -> Html:
     """Name, state, progress and the numbers of now.
 
     Args:
-        seen: from `app.run_view.run_view`.
+        seen: from `app.runs.detail.run_view`.
     """
     name = element("h1", join([seen["id"], " ", badge(seen["state"])]), class_="ts-run-name")
     step, total = seen["step"], seen["total_steps"]
@@ -100,8 +100,8 @@ def details(seen: dict[str, Any], files: dict[str, str]) -> Html:
     """Checkpoints and settings.
 
     Args:
-        seen: from `app.run_view.run_view`.
-        files: from `app.run_view.run_files`.
+        seen: from `app.runs.detail.run_view`.
+        files: from `app.runs.detail.run_files`.
     """
     rows = [
         [one["step"], join([one["name"], element("strong", " best") if one["best"] else ""]), byte_text(one["bytes"]),

@@ -7,7 +7,7 @@ from typing import Any
 import gradio as gr
 from starlette.responses import Response
 
-from app.history import History, page
+from app.runs.history import History, page
 from ui.context import Here
 from ui.live import answer, live_part
 from ui.parts import title

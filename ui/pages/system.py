@@ -7,7 +7,7 @@ from typing import Any
 
 import gradio as gr
 
-from app.system import machine
+from app.services.system import machine
 from ui.context import Here
 from ui.parts import (
     Html,
@@ -43,7 +43,7 @@ def build(here: Here) -> None:
 
 
 def picture(found: dict[str, Any]) -> Html:
-    """What `app.system.machine` returns, as HTML."""
+    """What `app.services.system.machine` returns, as HTML."""
     columns = [
         section("CPU", _cpu(found)),
         section("Memory and disk", _memory(found)),

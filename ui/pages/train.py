@@ -9,8 +9,13 @@ from typing import Any
 import gradio as gr
 from gradio.context import Context
 
-from app.detach import start
-from app.form import (
+from app.hardware import CPU_PROCESSES
+from app.launch.background import start
+from app.launch.foreground import CheckBroke
+from app.services.choices import gpu_choices, strategy_choices
+from app.services.draft import read_draft
+from app.services.fields import FormField, text_of
+from app.services.form import (
     Choices,
     Preview,
     by_field,
@@ -21,18 +26,13 @@ from app.form import (
     preview_request,
     read_text,
 )
-from app.form_choices import gpu_choices, strategy_choices
-from app.form_draft import read_draft
-from app.form_fields import FormField, text_of
-from app.form_resume import ResumeForm, resume_form, resume_preview
-from app.form_start import NAMING, differences, follow_data, starting_values
-from app.hardware import CPU_PROCESSES
-from app.memory_check import known_verdict, memory_verdict
-from app.training import CheckBroke
-from app.uploads import ENDINGS, forget, take_sent
-from trainers.config import ConfigError
-from trainers.options import preset_names, preset_summary
-from trainers.own_data import DESCRIBING
+from app.services.memory_check import known_verdict, memory_verdict
+from app.services.resume_form import ResumeForm, resume_form, resume_preview
+from app.services.starting_values import NAMING, differences, follow_data, starting_values
+from app.services.uploads import ENDINGS, forget, take_sent
+from trainers.config.options import ConfigError
+from trainers.config.own_data import DESCRIBING
+from trainers.config.parse import preset_names, preset_summary
 from ui.context import Here
 from ui.pages.train_parts import (
     PLACED,

@@ -8,15 +8,15 @@ from typing import Any
 
 import gradio as gr
 
-from app.form import DefaultGpus, Numbers, Preview
-from app.form_choices import GpuChoice, StrategyChoice
-from app.form_fields import COMMON, TITLES, FormField, fields
-from app.form_resume import ResumeForm
-from app.memory_check import known_verdict
-from app.request import Job
-from app.run_view import checkpoints
-from app.training import where
-from trainers.config import precision_lines
+from app.launch.foreground import where
+from app.launch.job import Job
+from app.runs.detail import checkpoints
+from app.services.choices import GpuChoice, StrategyChoice
+from app.services.fields import COMMON, TITLES, FormField, fields
+from app.services.form import DefaultGpus, Numbers, Preview
+from app.services.memory_check import known_verdict
+from app.services.resume_form import ResumeForm
+from trainers.config.options import precision_lines
 from ui.parts import Html, alert_list, byte_text, element, join, key_values, note, number_text, run_link
 
 PLACED = {

@@ -33,7 +33,7 @@ def end_launcher(checkpoints: Path) -> None:
 
 
 def act_in_save(act: Callable[[Path], None], phase: str, step: int) -> None:
-    from trainers.checkpoint import Checkpoints
+    from trainers.checkpoint.checkpoint import Checkpoints
 
     write, publish, prune = Checkpoints._write_share, Checkpoints._publish, Checkpoints._prune
 
@@ -66,7 +66,7 @@ def act_in_save(act: Callable[[Path], None], phase: str, step: int) -> None:
 
 
 def slow_disk(seconds: int) -> None:
-    from trainers.checkpoint import Checkpoints
+    from trainers.checkpoint.checkpoint import Checkpoints
 
     write = Checkpoints._write_share
 

@@ -1,0 +1,131 @@
+"""Every command line that Tunesmith starts is built here, as a list of words: nothing goes through a shell."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from app.hardware import Devices, cpu_count
+from trainers.run.folder import RunFolder
+from trainers.run.import_path import child_environment
+from trainers.strategy.strategy import Machines
+
+ROOT = Path(__file__).resolve().parent.parent
+TRAIN_SCRIPT = ROOT / "trainers" / "train.py"
+_GPUS = "CUDA_VISIBLE_DEVICES"
+# NVML and `--gpus` count in PCI order; CUDA's own default is "fastest first".
+_ORDER = "CUDA_DEVICE_ORDER"
+
+
+def launch_argv(
+    run: RunFolder,
+    num_processes: int,
+    resume_from: str | None = None,
+    machines: Machines | None = None,
+    patience: float = 0,
+) -> list[str]:
+    """The `accelerate launch` command that trains into `run`.
+
+    Args:
+        run: a folder with `config.yaml` and `accelerate.yaml`.
+        num_processes: ranks, over all machines.
+        resume_from: `auto` for the newest good checkpoint of `run`, or the path of one.
+        machines: None for this machine alone.
+        patience: seconds in which all machines must have met.
+    """
+    argv = [*_new_run_argv(run, num_processes, machines), "--output_dir", str(run.path)]
+    if machines:
+        script = argv.index(str(TRAIN_SCRIPT))
+        argv[script:script] = ["--rdzv_conf", f"timeout={patience:.0f}"]
+    return [*argv, "--resume_from_checkpoint", resume_from] if resume_from else argv
+
+
+def _new_run_argv(run: RunFolder, num_processes: int, machines: Machines | None) -> list[str]:
+    if machines:
+        network = ["--num_machines", str(machines.count), "--machine_rank", str(machines.rank)]
+        network += ["--main_process_ip", machines.ip, "--main_process_port", str(machines.port)]
+    else:
+        network = ["--main_process_port", "0"] if num_processes > 1 else []
+    launcher = [sys.executable, "-P", "-m", "accelerate.commands.launch", "--config_file", str(run.accelerate)]
+    return [*launcher, "--num_processes", str(num_processes), *network, str(TRAIN_SCRIPT), "--config", str(run.config)]
+
+
+def command_line(run: RunFolder, devices: Devices) -> str:
+    """The line of `command.txt`: pasted in a terminal it starts a new run with the same resolved config."""
+    gpus = _device_variables(devices)
+    variables = [f"{name}={value}" for name, value in gpus.items()]
+    return " ".join([*variables, shlex.join(_new_run_argv(run, devices.num_processes, devices.machines))])
+
+
+def by_hand_line(strategy_file: Path, devices: Devices, options: Sequence[str]) -> str:
+    """The `accelerate launch` line, quoted for a shell, with which a person starts a new run from any folder.
+
+    Args:
+        strategy_file: absolute path of an Accelerate YAML.
+        devices: GPUs and processes.
+        options: words for the training script, such as `--preset NAME`.
+    """
+    script = Path(sys.executable).with_name("accelerate")
+    program = [str(script)] if script.exists() else [sys.executable, "-P", "-m", "accelerate.commands.accelerate_cli"]
+    port = ["--main_process_port", "0"] if devices.num_processes > 1 else []
+    launcher = [*program, "launch", "--config_file", str(strategy_file), "--num_processes", str(devices.num_processes)]
+    variables = [f"{name}={value}" for name, value in _device_variables(devices).items()]
+    return " ".join([*variables, shlex.join([*launcher, *port, str(TRAIN_SCRIPT), *options])])
+
+
+def read_command_line(line: str) -> tuple[list[int], list[str]]:
+    """The GPU ids and the argv of a line that `command_line` wrote; no ids where it names none."""
+    try:
+        words = shlex.split(line)
+    except ValueError:
+        return [], []
+    variables: dict[str, str] = {}
+    while words and words[0].partition("=")[0] in (_GPUS, _ORDER):
+        name, _, value = words.pop(0).partition("=")
+        variables[name] = value
+    ids = [int(word) for word in variables.get(_GPUS, "").split(",") if word.isascii() and word.isdigit()]
+    return ids, words
+
+
+def _device_variables(devices: Devices) -> dict[str, str]:
+    if not devices.gpu_ids:
+        return {}
+    return {_GPUS: ",".join(map(str, devices.gpu_ids)), _ORDER: "PCI_BUS_ID"}
+
+
+def launch_environment(devices: Devices, outer: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a supervised launch.
+
+    Args:
+        devices: what the run is started on.
+        outer: environment to extend; default: this process's.
+    """
+    outer = os.environ if outer is None else outer
+    threads = max(1, cpu_count() // devices.local_processes)
+    # Unbuffered, so that a rank's last words are in the log when it is killed.
+    fixed = {**_device_variables(devices), "TUNESMITH_SUPERVISED": "1", "PYTHONUNBUFFERED": "1"}
+    return {"OMP_NUM_THREADS": str(threads), **child_environment(outer), **fixed}
+
+
+def check_argv(config: Path) -> list[str]:
+    """The training script alone, to check a config: data, model and arithmetic, without any launcher."""
+    return [sys.executable, str(TRAIN_SCRIPT), "--check", "--config", str(config)]
+
+
+def check_environment(devices: Devices, strategy: Path, outer: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of `check_argv`, for a run on `devices` as an Accelerate file says."""
+    outer = os.environ if outer is None else outer
+    return {**child_environment(outer), **_device_variables(devices), "TUNESMITH_STRATEGY": str(strategy)}
+
+
+def module_argv(module: str, arguments: Sequence[str]) -> list[str]:
+    """A program such as `trainers.checkpoint.export`; run it with `cwd=ROOT` and `module_environment()`."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def module_environment(outer: Mapping[str, str] | None = None) -> dict[str, str]:
+    """An environment in which `trainers` is the one beside this package, from a clone and from a wheel."""
+    return child_environment(os.environ if outer is None else outer, str(ROOT))

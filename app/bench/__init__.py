@@ -1,0 +1,1 @@
+"""`tunesmith bench`."""

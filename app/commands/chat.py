@@ -1,0 +1,142 @@
+"""The verb `chat`: one answer, or a conversation in the terminal, with a run's model, its base, or both."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from app.console import clean, report_json, say
+from app.services.chat import Chats, Target, check_messages, check_sampling
+from app.services.rpc_client import WorkerDied
+from trainers.config.options import ConfigError
+
+_NUMBERS = ("finish", "prompt_tokens", "tokens", "seconds", "tokens_per_second")
+
+
+def chat_verb(
+    name: str,
+    runs_dir: Path,
+    checkpoint: str | None = None,
+    base: bool = False,
+    prompt: str | None = None,
+    system: str = "",
+    plain: bool = False,
+    device: str = "auto",
+    revision: str | None = None,
+    remote_code: bool = False,
+    sampling: Mapping[str, Any] | None = None,
+    as_json: bool = False,
+) -> int:
+    """`tunesmith chat`.
+
+    Args:
+        name: a run, or a base model.
+        runs_dir: folder of run folders.
+        checkpoint: of the run; default: its export, else its newest checkpoint.
+        base: let the base model answer too.
+        prompt: answer this once; None for a conversation.
+        system: the system prompt.
+        plain: complete plain text, without a chat template.
+        device: `auto`, `cpu` or a GPU's index.
+        revision: of a base model on the Hub.
+        remote_code: run model code that comes with the weights.
+        sampling: values of `app.services.chat.SAMPLING`; those that are None keep their default.
+        as_json: print one JSON document; needs a prompt.
+    """
+    if as_json and prompt is None:
+        raise ConfigError("--json needs a question; add --prompt TEXT")
+    options = check_sampling(sampling)
+    if prompt is not None:
+        check_messages([{"role": "user", "content": prompt}], system)
+    chats = Chats(runs_dir, remote_code=remote_code)
+    target = chats.target(name, checkpoint, device, revision)
+    try:
+        for stage in chats.open(target):
+            say(f"{stage} ...")
+        side = "base" if target.run is None else "both" if base else "tuned"
+        ask = {"side": side, "sampling": options, "system": system, "plain": plain}
+        if prompt is not None:
+            return _once(chats, target, prompt, ask, as_json)
+        return _converse(chats, target, ask)
+    except WorkerDied as error:
+        say(clean(str(error)))
+        say("the model's process has ended; free memory, or choose a smaller model or another --device")
+        return 1
+    finally:
+        chats.free()
+
+
+def _once(chats: Chats, target: Target, prompt: str, ask: dict[str, Any], as_json: bool) -> int:
+    """Answers one question."""
+    answers: dict[str, Any] = {"base": None, "tuned": None}
+    for document in _shown(chats.ask([{"role": "user", "content": prompt}], **ask), as_json, ask["side"] == "both"):
+        if "answer" in document:
+            numbers = {name: document[name] for name in _NUMBERS}
+            answers[document["side"]] = {"text": document["answer"], **numbers}
+    if as_json:
+        run_dir = str(target.run.path) if target.run else None
+        head = {"run_dir": run_dir, "checkpoint": target.weights, "model": None if target.run else target.name}
+        report_json({**head, "prompt": prompt, **answers})
+    return 0
+
+
+def _shown(documents: Iterator[dict[str, Any]], quiet: bool = False, named: bool = False) -> Iterator[dict[str, Any]]:
+    """Passes an answer's documents on, and prints its pieces as they come.
+
+    Args:
+        documents: of `Chats.ask`.
+        quiet: print nothing.
+        named: write each side's name before its answer.
+    """
+    side = None
+    for document in documents:
+        if not quiet:
+            if named and document["side"] != side:
+                sys.stdout.write(f"{document['side']}: ")
+            sys.stdout.write(clean(document.get("text", "")) + "\n" * ("finish" in document))
+            sys.stdout.flush()
+        side = document["side"]
+        yield document
+
+
+def _converse(chats: Chats, target: Target, ask: dict[str, Any]) -> int:
+    """Asks what is typed, line by line, until the end of standard input; each side goes on from its own answers."""
+    terminal, turns = sys.stdin.isatty(), dict[str, list[dict[str, str]]]()
+    sides = ["tuned", "base"] if ask["side"] == "both" else [ask["side"]]
+    if terminal:
+        what = f"{target.name} {target.weights or ''}".strip()
+        say(f"{what}: write a message; Ctrl-C stops an answer, Ctrl-D ends")
+    while (line := _line(terminal)) is not None:
+        for side in sides if line.strip() else []:
+            history = turns.setdefault(side, [])
+            history.append({"role": "user", "content": line})
+            _turn(chats, history, {**ask, "side": side}, named=terminal or len(sides) > 1)
+    return 0
+
+
+def _line(terminal: bool) -> str | None:
+    try:
+        return input("you: " if terminal else "")
+    except EOFError:
+        if terminal:
+            say("")
+        return None
+
+
+def _turn(chats: Chats, history: list[dict[str, str]], ask: dict[str, Any], named: bool) -> None:
+    """One answer, added to the history; a stopped or refused one takes its question with it."""
+    answer = None
+    try:
+        for document in _shown(chats.ask(history, **ask), named=named):
+            answer = document.get("answer", answer)
+    except KeyboardInterrupt:
+        say("\nstopped")
+    except ConfigError as error:
+        for mistake in error.mistakes:
+            say(f"error: {clean(mistake)}")
+    if answer is None:
+        history.pop()
+    else:
+        history.append({"role": "assistant", "content": answer})

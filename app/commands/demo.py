@@ -1,0 +1,108 @@
+"""`tunesmith demo`: the main job on the model and data that ship, scored before and after."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from app.accelerate_launch import ROOT, module_argv, module_environment
+from app.commands.runs import refuse_unwanted
+from app.console import clean, number, report, report_json, say, show_table
+from app.launch.foreground import EXIT_CODES, print_summary, run_program, speed, train
+from app.launch.job import Job, Words, train_job
+from trainers.config.options import ConfigError
+from trainers.embedded import BASE_DIR
+from trainers.run.folder import RunFolder
+from trainers.strategy.strategy import strategy_names
+
+METHODS = ("lora", "full")
+
+
+def run_demo(method: str, gpus: str | None, num_processes: str | None, runs_dir: Path, as_json: bool) -> int:
+    """Trains, scores and reports.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ConfigError: for a request that is wrong.
+    """
+    if method not in METHODS:
+        raise ConfigError(f"method={method!r} is not one of the demo's; use {' or '.join(METHODS)}")
+    given = {"gpus": gpus, "num_processes": num_processes}
+    values = {name: value for name, value in given.items() if value is not None}
+    job = train_job(Words([f"tiny-{method}"], values, set(), ["--runs_dir", str(runs_dir)]))
+    refuse_unwanted(job, False, as_json)
+    state = train(job, quiet=False)
+    if state["state"] != "done":
+        print_summary(job.run, state)
+        if as_json:
+            report_json(_document(job, {}, {}) | {"state": state["state"], "cause": state.get("cause")})
+        return EXIT_CODES[state["state"]]
+    say("scoring the model before and after on examples that it has not seen")
+    before, after = score(job.run)
+    if as_json:
+        report_json(_document(job, before, after))
+    else:
+        _show(job, before, after)
+    return 0
+
+
+def score(run: RunFolder) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Scores of the base and of the run's model, on the test split.
+
+    Raises:
+        RuntimeError: when the scoring program fails.
+    """
+    models = ["--model", str(BASE_DIR), "--model", str(run.model)]
+    argv = module_argv("trainers.embedded.score", [*models, "--split", "test", "--samples", "3"])
+    status, out, errors = run_program(argv, module_environment(), cwd=ROOT)
+    if status != 0:
+        raise RuntimeError(f"scoring ended with exit status {status}:\n{errors[-2000:]}")
+    before, after = json.loads(out)
+    return before, after
+
+
+def _document(job: Job, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    seconds, rate = speed(job.run)
+    keys = ("eval_loss", "exact_match")
+    return {
+        "run_dir": str(job.run.path),
+        "strategy": job.strategy.name,
+        "world_size": job.devices.num_processes,
+        "train_seconds": seconds,
+        "tokens_per_second": rate,
+        "before": {key: before.get(key) for key in keys},
+        "after": {key: after.get(key) for key in keys},
+    }
+
+
+def _show(job: Job, before: dict[str, Any], after: dict[str, Any]) -> None:
+    seconds, rate = speed(job.run)
+    report(f"\nTrained in {number(seconds, 1)} s with {job.strategy.name} at {number(rate, 0)} tokens/s\n")
+    scores = {"before": before, "after": after}
+    rows = [[name, number(one["eval_loss"]), number(one["exact_match"], 3)] for name, one in scores.items()]
+    show_table(["", "eval loss", "exact match"], rows)
+    for sample in after["samples"][:3]:
+        report("")
+        for name in ("prompt", "answer", "expected"):
+            report(f"{name:<9}" + clean(str(sample[name])).strip().replace("\n", "\n" + " " * 9))
+    report("\nThe model is in " + str(job.run.model))
+    report("Next, try:")
+    for line in _next_commands(job):
+        report("  " + line)
+
+
+def _next_commands(job: Job) -> list[str]:
+    """Three commands that work here: own data, another strategy, the list of runs."""
+    preset, processes = job.config.preset, job.devices.num_processes
+    others = [name for name in strategy_names() if name != job.strategy.name]
+    wanted = "single" if processes > 1 else "ddp"
+    other = wanted if wanted in others and (processes > 1 or not job.devices.gpu_ids) else None
+    count = " --num_processes 2" if other == "ddp" else ""
+    return [
+        f"tunesmith train {preset} --dataset_name my.jsonl --eval_share 0.1",
+        f"tunesmith train {preset} --strategy {other}{count}" if other else f"tunesmith train {preset} --seed 1",
+        "tunesmith runs list",
+    ]

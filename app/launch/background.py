@@ -1,0 +1,124 @@
+"""Starts a run that outlives what started it: its supervisor is a small process in a session of its own."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from app.accelerate_launch import launch_environment, module_argv, module_environment
+from app.hardware import Devices
+from app.launch.foreground import held, preflight, take_back, write_folder
+from app.launch.job import Job
+from app.launch.machines import choose_machines
+from app.launch.restarts import run_to_end
+from app.runs.runs import gpu_ids, world_size
+from trainers.config.options import ConfigError
+from trainers.config.parse import Request, read_yaml
+from trainers.run.folder import Process, RunFolder
+from trainers.run.log import start_tee
+
+PATIENCE = 60.0
+"""Seconds for the supervisor to take the run over; it imports for a second or two."""
+
+
+def start(job: Job, quiet: bool = True) -> dict[str, Any]:
+    """Checks a job, writes its folder and starts its supervisor.
+
+    Args:
+        job: what to train.
+        quiet: do not show the check's progress on stderr.
+
+    Returns:
+        The state, `queued` or later. The run goes on when this process ends.
+
+    Raises:
+        ConfigError: when the pre-flight check refuses the job, or another command started the run meanwhile.
+        CheckBroke: when that check crashed.
+    """
+    if job.devices.machine_rank:
+        way = "leave --detach out there, and keep the command from its terminal by nohup, tmux or your scheduler"
+        raise ConfigError(f"--detach with machine_rank={job.devices.machine_rank}: only machine 0 detaches; {way}")
+    preflight(job, quiet)
+    with held(job) as lock:
+        try:
+            write_folder(job)
+            job.run.write_state(state="queued", cause=None, ending=None, processes=[Process.of("starter").as_json()])
+            return _hand_over(job, lock.fileno())
+        finally:
+            if not job.run.state_file.exists():
+                take_back(job.run)
+
+
+def _hand_over(job: Job, lock: int) -> dict[str, Any]:
+    """Starts the supervisor, which inherits the hold on the run, and waits until it has said that it is there."""
+    words = [str(job.run.path), str(lock), *(["--resume_from", job.resume_from] if job.resume_from else [])]
+    child = subprocess.Popen(
+        module_argv("app.launch.background", words), env=module_environment(), stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, pass_fds=[lock],
+    )  # fmt: skip
+    assert child.stderr is not None
+    # The starter may live long (the page's server) and must not leave a zombie.
+    threading.Thread(target=child.wait, daemon=True).start()
+    deadline = time.monotonic() + PATIENCE
+    try:
+        while time.monotonic() < deadline and child.poll() is None:
+            state = job.run.read_state() or {}
+            if any(process.pid == child.pid for process in job.run.processes()):
+                child.stderr.close()
+                return state
+            time.sleep(0.05)
+    except KeyboardInterrupt:
+        job.run.ask_stop(save=False)  # whoever interrupts the start does not want the run
+        raise
+    final = job.run.read_state() or {}
+    if final.get("state") not in (None, "queued"):
+        return final  # it has ended already
+    child.kill()
+    said = child.stderr.read().decode("utf-8", "replace").strip().splitlines()[-1:]
+    cause = f"the supervisor could not be started: {said[0] if said else f'exit status {child.wait()}'}"
+    return job.run.write_state(state="failed", cause=cause)
+
+
+def main(argv: list[str]) -> int:
+    """The supervisor: takes over the hold on a written run folder, and trains it to its end."""
+    parser = argparse.ArgumentParser(prog="python -m app.launch.background")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("lock", type=int, help="open descriptor of the run's lock, kept to the end")
+    parser.add_argument("--resume_from")
+    words = parser.parse_args(argv)
+    os.set_inheritable(words.lock, False)  # the hold is the supervisor's alone
+    run = RunFolder(words.run_dir)
+    start_tee(run.log, "supervisor", echo=False)
+    try:
+        config = Request(config=str(run.config)).resolve()
+        machines = choose_machines({}, {**read_yaml(run.accelerate), "machine_rank": 0})
+        devices = Devices(gpu_ids(run), world_size(run) or 1, machines)
+        environment = launch_environment(devices)
+        run_to_end(run, devices, environment, _unheard, words.resume_from, config.max_restarts, config.share_gpus)
+    except ConfigError as error:
+        run.write_state(state="failed", cause="; ".join(error.mistakes), ending=None)
+        return 2
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            run.write_state(
+                state="failed",
+                cause=f"its supervisor broke: {error!r}; the log has more, and resume goes on from the last checkpoint",
+                ending=None,
+            )
+        raise
+    return 0
+
+
+def _unheard(kind: str, text: str) -> None:
+    """Nobody listens to a detached run; its notes are in the log."""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

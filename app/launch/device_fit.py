@@ -1,0 +1,126 @@
+"""Devices, strategy and micro-batch of a run that leaves them open: chosen so that its global batch divides.
+
+What the user named is never changed: then the arithmetic is refused as it stands.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+
+from app.hardware import Devices
+from trainers.config.options import ConfigError, TrainConfig
+from trainers.config.parse import PresetStrategies, preset_path, preset_strategies, read_yaml
+from trainers.strategy.micro_batch import OPTION, fit_micro_batch, micro_batch_line
+from trainers.strategy.strategy import Strategy, default_strategy, load_strategy, over_machines, refusal, resolve
+
+_OWN_MODEL = ("model_name_or_path", "method")
+
+
+@dataclass(frozen=True)
+class DeviceFit:
+    """What a run gets.
+
+    Args:
+        config: its micro-batch made to divide.
+        strategy: resolved for the devices.
+        devices: those that are used.
+        notes: lines that say what was chosen.
+        warnings: what the preset says these GPUs lack.
+    """
+
+    config: TrainConfig
+    strategy: Strategy
+    devices: Devices
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def fit_devices(
+    config: TrainConfig, strategy: Strategy | None, devices: Devices, fixed: bool, chosen: Collection[str]
+) -> DeviceFit:
+    """The most of the devices over which the global batch divides, with the largest micro-batch up to the config's.
+
+    Args:
+        config: validated.
+        strategy: the one named; None for the preset's own, or the usual one.
+        devices: all that the run may have.
+        fixed: whether the user named them, so that all are used.
+        chosen: options that the user gave, which stay.
+
+    Raises:
+        ConfigError: why the run cannot be on all of them, where fewer will not do either.
+    """
+    most = devices.num_processes
+    preset = _preset_of(config) if devices.gpu_ids else None
+    first: ConfigError | None = None
+    for count in [most] if fixed or devices.machines else range(most, 0, -1):
+        some = replace(devices, gpu_ids=devices.gpu_ids[:count], num_processes=count) if count < most else devices
+        try:
+            open_strategy = strategy or load_strategy(default_strategy(count, preset))
+            fitted, resolved = _on(config, open_strategy, some, OPTION not in chosen)
+        except ConfigError as error:
+            first = first or error
+            continue
+        notes = [f"{_share(devices, count)} used: {first.mistakes[0]}"] if first else []
+        notes += [_left_out_line(devices)] if devices.left_out else []
+        notes += [micro_batch_line(config, fitted, resolved)] if fitted != config else []
+        if preset and not strategy and resolved.name not in ("single", "ddp"):
+            notes.append(f"strategy {resolved.name}: preset {preset} names it for {_gpus(count)}")
+        return DeviceFit(fitted, resolved, some, notes, _lacks(preset, count))
+    raise first or AssertionError("a run has one process at least")
+
+
+def _on(config: TrainConfig, strategy: Strategy, devices: Devices, fit: bool) -> tuple[TrainConfig, Strategy]:
+    """Config and strategy for exactly these devices.
+
+    Raises:
+        ConfigError: why they cannot be.
+    """
+    spread = over_machines(strategy, devices.machines)
+    resolved = resolve(spread, devices.num_processes, config.mixed_precision, config.pp_size, config.pp_schedule)
+    fitted = fit_micro_batch(config, resolved) if fit else config
+    if reason := refusal(resolved, fitted, bool(devices.gpu_ids)):
+        raise ConfigError(f"strategy {resolved.name}: {reason}")
+    return fitted, resolved
+
+
+def _preset_of(config: TrainConfig) -> str | None:
+    """The preset whose strategies are meant for this run: its model and method are still the preset's."""
+    if config.preset is None:
+        return None
+    values = read_yaml(preset_path(config.preset))
+    same = all(getattr(config, name) == values[name] for name in _OWN_MODEL)
+    return config.preset if same else None
+
+
+def _left_out_line(devices: Devices) -> str:
+    listed, every = (",".join(map(str, ids)) for ids in (devices.left_out, [*devices.gpu_ids, *devices.left_out]))
+    several = len(devices.left_out) > 1
+    return (
+        f"GPU{'s' * several} {listed} left out: other programs use {'them' if several else 'it'}; "
+        f"--gpus {every} takes {'them' if several else 'it'} all the same"
+    )
+
+
+def _share(devices: Devices, count: int) -> str:
+    return f"{count} of {_gpus(devices.num_processes) if devices.gpu_ids else f'{devices.num_processes} processes'}"
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU{'s' * (count > 1)}"
+
+
+def _lacks(preset: str | None, count: int) -> list[str]:
+    """A line when the preset names no strategy for so many GPUs."""
+    if preset is None:
+        return []
+    listed = preset_strategies(preset)
+    below: list[PresetStrategies] = [entry for entry in listed if entry.gpus <= count]
+    if below[-1].names:
+        return []
+    need = re.sub(r"^needs", "it needs", below[-1].remark)
+    enough = next((entry for entry in listed if entry.names), None)
+    way = f"; it names {enough.names[0]} for {_gpus(enough.gpus)}" if enough else ""
+    return [f"preset {preset} names no strategy for {_gpus(count)} ({need}){way}"]

@@ -1,0 +1,128 @@
+"""One sentence for why a run ended, from its log and its launcher's exit status."""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainers.run.folder import RunFolder
+
+TAIL_BYTES = 2_000_000
+MAX_CAUSE = 500
+_LINE = re.compile(r"^\S+ \[(launcher|rank \d+)\] (.*)$")
+_RAISED = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:: .*)?$")
+# What a rank says when another one has gone: true, and not the cause.
+_CONSEQUENCE = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|socket (closed|timeout)|remote process|gloo|nccl|DistBackendError",
+    re.IGNORECASE,
+)
+_ECHOES = ("ChildFailedError", "CalledProcessError", "SignalException")
+# The launcher's summary of a rank without a traceback, and accelerate's own launcher of one process.
+_EXIT_CODE = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
+_MACHINE = re.compile(r"(machine \d+): ")  # whose launcher it is, where it is not machine 0's
+_MEMORY = " (by hand, or by the system when memory ran out)"
+_DIED_WITH = re.compile(r"died with <Signals\.(\w+)")
+
+
+@dataclass
+class _Trace:
+    """A traceback being read: where it began, and its last exception so far."""
+
+    start: int
+    raised: str = ""
+    open: bool = True
+
+
+def cause_of(run: RunFolder, offset: int, status: int, otherwise: str = "") -> str:
+    """Why the launcher's processes ended without saying so themselves.
+
+    Args:
+        run: its log is read.
+        offset: byte of the log at which this attempt begins.
+        status: the launcher's exit status; negative for a signal.
+        otherwise: the answer where neither the log nor a signal tells more.
+    """
+    lines = _lines(run.log, offset)
+    raised = _exceptions(lines)
+    return (
+        _origin(raised) or _killed_rank(lines, by_signal=True) or (raised and raised[0])
+        or _with_last_words(_killed_rank(lines, by_signal=False), lines) or _killed_launcher(status) or otherwise
+        or _with_last_words(f"the launcher ended with exit status {status} and no traceback", lines)
+    )  # fmt: skip
+
+
+def sharpened(cause: str, run: RunFolder, offset: int) -> str:
+    """What felled another rank first, where `cause` only says that this other one has gone."""
+    if not _CONSEQUENCE.search(cause):
+        return cause
+    lines = _lines(run.log, offset)
+    return _origin(_exceptions(lines)) or _killed_rank(lines, by_signal=True) or cause
+
+
+def _origin(raised: list[str]) -> str:
+    return next((told for told in raised if not _CONSEQUENCE.search(told)), "")
+
+
+def _lines(log: Path, offset: int) -> list[tuple[str, str]]:
+    try:
+        with open(log, "rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(offset, size - TAIL_BYTES))
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return []
+    matches = (_LINE.match(line) for line in text.splitlines())
+    return [(match[1], match[2]) for match in matches if match]
+
+
+def _exceptions(lines: list[tuple[str, str]]) -> list[str]:
+    """`rank 1: ValueError: text` of each process with a traceback, in the order in which those began."""
+    traces: dict[str, _Trace] = {}
+    for index, (who, text) in enumerate(lines):
+        text = re.sub(r"^\[rank\d+\]:\s?", "", text)
+        trace = traces.get(who)
+        if text.startswith("Traceback (most recent call last)"):
+            traces[who] = trace or _Trace(index)
+            traces[who].open = True
+        elif trace and trace.open and _RAISED.match(text):
+            trace.open = False
+            trace.raised = trace.raised if text.partition(":")[0].rpartition(".")[2] in _ECHOES else text
+    told = [(who == "launcher", trace.start, who, trace.raised) for who, trace in traces.items() if trace.raised]
+    return [f"{who}: {raised}"[:MAX_CAUSE] for _, _, who, raised in sorted(told)]
+
+
+def _killed_rank(lines: list[tuple[str, str]], by_signal: bool) -> str:
+    """The rank that the launcher saw ending first, by a signal or by an exit status."""
+    for _, text in lines:
+        if match := _EXIT_CODE.search(text):
+            code, rank = int(match[1]), match[2]
+            if (code < 0) == by_signal:
+                how = f"was killed by {_signal_name(-code)}" if by_signal else f"ended with exit status {code}"
+                machine = _MACHINE.match(text)
+                return f"local rank {rank} of {machine[1]} {how}" if machine else f"rank {rank} {how}"
+        elif by_signal and (match := _DIED_WITH.search(text)):
+            return f"rank 0 was killed by {match[1]}" + _MEMORY * (match[1] == "SIGKILL")
+    return ""
+
+
+def _killed_launcher(status: int) -> str:
+    return f"the launcher was killed by {_signal_name(-status)}" if status < 0 else ""
+
+
+def _with_last_words(cause: str, lines: list[tuple[str, str]]) -> str:
+    """Adds what was printed last before the launcher's own summary, such as why a program could not be started."""
+    said = ""
+    for who, text in lines:
+        if who == "launcher" and (_EXIT_CODE.search(text) or text.startswith("Traceback (most recent call last)")):
+            break
+        said = text.strip() or said
+    return f"{cause}; the log's last words: {said}"[:MAX_CAUSE] if cause and said else cause
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name + _MEMORY * (number == signal.SIGKILL)
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,357 @@
+"""From a job to its end: pre-flight check, run folder, supervised launch, and what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, TextIO
+
+from app.accelerate_launch import check_argv, check_environment, command_line, launch_environment
+from app.console import clean, counted, number, report, say
+from app.launch.job import Job, refuse_unresumable, run_attempt
+from app.launch.progress import progress_display
+from app.launch.restarts import run_to_end
+from app.launch.supervisor import Listener
+from app.launch.worker_node import join_to_end
+from app.runs.runs import last_checkpoint, last_values, metrics, true_state
+from trainers.config.options import ConfigError
+from trainers.config.parse import dump_yaml
+from trainers.run.folder import END_STATES, LIVE_STATES, RunFolder, log_line, register_outside, secrets_in, write_atomic
+
+MARK = "mistakes:"
+"""The line after which `train.py --check` prints its mistakes."""
+EXIT_CODES = {"done": 0, "failed": 1, "stopped": 130}
+
+
+class CheckBroke(RuntimeError):
+    """The pre-flight check crashed, which is no mistake of the user's.
+
+    Args:
+        cause: one line.
+        output: what the check printed on standard error.
+    """
+
+    def __init__(self, cause: str, output: str):
+        self.cause, self.output = cause, output
+        super().__init__(cause)
+
+
+def train(job: Job, quiet: bool) -> dict[str, Any]:
+    """Trains a job in the foreground.
+
+    Args:
+        job: what to train.
+        quiet: print warnings and errors alone.
+
+    Returns:
+        The final state.
+
+    Raises:
+        ConfigError: when the pre-flight check refuses the job; a new run leaves no folder then.
+        CheckBroke: when that check crashed.
+    """
+    say_choices(job)
+    with interruptible():
+        preflight(job, quiet)
+        return launch(job, _display(job, quiet))
+
+
+def say_choices(job: Job) -> None:
+    """Says what was chosen for the user, and what the user should know of the own choices."""
+    for line in [*job.notes, *(f"warning: {warning}" for warning in job.warnings)]:
+        say(clean(line))
+
+
+def launch(
+    job: Job, display: AbstractContextManager[Listener], outer: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Trains a job that the pre-flight check let pass.
+
+    Args:
+        job: what to train.
+        display: entered once the run folder is written; shows the run.
+        outer: environment to extend; default: this process's.
+
+    Returns:
+        The final state.
+
+    Raises:
+        ConfigError: when the run was started by another command meanwhile, or machine 0 trains something else.
+    """
+    env, config = launch_environment(job.devices, outer), job.config
+    if job.devices.machine_rank:
+        with display as listener:
+            return join_to_end(job, env, listener)
+    with held(job):
+        try:
+            write_folder(job)
+            with display as listener:
+                return run_to_end(
+                    job.run, job.devices, env, listener, job.resume_from, config.max_restarts, config.share_gpus
+                )
+        finally:
+            if not job.run.state_file.exists():
+                take_back(job.run)
+
+
+@contextlib.contextmanager
+def _display(job: Job, quiet: bool) -> Iterator[Listener]:
+    if not quiet:
+        say(f"run {job.run.id}: {job.strategy.name} on {where(job)}")
+    with progress_display(job.run, quiet, job.warnings) as listener:
+        yield listener
+
+
+@contextlib.contextmanager
+def held(job: Job) -> Iterator[TextIO]:
+    """Holds the job's run, and looks again whether it may start: another start may have come first.
+
+    Raises:
+        ConfigError: when another process holds it, or has started it since the job was made.
+    """
+    run = job.run
+    if job.attempt is None:
+        run.create()
+    try:
+        lock = _hold(run)
+    except OSError as error:
+        raise ConfigError(f"output_dir={run.path} cannot be written: {error.strerror}; check its rights") from None
+    with lock:
+        if job.attempt is not None:
+            refuse_unresumable(run)
+            if run_attempt(run) != job.attempt:
+                raise ConfigError(f"run {run.id} was resumed by another command meanwhile; resume it again")
+        elif job.resume_from is None:
+            run.refuse_used()
+        elif run.exists() and true_state(run)["state"] in LIVE_STATES:
+            raise ConfigError(f"output_dir={run.path} holds a run that is not over; stop it first, or use another")
+        yield lock
+
+
+def _hold(run: RunFolder, patience: float = 10.0) -> TextIO:
+    """Holds the run; a supervisor that has just said how it ended gets the time to let go."""
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return run.hold()
+        except ConfigError:
+            if (run.read_state() or {}).get("state") not in END_STATES or time.monotonic() > deadline:
+                raise
+        time.sleep(0.05)
+
+
+def take_back(run: RunFolder) -> None:
+    """Removes what `write_folder` made, when a start was interrupted before there was a run; nothing else."""
+    if run.lost():
+        return
+    for path in (run.config, run.accelerate, run.command, run.log, run.lock, run.record.path):
+        path.unlink(missing_ok=True)
+    for folder in (run.heartbeats, run.checkpoints, run.path):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def where(job: Job) -> str:
+    """`GPUs 0, 2` or `2 CPU processes`, of this machine."""
+    ids, count, machines = job.devices.gpu_ids, job.devices.local_processes, job.devices.machines
+    named = f"GPU{'s' * (len(ids) > 1)} {', '.join(map(str, ids))}"
+    here = named if ids else counted(count, "CPU process", "CPU processes")
+    return f"{here} of machine {machines.rank} of {machines.count}" if machines else here
+
+
+def preflight(job: Job, quiet: bool) -> None:
+    """Lets the training script check data, model and arithmetic, without a launcher.
+
+    Raises:
+        ConfigError: with what it refuses.
+        CheckBroke: when it crashed.
+    """
+    with tempfile.TemporaryDirectory(prefix="tunesmith-") as folder:
+        config, strategy = Path(folder) / "config.yaml", Path(folder) / "accelerate.yaml"
+        config.write_text(dump_yaml(job.config), encoding="utf-8")
+        strategy.write_text(job.strategy.dump(), encoding="utf-8")
+        with spinner("checking data and model", quiet):
+            env = check_environment(job.devices, strategy)
+            out = told_by(check_argv(config), {**env, "TUNESMITH_RUN_DIR": str(job.run.path.absolute())})
+    for line in [] if quiet else out.splitlines():
+        say(clean(line))
+
+
+def told_by(argv: Sequence[str], env: Mapping[str, str], cwd: Path | None = None) -> str:
+    """What a program of `trainers` prints that checks a request.
+
+    Args:
+        argv: its words.
+        env: its whole environment.
+        cwd: folder to run in.
+
+    Raises:
+        ConfigError: with what it refuses.
+        CheckBroke: when it crashed.
+    """
+    status, out, errors = run_program(argv, env, cwd)
+    lines = [clean(line).strip() for line in errors.splitlines() if line.strip()]
+    if status == 2:
+        raise ConfigError(_mistakes(lines) or ["the training script refused this run and did not say why"])
+    if status != 0:
+        raise CheckBroke(_broken(lines, status), errors)
+    return out
+
+
+def _mistakes(lines: list[str]) -> list[str]:
+    """The check's mistakes: what follows its mark, as libraries warn on the same stream; without a mark all lines."""
+    marks = [index for index, line in enumerate(lines) if line == MARK]
+    return lines[marks[-1] + 1 :] if marks else lines
+
+
+def _broken(lines: list[str], status: int) -> str:
+    """One line for a check that crashed: its exception, or how it ended."""
+    raised = [line for line in lines if re.match(r"^[\w.]*[A-Z]\w*(Error|Exception|Exit|Interrupt)\b", line)]
+    why = raised[-1] if raised else f"signal {-status}" if status < 0 else f"exit status {status}"
+    return f"the check of this run broke off: {why[:400]}"
+
+
+def run_program(argv: Sequence[str], env: Mapping[str, str], cwd: Path | None = None) -> tuple[int, str, str]:
+    """Runs a program to its end; Ctrl-C, SIGTERM and SIGHUP end it and raise KeyboardInterrupt.
+
+    Args:
+        argv: its words.
+        env: its whole environment.
+        cwd: folder to run in.
+
+    Returns:
+        Exit status, standard output and standard error.
+    """
+    with interruptible():
+        program = subprocess.Popen(
+            list(argv), env=dict(env), cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, encoding="utf-8", errors="replace", start_new_session=True,
+        )  # fmt: skip
+        try:
+            out, errors = program.communicate()
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGKILL)
+            program.communicate()
+            raise
+    return program.returncode, out, errors
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt, in a background job too; in the main thread alone."""
+
+    def interrupt(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+    old = {name: signal.signal(name, interrupt) for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for name, handler in old.items():
+            signal.signal(name, handler)
+
+
+@contextlib.contextmanager
+def spinner(text: str, quiet: bool) -> Iterator[None]:
+    """Says what is being done, and on a terminal that it still is."""
+    if quiet:
+        yield
+    elif sys.stderr.isatty():
+        from rich.console import Console
+
+        with Console(stderr=True).status(text):
+            yield
+    else:
+        say(text)
+        yield
+
+
+def write_folder(job: Job) -> None:
+    """Makes the run folder, or brings a resumed one up to date.
+
+    Raises:
+        ConfigError: when it cannot be made, or another start took it meanwhile.
+    """
+    run = job.run
+    run.create()
+    run.keep()
+    if job.resume_from is None:
+        try:
+            with open(run.config, "x", encoding="utf-8"):
+                pass
+        except FileExistsError:
+            run.refuse_used()
+    write_atomic(run.config, dump_yaml(job.config))
+    write_atomic(run.accelerate, job.strategy.dump())
+    write_atomic(run.command, command_line(run, job.devices) + "\n")
+    if job.notes:  # the ranks read a config that has them settled
+        with open(run.log, "a", encoding="utf-8") as log:
+            log.writelines(log_line("supervisor", line, secrets_in(os.environ)) for line in job.notes)
+    for request in (run.stop_request, run.save_request):
+        request.unlink(missing_ok=True)
+    register_outside(run, job.config.runs_dir)
+
+
+def result(job: Job, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON document of `train` and `resume`."""
+    values = last_values(job.run)
+    return {
+        "run_dir": str(job.run.path) if job.run.exists() else None,
+        "state": state["state"],
+        "cause": state.get("cause"),
+        "step": state.get("step"),
+        "strategy": job.strategy.name,
+        "world_size": job.devices.num_processes,
+        "train_loss": values.get("loss"),
+        "eval_loss": values.get("eval_loss"),
+        "export_dir": state.get("export_dir"),
+        "notes": job.notes,
+        "warnings": job.warnings,
+    }
+
+
+def speed(run: RunFolder) -> tuple[float | None, float | None]:
+    """Seconds of training, and the median of the logged tokens per second."""
+    rates = [row["tokens_per_second"] for row in metrics(run) if row.get("tokens_per_second")]
+    seconds = last_values(run).get("elapsed_s")
+    return seconds, statistics.median(rates) if rates else None
+
+
+def how_it_ended(state: Mapping[str, Any]) -> str:
+    """State, step and cause in one line, the state said once."""
+    name, cause = str(state["state"]), clean(str(state.get("cause") or ""))
+    start = name if state.get("step") is None else f"{name} at step {state['step']}"
+    return cause if cause.startswith(name) else f"{start}: {cause}" if cause else start
+
+
+def print_summary(run: RunFolder, state: Mapping[str, Any]) -> None:
+    """How it ended, for people: a success on stdout, anything else on stderr with what to do next."""
+    values = last_values(run)
+    losses = f"train loss {number(values.get('loss'))}, eval loss {number(values.get('eval_loss'))}"
+    if state["state"] == "done":
+        report(f"done: {state.get('step')} steps, {losses}")
+        report(f"run    {run.path}")
+        report(f"model  {state.get('export_dir') or run.model}")
+        return
+    say(how_it_ended(state))
+    if run.lost():
+        return
+    say(f"last checkpoint: {last_checkpoint(run) or 'none'}; log: {run.log}")
+    machines = " --machine_rank K, on each machine" if state.get("machines") else ""
+    say(f"go on with: tunesmith resume {shlex.quote(str(run.path))}{machines}")

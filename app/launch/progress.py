@@ -1,0 +1,178 @@
+"""What a foreground run shows while it trains: a bar on a terminal, the first rank's lines elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from app.console import clean, say
+from app.launch.supervisor import Listener
+from app.runs.runs import Tail
+from trainers.run.folder import RunFolder, read_json
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+
+# What rank 0 says beside its rows and must reach the user whatever shows them.
+_NOTED = ("warning:", "checkpoint ", "there is no checkpoint", "the best checkpoint")
+_NARROW = 60
+_BAR_AND_REST = 105
+
+
+@contextlib.contextmanager
+def progress_display(run: RunFolder, quiet: bool, said: Sequence[str] = ()) -> Iterator[Listener]:
+    """The listener that shows a run on stderr.
+
+    Args:
+        run: the run; what it held before is not shown again.
+        quiet: show notes and warnings alone.
+        said: warnings that the user has read already.
+    """
+    if quiet:
+        yield _QuietDisplay(run, said)
+    elif sys.stderr.isatty():
+        progress = _bar()
+        progress.start()
+        try:
+            yield _TerminalDisplay(run, progress, said)
+        finally:
+            with contextlib.suppress(OSError):  # the terminal may have hung up
+                progress.stop()
+    else:
+        yield _PlainDisplay(run, said)
+
+
+def _end_of(run: RunFolder, name: str) -> Tail:
+    path = run.path / name
+    return Tail(path, path.stat().st_size if path.exists() else 0)
+
+
+class _FirstRank:
+    """What rank 0 adds to the log, without its time.
+
+    Args:
+        run: the run.
+        said: warnings that are not to be repeated.
+    """
+
+    def __init__(self, run: RunFolder, said: Sequence[str]):
+        self.log = _end_of(run, "log.txt")
+        self.said = {f"warning: {line}" for line in said}
+
+    def lines(self, starts: tuple[str, ...] = ("",)) -> Iterator[str]:
+        """New lines with one of these beginnings."""
+        for line in self.log.lines():
+            _, mark, words = line.partition(" [rank 0] ")
+            if mark and words.startswith(starts) and words not in self.said:
+                yield clean(words)
+
+
+class _QuietDisplay:
+    """Notes, and the lines of rank 0 that warn."""
+
+    def __init__(self, run: RunFolder, said: Sequence[str] = ()):
+        self.rank = _FirstRank(run, said)
+
+    def __call__(self, kind: str, text: str) -> None:
+        for line in self.rank.lines(_NOTED):
+            say(line)
+        if kind == "note":
+            say(text)
+
+
+class _PlainDisplay:
+    """The log lines of rank 0 as they come."""
+
+    def __init__(self, run: RunFolder, said: Sequence[str] = ()):
+        self.rank = _FirstRank(run, said)
+
+    def __call__(self, kind: str, text: str) -> None:
+        for line in self.rank.lines():
+            say(line)
+        if kind == "note":
+            say(text)
+
+
+def _bar(width: int | None = None) -> Progress:
+    """The bar for a terminal of this many letters (default: as it is); the step count and the loss come first."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    width = console.width if width is None else width
+    doing, steps, loss = TextColumn("{task.description}"), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}")
+    columns: tuple[ProgressColumn, ...] = (doing, steps, loss)
+    if width >= _NARROW:
+        doing = TextColumn("{task.description:<10}")
+        bar = BarColumn(max(4, min(40, 40 - (_BAR_AND_REST - width))))
+        rate = () if width < 80 else (TextColumn("{task.fields[rate]} tok/s"),)
+        columns = (doing, bar, steps, loss, *rate, TimeElapsedColumn(), TextColumn("left {task.fields[eta]}"))
+    return Progress(*columns, console=console)
+
+
+class _TerminalDisplay:
+    """A progress bar fed from `metrics.jsonl`, `state.json` and the heartbeat of rank 0.
+
+    Args:
+        run: the run.
+        progress: the bar, already shown.
+        said: warnings that the user has read already.
+    """
+
+    def __init__(self, run: RunFolder, progress: Progress, said: Sequence[str] = ()):
+        self.run, self.progress = run, progress
+        self.rank = _FirstRank(run, said)
+        self.metrics = _end_of(run, "metrics.jsonl")
+        self.task = progress.add_task("starting", total=None, loss="-", rate="-", eta="-")
+
+    def __call__(self, kind: str, text: str) -> None:
+        with contextlib.suppress(OSError):  # the terminal may have hung up; the run goes on to its stop
+            for line in self.rank.lines((*_NOTED, "resumed from")):
+                self.progress.console.print(line, markup=False, highlight=False)
+            if kind == "note":
+                self.progress.console.print(text, markup=False)
+            self._update()
+
+    def _update(self) -> None:
+        state = self.run.read_state() or {}
+        beat = read_json(self.run.heartbeats / "rank-0.json") or {}
+        shown: dict[str, Any] = {}
+        for line in self.metrics.lines():
+            with contextlib.suppress(ValueError):
+                shown.update(_fields(json.loads(line)))
+        step = max(int(state.get("step") or 0), int(beat.get("step") or 0))
+        self.progress.update(
+            self.task, completed=step, total=state.get("total_steps"), description=_doing(state, beat), **shown
+        )
+
+
+def _doing(state: dict[str, Any], beat: dict[str, Any]) -> str:
+    """One word: the state, or while it runs what takes long enough to be read."""
+    if state.get("state") != "running":
+        return clean(str(state.get("state") or "starting"))
+    return str(beat["section"]) if beat.get("section") in ("evaluation", "save", "export") else "training"
+
+
+def _fields(row: Any) -> dict[str, str]:
+    """Texts of the bar's fields that a metrics row has."""
+    made: dict[str, str] = {}
+    if not isinstance(row, dict):
+        return made
+    if isinstance(row.get("loss"), int | float):
+        made["loss"] = f"{row['loss']:.4f}"
+    rate = row.get("recent_tokens_per_second", row.get("tokens_per_second"))
+    if isinstance(rate, int | float):
+        made["rate"] = f"{rate:,.0f}"
+    if isinstance(row.get("eta_s"), int | float):
+        made["eta"] = _duration(row["eta_s"])
+    return made
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,272 @@
+"""A run from the queue to its end: waits for its GPUs, launches, restarts after a crash, and says how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from app.accelerate_launch import launch_argv
+from app.hardware import Devices, find_gpus
+from app.launch.nodes import FIRST_PATIENCE, PATIENCE, Members
+from app.launch.supervisor import POLL, Listener, RunSignals, supervise
+from app.runs.runs import last_checkpoint, saved_step
+from trainers.config.parse import Request, dump_yaml
+from trainers.run.device_locks import Held, Need, enqueue, give_up, try_take, who_has
+from trainers.run.folder import Process, RunFolder, log_line, read_json, write_atomic
+from trainers.strategy.strategy import load_strategy
+
+QUEUE_POLL = 1.0
+"""Seconds between two looks at the queue; each costs a few milliseconds, and many runs may wait."""
+CANCELLED = {"state": "stopped", "cause": "cancelled before it started"}
+
+
+def run_to_end(
+    run: RunFolder,
+    devices: Devices,
+    env: Mapping[str, str],
+    on_event: Listener,
+    resume_from: str | None = None,
+    max_restarts: int = 0,
+    share_gpus: bool = False,
+) -> dict[str, Any]:
+    """Trains a run whose folder is written, and publishes how it ended.
+
+    SIGINT, SIGTERM and SIGHUP to this process (when called in its main thread) ask the ranks to save and stop,
+    SIGUSR1 to save and go on.
+
+    Args:
+        run: held by the caller (`RunFolder.hold`).
+        devices: what it is started on.
+        env: the launcher's whole environment.
+        on_event: gets the progress.
+        resume_from: `auto` or a checkpoint's path.
+        max_restarts: after a crash, as long as each attempt gets beyond the checkpoint that it started from.
+        share_gpus: do not wait for the GPUs, and take no locks.
+
+    Returns:
+        The final state. No process of the run lives any more, and its GPUs are free.
+    """
+    run.keep()
+    with RunSignals() as signals:
+        attempts = _Attempts(run, devices, env, _noting(run, on_event), signals)
+        try:
+            ending = attempts.to_end(share_gpus, resume_from, max_restarts)
+            if not run.lost():
+                run.remove_unfinished()
+            ending = {key: value for key, value in ending.items() if value is not None or key == "cause"}
+            state = run.write_state(**{**ending, "ending": None})
+        except FileNotFoundError:
+            if (lost := lost_state(run, attempts.doing)) is None:
+                raise
+            state = lost
+    on_event("tick", "")
+    return state
+
+
+def lost_state(run: RunFolder, doing: str) -> dict[str, Any] | None:
+    """The final state of a run whose folder is lost, which is written nowhere; None while the folder is here.
+
+    Args:
+        run: whose folder was kept (`RunFolder.keep`).
+        doing: such as `trained`.
+    """
+    if (how := run.lost()) is None:
+        return None
+    return {"id": run.id, "state": "failed", "cause": f"the run folder {run.path} was {how} while it {doing}"}
+
+
+def _noting(run: RunFolder, on_event: Listener) -> Listener:
+    """Puts the notes into the run's log too."""
+
+    def listen(kind: str, text: str) -> None:
+        if kind == "note" and not run.lost():
+            with contextlib.suppress(OSError), open(run.log, "a", encoding="utf-8") as log:
+                log.write(log_line("supervisor", text))
+        on_event(kind, text)
+
+    return listen
+
+
+def need_of(devices: Devices) -> Need:
+    """The slots that a run on these devices takes."""
+    if not devices.gpu_ids:
+        return Need(cpu_slots=devices.local_processes)
+    uuids = {gpu.index: gpu.uuid for gpu in find_gpus()}
+    return Need(gpus=tuple(uuids.get(index, f"index-{index}") for index in devices.gpu_ids))
+
+
+def _hopeless(number: int, allowed: int, begun_at: int, reached: int, crashed_at: int) -> str:
+    """Why a run that has just fallen is not started again, in words; empty when it is, or was never to be.
+
+    Args:
+        number: restarts so far.
+        allowed: `max_restarts`.
+        begun_at: step of the checkpoint that this attempt began with.
+        reached: step at which it fell.
+        crashed_at: step at which the attempt before it fell; -1 without one.
+    """
+    if not allowed:
+        return ""
+    if reached <= begun_at:
+        start = f"its checkpoint of step {begun_at}" if begun_at else "its start"
+        return f"not restarted: it made no step beyond {start}"
+    if reached == crashed_at:
+        return f"not restarted: the last 2 attempts fell at step {reached} alike"
+    return f"gave up after {allowed} restart{'s' * (allowed > 1)}" if number == allowed else ""
+
+
+def smaller_batch(run: RunFolder) -> str | None:
+    """Halves the micro-batch of a run that ran out of memory, in its config; a line for the user, None when it cannot.
+
+    The global batch stays, and by that the result: there is more accumulation in its place.
+    """
+    note = read_json(run.out_of_memory)
+    if note is None:
+        return None
+    config = Request(config=str(run.config)).resolve()
+    if not config.auto_find_batch_size:
+        return None
+    ranks = load_strategy(str(run.accelerate)).data_parallel_size
+    evaluates = note.get("section") == "evaluation"
+    name = "per_device_eval_batch_size" if evaluates else "per_device_train_batch_size"
+    now = getattr(config, name)
+    fits = [size for size in range(now // 2, 0, -1) if evaluates or config.global_batch_size % (size * ranks) == 0]
+    if not fits:
+        return None
+    config = config.model_copy(update={name: fits[0]})
+    write_atomic(run.config, dump_yaml(config))
+    rest = "" if evaluates else f", {config.accumulation_steps(ranks)} times a step"
+    return f"out of memory on rank {note.get('rank')} with {name}={now}: again with {fits[0]}{rest}; " + (
+        "the result stays the same" if evaluates else f"the global batch of {config.global_batch_size} stays"
+    )
+
+
+def wait_for_slots(run: RunFolder, devices: Devices, on_event: Listener, look: Callable[[], bool]) -> Held | None:
+    """The slots of a run on this machine once its turn has come.
+
+    Args:
+        run: named in the queue.
+        devices: what it needs.
+        on_event: hears for whom it waits.
+        look: called several times a second; when it is false, the wait is given up with None.
+    """
+    need, said, looked = need_of(devices), "", -QUEUE_POLL
+    ticket = enqueue(run.path, run.id, need)
+    try:
+        while look():
+            if time.monotonic() - looked >= QUEUE_POLL:
+                looked = time.monotonic()
+                if (held := try_take(ticket)) is not None:
+                    return held
+                if (now := f"queued: {who_has(need) or 'another run is first'}") != said:
+                    said = now
+                    on_event("note", said)
+            on_event("tick", "")
+            time.sleep(POLL)
+    finally:
+        give_up(ticket)
+    return None
+
+
+class _Attempts:
+    def __init__(
+        self, run: RunFolder, devices: Devices, env: Mapping[str, str], on_event: Listener, signals: RunSignals
+    ):
+        self.run, self.devices, self.env, self.on_event, self.signals = run, devices, env, on_event, signals
+        self.doing = "waited for its turn"
+
+    def to_end(self, share_gpus: bool, resume_from: str | None, max_restarts: int) -> dict[str, Any]:
+        """Waits for the slots, and launches; FileNotFoundError when the run folder is lost meanwhile."""
+        held = Held({}) if share_gpus else self.wait()
+        if held is None:
+            return dict(CANCELLED)
+        with held:
+            return self.go(held, resume_from, max_restarts)
+
+    def wait(self) -> Held | None:
+        """The run's slots once its turn has come; None when a stop is asked for first."""
+
+        def look() -> bool:
+            self.run.refuse_lost()
+            self.signals.pass_on(self.run, self.on_event)
+            return self.run.stop_asked() is None
+
+        queued = {"state": "queued", "cause": None, "ending": None}
+        self.run.write_state(**queued, processes=[Process.of("supervisor").as_json()])
+        return wait_for_slots(self.run, self.devices, self.on_event, look)
+
+    def go(self, held: Held, resume_from: str | None, max_restarts: int) -> dict[str, Any]:
+        """Launches until the run ends by itself, is stopped, or would only fall again.
+
+        One that made no step beyond its checkpoint, or fell at the very step of the one before, would.
+        """
+        if self.run.stop_asked() is not None:
+            return dict(CANCELLED)
+        crashed_at = -1
+        for number in range(max_restarts + 1):
+            begun_at = saved_step(self.run)
+            source = resume_from if number == 0 else self._source(resume_from)
+            ending = self._launch_what_fits(held, source, PATIENCE if number else FIRST_PATIENCE)
+            self.run.refuse_lost()
+            if ending["state"] != "failed" or ending.get("permanent"):
+                return ending
+            if self.run.stop_asked() is not None:
+                return {**ending, "state": "stopped", "cause": f"stopped by request; before that: {ending['cause']}"}
+            reached = self._step()
+            if why := _hopeless(number, max_restarts, begun_at, reached, crashed_at):
+                return {**ending, "cause": f"{ending['cause']}; {why}"}
+            crashed_at = reached
+            if number < max_restarts:
+                self._note_restart(number + 1, max_restarts, str(ending["cause"]))
+        return ending
+
+    def _source(self, resume_from: str | None) -> str | None:
+        """Where a further attempt goes on: a copy of a checkpoint may be elsewhere when none is here."""
+        return "auto" if last_checkpoint(self.run) else resume_from or "auto"
+
+    def _launch_what_fits(self, held: Held, source: str | None, patience: float) -> dict[str, Any]:
+        """One launch, and more where it only has to go on otherwise, which is no restart after a crash.
+
+        That is with smaller batches where memory ran out, and past a spike of the loss; each of them can come only so
+        often: a batch has an end, and every spike adds a step that is passed over.
+        """
+        resume_from, passed_over = source, self.run.read_passed_over()
+        while True:
+            ending = self._launch(held, source, patience)
+            self.run.refuse_lost()
+            if ending["state"] != "failed" or self.run.stop_asked() is not None:
+                return ending
+            before, passed_over = passed_over, self.run.read_passed_over()
+            went_back = bool(ending.pop("goes_back", None)) and len(passed_over) > len(before)
+            otherwise = str(ending["cause"]) if went_back else smaller_batch(self.run)
+            if otherwise is None:
+                return ending
+            self.on_event("note", otherwise)
+            source = self._source(resume_from)
+
+    def _launch(self, held: Held, source: str | None, patience: float) -> dict[str, Any]:
+        """One launch, to its end; the other machines have `patience` seconds to join it."""
+        self.doing = "trained"
+        machines = self.devices.machines
+        if machines is None:
+            members, argv = None, launch_argv(self.run, self.devices.num_processes, source)
+        else:
+            members = Members(self.run, machines, source, patience)
+            argv = launch_argv(self.run, self.devices.num_processes, source, machines, patience)
+            others = ", ".join(str(number) for number in range(1, machines.count))
+            self.on_event("note", f"machine 0: waiting up to {patience:g} s for the others to join: {others}")
+        return supervise(
+            self.run, argv, self.env, self.on_event, self.signals, descriptors=held.descriptors, members=members
+        )
+
+    def _note_restart(self, number: int, allowed: int, cause: str) -> None:
+        come_from = last_checkpoint(self.run) or "the beginning"
+        self.on_event("note", f"restart {number} of {allowed}, from {come_from}, after: {cause}")
+
+    def _step(self) -> int:
+        """The step that the last attempt is known to have reached."""
+        beats = [read_json(path) or {} for path in self.run.heartbeats.glob("rank-*.json")]
+        steps = [entry.get("step") for entry in [self.run.read_state() or {}, *beats]]
+        return max((step for step in steps if isinstance(step, int)), default=0)

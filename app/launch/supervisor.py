@@ -1,0 +1,289 @@
+"""Runs one launcher from its start to the end of its last process, and tells how it ended.
+
+The supervisor writes the state before the launch and after everything is gone; in between rank 0 does. Success is
+what rank 0 left there (`ending`), never an exit status: a clean stop and a crash both end the launcher with 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Any
+
+from app.launch.exit_cause import cause_of, sharpened
+from app.launch.nodes import LINGER, Members
+from app.launch.process_tree import Descendants, adopting_orphans
+from app.runs.runs import saved_step
+from trainers.run.folder import Process, RunFolder, log_line, now, read_json, secrets_in
+
+POLL = 0.2
+LOOK = 2.0
+"""Seconds between two looks for new descendants: each reads every process of the machine."""
+EXIT_PATIENCE = 10.0
+"""Seconds for the ranks to end by themselves once their launcher is gone."""
+TEARDOWN_PATIENCE = 30.0
+"""Seconds for the processes to end once the ranks have written an end state."""
+TERM_PATIENCE = 10.0
+"""Seconds between SIGTERM and SIGKILL for what is left."""
+MAX_LINE = 65536
+
+Listener = Callable[[str, str], None]
+"""Called with `tick` and nothing several times a second, and with `note` and a line for the user."""
+STOP_NOTES = ("stopping: the ranks save first", "already stopping: the ranks are saving")
+"""The notes of a first and of a further signal that asks to stop."""
+
+
+class RunSignals:
+    """Notes the signals that ask to stop, and SIGUSR1, which asks to save; restores the old handlers at the end.
+
+    For the main thread.
+    """
+
+    WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self.handled = 0
+        self.old: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> RunSignals:
+        if threading.current_thread() is threading.main_thread():
+            self.old = {number: signal.signal(number, self._note) for number in self.WATCHED}
+        return self
+
+    def _note(self, number: int, frame: object) -> None:
+        self.seen.append(number)
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self.old.items():
+            signal.signal(number, handler)
+
+    def pass_on(self, run: RunFolder, on_event: Listener) -> None:
+        """Turns new signals into requests."""
+        fresh, earlier = self.seen[self.handled :], self.seen[: self.handled]
+        self.handled += len(fresh)
+        if run.lost():
+            return  # nobody is left to ask; the supervision ends it
+        if signal.SIGUSR1 in fresh:
+            run.ask_save()
+            on_event("note", "asked to save: the ranks do so after their current step, and go on")
+        if any(number != signal.SIGUSR1 for number in fresh):
+            run.ask_stop()
+            again = any(number != signal.SIGUSR1 for number in earlier)
+            on_event("note", STOP_NOTES[again])
+
+
+def supervise(
+    run: RunFolder,
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    on_event: Listener,
+    signals: RunSignals,
+    grace: float = 60.0,
+    descriptors: Sequence[int] = (),
+    members: Members | None = None,
+) -> dict[str, Any]:
+    """Launches once, waits, and ends what is left.
+
+    Args:
+        run: the run folder, with its config written; the caller holds it (`RunFolder.hold`), so that the config that
+            it wrote is the one that is trained.
+        argv: the launcher's command.
+        env: its whole environment.
+        on_event: gets the progress.
+        signals: entered; those that come ask the ranks to save and stop.
+        grace: seconds in which the ranks must end after a stop request; counted again whenever a heartbeat moves.
+        descriptors: open files that the launcher inherits.
+        members: the other machines of the run; None for this one alone.
+
+    Returns:
+        The ending, which is not published yet: `state`, `cause`, and what rank 0 added. No process of it lives.
+    """
+    with adopting_orphans():
+        return Supervision(run, argv, env, on_event, grace, signals, descriptors, members).go()
+
+
+class Supervision:
+    """One launcher, from its start to the end of its last process.
+
+    The arguments are those of `supervise`.
+    """
+
+    mark = ""
+    """Stands before each line of the launcher in the log."""
+
+    def __init__(
+        self,
+        run: RunFolder,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        on_event: Listener,
+        grace: float,
+        signals: RunSignals,
+        descriptors: Sequence[int],
+        members: Members | None = None,
+    ):
+        self.members, self.began = members, time.monotonic()
+        self.run, self.argv, self.env, self.descriptors = run, argv, env, descriptors
+        self.on_event, self.grace, self.signals = on_event, grace, signals
+        self.descendants = Descendants()
+        self.stop_at: float | None = None
+        self.exit_at: float | None = None
+        self.end_at: float | None = None
+        self.beat: tuple[Any, ...] = ()
+        self.beat_at = 0.0
+        self.log_start = run.log.stat().st_size if run.log.exists() else 0
+        self.overdue, self.look_at = False, 0.0
+
+    def go(self) -> dict[str, Any]:
+        """Launches and waits; returns the ending."""
+        self._announce()
+        # The launcher would die of a SIGUSR1; the ranks unblock it. A supervisor handles it in its own loop.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+        try:
+            launcher = subprocess.Popen(
+                list(self.argv), env=dict(self.env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT, start_new_session=True, pass_fds=self.descriptors,
+            )  # fmt: skip
+        except OSError as error:
+            return {"state": "failed", "cause": f"the launcher could not be started: {error.strerror}"}
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self.descendants.waited_for = launcher.pid
+        reader = threading.Thread(target=self._copy_log, args=(launcher.stdout,), daemon=True)
+        reader.start()
+        try:
+            self._name(launcher)
+            while not self._over(launcher):
+                self.signals.pass_on(self.run, self.on_event)
+                self.on_event("tick", "")
+                time.sleep(POLL)
+        finally:
+            self.descendants.end(TERM_PATIENCE)
+            launcher.wait()
+            reader.join(5.0)
+            self._dismiss()
+        self.on_event("tick", "")
+        return self._ending(launcher.returncode)
+
+    def _announce(self) -> None:
+        """`starting`, with this process named, the attempt counted, and the step that it starts from."""
+        self.run.forget_last_attempt()
+        before = self.run.read_state() or {}
+        last = before.get("attempt")
+        attempt, launch = (last if isinstance(last, int) else 0) + bool(before.get("launched_at")), now()
+        self.run.write_state(
+            state="starting", cause=None, ending=None, permanent=None, goes_back=None,
+            attempt=attempt, step=saved_step(self.run),
+            processes=[Process.of("supervisor").as_json()],
+            started_at=before.get("started_at") or launch, launched_at=launch, host=os.uname().nodename,
+            export_dir=None, machines=self.members.notice(launch) if self.members else None,
+        )  # fmt: skip
+
+    def _name(self, launcher: subprocess.Popen[bytes]) -> None:
+        """Names the launcher in the state, where rank 0 does so only once the ranks have met.
+
+        Without it a run whose supervisor is killed in between would count as dead, and could be started twice.
+        """
+        processes = [Process.of("supervisor").as_json(), Process.of("launcher", pid=launcher.pid).as_json()]
+        with contextlib.suppress(OSError):
+            self.run.write_state(processes=processes)
+
+    def _copy_log(self, pipe: IO[bytes]) -> None:
+        """Appends what the launcher prints to the log, line by line; runs in a thread of its own."""
+        hidden = secrets_in(self.env)
+        with pipe, open(self.run.log, "a", encoding="utf-8") as log:
+            for line in iter(lambda: pipe.readline(MAX_LINE), b""):
+                with contextlib.suppress(OSError):
+                    log.write(log_line("launcher", self.mark + line.decode("utf-8", "replace"), hidden))
+                    log.flush()
+
+    def _over(self, launcher: subprocess.Popen[bytes]) -> bool:
+        """Whether nothing lives any more, or what lives has had its time."""
+        clock = time.monotonic()
+        gone = launcher.poll() is not None
+        if gone or clock >= self.look_at:
+            self.look_at = clock + LOOK
+            self.descendants.collect(self._named())
+        if gone:
+            self.exit_at = self.exit_at or clock
+            if not self.descendants.alive():
+                return True
+        ending = (self.run.read_state() or {}).get("ending")
+        self.end_at = (self.end_at or clock) if ending else None
+        if self.run.stop_asked() is not None:
+            self.stop_at = self.stop_at or clock
+        if self.run.lost():  # what the ranks learn is of no use any more
+            self.exit_at = self.exit_at or clock
+        self._feel_pulse(clock)
+        early = self.stop_at is not None and self.members is not None and bool(self.members.missing())
+        if self.members and not ending and self.members.fallen():  # their ranks are gone; ours may wait for them
+            self.exit_at = self.exit_at or clock
+        self.overdue = early or clock > self._deadline()
+        return self.overdue
+
+    def _dismiss(self) -> None:
+        """Tells the members that this launch is over, and waits until nothing of theirs lives."""
+        if self.members is None:
+            return
+        with contextlib.suppress(OSError):
+            self.run.write_state(machines=self.members.notice(self.members.launch, over=True))
+        deadline = time.monotonic() + LINGER
+        while not self.members.ended() and time.monotonic() < deadline:
+            self.signals.pass_on(self.run, self.on_event)
+            self.on_event("tick", "")
+            time.sleep(POLL)
+
+    def _deadline(self) -> float:
+        limits = [float("inf")]
+        if self.exit_at is not None:
+            limits.append(self.exit_at + EXIT_PATIENCE)
+        if self.end_at is not None:
+            limits.append(self.end_at + TEARDOWN_PATIENCE)
+        if self.stop_at is not None:
+            limits.append(max(self.stop_at, self.beat_at) + self.grace)
+        return min(limits)
+
+    def _feel_pulse(self, clock: float) -> None:
+        """Notes when a rank last moved; that it writes its heartbeat only tells that it lives."""
+        files = (read_json(path) or {} for path in sorted(self.run.heartbeats.glob("rank-*.json")))
+        beat = tuple((one.get("section"), one.get("step"), one.get("passed")) for one in files)
+        if beat != self.beat:
+            self.beat, self.beat_at = beat, clock
+
+    def _named(self) -> list[Process]:
+        """Those that the state names, on a machine of its own; several may have the same process ids."""
+        if (self.run.read_state() or {}).get("machines"):
+            return []
+        try:
+            return self.run.processes()
+        except (KeyError, TypeError, AttributeError):
+            return []
+
+    def _ending(self, status: int) -> dict[str, Any]:
+        """What rank 0 left word of, or what can be said in its place."""
+        ending = (self.run.read_state() or {}).get("ending")
+        if isinstance(ending, dict):
+            return {**ending, "cause": self._true_cause(ending, status)}
+        if self.members and self.stop_at is not None and self.members.missing():
+            return {"state": "stopped", "cause": "stopped before all machines had joined"}
+        if self.members and (known := self.members.ending(time.monotonic() - self.began)):
+            return known
+        if self.stop_at is not None and self.overdue:
+            cause = f"the ranks did not end within {self.grace:g} s of the stop request and were ended"
+            return {"state": "stopped", "cause": cause}
+        asked = "stopped by request before its ranks could save" * (self.stop_at is not None)
+        cause = cause_of(self.run, self.log_start, status, asked)
+        return {"state": "stopped" if cause.startswith("stopped") else "failed", "cause": cause}
+
+    def _true_cause(self, ending: Mapping[str, Any], status: int) -> Any:
+        """Rank 0 knows only what it met itself; the log tells when another rank fell before it."""
+        said = ending.get("cause")
+        if ending.get("state") != "failed":
+            return said
+        return sharpened(said, self.run, self.log_start) if said else cause_of(self.run, self.log_start, status)

@@ -1,0 +1,195 @@
+"""The supervisor of a run's machines other than 0: it joins each launch of machine 0, until the run has ended.
+
+It writes no state. It reads machine 0's, and leaves word of what it does (`app/launch/nodes.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from app.accelerate_launch import launch_argv
+from app.launch.job import Job, told
+from app.launch.nodes import FIRST_PATIENCE, PATIENCE, Word
+from app.launch.process_tree import adopting_orphans
+from app.launch.restarts import lost_state, wait_for_slots
+from app.launch.supervisor import POLL, Listener, RunSignals, Supervision
+from app.runs.runs import true_state
+from trainers.config.options import ConfigError, TrainConfig, absolute_paths
+from trainers.config.parse import Request, read_yaml
+from trainers.run.device_locks import Held
+from trainers.run.folder import END_STATES, LIVE_STATES, log_line, read_json, register_outside
+
+LEFT = {"state": "stopped", "cause": "stopped before machine 0 had started the run", "step": 0}
+_OWN = ("output_dir", "resume_from_checkpoint", "runs_dir")
+
+
+def join_to_end(job: Job, env: Mapping[str, str], on_event: Listener) -> dict[str, Any]:
+    """Trains this machine's part of a run whose state machine 0 keeps.
+
+    Args:
+        job: on a machine other than 0.
+        env: the launcher's whole environment.
+        on_event: gets the progress.
+
+    Returns:
+        The run's final state; no process of it lives on this machine.
+
+    Raises:
+        ConfigError: when machine 0 trains something else, or another process does this already.
+    """
+    job.run.create()
+    job.run.keep()
+    with job.run.hold(job.devices.machine_rank), RunSignals() as signals:
+        register_outside(job.run, job.config.runs_dir)
+        return _Member(job, env, on_event, signals).go()
+
+
+class _Member:
+    def __init__(self, job: Job, env: Mapping[str, str], on_event: Listener, signals: RunSignals):
+        self.job, self.run, self.env, self.signals = job, job.run, env, signals
+        self.name = f"machine {job.devices.machine_rank}"
+        self.word = Word(job.run, job.devices.machine_rank)
+        self.listener = on_event
+        before = self.run.read_state() or {}
+        # The launch that was joined last; an old one's end is not this run's.
+        self.joined = before.get("launched_at") if before.get("state") in END_STATES else None
+        self.resumes = self.joined is not None
+        self.held: Held | None = Held({}) if job.config.share_gpus else None
+        self.seen: tuple[Any, ...] = ()
+        self.seen_at = time.monotonic()
+        self.doing = "waited for machine 0"
+
+    def tell(self, kind: str, text: str) -> None:
+        if kind == "note" and not self.run.lost():
+            with contextlib.suppress(OSError), open(self.run.log, "a", encoding="utf-8") as log:
+                log.write(log_line("supervisor", f"{self.name}: {text}"))
+        self.listener(kind, text)
+
+    def go(self) -> dict[str, Any]:
+        """Joins launch after launch; returns the state in which the run ended."""
+        self.listener("note", f"{self.name}: waiting for machine 0 to start {self.run.path}")
+        try:
+            return self._to_end()
+        except FileNotFoundError:
+            if (state := lost_state(self.run, self.doing)) is None:
+                raise
+            return state
+        finally:
+            if self.held is not None:
+                self.held.close()
+
+    def _to_end(self) -> dict[str, Any]:
+        """As `go`; FileNotFoundError when the run folder is lost meanwhile."""
+        while True:
+            state = self._state()
+            self.run.refuse_lost()
+            if state.get("state") in LIVE_STATES:
+                self.resumes = False
+                self.signals.pass_on(self.run, self.tell)
+            elif state.get("state") in END_STATES and not self.resumes:
+                return state
+            elif any(number != signal.SIGUSR1 for number in self.signals.seen):
+                return dict(LEFT)
+            if self._can_join(state):
+                self._join(state)
+            elif given_up := self._silence(state):
+                return {**state, "state": "failed", "cause": given_up}
+            self.listener("tick", "")
+            time.sleep(POLL)
+
+    def _state(self) -> dict[str, Any]:
+        return true_state(self.run) if self.run.state_file.exists() else {}
+
+    def _can_join(self, state: Mapping[str, Any]) -> bool:
+        launch = state.get("launched_at")
+        return state.get("state") == "starting" and launch not in (None, self.joined) and not is_over(state, launch)
+
+    def _silence(self, state: Mapping[str, Any]) -> str:
+        """Why it waits no longer, once machine 0 has been silent for too long; a queued run may wait for ever."""
+        beat = read_json(self.run.heartbeats / "rank-0.json") or {}
+        seen = (state.get("updated_at"), beat.get("time"))
+        if seen != self.seen or state.get("state") == "queued":
+            self.seen, self.seen_at = seen, time.monotonic()
+        if time.monotonic() - self.seen_at < FIRST_PATIENCE:
+            return ""
+        way = "start the same command there with --machine_rank 0, and look whether it sees this folder"
+        return f"{self.name} has heard nothing of machine 0 for {FIRST_PATIENCE:g} s; {way}"
+
+    def _join(self, state: Mapping[str, Any]) -> None:
+        """Takes part in one launch, to its end."""
+        launch, notice = str(state["launched_at"]), state.get("machines") or {}
+        if mistakes := self._differences():
+            self.word.leave(launch, refused="; ".join(mistakes))
+            raise ConfigError(mistakes)
+        self.held = self.held or self._wait_for_slots(launch)
+        if self.held is None:
+            return
+        self.joined, devices, self.doing = launch, self.job.devices, "trained"
+        argv = launch_argv(
+            self.run, devices.num_processes, notice.get("resume_from"), devices.machines,
+            float(notice.get("patience") or PATIENCE),
+        )  # fmt: skip
+        self.tell("note", f"joining attempt {state.get('attempt')}")
+        part = _Part(self.run, argv, self.env, self.tell, 60.0, self.signals, self.held.descriptors)
+        part.join(self.word, launch, f"{self.name}: ")
+        with adopting_orphans():
+            ended = part.go()
+        self.run.refuse_lost()
+        self.word.leave(launch, ended=ended.get("status", 1))
+        self.seen_at, self.doing = time.monotonic(), "waited for machine 0"
+
+    def _differences(self) -> list[str]:
+        """What machine 0 trains and this one was not asked for; its files are what every rank reads."""
+        theirs, mine = absolute_paths(Request(config=str(self.run.config)).resolve()), self.job.config
+        halved = ("per_device_train_batch_size", "per_device_eval_batch_size") if mine.auto_find_batch_size else ()
+        names = [name for name in TrainConfig.model_fields if name not in (*_OWN, *halved)]
+        pairs = [(name, getattr(mine, name), getattr(theirs, name)) for name in names]
+        file, own = read_yaml(self.run.accelerate), self.job.strategy.values
+        pairs += [(name, own.get(name), file.get(name)) for name in sorted({*file, *own} - {"machine_rank"})]
+        return [
+            f"{name}={told(here)}, and machine 0 was started with {told(there)}; type the same words on each machine"
+            for name, here, there in pairs
+            if here != there
+        ]
+
+    def _wait_for_slots(self, launch: str) -> Held | None:
+        """This machine's slots, once they are free; None when the launch is over by then."""
+
+        def look() -> bool:
+            self.run.refuse_lost()
+            self.signals.pass_on(self.run, self.tell)
+            return not is_over(self._state(), launch)
+
+        return wait_for_slots(self.run, self.job.devices, self.tell, look)
+
+
+def is_over(state: Mapping[str, Any], launch: Any) -> bool:
+    """Whether machine 0 is done with a launch."""
+    notice = state.get("machines") or {}
+    return state.get("launched_at") != launch or state.get("state") in END_STATES or notice.get("over") is True
+
+
+class _Part(Supervision):
+    """One launcher of a launch that machine 0 has announced."""
+
+    def join(self, word: Word, launch: str, mark: str) -> None:
+        self.word, self.launch, self.mark = word, launch, mark
+
+    def _announce(self) -> None:
+        self.word.leave(self.launch)
+
+    def _name(self, launcher: subprocess.Popen[bytes]) -> None:
+        self.word.leave(self.launch, launcher.pid)
+
+    def _over(self, launcher: subprocess.Popen[bytes]) -> bool:
+        if is_over(self.run.read_state() or {}, self.launch):
+            self.exit_at = self.exit_at or time.monotonic()
+        return super()._over(launcher)
+
+    def _ending(self, status: int) -> dict[str, Any]:
+        return {"status": status}

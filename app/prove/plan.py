@@ -1,0 +1,485 @@
+"""What `tunesmith prove` will train: the user's request with all that leaves the promise taken out, once per strategy.
+
+Every run is a job of `tunesmith train`, so that what is proved is what the user gets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeVar
+
+from app.console import shortened
+from app.hardware import CPU_PROCESSES, choose_devices
+from app.launch.job import Job, Words, told, train_job
+from trainers.config.options import MACHINE_OPTIONS, ConfigError, TrainConfig, unknown_option
+from trainers.config.parse import Request, parse_request, read_yaml
+from trainers.run.folder import new_run_id
+from trainers.strategy.strategy import Strategy, cannot_run, load_strategy, resolve, strategy_names
+
+PRESET = "tiny-full"
+"""Taken when neither preset, config nor model is named: it trains all weights of the model that ships."""
+STEPS = 20
+MOST_COUNT = 100_000
+SHORT_RUN = {
+    "logging_steps": "1", "save_steps": "0", "report_to": "", "checkpoint_url": "none",
+    "eval_dataset_name": "none", "eval_steps": "0", "eval_on_start": "false",
+    "load_best_model_at_end": "false", "early_stopping_patience": "none", "max_restarts": "0",
+}  # fmt: skip
+"""Of a run of which only its logged steps are wanted."""
+# What the promise is measured with; see `Scope` in the design. Options that this version has not are left out.
+SETTINGS = {
+    "mixed_precision": "no", "lora_dropout": "0", "tf32": "false", "deterministic": "true", "ddp_comm_hook": "none",
+    "torch_compile": "false", "master_weights": "true", "optim": "adamw", "eval_share": "0",
+    "export_dtype": "float32", **SHORT_RUN,
+}  # fmt: skip
+_NUMBERS = ("mixed_precision", "lora_dropout", "tf32", "ddp_comm_hook", "torch_compile", "master_weights", "optim")
+_OWN = ("steps", "strategies", "layers")
+REFERENCE = "reference"
+"""Folder of the run that all others are compared with."""
+
+
+@dataclass
+class Row:
+    """One strategy: what will be trained, or why it cannot be.
+
+    Args:
+        strategy: its name.
+        world_size: processes.
+        job: None when it cannot run here.
+        reason: then why.
+        warnings: about this strategy alone.
+    """
+
+    strategy: str
+    world_size: int
+    job: Job | None = None
+    reason: str | None = None
+    warnings: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Plan:
+    """Everything that `prove` will do.
+
+    Args:
+        folder: of the report and of all runs; not made yet.
+        steps: of each run.
+        control: the fault that every row but not the reference trains with; `none`.
+        reference: one process.
+        rows: in the order asked for.
+        overrides: `option`, `given` and `used` of each choice that is replaced, and `why` where that needs words.
+        warnings: lines that the user should read.
+    """
+
+    folder: Path
+    steps: int
+    control: str
+    reference: Job
+    rows: list[Row]
+    overrides: list[dict[str, str]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+# -- the request -----------------------------------------------------------------------------------------------------
+
+_T = TypeVar("_T")
+
+
+class _Mistakes(list[str]):
+    """Collects what several checks refuse."""
+
+    def of(self, check: Callable[[], _T]) -> _T | None:
+        """What the check returns; None when it refused."""
+        try:
+            return check()
+        except ConfigError as error:
+            self.extend(line for line in error.mistakes if line not in self)
+            return None
+
+
+@dataclass
+class _Asked:
+    """A command line, read but not checked.
+
+    Args:
+        names: words that stand alone.
+        values: `--gpus` and `--num_processes`.
+        request: options of training.
+        own: options of `prove`, taken out of the request.
+        chosen: options of training that the user chose by flag or file; a preset is no choice of each of its values.
+    """
+
+    names: list[str]
+    values: dict[str, str]
+    request: Request
+    own: dict[str, Any]
+    chosen: dict[str, Any]
+
+    def config(self) -> TrainConfig:
+        """What `train` would make of the request."""
+        preset = self.names[0] if self.names else self.request.preset
+        return Request(preset, self.request.config, options=self.request.options).resolve()
+
+    def job(self, devices: dict[str, str], changes: Mapping[str, str]) -> Job:
+        """The training job with these changes."""
+        given = {"preset": self.request.preset, "config": self.request.config}
+        flags = {**{name: value for name, value in given.items() if value}, **self.request.options, **changes}
+        return train_job(Words(self.names, devices, set(), [f"--{name}={value}" for name, value in flags.items()]))
+
+
+def _read(words: Words, mistakes: _Mistakes) -> _Asked:
+    request = mistakes.of(lambda: parse_request(words.options)) or Request()
+    own = {name: request.options.pop(name) for name in _OWN if name in request.options}
+    config = Path(request.config) if request.config else None
+    from_file = (mistakes.of(lambda: read_yaml(config)) if config else None) or {}
+    chosen = {**from_file, **request.options}
+    named = words.names or request.preset or config or "model_name_or_path" in chosen
+    values = {name: value for name, value in words.values.items() if name != "strategy"}
+    return _Asked(words.names if named else [PRESET], values, request, own, chosen)
+
+
+def make_plan(words: Words) -> Plan:
+    """The plan that a command line asks for.
+
+    Raises:
+        ConfigError: with every mistake at once, or with the arithmetic when no batch suits all rows.
+    """
+    mistakes = _Mistakes()
+    asked = _read(words, mistakes)
+    steps = mistakes.of(lambda: _count(asked.own.get("steps", STEPS), "steps", STEPS))
+    settings = {**_known(SETTINGS), "max_steps": str(steps or STEPS), **(mistakes.of(lambda: _layers(asked)) or {})}
+    _refuse_others(words, asked, mistakes)
+    config = mistakes.of(asked.config)
+    entries = mistakes.of(lambda: _entries(asked, config.method if config else "full"))
+    folder = mistakes.of(lambda: _folder(asked, config)) if config else None
+    places = {"output_dir": str((folder or Path("x")) / REFERENCE), "runs_dir": str(folder)}
+    alone = {**settings, **places, "per_device_train_batch_size": "1"}
+    first = mistakes.of(lambda: asked.job({"strategy": "single", "num_processes": "1"}, alone))
+    if mistakes or not (steps and entries and config and folder and first):
+        raise ConfigError(_in_its_words(mistakes, asked, config, folder))
+    plan = Plan(folder, steps, config.control, first, [])
+    _fill(plan, asked, entries, settings, first.config)
+    return plan
+
+
+def _fill(plan: Plan, asked: _Asked, entries: list[_Entry], settings: dict[str, str], config: TrainConfig) -> None:
+    """Adds the rows, once the micro-batch that suits all of them is known."""
+    given = asked.config()
+    # A pipeline needs a micro-batch for each of its ranks.
+    sizes = {
+        entry.name: entry.strategy.data_parallel_size * entry.strategy.pp_size for entry in entries if not entry.reason
+    }
+    micro = micro_batch(config.global_batch_size, given.per_device_train_batch_size, sizes, plan.control != "none")
+    shared = {**settings, "per_device_train_batch_size": str(micro), "runs_dir": str(plan.folder)}
+
+    def job(name: str, devices: dict[str, str], control: str) -> Job:
+        place = str(plan.folder / name.replace(":", "-"))
+        return asked.job(devices, {**shared, "output_dir": place, **_known({"control": control})})
+
+    plan.reference = job(REFERENCE, _devices(asked, 1) | {"strategy": "single"}, "none")
+    plan.warnings = [line for line in plan.reference.warnings if line.partition("=")[0].split()[0] in asked.chosen]
+    plan.overrides = _overrides(asked, given, plan.reference.config, settings, sizes)
+    plan.overrides += [
+        {"option": "mixed_precision", "given": entry.precision, "used": "no", "why": f"written in {entry.spec}"}
+        for entry in entries
+        if entry.precision
+    ]
+    for entry in entries:
+        row = Row(entry.name, entry.strategy.num_processes, reason=entry.reason)
+        plan.rows.append(row)
+        if row.reason:
+            continue
+        try:
+            with _file_of(entry) as spec:
+                row.job = job(entry.name, _devices(asked, row.world_size) | {"strategy": spec}, plan.control)
+        except ConfigError as error:
+            if entry.is_file:
+                raise
+            row.reason = "; ".join(error.mistakes)
+        else:
+            row.warnings = _own_warnings(row.job.strategy)
+
+
+def _own_warnings(strategy: Strategy) -> list[str]:
+    """What the user should know of one row: all rows share the config, so that only the strategy can differ."""
+    outside = strategy.outside_parity()
+    return [f"outside the promise that the strategy never changes the model: {', '.join(outside)}"] if outside else []
+
+
+def _in_its_words(lines: list[str], asked: _Asked, config: TrainConfig | None, folder: Path | None) -> list[str]:
+    """Mistakes that speak of `train` or of the reference's folder, in terms of what the user wrote for `prove`."""
+    told_lines = []
+    for line in lines:
+        if line.startswith("unknown option ") or " is no option of the config" in line:
+            line = _unknown(line, asked)
+        if config and folder:
+            own = (
+                f"output_dir={shortened(str(folder))}"
+                if config.output_dir
+                else f"runs_dir={shortened(str(folder.parent))}"
+            )
+            line = line.replace(f"output_dir={shortened(str(folder / REFERENCE))}", own)
+            line = line.replace("choose another runs_dir", f"choose another {own.partition('=')[0]}")
+        told_lines.append(line)
+    return told_lines
+
+
+def _unknown(line: str, asked: _Asked) -> str:
+    name = line.removeprefix("unknown option ").partition("; ")[0]
+    if name in _OWN:  # a flag would have been taken, so that it stands in the config file
+        return f"{name} is no option of the config; write --{name} on the command line of `tunesmith prove`"
+    if name in asked.request.options:
+        known = [*_OWN, *(option for option in TrainConfig.model_fields if option != "max_steps")]
+        line = unknown_option(name, known)
+    return line.replace("`tunesmith train", "`tunesmith prove")
+
+
+def _known(options: Mapping[str, str]) -> dict[str, str]:
+    """Those that this version has."""
+    return {name: value for name, value in options.items() if name in TrainConfig.model_fields}
+
+
+def _count(value: Any, name: str, example: int) -> int:
+    text = str(value)
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= MOST_COUNT):
+        raise ConfigError(f"{name}={text!r} is no number of {name}; write 1 to {MOST_COUNT}, e.g. --{name} {example}")
+    return int(text)
+
+
+def _layers(asked: _Asked) -> dict[str, str]:
+    """The option that cuts the model, when it is asked for."""
+    if "layers" not in asked.own:
+        return {}
+    if "num_hidden_layers" in asked.chosen:
+        raise ConfigError("--layers and num_hidden_layers are both given; they are the same, keep one")
+    return {"num_hidden_layers": str(_count(asked.own["layers"], "layers", 2))}
+
+
+def _refuse_others(words: Words, asked: _Asked, mistakes: _Mistakes) -> None:
+    """What `train` takes and `prove` decides by itself."""
+    if "strategy" in words.values:
+        mistakes.append(f"--strategy {words.values['strategy']}: prove takes several; write --strategies a,b,c")
+    others = [name for name in MACHINE_OPTIONS if name in words.values]
+    mistakes += [f"--{name} {words.values[name]}: prove runs on this machine alone; leave it out" for name in others]
+    if asked.chosen.get("resume_from_checkpoint") is not None:
+        mistakes.append("resume_from_checkpoint: prove starts each run at its first step; leave it out")
+    if "check" in words.switches:
+        mistakes.append("prove has no --check; to check one run use `tunesmith train --check`")
+
+
+def _folder(asked: _Asked, config: TrainConfig) -> Path:
+    """The folder of the report: new, so that nothing of the user's is mixed with it.
+
+    Raises:
+        ConfigError: when it holds something.
+    """
+    try:
+        if config.output_dir is None:
+            runs_dir, name = Path(config.runs_dir).expanduser().absolute(), config.preset or config.model_name_or_path
+            ids = (new_run_id(name, time.time(), number) for number in count(os.getpid()))
+            return next(folder for run_id in ids if not (folder := runs_dir / f"prove-{run_id}").exists())
+        folder = Path(config.output_dir).expanduser().absolute()
+        used = folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
+    except OSError as error:
+        option = "output_dir" if config.output_dir else "runs_dir"
+        value = told(getattr(config, option))
+        raise ConfigError(f"{option}={value} cannot be used: {error.strerror}; choose another folder") from None
+    if used:
+        raise ConfigError(f"output_dir={folder} holds other files; name a new folder for the report")
+    return folder
+
+
+# -- strategies and devices ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Entry:
+    """A strategy that was asked for: its name or file, resolved for its processes, and why it cannot run.
+
+    `precision` is what the file says of it, where prove sets another.
+    """
+
+    spec: str
+    strategy: Strategy
+    reason: str | None
+    precision: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.strategy.name
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it is the user's own, where what does not fit is a wrong request."""
+        return self.spec not in strategy_names()
+
+
+@contextlib.contextmanager
+def _file_of(entry: _Entry) -> Iterator[str]:
+    """What `--strategy` gets: the user's word, or for its duration a copy of the file without its precision."""
+    if not entry.precision:
+        yield entry.spec
+        return
+    with tempfile.TemporaryDirectory(prefix="tunesmith-") as folder:
+        path = Path(folder) / "strategy.yaml"
+        path.write_text(entry.strategy.dump(), encoding="utf-8")
+        yield str(path)
+
+
+def _entries(asked: _Asked, method: str) -> list[_Entry]:
+    """The strategies that were asked for, and on what each would run.
+
+    Raises:
+        ConfigError: for unknown ones, one that stands twice, a file that does not fit, or devices that are not there.
+    """
+    mistakes = _Mistakes()
+    named = _strategies(str(asked.own.get("strategies", "all")), mistakes)
+    ids = mistakes.of(lambda: _gpu_ids(asked))
+    if mistakes or ids is None:
+        raise ConfigError(mistakes)
+    wanted, entries = _wanted(asked), []
+    for spec, strategy, own in named:
+        try:
+            entries.append(_entry(spec, strategy, ids, wanted, own, method))
+        except ConfigError as error:
+            mistakes += error.mistakes
+    if mistakes:
+        raise ConfigError(mistakes)
+    return entries
+
+
+def _strategies(text: str, mistakes: _Mistakes) -> list[tuple[str, Strategy, int | None]]:
+    """Names or files, what they mean, and processes of their own where `NAME:4` says so; each name stands once."""
+    specs = strategy_names() if text == "all" else [word.strip() for word in text.split(",")]
+    found: list[tuple[str, Strategy, int | None]] = []
+    if "all" in specs:
+        mistakes.append(f"strategies={told(text)}: `all` stands alone; write --strategies all, or name each")
+        specs = [spec for spec in specs if spec != "all"]
+    for spec in specs:
+        plain, colon, world = spec.rpartition(":")
+        own = colon and world.isascii() and world.isdigit()
+        strategy = mistakes.of(lambda spec=plain if own else spec: _load(spec))  # type: ignore[misc]
+        if strategy and own:
+            strategy = replace(strategy, name=f"{strategy.name}:{int(world)}")
+        if strategy and strategy.name in [REFERENCE, *(other.name for _, other, _ in found)]:
+            mistakes.append(f"strategies={told(text)}: two runs would be named {strategy.name}; name it once")
+        elif strategy:
+            found.append((plain if own else spec, strategy, int(world) if own else None))
+    return found
+
+
+def _load(spec: str) -> Strategy:
+    """A strategy whose name is fit for a folder; that of a file may be anything."""
+    strategy = load_strategy(spec)
+    return replace(strategy, name=re.sub(r"[^\w.-]+", "-", strategy.name).strip(".-") or "strategy")
+
+
+def _entry(spec: str, strategy: Strategy, ids: list[int], wanted: int | None, own: int | None, method: str) -> _Entry:
+    written = strategy.values.get("mixed_precision")
+    precision = written if written in ("fp16", "bf16") else None
+    if precision:  # prove sets its own precision, so that the file's is no contradiction
+        values = {key: value for key, value in strategy.values.items() if key != "mixed_precision"}
+        strategy = replace(strategy, values=values)
+    world = resolve(strategy, own, "no").num_processes if own is not None else _world(strategy, wanted)
+    entry = _Entry(spec, strategy, cannot_run(strategy, method, bool(ids)) or _too_few(world, ids), precision)
+    try:
+        entry.strategy = resolve(strategy, world, "no")
+    except ConfigError as error:
+        if entry.is_file:
+            raise
+        entry.reason = entry.reason or "; ".join(error.mistakes)
+    return entry
+
+
+def _too_few(world: int, ids: list[int]) -> str | None:
+    if not ids or world <= len(ids):
+        return None
+    return f"it needs {world} GPUs and has {len(ids)}; with CUDA_VISIBLE_DEVICES= before the command it runs on the CPU"
+
+
+def _world(strategy: Strategy, wanted: int | None) -> int:
+    """Processes of a row: as many as asked for, or the file's own number where that is too few for its mesh."""
+    if strategy.distributed_type == "NO":
+        return 1
+    if wanted:
+        try:
+            return resolve(strategy, wanted, "no").num_processes
+        except ConfigError:
+            pass
+    return max(wanted or CPU_PROCESSES, strategy.num_processes)
+
+
+def _gpu_ids(asked: _Asked) -> list[int]:
+    """The GPUs that rows may have."""
+    choose_devices(asked.values.get("gpus"), asked.values.get("num_processes"))  # refuses what does not fit together
+    return choose_devices(asked.values.get("gpus"), None).gpu_ids
+
+
+def _wanted(asked: _Asked) -> int | None:
+    """The number of processes that the user named."""
+    if "gpus" in asked.values:
+        return len(_gpu_ids(asked))
+    return int(asked.values["num_processes"]) if "num_processes" in asked.values else None
+
+
+def _devices(asked: _Asked, world: int) -> dict[str, str]:
+    """The options of `train` that give a run its devices."""
+    ids = _gpu_ids(asked)
+    return {"gpus": ",".join(map(str, ids[:world]))} if ids else {"num_processes": str(world)}
+
+
+# -- the batch -------------------------------------------------------------------------------------------------------
+
+
+def micro_batch(total: int, asked: int, sizes: Mapping[str, int], several: bool) -> int:
+    """The largest micro-batch up to the one asked for that divides the global batch on every row alike.
+
+    Args:
+        total: rows of a global batch.
+        asked: the user's micro-batch.
+        sizes: data-parallel ranks by strategy, times the stages of each.
+        several: whether a global batch must have two micro-batches at least.
+
+    Raises:
+        ConfigError: with the arithmetic, when the global batch does not divide by the ranks.
+    """
+    common = math.lcm(*sizes.values()) if sizes else 1
+    if total % common:
+        ranks = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+        nearest = max(1, round(total / common)) * common
+        raise ConfigError(
+            f"global_batch_size={total} does not divide by the data-parallel ranks of all rows ({ranks}; together "
+            f"{common}); use --global_batch_size {nearest}, or fewer --strategies"
+        )
+    if several and total < 2:
+        raise ConfigError("control=mean-of-means needs two micro-batches; use --global_batch_size 2 or more")
+    most = min(asked, total // common, total // 2 if several else total)
+    return next(size for size in range(most, 0, -1) if (total // common) % size == 0)
+
+
+def _overrides(
+    asked: _Asked, given: TrainConfig, used: TrainConfig, settings: Mapping[str, str], sizes: Mapping[str, int]
+) -> list[dict[str, str]]:
+    """What of the user's is replaced; of a preset's only what would have changed the numbers."""
+    told_of = {*asked.chosen, *_NUMBERS}
+    changed = [name for name in settings if name in told_of and getattr(given, name) != getattr(used, name)]
+    made = [
+        {"option": name, "given": told(getattr(given, name)), "used": told(getattr(used, name))} for name in changed
+    ]
+    micro, before = used.per_device_train_batch_size, given.per_device_train_batch_size
+    if micro != before:
+        worlds = sorted({1, *sizes.values()})
+        ranks = f"{', '.join(map(str, worlds[:-1]))} and {worlds[-1]}" if len(worlds) > 1 else "1"
+        why = f"{used.global_batch_size} rows on {ranks} ranks in micro-batches of one size"
+        option = "per_device_train_batch_size"
+        made.append({"option": option, "given": str(before), "used": str(micro), "why": why})
+    return made

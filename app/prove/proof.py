@@ -1,0 +1,318 @@
+"""`tunesmith prove`: the user's model and data under each strategy on this machine, compared with one process.
+
+Every run goes the way of `tunesmith train`: pre-flight check, run folder, launcher, supervisor. One after the other,
+as they would share the cores and the memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from app.console import clean, say
+from app.hardware import cpu_count
+from app.launch.foreground import CheckBroke, how_it_ended, interruptible, launch, preflight, where
+from app.launch.job import Job
+from app.launch.progress import progress_display
+from app.launch.supervisor import Listener
+from app.prove.plan import Plan, Row
+from app.prove.report import facts, verdict, write_report
+from app.runs.runs import metrics
+from trainers.config.options import ConfigError
+from trainers.run.folder import RunFolder, read_json, register_outside, unregister
+
+LOSS_TOLERANCE = 1e-5
+"""Largest difference of a step's loss."""
+NORM_TOLERANCE = 1e-4
+"""Largest difference of a step's gradient norm, as a share of the reference's."""
+_TINY = 1e-30
+
+Curve = dict[int, tuple[float | None, float | None]]
+"""Loss and gradient norm by step; None for a number that is not finite."""
+
+
+# -- the comparison --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far a run is from the reference.
+
+    Args:
+        loss: largest absolute difference; None when no step can be compared.
+        norm: largest relative difference of the gradient norms.
+        bit_equal: steps whose loss and gradient norm have the same bits.
+        fault: why the run cannot be compared as a whole.
+        apart: which difference is out of tolerance.
+    """
+
+    loss: float | None
+    norm: float | None
+    bit_equal: int
+    fault: str | None
+    apart: str | None
+
+    @property
+    def passed(self) -> bool:
+        return self.fault is None and self.apart is None
+
+
+def curve_of(run: RunFolder) -> Curve:
+    """The logged steps of a run; of a step that was logged twice the last one."""
+    return {row["step"]: (row.get("loss"), row.get("grad_norm")) for row in metrics(run) if "loss" in row}
+
+
+def incomplete(curve: Curve, steps: int, first: int = 1) -> str | None:
+    """Why a curve is no whole one from `first` on: steps that are missing, or numbers that are not finite."""
+    wanted = range(first, steps + 1)
+    missing = [step for step in wanted if step not in curve]
+    if missing:
+        logged = len(wanted) - len(missing)
+        return f"logged {logged} of {len(wanted)} steps; the first that is missing is step {missing[0]}"
+    for step in wanted:
+        for name, value in zip(("loss", "gradient norm"), curve[step], strict=True):
+            if not _is_finite(value):
+                return f"the {name} of step {step} is not finite"
+    return None
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) < float("inf")
+
+
+def compare(reference: Curve, row: Curve, steps: int, first: int = 1) -> Comparison:
+    """Compares step by step.
+
+    Args:
+        reference: a whole curve of that many steps.
+        row: the curve to judge.
+        steps: that both must have.
+        first: step at which the comparison begins.
+    """
+    losses: dict[int, float] = {}
+    norms: dict[int, float] = {}
+    for step in range(first, steps + 1):
+        (loss, norm), (right_loss, right_norm) = row.get(step, (None, None)), reference[step]
+        if _is_finite(loss) and _is_finite(norm):
+            losses[step] = abs(loss - right_loss)  # type: ignore[operator]
+            norms[step] = abs(norm - right_norm) / max(abs(right_norm), _TINY)  # type: ignore[operator, arg-type]
+    equal = sum(row.get(step) == reference[step] for step in range(first, steps + 1))
+    apart = _apart("loss", losses, LOSS_TOLERANCE) or _apart("gradient norm", norms, NORM_TOLERANCE)
+    largest = max(losses.values(), default=None), max(norms.values(), default=None)
+    return Comparison(*largest, equal, incomplete(row, steps, first), apart)
+
+
+def _apart(name: str, differences: Mapping[int, float], most: float) -> str | None:
+    step = next((step for step, difference in differences.items() if not difference <= most), None)
+    return None if step is None else f"the {name} differs by {differences[step]:.2g} at step {step}, at most {most:g}"
+
+
+# -- the runs --------------------------------------------------------------------------------------------------------
+
+
+class Proof:
+    """Runs a plan; `document` is current after every run, and kept in the folder as `report.json` and `report.md`.
+
+    Args:
+        plan: what to do.
+        words: the command line, for the report.
+        quiet: show warnings alone.
+    """
+
+    def __init__(self, plan: Plan, words: Sequence[str], quiet: bool):
+        self.plan, self.quiet = plan, quiet
+        self.curve: Curve = {}
+        self.weights: str | None = None
+        # The same number of threads for each run: sums are then cut alike, and only the strategy differs.
+        most = max([row.world_size for row in plan.rows if row.job] or [1])
+        self.outer = {"OMP_NUM_THREADS": str(max(1, cpu_count() // most)), **os.environ}
+        config = plan.reference.config
+        control = None if plan.control == "none" else {"fault": plan.control, "seen": 0, "rows": 0}
+        self.rows = [blank(row, config.method) for row in plan.rows]
+        reference = {"strategy": plan.reference.strategy.name, "world_size": 1, "state": None, "cause": None}
+        self.document: dict[str, Any] = {
+            "reference": reference, "steps": plan.steps, "rows": self.rows, "control": control, "interrupted": False,
+            "tolerance": {"loss": LOSS_TOLERANCE, "grad_norm": NORM_TOLERANCE}, "preset": config.preset,
+            "global_batch_size": config.global_batch_size,
+            "per_device_train_batch_size": config.per_device_train_batch_size, "overrides": plan.overrides,
+            "command": ["tunesmith", "prove", *words], "report_dir": str(plan.folder),
+        }  # fmt: skip
+
+    def run(self) -> None:
+        """Trains the reference and every row that can run.
+
+        Raises:
+            ConfigError: when the pre-flight check refuses the reference.
+            CheckBroke: when that check crashed.
+        """
+        self._announce()
+        with interruptible():
+            try:
+                self._train_all()
+            except KeyboardInterrupt:
+                self.document["interrupted"] = True
+                for row in self._open():
+                    row["reason"] = row["reason"] or "not run: interrupted"
+            self._note_control()
+            self._write()
+
+    def _announce(self) -> None:
+        for line in [] if self.quiet else self.plan.overrides:
+            why = f" ({line['why']})" if "why" in line else ""
+            say(clean(f"prove sets {line['option']}={line['used']} in place of {line['given']}{why}"))
+        for warning in self.plan.warnings:
+            say("warning: " + clean(warning))
+        for row in self.plan.rows:
+            for warning in row.warnings:
+                say("warning: " + clean(f"{row.strategy}: {warning}"))
+            if row.reason and not self.quiet:
+                say(clean(f"{row.strategy} cannot run on this machine: {row.reason}"))
+
+    def _train_all(self) -> None:
+        waiting = [(row, entry) for row, entry in zip(self.plan.rows, self.rows, strict=True) if row.job]
+        if not waiting:
+            return
+        fault = self._train_reference(len(waiting) + 1)
+        self.document |= facts(self.plan.reference.config)
+        for _, entry in waiting:
+            if fault:
+                entry["reason"] = f"not run: the reference failed: {fault}"
+        self._write()
+        for number, (row, entry) in enumerate([] if fault else waiting, 2):
+            self._train_row(row, entry, f"[{number}/{len(waiting) + 1}]")
+            self._write()
+
+    def _train_reference(self, count: int) -> str | None:
+        """Trains it; returns what is wrong with it."""
+        job, entry = self.plan.reference, self.document["reference"]
+        state = self._train(job, entry, f"[1/{count}] reference")
+        self.curve, self.weights = curve_of(job.run), entry["weights_sha256"]
+        fault = failure(state) or incomplete(self.curve, self.plan.steps)
+        entry["cause"] = fault
+        entry["losses"], entry["grad_norms"] = ([values[at] for values in self.curve.values()] for at in (0, 1))
+        return fault
+
+    def _train_row(self, row: Row, entry: dict[str, Any], label: str) -> None:
+        """Trains one row and judges it; a strategy that the check refuses is one that cannot run here."""
+        if row.job is None:
+            raise AssertionError(f"{row.strategy} cannot run")
+        try:
+            state = self._train(row.job, entry, f"{label} {row.strategy}")
+        except ConfigError as error:
+            entry["reason"] = "; ".join(error.mistakes)
+        except CheckBroke as error:
+            entry |= {"passed": False, "reason": error.cause}
+        else:
+            self._judge(row, entry, state)
+        if not self.quiet:
+            say(clean(f"      {verdict(entry, self.plan.control != 'none')}"))
+
+    def _train(self, job: Job, entry: dict[str, Any], label: str, keep: bool = False) -> dict[str, Any]:
+        """One run from its check to its end; what it leaves is tidied whatever comes, but for checkpoints to `keep`.
+
+        Raises:
+            KeyboardInterrupt: when it was stopped.
+        """
+        if not self.quiet:
+            say(f"{label} on {where(job)}")
+        began = time.monotonic()
+        preflight(job, quiet=True)
+        try:
+            # Lists pass over what lies inside a report; while a run lives they must find it, as prove may be killed.
+            register_outside(job.run, job.run.path)
+            state = launch(job, self._display(job), self.outer)
+            entry |= {"seconds": round(time.monotonic() - began, 1), "run_dir": str(job.run.path)}
+            entry["weights_sha256"] = _weights_digest(job.run)
+            if job is self.plan.reference:
+                entry["state"] = state["state"]
+                self._note_origin(job.run)
+            if state["state"] == "stopped":
+                entry["reason"] = f"interrupted: {how_it_ended(state | {'cause': _lost(state.get('cause'))})}"
+                raise KeyboardInterrupt
+            return state
+        finally:
+            unregister(job.run)
+            _tidy(job.run, keep)
+
+    def _display(self, job: Job) -> AbstractContextManager[Listener]:
+        return progress_display(job.run, self.quiet or not sys.stderr.isatty(), job.warnings)
+
+    def _judge(self, row: Row, entry: dict[str, Any], state: Mapping[str, Any]) -> None:
+        found = compare(self.curve, curve_of(RunFolder(entry["run_dir"])), self.plan.steps)
+        entry |= {"max_loss_difference": found.loss, "max_grad_norm_difference": found.norm}
+        fault, control = failure(state) or found.fault, self.plan.control != "none"
+        alone = row.job is not None and row.job.strategy.distributed_type == "NO"
+        rerun = "" if control or not alone else self._not_repeated(found, entry["weights_sha256"])
+        reason = fault or found.apart or rerun
+        entry |= {"bit_equal_steps": found.bit_equal, "passed": not reason, "reason": reason or None}
+        if control:
+            entry["fault_seen"] = fault is None and found.apart is not None
+
+    def _not_repeated(self, found: Comparison, weights: str | None) -> str:
+        """Why a run of one process is no exact rerun of the reference; empty when it is."""
+        if found.bit_equal < self.plan.steps:
+            return f"a rerun must have the same bits; {found.bit_equal} of {self.plan.steps} steps have"
+        return "" if weights == self.weights else "a rerun must have the same bits; the exported weights have not"
+
+    def _note_origin(self, run: RunFolder) -> None:
+        """What the reference's checkpoint says of its data and its libraries."""
+        manifests = sorted(run.checkpoints.glob("step-*/manifest.json"))
+        manifest = (read_json(manifests[-1]) if manifests else None) or {}
+        self.document["data_fingerprint"] = manifest.get("data_fingerprint")
+
+    def _note_control(self) -> None:
+        if self.plan.control != "none":
+            seen = [row.get("fault_seen", False) for row in self.rows if row["passed"] is not None]
+            self.document["control"] |= {"seen": sum(seen), "rows": len(seen)}
+
+    def _open(self) -> list[dict[str, Any]]:
+        """The rows that have no verdict."""
+        return [row for row in self.rows if row["passed"] is None]
+
+    def _write(self) -> None:
+        if self.plan.folder.is_dir():
+            write_report(self.plan.folder, self.document, self.plan.reference.config)
+
+
+def blank(row: Row, method: str) -> dict[str, Any]:
+    """A row of the document before its run."""
+    numbers = dict.fromkeys(("max_loss_difference", "max_grad_norm_difference", "bit_equal_steps", "passed"))
+    named = {"strategy": row.strategy, "world_size": row.world_size, "method": method}
+    return {**named, **numbers, "reason": row.reason, "warnings": row.warnings}
+
+
+def failure(state: Mapping[str, Any]) -> str | None:
+    """Why a run is not done; None when it is."""
+    return None if state["state"] == "done" else str(state.get("cause") or state["state"])
+
+
+def _weights_digest(run: RunFolder) -> str | None:
+    """Digest of the exported weights; None without any."""
+    digest = hashlib.sha256()
+    files = sorted(run.model.glob("*.safetensors"))
+    for path in files:
+        with open(path, "rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest() if files else None
+
+
+def _tidy(run: RunFolder, keep: bool) -> None:
+    """Deletes checkpoints and export, which a proof needs no longer: each may be as large as the model or larger."""
+    for folder in (*([] if keep else [run.checkpoints]), run.model, *run.path.glob("export-*")):
+        shutil.rmtree(folder, ignore_errors=True)
+    if run.state_file.exists():
+        run.write_state(export_dir=None, cause=_lost((run.read_state() or {}).get("cause")))
+
+
+def _lost(cause: str | None) -> str | None:
+    """The cause of a stop without its promise that a resume goes on: prove keeps no checkpoint."""
+    if not cause or "resume goes on from there" not in cause:
+        return cause
+    return f"{cause.partition('; ')[0]}; prove keeps no checkpoint of it, run prove again"

@@ -1,0 +1,134 @@
+"""`tunesmith prove --resume`: a checkpoint from each strategy goes on under each of them, and must go on as if never.
+
+Every strategy trains all steps and saves in the middle. From there every strategy trains the rest, which is compared
+with one undisturbed process; on the topology that saved it, every number must have the same bits as there.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from app.console import clean, say
+from app.launch.foreground import CheckBroke
+from app.launch.job import Job
+from app.prove.plan import Plan, Row
+from app.prove.proof import Comparison, Curve, Proof, blank, compare, curve_of, failure
+from app.prove.report import facts, verdict
+from trainers.config.options import ConfigError
+from trainers.run.folder import RunFolder
+
+
+class ResumeProof(Proof):
+    """Runs a plan pairwise; a row of `document` is a pair, with `from` and `to`."""
+
+    def __init__(self, plan: Plan, words: Sequence[str], quiet: bool):
+        super().__init__(plan, words, quiet)
+        self.middle = plan.steps // 2
+        if not self.middle:
+            raise ConfigError("steps=1 has no middle to resume from; use --steps 2 or more")
+        if plan.control != "none":
+            raise ConfigError(f"control={plan.control} is no fault of a resume; leave out --resume, or the control")
+        method = plan.reference.config.method
+        self.pairs = [(first, second) for first in plan.rows for second in plan.rows]
+        self.rows = [_blank(first, second, method) for first, second in self.pairs]
+        self.document |= {"rows": self.rows, "resumed_at": self.middle}
+
+    def _train_all(self) -> None:
+        able = [row for row in self.plan.rows if row.job]
+        if not able:
+            return
+        self.count, self.total = 1, 1 + len(able) + len(able) ** 2
+        fault = self._train_reference(self.total)
+        self.document |= facts(self.plan.reference.config)
+        for entry in self._open() if fault else []:
+            entry["reason"] = entry["reason"] or f"not run: the reference failed: {fault}"
+        self._write()
+        for row in [] if fault else able:
+            self._resume_from(row)
+
+    def _label(self, words: str) -> str:
+        self.count += 1
+        return f"[{self.count}/{self.total}] {words}"
+
+    def _resume_from(self, row: Row) -> None:
+        """Trains one strategy whole, and everything that can go on from its checkpoint."""
+        assert row.job is not None
+        job, scratch = self._saving(row.job), dict[str, Any]()
+        mine = [
+            (second, entry)
+            for (first, second), entry in zip(self.pairs, self.rows, strict=True)
+            if first is row and second.job
+        ]
+        checkpoint = job.run.checkpoints / f"step-{self.middle:08d}"
+        try:
+            fault = self._trained(job, scratch, self._label(row.strategy), keep=True)
+            whole = curve_of(job.run)
+            fault = fault or compare(self.curve, whole, self.plan.steps).fault
+            fault = fault or (None if checkpoint.is_dir() else f"it left no {checkpoint.name}")
+            for second, entry in mine:
+                if fault:
+                    entry |= {"passed": False, "reason": f"{row.strategy} itself: {fault}"}
+                    continue
+                same = (whole, scratch["weights_sha256"]) if second is row else None
+                self._resume_to(second, entry, checkpoint, same)
+                self._write()
+        finally:
+            shutil.rmtree(job.run.checkpoints, ignore_errors=True)
+
+    def _resume_to(self, row: Row, entry: dict[str, Any], checkpoint: Path, same: tuple[Curve, str] | None) -> None:
+        """Trains the rest under one strategy and judges it; `same`: curve and weights' digest of its own topology."""
+        assert row.job is not None
+        words = f"{entry['from']} -> {entry['to']}"
+        job = _moved(self._saving(row.job), checkpoint, self.plan.folder / _folder(entry))
+        fault = self._trained(job, entry, self._label(words))
+        found = self._tail(entry)
+        entry |= {"max_loss_difference": found.loss, "max_grad_norm_difference": found.norm}
+        reason = fault or found.fault or found.apart or ("" if same is None else self._not_exact(entry, *same))
+        entry |= {"bit_equal_steps": found.bit_equal, "passed": not reason, "reason": reason or None}
+        if not self.quiet:
+            say(clean(f"      {verdict(entry, False)}"))
+
+    def _saving(self, job: Job) -> Job:
+        """The job with a checkpoint in the middle, which stays."""
+        return replace(job, config=job.config.model_copy(update={"save_steps": self.middle, "save_total_limit": 100}))
+
+    def _trained(self, job: Job, entry: dict[str, Any], label: str, keep: bool = False) -> str | None:
+        """One run; what is wrong with it."""
+        try:
+            return failure(self._train(job, entry, label, keep))
+        except ConfigError as error:
+            return "; ".join(error.mistakes)
+        except CheckBroke as error:
+            return error.cause
+
+    def _tail(self, entry: Mapping[str, Any]) -> Comparison:
+        curve = curve_of(RunFolder(entry["run_dir"])) if "run_dir" in entry else {}
+        return compare(self.curve, curve, self.plan.steps, self.middle + 1)
+
+    def _not_exact(self, entry: Mapping[str, Any], same: Curve, weights: str) -> str:
+        """Why it is not what the run that saved the checkpoint went on to be; empty when it is."""
+        found = compare(same, curve_of(RunFolder(entry["run_dir"])), self.plan.steps, self.middle + 1)
+        rest = self.plan.steps - self.middle
+        if found.bit_equal == rest:
+            must = "a resume on the same topology must have the same bits; the exported weights have not"
+            return "" if entry["weights_sha256"] == weights else must
+        return f"a resume on the same topology must have the same bits; {found.bit_equal} of {rest} steps have"
+
+
+def _blank(first: Row, second: Row, method: str) -> dict[str, Any]:
+    reason = first.reason or second.reason
+    return {"from": first.strategy, "to": second.strategy, **blank(second, method), "reason": reason}
+
+
+def _folder(entry: Mapping[str, Any]) -> str:
+    return f"{entry['from']}-to-{entry['to']}".replace(":", "-")
+
+
+def _moved(job: Job, checkpoint: Path, folder: Path) -> Job:
+    """The job of one strategy that goes on from another one's checkpoint, in a folder of its own."""
+    config = job.config.model_copy(update={"output_dir": str(folder), "resume_from_checkpoint": str(checkpoint)})
+    return replace(job, config=config, run=RunFolder(folder), resume_from=str(checkpoint))

@@ -1,0 +1,383 @@
+"""What `tunesmith plan` counts, against what torch allocates; its arithmetic, and the order of its rows."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.plan.estimate import CUDA_GIB, GIB, NCCL_GIB, Hardware, Row, best_first, candidate, plan_row, told_size
+from trainers.config.options import ConfigError, TrainConfig
+from trainers.config.validation import build
+from trainers.model.attention import KERNELS
+from trainers.model.load import build_model, compute_dtype, load_shape
+from trainers.objectives.sft import SupervisedLoss
+from trainers.strategy.mesh import MeshSizes
+from trainers.strategy.pipeline_schedules import in_flight
+from trainers.strategy.strategy import load_strategy
+from trainers.tools.memory_estimate import case, empty_model, peak, weights
+
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
+ROOT = Path(__file__).resolve().parents[4]
+LENGTH = 64
+
+
+def config(**values: Any) -> TrainConfig:
+    given = {"model_name_or_path": "embedded", "dataset_name": "embedded", "method": "full", "max_length": LENGTH}
+    return build({**given, **values})
+
+
+# -- counted against torch's own account -----------------------------------------------------------------------------
+
+
+def allocated(settings: TrainConfig, rows: int, kernel: str = "sdpa") -> int:
+    """Bytes that a forward and backward pass of the real model has allocated at most, as torch's profiler saw them."""
+    model = SupervisedLoss(build_model(settings), compute_dtype(settings))
+    model.base.set_attn_implementation(KERNELS[kernel])
+    model.train()
+    for weight in model.parameters():
+        weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
+    ids = torch.zeros(rows, LENGTH, dtype=torch.int64)
+    places, every = torch.arange(LENGTH).expand(rows, LENGTH), torch.zeros(rows * LENGTH, dtype=torch.int64)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
+        model(ids, places, None, every, every)[0].backward()
+    now = most = 0
+    for event in seen.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_checkpointing": True},
+        {"gradient_checkpointing": True, "selective_checkpointing": True},
+        {"mixed_precision": "bf16"},
+        {"method": "lora"},
+        {"method": "lora", "mixed_precision": "bf16", "gradient_checkpointing": True},
+    ],
+)
+@pytest.mark.parametrize("rows", [2, 8])
+def test_a_micro_batch_needs_what_torch_allocates(options: dict[str, Any], rows: int) -> None:
+    settings = config(**options)
+    counted = peak(settings, empty_model(settings, load_shape(settings)), rows, LENGTH)
+    # The stand-in for attention is no operator that selective checkpointing keeps; and products in bf16 have scratch.
+    exact = settings.mixed_precision == "no" and not settings.selective_checkpointing
+    close = 0.01 if exact else 0.06
+    assert counted == pytest.approx(allocated(settings, rows), rel=close)
+
+
+def test_capped_scores_are_counted_whole(tmp_path: Path) -> None:
+    """Gemma 2 caps them, which plain matrix products do alone: tokens times tokens of each head."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    small = AutoConfig.for_model(
+        "gemma2", num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=4, head_dim=16,
+        num_key_value_heads=2, vocab_size=500, sliding_window=4096,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(small).save_pretrained(tmp_path)
+    settings = config(model_name_or_path=str(tmp_path), packing=False)
+    counted = peak(settings, empty_model(settings, load_shape(settings)), 8, LENGTH)
+    assert counted == pytest.approx(allocated(settings, 8, "eager"), rel=0.02)
+    shape = load_shape(settings)
+    shape.attn_logit_softcapping = None
+    assert counted > 1.15 * peak(settings, empty_model(settings, shape), 8, LENGTH)
+
+
+def test_the_count_sees_checkpointing() -> None:
+    """The control: a count that were the same for all would pass above if the profiler's were too."""
+    shape = load_shape(config())
+    often, once = (
+        peak(one, empty_model(one, shape), 8, LENGTH) for one in (config(), config(gradient_checkpointing=True))
+    )
+    assert once < 0.6 * often
+
+
+def test_layers_add_up_to_the_whole_model() -> None:
+    settings = config()
+    shape = load_shape(settings)
+    found, layers = case(settings, shape, "1:1:1:1:4"), shape.num_hidden_layers
+    whole = peak(settings, empty_model(settings, shape), 4, LENGTH)
+    assert found["fixed"] + layers * found["layer"] == pytest.approx(whole, rel=0.01)
+
+
+def test_weights_are_those_of_the_model() -> None:
+    for options in ({}, {"method": "lora", "mixed_precision": "bf16"}):
+        settings = config(**options)
+        model = build_model(settings)
+        found = weights(settings, empty_model(settings, load_shape(settings)))
+        trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
+        frozen = sum(one.numel() * one.element_size() for one in model.parameters() if not one.requires_grad)
+        assert found["trained_inside"] + found["trained_outside"] == trained
+        assert found["frozen_inside"] + found["frozen_outside"] == frozen
+        assert found["parameters"] == sum(one.numel() for one in model.parameters())
+
+
+def test_tensor_parallel_leaves_half_of_the_matrices() -> None:
+    settings = config()
+    shape = load_shape(settings)
+    whole, half = (weights(settings, empty_model(settings, shape, tp)) for tp in (1, 2))
+    assert half["parameters"] == (whole["parameters"] - whole["vectors"]) / 2 + whole["vectors"]
+    assert half["vectors"] == whole["vectors"]
+
+
+def test_four_bit_weights_are_counted_as_such() -> None:
+    half, nibble = (config(method=method, mixed_precision="bf16") for method in ("lora", "qlora"))
+    shape = load_shape(half)
+    one, other = (weights(settings, empty_model(settings, shape)) for settings in (half, nibble))
+    assert other["frozen_inside"] < 0.3 * one["frozen_inside"]
+    assert other["frozen_outside"] == one["frozen_outside"]  # embedding and head keep their dtype
+
+
+# -- the arithmetic --------------------------------------------------------------------------------------------------
+
+WEIGHTS = {"trained_inside": 800.0, "trained_outside": 200.0, "frozen_inside": 0.0, "frozen_outside": 0.0,
+           "parameters": 1000.0, "parameters_outside": 200.0, "vectors": 90.0, "scales": 0.0}  # fmt: skip
+CASE = {**WEIGHTS, "fixed": 50.0, "layer": 10.0}
+COUNTED = {
+    "layers": 8, "hidden": 10, "heads": 4, "key_heads": 2, "head_size": 3, "words": 20, "tied": False,
+    "matmul_trained": 900, "matmul_frozen": 0, "all_linear": True, "layer_matmul": 100, "flops_per_second": 1e9,
+    "process_bytes": 7.0, "whole": WEIGHTS,
+    "cases": {f"{tp}:{cp}:{sp}:{stages}:{rows}": CASE for tp in (1, 2) for cp in (1, 2) for sp in (1, 2)
+              for stages in (1, 2, 4) for rows in (1, 2, 4)},
+}  # fmt: skip
+"""Eight layers, and a head that costs as much as two of them."""
+
+
+def row(name: str, processes: int = 2, kind: str = "cpu", memory: float = 1e9, **options: Any) -> Row:
+    hardware = Hardware(kind, processes, memory)
+    given = {"global_batch_size": 16, "per_device_train_batch_size": 4, **options}
+    return plan_row(*candidate(load_strategy(name), config(**given), hardware), COUNTED, hardware)
+
+
+def resting(name: str, processes: int = 2, **options: Any) -> list[float]:
+    memory = row(name, processes, **options).memory
+    assert memory
+    return [memory[use] for use in ("weights", "gradients", "optimizer")]
+
+
+def test_what_rests_where() -> None:
+    assert resting("single") == resting("ddp") == [4000, 4000, 8000]
+    assert resting("fsdp2") == resting("fsdp1") == [2000, 2000, 4000]
+    assert resting("hsdp", 4) == [2000, 2000, 4000]
+    # DeepSpeed updates a flat fp32 copy of the weights beside Adam's two states.
+    assert resting("zero1") == [4000, 4000, 6000]
+    assert resting("zero2") == [4000, 2000, 6000]
+    assert resting("zero3", 4) == [1000, 1000, 3000]
+    # Five layers and the embedding; the other rank has three and the head.
+    assert resting("pp") == [4 * 600, 4 * 600, 8 * 600]
+    # Stages of 2, 2, 3 and 1 layers. Where they turn, the first rank has three layers, embedding and head.
+    assert resting("pp", pp_schedule="interleaved") == [4 * 600, 4 * 600, 8 * 600]
+    assert resting("pp", pp_schedule="zbv") == [4 * 500, 4 * 500, 8 * 500]
+    assert resting("fsdp2", optim="adamw_8bit", master_weights=False, mixed_precision="bf16") == [1000, 1000, 1015.625]
+
+
+def test_what_is_whole_for_a_while() -> None:
+    def gathered(name: str, processes: int = 2) -> float:
+        memory = row(name, processes).memory
+        assert memory
+        return memory["gathered"]
+
+    assert gathered("ddp") == 0
+    # DeepSpeed's bucket, of which a CPU has what is used; under ZeRO 2 and 3 the largest gradient too.
+    assert gathered("zero1") == 4 * 1000
+    assert gathered("zero2") == 4 * (1000 + 200)
+    assert gathered("fsdp2") == 4 * (200 + 2 * 100 + 200)  # outside, two layers, and the largest gradient
+    assert gathered("fsdp1_grad_op") == 4 * (1000 + 200)
+    assert gathered("pp_fsdp2", 4) == 4 * (600 + 600)  # a stage and its gradients to the step's end
+    assert gathered("zero3") == 4 * (1000 + 200 + 1000)
+
+
+def test_a_pipeline_keeps_several_micro_batches() -> None:
+    one, several = row("single").memory, row("pp").memory
+    assert one
+    assert several
+    assert one["activations"] == 50 + 8 * 10
+    # Two in flight; and for each of the four a buffer of 4 rows of 64 tokens of 10 numbers from the other rank.
+    assert several["activations"] == 50 + 5 * 10 * 2 + 4 * 4 * LENGTH * 10 * 4
+    assert [in_flight(name, 4, 16) for name in ("gpipe", "1f1b", "zbv")] == [16, 4, 4]
+    assert in_flight("interleaved", 4, 16) == (2 * 3 + 4 + 1) / 2
+    assert in_flight("1f1b", 4, 2) == 2
+    assert in_flight("interleaved", 4, 7) == 7
+
+
+def test_the_bubble_is_that_of_the_schedule() -> None:
+    assert row("ddp").bubble is None
+    assert row("pp").bubble == pytest.approx(1 / 5)  # two ranks and four micro-batches
+    assert row("pp_interleaved").bubble == pytest.approx(1 / 9)
+    slow, fast = row("pp").seconds, row("pp_interleaved").seconds
+    assert slow
+    assert fast
+    assert slow > fast
+
+
+def test_memory_of_the_host_is_told_apart() -> None:
+    found = row("zero3_offload", kind="gpu", memory=40 * GIB)
+    assert found.host == 2000 + 2000 + 6000  # of each of two processes
+    assert found.memory
+    assert found.memory["weights"] == found.memory["optimizer"] == 0
+    assert found.fits
+    assert found.tokens_per_second is None
+    assert "host memory" in str(found.reason)
+    assert best_first([found, row("zero3", kind="gpu", memory=40 * GIB)])[0].strategy == "zero3"
+
+
+def test_a_gpu_has_more_to_hold_than_the_model() -> None:
+    around = (CUDA_GIB + NCCL_GIB) * GIB
+    found = row("ddp", kind="gpu", memory=around)
+    assert found.memory
+    assert found.memory["overhead"] == around
+    assert found.fits is False
+    assert "1.5 GiB for 1.4 usable; most of it is overhead" in str(found.reason)
+    assert row("ddp", kind="gpu", memory=2 * around).fits
+
+
+def test_the_micro_batch_is_made_to_divide() -> None:
+    hardware = Hardware("gpu", 8, GIB)
+    _, fitted = candidate(load_strategy("ddp"), config(global_batch_size=16, per_device_train_batch_size=8), hardware)
+    assert fitted.per_device_train_batch_size == 2
+    # A pipeline of two ranks needs two micro-batches of what each of its four copies gets.
+    _, fitted = candidate(load_strategy("pp"), config(global_batch_size=16, per_device_train_batch_size=8), hardware)
+    assert fitted.per_device_train_batch_size == 2
+    with pytest.raises(ConfigError, match=r"global_batch_size=12 does not divide"):
+        candidate(load_strategy("ddp"), config(global_batch_size=12), hardware)
+    with pytest.raises(ConfigError, match="num_processes=3"):
+        candidate(load_strategy("tp"), config(), Hardware("gpu", 3, GIB))
+
+
+def test_what_cannot_be_counted_is_no_fit() -> None:
+    counted = copy.deepcopy(COUNTED)
+    counted["cases"]["1:1:1:1:4"] |= {"layer": None, "fixed": None, "why": "shapes follow from numbers"}  # type: ignore[index]
+    hardware = Hardware("cpu", 2, 1e9)
+    found = plan_row(
+        *candidate(load_strategy("ddp"), config(per_device_train_batch_size=4), hardware), counted, hardware
+    )
+    assert (found.fits, found.memory) == (None, None)
+    assert "shapes follow from numbers" in str(found.reason)
+    assert found.as_json()["memory_gib"] is None
+
+
+def test_memory_of_the_host_has_an_end() -> None:
+    strategy, options = load_strategy("zero3_offload"), {"global_batch_size": 16, "per_device_train_batch_size": 4}
+    for host, fits in ((19_999, False), (20_000, True)):
+        hardware = Hardware("gpu", 2, 40 * GIB, host=host)
+        found = plan_row(*candidate(strategy, config(**options), hardware), COUNTED, hardware)
+        assert found.fits is fits
+        assert "host memory" in str(found.reason)
+
+
+def test_what_rests_elsewhere_is_fetched_by_one_rank_too() -> None:
+    for name in ("fsdp2_offload", "zero3_offload"):
+        alone, two = (row(name, count, kind="gpu", memory=40 * GIB).memory for count in (1, 2))
+        assert alone
+        assert two
+        assert alone["weights"] == 0
+        assert alone["gathered"] == two["gathered"] > 0
+
+
+def test_optimizer_states_alone_can_rest_elsewhere(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    text = (ROOT / "accelerate_configs/zero3_offload.yaml").read_text()
+    file.write_text(text.replace("offload_param_device: cpu", "offload_param_device: none"))
+    found = row(str(file), kind="gpu", memory=40 * GIB)
+    assert found.memory
+    assert [found.memory[use] for use in ("weights", "gradients", "optimizer")] == [2000, 0, 0]
+    assert found.host == 2000 + 6000
+
+
+def test_weights_that_stay_gathered_are_sent_once() -> None:
+    # 1,000 weights of which 200 outside; two micro-batches. Half is the other rank's, and gradients go half a way.
+    again, once = row("fsdp1").sent, row("fsdp1_grad_op").sent
+    assert again == 2 * 4 * (1000 + 1000 - 190 - 10 + 1000) / 2
+    assert once == 2 * 4 * (1000 + 1000) / 2
+
+
+def test_a_tied_weight_is_told_of_in_parts_where_it_is_cut() -> None:
+    counted = {**COUNTED, "tied": True, "whole": {**WEIGHTS, "trained_outside": 200.0}}
+    frozen = {**counted, "whole": {**WEIGHTS, "trained_outside": 0.0}}
+
+    def sent(name: str, count: int, known: Any, **options: Any) -> float:
+        hardware = Hardware("cpu", count, 1e9)
+        settings = config(global_batch_size=16, per_device_train_batch_size=4, **options)
+        return plan_row(*candidate(load_strategy(name), settings, hardware), known, hardware).sent or 0.0
+
+    whole, parts = 2 * 20 * 10 * 4 / 2, 2 * 20 * 10 * 4 / 2 / 2  # of two ranks the mean
+    assert sent("pp", 2, counted) - sent("pp", 2, frozen) == whole
+    untied = sent("pp_fsdp2", 4, {**counted, "tied": False})
+    held = 20 * 10 * 4 / 2  # the second copy of the weight is gathered and reduced too
+    assert sent("pp_fsdp2", 4, counted) - untied == pytest.approx(parts + 2 * held / 2)
+    assert sent("pp", 2, counted, pp_schedule="zbv") == sent("pp", 2, frozen, pp_schedule="zbv")
+
+
+def test_a_schedule_that_turns_cannot_cut_a_tied_weight() -> None:
+    hardware, counted = Hardware("cpu", 4, 1e9), {**COUNTED, "tied": True}
+    settings = config(global_batch_size=16, per_device_train_batch_size=4, pp_schedule="zbv")
+    found = plan_row(*candidate(load_strategy("pp_fsdp2"), settings, hardware), counted, hardware)
+    assert found.fits is None
+    assert "one weight that FSDP cuts" in str(found.reason)
+    assert plan_row(*candidate(load_strategy("pp_fsdp2"), settings, hardware), COUNTED, hardware).fits
+
+
+def test_what_is_computed_twice_takes_time() -> None:
+    plain, again, chosen = (
+        row("single", gradient_checkpointing=full, selective_checkpointing=some).tokens_per_second or 0.0
+        for full, some in ((False, False), (True, False), (True, True))
+    )
+    assert plain == chosen
+    assert plain / again == pytest.approx((6 * 900 + 2 * 800) / (6 * 900))
+
+
+def test_gradients_of_bf16_weights_are_half() -> None:
+    small = {"master_weights": False, "mixed_precision": "bf16"}
+    one, half = row("ddp").sent, row("ddp", **small).sent
+    assert one == 2 * half == 4000  # type: ignore[operator]
+
+
+def test_the_link_decides_the_order() -> None:
+    slow, fast = (Hardware("gpu", 2, 80 * GIB, link=link) for link in (1e-6, 1e6))
+    options = {"global_batch_size": 16, "per_device_train_batch_size": 4}
+    found = [
+        [plan_row(*candidate(load_strategy(name), config(**options), one), COUNTED, one) for name in ("tp", "pp")]
+        for one in (slow, fast)
+    ]
+    assert [best_first(rows)[0].strategy for rows in found] == ["pp", "tp"]
+
+
+def test_a_model_that_cannot_be_cut_is_no_candidate() -> None:
+    settings = config()
+    shape = load_shape(settings)
+    assert "does not divide" in case(settings, shape, "1:1:3:1:1")["refused"]
+    assert "use" in case(settings, shape, "3:1:1:1:1")["refused"]
+    assert case(settings, shape, "1:1:1:64:1")["refused"].startswith("64 stages for")
+    assert "refused" not in case(settings, shape, "2:1:1:2:1")
+    counted = copy.deepcopy(COUNTED)
+    counted["cases"]["2:1:1:1:4"] = {"refused": "3 heads"}  # type: ignore[index]
+    hardware = Hardware("cpu", 2, 1e9)
+    found = plan_row(
+        *candidate(load_strategy("tp"), config(per_device_train_batch_size=4), hardware), counted, hardware
+    )
+    assert (found.fits, found.seconds, found.reason) == (None, None, "3 heads")
+
+
+def test_the_best_comes_first() -> None:
+    size = MeshSizes()
+    slow, fast = Row("slow", size, fits=True, seconds=2.0), Row("fast", size, fits=True, seconds=1.0)
+    large = Row("large", size, memory={"weights": 9.0}, fits=False, seconds=0.1)
+    larger = Row("larger", size, memory={"weights": 10.0}, fits=False, seconds=0.1)
+    rest, unknown = Row("refused", size, reason="no"), Row("unknown", size, seconds=0.1)
+    names = [one.strategy for one in best_first([rest, larger, large, unknown, slow, fast])]
+    assert names == ["fast", "slow", "unknown", "large", "larger", "refused"]
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "x", "nan", "inf", "1e99"])
+def test_no_size(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no size in GiB"):
+        told_size(text, "gpu_memory", "GiB", 80)
+    assert told_size("80", "gpu_memory", "GiB", 80) == 80

@@ -1,0 +1,203 @@
+"""Curves from metrics: thinned with their extremes, in the order of steps and attempts, only what is new."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.runs import metrics
+from app.runs.metrics import POINTS, Curves
+from trainers.run.folder import RunFolder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    made = RunFolder(tmp_path / "a")
+    made.create()
+    return made
+
+
+def add(run: RunFolder, *rows: Any) -> None:
+    with open(run.metrics, "a", encoding="utf-8") as file:
+        file.writelines((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+
+
+def row(step: int, loss: float | None, attempt: int = 0, **more: Any) -> dict[str, Any]:
+    return {"step": step, "attempt": attempt, "loss": loss, "tokens": step * 10, "elapsed_s": step / 2, **more}
+
+
+def whole(curves: Curves, run: RunFolder, since: str | None = None) -> dict[str, Any]:
+    return curves.view(run, since, patience=60)
+
+
+def merge(kept: dict[str, Any], fresh: dict[str, Any]) -> dict[str, Any]:
+    """What the browser does with an answer."""
+    if fresh["full"]:
+        return fresh
+    stay = [step for step in kept["train"]["step"] if step < fresh["cut"]]
+    steps = stay + fresh["train"]["step"]
+    loss = {
+        kind: kept["train"]["loss"][kind][: len(stay)] + fresh["train"]["loss"][kind] for kind in kept["train"]["loss"]
+    }
+    return {**fresh, "train": {"step": steps, "loss": loss}}
+
+
+def test_few_rows_are_given_as_they_are(run: RunFolder) -> None:
+    add(run, row(1, 2.0, learning_rate=0.1), row(2, 1.5), {"step": 2, "attempt": 0, "eval_loss": 1.75})
+    seen = whole(Curves(), run)
+    assert seen["train"]["step"] == [1, 2]
+    assert seen["train"]["loss"] == {"mean": [2.0, 1.5]}
+    assert seen["train"]["learning_rate"] == {"mean": [0.1, None]}
+    assert (seen["train"]["tokens"], seen["train"]["elapsed_s"]) == ([10, 20], [0.5, 1.0])
+    assert seen["eval"] == {"step": [2], "tokens": [20], "elapsed_s": [1.0], "eval_loss": {"mean": [1.75]}}
+
+
+def test_a_later_attempt_replaces_the_steps_that_it_repeats(run: RunFolder) -> None:
+    add(run, *(row(step, 1.0) for step in range(1, 8)), {"step": 6, "attempt": 0, "eval_loss": 9.0})
+    add(run, *(row(step, 2.0, attempt=1) for step in range(5, 10)))
+    seen = whole(Curves(), run)
+    assert seen["train"]["step"] == list(range(1, 10))
+    assert seen["train"]["loss"]["mean"] == [1.0] * 4 + [2.0] * 5
+    assert seen["replaced"] == [{"attempt": 0, "step": [5, 6, 7], "loss": [1.0] * 3}]
+    assert seen["attempts"] == [(0, 1), (1, 5)]
+    assert seen["eval"]["step"] == []
+
+
+def test_the_order_of_the_file_does_not_matter(run: RunFolder, tmp_path: Path) -> None:
+    rows = [row(step, step / 7) for step in range(1, 40)] + [row(step, step / 3, 1) for step in range(20, 60)]
+    add(run, *rows)
+    other = RunFolder(tmp_path / "b")
+    other.create()
+    random.Random(3).shuffle(rows)
+    add(other, *rows)
+    first, second = whole(Curves(), run), whole(Curves(), other)
+    assert first["train"] == second["train"]
+    assert first["train"]["step"] != [one["step"] for one in rows]
+
+
+def test_spikes_survive_thinning(run: RunFolder) -> None:
+    values = [1.0] * 20_000
+    values[7_777], values[15_001] = 50.0, -3.0
+    add(run, *(row(step + 1, value) for step, value in enumerate(values)))
+    loss = whole(Curves(), run)["train"]["loss"]
+    assert len(loss["mean"]) <= POINTS
+    assert (max(loss["max"]), min(loss["min"])) == (50.0, -3.0)
+    assert max(loss["mean"]) < 3
+
+
+def test_only_what_is_new_is_sent_and_it_adds_up(run: RunFolder) -> None:
+    curves, kept, sizes = Curves(), {}, []
+    for upto in range(1, 3001, 37):
+        add(run, *(row(step, (step * 7919 % 101) / 50) for step in range(max(1, upto - 36), upto + 1)))
+        fresh = whole(curves, run, kept.get("token"))
+        kept = merge(kept, fresh)
+        sizes += [] if fresh["full"] else [len(json.dumps(fresh))]
+    expected = whole(Curves(), run)
+    assert kept["train"]["step"] == expected["train"]["step"]
+    assert kept["train"]["loss"] == expected["train"]["loss"]
+    assert max(sizes) < 8_000 < len(json.dumps(expected))
+
+
+def test_nothing_new_is_almost_nothing(run: RunFolder) -> None:
+    add(run, *(row(step, 1.0) for step in range(1, 5000)))
+    curves = Curves()
+    first = whole(curves, run)
+    again = whole(curves, run, first["token"])
+    assert again == {"token": first["token"], "rows": 4999, "more": False, "same": True}
+    add(run, {"step": 4999, "attempt": 0, "eval_loss": 0.5})
+    assert whole(curves, run, first["token"])["eval"]["step"] == [4999]
+
+
+def test_a_new_attempt_sends_everything_again(run: RunFolder) -> None:
+    add(run, row(1, 1.0), row(2, 1.0))
+    curves = Curves()
+    token = whole(curves, run)["token"]
+    add(run, row(2, 5.0, attempt=1))
+    seen = whole(curves, run, token)
+    assert seen["full"]
+    assert seen["train"]["loss"]["mean"] == [1.0, 5.0]
+
+
+def test_half_a_row_waits_for_its_end(run: RunFolder) -> None:
+    add(run, row(1, 1.0))
+    text = json.dumps(row(2, 2.0))
+    with open(run.metrics, "a") as file:
+        file.write(text[:20])
+    curves = Curves()
+    assert whole(curves, run)["rows"] == 1
+    with open(run.metrics, "a") as file:
+        file.write(text[20:] + "\n")
+    assert whole(curves, run)["train"]["loss"]["mean"] == [1.0, 2.0]
+
+
+def test_a_file_that_was_replaced_is_read_anew(run: RunFolder) -> None:
+    add(run, row(1, 1.0), row(2, 1.0))
+    curves = Curves()
+    token = whole(curves, run)["token"]
+    run.metrics.unlink()
+    add(run, row(1, 7.0))
+    seen = whole(curves, run, token)
+    assert (seen["full"], seen["train"]["loss"]["mean"]) == (True, [7.0])
+
+
+def test_what_json_and_charts_have_no_word_for_is_missing(run: RunFolder) -> None:
+    add(run, row(1, None), '{"step": 2, "attempt": 0, "loss": NaN, "grad_norm": Infinity}', row(3, 1.0),
+        '{"step": 4, "attempt": 0, "loss": 1e999, "grad_norm": "x"}', row(5, 10**400), row(6, True))  # fmt: skip
+    seen = whole(Curves(), run)
+    assert json.loads(json.dumps(seen, allow_nan=False))["train"]["loss"]["mean"] == [None, None, 1.0, None, None, None]
+    assert "grad_norm" not in seen["train"]
+
+
+@pytest.mark.parametrize(
+    "line", ["[1]", "{", "null", '{"step": "1"}', '{"step": -1}', '{"step": 1e9}', '{"step": 99999999999999999999}',
+             '{"step": true, "loss": 1}', "[" * 50_000, "\0\0"]
+)  # fmt: skip
+def test_what_is_no_row_is_left_out(run: RunFolder, line: str) -> None:
+    add(run, row(1, 1.0), line, row(2, 2.0))
+    assert whole(Curves(), run)["train"]["loss"]["mean"] == [1.0, 2.0]
+
+
+def test_an_endless_line_is_skipped(run: RunFolder) -> None:
+    with open(run.metrics, "w") as file:
+        file.write("x" * (2 * metrics._LONGEST_ROW + 17) + "\n")
+    add(run, row(1, 1.0))
+    assert whole(Curves(), run)["train"]["loss"]["mean"] == [1.0]
+
+
+def test_a_large_file_is_read_in_several_calls_and_its_newest_values_are_known_at_once(run: RunFolder) -> None:
+    add(run, *(row(step, float(step)) for step in range(1, 20_001)))
+    curves = Curves()
+    first = curves.view(run, patience=0.001)
+    assert first["more"]
+    assert curves.latest(run, patience=0.0)["loss"] == 20_000.0
+    while (last := curves.view(run, patience=0.001))["more"]:
+        pass
+    assert last["rows"] == 20_000
+    assert last["train"]["step"][-1] == 20_000
+
+
+def test_the_cache_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "_CACHED_ROWS", 25)
+    curves = Curves()
+    for name in "abcdef":
+        made = RunFolder(tmp_path / name)
+        made.create()
+        add(made, *(row(step, 1.0) for step in range(10)))
+        whole(curves, made)
+    assert len(curves.runs) <= 4
+    assert tmp_path / "f" in curves.runs
+
+
+@pytest.mark.parametrize("since", ["x", 7, ["a"], "1.2.3.4.5", "\0", "9" * 5000, {"a": 1}])
+def test_a_strange_token_gets_everything(run: RunFolder, since: object) -> None:
+    add(run, row(1, 1.0))
+    assert Curves().view(run, since)["full"]
+
+
+def test_no_metrics_are_no_curves(run: RunFolder) -> None:
+    seen = whole(Curves(), run)
+    assert (seen["rows"], seen["train"], seen["eval"], seen["more"]) == (0, {"step": []}, {"step": []}, False)

@@ -1,0 +1,223 @@
+"""Which files a request may touch, and where what is uploaded goes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.services.allowed_paths import INPUTS, OUTPUTS, check_paths, path_mistakes, strategy_mistake
+from app.services.form import preview
+from app.services.uploads import ENDINGS, safe_name, take
+from trainers.config.options import ConfigError
+from trainers.config.validation import build
+from trainers.data.files import KINDS
+from trainers.strategy.accelerate_schema import Key
+from trainers.strategy.deepspeed_schema import JSON, PATH
+
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """An allowed folder beside one that is not, with links from the one into the other."""
+    inside, outside = tmp_path / "inside", tmp_path / "outside"
+    for folder in (inside / "data", inside / "model", outside / "data"):
+        folder.mkdir(parents=True)
+    (inside / "data" / "a.jsonl").write_text("{}\n")
+    (inside / "data" / "b.jsonl").symlink_to("a.jsonl")
+    (outside / "secret.jsonl").write_text("{}\n")
+    (inside / "link.jsonl").symlink_to(outside / "secret.jsonl")
+    (inside / "way out").symlink_to(outside)
+    (inside / "mixed").mkdir()
+    (inside / "mixed" / "x.jsonl").symlink_to(outside / "secret.jsonl")
+    (inside / "circle").symlink_to("circle")
+    return inside
+
+
+def refused(root: Path, **values: str) -> dict[str, str]:
+    return path_mistakes(values, [root])
+
+
+@pytest.mark.parametrize("value", ["data/a.jsonl", "data", "data/*.jsonl", "model"])
+def test_what_lies_inside_is_allowed(root: Path, value: str) -> None:
+    assert refused(root, dataset_name=str(root / value)) == {}
+
+
+@pytest.mark.parametrize("value", ["org/name", "gpt2", "embedded", "Qwen/Qwen3-1.7B", "none", ""])
+def test_hub_ids_and_our_own_names_are_no_paths(root: Path, value: str) -> None:
+    assert refused(root, model_name_or_path=value, dataset_name=value) == {}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "/etc/passwd", "../outside/secret.jsonl", "{root}/../outside/secret.jsonl", "{root}/data/..%2f..%2foutside",
+        "..%2F..%2Fetc", "~/x", "~root/x", "file:///etc/passwd", "http://169.254.169.254/x", "https://a.b/c.jsonl",
+        "s3://bucket/x", "{root}/link.jsonl", "{root}/way out/secret.jsonl", "{root}/way out", "{root}/mixed",
+        "{root}/mixed/*.jsonl", "{root}/*/x.jsonl", "{root}/**", "{root}/way out/*.jsonl", "{root}/circle", "/", ".",
+        "{root}/data/a\u202e.jsonl", "{root}/" + "x" * 300, "..\\..\\etc", "nothing.jsonl", "{root}/nothing",
+        "/proc/self/environ", "{root}/data/none*.jsonl",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["dataset_name", "eval_dataset_name", "model_name_or_path"])
+def test_what_leads_out_is_refused(root: Path, value: str, name: str) -> None:
+    found = refused(root, **{name: value.replace("{root}", str(root))})
+    assert list(found) == [name]
+    assert found[name].startswith(f"{name}=")
+
+
+def test_a_link_inside_to_the_inside_is_allowed(root: Path) -> None:
+    assert refused(root, dataset_name=str(root / "data" / "b.jsonl")) == {}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_what_is_written_lies_inside_too(root: Path, name: str) -> None:
+    assert refused(root, **{name: str(root / "new" / "folder")}) == {}
+    for value in ("/tmp/elsewhere", str(root / "way out" / "x"), "~/x", "../x"):
+        assert list(refused(root, **{name: value})) == [name]
+    assert refused(root, resume_from_checkpoint="auto") == {}
+
+
+def test_the_line_names_option_value_and_roots(root: Path) -> None:
+    config = build({"model_name_or_path": "embedded", "dataset_name": "/etc", "runs_dir": str(root)})
+    with pytest.raises(ConfigError, match=f"dataset_name=/etc lies outside .* under {root}"):
+        check_paths(config, [root])
+    check_paths(config.model_copy(update={"dataset_name": str(root / "data")}), [root])
+
+
+def test_without_the_check_the_outside_is_read(root: Path) -> None:
+    values = {"dataset_name": str(root / "link.jsonl"), "runs_dir": str(root)}
+    assert preview(values, "tiny-lora", num_processes=1).job is not None
+    assert list(preview(values, "tiny-lora", num_processes=1, roots=[root]).errors) == ["dataset_name"]
+
+
+@pytest.mark.parametrize("name", [*INPUTS, *OUTPUTS])
+def test_a_preview_refuses_every_kind_of_path(root: Path, name: str) -> None:
+    values = {"runs_dir": str(root), name: "/etc/passwd"}
+    assert list(preview(values, "tiny-lora", num_processes=1, roots=[root]).errors) == [name]
+
+
+def test_a_strategy_and_its_json_lie_inside(root: Path) -> None:
+    text = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  deepspeed_config_file: {}\n"
+    (root / "out.yaml").write_text(text.format("/etc/passwd"))
+    (root / "in.yaml").write_text(text.format(root / "zero.json"))
+    assert strategy_mistake("ddp", [root]) is None
+    assert strategy_mistake(str(root / "in.yaml"), [root]) is None
+    assert "deepspeed_config_file=/etc/passwd" in str(strategy_mistake(str(root / "out.yaml"), [root]))
+    assert "outside" in str(strategy_mistake("/etc/x.yaml", [root]))
+    assert list(preview({"runs_dir": str(root)}, "tiny-lora", "/etc/x.yaml", roots=[root]).errors) == ["strategy"]
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ("flops_profiler", "output_file"),
+        ("zero_optimization.offload_optimizer", "nvme_path"),
+        ("zero_optimization.offload_param", "nvme_path"),
+    ],
+)
+def test_what_a_json_writes_to_lies_inside(root: Path, section: str, key: str) -> None:
+    text = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  deepspeed_config_file: {}\n"
+    file, strategy = root / "zero.json", root / "zero.yaml"
+    strategy.write_text(text.format(file))
+    for path in ("/etc/passwd", "../x", f"{root}/../x", str(root / "way out" / "x"), "~/x", str(root / "new")):
+        content: dict[str, Any] = {key: path}
+        for name in reversed(section.split(".")):
+            content = {name: content}
+        file.write_text(json.dumps(content))
+        line = strategy_mistake(str(strategy), [root])
+        assert (line is None) == (path == str(root / "new")), line
+        assert line is None or f"{section}.{key}={path} " in line
+    assert path == str(root / "new"), "the control"
+
+
+def test_every_text_of_a_json_that_is_no_path_is_known() -> None:
+    """A key that DeepSpeed takes for a path must be held against the allowed folders too."""
+    no_paths = {"optimizer.type", "log_level", "seq_parallel_communication_data_type"}
+
+    def texts(keys: Mapping[str, Key], where: str = "") -> set[str]:
+        found = set()
+        for name, key in keys.items():
+            if key.inside is not None:
+                found |= texts(key.inside, f"{where}{name}.")
+            elif str in key.types and not key.choices and not key.words and key is not PATH:
+                found.add(f"{where}{name}")
+        return found
+
+    assert texts(JSON) == no_paths
+
+
+def test_a_very_large_folder_is_not_looked_through(root: Path) -> None:
+    many = root / "many"
+    many.mkdir()
+    for number in range(10_001):
+        os.link(root / "data" / "a.jsonl", many / str(number))
+    assert "more than 10,000 files" in refused(root, dataset_name=str(many))["dataset_name"]
+
+
+# -- uploads -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_endings_are_those_that_can_be_read() -> None:
+    assert set(ENDINGS) == set(KINDS)
+
+
+@pytest.mark.parametrize(
+    ("sent", "stored"),
+    [
+        ("data.jsonl", "data.jsonl"),
+        ("../../etc/cron.d/x.csv", "x.csv"),
+        ("C:\\data\\My Data.CSV", "My-Data.csv"),
+        ("..jsonl.txt", "jsonl.txt"),
+        (".hidden.json", "hidden.json"),
+        ("gnl\u202enosj.txt", "gnlnosj.txt"),
+        ("a\x00b\nc.txt", "abc.txt"),
+        ("*?[x].txt", "x-.txt"),
+        ("-rf.txt", "rf.txt"),
+        ("日本 🙂.jsonl", "日本-🙂.jsonl"),
+    ],
+)
+def test_a_name_is_only_a_name(sent: str, stored: str) -> None:
+    assert safe_name(sent) == stored
+
+
+def test_a_long_name_is_cut() -> None:
+    assert len(safe_name("x" * 300 + ".jsonl")) == 100
+    assert len(safe_name("日" * 300 + ".jsonl").encode()) < 255
+
+
+@pytest.mark.parametrize("name", ["x.py", "x", "x.jsonl.exe", "x.safetensors", "", ".", "..", "x.pkl", "\u202e.txt"])
+def test_other_endings_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="send one of"):
+        safe_name(name)
+
+
+def test_an_upload_is_stored_and_never_over_another(tmp_path: Path) -> None:
+    uploads = tmp_path / "uploads"
+    for number in range(3):
+        (tmp_path / "sent").write_text(f"{number}")
+        take(tmp_path / "sent", "data.jsonl", uploads)
+    assert {path.name: path.read_text() for path in uploads.iterdir()} == {
+        "data.jsonl": "0", "data-2.jsonl": "1", "data-3.jsonl": "2"
+    }  # fmt: skip
+
+
+def test_links_and_large_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "real").write_text("12345")
+    (tmp_path / "link").symlink_to("real")
+    os.mkfifo(tmp_path / "pipe")
+    uploads = tmp_path / "uploads"
+    for name in ("link", "pipe", "missing"):
+        with pytest.raises(ConfigError):
+            take(tmp_path / name, "x.txt", uploads)
+    with pytest.raises(ConfigError, match="at most 4 are taken"):
+        take(tmp_path / "real", "x.txt", uploads, most_bytes=4)
+    uploads.mkdir(exist_ok=True)
+    (uploads / "x.txt").symlink_to(tmp_path / "target")
+    assert take(tmp_path / "real", "x.txt", uploads).name == "x-2.txt"
+    assert not (tmp_path / "target").exists()

@@ -1,0 +1,416 @@
+"""The model behind the Train page: fields, mistakes by field, derived numbers, and a command that a shell can read."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import app.hardware
+from app.hardware import Devices, Gpu
+from app.launch.foreground import write_folder
+from app.services.choices import GpuChoice, gpu_choices, strategy_choices
+from app.services.fields import COMMON, as_texts, fields, text_of
+from app.services.form import (
+    Preview,
+    by_field,
+    clone,
+    from_run,
+    load_yaml,
+    preview,
+    preview_request,
+    read_text,
+    save_yaml,
+)
+from app.services.starting_values import differences, starting_values
+from trainers.config.options import ConfigError, TrainConfig, absolute_paths
+from trainers.config.parse import dump_yaml, parse_request
+from trainers.run.folder import RunFolder
+from trainers.strategy.strategy import from_launcher, resolve, strategy_names
+
+pytestmark = pytest.mark.usefixtures("elsewhere")
+CPU: dict[str, Any] = {"preset": "tiny-lora", "num_processes": 2}
+
+
+# -- fields ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_option_is_a_field_with_its_docstring() -> None:
+    known = {one.name: one for one in fields()}
+    assert set(known) == set(TrainConfig.model_fields) - {"preset"}
+    assert known["learning_rate"].kind == "float"
+    assert known["learning_rate"].limits == "above 0, at most 10"
+    assert known["max_steps"].optional
+    assert known["max_steps"].limits == "steps, at least 1"
+    assert (known["packing"].kind, known["packing"].default) == ("bool", "true")
+    assert known["mixed_precision"].choices == ("no", "fp16", "bf16", "fp8")
+    assert (known["columns"].kind, known["report_to"].kind) == ("map", "list")
+    assert known["dataset_name"].default is None
+    assert set(COMMON) == {one.name for one in fields() if one.common}
+    assert all(one.help for one in fields())
+
+
+@pytest.mark.parametrize("preset", [None, "tiny-lora", "qwen3-8b-qlora"])
+def test_an_untouched_form_says_nothing(preset: str | None) -> None:
+    start = starting_values(preset)
+    assert differences(start, preset) == {}
+    as_shown = {name: "" if text == "none" and name == "max_steps" else text for name, text in start.items()}
+    assert differences(as_shown, preset) == {}
+    assert differences({**start, "packing": False, "learning_rate": " 1e-3 "}, preset) == {
+        "packing": "false", "learning_rate": "1e-3"
+    }  # fmt: skip
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "launch", "field"),
+    [
+        ({"learning_rate": "abc"}, {}, "learning_rate"),
+        ({"global_batch_size": "31"}, {}, "global_batch_size"),
+        ({"packing": "perhaps"}, {}, "packing"),
+        ({"columns": "foo=bar"}, {}, "columns"),
+        ({"early_stopping_patience": "2"}, {}, "early_stopping_patience"),
+        ({"run_name": "a\nb"}, {}, "run_name"),
+        ({"run_name": "a\ud800b"}, {}, "run_name"),
+        ({"run_name": "x" * 5000}, {}, "run_name"),
+        ({"seed": 10**5000}, {}, "seed"),
+        ({"seed": {"a": {}}}, {}, "seed"),
+        ({"nonsense": "1"}, {}, ""),
+        ({"trust_remote_code": "yes"}, {}, "trust_remote_code"),
+        ({}, {"preset": "nope"}, "preset"),
+        ({}, {"strategy": "nope"}, "strategy"),
+        ({}, {"strategy": "hsdp"}, "strategy"),
+        ({}, {"strategy": "/dev/null/x.yaml"}, "strategy"),
+        ({}, {"gpus": "7"}, "gpus"),
+        ({}, {"gpus": [{"a": 1}]}, "gpus"),
+        ({}, {"num_processes": "many"}, "gpus"),
+        ({}, {"num_processes": 10**6}, "gpus"),
+    ],
+)
+def test_a_mistake_stands_under_its_field(values: dict[str, Any], launch: dict[str, Any], field: str) -> None:
+    shown = preview(values, **{**CPU, **launch})
+    assert list(shown.errors) == [field]
+    assert shown.job is None
+    assert (shown.yaml, shown.command, shown.numbers) == ("", "", None)
+    assert all(len(line) < 3000 and "\n" not in line for line in shown.mistakes)
+
+
+def test_all_mistakes_come_at_once() -> None:
+    values = {"learning_rate": "abc", "packing": "x", "dataset_name": "/etc/passwd"}
+    shown = preview(values, preset="tiny-lora", strategy="nope", num_processes="x", roots=[Path.cwd()])
+    assert set(shown.errors) == {"learning_rate", "packing", "dataset_name", "strategy", "gpus"}
+    assert set(preview({}).errors) == {"model_name_or_path", "dataset_name"}
+
+
+def test_a_refused_path_is_not_called_missing() -> None:
+    shown = preview({"model_name_or_path": "/etc", "dataset_name": "embedded"}, num_processes=1, roots=[Path.cwd()])
+    assert list(shown.errors) == ["model_name_or_path"]
+    assert len(shown.mistakes) == 1
+
+
+def test_lines_of_a_check_find_their_fields() -> None:
+    lines = ["dataset_name=x.jsonl does not exist; check the path", "ddp.yaml: strange key", "something else"]
+    assert by_field(lines) == {"dataset_name": [lines[0]], "strategy": [lines[1]], "": [lines[2]]}
+
+
+def test_nothing_is_written() -> None:
+    preview({}, **CPU)
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_remote_code_only_where_it_was_allowed() -> None:
+    assert preview({"trust_remote_code": True}, **CPU).job is None
+    assert preview({"trust_remote_code": True}, **CPU, remote_code=True).job is not None
+
+
+@pytest.mark.parametrize("request_", [None, [], "x", {"x": 1}, {"options": []}, {"options": {}, "config": "x"}])
+def test_a_script_sends_one_object(request_: object, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        preview_request(request_, tmp_path)
+    assert preview_request({"preset": {"a": 1}}, tmp_path).job is None
+
+
+def test_a_script_gets_what_a_person_sees(tmp_path: Path) -> None:
+    request = {"preset": "tiny-lora", "strategy": "fsdp2", "num_processes": 2, "options": {"max_steps": 5}}
+    shown = preview_request(request, tmp_path / "runs", [tmp_path])
+    told = json.loads(json.dumps(shown.as_json()))
+    assert told["errors"] == {}
+    assert told["numbers"]["total_steps"] == 5
+    assert shown.job
+    assert shown.job.run.path.parent == tmp_path / "runs"
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_derived_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.services.form.known_rows", lambda config: 100)
+    shown = preview({"global_batch_size": "32", "per_device_train_batch_size": 4}, **CPU)
+    assert shown.numbers
+    assert (shown.numbers.accumulation_steps, shown.numbers.data_parallel_size) == (4, 2)
+    assert shown.numbers.tokens_per_step == 32 * 256
+    assert (shown.numbers.steps_per_epoch, shown.numbers.total_steps) == (4, 4)
+    shown = preview({"max_steps": "7", "lr_scaling": "linear", "lr_scaling_batch_size": "8"}, **CPU)
+    assert shown.numbers
+    assert (shown.numbers.epochs, shown.numbers.total_steps) == (None, 7)
+    assert shown.numbers.learning_rate == pytest.approx(6e-3)
+    assert shown.job
+    assert shown.yaml == dump_yaml(shown.job.config)
+
+
+def test_warnings_are_shown() -> None:
+    shown = preview({"max_steps": "7", "num_train_epochs": "3", "lora_dropout": "0.1"}, **CPU)
+    assert any("num_train_epochs" in line for line in shown.warnings)
+    assert any("lora_dropout" in line for line in shown.warnings)
+
+
+def test_it_is_quick() -> None:
+    preview({}, **CPU)
+    taken = []
+    for number in range(9):
+        began = time.process_time()
+        preview({"learning_rate": f"{number + 1}e-4"}, **CPU, strategy="fsdp2", roots=[Path.cwd()])
+        taken.append(time.process_time() - began)
+    assert sorted(taken)[4] < 0.05
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def words_of(command: str) -> list[str]:
+    """The words that a real shell makes of a line."""
+    made = subprocess.run(["bash", "-c", f"printf '%s\\0' {command}"], capture_output=True, check=True)
+    return made.stdout.decode().split("\0")[:-1]
+
+
+def read_back(words: list[str]) -> tuple[TrainConfig, dict[str, Any]]:
+    """What the training script makes of an argv: config and strategy."""
+    script = next(index for index, word in enumerate(words) if word.endswith("train.py"))
+    config = absolute_paths(parse_request(words[script + 1 :]).resolve())
+    asked = from_launcher(words, "train.py")
+    strategy = resolve(asked, asked.num_processes, config.mixed_precision)
+    return config, {key: value for key, value in strategy.values.items() if key != "main_process_port"}
+
+
+def agrees(shown: Preview, words: list[str]) -> bool:
+    assert shown.job
+    return read_back(words) == (shown.job.config, shown.job.strategy.values)
+
+
+LETTERS = st.characters(exclude_categories=("Cs", "Cc"), exclude_characters="".join(map(chr, range(0x202A, 0x202F))))
+NASTY = st.sampled_from(
+    ["'", '"', "$(id)", "`id`", "\\", " ", "!", "#", "*", "&&", ";", "|", ">", "--", "=", "ü", "🙂"]
+)
+TEXTS = st.lists(LETTERS | NASTY, min_size=1, max_size=12).map("".join).filter(lambda text: len(text) <= 100)
+NAMES = TEXTS.filter(lambda text: not text.startswith("~") and text.strip() and text.lower() not in ("none", "null"))
+PARTS = TEXTS.filter(lambda text: "," not in text and "=" not in text and text.strip() == text)
+VALUES = st.fixed_dictionaries(
+    {},
+    optional={
+        "run_name": TEXTS,
+        "dataset_split": NAMES,
+        "model_name_or_path": NAMES,
+        "dataset_name": NAMES.filter(lambda text: "\0" not in text),
+        "lora_target_modules": st.lists(PARTS, min_size=1, max_size=3),
+        "columns": st.dictionaries(st.sampled_from(["prompt", "completion"]), PARTS, max_size=2),
+        "learning_rate": st.floats(1e-9, 10) | st.sampled_from(["1e-3", " 0.5", "003e-5"]),
+        "max_steps": st.none() | st.integers(1, 10**6),
+        "packing": st.booleans() | st.sampled_from(["yes", "0", "True"]),
+        "seed": st.integers(0, 2**32 - 1),
+        "mixed_precision": st.sampled_from(["no", "bf16"]),
+    },
+)
+
+
+@given(VALUES, st.sampled_from(["tiny-lora", "tiny-full"]), st.sampled_from(["ddp", "fsdp2", "single", None]))
+@example({"dataset_split": "--", "run_name": "--"}, "tiny-lora", "ddp")
+@settings(max_examples=50, deadline=None)
+def test_a_pasted_command_is_the_same_run(values: dict[str, Any], preset: str, strategy: str | None) -> None:
+    count = 1 if strategy == "single" else 2
+    shown = preview(values, preset=preset, strategy=strategy, num_processes=count)
+    assert shown.errors == {}
+    assert agrees(shown, words_of(shown.command))
+
+
+def test_a_command_that_is_not_quoted_is_another_run() -> None:
+    shown = preview({"run_name": "a$HOME"}, **CPU)
+    assert agrees(shown, words_of(shown.command))
+    assert not agrees(shown, words_of(shown.command.replace("'", "")))
+
+
+@pytest.mark.parametrize("letter", ["\n", "\r", "\0", "\x1b", "\u202e"])
+def test_control_characters_are_refused(letter: str) -> None:
+    assert list(preview({"run_name": f"a{letter}b"}, **CPU).errors) == ["run_name"]
+
+
+def test_the_command_says_what_differs_and_no_more() -> None:
+    shown = preview({"learning_rate": "3e-3", "max_steps": 5, "seed": ""}, **CPU)
+    words = words_of(shown.command)
+    script = next(index for index, word in enumerate(words) if word.endswith("train.py"))
+    assert words[script + 1 :] == ["--preset", "tiny-lora", "--max_steps", "5"]
+    assert Path(words[script]).is_absolute()
+    assert Path(words[words.index("--config_file") + 1]).is_absolute()
+
+
+def test_a_value_that_looks_like_an_option_is_joined_to_its_own() -> None:
+    shown = preview({"run_name": "--config_file=/etc/passwd"}, **CPU)
+    assert "--run_name=--config_file=/etc/passwd" in words_of(shown.command)
+    assert agrees(shown, words_of(shown.command))
+
+
+def test_local_paths_mean_the_same_in_any_folder(tmp_path: Path) -> None:
+    (tmp_path / "a b.jsonl").write_text("{}\n")
+    shown = preview({"dataset_name": "a b.jsonl", "runs_dir": "my runs"}, **CPU)
+    words = words_of(shown.command)
+    os.chdir("/")
+    assert agrees(shown, words)
+    assert words[-1] == str(tmp_path / "my runs")
+
+
+def test_gpus_stand_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = [Gpu(index, f"GPU-{index}", "H100", 80 << 30) for index in range(4)]
+    monkeypatch.setattr(app.hardware, "find_gpus", lambda: machine)
+    shown = preview({}, preset="tiny-lora", gpus=["1", "3"], strategy="fsdp2")
+    words = words_of(shown.command)
+    assert words[0] == "CUDA_VISIBLE_DEVICES=1,3"
+    assert shown.job
+    assert shown.job.devices == Devices([1, 3], 2)
+
+
+def test_a_mesh_that_the_file_does_not_say_gets_our_own_command() -> None:
+    shown = preview({"global_batch_size": "48"}, preset="tiny-lora", strategy="hsdp", num_processes=6)
+    words = words_of(shown.command)
+    assert words[1:6] == ["train", "--strategy", "hsdp", "--num_processes", "6"]
+    assert any("accelerate launch" in line for line in shown.warnings)
+    shown = preview({"global_batch_size": "32"}, preset="tiny-lora", strategy="hsdp", num_processes=4)
+    assert agrees(shown, words_of(shown.command))
+
+
+def test_the_training_script_takes_the_command(tmp_path: Path) -> None:
+    data = tmp_path / 'my "own" $data üñ.jsonl'
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    data.write_text("".join(json.dumps(row) + "\n" for _ in range(64)), encoding="utf-8")
+    values = {
+        "dataset_name": str(data), "eval_dataset_name": "none", "max_steps": "2", "packing": False,
+        "global_batch_size": 8, "per_device_train_batch_size": 4, "cache_dir": str(tmp_path / "cache"),
+    }  # fmt: skip
+    shown = preview(values, **CPU)
+    assert shown.errors == {}
+    words = words_of(shown.command)
+    script = next(index for index, word in enumerate(words) if word.endswith("train.py"))
+    python = Path(words[0]).with_name("python")
+    line = shown.command.replace(shown.command.partition("train.py")[0], f"{python} {Path(words[script]).parent}/", 1)
+    done = subprocess.run(["bash", "-c", f"{line} --check"], capture_output=True, text=True, cwd="/", check=False)
+    assert done.returncode == 0, done.stderr
+    assert "2 steps of 8 rows" in done.stdout
+
+
+# -- saved, loaded, cloned ---------------------------------------------------------------------------------------------
+
+
+def test_saved_and_loaded_it_is_the_same() -> None:
+    values = {"learning_rate": "0.0007", "columns": "prompt=q,completion=a", "packing": "false", "run_name": "ü b"}
+    shown = preview(values, **CPU)
+    again = load_yaml(save_yaml(shown))
+    assert (again.preset, again.values) == ("tiny-lora", values)
+    assert preview(again.values, again.preset, num_processes=2).yaml == shown.yaml
+
+
+def test_without_a_preset_everything_that_is_no_default_is_kept() -> None:
+    loaded = load_yaml("model_name_or_path: embedded\ndataset_name: embedded\nlearning_rate: 1e-3\n")
+    assert loaded.preset is None
+    assert loaded.values == {"model_name_or_path": "embedded", "dataset_name": "embedded", "learning_rate": "0.001"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "- a\n", "a: 1\na: 2\n", "a: &x 1\nb: *x\n", "a: !!python/object/apply:os.system [id]\n", "foo: 1\n",
+        "preset: nope\n", "preset: tiny-lora\nlearning_rate: [1]\n", "a: " + "[" * 90000, "x" * 200_000,
+        "preset: tiny-lora\nseed: 2026-99-99\n", "preset: tiny-lora\ncolumns: {prompt: 'a,b'}\n", "a: \0\n",
+    ],
+)  # fmt: skip
+def test_a_bad_yaml_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        load_yaml(text)
+
+
+def test_a_binary_file_is_no_yaml(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="no text"):
+        read_text(tmp_path / "x.yaml")
+
+
+def test_mistakes_cannot_be_saved() -> None:
+    with pytest.raises(ConfigError):
+        save_yaml(preview({"learning_rate": "abc"}, **CPU))
+
+
+@pytest.mark.parametrize(("strategy", "count"), [("fsdp2", 2), ("hsdp", 6), ("single", 1)])
+def test_a_run_can_be_made_again(strategy: str, count: int, tmp_path: Path) -> None:
+    values = {"learning_rate": "0.0007", "global_batch_size": "48", "runs_dir": str(tmp_path / "runs")}
+    shown = preview(values, "tiny-lora", strategy, num_processes=count)
+    assert shown.job
+    write_folder(shown.job)
+    shown.job.run.write_state(state="stopped")
+    chosen = clone(shown.job.run.id, tmp_path / "runs")
+    assert (chosen.preset, chosen.strategy, chosen.num_processes, chosen.gpus) == ("tiny-lora", strategy, count, ())
+    assert chosen.values == {"learning_rate": "0.0007", "global_batch_size": "48"}
+    with pytest.raises(ConfigError, match="no run id"):
+        clone(str(shown.job.run.path), tmp_path / "runs")
+
+
+def test_a_strategy_of_ones_own_is_cloned_from_the_run(tmp_path: Path) -> None:
+    shown = preview({"runs_dir": str(tmp_path)}, **CPU, strategy="ddp")
+    assert shown.job
+    write_folder(shown.job)
+    file = shown.job.run.accelerate
+    file.write_text(file.read_text() + "debug: true\n")
+    assert from_run(shown.job.run).strategy == str(file)
+
+
+def test_a_damaged_run_is_refused(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    run.create()
+    with pytest.raises(ConfigError):
+        from_run(run)
+
+
+# -- what else a form offers -------------------------------------------------------------------------------------------
+
+
+def test_strategies_say_whether_they_can_run() -> None:
+    told = {one.name: one for one in strategy_choices("lora", Devices([], 2))}
+    assert set(told) == set(strategy_names())
+    assert told["ddp"].reason is None
+    assert told["ddp"].summary
+    assert "accelerator" in str(told["fsdp2_offload"].reason)
+    assert "at least 4" in str(told["hsdp"].reason)
+    assert {one.name: one for one in strategy_choices("lora", Devices([], 4))}["hsdp"].reason is None
+
+
+def test_without_gpus_there_are_none_to_choose() -> None:
+    assert gpu_choices() == []
+    assert GpuChoice(0, "H100", 80 << 30, None, "").holder == ""
+
+
+@pytest.mark.parametrize("value", [True, None, 0.001, [1, 2], {"a": "b"}, "x"])
+def test_values_are_written_as_on_the_command_line(value: Any) -> None:
+    assert as_texts({"x": value}) == {"x": text_of(value)}
+
+
+def test_every_default_of_a_choice_is_among_its_choices() -> None:
+    """A list on the page takes nothing else."""
+    wrong = [one.name for one in fields() if one.kind == "choice" and one.default not in one.choices]
+    assert wrong == []
+    schedule = next(one for one in fields() if one.name == "pp_schedule")
+    assert (schedule.default, schedule.choices[:2]) == ("none", ("none", "gpipe"))

@@ -1,0 +1,192 @@
+"""What will hardly fit is told with numbers before anything is launched, and nothing is called ready that is not."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import app.hardware
+import app.launch.machines
+from app.commands import runs
+from app.hardware import Devices, Gpu, choose_devices
+from app.launch.job import Job, sort_words, train_job
+from app.services import memory_check
+from app.services.form import preview
+from app.services.memory_check import Verdict, known_verdict, memory_verdict
+from trainers.config.options import ConfigError
+from ui.pages.train_parts import panel
+
+pytestmark = pytest.mark.usefixtures("elsewhere")
+FACTS = Path(__file__).parents[2] / "architectures"
+GIB = 2**30
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, *used: float, busy: int = 0) -> None:
+    """A GPU of 80 GiB for each number of GiB that others use of it."""
+    machine = [Gpu(n, f"GPU-{n}", "H100", 80 * GIB, int(gib * GIB), busy) for n, gib in enumerate(used)]
+    monkeypatch.setattr(app.hardware, "find_gpus", lambda: machine)
+
+
+def job_of(*words: str) -> Job:
+    return train_job(sort_words(words))
+
+
+@pytest.fixture
+def eight_billion(tmp_path: Path) -> list[str]:
+    """The words of a run of Llama 3.1 8B, of which no more than config.json is at hand."""
+    facts = json.loads((FACTS / "llama-3.1-8b.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(facts["config"]))
+    return ["llama-3.1-8b-full", "--model_name_or_path", str(tmp_path)]
+
+
+def test_a_run_that_will_hardly_fit_says_so_with_numbers(
+    eight_billion: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted once; what is free is looked at each time."""
+    stand_in(monkeypatch, 0)
+    counted, real = list[Any](), memory_check.count
+
+    def count_once(*asked: Any) -> Any:
+        counted.extend([] if counted else [real(*asked)])
+        return counted[0]
+
+    monkeypatch.setattr(memory_check, "count", count_once)
+    job = job_of(*eight_billion)
+    assert known_verdict(job) is None
+    verdict = memory_verdict(job)
+    assert verdict.fits is False
+    assert "not expected to fit: single on GPU 0 needs 12" in verdict.line
+    assert "GiB for 73.6 usable; most of it is optimizer, 59.8 GiB" in verdict.line
+    assert "80.0 GiB free for each GPU" in verdict.line
+    assert known_verdict(job) == verdict, "a page need not count again"
+
+    lora = [*eight_billion, "--method", "lora"]
+    stand_in(monkeypatch, 0)
+    counted.clear()
+    assert memory_verdict(job_of(*lora)).fits
+    stand_in(monkeypatch, 70)
+    crowded = memory_verdict(job_of(*lora, "--gpus", "0"))
+    assert crowded.fits is False
+    assert "10.0 GiB free" in crowded.line
+
+
+def test_what_is_small_by_far_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_check, "count", lambda *_: pytest.fail("counted"))
+    assert memory_verdict(job_of("tiny-lora")) == Verdict(True)
+    stand_in(monkeypatch, 0, 0)
+    assert memory_verdict(job_of("tiny-full")) == Verdict(True)
+    assert known_verdict(job_of("tiny-lora", "--max_length", "1000000")) is None, "its activations are large"
+    assert known_verdict(job_of("qwen3-8b-lora")) is None, "its files are not here"
+
+
+def test_the_page_is_green_only_for_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, 0)
+    assert "ts-verdict-good" in str(panel(preview({}, preset="tiny-lora")))
+    shown = preview({}, preset="llama-3.3-70b-lora")
+    assert "its memory is looked at when it is launched" in str(panel(shown))
+    assert "ts-verdict-good" not in str(panel(shown))
+    assert shown.job
+    memory_check._VERDICTS.put(memory_check._key(shown.job), Verdict(False, "needs 151 GiB"))
+    assert "needs 151 GiB" in str(panel(shown))
+    assert "ts-verdict-bad" in str(panel(shown))
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stdin", "words", "status"),
+    [(Terminal("n\n"), [], 2), (Terminal("\n"), [], 2), (Terminal("y\n"), [], 0), (io.StringIO(), [], 0)],
+)
+def test_on_a_terminal_it_asks(
+    stdin: io.StringIO, words: list[str], status: int, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    from app.cli import run_verb
+
+    started: list[Job] = []
+    monkeypatch.setattr(runs, "memory_verdict", lambda job: Verdict(False, "needs 99 GiB"))
+    monkeypatch.setattr(runs, "_train", lambda job, words: started.append(job) or 0)
+    monkeypatch.setattr("sys.stdin", stdin)
+    assert run_verb(["train", "tiny-lora", *words]) == status
+    assert bool(started) == (status == 0)
+    assert "warning: needs 99 GiB" in capsys.readouterr().err
+
+
+def test_gpus_that_others_use_are_not_taken_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, 0.6, 40, 0.6)
+    assert choose_devices(None, None) == Devices([0, 2], 2)
+    job = job_of("tiny-lora")
+    assert job.devices.gpu_ids == [0, 2]
+    assert "GPU 1 left out: other programs use it; --gpus 0,2,1 takes it all the same" in job.notes
+    assert job_of("tiny-lora", "--gpus", "1,2").devices.gpu_ids == [1, 2]
+    assert job_of("tiny-lora", "--gpus", "1,2").notes == []
+    assert choose_devices(None, 3).gpu_ids == [0, 2, 1], "asked for, they come last"
+    monkeypatch.setattr(app.hardware, "holders", lambda: {"GPU-1": {"run": "mine"}})
+    assert choose_devices(None, None).gpu_ids == [0, 1, 2], "a run of ours is waited for"
+    stand_in(monkeypatch, 40, 50)
+    monkeypatch.setattr(app.hardware, "holders", dict)
+    assert choose_devices(None, None).gpu_ids == [0, 1], "where each is used there is nothing better"
+    stand_in(monkeypatch, 0, busy=90)
+    assert app.hardware.find_gpus()[0].in_use
+
+
+def test_the_demo_asks_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from app.commands import demo
+
+    started: list[Job] = []
+    monkeypatch.setattr(runs, "memory_verdict", lambda job: Verdict(False, "needs 99 GiB"))
+    monkeypatch.setattr(demo, "train", lambda job, quiet: started.append(job) or {"state": "stopped", "step": 0})
+    monkeypatch.setattr("sys.stdin", Terminal("n\n"))
+    with pytest.raises(ConfigError, match="needs more memory"):
+        demo.run_demo("lora", None, "1", Path("runs"), False)
+    assert not started
+    monkeypatch.setattr("sys.stdin", Terminal("y\n"))
+    assert demo.run_demo("lora", None, "1", Path("runs"), False) == 130
+    assert started
+    assert "warning: needs 99 GiB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("by_count", [True, False])
+def test_a_script_is_told_and_nobody_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_count: bool) -> None:
+    import gradio as gr
+
+    from ui.context import Here
+    from ui.pages import train
+
+    served: dict[str, Any] = {}
+    monkeypatch.setattr(train.gr, "api", lambda function, api_name, **_: served.update({api_name: function}))
+    monkeypatch.setattr(train, "start", lambda job: None)
+    monkeypatch.setattr(train, "memory_verdict", lambda job: Verdict(False, "needs 99 GiB" if by_count else ""))
+    with gr.Blocks():
+        train._Form(Here(tmp_path / "runs", (tmp_path,), tmp_path / "uploads", False)).serve_scripts()
+    made = served["launch"]({"preset": "tiny-lora", "num_processes": 1})
+    assert made["warnings"] == ["needs 99 GiB"] * by_count
+
+
+def test_of_several_machines_this_ones_share_is_counted(
+    eight_billion: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(monkeypatch, 0, 0)
+    monkeypatch.setattr(app.launch.machines, "find_gpus", app.hardware.find_gpus)
+    two = [
+        "--num_machines",
+        "2",
+        "--machine_rank",
+        "0",
+        "--main_process_ip",
+        "10.0.0.1",
+        "--main_process_port",
+        "29500",
+        "--output_dir",
+        str(tmp_path / "run"),
+    ]
+    assert memory_verdict(job_of(*eight_billion, *two, "--strategy", "fsdp2")).fits, "four GPUs hold a quarter each"
+    crowded = job_of(*eight_billion, *two, "--strategy", "ddp")
+    assert "on GPUs 0, 1 of machine 0 of 2 needs" in memory_verdict(crowded).line

@@ -1,0 +1,283 @@
+"""What is exported: its dtype, its stop tokens, and that it is the model that was trained."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import shutil
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from tests.made_runs import made_run
+from trainers.checkpoint import export, export_check
+from trainers.config.options import TrainConfig
+from trainers.config.validation import build
+from trainers.data.prepare import prepare
+from trainers.embedded import BASE_DIR
+from trainers.model.load import build_model, stored_dtype
+from trainers.model.small_model import small_config
+from trainers.monitor import heartbeat
+from trainers.run.errors import TrainingError
+
+
+def saved_base(folder: Path, dtype: torch.dtype) -> Path:
+    """The embedded model with its weights in a dtype."""
+    AutoModelForCausalLM.from_pretrained(BASE_DIR, dtype=dtype).save_pretrained(folder)
+    for path in [*BASE_DIR.glob("tokenizer*"), BASE_DIR / "chat_template.jinja"]:
+        shutil.copy(path, folder)
+    return folder
+
+
+def config(base: Path, **changes: Any) -> TrainConfig:
+    return build({"model_name_or_path": str(base), "dataset_name": "embedded", "max_train_samples": 20, **changes})
+
+
+def trained(choice: TrainConfig) -> Any:
+    """A model whose adapters, or weights, are not those that it began with."""
+    model = build_model(choice)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight += torch.randn(weight.shape, generator=generator) * 0.02
+    return model
+
+
+def dtypes(folder: Path) -> set[str]:
+    """Dtypes in the safetensors files of a folder."""
+    found = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as tensors:
+            found |= {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "stored", "chosen", "wanted"),
+    [
+        ("full", torch.bfloat16, "auto", "BF16"), ("merged", torch.bfloat16, "auto", "BF16"),
+        ("adapter", torch.bfloat16, "auto", "BF16"), ("full", torch.float16, "auto", "F16"),
+        ("full", torch.float32, "auto", "F32"), ("merged", torch.bfloat16, "float32", "F32"),
+        ("adapter", torch.float32, "bfloat16", "BF16"),
+    ],
+)  # fmt: skip
+def test_an_export_has_the_dtype_of_the_base_or_the_one_asked_for(
+    kind: str, stored: torch.dtype, chosen: str, wanted: str, tmp_path: Path
+) -> None:
+    method = "full" if kind == "full" else "lora"
+    choice = config(saved_base(tmp_path / "base", stored), method=method, export_dtype=chosen)
+    checked = export.export(trained(choice), choice, tmp_path / "model", kind, {})
+    assert dtypes(tmp_path / "model") == {wanted}
+    assert checked.difference is not None
+    assert checked.difference <= checked.limit
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert f"difference {checked.difference:.1e}" in card
+    loader = AutoPeftModelForCausalLM if kind == "adapter" else AutoModelForCausalLM
+    assert loader.from_pretrained(tmp_path / "model").generation_config.eos_token_id == 0
+
+
+@torch.no_grad()
+def test_merged_weights_are_rounded_once(tmp_path: Path) -> None:
+    """Not before they are merged, where a small adapter would be lost."""
+    choice = config(saved_base(tmp_path / "base", torch.bfloat16), mixed_precision="bf16")
+    model = trained(choice)
+    name = "base_model.model.model.layers.0.self_attn.q_proj"
+    layer = model.get_submodule(name)
+    base, delta = layer.base_layer.weight.float(), layer.get_delta_weight("default").float()
+    twice = base.bfloat16() + delta.bfloat16()
+    export.export(model, choice, tmp_path / "model", "merged", {})
+    weight = load_file(tmp_path / "model" / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
+    assert torch.equal(weight, (base + delta).bfloat16())
+    assert not torch.equal(weight, twice)
+
+
+def test_tied_weights_are_written_once(tmp_path: Path) -> None:
+    choice = config(saved_base(tmp_path / "base", torch.bfloat16), method="full")
+    export.export(trained(choice), choice, tmp_path / "model", "full", {})
+    assert "lm_head.weight" not in load_file(tmp_path / "model" / "model.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["full", "merged", "adapter"])
+def test_an_export_that_is_another_model_fails(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = config(BASE_DIR, method="full" if kind == "full" else "lora")
+    write = export._write
+
+    def spoil(model: Any, *rest: Any) -> None:
+        weight = next(weight for name, weight in model.named_parameters() if "layers.1" in name and weight.ndim == 2)
+        with torch.no_grad():
+            weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)) * 0.05)
+        if kind == "adapter":
+            for name, weight in model.named_parameters():
+                if "lora_B" in name:
+                    weight.data.zero_()
+        write(model, *rest)
+
+    monkeypatch.setattr(export, "_write", spoil)
+    with pytest.raises(TrainingError, match=r"difference .* limit .* it is not the model that was trained"):
+        export.export(trained(choice), choice, tmp_path / "model", kind, {})
+    assert not (tmp_path / "model").exists()
+    assert (tmp_path / "model-failed" / "README.md").is_file()
+
+
+@torch.no_grad()
+def test_rounding_fails_no_export_whose_data_train_few_tokens(tmp_path: Path) -> None:
+    """Answers of one word: each trained token by itself, and what rounding to bf16 does to its loss."""
+    data = prepare(config(BASE_DIR, cache_dir=str(tmp_path)), "train")
+    exact, rounded = (AutoModelForCausalLM.from_pretrained(BASE_DIR, dtype=torch.float32) for _ in range(2))
+    for weight in rounded.parameters():
+        weight.copy_(weight.bfloat16())
+    moved, limits = list[float](), list[float]()
+    for ids, mask in (data.document(index) for index in range(20)):
+        tokens, trained = torch.from_numpy(np.array(ids)).long()[None], torch.from_numpy(np.array(mask))[1:]
+        before, after = (
+            cross_entropy(model(tokens).logits[0, :-1], tokens[0, 1:], reduction="none")[trained]
+            for model in (exact, rounded)
+        )
+        moved += (after - before).abs().tolist()
+        limits += [export_check.largest_difference(one, 1, torch.bfloat16, torch.float32) for one in before.tolist()]
+    assert all(one < limit for one, limit in zip(moved, limits, strict=True))
+    many = export_check.largest_difference(0.0, export_check.TOKENS, torch.bfloat16, torch.float32)
+    assert max(moved) > many > sum(moved) / len(moved)
+
+
+def test_an_export_that_cannot_be_loaded_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    choice, write = config(BASE_DIR, method="full"), export._write
+
+    def spoil(model: Any, tokenizer: Any, folder: Path, *rest: Any) -> None:
+        write(model, tokenizer, folder, *rest)
+        path = folder / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-100])
+
+    monkeypatch.setattr(export, "_write", spoil)
+    with pytest.raises(TrainingError, match="the export cannot be loaded back: "):
+        export.export(trained(choice), choice, tmp_path / "model", "full", {})
+
+
+def test_a_model_with_attention_of_its_own_is_exported(tmp_path: Path) -> None:
+    """gpt-oss has a term in its softmax that ours has not."""
+    small = small_config(AutoConfig.for_model("gpt_oss")).to_dict() | {"vocab_size": 1030}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**small)).save_pretrained(tmp_path / "base")
+    for path in BASE_DIR.glob("tokenizer*"):
+        shutil.copy(path, tmp_path / "base")
+    choice = config(tmp_path / "base", method="full", packing=False)
+    checked = export.export(trained(choice), choice, tmp_path / "model", "full", {})
+    assert checked.difference is not None
+    assert checked.difference <= checked.limit
+
+
+def test_one_model_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    choice, alive = config(BASE_DIR, method="full"), list[Any]()
+    load_back, build_it = export.load_back, export.build_model
+
+    def build_and_watch(choice: TrainConfig) -> Any:
+        model = build_it(choice)
+        alive.append(weakref.ref(model))
+        return model
+
+    def look(*words: Any) -> Any:
+        gc.collect()
+        assert alive[0]() is None, "the trainer's model is still there"
+        return load_back(*words)
+
+    monkeypatch.setattr(export, "build_model", build_and_watch)
+    monkeypatch.setattr(export, "load_back", look)
+    monkeypatch.setattr(export, "load_weights", lambda folder, model: None)
+    export.export_checkpoint(tmp_path, choice, tmp_path / "model", "full", {}, None)
+    assert len(alive) == 1
+
+
+def test_a_comparison_without_the_memory_is_left_out_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    choice = config(BASE_DIR, method="full")
+    monkeypatch.setattr(export_check, "available", lambda: 1000)
+    checked = export.export(trained(choice), choice, tmp_path / "model", "full", {})
+    assert (checked.difference, checked.failed) == (None, False)
+    assert "not loaded back, which takes 0.0 GiB of memory where 0.0 are free" in capsys.readouterr().out
+    assert "not loaded back" in (tmp_path / "model" / "README.md").read_text()
+
+
+def test_the_run_s_data_are_compared_and_a_text_without_them(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(BASE_DIR)
+    choice = config(BASE_DIR, cache_dir=str(tmp_path / "cache"))
+    text = export_check.sample(choice, tokenizer, "name: Ada Lovelace")
+    assert tokenizer.decode(text[0].ids[0]) == "name: Ada Lovelace"
+    ids, mask = prepare(choice, "train").document(0)
+    probes = export_check.sample(choice, tokenizer, "")
+    assert probes[0].ids[0].tolist() == ids.tolist()
+    assert probes[0].labels.tolist() == ids[mask].tolist()
+    assert 200 < sum(probe.ids.shape[1] for probe in probes) <= export_check.TOKENS
+
+
+def test_files_decide_the_dtype_and_not_what_the_config_says(tmp_path: Path) -> None:
+    folder = saved_base(tmp_path / "base", torch.bfloat16)
+    stated = json.loads((folder / "config.json").read_text()) | {"dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(stated))
+    assert stored_dtype(config(folder)) == torch.bfloat16
+    assert stored_dtype(config(folder, random_init=True, method="full")) == torch.float32
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        (CHATML, ["<|endoftext|>", "<|im_end|>"]),
+        (CHATML.replace("<|im_end|>\n", " <|im_end|><|endoftext|>"), ["<|endoftext|>", "<|im_end|>"]),
+        (PLAIN, ["<|endoftext|>"]),
+        (None, ["<|endoftext|>"]),
+        ("{{ raise_exception('never') }}", ["<|endoftext|>"]),
+    ],
+)
+def test_the_end_of_the_assistants_turn_stops_generation(template: str | None, ends: list[str]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(BASE_DIR)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]})
+    tokenizer.eos_token, tokenizer.chat_template = "<|endoftext|>", template
+    ids = tokenizer.convert_tokens_to_ids(ends)
+    assert export.stop_tokens(tokenizer, GenerationConfig()) == sorted(ids)
+    assert export.stop_tokens(tokenizer, GenerationConfig(eos_token_id=[5, ids[0]])) == sorted({5, *ids})
+
+
+def test_a_text_is_cut_to_the_positions_of_the_model(tmp_path: Path) -> None:
+    tokenizer, text = AutoTokenizer.from_pretrained(BASE_DIR), "name: Ada Lovelace " * 200
+    folder = saved_base(tmp_path / "base", torch.float32)
+    found = {}
+    for positions in (48, 512):
+        stated = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": positions}
+        (folder / "config.json").write_text(json.dumps(stated))
+        [probe] = export_check.sample(config(folder, cache_dir=str(tmp_path / "cache")), tokenizer, text)
+        found[positions] = probe.ids.shape[1]
+    assert found == {48: 48, 512: export_check.TOKENS}
+
+
+def test_the_export_of_a_large_model_is_not_taken_for_a_hang(tmp_path: Path) -> None:
+    """A section that may take long has a limit of its own, which grows with the weights that are written and read."""
+    base, chosen = saved_base(tmp_path / "base", torch.bfloat16), tmp_path / "step-00000003"
+    chosen.mkdir()
+    with contextlib.closing(heartbeat.Heartbeat(made_run(tmp_path, "a", "running"), 0, hang_timeout=1)) as beat:
+        limits = []
+        for size in (0, 100 << 30):
+            with open(chosen / "model.safetensors", "wb") as file:
+                file.truncate(size)  # a hole, which takes no room
+            beat.at("export", 3, export.export_seconds(chosen, config(base)))
+            limits.append(beat._limit(beat.place))
+        assert limits[0] == heartbeat.LONG
+        assert limits[1] >= (100 << 30) / export._SLOWEST > limits[0]
+        beat.at("save", 3)
+        assert beat._limit(beat.place) == heartbeat.LONG, "the next place has the usual one"

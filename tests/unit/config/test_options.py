@@ -1,0 +1,204 @@
+"""TrainConfig and the three ways into it: every option documented, every mistake named, all at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.reference import options_table
+from trainers.config.options import ConfigError, TrainConfig, sections
+from trainers.config.parse import (
+    Request,
+    dump_yaml,
+    parse_request,
+    preset_names,
+    preset_path,
+    preset_summary,
+    read_yaml,
+)
+from trainers.config.validation import build, ignored_choices
+
+BASE = {"model_name_or_path": "embedded", "dataset_name": "embedded"}
+
+
+def mistakes(values: dict) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        build(values)
+    return caught.value.mistakes
+
+
+def test_every_option_has_one_sentence_of_help_and_a_section() -> None:
+    for section, fields in sections().items():
+        assert section
+        for name, field in fields.items():
+            assert field.description, name
+            assert field.description.endswith("."), name
+            assert len(field.description) < 140, name
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"lerning_rate": 1e-4}, "unknown option lerning_rate; did you mean learning_rate?"),
+        ({"xyzzy": 1}, "unknown option xyzzy; `tunesmith train --help` lists all options"),
+        ({"max_steps": 0}, "max_steps=0 is refused: input should be greater than or equal to 1 (steps)"),
+        ({"packing": "perhaps"}, "packing='perhaps' is refused"),
+        ({"learning_rate": "fast"}, "learning_rate='fast' is refused"),
+        ({"learning_rate": float("nan")}, "learning_rate=nan is refused"),
+        ({"method": "lorra"}, "method='lorra' is not one of its values; use 'full', 'lora' or 'qlora'"),
+        ({"save_total_limit": 1}, "save_total_limit=1 is refused: input should be greater than or equal to 2"),
+        ({"columns": {"promt": "q"}}, "unknown option columns.promt; did you mean columns.prompt?"),
+        ({"load_best_model_at_end": True}, "load_best_model_at_end=true without evaluation data"),
+        ({"early_stopping_patience": 2}, "early_stopping_patience needs evaluations"),
+        ({"lr_scaling": "linear"}, "lr_scaling=linear needs lr_scaling_batch_size"),
+        ({"eval_dataset_name": "embedded", "eval_share": 0.1}, "eval_dataset_name and eval_share=0.1 are both set"),
+        ({"merge_adapter": True, "method": "full"}, "merge_adapter=true with method=full"),
+        ({"random_init": True}, "random_init=true with method=lora would export adapters without a base"),
+        ({"resume_from_checkpoint": "auto"}, "resume_from_checkpoint=auto needs output_dir"),
+        ({"report_to": "tensorbord"}, "report_to=tensorbord is not a tracker"),
+        ({"run_name": "a\nb"}, "run_name='a\\nb' is refused"),
+        ({"run_name": "x" * 300}, "run_name="),
+    ],
+)
+def test_a_mistake_is_named(changes: dict, line: str) -> None:
+    found = mistakes(BASE | changes)
+    assert len(found) == 1
+    assert found[0].startswith(line)
+
+
+def test_all_mistakes_at_once_clashes_too() -> None:
+    names = [
+        "lora_r",
+        "max_length",
+        "unknown option lerning_rate",
+        "load_best_model_at_end",
+        "unknown option columns.foo",
+    ]
+    wrong = BASE | {"lora_r": -1, "lerning_rate": 1, "max_length": "long", "load_best_model_at_end": True}
+    found = mistakes(wrong | {"columns": "foo=a", "report_to": "x"})
+    assert [line.partition("=")[0].partition(";")[0] for line in found] == [*names, "report_to"]
+
+
+def test_missing_options_say_how_to_give_them() -> None:
+    assert [line.split()[0] for line in mistakes({})] == ["model_name_or_path", "dataset_name"]
+
+
+def test_accumulation_is_derived_and_a_remainder_refused_with_the_arithmetic() -> None:
+    config = build(BASE | {"global_batch_size": 30, "per_device_train_batch_size": 4})
+    with pytest.raises(ConfigError, match=r"global_batch_size=30 does not divide .*=4 x 4 data-parallel ranks = 16"):
+        config.accumulation_steps(4)
+    assert build(BASE | {"global_batch_size": 48, "per_device_train_batch_size": 4}).accumulation_steps(4) == 3
+
+
+@given(st.integers(1, 64), st.integers(1, 16), st.integers(1, 16))
+def test_accumulation_times_ranks_times_rows_is_the_global_batch(total: int, micro: int, ranks: int) -> None:
+    config = build(BASE | {"global_batch_size": total, "per_device_train_batch_size": micro})
+    try:
+        assert config.accumulation_steps(ranks) * micro * ranks == total
+    except ConfigError:
+        assert total % (micro * ranks) != 0
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)])
+def test_learning_rate_scaling(rule: str, factor: float) -> None:
+    config = build(
+        BASE | {"lr_scaling": rule, "lr_scaling_batch_size": 8, "global_batch_size": 32, "learning_rate": 1e-3}
+    )
+    assert config.scaled_learning_rate() == pytest.approx(1e-3 * factor)
+
+
+def test_idle_choices_are_warned_of() -> None:
+    config = build(
+        BASE
+        | {"method": "full", "lora_r": 8, "max_steps": 5, "num_train_epochs": 3, "warmup_steps": 2, "warmup_ratio": 0.1}
+    )
+    assert [line.partition(" ")[0] for line in ignored_choices(config)] == [
+        "lora_r",
+        "num_train_epochs=3.0",
+        "warmup_ratio=0.1",
+    ]
+
+
+def test_flags_yaml_and_preset_read_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text("learning_rate: 1e-4\npacking: false\ncolumns: {prompt: q}\nreport_to: [tensorboard]\n")
+    words = ["--learning_rate", "1e-4", "--packing", "false", "--columns", "prompt=q", "--report_to", "tensorboard"]
+    by_file = Request(preset="tiny-lora", config=str(path)).resolve()
+    by_flags = parse_request(["--preset", "tiny-lora", *words]).resolve()
+    assert by_file == by_flags
+    assert by_flags.learning_rate == 1e-4
+
+
+def test_later_wins_preset_then_file_then_flags(tmp_path: Path) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text("preset: tiny-lora\nlora_r: 4\nseed: 5\n")
+    config = parse_request(["--config", str(path), "--seed", "6"]).resolve()
+    assert (config.preset, config.lora_r, config.seed, config.dataset_name) == ("tiny-lora", 4, 6, "embedded")
+
+
+def test_dumped_yaml_reads_back_the_same(tmp_path: Path) -> None:
+    options = ["--run_name", "it's “quoted” ünï", "--columns", "prompt=a b,completion=c", "--max_steps", "3"]
+    config = parse_request(["--preset", "tiny-full", *options]).resolve()
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_yaml(config), encoding="utf-8")
+    assert Request(config=str(path)).resolve() == config
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["--preset", "tini-lora"], "unknown preset 'tini-lora'; did you mean tiny-lora?"),
+        (["--learning_rate"], "argument --learning_rate: expected one argument"),
+        (["tiny-lora"], "'tiny-lora' stands alone"),
+        (["--preset", "tiny-lora", "--pack", "true"], "unknown option pack; did you mean packing?"),
+        (["--config", "/no/such.yaml"], "cannot read /no/such.yaml: No such file or directory"),
+    ],
+)
+def test_wrong_flags(argv: list[str], line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_request(argv).resolve()
+    assert caught.value.mistakes[0].startswith(line)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: !!python/object/apply:os.system ['touch /tmp/x']",
+        "a: &x [1]\nb: *x",
+        "seed: 1\nseed: 2",
+        "- 1\n- 2",
+        "seed: [1",
+        "1: 2",
+        "a: " + "[" * 5000,
+    ],
+)
+def test_hostile_or_broken_yaml_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError):
+        read_yaml(path)
+
+
+def test_the_reference_table_is_current() -> None:
+    """It also freezes the list of options: a new one is a decision that shows in the diff of docs/OPTIONS.md."""
+    committed = (Path(__file__).parents[3] / "docs" / "OPTIONS.md").read_text(encoding="utf-8")
+    assert committed == options_table()
+    assert not {"strategy", "gpus", "num_processes"} & set(TrainConfig.model_fields)
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_is_complete_valid_and_documented(name: str) -> None:
+    text = preset_path(name).read_text(encoding="utf-8")
+    config = Request(preset=name).resolve()
+    header = text[: text.index("\nmodel_name_or_path")]
+    for word in ("Command:", "Memory:", "Hardware:", f"tunesmith train {name}"):
+        assert word in header, word
+    assert len(preset_summary(name)) > 20
+    assert set(yaml.safe_load(text)) <= set(TrainConfig.model_fields)
+    assert {"method", "learning_rate", "global_batch_size", "max_length", "packing"} <= set(yaml.safe_load(text))
+    assert config.accumulation_steps(1) >= 1
+    assert config.accumulation_steps(2) >= 1

@@ -1,0 +1,53 @@
+"""`mixed_precision=fp8` is refused wherever it would not be float8. The kernels need a GPU: tests/gpu."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trainers.config.options import ConfigError, TrainConfig
+from trainers.config.validation import build
+from trainers.model.fp8 import fitting_layers
+from trainers.model.load import build_model
+from trainers.tools.preflight import machine_mistakes
+
+
+def config(**changes: Any) -> TrainConfig:
+    values = {"model_name_or_path": "embedded", "dataset_name": "embedded", "method": "full", "mixed_precision": "fp8"}
+    return build(values | changes)
+
+
+def test_adapters_are_no_float8() -> None:
+    with pytest.raises(ConfigError, match="mixed_precision=fp8 with method=lora"):
+        config(method="lora")
+
+
+def test_it_leaves_the_promise() -> None:
+    assert config().outside_parity() == ["mixed_precision=fp8 (its own measured band)"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "lines"),
+    [
+        ((0, 0), True, ["needs GPUs of compute capability 8.9, here it is 0.0"]),
+        ((8, 0), True, ["needs GPUs of compute capability 8.9, here it is 8.0"]),
+        ((9, 0), False, ["needs torchao"]),
+        ((9, 0), True, []),
+    ],
+)
+def test_the_machine_must_have_it(
+    capability: tuple[int, int], installed: bool, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainers.tools.preflight.capability", lambda: capability)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
+    found = machine_mistakes(config(), has_gpu=True)
+    assert len(found) == len(lines)
+    assert all(part in line for part, line in zip(lines, found, strict=True))
+
+
+def test_only_layers_that_the_kernels_take_are_converted() -> None:
+    base: Any = build_model(config(mixed_precision="no"))
+    assert len(fitting_layers(base)) == 4 * 7
+    base.get_decoder().layers[0].mlp.up_proj.in_features = 120
+    assert len(fitting_layers(base)) == 4 * 7 - 1

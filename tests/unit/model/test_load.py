@@ -1,0 +1,258 @@
+"""What is refused before it could train something else: models that see the future, adapters that fit nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.rounding import bound, relative, reordered
+from trainers.config.options import ConfigError, TrainConfig
+from trainers.config.validation import build, ignored_choices
+from trainers.data.layout import DocumentLayout, use_documents
+from trainers.embedded import BASE_DIR
+from trainers.model.attention import KERNELS
+from trainers.model.load import _drop_dropout, add_adapters, build_model, load_base
+from trainers.model.probe import check_model_computes
+from trainers.objectives.sft import SupervisedLoss, linear_cross_entropy
+
+TINY = {
+    "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 32, "max_position_embeddings": 32,
+    "d_model": 16, "ffn_dim": 24, "num_layers": 2, "attention_heads": 2, "rotary_dim": 4, "n_ctx": 32,
+}  # fmt: skip
+
+
+def tiny(family: str) -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **TINY)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=KERNELS["sdpa"])
+
+
+def config(**changes: Any) -> TrainConfig:
+    return build({"model_name_or_path": "embedded", "dataset_name": "embedded", **changes})
+
+
+def probe(base: Any, packing: bool) -> None:
+    check_model_computes(SupervisedLoss(base), base, packing, torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "qwen3", "mixtral"])
+def test_models_that_use_our_attention_pass(family: str, packing: bool) -> None:
+    probe(tiny(family), packing)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("family", ["bloom", "xglm"])
+def test_models_that_would_train_on_the_future_are_refused(family: str, packing: bool) -> None:
+    """They never ask for the attention they are given, and run without any mask."""
+    base = tiny(family)
+    with pytest.raises(ConfigError, match=r"see later tokens.*through the attention or layers that they bring"):
+        check_model_computes(SupervisedLoss(base), base, packing, torch.device("cpu"), torch.float32, stock=False)
+
+
+def seeing(folder: Path) -> str:
+    """A tiny model with a vision tower beside its text decoder, saved."""
+    text = {name: value for name, value in TINY.items() if name in ("vocab_size", "hidden_size", "intermediate_size")}
+    text |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    shape = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    AutoModelForCausalLM.from_config(shape).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_what_text_does_not_reach_is_never_trained(method: str, tmp_path: Path) -> None:
+    """Its weights would get no gradient, which DDP waits for in vain; an adapter there would do nothing."""
+    model = build_model(config(model_name_or_path=seeing(tmp_path), method=method))
+    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    assert any("language_model" in name for name in trained)
+    assert not [name for name in trained if "vision" in name or "projector" in name]
+
+
+def test_a_model_that_builds_its_own_mask_is_refused() -> None:
+    model = tiny("llama")
+    with pytest.raises(ValueError, match="an attention mask of its own"):
+        model(input_ids=torch.ones(1, 4, dtype=torch.int64), attention_mask=torch.ones(1, 1, 4, 4))
+
+
+def test_the_models_own_dropout_is_dropped() -> None:
+    shape = AutoConfig.for_model("gpt2")
+    assert shape.attn_pdrop == 0.1
+    _drop_dropout(shape)
+    assert (shape.attn_pdrop, shape.resid_pdrop, shape.embd_pdrop) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("targets", [["nothing"], ["q_proj", "k_porj"]])
+def test_an_adapter_target_that_fits_nothing_is_named(targets: list[str]) -> None:
+    wrong = config(lora_target_modules=targets)
+    with pytest.raises(ConfigError, match=rf"lora_target_modules={targets[-1]} fits no module .* some of .*q_proj"):
+        add_adapters(load_base(wrong), wrong)
+
+
+def test_merging_into_tied_embeddings_is_refused() -> None:
+    wrong = config(lora_target_modules=["q_proj", "lm_head"], merge_adapter=True)
+    with pytest.raises(ConfigError, match="tied embeddings"):
+        add_adapters(load_base(wrong), wrong)
+
+
+def test_the_embedded_base_is_loaded_whole() -> None:
+    ours, stock = load_base(config()), AutoModelForCausalLM.from_pretrained(BASE_DIR)
+    for (name, mine), other in zip(ours.named_parameters(), stock.parameters(), strict=True):
+        assert torch.equal(mine, other), name
+
+
+def test_random_weights_are_the_seeds() -> None:
+    first, again, other = (
+        load_base(config(random_init=True, method="full", seed=seed)).get_input_embeddings().weight
+        for seed in (1, 1, 2)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_a_bf16_gradient_is_scaled_exactly() -> None:
+    """1 / 1234 rounded to bf16 would scale every gradient of the step by 0.998."""
+    torch.manual_seed(0)
+    hidden = torch.randn(64, 32, dtype=torch.bfloat16, requires_grad=True)
+    weight, labels = torch.randn(100, 32), torch.randint(0, 100, (64,))
+    (whole,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, None, labels)[0], hidden)
+    (scaled,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, None, labels)[0] / 1234, hidden)
+    ratio = (scaled.double() * 1234).norm() / whole.double().norm()
+    assert abs(ratio - 1) < 2e-4
+
+
+def adapted(casts: bool) -> tuple[int, list[torch.Tensor]]:
+    """Bytes kept for the backward pass of a micro-batch in bf16, and the adapters' gradients."""
+    loss = SupervisedLoss(
+        build_model(config(method="lora", lora_dropout=0.0, mixed_precision="bf16")), torch.bfloat16
+    ).train()
+    made = torch.Generator().manual_seed(1)
+    layers = [one for one in loss.model.modules() if hasattr(one, "lora_B")]
+    for layer in layers:
+        layer.cast_input_dtype_enabled = casts or layer.cast_input_dtype_enabled
+        weight = layer.lora_B["default"].weight
+        weight.data = torch.randn(weight.shape, generator=made)  # zeros would leave A without a gradient
+    assert layers
+    kept, held = dict[int, int](), {one.untyped_storage().data_ptr() for one in loss.parameters()}
+
+    def keep(one: torch.Tensor) -> torch.Tensor:
+        kept[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+        return one
+
+    place = torch.arange(24)[None]
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
+        found = loss(place, place, None, torch.arange(23), place[0, 1:])[0]
+    weights = [one for one in loss.parameters() if one.requires_grad]
+    return sum(size for one, size in kept.items() if one not in held), list(torch.autograd.grad(found, weights))
+
+
+def test_adapters_take_their_inputs_as_autocast_does() -> None:
+    """peft would make an fp32 copy of each first, which the products never see."""
+    (less, found), (more, expected) = adapted(casts=False), adapted(casts=True)
+    assert less < 0.95 * more
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, inputs: Any = (), options: Any = None) -> Any:
+        self.count += operation.name().split(".")[0] in ("aten::mm", "aten::addmm", "aten::bmm")
+        return operation(*inputs, **(options or {}))
+
+
+def gradients_and_products(**changes: Any) -> tuple[dict[str, torch.Tensor], int]:
+    """Of one pass forward and back of the embedded model."""
+    loss = SupervisedLoss(build_model(config(method="full", **changes))).train()
+    place = torch.arange(12)[None]
+    with Products() as products:
+        total, _ = loss(place + 5, place, None, place[0, :-1], place[0, 1:] + 5)
+        total.backward()
+    return {name: weight.grad for name, weight in loss.model.named_parameters() if weight.grad is not None}, (
+        products.count
+    )
+
+
+def compiled_gradients(order: str | None = None, **changes: Any) -> torch.Tensor:
+    """Of a packed row through blocks that are compiled, in one graph for all of them.
+
+    Args:
+        order: of sums, for a control that is not compiled.
+    """
+    settings = config(method="full", attn_implementation="sdpa", **changes)
+    loss = SupervisedLoss(build_model(settings)).train()
+    loss.base.set_attn_implementation(KERNELS["sdpa"])
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for block in loss.base.get_decoder().layers if settings.torch_compile else ():
+        block.compile(backend="aot_eager")
+    words, places = torch.arange(64)[None] + 5, torch.cat([torch.arange(30), torch.arange(34)])[None]
+    layout = DocumentLayout.of(np.array([0, 30, 64]), 1)
+    with reordered(order):
+        loss(words, places, layout, torch.arange(60), words[0, 1:61])[0].backward()
+    use_documents(None)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == settings.torch_compile
+    assert not torch._dynamo.utils.counters["graph_break"]
+    return torch.cat([one.grad.flatten() for one in loss.parameters() if one.grad is not None])
+
+
+def test_packed_blocks_that_are_checkpointed_compile_whole() -> None:
+    plain = compiled_gradients()
+    limit = bound(relative(compiled_gradients("backwards"), plain))
+    for changes in ({}, {"gradient_checkpointing": True},
+                    {"gradient_checkpointing": True, "selective_checkpointing": True}):  # fmt: skip
+        assert relative(compiled_gradients(torch_compile=True, **changes), plain) <= limit
+
+
+def test_selective_checkpointing_alone_is_told_to_be_idle() -> None:
+    (line,) = [line for line in ignored_choices(config(selective_checkpointing=True)) if "selective" in line]
+    assert line == "selective_checkpointing is ignored: gradient_checkpointing is off"
+    both = config(selective_checkpointing=True, gradient_checkpointing=True)
+    assert not [line for line in ignored_choices(both) if "checkpointing" in line]
+
+
+def test_selective_checkpointing_repeats_no_matrix_product() -> None:
+    plain, products = gradients_and_products()
+    kept, kept_products = gradients_and_products(gradient_checkpointing=True, selective_checkpointing=True)
+    whole, all_products = gradients_and_products(gradient_checkpointing=True)
+    assert kept_products == products
+    assert all_products > products, "control: without it they are repeated"
+    for name, gradient in plain.items():
+        assert torch.equal(gradient, kept[name])
+        assert torch.equal(gradient, whole[name])
+
+
+def test_what_waits_elsewhere_for_the_backward_pass_is_one_tensor_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what comes back gives the same gradients; nothing is kept of what lies after the layers."""
+    kept: list[torch.Size] = []
+
+    def elsewhere(pin_memory: bool) -> Any:
+        assert not pin_memory  # on a CPU
+        return torch.autograd.graph.saved_tensors_hooks(
+            lambda one: (kept.append(one.shape), one.clone())[1], torch.clone
+        )
+
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", elsewhere)
+    gradients = {}
+    for offloads in (False, True):
+        loss = SupervisedLoss(
+            build_model(config(method="full", gradient_checkpointing=True)), offloads=offloads
+        ).train()
+        place = torch.arange(12)[None]
+        loss(place + 5, place, None, place[0, :-1], place[0, 1:] + 5)[0].backward()
+        gradients[offloads] = {name: weight.grad for name, weight in loss.model.named_parameters()}
+        layers = loss.base.config.num_hidden_layers
+        assert kept.count(torch.Size([1, 12, loss.base.config.hidden_size])) >= (layers if offloads else 0)
+        assert len(kept) < 3 * layers + 10  # the layers' insides are computed again, and not kept
+        assert bool(kept) == offloads
+    assert all(torch.equal(one, gradients[True][name]) for name, one in gradients[False].items())

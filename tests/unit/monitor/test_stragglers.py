@@ -1,0 +1,37 @@
+"""A slow rank is told from quick ones, and from noise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trainers.monitor.stragglers import LEAST_LOOKS, LEAST_SECONDS, Pace, Taken, slow_ranks
+
+
+@pytest.mark.parametrize(
+    ("alone", "product", "slow"),
+    [
+        ([1.0, 1.0, 3.0], [0.01, 0.01, 0.01], {2: 3.0}),
+        ([1.0, 1.2], [0.01, 0.012], {}),
+        ([0.01, 0.03], [0.01, 0.01], {}),  # three times as long, and next to nothing of the step
+        ([1.0, 1.0], [0.01, 0.04], {1: 4.0}),
+        ([1.0, 1.0], [0.0001, 0.0004], {}),  # four times next to nothing
+        ([1.0], [0.01], {}),
+    ],
+)
+def test_a_rank_is_slow_beside_the_median_of_the_others(
+    alone: list[float], product: list[float], slow: dict[int, float]
+) -> None:
+    taken = [Taken(10.0, one, two, 9) for one, two in zip(alone, product, strict=True)]
+    assert slow_ranks(taken) == pytest.approx(slow)
+
+
+def test_there_is_no_verdict_before_there_is_enough_and_then_it_begins_anew() -> None:
+    pace = Pace(torch.device("cpu"), alone_in_forward=True)
+    for number in range(LEAST_LOOKS):
+        mine = pace.look(LEAST_SECONDS / LEAST_LOOKS)
+        assert mine.looks == number + 1
+        other = mine._replace(product=mine.product * 4 + 1)
+        found = pace.verdict([mine, other])
+        assert list(found) == [1] * (number == LEAST_LOOKS - 1)
+    assert pace.taken == Taken()

@@ -1,0 +1,206 @@
+"""The chat's program: what it answers is what plain transformers and peft answer with the exported weights."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from app.services.rpc_client import Worker
+from tests.launching import launch_well
+from trainers.config.options import ConfigError, TrainConfig
+from trainers.data import template
+from trainers.embedded import BASE_DIR
+from trainers.model.load import load_base
+from trainers.tools.chat import Chat, Models, sampling_options
+
+ASKED = [{"role": "user", "content": "title: Sea; city: Rome; author: Bo; year: 1999. Write it as JSON."}]
+GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "max_new_tokens": 40, "repetition_penalty": 1.0, "seed": 1}
+STEP = "step-00000005"
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A real run of five steps with adapters, and one with all weights."""
+    home = tmp_path_factory.mktemp("chat")
+    shared = {"max_steps": 5, "global_batch_size": 8, "max_train_samples": 100, "eval_dataset_name": "none"}
+    for method in ("lora", "full"):
+        options = {"preset": f"tiny-{method}", **shared, "cache_dir": home / "cache"}
+        launch_well(home / method, 1, options, XDG_STATE_HOME=str(home / "state"), CUDA_VISIBLE_DEVICES="")
+    return {method: home / method for method in ("lora", "full")}
+
+
+def load(request: dict[str, Any]) -> Chat:
+    """A program that has loaded what the request names."""
+    chat = Chat()
+    assert list(chat.load(request))[-1]["ready"]
+    return chat
+
+
+def ask(chat: Chat, side: str, messages: list[dict[str, str]] = ASKED, plain: bool = False, **sampling: Any) -> str:
+    """The answer of one side."""
+    request = {"side": side, "messages": messages, "plain": plain, "sampling": {**GREEDY, **sampling}}
+    return str(list(chat.answer(request))[-1]["answer"])
+
+
+def plainly(model: Any, folder: Path = BASE_DIR, messages: list[dict[str, str]] = ASKED) -> str:
+    """What plain transformers answers, greedily."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    given = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    with torch.inference_mode():
+        out = model.eval().generate(**given, do_sample=False, max_new_tokens=GREEDY["max_new_tokens"])
+    return str(tokenizer.decode(out[0, given["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
+def exported(folder: Path) -> Any:
+    """The model of a run's export, loaded as its model card says."""
+    if not (folder / "adapter_config.json").exists():
+        return AutoModelForCausalLM.from_pretrained(folder)
+    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE_DIR), folder)
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("weights", ["model", STEP])
+def test_both_sides_answer_as_plain_transformers_does(trained: dict[str, Path], method: str, weights: str) -> None:
+    chat = load({"run_dir": str(trained[method]), "weights": weights})
+    base = plainly(AutoModelForCausalLM.from_pretrained(BASE_DIR))
+    tuned = plainly(exported(trained[method] / "model"))
+    assert tuned != base, "the control: five steps change the answer"
+    assert [ask(chat, side) for side in ("base", "tuned", "base")] == [base, tuned, base]
+
+
+def test_an_adapter_shares_its_base_and_other_weights_answer_otherwise(
+    trained: dict[str, Path], tmp_path: Path
+) -> None:
+    other = shutil.copytree(trained["lora"], tmp_path / "other")
+    file = other / "model" / "adapter_model.safetensors"
+    save_file({name: -3 * tensor for name, tensor in load_file(file).items()}, file)
+    chats = [load({"run_dir": str(run), "weights": "model"}) for run in (trained["lora"], other)]
+    assert all(chat.models is not None and chat.models.base is None for chat in chats)
+    assert ask(chats[0], "tuned") != ask(chats[1], "tuned")
+    assert ask(chats[0], "base") == ask(chats[1], "base")
+
+
+def test_a_base_model_alone_has_one_side() -> None:
+    chat = load({"model": "embedded"})
+    assert ask(chat, "base") == plainly(AutoModelForCausalLM.from_pretrained(BASE_DIR))
+    with pytest.raises(ConfigError, match="side=tuned is not loaded"):
+        ask(chat, "tuned")
+
+
+def test_a_damaged_or_missing_checkpoint_is_refused(trained: dict[str, Path], tmp_path: Path) -> None:
+    run = shutil.copytree(trained["lora"], tmp_path / "run")
+    file = run / "checkpoints" / STEP / "rank-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ConfigError, match=f"{STEP} cannot be loaded: rank-00000.safetensors was changed"):
+        load({"run_dir": str(run), "weights": STEP})
+    (run / "model" / "adapter_model.safetensors").rename(run / "model" / "adapter_model.bin")
+    with pytest.raises(ConfigError, match="model cannot be loaded"):
+        load({"run_dir": str(run), "weights": "model"})
+    (run / "export-out").symlink_to(trained["full"] / "model")
+    for name in ("../run/model", "..", "", "/etc", "export-out", "step-99999999"):
+        with pytest.raises(ConfigError, match="is not there in run"):
+            load({"run_dir": str(run), "weights": name})
+
+
+def test_an_adapter_of_another_base_is_refused(trained: dict[str, Path], tmp_path: Path) -> None:
+    base = shutil.copytree(BASE_DIR, tmp_path / "base")
+    weights = load_file(base / "model.safetensors")
+    save_file({name: 2 * tensor for name, tensor in weights.items()}, base / "model.safetensors", {"format": "pt"})
+    run = shutil.copytree(trained["lora"], tmp_path / "run")
+    config = (run / "config.yaml").read_text()
+    changed = config.replace("model_name_or_path: embedded", f"model_name_or_path: {base}")
+    assert changed != config
+    (run / "config.yaml").write_text(changed)
+    with pytest.raises(ConfigError, match="not those that its adapters were trained on"):
+        load({"run_dir": str(run), "weights": STEP})
+
+
+def models_of(tmp_path: Path, chat_template: str) -> Models:
+    """The embedded base with another chat template."""
+    file = tmp_path / "chat.jinja"
+    file.write_text(chat_template)
+    config = TrainConfig(model_name_or_path="embedded", dataset_name="none", packing=False, chat_template=str(file))
+    return Models(config, load_base(config), None)
+
+
+def test_a_hostile_chat_template_neither_hangs_nor_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template, "RENDER_SECONDS", 0.5)
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(ConfigError, match="still runs after"):
+        models_of(tmp_path, loops).prompt(ASKED, plain=False)
+    with pytest.raises(ConfigError, match=r"refuses this conversation.*unsafe"):
+        models_of(tmp_path, "{{ ''.__class__.__mro__[1].__subclasses__() }}").prompt(ASKED, plain=False)
+    harmless = models_of(tmp_path, "{% for m in messages %}<{{ m['content'] }}>{% endfor %}")
+    assert harmless.tokenizer.decode(harmless.prompt([{"role": "user", "content": "hello"}], plain=False)) == "<hello>"
+
+
+def test_prompts_are_counted_against_the_context() -> None:
+    chat = load({"model": "embedded"})
+    with pytest.raises(ConfigError, match=r"the conversation has [\d,]+ tokens and the model's context holds 1,024"):
+        ask(chat, "base", [{"role": "user", "content": "word " * 5000}])
+    assert chat.models is not None
+    long = [{"role": "user", "content": "Rome " * 330}]
+    prompt = len(chat.models.prompt(long, plain=True))
+    request = {"side": "base", "messages": long, "plain": True, "sampling": {**GREEDY, "max_new_tokens": 8000}}
+    last = list(chat.answer(request))[-1]
+    assert prompt < 1024
+    assert last["tokens"] <= 1024 - prompt
+    assert last["finish"] == "length" or last["tokens"] < 1024 - prompt
+
+
+def test_the_pieces_make_up_the_answer_and_plain_text_is_completed() -> None:
+    chat = load({"model": "embedded"})
+    *pieces, last = chat.answer({"side": "base", "messages": ASKED, "sampling": GREEDY})
+    assert len(pieces) > 1
+    assert "".join(piece["text"] for piece in pieces) == last["answer"]
+    assert last["tokens_per_second"] == pytest.approx(last["tokens"] / last["seconds"])
+    assert ask(chat, "base", plain=True) != ask(chat, "base")
+
+
+def test_a_seed_decides_what_is_sampled() -> None:
+    chat = load({"model": "embedded"})
+    answers = [ask(chat, "base", temperature=1.5, seed=seed) for seed in (1, 2, 1)]
+    assert answers[0] == answers[2] != answers[1]
+    assert sampling_options(GREEDY) == {"repetition_penalty": 1.0, "use_cache": True, "do_sample": False}
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    running = Worker("trainers.tools.chat", env={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+def test_an_answer_can_be_stopped_and_the_next_one_is_whole(worker: Worker) -> None:
+    assert any(document.get("ready") for document in worker.ask({"ask": "load", "model": "embedded"}))
+    # At a high temperature the end of the answer seldom comes first.
+    endless = {**GREEDY, "temperature": 5.0, "max_new_tokens": 900}
+    documents = []
+    for document in worker.ask({"ask": "answer", "side": "base", "messages": ASKED, "sampling": endless}):
+        documents.append(document)
+        worker.cancel()
+    assert documents[-1] == {"end": True, "cancelled": True}
+    assert not any("answer" in document for document in documents)
+    *_, last, end = worker.ask({"ask": "answer", "side": "base", "messages": ASKED, "sampling": GREEDY})
+    assert end == {"end": True}
+    assert last["answer"] == plainly(AutoModelForCausalLM.from_pretrained(BASE_DIR))
+
+
+def test_a_wrong_request_leaves_the_process_as_it_is(worker: Worker) -> None:
+    with pytest.raises(ConfigError, match="side=base is not loaded"):
+        list(worker.ask({"ask": "answer", "side": "base", "messages": ASKED, "sampling": GREEDY}))
+    with pytest.raises(ConfigError, match="/nowhere/at/all cannot be loaded"):
+        list(worker.ask({"ask": "load", "model": "/nowhere/at/all"}))
+    assert worker.alive

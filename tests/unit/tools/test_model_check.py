@@ -1,0 +1,270 @@
+"""What `--check` and the start of a run say about a model: its files, its sizes, its family, its tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from tests.families import config_for as config
+from tests.families import save_small as saved
+from tests.made_runs import made_run
+from trainers import train
+from trainers.config.options import ConfigError
+from trainers.data.layout import current_documents
+from trainers.model.attention import KERNELS
+from trainers.model.load import load_base, silent_weights
+from trainers.model.probe import ForwardPass, ProbeError, check_model_computes, compare, probe_rows
+from trainers.model.small_model import choose_attention, small_config
+from trainers.objectives.sft import SupervisedLoss
+from trainers.strategy.strategy import load_strategy
+from trainers.tools.preflight import check
+
+Change = Callable[[Path], None]
+
+
+def checked(folder: Path, **changes: Any) -> list[str]:
+    return check(config(folder, **changes), load_strategy("single"), has_gpu=False)
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    path = folder / "model.safetensors"
+    save_file(change(load_file(path)), path, {"format": "pt"})
+
+
+def without(name: str, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: value for key, value in weights.items() if name not in key}
+
+
+UNFIT: dict[str, tuple[Change, str]] = {
+    "a layer more than in the files": (
+        partial(edit_config, num_hidden_layers=3), r"not in its files: model\.layers\.2\.input_layernorm\.weight"
+    ),
+    "a weight less": (
+        partial(edit_weights, change=partial(without, "1.mlp.up_proj")),
+        r"not in its files: model\.layers\.1\.mlp\.up_proj\.weight; what is missing would be random",
+    ),
+    "another width": (
+        partial(edit_config, intermediate_size=50),
+        r"model\.layers\.0\.mlp\.down_proj\.weight is 32x48 in the files and 32x50 in config\.json \(so are 5 others\)",
+    ),
+    "names of another program": (
+        partial(edit_weights, change=lambda weights: {f"x.{name}": one for name, one in weights.items()}),
+        r"they have x\.lm_head\.weight, .* which it has no place for",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", UNFIT)
+def test_weights_that_would_be_random_are_refused(fault: str, tmp_path: Path) -> None:
+    """By the check from the headers, and by the start from what transformers says after loading, in the same words."""
+    folder = saved(tmp_path)
+    assert checked(folder), "control"
+    change, message = UNFIT[fault]
+    change(folder)
+    with pytest.raises(ConfigError, match=message) as early:
+        checked(folder)
+    with pytest.raises(ConfigError) as late:
+        load_base(config(folder))
+    assert early.value.mistakes == late.value.mistakes
+
+
+def test_a_base_without_its_head_is_refused_unless_the_head_is_the_embedding(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"not in its files: lm_head\.weight"):
+        checked(saved(tmp_path / "untied", auto=AutoModel, tie_word_embeddings=False))
+    checked(saved(tmp_path / "tied", auto=AutoModel, tie_word_embeddings=True))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_narrow_dtype_in_the_config_is_no_other_model(dtype: str) -> None:
+    """As nearly every model's config has one; its small copy computes in fp32, in which it is compared."""
+    small = small_config(AutoConfig.for_model("llama"))
+    assert choose_attention(AutoConfig.for_model(**{**small.to_dict(), "dtype": dtype}), True) == KERNELS["sdpa"]
+
+
+def test_weights_without_a_place_are_named(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    edit_weights(folder, lambda weights: {**weights, "value_head.weight": torch.ones(3)})
+    assert "not used, as the model has no place for them: value_head.weight" in checked(folder)
+    shorter = checked(folder, num_hidden_layers=1)
+    assert not [line for line in shorter if "no place for them" in line], "to leave them out was asked for"
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt2", "gpt_neox", "gemma2"])
+def test_names_that_transformers_changes_as_it_loads_are_no_mistake(family: str, tmp_path: Path) -> None:
+    """Experts are fused, prefixes added; GPT-2's own files have no `transformer.` before their names."""
+    folder = saved(tmp_path, family)
+    if family == "gpt2":
+        edit_weights(folder, lambda weights: {name.removeprefix("transformer."): one for name, one in weights.items()})
+    assert not [line for line in checked(folder) if "no place for them" in line]
+    edit_weights(folder, lambda weights: without(sorted(weights)[-1], weights))
+    with pytest.raises(ConfigError, match="would be random"):
+        checked(folder)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "negative": ({"hidden_size": -5}, r"its config\.json describes no model .*-5"),
+    "no number": ({"hidden_size": "x"}, r"its config\.json describes no model .*hidden_size"),
+    "heads that do not divide": ({"num_attention_heads": 5, "head_dim": None}, "describes no model .*heads"),
+    "an unknown family": ({"model_type": "nonsense"}, "model type `nonsense`"),
+    "another kind of model": ({"model_type": "t5"}, "t5 models are no causal language models"),
+    "a classifier": ({"architectures": ["LlamaForSequenceClassification"]}, "has no head that predicts tokens"),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_config_that_describes_no_model_gets_its_true_sentence(fault: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    changes, message = WRONG[fault]
+    edit_config(folder, **changes)
+    for look in (checked, lambda folder: load_base(config(folder))):
+        with pytest.raises(ConfigError, match=message) as refused:
+            look(folder)
+        assert "HF_TOKEN" not in str(refused.value)
+
+
+def test_a_saved_classifier_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is a LlamaForSequenceClassification"):
+        checked(saved(tmp_path, auto=AutoModelForSequenceClassification))
+
+
+def test_a_url_and_an_adapter_are_no_models(tmp_path: Path) -> None:
+    for url in ("gopher://x", "https://huggingface.co/gpt2", "file:///etc"):
+        with pytest.raises(ConfigError, match=f"model_name_or_path={url} is a URL"):
+            checked(Path("embedded"), model_name_or_path=url)
+    folder = saved(tmp_path)
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "another"}')
+    with pytest.raises(ConfigError, match="holds an adapter"):
+        checked(folder)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors").rename(folder / "model-00002-of-00002.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"its weight files are not whole .*model-00001-of-00002"):
+        checked(folder)
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path, vocab_size=1000)
+    with pytest.raises(ConfigError, match=r"token 10\d\d and the model has embeddings for 1000 tokens, 0 to 999"):
+        checked(folder)
+
+
+@pytest.mark.parametrize("family", ["falcon", "gptj", "gpt_neo", "bloom", "codegen", "xglm", "mamba", "gpt_oss"])
+def test_families_with_attention_of_their_own_are_trained_unpacked(family: str) -> None:
+    model_config = AutoConfig.for_model(family)
+    with pytest.raises(ConfigError, match=f"packing=true: {family} models .*; use packing=false"):
+        choose_attention(model_config, packing=True)
+    assert choose_attention(model_config, packing=False) in ("sdpa", "eager")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2", "deepseek_v3"])
+def test_families_that_take_our_attention_get_it(family: str) -> None:
+    assert choose_attention(AutoConfig.for_model(family), packing=True) == "tunesmith_fused"
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_model_whose_head_is_called_decoder_is_looked_at(packing: bool) -> None:
+    assert choose_attention(AutoConfig.for_model("modernbert-decoder"), packing)
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "electra", "camembert"])
+def test_encoders_are_refused_unless_they_are_decoders(family: str) -> None:
+    for packing in (True, False):
+        with pytest.raises(ConfigError, match=r"read a text in both directions .*use another model"):
+            choose_attention(AutoConfig.for_model(family), packing)
+    assert choose_attention(AutoConfig.for_model(family, is_decoder=True), packing=False)
+
+
+def test_hybrids_are_packed_never() -> None:
+    """Their state runs on into the next document, little as it may be."""
+    for family in ("falcon_h1", "qwen3_5_text", "llama4_text"):
+        with pytest.raises(ConfigError, match="use packing=false"):
+            choose_attention(AutoConfig.for_model(family), packing=True)
+        assert choose_attention(AutoConfig.for_model(family), packing=False)
+
+
+def test_a_copy_that_is_not_small_is_never_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its size is counted without memory: a family may name its sizes in a way that nobody knows."""
+    devices, real = [], AutoModelForCausalLM.from_config
+
+    def build_on(*shape: Any, **options: Any) -> Any:
+        devices.append(str(torch.get_default_device()))
+        return real(*shape, **options)
+
+    monkeypatch.setattr("trainers.model.small_model.AutoModelForCausalLM.from_config", build_on)
+    monkeypatch.setattr("trainers.model.small_model._LARGEST", 1000)
+    assert choose_attention(AutoConfig.for_model("llama"), packing=True) == "tunesmith_fused"
+    assert devices == ["meta"]
+
+
+def test_the_choice_leaves_the_seed_and_the_documents_alone() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    choose_attention(AutoConfig.for_model("llama"), packing=True)
+    assert torch.equal(torch.rand(4), expected)
+    assert current_documents.layout is None, "or the next forward pass of another length fails"
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_loss_that_is_not_the_models_own_is_refused_with_numbers(packing: bool) -> None:
+    """As it was for encoders; a head rule that is off by a little is one more way to it."""
+    model = AutoModelForCausalLM.from_config(small_config(AutoConfig.for_model("llama")), attn_implementation="eager")
+    model.set_attn_implementation("tunesmith_fused")
+    loss, cpu = SupervisedLoss(model), torch.device("cpu")
+    check_model_computes(loss, model, packing, cpu, torch.float32)
+    loss.rule = (1.001, None)
+    with pytest.raises(ConfigError, match=r"our loss is \d\.\d+ and the model's own forward pass gives \d\.\d+"):
+        check_model_computes(loss, model, packing, cpu, torch.float32)
+
+
+def test_a_model_that_overflows_is_not_taken_for_an_encoder() -> None:
+    model = AutoModelForCausalLM.from_config(small_config(AutoConfig.for_model("llama")))
+    with torch.no_grad():
+        model.get_decoder().norm.weight.fill_(torch.inf)
+    with pytest.raises(ConfigError, match="llama models give NaN or infinity in float32"):
+        check_model_computes(SupervisedLoss(model), model, False, torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize(("loss", "fits"), [(0.055, True), (0.08, False)])
+def test_a_small_loss_is_not_held_to_less_than_rounding(loss: float, fits: bool) -> None:
+    """Sums of bf16 differ by as much for text that a model knows by heart."""
+    hidden = probe_rows(64, torch.device("cpu"))[..., None].float()
+    ours, own = ForwardPass(hidden.cumsum(1), loss), ForwardPass(hidden.cumsum(1), 0.05)
+    with nullcontext() if fits else pytest.raises(ProbeError, match=r"our loss is 0\.080000"):
+        compare(ours, own, "llama", False, torch.bfloat16)
+
+
+def test_a_head_with_a_transform_is_trained() -> None:
+    small = small_config(AutoConfig.for_model("bert", is_decoder=True))
+    model = AutoModelForCausalLM.from_config(small)
+    assert not silent_weights(model)
+
+
+def test_a_refusal_that_one_rank_alone_meets_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 reads the note when it finds the other rank gone; of a run that goes back there is none."""
+    run, launch = made_run(tmp_path, "a", "running"), SimpleNamespace(supervised=True)
+    monkeypatch.setattr(train, "give_way", lambda: None)
+    monkeypatch.setenv("RANK", "1")
+    train.fail(run, "a spike", launch, 1, permanent=False, goes_back=True)
+    assert run.noted_failure() is None
+    train.fail(run, "this model sees later tokens", launch, 2, permanent=True)
+    assert run.noted_failure() == "rank 1: this model sees later tokens"

@@ -1,0 +1,124 @@
+"""The Train page's form: its list of GPUs (stand-ins: none is here), what an address opens, and its strategy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gradio as gr
+import pytest
+
+from app.services.choices import GpuChoice
+from app.services.memory_check import Verdict
+from app.services.starting_values import starting_values
+from tests.made_runs import made_run
+from trainers.config.own_data import DESCRIBING
+from ui.context import Here
+from ui.pages import train
+from ui.pages.train_parts import shown_value
+
+
+def gpus(*holders: str) -> list[GpuChoice]:
+    return [GpuChoice(number, "H100", 80 << 30, 79 << 30, holder) for number, holder in enumerate(holders)]
+
+
+def opened(page: Any, draft: str = "", **query: str) -> Any:
+    request: Any = SimpleNamespace(query_params=query)
+    return page.prefill(draft, request)[train._DEVICES]
+
+
+def test_who_holds_a_gpu_is_told_when_the_page_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "gpu_choices", lambda: gpus("", ""))
+    here = Here(tmp_path / "runs", (tmp_path,), tmp_path / "uploads", False)
+    with gr.Blocks():
+        page = train._Form(here)
+        page.lay_out()
+    assert opened(page)["value"] == ["0", "1"]
+    monkeypatch.setattr(train, "gpu_choices", lambda: gpus("", "other-run"))
+    shown = opened(page)
+    assert shown["value"] == ["0"], "a GPU that is held is not ticked"
+    assert shown["choices"][1][0].endswith("held by other-run")
+    made_run(tmp_path / "runs", "mine", strategy="single", world=1, gpus="1")
+    assert opened(page, clone="mine")["value"] == ["1"], "a clone keeps what its run chose"
+    assert opened(page, draft='{"devices": ["1"]}')["value"] == ["1"], "and so does a draft"
+    assert opened(page, draft='{"preset": "tiny-full"}')["value"] == ["0"], "a draft from the Data page chose none"
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Any:
+    """The form on a machine without GPUs."""
+    with gr.Blocks():
+        page = train._Form(Here(tmp_path / "runs", (tmp_path,), tmp_path / "uploads", False))
+        page.lay_out()
+    return page
+
+
+@pytest.mark.parametrize("name", ["nope", "../etc", "/etc/passwd", "<b>x</b>", "a\0b", "x" * 5000])
+@pytest.mark.parametrize("query", ["preset", "clone", "resume"])
+def test_an_address_that_names_nothing_opens_a_working_form(page: Any, query: str, name: str) -> None:
+    request: Any = SimpleNamespace(query_params={query: name})
+    *filled, resumed, banner, force = page.prefill("", request)
+    assert [update for update in filled if update != gr.skip()] == [], "the form stays as it was drawn"
+    assert (resumed, force["visible"]) == ("", False)
+    assert banner["visible"]
+    assert 'role="alert"' in banner["value"]
+    assert "<b>" not in banner["value"]
+
+
+def test_an_address_that_names_a_preset_says_nothing(page: Any) -> None:
+    request: Any = SimpleNamespace(query_params={"preset": "tiny-full"})
+    *filled, _, banner, _ = page.prefill("", request)
+    assert filled[0] == "tiny-full"
+    assert not banner["visible"]
+
+
+@pytest.mark.parametrize(("processes", "can"), [("2", False), ("4", True)])
+def test_a_strategy_that_misfits_is_not_said_to_run(page: Any, processes: str, can: bool) -> None:
+    values = [component.value for component in page.options]
+    panel, note, *_ = page.refresh("", False, "tiny-lora", "hsdp", processes, *values)
+    assert ("use at least 4" in panel) is not can
+    assert ("Can run here" in note) is can
+    assert ("Cannot run here" in note) is not can
+
+
+def test_bf16_is_no_warning_but_a_line_among_the_numbers(page: Any) -> None:
+    def drawn(dtype: str) -> str:
+        values = {one.name: component.value for one, component in zip(page.fields, page.options, strict=True)}
+        return str(page.refresh("", False, "tiny-lora", "ddp", "2", *{**values, "mixed_precision": dtype}.values())[0])
+
+    assert "ts-alert-warning" not in drawn("bf16")
+    assert "<dt>Precision</dt>" in drawn("bf16")
+    assert "<dt>Precision</dt>" not in drawn("no")
+    assert "ts-alert-warning" in drawn("fp16"), "a warning would be seen"
+
+
+def test_a_run_that_will_hardly_fit_is_asked_about_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(train, "gpu_choices", list)
+    monkeypatch.setattr(train, "known_verdict", lambda job: None)
+    monkeypatch.setattr(train, "memory_verdict", lambda job: Verdict(False, "needs 99 GiB"))
+    monkeypatch.setattr(train, "start", started.append)
+    here = Here(tmp_path / "runs", (tmp_path,), tmp_path / "uploads", False)
+    with gr.Blocks():
+        page = train._Form(here)
+        page.lay_out()
+    first = starting_values("tiny-lora") | {"runs_dir": str(tmp_path / "runs")}
+    raw = [shown_value(one, first[one.name]) for one in page.fields]
+    *_, (_, button, run_id, asked) = page.start("", "", False, "tiny-lora", "", "2", *raw)
+    assert (button.value, run_id, asked, started) == (train._ALL_THE_SAME, "", train._ALL_THE_SAME, [])
+    *_, (_, _, run_id, asked) = page.start(asked, "", False, "tiny-lora", "", "2", *raw)
+    assert (run_id, asked) == (started[0].run.id, "")
+    assert page.refresh("", False, "tiny-lora", "", "2", *raw)[-1] == "", "another form is asked about again"
+
+
+def test_own_data_take_the_presets_evaluation_off_the_form(page: Any) -> None:
+    values = {one.name: component.value for one, component in zip(page.fields, page.options, strict=True)}
+    named = [box.value for box in page.named]
+    assert values["eval_dataset_name"] == named[1] != "", "there is something to take off"
+    values["dataset_name"] = "my.jsonl"
+    *before, _ = updates = page.follow_data("", "tiny-lora", *named, *values.values())
+    assert before[:3] == ["my.jsonl", "none", named[2]]
+    shown = dict(zip(DESCRIBING, updates[3:], strict=True))
+    assert {name: value for name, value in shown.items() if value != gr.skip()} == {"eval_dataset_name": ""}
+    assert set(map(str, page.follow_data("run", "tiny-lora", *named, *values.values())[3:])) == {str(gr.skip())}

@@ -1,0 +1,1 @@
+"""Checkpoints, their copies elsewhere, and exports."""

@@ -1,0 +1,331 @@
+"""Exports weights as transformers and peft expect them: adapter, merged or full, with tokenizer and model card.
+
+`python -m trainers.checkpoint.export --run RUN --output DIR --kind KIND [--checkpoint NAME]` exports again.
+KIND is adapter, merged or full.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig
+
+from trainers.checkpoint.checkpoint import load_weights
+from trainers.checkpoint.export_check import LoadedBack, Probe, held_dtype, load_back, sample, trainer_loss
+from trainers.config.options import ConfigError, TrainConfig
+from trainers.config.parse import Request, dump_yaml
+from trainers.data.formats import RowError
+from trainers.data.prepare import load_tokenizer
+from trainers.data.template import Encoder
+from trainers.model.load import add_adapters, build_model, compute_dtype, stored_dtype, weight_files
+from trainers.model.quantization import dequantise
+from trainers.objectives.sft import inner_model
+from trainers.run.compatibility import versions
+from trainers.run.errors import TrainingError
+from trainers.run.folder import RunFolder, read_json
+from trainers.run.manifest import sync, verify
+from trainers.run.record import RunRecord
+
+SHARD_SIZE = "5GB"
+_SLOWEST = 5e6
+"""Bytes of weights a second that an export takes at least: a slow network disk, read and written a few times."""
+
+
+def export_kind(config: TrainConfig) -> str:
+    """What a run exports: `full`, `adapter` or `merged`."""
+    return "full" if config.method == "full" else "merged" if config.merge_adapter else "adapter"
+
+
+def export_seconds(folder: Path, config: TrainConfig) -> float:
+    """Seconds that the export of a checkpoint may take at most: more for a large model, which is also loaded back."""
+    files = [*folder.glob("*.safetensors"), *weight_files(config)]
+    return sum(path.stat().st_size for path in files) / _SLOWEST
+
+
+def export_checkpoint(
+    folder: Path, config: TrainConfig, target: Path, kind: str, results: dict[str, Any], record: RunRecord | None
+) -> LoadedBack:
+    """Exports the weights of a checkpoint, which any strategy may have written: the one way to an export.
+
+    The model is built anew on the CPU of one process, so that no strategy's wrapper is in its names or its tensors.
+
+    Raises:
+        TrainingError: when the export, loaded back, is not the model that was trained.
+    """
+    return export(_trained(folder, config), config, target, kind, results, record)
+
+
+def _trained(folder: Path, config: TrainConfig) -> nn.Module:
+    """The model of a checkpoint. Only `export` holds it, so that it is gone before the export is loaded back."""
+    model = build_model(config)
+    load_weights(folder, model)
+    return model
+
+
+def export(
+    model: Any,
+    config: TrainConfig,
+    target: Path,
+    kind: str,
+    results: dict[str, Any],
+    record: RunRecord | None = None,
+) -> LoadedBack:
+    """Writes a model folder that appears whole or not at all, and loads it back.
+
+    Args:
+        model: the unwrapped model with the trained weights, which are changed.
+        config: the run's config; it goes into the model card.
+        target: the folder to publish.
+        kind: `adapter`, `merged` or `full`.
+        results: last metrics, for the model card.
+        record: of the run that has the target in its folder, whose earlier export there is replaced; None elsewhere,
+            where the target must be new or empty.
+
+    Raises:
+        ConfigError: when the target holds what the run did not write.
+        TrainingError: when the loss of the export is not the trainer's; its folder is then `<target>-failed`.
+    """
+    if record is not None:
+        temporary = record.temporary(target.name)
+    else:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+        temporary.mkdir()
+    try:
+        tokenizer, dtype = load_tokenizer(config), _export_dtype(config)
+        probes = sample(config, tokenizer, model_card(config, kind, results))
+        expected = _write_model(model, config, temporary, kind, probes, tokenizer, dtype)
+        del model  # two at once might not fit
+        checked = load_back(temporary, config, kind, probes, expected, dtype)
+        (temporary / "README.md").write_text(model_card(config, kind, results, str(checked)), encoding="utf-8")
+        for path in [*temporary.iterdir(), temporary]:
+            sync(path)
+        print(checked, flush=True)
+        final = _failed(target, record) if checked.failed else target
+        if record is not None:
+            record.publish(temporary, final.name)
+        else:
+            os.replace(temporary, final)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    if checked.failed:
+        raise TrainingError(
+            f"{checked}; it is not the model that was trained, and stays in {final.name}; the checkpoint is kept, and "
+            "`tunesmith export` tries again" + ("" if dtype == torch.float32 else ", such as with --dtype float32")
+        )
+    return checked
+
+
+def _failed(target: Path, record: RunRecord | None) -> Path:
+    """Where an export goes that is not the model that was trained."""
+    aside = target.with_name(f"{target.name}-failed")
+    return aside if record is not None or not aside.exists() else Path(f"{aside}-{secrets.token_hex(4)}")
+
+
+def _write_model(
+    model: Any, config: TrainConfig, folder: Path, kind: str, probes: list[Probe], tokenizer: Any, dtype: torch.dtype
+) -> float:
+    """Weights, tokenizer and generation config; returns the loss of the model before it was merged and rounded."""
+    if kind == "merged":
+        # Merged in fp32, and rounded once after: a bf16 base would round a small adapter away.
+        model = (_unquantised(model, config) if config.method == "qlora" else model).float()
+    expected = trainer_loss(model, probes, held_dtype(config, kind))
+    _write(model.merge_and_unload() if kind == "merged" else model, tokenizer, folder, kind, dtype)
+    return expected
+
+
+def _export_dtype(config: TrainConfig) -> torch.dtype:
+    return stored_dtype(config) if config.export_dtype == "auto" else getattr(torch, config.export_dtype)
+
+
+def _write(model: Any, tokenizer: Any, folder: Path, kind: str, dtype: torch.dtype) -> None:
+    """Weights, tokenizer and generation config as transformers and peft write them."""
+    base = inner_model(model)
+    base.config.use_cache = True
+    _cast(model, base, dtype, only_trained=kind == "adapter")
+    base.generation_config = base.generation_config or GenerationConfig()
+    ends = stop_tokens(tokenizer, base.generation_config)
+    base.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
+    base.generation_config.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size=SHARD_SIZE, safe_serialization=True)
+    tokenizer.save_pretrained(folder)
+
+
+@torch.no_grad()
+def _cast(model: nn.Module, base: Any, dtype: torch.dtype, only_trained: bool) -> None:
+    """Rounds what is written to its dtype, weight by weight; what transformers always loads in fp32 stays so."""
+    fp32 = set(getattr(base, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        fp32 |= set(getattr(base, "_keep_in_fp32_modules", None) or ())
+    for name, weight in model.named_parameters():
+        if weight.is_floating_point() and (weight.requires_grad or not only_trained):
+            weight.data = weight.data.to(torch.float32 if fp32 & set(name.split(".")) else dtype)
+
+
+def stop_tokens(tokenizer: Any, generation_config: GenerationConfig) -> list[int]:
+    """Ids that end an answer: the base's own, the tokenizer's eos, and what ends the assistant's turn in its template.
+
+    A chat model would otherwise write the user's next turn as well.
+    """
+    own = generation_config.eos_token_id
+    found = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id, _turn_end(tokenizer)}
+    return sorted(found - {None})
+
+
+def _turn_end(tokenizer: Any) -> int | None:
+    """The token right after a reply in the chat template; None without a template, or where no single token is."""
+    if not tokenizer.chat_template:
+        return None
+    question, reply = "Is it one?", "It is one."
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
+    try:
+        text = Encoder.of(tokenizer, assistant_only=False).render(messages)
+    except (ConfigError, RowError):
+        return None
+    after = text.rpartition(reply)[2].lstrip()
+    tokens = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
+    ends = [token for token in tokens if token.strip() and after.startswith(token)]
+    return tokens[max(ends, key=len)] if ends else None
+
+
+def _unquantised(model: Any, config: TrainConfig) -> nn.Module:
+    """The same adapters on the dequantised base; peft would merge into 4 bits and round most of them away."""
+    trained = {name: weight.detach().clone() for name, weight in model.named_parameters() if weight.requires_grad}
+    plain = add_adapters(dequantise(model.unload()), config)
+    with torch.no_grad():
+        for name, weight in plain.named_parameters():
+            if weight.requires_grad:
+                weight.copy_(trained.pop(name))
+    assert not trained, f"adapter weights without a place: {sorted(trained)}"
+    return plain
+
+
+def model_card(config: TrainConfig, kind: str, results: dict[str, Any], checked: str = "") -> str:
+    """What the model is, what made it, how to load it, and what came of loading it back."""
+    numbers = "\n".join(f"| {name} | {value} |" for name, value in results.items()) or "| none | |"
+    packages = "\n".join(f"- {name} {number}" for name, number in versions().items())
+    base = config.model_name_or_path
+    header = f"---\nlibrary_name: {'peft' if kind == 'adapter' else 'transformers'}\ntags: [tunesmith, sft]\n---\n"
+    return f"""{header}
+# {config.run_name or config.preset or Path(base).name}, fine-tuned
+
+{kind.capitalize()} weights of `{base}`, fine-tuned with Tunesmith on `{config.dataset_name}`.
+
+```python
+{_loading(config, kind)}
+```
+
+| result | value |
+|---|---|
+{numbers}
+
+{checked[:1].upper() + checked[1:]}
+
+## Configuration
+
+```yaml
+{dump_yaml(config).strip()}
+```
+
+## Versions
+
+{packages}
+"""
+
+
+def _loading(config: TrainConfig, kind: str) -> str:
+    """The lines that load the export; an adapter of a quantised base belongs on the same 4 bits."""
+    if kind != "adapter":
+        return "model = AutoModelForCausalLM.from_pretrained(folder)  # from transformers"
+    if config.method == "lora":
+        return "model = AutoPeftModelForCausalLM.from_pretrained(folder)  # from peft"
+    dtype = str(compute_dtype(config))
+    return f"""base = BitsAndBytesConfig(  # from transformers
+    load_in_4bit=True,
+    bnb_4bit_quant_type="nf4",
+    bnb_4bit_use_double_quant=True,
+    bnb_4bit_compute_dtype={dtype},
+)
+model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype={dtype}, quantization_config=base)  # from peft"""
+
+
+def main(argv: list[str]) -> int:
+    """Exports the weights of a finished run's checkpoint; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m trainers.checkpoint.export", description="Export a run's weights.")
+    parser.add_argument("--run", required=True, help="run folder")
+    parser.add_argument("--output", required=True, help="folder to write")
+    parser.add_argument("--kind", required=True, choices=("adapter", "merged", "full"))
+    parser.add_argument("--checkpoint", help="name of one of the run's checkpoints; default: the newest")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="default: the run's option")
+    arguments = parser.parse_args(argv)
+    try:
+        export_again(
+            RunFolder(arguments.run), Path(arguments.output), arguments.kind, arguments.checkpoint, arguments.dtype
+        )
+    except ConfigError as error:
+        print("\n".join(error.mistakes), file=sys.stderr)
+        return 2
+    except TrainingError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def export_again(run: RunFolder, target: Path, kind: str, checkpoint: str | None, dtype: str | None = None) -> None:
+    """Exports the weights of a checkpoint.
+
+    Args:
+        run: the run.
+        target: the folder to write.
+        kind: `adapter`, `merged` or `full`.
+        checkpoint: its name; None for the one that the run itself exports.
+        dtype: of the weights; None for the run's `export_dtype`.
+
+    Raises:
+        TrainingError: when the export is not the model that was trained.
+        ConfigError: when run or checkpoint are not there or bad, or the kind does not fit the method.
+    """
+    config = Request(config=str(run.config)).resolve()
+    config = config.model_copy(update={"export_dtype": dtype}) if dtype else config
+    fitting = ("full",) if config.method == "full" else ("adapter", "merged")
+    if kind not in fitting:
+        raise ConfigError(f"--kind {kind} does not fit method={config.method}; use {' or '.join(fitting)}")
+    names = sorted(path.name for path in run.checkpoints.glob("step-" + "[0-9]" * 8))
+    if not names:
+        raise ConfigError(f"run {run.id} has no checkpoint; it saves one every save_steps, and when it is stopped")
+    if checkpoint and checkpoint not in names:
+        raise ConfigError(f"checkpoint {checkpoint} is not there; the run {run.id} has: {', '.join(names)}")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"--output {target} is not empty; name a new folder, so that nothing is written over")
+    folder = run.checkpoints / (checkpoint or _chosen(run, names, config))
+    try:
+        manifest = verify(folder)
+        record = run.record if target.absolute() == run.path / f"export-{kind}" else None
+        checked = export_checkpoint(folder, config, target, kind, {"step": manifest["step"]}, record)
+    except ConfigError:
+        raise
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"checkpoint {folder.name} cannot be exported: {error}; name another --checkpoint") from None
+    facts = {"dtype": checked.dtype, "loss_difference": checked.difference, "check": str(checked)}
+    print(json.dumps({"export_dir": str(target.absolute()), "kind": kind, "step": manifest["step"], **facts}))
+
+
+def _chosen(run: RunFolder, names: list[str], config: TrainConfig) -> str:
+    """The checkpoint that the run itself exports: the best one where it wants that, else the newest."""
+    newest = read_json(run.checkpoints / names[-1] / "manifest.json") or {}
+    best = (newest.get("progress") or {}).get("best_step") if config.load_best_model_at_end else None
+    name = f"step-{best:08d}" if best is not None else names[-1]
+    return name if name in names else names[-1]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,396 @@
+"""Every training option, once: its name, type, range, unit, default and one sentence of help.
+
+The command line, the YAML files, the page and the reference table are all made from `TrainConfig`.
+How the options are read (flags, YAML, presets) is in `trainers/config/parse.py`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+
+EMBEDDED = "embedded"
+FIXED_DATE = "2024-07-26"
+"""What a chat template gets for today unless another date is asked for: the one that Llama's templates fall back to."""
+COLUMN_ROLES = (
+    "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "system", "text",
+    "history", "tools", "functions", "chat_template_kwargs",
+)  # fmt: skip
+MACHINE_OPTIONS = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
+LAUNCH_OPTIONS = ("strategy", "gpus", "num_processes", *MACHINE_OPTIONS)
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
+
+
+class ConfigError(ValueError):
+    """One or more mistakes of the user, a line each: what, the value, the way out."""
+
+    def __init__(self, mistakes: str | list[str]):
+        self.mistakes = [mistakes] if isinstance(mistakes, str) else list(mistakes)
+        super().__init__("\n".join(self.mistakes))
+
+
+def _split_commas(value: Any) -> Any:
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _pairs(value: Any) -> Any:
+    """`prompt=question,completion=answer` as a mapping; a mapping passes through."""
+    if not isinstance(value, str):
+        return value
+    pairs = [part.partition("=") for part in _split_commas(value)]
+    return {key.strip(): column.strip() for key, _, column in pairs}
+
+
+def _none_word(value: Any) -> Any:
+    return None if isinstance(value, str) and value.lower() in ("", "none", "null") else value
+
+
+def _off(value: Any) -> Any:
+    """YAML reads a bare `no` as false."""
+    return "no" if value is False else value
+
+
+def _iso_date(value: Any) -> Any:
+    """A date of YAML or of text as `2024-07-26`."""
+    try:
+        return date.fromisoformat(str(value)).isoformat()
+    except ValueError:
+        raise ValueError("input should be a date such as 2024-07-26") from None
+
+
+Names = Annotated[list[str], BeforeValidator(_split_commas)]
+Optionally = BeforeValidator(_none_word)
+
+
+def _option(section: str, default: Any = ..., unit: str = "", **constraints: Any) -> Any:
+    extra: dict[str, Any] = {"section": section, "unit": unit}
+    return Field(default=default, json_schema_extra=extra, **constraints)
+
+
+class TrainConfig(BaseModel):
+    """A complete description of one fine-tuning run, apart from its strategy (the Accelerate file says that).
+
+    Raises:
+        pydantic.ValidationError: on unknown keys or values; `trainers.config.validation.build` makes it a
+        `ConfigError`.
+    """
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _plain_values(cls, value: Any, info: ValidationInfo) -> Any:
+        texts = [value] if isinstance(value, str) else [*value, *value.values()] if isinstance(value, dict) else []
+        for text in texts:
+            if any(ord(letter) < 32 or 0x202A <= ord(letter) <= 0x202E for letter in str(text)):
+                raise ValueError("control characters are not allowed")
+        if isinstance(value, str) and value.startswith("~") and os.path.expanduser(value) == value:
+            raise ValueError("there is no such home folder")
+        numbers = cls.model_fields[str(info.field_name)].annotation in (int, float)
+        if numbers and isinstance(value, bool):
+            raise ValueError("input should be a number, not true or false")
+        return value
+
+    # Model
+    preset: Annotated[str | None, Optionally] = _option("model", None)
+    """Preset whose values stand under the ones given here."""
+    model_name_or_path: str = _option("model", min_length=1)
+    """Hub id or local folder of the base model; `embedded` is the small one that ships with Tunesmith."""
+    model_revision: Annotated[str | None, Optionally] = _option("model", None)
+    """Branch, tag or commit of the base model on the Hub."""
+    trust_remote_code: bool = _option("model", False)
+    """Run model code that comes with the weights; leave off unless you have read that code."""
+    random_init: bool = _option("model", False)
+    """Start from seeded random weights of the model's shape and not from its pretrained ones."""
+    num_hidden_layers: Annotated[int | None, Optionally] = _option("model", None, "layers", ge=1, le=10**6)
+    """Keep only the first decoder layers; for trying out a model that does not fit."""
+    attn_implementation: Literal["auto", "varlen", "flex", "documents", "sdpa", "eager"] = _option("model", "auto")
+    """Attention kernel; each keeps packed documents apart; auto: the fastest that fits device, dtype and model."""
+
+    # Method
+    method: Literal["full", "lora", "qlora"] = _option("method", "lora")
+    """Train all weights, low-rank adapters on a frozen base, or adapters on a base quantised to 4 bits (nf4)."""
+    lora_r: int = _option("method", 16, ge=1, le=4096)
+    """Rank of the adapters."""
+    lora_alpha: float = _option("method", 32.0, gt=0)
+    """Scale of the adapters; their output is multiplied by alpha / r."""
+    lora_dropout: float = _option("method", 0.0, ge=0, lt=1)
+    """Dropout on the adapters' input; above 0 the run leaves the parity promise."""
+    lora_target_modules: Names = _option("method", ["all-linear"], min_length=1)
+    """Modules that get an adapter: `all-linear`, or the ends of their names, comma-separated."""
+    use_rslora: bool = _option("method", False)
+    """Scale adapters by alpha / sqrt(r), which keeps high ranks stable."""
+
+    # Data
+    dataset_name: str = _option("data", min_length=1)
+    """Training data: a file, folder, glob or Hub id; `embedded` is the set that ships with Tunesmith."""
+    dataset_config_name: Annotated[str | None, Optionally] = _option("data", None)
+    """Configuration (subset) of a Hub data set."""
+    dataset_split: str = _option("data", "train", min_length=1)
+    """Split of a Hub data set to train on."""
+    eval_dataset_name: Annotated[str | None, Optionally] = _option("data", None)
+    """Evaluation data, named like `dataset_name`."""
+    eval_split: str = _option("data", "eval", min_length=1)
+    """Split of `eval_dataset_name` when that is a Hub data set."""
+    eval_share: float = _option("data", 0.0, ge=0, lt=1)
+    """Share of the training rows held out for evaluation when no `eval_dataset_name` is given."""
+    dataset_format: Literal["auto", "chat", "sharegpt", "alpaca", "prompt_completion", "text"] = _option("data", "auto")
+    """Row format; `auto` recognises it by the columns."""
+    columns: Annotated[dict[str, str], BeforeValidator(_pairs)] = _option("data", {})
+    """Your column for each role, such as `prompt=question,completion=answer`."""
+    sample_by: Literal["line", "paragraph", "document"] = _option("data", "line")
+    """What one document is in a plain text file."""
+    chat_template: Annotated[str | None, Optionally] = _option("data", None)
+    """Jinja file that replaces the tokenizer's chat template."""
+    assistant_only_loss: bool = _option("data", True)
+    """Train on the assistant's (or completion's) tokens alone; plain text always trains on all."""
+    thoughts: Literal["keep", "drop", "train_empty"] = _option("data", "keep")
+    """Thoughts before replies: train those of the data, or drop them; train_empty: also a template's empty ones."""
+    template_date: Annotated[str, BeforeValidator(_iso_date)] = _option("data", FIXED_DATE)
+    """Date for chat templates that ask for today's; fixed, so that the same data gives the same tokens on any day."""
+    max_length: int = _option("data", 1024, "tokens", ge=8, le=2**24)
+    """Longest training row."""
+    overlong: Literal["truncate", "drop", "split", "refuse"] = _option("data", "truncate")
+    """What happens to a row longer than `max_length`; it is counted and printed."""
+    packing: bool = _option("data", True)
+    """Fill rows of `max_length` with several documents, none of which sees another."""
+    group_by_length: bool = _option("data", True)
+    """Without packing, put rows of like length into one global batch to save padding."""
+    bad_rows: Literal["refuse", "skip"] = _option("data", "refuse")
+    """Refuse data with rows that cannot be read, or skip and list them."""
+    max_train_samples: Annotated[int | None, Optionally] = _option("data", None, "rows", ge=1, le=10**12)
+    """Use only the first rows of the training data."""
+    max_eval_samples: Annotated[int | None, Optionally] = _option("data", None, "rows", ge=1, le=10**12)
+    """Use only the first rows of the evaluation data."""
+    dataset_num_proc: Annotated[int | None, Optionally] = _option("data", None, "processes", ge=1, le=4096)
+    """Processes that tokenise; default: the machine's cores, one for small data."""
+    cache_dir: Annotated[str | None, Optionally] = _option("data", None)
+    """Folder of tokenised data; default: `tunesmith` in the user's cache folder."""
+
+    # Batch
+    global_batch_size: int = _option("batch", 16, "rows", ge=1, le=10**9)
+    """Rows per optimizer step over all processes; accumulation is derived from it."""
+    per_device_train_batch_size: int = _option("batch", 1, "rows", ge=1, le=2**20)
+    """Rows per micro-batch on each process; changes speed and memory, not the result."""
+    per_device_eval_batch_size: int = _option("batch", 8, "rows", ge=1, le=2**20)
+    """Rows per evaluation batch on each process."""
+    num_train_epochs: float = _option("batch", 1.0, "epochs", gt=0, le=10**9)
+    """Passes over the training data."""
+    max_steps: Annotated[int | None, Optionally] = _option("batch", None, "steps", ge=1, le=10**12)
+    """Optimizer steps; overrides `num_train_epochs`."""
+
+    # Optimizer
+    optim: Literal["adamw", "adamw_8bit"] = _option("optimizer", "adamw")
+    """AdamW with fp32 states, or with states in 8 bits: a quarter of their memory, and outside the parity promise."""
+    learning_rate: float = _option("optimizer", 2e-4, gt=0, le=10)
+    """Peak learning rate of AdamW."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = _option("optimizer", "none")
+    """Scale the rate by global_batch_size / lr_scaling_batch_size, or by its square root."""
+    lr_scaling_batch_size: Annotated[int | None, Optionally] = _option("optimizer", None, "rows", ge=1, le=10**9)
+    """Global batch size for which `learning_rate` was chosen."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine", "inverse_sqrt"] = _option("optimizer", "cosine")
+    """Shape of the rate after warm-up."""
+    min_lr_ratio: float = _option("optimizer", 0.0, ge=0, le=1)
+    """Lowest rate of the linear and cosine shapes, as a share of the peak."""
+    warmup_steps: int = _option("optimizer", 0, "steps", ge=0, le=10**12)
+    """Steps over which the rate rises from 0; overrides `warmup_ratio`."""
+    warmup_ratio: float = _option("optimizer", 0.0, ge=0, le=1)
+    """Warm-up as a share of all steps."""
+    weight_decay: float = _option("optimizer", 0.0, ge=0)
+    """Decoupled weight decay of matrices; norms and biases have none."""
+    adam_beta1: float = _option("optimizer", 0.9, ge=0, lt=1)
+    """Decay of the gradient's running mean."""
+    adam_beta2: float = _option("optimizer", 0.999, ge=0, lt=1)
+    """Decay of the squared gradient's running mean."""
+    adam_epsilon: float = _option("optimizer", 1e-8, gt=0)
+    """Term that keeps the update finite."""
+    max_grad_norm: float = _option("optimizer", 1.0, ge=0)
+    """Clip the global gradient norm to this; 0 measures it and clips nothing."""
+
+    # Precision and memory
+    mixed_precision: Annotated[Literal["no", "fp16", "bf16", "fp8"], BeforeValidator(_off)] = _option("precision", "no")
+    """Dtype of matrix products (fp8: bf16 beside linear layers); trained weights, norms, softmax, loss stay fp32."""
+    master_weights: bool = _option("precision", True)
+    """Keep trained weights in fp32; false: in bf16, rounded by chance, for what would not fit; outside the promise."""
+    gradient_checkpointing: bool = _option("precision", False)
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    selective_checkpointing: bool = _option("precision", False)
+    """With gradient_checkpointing, keep results of matrix products and attention and recompute only the cheap rest."""
+    activation_offloading: bool = _option("precision", False)
+    """With gradient_checkpointing, what is kept of each layer waits in CPU memory for the backward pass."""
+    torch_compile: bool = _option("precision", False)
+    """Compile the decoder blocks; pays off on GPUs with packed rows."""
+    tf32: bool = _option("precision", False)
+    """Allow TF32 matrix products on GPUs; outside the parity promise."""
+    deterministic: bool = _option("precision", False)
+    """Bit-exact kernels on GPUs, at some cost in speed; the CPU always is."""
+
+    # Data parallel
+    ddp_comm_hook: Literal["none", "fp16", "bf16", "power_sgd"] = _option("ddp", "none")
+    """Compress gradients on the wire under DDP; outside the parity promise."""
+    ddp_bucket_cap_mb: int = _option("ddp", 25, "MiB", ge=1, le=2**20)
+    """Size of the buckets in which DDP reduces gradients."""
+
+    # Pipeline
+    pp_size: Annotated[int | None, Optionally] = _option("pipeline", None, "stages", ge=1, le=65_536)
+    """Ranks that share the layers of the model among them; default: what the strategy's file says."""
+    pp_schedule: Annotated[Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] | None, Optionally] = _option(
+        "pipeline", None
+    )
+    """Order of the stages' work on the micro-batches of a step; default: what the strategy's file says."""
+
+    # Evaluation
+    eval_steps: int = _option("evaluation", 0, "steps", ge=0, le=10**12)
+    """Evaluate every so many steps; 0: only at the end."""
+    eval_on_start: bool = _option("evaluation", False)
+    """Evaluate once before the first step."""
+    load_best_model_at_end: bool = _option("evaluation", False)
+    """Export the weights of the best evaluation and not the last ones."""
+    metric_for_best_model: Literal["eval_loss", "eval_token_accuracy"] = _option("evaluation", "eval_loss")
+    """What best means."""
+    early_stopping_patience: Annotated[int | None, Optionally] = _option(
+        "evaluation", None, "evaluations", ge=1, le=10**9
+    )
+    """Stop after so many evaluations without improvement."""
+    early_stopping_threshold: float = _option("evaluation", 0.0, ge=0)
+    """Smallest change that counts as an improvement."""
+
+    # Run
+    run_name: Annotated[str | None, Optionally] = _option("run", None, max_length=100)
+    """Name that trackers and lists show."""
+    runs_dir: str = _option("run", "runs", min_length=1)
+    """Folder of run folders."""
+    output_dir: Annotated[str | None, Optionally] = _option("run", None)
+    """Run folder itself, new or empty; default: a new one in `runs_dir`."""
+    resume_from_checkpoint: Annotated[str | None, Optionally] = _option("run", None)
+    """`auto` for the newest good checkpoint of `output_dir`, or the path of one."""
+    force_resume: bool = _option("run", False)
+    """Resume although data, options or code have changed since the checkpoint was saved."""
+    seed: int = _option("run", 42, ge=0, le=2**32 - 1)
+    """Seed of initialisation, data order and dropout."""
+    logging_steps: int = _option("run", 10, "steps", ge=1, le=10**12)
+    """Write a metrics row every so many steps."""
+    save_steps: int = _option("run", 500, "steps", ge=0, le=10**12)
+    """Write a checkpoint every so many steps; 0: only at the end."""
+    save_total_limit: int = _option("run", 2, "checkpoints", ge=2, le=10**9)
+    """Checkpoints to keep besides the best one."""
+    checkpoint_url: Annotated[str | None, Optionally] = _option("run", None, max_length=1000)
+    """Copy each checkpoint there too, and resume from there: any fsspec URL, such as s3://bucket/run."""
+    max_restarts: int = _option("run", 3, "restarts", ge=0, le=1000)
+    """Restart a crashed run from its newest checkpoint so often, as long as each attempt gets beyond its start."""
+    hang_timeout: int = _option("run", 600, "seconds", ge=0, le=10**9)
+    """End and restart a run in which a rank has not moved for so long; 0: never. Start, save, export: half an hour."""
+    non_finite: Literal["stop", "skip"] = _option("run", "stop")
+    """A loss or gradient that is not finite stops the run, or its update is skipped (at most ten in a row)."""
+    loss_spike_factor: float = _option("run", 0.0, ge=0)
+    """Go back to a checkpoint when a loss is so many times the median of those before; pass over it; 0: never."""
+    auto_find_batch_size: bool = _option("run", False)
+    """Out of memory: restart with half the per_device_train_batch_size and the same global batch."""
+    share_gpus: bool = _option("run", False)
+    """Start although another run uses the same GPUs; neither waits for the other."""
+    report_to: Names = _option("run", [])
+    """Trackers beside `metrics.jsonl`: tensorboard, wandb, trackio, mlflow; comma-separated."""
+    merge_adapter: bool = _option("run", False)
+    """Export the adapters merged into the base, as full weights."""
+    export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option("run", "auto")
+    """Dtype of the exported weights; auto: that of the base model's files."""
+    control: Literal["none", "mean-of-means"] = _option("run", "none")
+    """Train with a classic fault on purpose, so that `tunesmith prove` can show that it would be seen."""
+
+    def scaled_learning_rate(self) -> float:
+        """The peak rate after the scaling rule."""
+        if self.lr_scaling == "none" or self.lr_scaling_batch_size is None:
+            return self.learning_rate
+        factor = self.global_batch_size / self.lr_scaling_batch_size
+        return self.learning_rate * (factor if self.lr_scaling == "linear" else math.sqrt(factor))
+
+    def accumulation_steps(self, data_parallel_size: int) -> int:
+        """Micro-batches per step on each of `data_parallel_size` ranks.
+
+        Raises:
+            ConfigError: when the global batch does not divide; the message has the arithmetic.
+        """
+        micro = self.per_device_train_batch_size
+        rows, total = micro * data_parallel_size, self.global_batch_size
+        if total % rows == 0:
+            return total // rows
+        ways = [f"use {max(1, round(total / rows)) * rows}"]
+        fits = [n for n in range(data_parallel_size, 0, -1) if total % (micro * n) == 0]
+        ways += [f"{n} data-parallel rank{'s' * (n > 1)}" for n in fits[:1]]
+        raise ConfigError(
+            f"global_batch_size={total} does not divide by per_device_train_batch_size={micro} x "
+            f"{data_parallel_size} data-parallel ranks = {rows}; {', or '.join(ways)}"
+        )
+
+    def small_optimizer(self) -> bool:
+        """Whether weights or Adam's states are kept in less than fp32, by an optimizer of our own."""
+        return self.optim != "adamw" or not self.master_weights
+
+    def has_evaluation(self) -> bool:
+        """Whether any evaluation data is named or held out."""
+        return self.eval_dataset_name is not None or self.eval_share > 0
+
+    def outside_parity(self) -> list[str]:
+        """The choices that leave the promise that the strategy never changes the model, and are to be warned of.
+
+        bf16, which most runs train in, has its measured band too; `precision_lines` says so.
+        """
+        rules = {
+            f"ddp_comm_hook={self.ddp_comm_hook}": self.ddp_comm_hook != "none",
+            f"lora_dropout={self.lora_dropout}": self.method != "full" and self.lora_dropout > 0,
+            f"optim={self.optim}": self.optim != "adamw",
+            "master_weights=false": not self.master_weights,
+            "tf32=true": self.tf32,
+            f"control={self.control} (a fault on purpose)": self.control != "none",
+            f"mixed_precision={self.mixed_precision} (its own measured band)": self.mixed_precision in ("fp16", "fp8"),
+        }
+        return [name for name, applies in rules.items() if applies]
+
+
+def precision_lines(config: TrainConfig) -> list[str]:
+    """What bf16 means for the promise; nothing for other dtypes."""
+    if config.mixed_precision != "bf16":
+        return []
+    return ["mixed_precision=bf16: matrix products in bf16; strategies agree within its measured band, not to the bit"]
+
+
+def sections() -> dict[str, dict[str, Any]]:
+    """Options by section, in the order of `TrainConfig`: `{section: {name: FieldInfo}}`."""
+    grouped: dict[str, dict[str, Any]] = {}
+    for name, field in TrainConfig.model_fields.items():
+        extra: Any = field.json_schema_extra
+        grouped.setdefault(extra["section"], {})[name] = field
+    return grouped
+
+
+def unknown_option(name: str, known: list[str] | None = None) -> str:
+    """The line for a name that no option has, with the nearest one."""
+    if name in LAUNCH_OPTIONS:
+        return f"{name} is no option of the config; write --{name} on the command line of `tunesmith train`"
+    near = difflib.get_close_matches(name, known or list(TrainConfig.model_fields), n=1, cutoff=0.6)
+    way = f"did you mean {near[0]}?" if near else "`tunesmith train --help` lists all options"
+    return f"unknown option {name}; {way}"
+
+
+def absolute_paths(config: TrainConfig) -> TrainConfig:
+    """The config with each local path made absolute, so that a saved one works from any folder."""
+    names = ("model_name_or_path", "dataset_name", "eval_dataset_name", "chat_template")
+    local = {name: value for name in names if (value := getattr(config, name)) and value != EMBEDDED}
+    found = {name: str(Path(value).expanduser().absolute()) for name, value in local.items() if _is_local(value)}
+    return config.model_copy(update=found)
+
+
+def _is_local(value: str) -> bool:
+    """Whether the value names files here: it exists, or its glob matches."""
+    path = Path(value).expanduser()
+    try:
+        there = path.exists()
+    except OSError:  # such as a name of 300 letters
+        there = False
+    return there or (any(mark in value for mark in "*?[") and not value.startswith("hf://"))

@@ -1,0 +1,154 @@
+"""Builds a validated `TrainConfig`: each option by itself, then those that cannot stand together. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from trainers.config.options import COLUMN_ROLES, EMBEDDED, TRACKERS, ConfigError, TrainConfig, unknown_option
+
+
+def build(values: dict[str, Any]) -> TrainConfig:
+    """A validated config from plain values.
+
+    Raises:
+        ConfigError: with every mistake at once, a line each.
+    """
+    try:
+        config = TrainConfig.model_validate(values)
+        mistakes = []
+    except ValidationError as error:
+        mistakes = [_explain(dict(detail)) for detail in error.errors()]
+        bad = {str(detail["loc"][0]) for detail in error.errors()}
+        required = {name: "x" for name, field in TrainConfig.model_fields.items() if field.is_required()}
+        good = {name: value for name, value in values.items() if name not in bad}
+        config = TrainConfig.model_validate({**required, **good})
+    mistakes += clashes(config)
+    if mistakes:
+        raise ConfigError(mistakes)
+    return config
+
+
+def _explain(detail: dict[str, Any]) -> str:
+    """One line for one pydantic error: what, the value, the way out."""
+    name, value, context = str(detail["loc"][0]), detail["input"], detail.get("ctx", {})
+    shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
+    if detail["type"] == "extra_forbidden":
+        return unknown_option(name)
+    if detail["type"] == "missing":
+        return f"{name} is missing; give --{name} or pick a preset (`tunesmith presets`)"
+    if detail["type"] == "literal_error":
+        return f"{name}={shown} is not one of its values; use {context['expected']}"
+    field = TrainConfig.model_fields.get(name)
+    extra: Any = field.json_schema_extra if field else {}
+    unit = f" ({extra['unit']})" if extra.get("unit") else ""
+    return f"{name}={shown} is refused: {detail['msg'][0].lower()}{detail['msg'][1:]}{unit}; {_default_hint(name)}"
+
+
+def _default_hint(name: str) -> str:
+    field = TrainConfig.model_fields[name]
+    return f"its default is {field.get_default()!r}" if not field.is_required() else "it must be given"
+
+
+def clashes(config: TrainConfig) -> list[str]:
+    """Options that cannot stand together, a line each."""
+    evaluates = config.has_evaluation()
+    rules = {
+        "load_best_model_at_end=true without evaluation data; set eval_dataset_name or eval_share": (
+            config.load_best_model_at_end and not evaluates
+        ),
+        "early_stopping_patience needs evaluations; set eval_steps, and eval_dataset_name or eval_share": (
+            config.early_stopping_patience is not None and not (evaluates and config.eval_steps)
+        ),
+        f"eval_dataset_name and eval_share={config.eval_share} are both set; keep one (eval_dataset_name=none)": (
+            config.eval_dataset_name is not None and config.eval_share > 0
+        ),
+        f"lr_scaling={config.lr_scaling} needs lr_scaling_batch_size, the batch that learning_rate was chosen for": (
+            config.lr_scaling != "none" and config.lr_scaling_batch_size is None
+        ),
+        f"loss_spike_factor={config.loss_spike_factor} would call every other loss a spike; use 2 or more, or 0": (
+            0 < config.loss_spike_factor <= 1
+        ),
+        f"checkpoint_url={config.checkpoint_url} is no URL such as s3://bucket/run; save_steps saves to output_dir": (
+            config.checkpoint_url is not None and "://" not in config.checkpoint_url
+        ),
+        "checkpoint_url holds credentials; leave them out and set them in the environment (AWS_ACCESS_KEY_ID, ...)": (
+            _holds_credentials(config.checkpoint_url)
+        ),
+        "resume_from_checkpoint holds credentials; leave them out and set them in the environment": (
+            _holds_credentials(config.resume_from_checkpoint)
+        ),
+        f"attn_implementation=varlen needs half precision, not mixed_precision={config.mixed_precision}; use auto": (
+            config.attn_implementation == "varlen" and config.mixed_precision == "no"
+        ),
+        "attn_implementation=documents has new shapes at each step, all compiled by torch_compile=true; use auto": (
+            config.attn_implementation == "documents" and config.torch_compile
+        ),
+        "merge_adapter=true with method=full: there is no adapter; leave it out": (
+            config.merge_adapter and config.method == "full"
+        ),
+        "random_init=true with method=lora would export adapters without a base; use method=full or merge_adapter": (
+            config.random_init and config.method == "lora" and not config.merge_adapter
+        ),
+        "random_init=true with method=qlora: there are no pretrained weights to quantise; use method=full": (
+            config.random_init and config.method == "qlora"
+        ),
+        f"mixed_precision=fp8 with method={config.method}: only trained linear layers compute in float8; use bf16": (
+            config.mixed_precision == "fp8" and config.method != "full"
+        ),
+        f"master_weights=false with method={config.method}: adapters are small, and stay in fp32; leave it out": (
+            not config.master_weights and config.method != "full"
+        ),
+        f"master_weights=false keeps weights in bf16, and mixed_precision={config.mixed_precision}; use bf16": (
+            not config.master_weights and config.mixed_precision != "bf16"
+        ),
+        "resume_from_checkpoint=auto needs output_dir, the run folder to resume (or `tunesmith resume RUN`)": (
+            config.resume_from_checkpoint == "auto" and config.output_dir is None
+        ),
+    }
+    found = [line for line, applies in rules.items() if applies]
+    roles = [f"columns.{role}" for role in COLUMN_ROLES]
+    found += [unknown_option(f"columns.{role}", roles) for role in config.columns if role not in COLUMN_ROLES]
+    strange = [name for name in config.report_to if name not in TRACKERS]
+    return found + [f"report_to={name} is not a tracker; use {', '.join(TRACKERS)}" for name in strange]
+
+
+def _holds_credentials(url: str | None) -> bool:
+    """Whether a URL has a user or password before its host: it would stand in argv, log and state."""
+    return url is not None and "://" in url and "@" in url.partition("://")[2].partition("/")[0]
+
+
+def ignored_choices(config: TrainConfig) -> list[str]:
+    """A warning for each choice of the user's that the other choices make idle."""
+    changed = {name for name in config.model_fields_set if getattr(config, name) != _defaults().get(name)}
+    idle = []
+    if config.method == "full":
+        idle += [f"{name} is ignored: method=full has no adapters" for name in sorted(changed) if "lora" in name]
+    if config.max_steps is not None and "num_train_epochs" in changed:
+        idle.append(f"num_train_epochs={config.num_train_epochs} is ignored: max_steps={config.max_steps} decides")
+    if config.warmup_steps and config.warmup_ratio:
+        idle.append(f"warmup_ratio={config.warmup_ratio} is ignored: warmup_steps={config.warmup_steps} decides")
+    if EMBEDDED == config.eval_dataset_name != config.dataset_name:
+        idle.append("eval_dataset_name=embedded with other training data; name your own, or none and an eval_share")
+    if not config.has_evaluation():
+        asked = sorted({"eval_steps", "eval_on_start", "max_eval_samples"} & changed)
+        idle += [f"{name} is ignored: there is no evaluation data" for name in asked]
+    if config.attn_implementation in ("varlen", "documents") and not config.packing:
+        idle.append(
+            f"attn_implementation={config.attn_implementation} is ignored: packing=false; sdpa does the same work"
+        )
+    if not config.gradient_checkpointing:
+        asked = sorted({"selective_checkpointing", "activation_offloading"} & changed)
+        idle += [f"{name} is ignored: gradient_checkpointing is off" for name in asked]
+    if config.min_lr_ratio and config.lr_scheduler_type in ("constant", "inverse_sqrt"):
+        idle.append(f"min_lr_ratio={config.min_lr_ratio} is ignored: lr_scheduler_type={config.lr_scheduler_type}")
+    if config.early_stopping_threshold and config.early_stopping_patience is None:
+        idle.append("early_stopping_threshold is ignored: early_stopping_patience is not set")
+    if config.lr_scaling == "none" and "lr_scaling_batch_size" in changed:
+        idle.append("lr_scaling_batch_size is ignored: lr_scaling=none")
+    return idle
+
+
+def _defaults() -> dict[str, Any]:
+    return {name: field.get_default() for name, field in TrainConfig.model_fields.items() if not field.is_required()}

@@ -1,0 +1,117 @@
+"""Which attention kernel a run uses: chosen at its start, and held against plain matrix products on its device."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from trainers.config.options import ConfigError, TrainConfig
+from trainers.data.layout import DocumentLayout, use_documents
+from trainers.model import attention
+
+_TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+"""Largest relative error of an output or gradient, in the norm."""
+_LENGTHS = (5, 17, 12, 30)
+
+
+def choose(config: TrainConfig, shape: Any, device: torch.device, compute: torch.dtype) -> str:
+    """The kernel for a model on a device, by its name in `attention.KERNELS`.
+
+    Args:
+        shape: the config of the language model.
+        compute: dtype of matrix products.
+
+    Raises:
+        ConfigError: when the one asked for cannot do the work here.
+    """
+    asked = config.attn_implementation
+    if getattr(shape, "num_attention_heads", None) is None:  # there is nothing to try; the probe looks at the model
+        if asked in ("auto", "sdpa", "eager"):
+            return "sdpa" if asked == "auto" else asked
+        raise ConfigError(f"attn_implementation={asked}: {shape.model_type} models have no attention heads; use auto")
+    if asked != "auto":
+        problem = _unfit(asked, shape, device, compute) or trial(asked, shape, device, compute)
+        if problem:
+            raise ConfigError(f"attn_implementation={asked}: {problem}; use auto")
+        return asked
+    if _softcap(shape):
+        return "eager"
+    # Compiled blocks want one shape for all micro-batches, and rows of one document need no mask.
+    best = "sdpa" if config.torch_compile or not config.packing else "varlen" if device.type == "cuda" else "documents"
+    if _unfit(best, shape, device, compute):
+        return "sdpa"
+    if problem := trial(best, shape, device, compute):
+        print(f"warning: the attention kernel {best} is not used: {problem}; sdpa takes its place", flush=True)
+        return "sdpa"
+    return best
+
+
+def _softcap(shape: Any) -> bool:
+    return getattr(shape, "attn_logit_softcapping", None) is not None
+
+
+def _sizes(shape: Any) -> tuple[int, int, int]:
+    """Query heads, key heads and head size."""
+    heads = int(shape.num_attention_heads)
+    keys = int(getattr(shape, "num_key_value_heads", None) or heads)
+    return heads, keys, int(getattr(shape, "head_dim", None) or shape.hidden_size // heads)
+
+
+def _unfit(kernel: str, shape: Any, device: torch.device, compute: torch.dtype) -> str | None:
+    """Why a kernel is not for this model or device; None when it is."""
+    if _softcap(shape) and kernel not in ("eager", "flex"):
+        return "this model caps its attention scores, which eager and flex can do alone"
+    if kernel not in ("varlen", "flex"):
+        return None
+    if device.type != "cuda":
+        return "it needs an NVIDIA GPU"
+    if kernel == "flex":
+        return None
+    if find_spec("torch.nn.attention.varlen") is None:
+        return f"torch {torch.__version__} does not have it"
+    if torch.cuda.get_device_capability(device) < (8, 0) or compute not in (torch.float16, torch.bfloat16):
+        return "it needs a GPU of compute capability 8.0 and mixed_precision=bf16 or fp16"
+    if getattr(shape, "v_head_dim", None):
+        return "it takes values of no other size than queries"
+    size = _sizes(shape)[2]
+    return None if size % 8 == 0 and size <= 256 else f"it takes no heads of size {size}"
+
+
+def trial(kernel: str, shape: Any, device: torch.device, compute: torch.dtype) -> str | None:
+    """What goes wrong when it is tried on the device; None when output and gradients are those of `eager`.
+
+    Plain matrix products in fp32 are the measure; two rows of several documents, heads as the model has them.
+    """
+    heads, keys, size = _sizes(shape)
+    made = torch.Generator().manual_seed(0)
+    length = sum(_LENGTHS)
+    tensors = [torch.randn(2, count, length, size, generator=made) for count in (heads, keys, keys)]
+    borders = np.cumsum([0, *_LENGTHS, *_LENGTHS[::-1]])
+    use_documents(DocumentLayout.of(borders, 2).to(device))
+    tf32, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, False  # fp32 is the measure
+    try:
+        expected = _outcome("eager", tensors, device, torch.float32)
+        found = _outcome(kernel, tensors, device, compute)
+    except (RuntimeError, ValueError, TypeError, ImportError) as error:  # other devices and versions of torch
+        return f"it fails on this device: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+    finally:
+        use_documents(None)
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+    errors = [float((one - other).norm() / other.norm()) for one, other in zip(found, expected, strict=True)]
+    if max(errors) <= _TOLERANCE[compute]:
+        return None
+    return f"its results are off by {max(errors):.1e} on this device, where {_TOLERANCE[compute]:.0e} is allowed"
+
+
+def _outcome(kernel: str, tensors: list[torch.Tensor], device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Output and gradients of query, key and value, in fp32 on the CPU."""
+    module: Any = nn.Module()
+    query, key, value = (one.to(device, dtype).requires_grad_() for one in tensors)
+    module.num_key_value_groups = query.shape[1] // key.shape[1]
+    output, _ = getattr(attention, kernel)(module, query, key, value, None)
+    gradients = torch.autograd.grad(output.float().square().sum(), (query, key, value))
+    return [one.detach().float().cpu() for one in (output, *gradients)]

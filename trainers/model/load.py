@@ -1,0 +1,443 @@
+"""Loads a base model, adds adapters, and knows which dtype each weight has.
+
+Weights come from the pretrained files or from one seeded initialisation, alike on every rank.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import set_seed
+from safetensors import safe_open
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+from trainers.config.options import EMBEDDED, ConfigError, TrainConfig
+from trainers.embedded import BASE_DIR
+from trainers.model.attention import KERNELS
+from trainers.model.experts import router_names
+from trainers.model.probe import in_one_line
+from trainers.model.quantization import finish, loading_options, many_threads, refuse_unfit
+from trainers.model.rotary import choose_by_document
+from trainers.model.small_model import choose_attention
+from trainers.objectives.load_balancing import refuse_load_balancing
+
+_PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
+_STORED = {"F64": torch.float32, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_COMPUTE = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+
+
+def model_path(config: TrainConfig) -> str:
+    """The Hub id or folder of the base model, the embedded one resolved."""
+    return str(BASE_DIR) if config.model_name_or_path == EMBEDDED else config.model_name_or_path
+
+
+def compute_dtype(config: TrainConfig) -> torch.dtype:
+    """Dtype of matrix products."""
+    return _COMPUTE[config.mixed_precision]
+
+
+def base_dtype(config: TrainConfig) -> torch.dtype:
+    """Dtype that the base is kept in: fp32 where it is trained (see `master_weights`), else the compute dtype."""
+    return torch.float32 if config.method == "full" and config.master_weights else compute_dtype(config)
+
+
+def stored_dtype(config: TrainConfig) -> torch.dtype:
+    """Dtype of most of the weights in the base model's files, as their headers say; of its config without files."""
+    if not config.random_init:
+        counts = Counter[torch.dtype]()
+        for name, count in element_counts(weight_files(config)).items():
+            if name in _STORED:
+                counts[_STORED[name]] += count
+        if counts:
+            return counts.most_common(1)[0][0]
+    stated = getattr(load_shape(config), "dtype", None)
+    return stated if isinstance(stated, torch.dtype) and stated in _STORED.values() else torch.float32
+
+
+def weight_files(config: TrainConfig) -> list[Path]:
+    """The base model's safetensors files, which are on this machine since it was loaded."""
+    path = model_path(config)
+    options: dict[str, Any] = {"revision": config.model_revision, "local_files_only": True}
+    options["_raise_exceptions_for_missing_entries"] = False
+    if single := cached_file(path, SAFE_WEIGHTS_NAME, **options):
+        return [Path(single)]
+    index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **options)
+    shards = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values() if index else []
+    files = [cached_file(path, name, **options) for name in sorted(set(shards))]
+    return [Path(file) for file in files if file is not None]
+
+
+def element_counts(files: Iterable[Path]) -> Counter[str]:
+    """How many elements safetensors files hold of each dtype, such as `BF16`; only their headers are read."""
+    counts = Counter[str]()
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - a safetensors handle is no dict
+                entry = tensors.get_slice(name)
+                counts[entry.get_dtype()] += math.prod(entry.get_shape())
+    return counts
+
+
+def _where(config: TrainConfig) -> dict[str, Any]:
+    return {"revision": config.model_revision, "trust_remote_code": config.trust_remote_code}
+
+
+def load_shape(config: TrainConfig) -> Any:
+    """The base model's transformers config, changed as training wants it.
+
+    Raises:
+        ConfigError: when it is missing, gated or damaged, or the architecture cannot be packed or quantised.
+    """
+    try:
+        shape = AutoConfig.from_pretrained(model_path(config), **_where(config))
+    except OSError as error:
+        raise ConfigError(explain_load_error(config, error)) from None
+    except Exception as error:  # each family checks its sizes in a way of its own
+        raise ConfigError(
+            f"model_name_or_path={config.model_name_or_path}: its config.json describes no model "
+            f"({in_one_line(error)}); correct it, or download the model again"
+        ) from None
+    _refuse_other_tasks(config, shape)
+    _keep_layers(config, shape)
+    _check_layers(config, shape)
+    refuse_load_balancing(config, shape)
+    _check_quantisation(config, shape)
+    _drop_dropout(shape)
+    return shape
+
+
+def load_base(config: TrainConfig) -> PreTrainedModel:
+    """The base model on the CPU, in `base_dtype` (quantised for qlora), with the attention that keeps documents apart.
+
+    Raises:
+        ConfigError: when the files are missing, gated or damaged, or the architecture cannot be packed or quantised.
+    """
+    where, shape = _where(config), load_shape(config)
+    settings: dict[str, Any] = {"dtype": base_dtype(config), "attn_implementation": check_attention(config, shape)}
+    if config.method == "qlora":
+        settings |= loading_options(compute_dtype(config))
+    if config.random_init:
+        set_seed(config.seed)
+        model = AutoModelForCausalLM.from_config(shape, trust_remote_code=config.trust_remote_code, **settings)
+    else:
+        settings |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        try:
+            # Safetensors only: other weight files are pickles, which run code when they are read.
+            with many_threads() if config.method == "qlora" else nullcontext():
+                model, report = AutoModelForCausalLM.from_pretrained(
+                    model_path(config), config=shape, use_safetensors=True, **where, **settings
+                )
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            raise ConfigError(explain_load_error(config, error)) from None
+        for line in fit_lines(config, report):
+            _say(line)
+    if config.method == "qlora":
+        finish(model)
+    choose_by_document(model)
+    model.config.use_cache = False
+    for weight in silent_weights(model):
+        weight.requires_grad_(False)
+    return model
+
+
+def check_attention(config: TrainConfig, shape: Any) -> str:
+    """The attention to load the model with; raises ConfigError when none of ours and its own can do the work."""
+    if own_code(config, shape):
+        return KERNELS["sdpa"]
+    try:
+        attention = choose_attention(shape, config.packing)
+    except ConfigError as error:
+        raise ConfigError(
+            [f"model_name_or_path={config.model_name_or_path}: {line}" for line in error.mistakes]
+        ) from None
+    if attention in KERNELS.values() or config.attn_implementation == "auto":
+        return attention
+    raise ConfigError(
+        f"attn_implementation={config.attn_implementation}: {shape.model_type} models take no attention but their own; "
+        "use auto"
+    )
+
+
+def fit_lines(config: TrainConfig, report: dict[str, Any]) -> list[str]:
+    """A line about weights in the files that the model has no place for, if there are any.
+
+    Args:
+        report: what transformers tells after loading. Tied weights, and those that a family does not save, are in none
+            of its lists.
+
+    Raises:
+        ConfigError: with the names of weights that the files lack or have in another shape: they would be random.
+    """
+    missing, unexpected = (sorted(report[kind]) for kind in ("missing_keys", "unexpected_keys"))
+    mistakes = []
+    if missing:
+        only = f"; they have {_named(unexpected)}, which it has no place for" if unexpected else ""
+        mistakes.append(f"weights that the model needs are not in its files: {_named(missing)}{only}")
+    if mismatched := sorted(report["mismatched_keys"]):
+        name, found, needed = mismatched[0]
+        sizes = " and ".join("x".join(map(str, size)) for size in (found, needed))
+        others = f" (so are {len(mismatched) - 1} others)" if len(mismatched) > 1 else ""
+        mistakes.append(f"{name} is {sizes.replace(' and ', ' in the files and ')} in config.json{others}")
+    if errors := report.get("error_msgs"):
+        mistakes.append(str(errors[0]).partition("\n")[0][:200])
+    if mistakes:
+        raise ConfigError(
+            f"model_name_or_path={config.model_name_or_path}: {'; '.join(mistakes)}; what is missing would be random: "
+            "download the model again, or correct its config.json"
+        )
+    if unexpected and config.num_hidden_layers is None:
+        return [f"not used, as the model has no place for them: {_named(unexpected)}"]
+    return []
+
+
+def _named(names: list[str]) -> str:
+    """Three names, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _text_parts(base: Any) -> list[nn.Module]:
+    """What text goes through; a vision tower beside it gets no gradients, and stays as it is."""
+    if base.config.get_text_config() is base.config:
+        return [base]
+    return [part for part in (base.get_decoder(), base.get_output_embeddings()) if part is not None]
+
+
+def silent_weights(base: nn.Module) -> list[nn.Parameter]:
+    """Weights that text does not reach; frozen with any method."""
+    spoken = {id(weight) for part in _text_parts(base) for weight in part.parameters()}
+    return [weight for weight in base.parameters() if id(weight) not in spoken]
+
+
+def explain_load_error(config: TrainConfig, error: Exception) -> str:
+    """One line for a model that could not be loaded: what, the value, the way out."""
+    first = str(error).strip().partition("\n")[0][:300]
+    return (
+        f"model_name_or_path={config.model_name_or_path} cannot be loaded: {first}; check the name or folder, "
+        "and for a gated model set HF_TOKEN after accepting its terms on the Hub"
+    )
+
+
+def _keep_layers(config: TrainConfig, shape: Any) -> None:
+    """Cuts a model after its first layers, where that is asked for."""
+    wanted, text = config.num_hidden_layers, shape.get_text_config()
+    if wanted is None:
+        return
+    if wanted > text.num_hidden_layers:
+        raise ConfigError(
+            f"num_hidden_layers={wanted}: {config.model_name_or_path} has {text.num_hidden_layers}; use fewer"
+        )
+    text.num_hidden_layers = wanted
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:wanted]
+
+
+def _drop_dropout(shape: Any) -> None:
+    """Sets the model's own dropout to 0: it would differ from strategy to strategy. LoRA's is an option."""
+    for name, value in vars(shape).items():
+        if ("dropout" in name or "pdrop" in name) and isinstance(value, float) and value > 0:
+            setattr(shape, name, 0.0)
+            _say(f"the model's own {name}={value} is set to 0 for training")
+
+
+def _say(line: str) -> None:
+    """Prints a line on rank 0."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line, flush=True)
+
+
+def own_code(config: TrainConfig, shape: Any) -> bool:
+    """Whether the model is built by code that comes with it."""
+    return config.trust_remote_code and "AutoModelForCausalLM" in (getattr(shape, "auto_map", None) or {})
+
+
+_OTHER_TASKS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice",
+                "ForRewardModel", "ForMaskedLM")  # fmt: skip
+
+
+def _refuse_other_tasks(config: TrainConfig, shape: Any) -> None:
+    """Raises ConfigError for a model of another kind, or one whose head predicts something else than tokens."""
+    named = f"model_name_or_path={config.model_name_or_path}"
+    if own_code(config, shape):
+        return
+    if type(shape) not in AutoModelForCausalLM._model_mapping:
+        raise ConfigError(
+            f"{named}: {shape.model_type} models are no causal language models; use a decoder, such as a Llama or Qwen "
+            "model"
+        )
+    for name in getattr(shape, "architectures", None) or []:
+        if not config.random_init and name.endswith(_OTHER_TASKS):
+            raise ConfigError(
+                f"{named} is a {name}, which has no head that predicts tokens; use the model it came from"
+            )
+
+
+def _check_layers(config: TrainConfig, shape: Any) -> None:
+    layers = set(getattr(shape, "layer_types", None) or ["full_attention"])
+    if "chunked_attention" in layers:
+        raise ConfigError(
+            f"{shape.model_type} has chunked_attention layers, which are not supported; use another model"
+        )
+    if config.packing and not layers <= _PACKABLE_LAYERS:
+        kinds = ", ".join(sorted(layers - _PACKABLE_LAYERS))
+        raise ConfigError(
+            f"packing=true with {shape.model_type}, whose {kinds} layers carry state across documents; "
+            "use packing=false"
+        )
+
+
+def _check_quantisation(config: TrainConfig, shape: Any) -> None:
+    if config.method != "qlora":
+        return
+    if getattr(shape, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"model_name_or_path={config.model_name_or_path} is quantised already; name the model that it was made of, "
+            "which method=qlora quantises"
+        )
+    refuse_unfit(shape, config.trust_remote_code)
+
+
+def build_model(config: TrainConfig) -> nn.Module:
+    """The model to train: the base, or the base with adapters on it.
+
+    Raises:
+        ConfigError: as `load_base` and `add_adapters`.
+    """
+    base = load_base(config)
+    use_checkpointing(base, config)
+    return base if config.method == "full" else add_adapters(base, config)
+
+
+def use_checkpointing(base: PreTrainedModel, config: TrainConfig) -> None:
+    """Lets the layers compute again in the backward pass what they would have kept for it, where that is asked for."""
+    if not config.gradient_checkpointing:
+        return
+    choices: dict[str, Any] = {"use_reentrant": False}
+    if config.selective_checkpointing:
+        choices["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
+    base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=choices)
+
+
+def _keep_products(context: Any, operation: Any, *inputs: Any, **rest: Any) -> CheckpointPolicy:
+    """Matrix products and attention are dear to repeat; what lies between them is not."""
+    name = operation.name().partition(".")[0].rpartition("::")[2]
+    dear = name in ("mm", "addmm", "bmm", "baddbmm", "linear", "_varlen_attn", "_scaled_mm") or "dot_product" in name
+    return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def add_adapters(base: PreTrainedModel, config: TrainConfig) -> nn.Module:
+    """peft adapters on a frozen base; trained weights fp32, initialised by the seed on every rank alike."""
+    from peft import LoraConfig, get_peft_model
+
+    targets = config.lora_target_modules
+    spoken = {id(module) for part in _text_parts(base) for module in part.modules()}
+    spared = [name for name, part in base.named_modules() if _adaptable(part) and id(part) not in spoken]
+    if targets == ["all-linear"]:
+        spared += router_names(base) + _unadapted(base)
+    adapters = LoraConfig(
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        target_modules="all-linear" if targets == ["all-linear"] else targets,
+        exclude_modules=spared or None,
+        use_rslora=config.use_rslora,
+        task_type="CAUSAL_LM",
+        revision=config.model_revision,
+    )
+    set_seed(config.seed)
+    left_out = {*spared, *_unadapted(base)}
+    free = [name for name, part in base.named_modules() if _adaptable(part) and name not in left_out]
+    names = sorted({name.rpartition(".")[2] for name in free})
+    try:
+        model: Any = get_peft_model(base, adapters, autocast_adapter_dtype=True)
+        got = list(model.targeted_module_names)
+    except ValueError as error:
+        logging.getLogger(__name__).debug("peft refused the targets", exc_info=error)
+        got = []
+    missing = [name for name in targets if name != "all-linear" and not any(_ends(one, name) for one in got)]
+    if missing or not got:
+        raise ConfigError(
+            f"lora_target_modules={','.join(missing or targets)} fits no module of {config.model_name_or_path}; "
+            f"use all-linear, or some of {', '.join(names)}"
+        )
+    _refuse_merging_tied(config, base, got)
+    return model
+
+
+def _adaptable(part: nn.Module) -> bool:
+    return isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D"  # GPT-2 writes its linear layers so
+
+
+_MAMBA = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
+
+
+def _unadapted(base: Any) -> list[str]:
+    """Linear layers whose product is not the plain one that an adapter would be added to."""
+    names = []
+    for name, part in base.named_modules():
+        mamba = base.config.model_type in _MAMBA and _ends(name, "out_proj")  # peft refuses them
+        # Of a model's own code, such as DeepSeek-V4's product in groups; bitsandbytes' layers are peft's to adapt.
+        own = type(part).__module__.startswith("transformers") and type(part).forward is not nn.Linear.forward
+        if (mamba and _adaptable(part)) or (own and isinstance(part, nn.Linear)):
+            names.append(name)
+    return names
+
+
+def _ends(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _refuse_merging_tied(config: TrainConfig, base: Any, targeted: list[str]) -> None:
+    """Merging into one of two tied matrices would change the other one too."""
+    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
+    if not config.merge_adapter or head is None or head.weight is not embedding.weight:
+        return
+    tied = [name for name, part in base.named_modules() if part is head or part is embedding]
+    if any(_ends(target, name.rpartition(".")[2]) for name in tied for target in targeted):
+        raise ConfigError(
+            "merge_adapter=true with an adapter on tied embeddings would change both of them; "
+            "leave lm_head and the embedding out of lora_target_modules, or export the adapter"
+        )
+
+
+def compile_blocks(base: PreTrainedModel) -> None:
+    """Compiles each decoder block in place: one graph for all of them, names of weights unchanged."""
+    for block in compiled_blocks(base):
+        block.compile()
+
+
+def compiled_blocks(base: PreTrainedModel) -> nn.ModuleList:
+    """The decoder blocks that torch_compile compiles.
+
+    Raises:
+        ConfigError: when the model has none.
+    """
+    decoder: Any = base.get_decoder()
+    blocks: nn.ModuleList | None = getattr(decoder, "layers", None)
+    if blocks is None:
+        raise ConfigError(
+            f"torch_compile=true: {base.config.model_type} has no list of layers; use torch_compile=false"
+        )
+    return blocks
+
+
+def matmul_parameters(model: nn.Module) -> tuple[int, int]:
+    """Parameters in matrix products, (trained, frozen); an embedding look-up is none, an output head is one."""
+    trained = frozen = 0
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.weight is not None:
+            count = module.in_features * module.out_features  # the weight itself may be packed or sharded
+            trained, frozen = (trained + count, frozen) if module.weight.requires_grad else (trained, frozen + count)
+    return trained, frozen

@@ -1,0 +1,230 @@
+"""Proves on a model in hand that training computes what the model itself computes, and that no token sees a later one.
+
+A few short documents go through whatever computes the loss and through the model's own forward pass, each document by
+itself. At the start of every run it is the real model, wrapped by its strategy; before that, a small copy of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from trainers.config.options import ConfigError
+from trainers.data.layout import DocumentLayout, use_documents
+from trainers.model.attention import KERNELS
+
+_LENGTH, _HALF = 12, 6
+_FAILURES = (ValueError, TypeError, KeyError, AttributeError, NotImplementedError, RuntimeError, IndexError)
+"""What models raise that cannot run so; out of memory is none of it."""
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 2e-1}
+"""Largest relative difference of hidden states, in the norm, by compute dtype: kernels sum in different orders.
+
+Between two attention kernels, 32 dense layers or 24 of experts differ by up to 3e-2 in bf16; deeper ones by more.
+"""
+_LOSS_TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 2e-2}
+"""Largest difference of the loss, as a share of it where it is above 1: rounding does not shrink with the loss."""
+_LEAK = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Largest change of a hidden state that must not move, as a share of the change of one that may."""
+
+
+class ProbeError(Exception):
+    """Why a model cannot be trained as it is loaded, without a remedy."""
+
+
+@dataclass
+class ForwardPass:
+    """What a forward pass over the probe's rows gave.
+
+    Args:
+        hidden: `[documents, length, hidden size]` in fp32, from the decoder.
+        loss: mean over the predicted tokens.
+    """
+
+    hidden: torch.Tensor
+    loss: float
+
+
+def probe_rows(vocabulary: int, device: torch.device) -> torch.Tensor:
+    """`[4, 12]` token ids; rows 2 to 4 differ from row 1 in token 6, 11 and 5."""
+    ids = (torch.arange(_LENGTH, device=device) + 1).expand(4, _LENGTH) % vocabulary
+    ids = ids.clone()
+    for row, changed in enumerate((_HALF, _LENGTH - 1, _HALF - 1), start=1):
+        ids[row, changed] = (ids[row, changed] + 7) % vocabulary
+    return ids
+
+
+@torch.no_grad()
+def check_model_computes(
+    wrapped: nn.Module, base: Any, packing: bool, device: torch.device, compute: torch.dtype, stock: bool = True
+) -> None:
+    """Runs the probe at the start of a run.
+
+    Args:
+        wrapped: the module that computes the loss, as the strategy made it.
+        base: the transformers model in it.
+        packing: several documents to a row.
+        compute: dtype of matrix products.
+        stock: compare with the model's own forward pass too; it needs a `SupervisedLoss` in `wrapped`, with all layers.
+
+    Raises:
+        ConfigError: when tokens see what they must not, when loss or hidden states are not those of the model's own
+            forward pass, or when the model cannot run through our attention at all; with the way out.
+    """
+    wrapped.eval()
+    try:
+        with torch.compiler.set_stance("force_eager"):  # no graph for a shape that never comes again
+            own = own_pass(wrapped, base, packing, device) if stock else None
+            compare(our_pass(wrapped, base, packing, device), own, base.config.model_type, packing, compute)
+    except ProbeError as error:
+        under = "" if type(wrapped).__name__ == "SupervisedLoss" else f" (under {type(wrapped).__name__})"
+        remedy = ("packing=false, " if packing else "") + "another model" + (" or strategy" if under else "")
+        raise ConfigError(f"{error}{under}; use {remedy}") from None
+    finally:
+        wrapped.train()
+
+
+def compare(ours: ForwardPass, own: ForwardPass | None, kind: str, packing: bool, compute: torch.dtype) -> None:
+    """Holds a pass in training's way against the rules, and against the model's own pass.
+
+    Args:
+        kind: `model_type`.
+
+    Raises:
+        ProbeError: see `check_model_computes`.
+    """
+    for found in (own, ours):
+        if found is not None and not found.hidden.isfinite().all():
+            name = str(compute).removeprefix("torch.")
+            raise ProbeError(f"{kind} models give NaN or infinity in {name}, as another mixed_precision may not")
+    if own is not None:
+        refuse_encoder(kind, own, compute)
+    _refuse_leaks(kind, ours, packing, compute)
+    if own is not None:
+        _refuse_difference(kind, ours, own, compute)
+
+
+def our_pass(wrapped: nn.Module, base: Any, packing: bool, device: torch.device) -> ForwardPass:
+    """A pass as training makes it; raises ProbeError when it fails."""
+    ids = probe_rows(base.config.get_text_config().vocab_size, device)
+    index = torch.arange(_LENGTH, device=device).expand(4, _LENGTH)
+    length = _HALF if packing else _LENGTH
+    documents = DocumentLayout.of(np.arange(0, ids.numel() + 1, _HALF), 4).to(device) if packing else None
+    positions, labels = _targets(ids, length)
+    try:
+        with decoder_outputs(base) as seen:
+            total, _ = wrapped(ids, index % length, documents, positions, labels)
+    except _FAILURES as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise ProbeError(f"{base.config.model_type} models cannot be trained here: {in_one_line(error)}") from None
+    finally:
+        use_documents(None)  # the next pass of whoever built the model has none of these
+    return ForwardPass(seen[0], float(total) / len(labels))
+
+
+def own_pass(wrapped: nn.Module, base: Any, packing: bool, device: torch.device) -> ForwardPass:
+    """The model's own forward pass, with the attention that it has by default, each document in a row of its own.
+
+    Raises:
+        ProbeError: when it fails.
+    """
+    length = _HALF if packing else _LENGTH
+    ids = probe_rows(base.config.get_text_config().vocab_size, device).reshape(-1, length)
+    positions, labels = _targets(ids, length)
+    index = torch.arange(length, device=device).expand_as(ids)
+    try:
+        with _own_attention(base), decoder_outputs(base) as seen:
+            total, _ = wrapped(ids, index, None, positions, labels, own_forward=True)
+    except _FAILURES as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise ProbeError(f"{base.config.model_type} models fail by themselves: {in_one_line(error)}") from None
+    return ForwardPass(seen[0], float(total) / len(labels))
+
+
+def _targets(ids: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index of every token with a next one in its document, and that one, of rows of whole documents."""
+    tokens = torch.arange(ids.numel(), device=ids.device)
+    positions = tokens[tokens % length < length - 1]
+    return positions, ids.flatten()[positions + 1]
+
+
+@contextmanager
+def decoder_outputs(base: Any) -> Iterator[list[torch.Tensor]]:
+    """Collects the decoder's hidden states, in fp32; of a model without one, or that calls its head so, its logits."""
+    seen: list[torch.Tensor] = []
+    decoder = base.get_decoder()
+
+    def keep(module: nn.Module, inputs: Any, output: Any) -> None:
+        states = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
+        seen.append((output[0] if states is None else states).detach().float())
+
+    handle = (base if decoder is None else decoder).register_forward_hook(keep)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def default_attention(base: Any) -> str:
+    """The attention that transformers would give the model on any device."""
+    return "sdpa" if base._supports_sdpa else "eager"
+
+
+@contextmanager
+def _own_attention(base: Any) -> Iterator[None]:
+    kernel = str(base.config._attn_implementation)
+    if kernel not in KERNELS.values():
+        yield
+        return
+    base.set_attn_implementation(default_attention(base))
+    try:
+        yield
+    finally:
+        base.set_attn_implementation(kernel)
+
+
+def refuse_encoder(kind: str, own: ForwardPass, compute: torch.dtype) -> None:
+    """Raises ProbeError when tokens see later ones in the model's own forward pass."""
+    length = own.hidden.shape[1]
+    rows = own.hidden.reshape(4, -1, length, own.hidden.shape[-1])
+    # The first changed token lies in the middle or at the start of a document, the second at its end.
+    after = (rows[1] - rows[0]).abs().amax(-1)[-1, _HALF % length + 1 :].max()
+    before = (rows[2] - rows[0]).abs().amax(-1)[-1, : length - 1].max()
+    if not before <= _LEAK[compute] * after:
+        raise ProbeError(
+            f"{kind} models read a text in both directions (their config.json does not say is_decoder=true), "
+            "and cannot learn to predict the next token"
+        )
+
+
+def _refuse_leaks(kind: str, ours: ForwardPass, packing: bool, compute: torch.dtype) -> None:
+    change = (ours.hidden[1:] - ours.hidden[0]).abs().amax(-1)  # [changed token, position]
+    may_move, moved = change[0, _HALF + 1 :].max(), change[1, : _LENGTH - 1].max()
+    if packing:
+        moved = torch.maximum(moved, change[2, _HALF:].max())
+    if not moved <= _LEAK[compute] * may_move:
+        what = "later tokens or another document" if packing else "later tokens"
+        raise ProbeError(f"{kind} models see {what} through the attention or layers that they bring")
+
+
+def _refuse_difference(kind: str, ours: ForwardPass, own: ForwardPass, compute: torch.dtype) -> None:
+    reference = own.hidden.reshape(-1, own.hidden.shape[-1])
+    hidden = float((ours.hidden.reshape(reference.shape) - reference).norm() / reference.norm())
+    loss = abs(ours.loss - own.loss) / max(abs(own.loss), 1.0)
+    if not (hidden <= _TOLERANCE[compute] and loss <= _LOSS_TOLERANCE[compute]):
+        raise ProbeError(
+            f"{kind} models would be trained as another model: on a probe our loss is {ours.loss:.6f} and the model's "
+            f"own forward pass gives {own.loss:.6f}, hidden states differ by {hidden:.1e}"
+        )
+
+
+def in_one_line(error: BaseException) -> str:
+    """What an exception says, in one line of at most 200 characters."""
+    return " ".join(str(error).split())[:200] or type(error).__name__

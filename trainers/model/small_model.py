@@ -1,0 +1,243 @@
+"""A small model of the same kind as another: its config with small sizes, its weights random.
+
+What a family of models does with attention, masks and documents shows on it in a fraction of a second, before any
+weights are read. Families name their sizes in many ways; a config that cannot be made small so tells nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import traceback
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
+
+from trainers.config.options import ConfigError
+from trainers.model.attention import KERNELS, eager
+from trainers.model.probe import (
+    ForwardPass,
+    ProbeError,
+    compare,
+    default_attention,
+    our_pass,
+    own_pass,
+    probe_rows,
+    refuse_encoder,
+)  # fmt: skip
+from trainers.objectives.sft import SupervisedLoss
+
+_WORDS = 64
+_COUNTED = "tunesmith_counted"
+_LARGEST = 16_000_000
+"""Weights of a copy that costs no time."""
+_SIZES: dict[int, tuple[str, ...]] = {
+    2: ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers",
+        "num_decoder_layers", "num_encoder_layers", "num_key_value_heads", "num_experts_per_tok", "moe_topk",
+        "num_experts_per_token", "moe_k", "top_k_experts", "linear_num_key_heads", "mamba_expand", "expand"),
+    4: ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads",
+        "encoder_attention_heads", "num_decoder_attention_heads", "num_encoder_attention_heads", "num_experts",
+        "num_local_experts", "n_routed_experts", "moe_num_experts", "rotary_dim", "sliding_window",
+        "attention_chunk_size", "linear_num_value_heads"),
+    8: ("head_dim", "dim_head", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "state_size", "ssm_state_size",
+        "hidden_size_per_layer_input", "mamba_n_heads", "mamba_d_head", "mamba_num_heads", "mamba_head_dim",
+        "linear_key_head_dim", "linear_value_head_dim", "mamba_d_state"),
+    16: ("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size", "q_lora_rank",
+         "kv_lora_rank", "mamba_chunk_size", "chunk_size"),
+    32: ("hidden_size", "n_embd", "d_model", "dim", "emb_dim", "word_embed_proj_dim", "embedding_size",
+         "attention_hidden_size"),
+    48: ("intermediate_size", "ffn_dim", "n_inner", "dff", "decoder_ffn_dim", "encoder_ffn_dim", "dim_ff", "d_inner",
+         "feed_forward_size", "ffn_hidden_size"),
+    64: ("vocab_size", "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length",
+         "vocab_size_per_layer_input", "mamba_d_ssm"),
+    28: ("image_size",),
+    14: ("patch_size",),
+    1: ("n_group", "topk_group", "first_k_dense_replace", "n_shared_experts"),
+}  # fmt: skip
+_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "unk_token_id", "sep_token_id")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+
+def small_config(model_config: Any) -> Any:
+    """The config of a small model: two layers at least, one of each kind.
+
+    Args:
+        model_config: of any model; it is left as it is.
+
+    Raises:
+        Exception: of any kind, where the family's sizes are bound to each other in another way.
+    """
+    values = _small(copy.deepcopy(model_config))
+    return type(model_config).from_dict({**copy.deepcopy(model_config).to_dict(), **values})
+
+
+def _small(model_config: Any) -> dict[str, Any]:
+    known = model_config.to_dict()
+    aliases = getattr(type(model_config), "attribute_map", {})
+    values: dict[str, Any] = {}
+    for size, names in _SIZES.items():
+        for name in names:
+            current = known.get(name)
+            if isinstance(current, int) and not isinstance(current, bool) and current > 0 and name not in aliases:
+                values[name] = min(size, current)
+    if known.get("num_key_value_heads") and known.get("num_key_value_heads") == known.get("num_attention_heads"):
+        values["num_key_value_heads"] = values["num_attention_heads"]
+    if isinstance(known.get("initializer_range"), float):
+        values["initializer_range"] = 0.2  # every part of a narrow model is to show in what comes out
+    for name in _TOKENS:
+        token = known.get(name)
+        if isinstance(token, list) or (isinstance(token, int) and token >= _WORDS):
+            values[name] = 0
+    for name, part in vars(model_config).items():
+        if isinstance(part, PreTrainedConfig):
+            values[name] = {**part.to_dict(), **_small(part)}
+    return values | _small_layers(known, values)
+
+
+def _small_layers(known: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """The first layer of each kind, two layers at least, in all that the config has one entry per layer of."""
+    count = next((known[name] for name in _LAYERS if name in values), 0)
+    lists = {name: value for name, value in known.items() if isinstance(value, list) and len(value) == count > 2}
+    chosen = {0, max(min(1, count - 1), 0)}
+    for value in lists.values():
+        kinds = value if all(isinstance(kind, str) for kind in value) else []
+        chosen |= {kinds.index(kind) for kind in kinds}
+    small: dict[str, Any] = {name: [value[layer] for layer in sorted(chosen)] for name, value in lists.items()}
+    if isinstance(known.get("per_layer_config"), dict):
+        layers = {str(layer): index for index, layer in enumerate(sorted(chosen))}
+        small["per_layer_config"] = {
+            layers[str(layer)]: value for layer, value in known["per_layer_config"].items() if str(layer) in layers
+        }
+    if known.get("attention_types"):  # GPT-Neo: kinds, and how often they repeat
+        small["attention_types"] = [[known["attention_types"][0][0], 1]]
+        chosen = set(range(len(known["attention_types"][0][0])))
+    return small | {name: len(chosen) for name in _LAYERS if name in values}
+
+
+def choose_attention(model_config: Any, packing: bool) -> str:
+    """The attention to load a model with: ours, or the model's own where it asks for no other.
+
+    Tried on a small copy, on which our rows must give what the model itself gives for each document. Where no copy can
+    be made it is ours, which the probe at the start of the run proves or refuses.
+
+    Args:
+        model_config: of the model.
+        packing: several documents to a row.
+
+    Raises:
+        ConfigError: when models of this kind cannot be trained so; the remedy is packing=false where that helps.
+    """
+    ours = KERNELS["sdpa"]
+    if (found := _reference(model_config, packing, False)) is None:
+        return ours
+    config, reference, expected = found
+    problem = _problem(config, reference, ours, packing, expected[packing])
+    if problem is None:
+        return ours
+    own = default_attention(reference)
+    unpacked = [name for name in (ours, own) if _problem(config, reference, name, False, expected[False]) is None]
+    if unpacked and not packing:
+        return unpacked[0]
+    if unpacked:
+        raise ConfigError(f"packing=true: {problem}; use packing=false")
+    raise ConfigError(f"{problem}; use another model")
+
+
+def packing_problem(model_config: Any) -> str | None:
+    """Why our attention cannot keep packed documents apart in models of this kind; None where nothing shows that.
+
+    Raises:
+        ConfigError: when models of this kind fail by themselves.
+    """
+    if (found := _reference(model_config, True)) is None:
+        return None
+    config, reference, expected = found
+    return _problem(config, reference, KERNELS["sdpa"], True, expected[True])
+
+
+def _reference(model_config: Any, *packings: bool) -> tuple[Any, Any, dict[bool, ForwardPass]] | None:
+    """The config of a small model, the model, and its own forward pass, packed or not; None where none can be made.
+
+    Raises:
+        ConfigError: when models of this kind fail by themselves.
+    """
+    try:
+        config = small_config(model_config)
+        _refuse_large(config)
+        model = _build(config, None)
+        return config, model, {packed: _own_pass(model, packed) for packed in packings}
+    except Exception as error:  # families raise what they like
+        logging.getLogger(__name__).debug("no small model of this kind", exc_info=True)
+        if isinstance(error, ProbeError) and _fails_alike(model_config, error):
+            raise ConfigError(f"{error}; use another model") from None
+        return None
+
+
+def _build(config: Any, attention: str | None) -> Any:
+    """A small model with random fp32 weights, the same for the same config; the state of torch's generator is kept."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        settings = {"dtype": torch.float32, "attn_implementation": attention}  # most configs say bf16
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **settings)
+    return model.eval()
+
+
+def _refuse_large(config: Any) -> None:
+    """Raises ValueError for a copy that would cost time and memory, before it has any."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    if sum(weight.numel() for weight in model.parameters()) > _LARGEST:
+        raise ValueError("the copy is not small")
+
+
+@torch.no_grad()
+def _fails_alike(model_config: Any, failure: ProbeError) -> bool:
+    """Whether the model in its true size fails in the line in which its small copy failed; it gets no memory."""
+    try:
+        with FakeTensorMode():  # the meta device would stop sooner, where a mask looks at its numbers
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config)).eval()
+            model(probe_rows(_WORDS, torch.device("cpu")), use_cache=False)
+    except Exception as error:  # as above
+        return _place(error) == _place(failure.__context__)
+    return False
+
+
+def _place(error: BaseException | None) -> tuple[str, int] | None:
+    """File and line in which a model's own code failed; what it called may differ without memory."""
+    frames = traceback.extract_tb(error.__traceback__) if error is not None else []
+    frames = [frame for frame in frames if "/transformers/models/" in frame.filename] or frames
+    return (frames[-1].filename, frames[-1].lineno or 0) if frames else None
+
+
+@torch.no_grad()
+def _own_pass(model: Any, packing: bool) -> ForwardPass:
+    return own_pass(SupervisedLoss(model).eval(), model, packing, torch.device("cpu"))
+
+
+@torch.no_grad()
+def _problem(config: Any, reference: Any, attention: str, packing: bool, expected: ForwardPass) -> str | None:
+    """Why a small model cannot be trained with an attention; None when it can."""
+    kind, ours = config.model_type, attention in KERNELS.values()
+    calls: list[int] = []
+
+    def counted(*tensors: Any, **options: Any) -> Any:
+        calls.append(1)
+        return eager(*tensors, **options)
+
+    AttentionInterface.register(_COUNTED, counted)
+    try:
+        refuse_encoder(kind, expected, torch.float32)
+        try:
+            model = _build(config, _COUNTED if ours else attention)
+            model.load_state_dict(reference.state_dict())
+        except Exception:  # as above
+            return f"{kind} models take no attention but their own, which cannot keep packed documents apart"
+        found = our_pass(SupervisedLoss(model).eval(), model, packing, torch.device("cpu"))
+        if ours and not calls:
+            return f"{kind} models bring attention or layers of their own, which cannot keep packed documents apart"
+        compare(found, expected, kind, packing, torch.float32)
+    except ProbeError as error:
+        return str(error)
+    return None

@@ -1,0 +1,1 @@
+"""What watches a run: heartbeats, metrics, losses gone wrong, slow ranks."""

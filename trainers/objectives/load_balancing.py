@@ -1,0 +1,166 @@
+"""The load-balancing loss of a mixture of experts, counted over the global batch.
+
+    loss += coefficient * experts * sum over experts of (share of choices) * (mean router probability)
+
+The shares and means are over all layers and all real tokens. The shares have no gradient, so a pass without gradients
+counts them over the whole step first. Then the term is a sum over tokens, which micro-batches and ranks may split.
+transformers takes the means of each micro-batch instead, whose products do not add up to that of the global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trainers.config.options import ConfigError, TrainConfig
+from trainers.data.batches import StepBatch
+
+# Families whose own forward pass has this loss; tests/unit/objectives/test_load_balancing.py compares each with it.
+FAMILIES = {
+    *("deepseek_v4", "ernie4_5_moe", "flex_olmo", "flint", "gpt_oss", "granitemoe", "granitemoe_swa"),
+    *("granitemoehybrid", "granitemoeshared", "jamba", "jetmoe", "laguna", "mellum", "minimax", "minimax_m2"),
+    *("minimax_m3_vl_text", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"),
+}
+
+
+@dataclass(frozen=True)
+class LoadBalancing:
+    """What a model's config asks for.
+
+    Args:
+        name: of the coefficient in config.json.
+        coefficient: factor of the term in the loss.
+        top_k: experts that a token is routed to.
+    """
+
+    name: str
+    coefficient: float
+    top_k: int
+
+    @classmethod
+    def of(cls, text_config: Any) -> LoadBalancing | None:
+        """None for a model without the loss.
+
+        Args:
+            text_config: the transformers config of the language model.
+        """
+        if not getattr(text_config, "output_router_logits", False):
+            return None
+        experts = getattr(text_config, "ffn_config", text_config)  # DBRX has a config of its own for them
+        top_k = getattr(experts, "moe_top_k", None) or getattr(experts, "num_experts_per_tok", None) or 1
+        for name in ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight"):
+            if coefficient := getattr(experts, name, None):
+                return cls(name, float(coefficient), int(top_k))
+        return None
+
+    def count(self, router_logits: Iterable[torch.Tensor], real: torch.Tensor) -> torch.Tensor:
+        """`[2, experts]` in fp64: how many choices fell on each expert, and the sum of its probabilities.
+
+        Args:
+            router_logits: of each layer, `[tokens, experts]`.
+            real: `[batch, sequence]`, False for padding.
+        """
+        totals = []
+        for logits in router_logits:
+            probabilities, weight = logits.flatten(0, -2).float().softmax(-1), real.reshape(-1, 1).double()
+            chosen = torch.zeros_like(probabilities).scatter_(1, probabilities.topk(self.top_k).indices, 1.0)
+            totals.append(torch.stack([(one * weight).sum(0) for one in (chosen, probabilities)]))
+        return torch.stack(totals).sum(0)
+
+    def weigh(self, counted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The term of the global batch, without its coefficient, and what it weighs each probability with.
+
+        Args:
+            counted: `[2, experts]`, summed over the global batch.
+
+        Returns:
+            An fp64 scalar, and `[experts]`: times the probabilities, summed over tokens and layers, that is the scalar.
+        """
+        choices, probabilities = counted
+        rows = (choices.sum() / self.top_k).clamp(min=1)  # tokens x layers
+        weights = choices * len(choices) / rows**2
+        return (weights * probabilities).sum(), weights
+
+
+def weighed_probabilities(
+    router_logits: Iterable[torch.Tensor], real: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Router probabilities times `weights`, summed over experts, real tokens and layers: an fp32 scalar.
+
+    Args:
+        router_logits: of each layer, `[tokens, experts]`.
+        real: `[batch, sequence]`, False for padding.
+        weights: `[experts]`.
+    """
+    with torch.autocast(real.device.type, enabled=False):
+        layers = [(logits.flatten(0, -2).float().softmax(-1) @ weights.float()) for logits in router_logits]
+        return (torch.stack(layers) * real.reshape(-1)).sum()
+
+
+@torch.no_grad()
+def count_routing(
+    balancing: LoadBalancing,
+    model: Callable[..., Any],
+    batch: StepBatch,
+    device: torch.device,
+    all_reduce: Callable[[torch.Tensor], torch.Tensor],
+    contributes: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pass without gradients over this rank's micro-batches. Collective.
+
+    Args:
+        model: the wrapped `SupervisedLoss`.
+        device: where it is.
+        all_reduce: sums a tensor over all ranks.
+        contributes: whether this rank's tokens are to be counted, or another one has the same.
+
+    Returns:
+        The term of the global batch, an fp64 scalar, and the `expert_weights` of `SupervisedLoss.forward`.
+    """
+    counted = torch.zeros((), dtype=torch.float64, device=device)
+    with _same_random_numbers(device):  # the pass with gradients routes alike, under dropout too
+        for micro in batch.micro:
+            counts, _ = model(**micro.inputs(device), real_tokens=micro.real.to(device, non_blocking=True))
+            counted = counted + counts
+    term, weights = balancing.weigh(all_reduce(counted if contributes else torch.zeros_like(counted)))
+    # The caller divides the loss by the trained tokens.
+    return term, weights * balancing.coefficient * max(batch.trained_tokens, 1)
+
+
+def _same_random_numbers(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
+
+
+def refuse_load_balancing(config: TrainConfig, model_config: Any) -> None:
+    """Raises ConfigError where the config of a model asks for the loss and training would leave it out."""
+    text_config = model_config.get_text_config()
+    balancing = LoadBalancing.of(text_config)
+    if balancing is None:
+        return
+    asks = (
+        f"config.json asks for a load-balancing loss (output_router_logits=true, "
+        f"{balancing.name}={balancing.coefficient:g})"
+    )
+    way = "set output_router_logits to false there to train without it"
+    own_code = config.trust_remote_code and getattr(model_config, "auto_map", None)
+    if text_config.model_type not in FAMILIES or own_code:
+        raise ConfigError(f"{model_config.model_type}: its {asks}, which is not supported for this model; {way}")
+    if config.torch_compile:
+        raise ConfigError(
+            f"torch_compile=true with {model_config.model_type}, whose {asks}: compiled layers do not give their "
+            f"router logits; use torch_compile=false, or {way}"
+        )
+
+
+def balancing_lines(balancing: LoadBalancing | None) -> list[str]:
+    """What the loss is and costs, for the log; nothing without it."""
+    if balancing is None:
+        return []
+    return [
+        f"load-balancing loss: {balancing.name}={balancing.coefficient:g}, over the global batch, as its config.json "
+        "asks; a pass without gradients counts the routing of each step first, which takes about a third more time"
+    ]

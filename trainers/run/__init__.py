@@ -1,0 +1,1 @@
+"""A run on disk and on this machine. Imports no torch."""

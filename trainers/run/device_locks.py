@@ -1,0 +1,354 @@
+"""Who uses which GPU, without a daemon: one lock file per GPU, and a queue of tickets. Imports no torch.
+
+A lock is a `flock` on a file in the user's state folder, held for as long as its holder lives, so that it can never
+outlast it. Where there is no GPU the locks are CPU slots, one a core. Everything that looks at several locks or
+tickets does so under one mutex, held for milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from trainers.config.options import ConfigError
+from trainers.run.folder import Process, read_json, state_folder
+
+CPU = "cpu-"
+
+
+@dataclass(frozen=True)
+class Need:
+    """The slots that a run takes, all of them at once.
+
+    Args:
+        gpus: UUIDs of GPUs; each is taken by name.
+        cpu_slots: number of CPU slots; any will do. At most as many as there are is taken.
+    """
+
+    gpus: tuple[str, ...] = ()
+    cpu_slots: int = 0
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a slot, as the others are told.
+
+    Args:
+        name: run id, or what it is called.
+        run_dir: its run folder; empty when it is no run.
+        pid: the process that took it.
+    """
+
+    name: str
+    run_dir: str = ""
+    pid: int = field(default_factory=os.getpid)
+
+
+class Held:
+    """Slots that are held until `close`, or until every process that has the file descriptors has ended."""
+
+    def __init__(self, files: dict[str, TextIO]):
+        self.files = files
+
+    @property
+    def slots(self) -> list[str]:
+        return sorted(self.files)
+
+    @property
+    def descriptors(self) -> list[int]:
+        """For a child (`pass_fds`) that must keep the slots when this process is killed."""
+        return [file.fileno() for file in self.files.values()]
+
+    def close(self) -> None:
+        """Frees the slots; twice is the same."""
+        for file in self.files.values():
+            file.close()
+        self.files = {}
+
+    def __enter__(self) -> Held:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def cpu_slots() -> list[str]:
+    """Names of the CPU slots: one for each core that this process may run on."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return [f"{CPU}{number}" for number in range(cores)]
+
+
+def _locks() -> Path:
+    return state_folder() / "hosts" / socket.gethostname() / "locks"  # a home folder may be shared by machines
+
+
+def _queue() -> Path:
+    return _locks().with_name("queue")
+
+
+@contextlib.contextmanager
+def _mutex() -> Iterator[None]:
+    try:
+        _locks().mkdir(parents=True, exist_ok=True)
+        _queue().mkdir(parents=True, exist_ok=True)
+        file = open(_locks() / ".mutex", "w", encoding="utf-8")  # noqa: SIM115 - entered below
+    except OSError as error:
+        way = "make it writable, or set XDG_STATE_HOME to a folder that is"
+        raise ConfigError(f"{state_folder()} cannot be written: {error.strerror}; {way}") from None
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+# -- locks: each function here is called under the mutex ---------------------------------------------------------------
+
+
+def _open(slot: str) -> TextIO:
+    descriptor = os.open(_locks() / f"{slot}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    return open(descriptor, "r+", encoding="utf-8")
+
+
+def _try_lock(slot: str, holder: Holder) -> TextIO | None:
+    file = _open(slot)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        return None
+    file.truncate()
+    file.write(json.dumps({"run": holder.name, "run_dir": holder.run_dir, "pid": holder.pid}))
+    file.flush()
+    return file
+
+
+def _is_held(slot: str) -> bool:
+    with _open(slot) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
+
+
+def _lock_all(need: Need, holder: Holder) -> Held | None:
+    """Locks everything that is needed, or nothing."""
+    named = list(need.gpus)
+    if need.cpu_slots:
+        every = cpu_slots()
+        free = [slot for slot in every if not _is_held(slot)]
+        count = min(need.cpu_slots, len(every))
+        if len(free) < count:
+            return None
+        named += free[:count]
+    held = Held({})
+    for slot in named:
+        file = _try_lock(slot, holder)
+        if file is None:
+            held.close()
+            return None
+        held.files[slot] = file
+    return held
+
+
+def holders() -> dict[str, dict[str, Any]]:
+    """The slots that are held now: slot (a GPU's UUID, `cpu-0`, …) -> `{"run", "run_dir", "pid"}`."""
+    with _mutex():
+        names = [path.name.removesuffix(".lock") for path in sorted(_locks().glob("*.lock"))]
+        return {slot: read_json(_locks() / f"{slot}.lock") or {"run": "?"} for slot in names if _is_held(slot)}
+
+
+def take_now(need: Need, holder: Holder, patience: float = 0.0) -> Held:
+    """Takes slots for what cannot be queued. Those that tickets wait for are not taken.
+
+    Args:
+        need: the slots.
+        holder: for whom.
+        patience: seconds to try; the last processes of a run that was killed may need some to end.
+
+    Raises:
+        ConfigError: when one is held or waited for, with the name of who has it.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        with _mutex():
+            waited_for = any(_clash(ticket.need, need) for ticket in live_tickets())
+            held = None if waited_for else _lock_all(need, holder)
+        if held is not None or time.monotonic() >= deadline:
+            break
+        time.sleep(0.1)
+    if held is None:
+        raise ConfigError(
+            f"{told(need)} cannot be taken: {who_has(need) or 'a queued run waits for it'}; wait for its end, "
+            "queue this one with `tunesmith train --detach`, or pass --share_gpus true"
+        )
+    return held
+
+
+def told(need: Need) -> str:
+    """`GPU-1a2b…, GPU-3c4d…` or `2 CPU slots`."""
+    if need.gpus:
+        return ", ".join(gpu[:12] for gpu in need.gpus)
+    return f"{need.cpu_slots} CPU slot{'s' * (need.cpu_slots > 1)}"
+
+
+def who_has(need: Need) -> str:
+    """`GPU-1a2b… is held by RUN, …`: those who hold what is needed; empty when nobody does."""
+    wanted = set(need.gpus) | (set(cpu_slots()) if need.cpu_slots else set())
+    by_name: dict[str, list[str]] = {}
+    for slot, holder in holders().items():
+        if slot in wanted:
+            by_name.setdefault(str(holder.get("run")), []).append(slot[:12])
+    return "; ".join(f"{', '.join(slots)} held by {name}" for name, slots in by_name.items())
+
+
+# -- the queue ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A place in the queue.
+
+    Args:
+        name: run id.
+        run_dir: the run folder.
+        need: what it waits for.
+        place: its order; lower goes first.
+        owner: the process that waits.
+    """
+
+    name: str
+    run_dir: str
+    need: Need
+    place: int
+    owner: Process
+
+    @property
+    def path(self) -> Path:
+        return _queue() / f"{self.owner.pid}-{self.owner.started:.2f}.json"
+
+    def write(self, place: int) -> None:
+        """Puts it into the queue folder at `place`; called under the mutex."""
+        need = {"gpus": list(self.need.gpus), "cpu_slots": self.need.cpu_slots}
+        entry = {"name": self.name, "run_dir": self.run_dir, "need": need, "place": place}
+        self.path.write_text(json.dumps({**entry, "owner": self.owner.as_json()}), encoding="utf-8")
+
+
+def _read_ticket(path: Path) -> Ticket | None:
+    entry = read_json(path)
+    try:
+        if entry is None:
+            return None
+        need = Need(tuple(map(str, entry["need"]["gpus"])), int(entry["need"]["cpu_slots"]))
+        owner = Process(**entry["owner"])
+        return Ticket(str(entry["name"]), str(entry["run_dir"]), need, int(entry["place"]), owner)
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _tickets() -> list[Ticket]:
+    """The tickets, first in the queue first; the owner of one may be dead."""
+    found = [ticket for path in _queue().glob("*.json") if (ticket := _read_ticket(path)) is not None]
+    return sorted(found, key=lambda ticket: (ticket.place, ticket.owner.started, ticket.owner.pid))
+
+
+def live_tickets() -> list[Ticket]:
+    """The tickets whose owner still waits, first in the queue first; those of dead owners are removed."""
+    tickets = []
+    for ticket in _tickets():
+        if ticket.owner.alive():
+            tickets.append(ticket)
+        else:
+            ticket.path.unlink(missing_ok=True)
+    return tickets
+
+
+def _clash(one: Need, two: Need) -> bool:
+    """Whether both want the same; CPU slots are alike, so two that want some always do."""
+    return bool(set(one.gpus) & set(two.gpus)) or (one.cpu_slots > 0 and two.cpu_slots > 0)
+
+
+def enqueue(run_dir: Path, name: str, need: Need) -> Ticket:
+    """Takes a ticket at the end of the queue, in the name of this process."""
+    ticket = Ticket(name, str(run_dir), need, 0, Process.of("supervisor"))
+    with _mutex():
+        ticket.write(_end_of(live_tickets()))
+    return ticket
+
+
+def _end_of(tickets: Sequence[Ticket]) -> int:
+    return max((ticket.place for ticket in tickets), default=0) + 1
+
+
+def try_take(ticket: Ticket) -> Held | None:
+    """The slots of a ticket, when all of them are free and no earlier ticket waits for one; the ticket ends then."""
+    with _mutex():
+        held = _lock_all(ticket.need, Holder(ticket.name, ticket.run_dir))
+        if held is None:
+            return None  # most looks end here, before the tickets are read
+        tickets = _tickets()
+        order = [other.path for other in tickets]
+        if ticket.path not in order:
+            ticket.write(_end_of(tickets))  # its file is gone: somebody cleared the folder
+            order.append(ticket.path)
+        earlier = tickets[: order.index(ticket.path)]
+        if any(_clash(other.need, ticket.need) and other.owner.alive() for other in earlier):
+            held.close()
+            return None
+        ticket.path.unlink(missing_ok=True)
+        return held
+
+
+def give_up(ticket: Ticket) -> None:
+    """Leaves the queue."""
+    with _mutex():
+        ticket.path.unlink(missing_ok=True)
+
+
+def move(run_dir: Path, places: int) -> int:
+    """Moves a run's ticket in the queue.
+
+    Args:
+        run_dir: the run folder.
+        places: towards the end; negative goes to the front.
+
+    Returns:
+        Its new place, counted from 1.
+
+    Raises:
+        ConfigError: when the run does not wait.
+    """
+    with _mutex():
+        tickets = live_tickets()
+        here = _place_of(run_dir, tickets)
+        if here is None:
+            raise ConfigError(f"run {run_dir.name} does not wait in the queue; `tunesmith runs list` tells its state")
+        there = min(max(here + places, 0), len(tickets) - 1)
+        tickets.insert(there, tickets.pop(here))
+        for number, ticket in enumerate(tickets, start=1):
+            ticket.write(number)
+        return there + 1
+
+
+def place_of(run_dir: Path) -> int | None:
+    """A run's place in the queue, counted from 1; None when it does not wait."""
+    with _mutex():
+        here = _place_of(run_dir, live_tickets())
+    return None if here is None else here + 1
+
+
+def _place_of(run_dir: Path, tickets: Sequence[Ticket]) -> int | None:
+    places = [index for index, ticket in enumerate(tickets) if Path(ticket.run_dir) == run_dir]
+    return places[0] if places else None
+
+
+def local_need(local_world: int, gpu_uuids: Sequence[str]) -> Need:
+    """What the ranks of this machine take: the first GPUs that they see, or a CPU slot each."""
+    return Need(gpus=tuple(gpu_uuids[:local_world])) if gpu_uuids else Need(cpu_slots=local_world)

@@ -1,0 +1,172 @@
+"""How a rank finds out what it is part of: its launcher, the strategy asked for, and the run folder. No torch."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import os
+import shlex
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import psutil
+
+from trainers.config.options import ConfigError, TrainConfig, absolute_paths
+from trainers.config.parse import dump_yaml
+from trainers.run.folder import Process, RunFolder, new_run_id, write_atomic
+from trainers.strategy.strategy import Strategy, from_launcher, resolve
+
+SUPERVISED = "TUNESMITH_SUPERVISED"
+SCRIPT = "train.py"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What started this rank.
+
+    Args:
+        launcher: the `accelerate launch` process.
+        strategy: what its command line and Accelerate file ask for.
+        parent: process id of this rank's parent.
+        supervised: whether Tunesmith's supervisor made the run folder and writes the first and last state.
+    """
+
+    launcher: Process
+    parent: int
+    strategy: Strategy
+    supervised: bool
+
+
+def rank_of_environment() -> int:
+    """The global rank that the launcher gave this process."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def find_launch() -> Launch:
+    """The launcher above this process, as its own command line tells.
+
+    Raises:
+        ConfigError: when there is none, or its strategy is not one.
+    """
+    parent = os.getppid()
+    end_with_launcher(True)
+    for ancestor in psutil.Process().parents()[:3]:
+        argv = ancestor.cmdline()
+        if "launch" in " ".join(argv[:4]) and any(Path(word).name == SCRIPT for word in argv):
+            process = Process.of("launcher", pid=ancestor.pid)
+            return Launch(process, parent, from_launcher(argv, SCRIPT), os.environ.get(SUPERVISED) == "1")
+    raise ConfigError(
+        f"{SCRIPT} was started without a launcher; use `accelerate launch --config_file accelerate_configs/ddp.yaml "
+        f"trainers/{SCRIPT} ...` or `tunesmith train`"
+    )
+
+
+def check_one_root() -> None:
+    """Refuses to mix a clone with an installed copy: `app`, `trainers` and `ui` must come from one root.
+
+    Raises:
+        ConfigError: naming both roots.
+    """
+    from importlib.util import find_spec
+
+    for name in ("app", "trainers", "ui"):
+        if not (ROOT / name / "__init__.py").exists():
+            continue
+        spec = find_spec(name)
+        places = list(spec.submodule_search_locations or []) if spec else []
+        roots = {Path(place).resolve().parent for place in places}
+        if roots and ROOT not in roots:
+            raise ConfigError(
+                f"{name} comes from {roots.pop()} and trainers from {ROOT}; "
+                "uninstall one of them or start from the other's folder"
+            )
+
+
+def open_run(config: TrainConfig, launch: Launch) -> RunFolder:
+    """The folder of this run; every rank of it gets the same one without talking to the others.
+
+    Raises:
+        ConfigError: when the folder holds another run and this one does not resume it.
+    """
+    if config.output_dir is None and os.environ.get("LOCAL_WORLD_SIZE", "1") != os.environ.get("WORLD_SIZE", "1"):
+        raise ConfigError("a run on several machines needs --output_dir, a folder that all of them see")
+    name = config.preset or config.model_name_or_path
+    run_id = new_run_id(name, launch.launcher.started, launch.launcher.pid)
+    run = RunFolder(config.output_dir or Path(config.runs_dir) / run_id)
+    # First whether it is used, then by whom: rank 0 may write its first state between the two looks.
+    used = run.exists()
+    # On another machine than the first, whose ranks decide alone: they may have written their first state already.
+    other = os.environ.get("GROUP_RANK", "0") != "0"
+    mine = (
+        launch.supervised or other or any(one.role == "launcher" and one == launch.launcher for one in run.processes())
+    )
+    if used and not mine and not _resumes(config, run):
+        run.refuse_used()
+    if mistakes := run.mistakes_in(config):
+        raise ConfigError(mistakes)
+    run.create()
+    return run
+
+
+def _resumes(config: TrainConfig, run: RunFolder) -> bool:
+    """Whether the config goes on with the run in this very folder."""
+    source = config.resume_from_checkpoint
+    return source == "auto" or (source is not None and Path(source).resolve().parent == run.checkpoints.resolve())
+
+
+def end_with_launcher(on: bool) -> None:
+    """Whether the system sends SIGTERM to this rank when its launcher dies (Linux, `man 2 prctl`).
+
+    A rank that waits for the others at its start could not notice by itself.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM if on else 0)  # 1: PR_SET_PDEATHSIG
+
+
+def hear_save_requests_later() -> None:
+    """SIGUSR1 asks to save; until there is something to save it is passed over, and would end the process."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])  # the supervisor blocks it for its launcher
+
+
+def write_run_files(run: RunFolder, config: TrainConfig, strategy: Strategy) -> None:
+    """Writes config, strategy and command of a run that no supervisor prepared."""
+    write_atomic(run.config, dump_yaml(absolute_paths(config)))
+    write_atomic(run.accelerate, strategy.dump())
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = [f"CUDA_VISIBLE_DEVICES={visible}"] if visible is not None else []
+    command = [sys.executable, "-P", "-m", "accelerate.commands.launch", "--config_file", str(run.accelerate)]
+    if strategy.num_processes > 1:
+        command += ["--main_process_port", "0"]
+    command += [str(ROOT / "trainers" / SCRIPT), "--config", str(run.config)]
+    write_atomic(run.command, " ".join([*devices, shlex.join(command)]) + "\n")
+
+
+def asked_strategy(launch: Launch, config: TrainConfig) -> Strategy:
+    """The launcher's strategy, resolved with the config's precision."""
+    given = launch.strategy
+    return resolve(given, given.num_processes, config.mixed_precision, config.pp_size, config.pp_schedule)
+
+
+def give_way(seconds: float = 30.0) -> None:
+    """Lets rank 0, which meets the same error, report it: waits until the launcher ends this rank."""
+    if rank_of_environment() > 0:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        signal.sigtimedwait([signal.SIGTERM], seconds)
+
+
+def leave(status: int) -> NoReturn:
+    """Ends this process, once all that is registered for its end has run.
+
+    Python's own way out takes thousands of modules apart first: one to four seconds in which the run is not over.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            stream.flush()
+    os._exit(status)

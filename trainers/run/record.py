@@ -1,0 +1,194 @@
+"""The record of what a run wrote into its folder: exports replace, and `runs delete` removes, nothing else. No torch.
+
+A run begins in a new or an empty folder, so that the fixed names in it are the run's from the moment that the record is
+there; exports, whose files vary, are entered file by file before they appear.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Iterable
+from pathlib import Path, PurePath
+
+from trainers.config.options import ConfigError
+
+RECORD = ".written.jsonl"
+CHAT_TEMPLATE = "chat_template.json"
+"""The chat template that the run trains with, and the digest of the model's own."""
+FILES = frozenset({
+    "config.yaml", "accelerate.yaml", "command.txt", "state.json", "metrics.jsonl", "log.txt", "stop", "save",
+    "passed_over.json", CHAT_TEMPLATE, ".lock", RECORD,
+})  # fmt: skip
+"""The files that every run may write."""
+FOLDERS = ("heartbeat", "checkpoints")
+MAX_BYTES = 10_000_000
+_HEARTBEAT = re.compile(r"rank-\d+\.json|machine-\d+\.(json|lock)|out-of-memory\.json")
+_CHECKPOINT = re.compile(r"(bad-|later-)?step-\d{8}")
+_UNFINISHED = re.compile(r"step-\d{8}\.tmp-\w+")
+_CHECKPOINT_FILE = re.compile(r"rank-\d{5}\.safetensors|manifest\.json")
+_HALF_WRITTEN = re.compile(r"\.(.+)\.\d+\.[0-9a-f]{8}")
+"""What a writer leaves behind that is killed before it can rename its file: `.NAME.PID.RANDOM`."""
+
+
+class RunRecord:
+    """What belongs to the run in a folder.
+
+    Args:
+        folder: the run folder; need not exist yet.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder, self.path = folder, folder / RECORD
+
+    def exists(self) -> bool:
+        """Whether a run began in this folder."""
+        return self.path.is_file()
+
+    def begin(self) -> None:
+        """Marks the folder, which must be empty, as a run's; doing so twice is the same."""
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+
+    def enter(self, names: Iterable[str]) -> None:
+        """Enters paths relative to the folder, before they are written; one that ends in `/` is a whole folder."""
+        lines = "\n" + "".join(json.dumps(name) + "\n" for name in names)  # a line before it may be cut short
+        handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        try:
+            os.write(handle, lines.encode())
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def entries(self) -> set[str]:
+        """What was entered; a line cut short by a crash is left out, as nothing was written for it."""
+        if not self.path.is_file() or self.path.stat().st_size > MAX_BYTES:
+            return set()
+        names = []
+        for line in self.path.read_bytes().splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
+                names.append(json.loads(line))
+        return {name for name in names if isinstance(name, str)}
+
+    def foreign(self, name: str) -> str | None:
+        """The first path at or below `name` that this run did not write; None when there is none."""
+        top, entries = self.folder / name, self.entries()
+        if not os.path.lexists(top):
+            return None
+        if top.is_symlink() or not top.is_dir():
+            return None if name in entries else name
+        files = (Path(base, file).relative_to(self.folder) for base, file in _files_below(top))
+        return next((str(path) for path in sorted(files) if not _is_entered(path, entries)), None)
+
+    def temporary(self, name: str) -> Path:
+        """A new empty folder beside `name`, entered as the run's; what an earlier export left of one is removed."""
+        for entry in self.entries():
+            if entry.startswith(f".{name}.") and entry.count("/") == 1 and entry.endswith("/"):
+                shutil.rmtree(self.folder / entry, ignore_errors=True)
+        return self._new_folder(name)
+
+    def _new_folder(self, name: str) -> Path:
+        folder = self.folder / f".{name}.{secrets.token_hex(8)}"
+        self.enter([f"{folder.name}/"])
+        folder.mkdir()
+        return folder
+
+    def publish(self, temporary: Path, name: str) -> None:
+        """Renames a folder to `name`, in place of what the run wrote there before.
+
+        Raises:
+            ConfigError: when something there was not written by this run.
+        """
+        self.refuse_foreign(name)
+        target = self.folder / name
+        files = (Path(base, file).relative_to(temporary) for base, file in _files_below(temporary))
+        self.enter(f"{name}/{file}" for file in files)
+        if not target.exists():
+            os.replace(temporary, target)
+            return
+        old = self._new_folder(name)
+        os.replace(target, old)
+        os.replace(temporary, target)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def refuse_foreign(self, name: str) -> None:
+        """Raises ConfigError when something at or below `name` was not written by this run."""
+        if (path := self.foreign(name)) is not None:
+            raise ConfigError(
+                f"{self.folder / path} was not written by this run, which exports to {name}; move it to another folder"
+            )
+
+    def remove_all(self) -> None:
+        """Removes what the run wrote, the state file first and this record last; folders go when nothing else is left.
+
+        Raises:
+            OSError: for what cannot be removed.
+        """
+        entries = self.entries()
+        (self.folder / "state.json").unlink(missing_ok=True)
+        for base, name in _files_below(self.folder):
+            relative = Path(base, name).relative_to(self.folder)
+            if str(relative) != RECORD and (_is_fixed(relative) or _is_entered(relative, entries)):
+                os.unlink(Path(base, name))
+        for base, _, _ in os.walk(self.folder, topdown=False):
+            relative = Path(base).relative_to(self.folder)
+            if relative.parts and _is_own_folder(relative, entries):
+                with contextlib.suppress(OSError):  # it holds something of the user's
+                    os.rmdir(base)
+        self.path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            os.rmdir(self.folder)
+
+
+def not_regular(folder: Path) -> str | None:
+    """The first of the fixed names that is a pipe, a device or the like, on which every reader would hang."""
+    for name in (*sorted(FILES), *FOLDERS):
+        with contextlib.suppress(OSError):
+            mode = os.stat(folder / name).st_mode
+            if not (stat.S_ISDIR(mode) if name in FOLDERS else stat.S_ISREG(mode)):
+                return name
+    return None
+
+
+def _files_below(folder: Path) -> list[tuple[str, str]]:
+    """Folder and name of everything below that is no folder; a link to a folder is one of them, and not followed."""
+    found = []
+    for base, folders, files in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(base, name))]
+        found += [(base, name) for name in (*files, *links)]
+    return found
+
+
+def _is_fixed(path: PurePath) -> bool:
+    """Whether a file is one that every run may write, or what is left of one that was being written."""
+    top, name = path.parts[0], path.name
+    half = _HALF_WRITTEN.fullmatch(name)
+    whole = half[1] if half else name
+    if len(path.parts) == 1:
+        return whole in FILES
+    if top == "heartbeat":
+        return len(path.parts) == 2 and bool(_HEARTBEAT.fullmatch(whole))
+    if top != "checkpoints":
+        return False
+    if _UNFINISHED.fullmatch(path.parts[1]):
+        return True
+    if not _CHECKPOINT.fullmatch(path.parts[1]):
+        return False
+    return len(path.parts) == 2 or (len(path.parts) == 3 and bool(_CHECKPOINT_FILE.fullmatch(whole)))
+
+
+def _is_entered(path: PurePath, entries: set[str]) -> bool:
+    return str(path) in entries or any(f"{parent}/" in entries for parent in path.parents[:-1])
+
+
+def _is_own_folder(path: PurePath, entries: set[str]) -> bool:
+    """Whether a folder was made by the run."""
+    if path.parts[0] == "checkpoints" and len(path.parts) > 1:
+        return bool(_CHECKPOINT.fullmatch(path.parts[1]) or _UNFINISHED.fullmatch(path.parts[1]))
+    below = f"{path}/"
+    return str(path) in FOLDERS or _is_entered(path / "x", entries) or any(one.startswith(below) for one in entries)

@@ -1,0 +1,101 @@
+"""Names, dtypes and shapes of weights, from the headers of safetensors files here or on the Hub. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from trainers.config.options import EMBEDDED, ConfigError, TrainConfig
+from trainers.embedded import BASE_DIR
+from trainers.run.json_file import MAX_BYTES, load_json, open_file, parse_json
+
+Headers = dict[str, tuple[str, list[int]]]
+"""Name to dtype, as safetensors writes it, and shape."""
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """The entries of a safetensors file by name, `dtype`, `shape` and `data_offsets`: a length, then JSON, then bytes.
+
+    Raises:
+        OSError: when it cannot be read.
+        ValueError: when it is damaged, cut short or too long.
+    """
+    with open_file(path) as file:
+        size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+        if length > min(size - 8, MAX_BYTES):
+            raise ValueError(f"{path.name} is damaged or cut short")
+        header = parse_json(file.read(length))
+    try:
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        ends = [entry["data_offsets"] for entry in entries.values()]
+        whole = all(0 <= start <= end for start, end in ends) and max(end for _, end in ends) + 8 + length == size
+        whole = whole and all(isinstance(entry["dtype"], str) and math.prod(entry["shape"]) >= 0
+                              for entry in entries.values())  # fmt: skip
+    except (ValueError, KeyError, TypeError, AttributeError):
+        whole = False
+    if not whole:
+        raise ValueError(f"{path.name} is damaged or cut short")
+    return entries
+
+
+def read_headers(folder: Path) -> Headers:
+    """Names, dtypes and shapes in the weight files of a folder that transformers would read, their headers whole.
+
+    Raises:
+        ConfigError: when a file is missing or damaged.
+    """
+    try:
+        entries = [entry for path in _files(folder) for entry in read_header(path).items()]
+    except _DAMAGE as error:
+        raise ConfigError(
+            f"model_name_or_path={folder}: its weight files are not whole ({error}); download or save the model again"
+        ) from None
+    return {name: (entry["dtype"], entry["shape"]) for name, entry in entries}
+
+
+def _files(folder: Path) -> list[Path]:
+    """The weight files that transformers would read; those that an index names need not be there."""
+    index, single = folder / _INDEX, folder / _SINGLE
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors"))
+    return [folder / name for name in sorted(set(load_json(index)["weight_map"].values()))]
+
+
+def base_folder(config: TrainConfig) -> Path:
+    """Where the base model lies when it is a folder; need not exist."""
+    return BASE_DIR if config.model_name_or_path == EMBEDDED else Path(config.model_name_or_path).expanduser()
+
+
+def cached_folder(config: TrainConfig) -> Path | None:
+    """The folder of a Hub model whose config and weights were downloaded before, all of them; None otherwise."""
+    from huggingface_hub import try_to_load_from_cache
+
+    name, revision = config.model_name_or_path, config.model_revision
+    try:
+        found = try_to_load_from_cache(name, "config.json", revision=revision)
+        folder = Path(found).parent if isinstance(found, str) else None
+        files = _files(folder) if folder is not None else []
+    except _DAMAGE:  # a name that the Hub does not allow, or an index that is not whole
+        return None
+    return folder if files and all(path.is_file() for path in files) else None
+
+
+def hub_headers(config: TrainConfig) -> Headers | None:
+    """Headers of weight files on the Hub, of which nothing else is fetched; None where that does not work."""
+    from huggingface_hub import HfApi
+
+    try:
+        files = HfApi().get_safetensors_metadata(config.model_name_or_path, revision=config.model_revision)
+    except Exception:  # no network shows itself in the exceptions of several libraries; the start reads the files
+        return None
+    return {
+        name: (tensor.dtype, list(tensor.shape))
+        for file in files.files_metadata.values()
+        for name, tensor in file.tensors.items()
+    }

@@ -1,0 +1,489 @@
+"""Reads Accelerate configs, checks them strictly and resolves one for the processes at hand. Imports no torch.
+
+Accelerate ignores much in silence (unknown nested keys, process counts on a CPU); here all of it is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainers.config.options import MACHINE_OPTIONS, ConfigError, TrainConfig, unknown_option
+from trainers.config.parse import preset_strategies, read_yaml
+from trainers.strategy.accelerate_rules import FP16_WAY, SCALED_TYPES, axis_key, check, mesh_sizes
+from trainers.strategy.accelerate_schema import DEEPSPEED, FSDP, MAX_PROCESSES, TOP, unread_choices
+from trainers.strategy.deepspeed_schema import JSON, QUANTISED, leaves_parity, nested_paths, read_json
+from trainers.strategy.mesh import MeshSizes, combination_mistakes, data_axis, fitted
+from trainers.strategy.pipeline_schedules import SCHEDULES, micro_batch_mistake
+
+HEADER = "# strategy: "  # begins the copy of an Accelerate file that a run keeps
+STRATEGIES_DIR = Path(__file__).resolve().parents[2] / "accelerate_configs"
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A checked Accelerate config.
+
+    Args:
+        name: the file's stem.
+        summary: first comment line of the file.
+        values: the keys that Accelerate reads.
+        deepspeed_json: content of `deepspeed_config_file`; empty without one (Accelerate then builds DeepSpeed's
+            config from the inline keys).
+        pp_size: pipeline stages, and
+        pp_schedule: their order of work; Accelerate's YAML has no word for either, so that they stand in comments.
+    """
+
+    name: str
+    summary: str
+    values: dict[str, Any]
+    deepspeed_json: dict[str, Any] = field(default_factory=dict)
+    pp_size: int = 1
+    pp_schedule: str = "1f1b"
+
+    @property
+    def distributed_type(self) -> str:
+        """`NO`, `MULTI_GPU`, `FSDP` or `DEEPSPEED`, as Accelerate spells it."""
+        return str(self.values["distributed_type"])
+
+    @property
+    def num_processes(self) -> int:
+        """Processes over all machines."""
+        return int(self.values["num_processes"])
+
+    @property
+    def sizes(self) -> MeshSizes:
+        """The mesh of all its processes; without one in the file they are all data-parallel."""
+        found = fitted(_asked(self.values, self.pp_size), self.num_processes)
+        assert isinstance(found, MeshSizes), found  # the file was checked
+        return found
+
+    @property
+    def has_mesh(self) -> bool:
+        """Whether more is asked for than the data parallelism of its `distributed_type`."""
+        return bool(self.mesh) or self.pp_size > 1
+
+    @property
+    def splits_model(self) -> bool:
+        """Whether the model's modules decide if it can be split so; ZeRO shards any."""
+        return self.distributed_type == "FSDP" or self.sizes.tp * self.sizes.pp > 1
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks, or groups of them, that see different rows of a global batch."""
+        return self.sizes.data
+
+    @property
+    def fsdp(self) -> dict[str, Any]:
+        """The values of `fsdp_config`; empty for other types."""
+        return dict(self.values.get("fsdp_config") or {})
+
+    @property
+    def fsdp_version(self) -> int:
+        """1 or 2; 0 when this is no FSDP."""
+        return int(self.fsdp.get("fsdp_version", 0))
+
+    @property
+    def deepspeed(self) -> dict[str, Any]:
+        """The values of `deepspeed_config`; empty for other types."""
+        return dict(self.values.get("deepspeed_config") or {})
+
+    @property
+    def zero_stage(self) -> int:
+        """1 to 3; 0 when this is no DeepSpeed."""
+        stage = self.deepspeed_json.get("zero_optimization", {}).get("stage", self.deepspeed.get("zero_stage", 0))
+        return int(stage)
+
+    @property
+    def second_copies(self) -> int:
+        """Ranks over which ZeRO++ keeps another copy of the weights; 1 for none."""
+        return int(self.deepspeed_json.get("zero_optimization", {}).get("zero_hpz_partition_size", 1))
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Sizes of the device mesh by axis, as the file has them; empty without `parallelism_config`."""
+        return mesh_sizes(self.values)
+
+    @property
+    def offload(self) -> str:
+        """Where parameters or optimizer state rest: `none`, `cpu` or `nvme`."""
+        devices = {self.offload_of("optimizer"), self.offload_of("param")}
+        return next((device for device in ("nvme", "cpu") if device in devices), "none")
+
+    def offload_of(self, what: str) -> str:
+        """The same of `param` or of `optimizer`, with which go the gradients."""
+        zero = self.deepspeed_json.get("zero_optimization", {})
+        devices = {str(self.deepspeed.get(f"offload_{what}_device", "none")),
+                   str((zero.get(f"offload_{what}") or {}).get("device", "none"))}  # fmt: skip
+        devices |= {"cpu"} if self.fsdp.get("fsdp_offload_params") else set()
+        return next((device for device in ("nvme", "cpu") if device in devices), "none")
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each rank holds only a share of the parameters."""
+        if self.distributed_type == "FSDP":
+            return self.fsdp.get("fsdp_sharding_strategy") != "NO_SHARD"
+        return self.zero_stage == 3
+
+    @property
+    def wrapped_class(self) -> str | None:
+        """Name of the class that must wrap the model, None for none."""
+        if self.pp_size > 1:
+            return "PipelineStages"
+        if self.distributed_type == "FSDP":
+            return "FullyShardedDataParallel" if self.fsdp_version == 1 else "FSDPSupervisedLoss"
+        return {"MULTI_GPU": "DistributedDataParallel", "DEEPSPEED": "DeepSpeedEngine"}.get(self.distributed_type)
+
+    def outside_parity(self) -> list[str]:
+        """The choices that leave the promise that the strategy never changes the model."""
+        return leaves_parity(self.deepspeed_json)
+
+    def cautions(self, config: TrainConfig) -> list[str]:
+        """What is allowed and slow, such as the axes that speak most across machines; options that do nothing."""
+        machines, sizes = int(self.values.get("num_machines") or 1), self.sizes
+        local = self.num_processes // machines
+        inner = {"tp": sizes.tp, "sp": sizes.sp * sizes.tp, "cp": sizes.cp * sizes.sp * sizes.tp}
+        idle = {
+            f"pp_schedule={config.pp_schedule} is ignored: there is one stage": config.pp_schedule and sizes.pp == 1,
+            "ddp_bucket_cap_mb is ignored: a pipeline sums its gradients itself": (
+                sizes.pp > 1 and config.ddp_bucket_cap_mb != TrainConfig.model_fields["ddp_bucket_cap_mb"].default
+            ),
+        }
+        across = [
+            f"{axis}={getattr(sizes, axis)} goes across machines of {local} processes each, and speaks in every layer; "
+            "keep it inside a machine and let pp or the data-parallel axes go across"
+            for axis, span in inner.items()
+            if machines > 1 and getattr(sizes, axis) > 1 and local % span
+        ]
+        return [line for line, applies in idle.items() if applies] + self._unread() + across
+
+    def _unread(self) -> list[str]:
+        """Choices of its files that nothing acts on."""
+        lines = unread_choices(self.values, TOP) + unread_choices(self.fsdp, FSDP, "fsdp_config")
+        lines += unread_choices(self.deepspeed, DEEPSPEED, "deepspeed_config")
+        return lines + [f"DeepSpeed JSON: {line}" for line in unread_choices(self.deepspeed_json, JSON)]
+
+    def dump(self) -> str:
+        """The YAML that Accelerate gets, the strategy's name in its first line."""
+        name = "".join(letter for letter in self.name if letter.isprintable())
+        pipeline = f"# pp_size: {self.pp_size}\n# pp_schedule: {self.pp_schedule}\n" if self.pp_size > 1 else ""
+        return f"{HEADER}{name}\n{pipeline}{yaml.safe_dump(self.values, sort_keys=False)}"
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The machines of a run over several of them, as one of them sees it.
+
+    Args:
+        count: how many there are, at least 2.
+        rank: this one's number, from 0.
+        ip: address of machine 0, where all meet.
+        port: the port there.
+    """
+
+    count: int
+    rank: int
+    ip: str
+    port: int
+
+
+def over_machines(strategy: Strategy, machines: Machines | None) -> Strategy:
+    """The strategy for these machines; the same on each, as a machine's own rank is told on its command line.
+
+    Args:
+        strategy: may name machines itself.
+        machines: None for this machine alone.
+    """
+    if machines is None and (strategy.values.get("num_machines") or 1) == 1:
+        return strategy
+    values = {key: value for key, value in strategy.values.items() if key not in (*MACHINE_OPTIONS, "same_network")}
+    values["num_machines"] = machines.count if machines else 1
+    if machines:
+        values |= {"main_process_ip": machines.ip, "main_process_port": machines.port}
+    if machines and strategy.distributed_type == "DEEPSPEED":  # else Accelerate would look for pdsh
+        values["deepspeed_config"] = {**strategy.deepspeed, "deepspeed_multinode_launcher": "standard"}
+    return replace(strategy, values=values)
+
+
+def strategy_names() -> list[str]:
+    """Names of the strategies that ship, the one without parallelism first."""
+    return sorted((path.stem for path in STRATEGIES_DIR.glob("*.yaml")), key=lambda name: (name != "single", name))
+
+
+def default_strategy(num_processes: int, preset: str | None = None) -> str:
+    """The strategy of a run that names none.
+
+    Args:
+        num_processes: of the run.
+        preset: whose header names strategies for numbers of GPUs; None on a CPU and without one.
+
+    Returns:
+        What the preset names for so many GPUs, or the nearest number below, or where that holds it nowhere, above;
+        else `single` for one process and `ddp` for several.
+    """
+    if num_processes == 1:
+        return "single"
+    listed = [entry for entry in preset_strategies(preset) if entry.names and entry.gpus > 1] if preset else []
+    below = [entry.names[0] for entry in listed if entry.gpus <= num_processes]
+    return below[-1] if below else listed[0].names[0] if listed else "ddp"
+
+
+def load_strategy(name_or_path: str) -> Strategy:
+    """A strategy by its name or the path of an Accelerate YAML, checked.
+
+    Raises:
+        ConfigError: with every mistake in it.
+    """
+    path = STRATEGIES_DIR / f"{name_or_path}.yaml"
+    if name_or_path not in strategy_names():
+        path = Path(os.path.expanduser(name_or_path))
+        if path.suffix not in (".yaml", ".yml"):
+            way = unknown_option(name_or_path, strategy_names()).partition("; ")[2]
+            listed = f"use one of {', '.join(strategy_names())}, or the path of an Accelerate YAML"
+            raise ConfigError(f"unknown strategy {name_or_path!r}; {way if way.startswith('did') else listed}")
+    values = _absolute_json(read_yaml(path))
+    text = path.read_text(encoding="utf-8")
+    pipeline, mistakes = _pipeline(text)
+    mistakes += check(values, int(pipeline.get("pp_size", 1)))
+    if mistakes:
+        raise ConfigError([f"{path.name}: {mistake}" for mistake in mistakes])
+    if isinstance(values.get("main_process_port"), str):  # Accelerate's look at whether it is free takes a number only
+        values["main_process_port"] = int(values["main_process_port"])
+    file = (values.get("deepspeed_config") or {}).get("deepspeed_config_file")
+    content = read_json(file) if file else {}
+    first = text.partition("\n")[0]
+    if first.startswith(HEADER):
+        name = first.removeprefix(HEADER).strip()
+        return Strategy(name, f"{name}, from the run in {path.parent}", values, content, **pipeline)
+    summary = first.lstrip("# ").strip() if first.startswith("#") else f"{values['distributed_type']} from {path.name}"
+    return Strategy(path.stem, summary, values, content, **pipeline)
+
+
+def deepspeed_paths(file: str) -> dict[str, str]:
+    """The paths that a DeepSpeed JSON names, to which DeepSpeed writes, by their dotted keys.
+
+    Raises:
+        ConfigError: when it cannot be read.
+    """
+    return nested_paths(read_json(file))
+
+
+def _pipeline(text: str) -> tuple[dict[str, Any], list[str]]:
+    """`pp_size` and `pp_schedule` from the comment lines that say them, and what is wrong with them."""
+    found, mistakes = dict[str, Any](), []
+    for name, value in re.findall(
+        r"^[ \t]*#+[ \t]*(pp_size|pp_schedule)[ \t]*[:=][ \t]*(.*?)[ \t]*$", text, re.MULTILINE
+    ):
+        if name == "pp_schedule" and value not in SCHEDULES:
+            mistakes.append(f"# pp_schedule: {value} is no schedule; use {', '.join(SCHEDULES)}")
+        elif name == "pp_size" and not (re.fullmatch("[0-9]{1,9}", value) and 0 < int(value) <= MAX_PROCESSES):
+            mistakes.append(f"# pp_size: {value[:80]} is no number of stages; write 1 to {MAX_PROCESSES}")
+        else:
+            found[name] = int(value) if name == "pp_size" else value
+    return found, mistakes
+
+
+def _asked(values: dict[str, Any], pp_size: int) -> dict[str, int]:
+    """The mesh as it is asked for; without one in the file all processes are data-parallel, but for the stages."""
+    return {"pp": pp_size, **(mesh_sizes(values) or {data_axis(str(values["distributed_type"])): -1})}
+
+
+def _absolute_json(values: dict[str, Any]) -> dict[str, Any]:
+    """The values with the path of a DeepSpeed JSON made absolute, so that a run's copy works from any folder."""
+    inline = values.get("deepspeed_config")
+    if not isinstance(inline, dict) or not isinstance(file := inline.get("deepspeed_config_file"), str):
+        return values
+    whole = str(Path(os.path.expanduser(file)).absolute())
+    return {**values, "deepspeed_config": {**inline, "deepspeed_config_file": whole}}
+
+
+def cannot_run(strategy: Strategy, method: str, has_gpu: bool, small_optimizer: bool = False) -> str | None:
+    """Why a strategy cannot run on this machine or with this method; None when it can. Nothing is launched for it.
+
+    Args:
+        strategy: the strategy.
+        method: what is trained.
+        has_gpu: whether the run would be on GPUs.
+        small_optimizer: whether weights or Adam's states are to be kept in less than fp32.
+    """
+    kind, offloads = strategy.distributed_type, strategy.offload != "none"
+    deepspeed, quantised = kind == "DEEPSPEED", method == "qlora"
+    zero = strategy.deepspeed_json.get("zero_optimization", {})
+    messages = [key for key in QUANTISED if zero.get(key) is True]
+    spreads = "use --strategy single, ddp, fsdp2, hsdp, zero1 or zero2, or method=lora"
+    reasons = {
+        'DeepSpeed is not installed; `pip install "tunesmith[deepspeed]"`': deepspeed and not _has("deepspeed"),
+        "fsdp_offload_params=true uses pinned memory, which needs an accelerator, and there is none; use fsdp2": (
+            kind == "FSDP" and offloads and not has_gpu
+        ),
+        "fsdp_sync_module_states=true needs an accelerator, and there is none; write false, or use fsdp2": (
+            strategy.fsdp_version == 1 and strategy.fsdp.get("fsdp_sync_module_states", True) and not has_gpu
+        ),
+        f"{' and '.join(messages)} of ZeRO++ needs DeepSpeed's CUDA kernels, and there is no GPU; remove it from the "
+        "DeepSpeed JSON": bool(messages) and not has_gpu,
+        "DeepSpeed builds what it needs on a CPU with a C++ compiler, and there is none; install g++": (
+            deepspeed and (offloads or not has_gpu) and not (shutil.which("c++") or shutil.which("g++"))
+        ),
+        f"method=qlora: FSDP 1 would put 4-bit and fp32 weights into one flat tensor; {spreads}": (
+            quantised and strategy.fsdp_version == 1
+        ),
+        "DeepSpeed keeps weights and Adam's states itself, in fp32; leave out optim=adamw_8bit and "
+        "master_weights=false, or use --strategy fsdp2": deepspeed and small_optimizer,
+        f"method=qlora: ZeRO 3 would cut and cast 4-bit weights as if they were numbers; {spreads}": (
+            quantised and strategy.zero_stage == 3
+        ),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def refusal(strategy: Strategy, config: TrainConfig, has_gpu: bool) -> str | None:
+    """Why a strategy cannot train this here, as `cannot_run` has it, or for too few micro-batches; None when it can.
+
+    Raises:
+        ConfigError: when the global batch does not divide.
+    """
+    if reason := cannot_run(strategy, config.method, has_gpu, config.small_optimizer()):
+        return reason
+    if config.method == "qlora" and strategy.sizes.tp * strategy.sizes.pp > 1:
+        return f"method=qlora with {strategy.sizes}: 4-bit layers are not cut by tp or pp; use method=lora, or fsdp2"
+    if config.ddp_comm_hook != "none" and strategy.sizes.tp * strategy.sizes.pp > 1:
+        return (
+            f"ddp_comm_hook={config.ddp_comm_hook} would sum over all ranks, and those of tp and pp have other "
+            "weights; leave it out"
+        )
+    micro_batches, sizes = config.accumulation_steps(strategy.data_parallel_size), strategy.sizes
+    # With torch 2.11, compiled layers that tp has cut get no gradient at all.
+    if config.torch_compile and sizes.tp * sizes.pp * sizes.parts > 1:
+        return f"torch_compile=true is not proved with {sizes}; leave it out, or use a strategy without tp, pp, cp, sp"
+    return micro_batch_mistake(strategy.pp_schedule, strategy.pp_size, micro_batches) if strategy.pp_size > 1 else None
+
+
+def _has(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def resolve(
+    strategy: Strategy, num_processes: int, mixed_precision: str, pp_size: int | None = None,
+    pp_schedule: str | None = None,
+) -> Strategy:  # fmt: skip
+    """The strategy for these processes: counts and mesh set, device choice left to CUDA_VISIBLE_DEVICES.
+
+    The file says `mixed_precision: no` for bf16 as well: the training script applies autocast itself, inside the
+    wrapped module and alike for every backend; a backend's own would cast parameters, outputs or reductions too.
+
+    Args:
+        pp_size: pipeline stages, and
+        pp_schedule: their order of work; None for what the file says.
+
+    Raises:
+        ConfigError: when the strategy cannot have that many, or its precision is not the one asked for.
+    """
+    values = {key: value for key, value in strategy.values.items() if key not in ("gpu_ids", "mixed_precision")}
+    values["num_processes"] = num_processes
+    pipeline: dict[str, Any] = {
+        "pp_size": pp_size or strategy.pp_size,
+        "pp_schedule": pp_schedule or strategy.pp_schedule,
+    }
+    stages = int(pipeline["pp_size"])
+    mistakes = _fit_mesh(values, num_processes, stages) or check(values, stages)
+    written = strategy.values.get("mixed_precision")
+    if written not in (None, "no", mixed_precision):
+        mistakes.append(
+            f"it says mixed_precision={written} and the config {mixed_precision}; "
+            f"pass --mixed_precision {written} or take it out of the YAML"
+        )
+    cut = mesh_sizes(values).get("tp", 1) > 1 or stages > 1  # each rank would find other gradients to be infinite
+    if mixed_precision == "fp16" and (cut or strategy.distributed_type not in SCALED_TYPES):
+        mistakes.append(FP16_WAY)
+    if mistakes:
+        raise ConfigError([f"strategy {strategy.name}: {mistake}" for mistake in mistakes])
+    if not strategy.deepspeed.get("deepspeed_config_file"):  # Accelerate refuses the key beside a DeepSpeed JSON
+        values["mixed_precision"] = "fp16" if mixed_precision == "fp16" else "no"
+    return replace(strategy, values=values, **pipeline)
+
+
+def _fit_mesh(values: dict[str, Any], num_processes: int, pp_size: int) -> list[str]:
+    """Sets the mesh in `values` to the processes: the axis that takes the rest follows them, others stay as written."""
+    asked, kind = _asked(values, pp_size), str(values["distributed_type"])
+    if pp_size > 1 and (mistakes := combination_mistakes(kind, MeshSizes(pp=pp_size))):
+        return mistakes
+    if asked == {"pp": 1, data_axis(kind): -1}:
+        return []
+    free = next((axis for axis, size in asked.items() if size == -1), data_axis(kind))
+    kept = {axis: size for axis, size in asked.items() if axis != free}
+    made, shown = prod(kept.values()), " x ".join(f"{axis} {size}" for axis, size in kept.items() if size > 1)
+    rest, over = divmod(num_processes, made)
+    written = [axis for axis in kept if axis != "pp"]
+    own = f"or write {' and '.join(axis_key(axis) for axis in written)} into a YAML of your own"
+    own = own if written else "or another pp_size"
+    if over or not rest:
+        return [f"num_processes={num_processes} / {shown} leaves {over}; use a multiple of {made}, {own}"]
+    if free == "dp_shard" and rest * asked.get("cp", 1) * asked.get("sp", 1) < 2:
+        line = f"num_processes={num_processes} / {shown} = {rest}, nothing to shard over"
+        return [f"{line}; use at least {2 * made}, {own}"]
+    sizes = {axis_key(axis): size for axis, size in {**kept, free: rest}.items() if axis != "pp"}
+    if "parallelism_config" in values:
+        values["parallelism_config"] = {**values["parallelism_config"], **sizes}
+    return []
+
+
+_LAUNCH_WAY = "start with `accelerate launch --config_file accelerate_configs/ddp.yaml trainers/train.py ...`"
+_COUNTS = ("num_processes", "num_machines", "machine_rank", "main_process_port", "main_process_ip")
+_OTHER_FLAGS = (
+    "num_cpu_threads_per_process",
+    "max_restarts",
+    "monitor_interval",
+    "rdzv_backend",
+    "rdzv_conf",
+    "gpu_ids",
+)
+_SWITCHES = ("debug", "quiet", "same_network", "enable_cpu_affinity")
+
+
+def from_launcher(argv: Sequence[str], script: str) -> Strategy:
+    """The strategy that a launcher's own command line asks for.
+
+    Args:
+        argv: the command line of the `accelerate launch` process.
+        script: file name of the training script, which ends the launcher's own flags.
+
+    Raises:
+        ConfigError: without `--config_file`, or with flags that would change the strategy behind the file's back.
+    """
+    ends = [index for index, word in enumerate(argv) if Path(word).name == script]
+    words = [word for word in argv[: ends[0]] if word.startswith("--")] if ends else []
+    if not any(word.partition("=")[0] == "--config_file" for word in words):
+        raise ConfigError(f"the launcher got no --config_file, so a cached default would decide; {_LAUNCH_WAY}")
+    first = next(index for index, word in enumerate(argv) if word.startswith("--"))
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config_file", required=True)
+    for name in _COUNTS[:-1]:
+        parser.add_argument(f"--{name}", type=int)
+    for name in ("main_process_ip", *_OTHER_FLAGS):
+        parser.add_argument(f"--{name}")
+    for name in _SWITCHES:
+        parser.add_argument(f"--{name}", action="store_true")
+    try:
+        known, rest = parser.parse_known_args(list(argv[first : ends[0]]))
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"the launcher's flags cannot be read: {error}; {_LAUNCH_WAY}") from None
+    if rest:
+        flags = " ".join(rest)
+        raise ConfigError(f"the launcher was given {flags}; the Accelerate file alone decides; write it there")
+    strategy = load_strategy(known.config_file)
+    given = {name: getattr(known, name) for name in _COUNTS if getattr(known, name) is not None}
+    values = {**strategy.values, **given}
+    mistakes = check(values, strategy.pp_size)
+    if mistakes:
+        raise ConfigError([f"with the launcher's flags: {mistake}" for mistake in mistakes])
+    return replace(strategy, values=values)

@@ -1,0 +1,1 @@
+"""Programs that `app/` starts and that are no ranks, and the check before a run."""

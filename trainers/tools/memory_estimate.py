@@ -1,0 +1,320 @@
+"""What a model weighs, counted with torch's fake tensors: no weights are loaded, no memory is taken for them.
+
+    python -m trainers.tools.memory_estimate --config FILE --cases 1:1:1:1:8 2:1:1:1:8 --here
+
+A case is `tp:cp:sp:stages:rows`, the last one rows of a micro-batch. `--here`: this machine is to train it. The last
+line on stdout is a JSON object; a wrong request is told on stderr after a line `mistakes:`, exit status 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import sys
+import time
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import AttentionInterface, AutoModelForCausalLM
+
+from trainers.config.options import ConfigError, TrainConfig
+from trainers.config.parse import read_yaml
+from trainers.config.validation import build
+from trainers.model.attention import KERNELS
+from trainers.model.load import (
+    add_adapters,
+    base_dtype,
+    compute_dtype,
+    load_shape,
+    matmul_parameters,
+    silent_weights,
+    use_checkpointing,
+)  # fmt: skip
+from trainers.objectives.sft import LINEAR_HEADS, SupervisedLoss
+from trainers.parallel.sequence import refuse_unfit
+from trainers.run.gpus import gpu_count
+from trainers.strategy.mesh import MeshSizes
+from trainers.strategy.tensor_plan import refusals
+from trainers.tools.preflight import check_model, machine_mistakes
+
+_KERNEL = "tunesmith_weighed"
+_FEW = (2, 4)
+"""Layers of two models; what the second needs more is a layer's share."""
+_NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+_TIMED = 0.3
+"""Seconds for which matrix products are timed."""
+_NIBBLE, _SCALES = 0.5, 0.127 / 8
+"""Bytes of a 4-bit weight, and of its share of the scales, which every rank has (`trainers/model/quantization.py`)."""
+
+
+class Live(TorchDispatchMode):
+    """Bytes of the tensors that were made inside and are still alive: now, and at most.
+
+    Args:
+        known: tensors that were there before, which do not count.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor]):
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen = WeakIdKeyDictionary({one.untyped_storage(): True for one in known})
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operator and looks at what it made."""
+        found = func(*args, **(kwargs or {}))
+        for one in tree_leaves(found):
+            if isinstance(one, torch.Tensor):
+                self._see(one.untyped_storage())
+        return found
+
+    def _see(self, storage: Any) -> None:
+        if storage in self._seen:
+            return
+        self._seen[storage] = True
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._gone, storage.nbytes())
+
+    def _gone(self, size: int) -> None:
+        self.now -= size
+
+
+class _Attention(torch.autograd.Function):
+    """Shapes of a fused kernel: the output, and for the backward pass that, what went in, and a number per query.
+
+    Key heads are not repeated, as by the kernels of GPUs; sdpa on a CPU needs that.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        output = torch.empty_like(query)[..., : value.shape[-1]]
+        ctx.save_for_backward(query, key, value, output, query.new_empty(query.shape[:3], dtype=torch.float32))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
+        query, key, value, *_ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **rest: Any) -> tuple[Any, None]:
+    if torch.is_autocast_enabled("cpu"):
+        query, key, value = (one.to(torch.get_autocast_dtype("cpu")) for one in (query, key, value))
+    return _Attention.apply(query, key, value).transpose(1, 2).contiguous(), None
+
+
+def empty_model(config: TrainConfig, shape: Any, tp: int = 1, layers: int | None = None) -> nn.Module:
+    """The model that `build_model` would build, not quantised, on the meta device.
+
+    Args:
+        shape: the base model's transformers config.
+        tp: ranks that share each matrix; this is what one of them has.
+        layers: only so many.
+    """
+    shape = copy.deepcopy(shape)
+    text = shape.get_text_config()
+    if tp > 1:
+        text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+            if getattr(text, name, None):
+                setattr(text, name, -(-getattr(text, name) // tp))
+        text.pad_token_id = None  # which may lie beyond the smaller vocabulary
+    if layers is not None:
+        text.num_hidden_layers = layers
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[:layers]
+    AttentionInterface.register(_KERNEL, _attention)
+    capped = getattr(text, "attn_logit_softcapping", None) is not None
+    plain = config.attn_implementation == "eager" or (capped and config.attn_implementation == "auto")
+    kernel = KERNELS["eager"] if plain else _KERNEL
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(
+            shape, dtype=base_dtype(config), attn_implementation=kernel, trust_remote_code=config.trust_remote_code
+        )
+        for weight in silent_weights(base):
+            weight.requires_grad_(False)
+        use_checkpointing(base, config)
+        return base if config.method == "full" else add_adapters(base, config)
+
+
+def _as_fakes(model: nn.Module) -> None:
+    """Fake tensors of the CPU for those of the meta device, for which torch has no autocast; ties stay."""
+    made: dict[int, Any] = {}
+    for part in model.modules():
+        for held in (part._parameters, part._buffers):
+            for name, one in held.items():
+                if one is not None and id(one) not in made:
+                    fake = torch.empty(one.shape, dtype=one.dtype)
+                    made[id(one)] = nn.Parameter(fake, one.requires_grad) if held is part._parameters else fake
+                held[name] = None if one is None else made[id(one)]
+
+
+def peak(config: TrainConfig, model: nn.Module, rows: int, length: int) -> int:
+    """Bytes that a micro-batch needs at most, forward and backward, beside weights and gradients.
+
+    Args:
+        model: an empty one.
+        rows: of the micro-batch, each of
+        length: tokens.
+    """
+    with FakeTensorMode():
+        _as_fakes(model)
+        loss = SupervisedLoss(model, compute_dtype(config))
+        for weight in loss.parameters():
+            weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
+        known = [one for weight in loss.parameters() for one in (weight, weight.grad) if one is not None]
+        ids = torch.zeros(rows, length, dtype=torch.int64)
+        live = Live([*known, *loss.buffers(), ids])
+        loss.train()
+        with live:
+            every = ids.new_zeros(ids.numel())
+            loss(ids, torch.zeros_like(ids), None, every, every)[0].backward()
+    return live.peak
+
+
+def weights(config: TrainConfig, model: nn.Module) -> dict[str, float]:
+    """Numbers of weights: all, trained ones inside and outside of the layers, in vectors; and bytes of frozen ones.
+
+    `scales`: bytes of the scales of 4-bit weights, which no strategy cuts.
+    """
+    names = ("parameters", "parameters_outside", "vectors", "trained_inside", "trained_outside", "frozen_inside",
+             "frozen_outside", "scales")  # fmt: skip
+    found = dict.fromkeys(names, 0.0)
+    quantised = {id(weight) for weight in _quantised(model)} if config.method == "qlora" else set()
+    for name, weight in model.named_parameters():
+        place = "inside" if ".layers." in name or ".h." in name else "outside"
+        size = _NIBBLE if id(weight) in quantised else weight.element_size()
+        found["parameters"] += weight.numel()
+        found["parameters_outside"] += weight.numel() if place == "outside" else 0
+        found["vectors"] += weight.numel() if weight.ndim == 1 else 0
+        found[f"trained_{place}"] += weight.numel() if weight.requires_grad else 0
+        found[f"frozen_{place}"] += 0 if weight.requires_grad else weight.numel() * size
+        found["scales"] += weight.numel() * _SCALES if id(weight) in quantised else 0
+    return found
+
+
+def _quantised(model: Any) -> list[torch.Tensor]:
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    head = base.get_output_embeddings()
+    linear = [part for part in model.modules() if isinstance(part, nn.Linear) and part is not head]
+    return [part.weight for part in linear if not part.weight.requires_grad]
+
+
+def refused(shape: Any, sizes: MeshSizes, stages: int) -> str | None:
+    """Why a model cannot be cut so, None where it can."""
+    text = shape.get_text_config()
+    if lines := refusals(text, sizes.tp):
+        return "; ".join(lines)
+    try:
+        refuse_unfit(text, sizes)
+    except ConfigError as error:
+        return "; ".join(error.mistakes)
+    if stages > text.num_hidden_layers:
+        return f"{stages} stages for {text.num_hidden_layers} layers; use a smaller pp_size or another schedule"
+    if stages > 1 and text.model_type not in LINEAR_HEADS:
+        return f"{text.model_type} models cannot be cut into pipeline stages; use another strategy"
+    return None
+
+
+def case(config: TrainConfig, shape: Any, name: str) -> dict[str, Any]:
+    """One rank's weights, and the bytes of a micro-batch: of all but the layers, and of each layer."""
+    tp, cp, sp, stages, rows = map(int, name.split(":"))
+    if why := refused(shape, MeshSizes(cp=cp, sp=sp, tp=tp), stages):
+        return {"refused": why}
+    length = -(-config.max_length // (cp * sp))
+    found: dict[str, Any] = weights(config, empty_model(config, shape, tp))
+    few = [min(count, shape.get_text_config().num_hidden_layers) for count in _FEW]
+    try:
+        first, second = (peak(config, empty_model(config, shape, tp, count), rows, length) for count in few)
+    except (RuntimeError, ValueError) as error:
+        # Some operators of mixtures of experts have no fake; attention refuses what it does not know.
+        return {**found, "fixed": None, "layer": None, "why": str(error).partition("\n")[0][:200]}
+    layer = (second - first) / (few[1] - few[0]) if few[1] > few[0] else first / few[0]
+    return {**found, "fixed": first - layer * few[0], "layer": layer}
+
+
+def speed(hidden: int, config: TrainConfig) -> float:
+    """FLOP/s of matrix products of the model's width on this device, with as many threads as a rank gets."""
+    device, dtype = "cuda" if torch.cuda.is_available() else "cpu", compute_dtype(config)
+    torch.backends.cuda.matmul.allow_tf32 = config.tf32
+    rows, matrix = (torch.ones(size, hidden, dtype=dtype, device=device) for size in (2048, hidden))
+    done, began = 0, 0.0
+    while not began or time.perf_counter() - began < _TIMED:
+        rows @ matrix
+        if device == "cuda":
+            torch.cuda.synchronize()
+        done, began = (done + 1, began) if began else (0, time.perf_counter())  # the first one only warms up
+    return done * 2 * 2048 * hidden * hidden / (time.perf_counter() - began)
+
+
+def weigh(config: TrainConfig, shape: Any, cases: list[str], here: bool) -> dict[str, Any]:
+    """All that a plan needs to know of a model.
+
+    Args:
+        shape: its transformers config.
+        cases: see above.
+        here: time matrix products on this machine.
+
+    Raises:
+        ConfigError: when it is no causal language model with attention layers.
+    """
+    resting = psutil.Process().memory_info().rss
+    text = shape.get_text_config()
+    cannot = f"model_name_or_path={config.model_name_or_path}: {shape.model_type} models cannot be planned"
+    if missing := [name for name in _NEEDED if getattr(text, name, None) is None]:
+        raise ConfigError(f"{cannot}: they have no {', '.join(missing)}; use one with attention, or `tunesmith bench`")
+    try:
+        model: Any = empty_model(config, shape)
+    except (ValueError, KeyError) as error:  # it is no causal one, or knows no attention but its own
+        why = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+        raise ConfigError(f"{cannot} ({why}); use another model, or `tunesmith bench`") from None
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    trained, frozen = matmul_parameters(model)
+    layers = getattr(base.get_decoder(), "layers", None)
+    matrices = sum(one.numel() for one in base.get_decoder().parameters() if one.ndim > 1)
+    heads = text.num_attention_heads
+    return {
+        "layers": text.num_hidden_layers, "hidden": text.hidden_size, "heads": heads, "words": text.vocab_size,
+        "key_heads": getattr(text, "num_key_value_heads", None) or heads,
+        "head_size": getattr(text, "head_dim", None) or text.hidden_size // heads,
+        "tied": bool(text.tie_word_embeddings), "matmul_trained": trained, "matmul_frozen": frozen,
+        # Elsewhere matrices are no linear layers (GPT-2), or not each is used for a token (experts).
+        "all_linear": trained + frozen > 0.9 * (matrices - text.vocab_size * text.hidden_size),
+        "layer_matmul": sum(matmul_parameters(layers[0])) if layers is not None else 0,
+        "flops_per_second": speed(text.hidden_size, config) if here and config.mixed_precision != "fp8" else None,
+        "process_bytes": resting, "whole": weights(config, model),
+        "cases": {name: case(config, shape, name) for name in cases},
+    }  # fmt: skip
+
+
+def main(words: list[str]) -> int:
+    """Prints what was counted; returns the exit status."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--cases", nargs="*", default=[])
+    parser.add_argument("--here", action="store_true")
+    asked = parser.parse_args(words)
+    config = build(read_yaml(asked.config))
+    try:
+        mistakes = machine_mistakes(config, gpu_count() > 0) if asked.here else []
+        if mistakes := mistakes + check_model(config.model_copy(update={"random_init": True})):  # weights: not needed
+            raise ConfigError(mistakes)
+        print(json.dumps(weigh(config, load_shape(config), asked.cases, asked.here)), flush=True)
+    except ConfigError as error:
+        print("\n".join(["mistakes:", *error.mistakes]), file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

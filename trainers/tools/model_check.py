@@ -1,0 +1,146 @@
+"""What can be known of a model before its weights are read: from its config, a small copy, and its files' headers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from trainers.config.options import ConfigError, TrainConfig
+from trainers.data.prepare import load_tokenizer
+from trainers.model.fp8 import convert
+from trainers.model.load import (
+    add_adapters,
+    base_dtype,
+    check_attention,
+    compiled_blocks,
+    compute_dtype,
+    fit_lines,
+    load_shape,
+    own_code,
+)
+from trainers.model.probe import in_one_line
+from trainers.objectives.sft import SupervisedLoss
+from trainers.parallel.fsdp import refuse_wrap
+from trainers.parallel.pipeline_split import refuse_tied_shards, split_layers
+from trainers.parallel.sequence import refuse_unfit
+from trainers.parallel.tensor import cut
+from trainers.run.weight_headers import Headers
+from trainers.strategy.strategy import Strategy
+from trainers.strategy.tensor_plan import refusals
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+           "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+           "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}  # fmt: skip
+
+
+def inspect_model(config: TrainConfig, headers: Headers | None, strategy: Strategy) -> dict[str, Any]:
+    """What is worth knowing about a model that can be trained; nothing is read of it but config and tokenizer.
+
+    Args:
+        config: what is trained.
+        headers: of all its weight files; None where they are not at hand, or not needed.
+
+    Returns:
+        `lines` for the user, `vocab_size` and `pad_token_id`.
+
+    Raises:
+        ConfigError: when the config describes no causal language model that can be built and trained here, or the
+            weights in the files are not those that it needs, or the strategy cannot split it.
+    """
+    model_config = load_shape(config)
+    tokenizer = load_tokenizer(config)
+    found = {"vocab_size": model_config.get_text_config().vocab_size, "pad_token_id": tokenizer.pad_token_id}
+    _refuse_sizes(model_config, strategy)
+    if own_code(config, model_config):
+        return {"lines": [], **found}
+    model = check_empty(config, model_config)
+    splits = strategy.splits_model
+    # What fits no name shows on it.
+    if config.method != "full" and (splits or config.lora_target_modules != ["all-linear"]):
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            model = add_adapters(model, config)
+    check_attention(config, model_config)
+    if splits or config.torch_compile:
+        refuse_split(config, model, strategy)
+    if headers is None or getattr(model_config, "quantization_config", None) is not None:
+        return {"lines": [], **found}
+    return {"lines": fit_lines(config, _loading_report(model_config, headers)), **found}
+
+
+def _refuse_sizes(model_config: Any, strategy: Strategy) -> None:
+    """Raises ConfigError when the config alone tells that rows or matrices cannot be split over the mesh."""
+    text, sizes = model_config.get_text_config(), strategy.sizes
+    refuse_unfit(text, sizes)
+    if mistakes := refusals(text, sizes.tp):
+        raise ConfigError(mistakes)
+
+
+def refuse_split(config: TrainConfig, model: Any, strategy: Strategy) -> None:
+    """Raises ConfigError when a strategy cannot split a model over its ranks, or its blocks cannot be compiled.
+
+    In the order in which `trainers.build.backend` does it, by the functions that each rank calls there.
+
+    Args:
+        config: what is trained.
+        model: with its adapters, on the meta device; it is cut in place.
+        strategy: for all its processes.
+    """
+    if config.mixed_precision == "fp8":
+        convert(model)
+    loss, sizes = SupervisedLoss(model, compute_dtype(config)), strategy.sizes
+    cut(loss, None, 0, sizes.tp, first=True)
+    if config.torch_compile:
+        compiled_blocks(loss.base)
+    if sizes.pp > 1:
+        if sizes.dp_shard > 1:
+            refuse_tied_shards(loss, strategy.pp_schedule)
+        split_layers(loss, strategy.pp_schedule, sizes.pp)
+    elif strategy.distributed_type == "FSDP":
+        refuse_wrap(loss, strategy.fsdp)
+
+
+def check_empty(config: TrainConfig, model_config: Any) -> Any:
+    """The model without memory for its weights.
+
+    Raises:
+        ConfigError: when its sizes do not go together.
+    """
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(model_config, dtype=base_dtype(config))
+    except ImportError as error:
+        raise ConfigError(
+            f"model_name_or_path={config.model_name_or_path} needs a package that is missing: {in_one_line(error)}"
+        ) from None
+    except Exception as error:  # families raise what they like
+        raise ConfigError(
+            f"model_name_or_path={config.model_name_or_path}: its config.json describes no model that can be built "
+            f"({in_one_line(error)}); correct it, or download the model again"
+        ) from None
+
+
+def _loading_report(model_config: Any, headers: Headers) -> dict[str, Any]:
+    """What transformers would say after loading: it loads tensors without memory, of the names and shapes in the files.
+
+    So all that it renames, fuses and splits while it loads is taken into account.
+    """
+    tensors = {
+        name: torch.empty(shape, dtype=_DTYPES.get(dtype, torch.float32), device="meta")
+        for name, (dtype, shape) in headers.items()
+    }
+    family: Any = AutoModelForCausalLM._model_mapping[type(model_config)]
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        _, report = family.from_pretrained(
+            None, config=model_config, state_dict=tensors, device_map={"": "meta"}, ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )  # fmt: skip
+    finally:
+        logging.set_verbosity(verbosity)
+        logging.enable_progress_bar()
+    return report
