@@ -22,7 +22,7 @@ _RAW = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_n
 Raw = Annotated[list[str] | None, typer.Argument(metavar="...")]
 Json = Annotated[bool, typer.Option("--json", metavar="", help="Print one JSON document and nothing else on stdout.")]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="Id of a run, or the path of its folder.")]
-RunsDir = Annotated[Path, typer.Option("--runs_dir", metavar="<dir>", help="Folder of run folders.")]
+RunsDir = Annotated[Path, typer.Option("--runs_dir", metavar="<dir>", help="Parent folder of run folders.")]
 RUNS = Path("runs")
 
 
@@ -71,7 +71,7 @@ def train(words: Raw = None) -> int:
 
 @app.command(context_settings=_RAW)
 def resume(words: Raw = None) -> int:
-    """Go on with a stopped or failed run from its newest good checkpoint."""
+    """Resume a stopped or failed run from its newest good checkpoint."""
     from app.commands.runs import resume_verb
 
     return resume_verb(words or [])
@@ -79,7 +79,7 @@ def resume(words: Raw = None) -> int:
 
 @app.command(context_settings=_RAW)
 def prove(words: Raw = None) -> int:
-    """Train your model on your data under each strategy here, and compare it step by step with one process."""
+    """Train your model on your data under each strategy and compare every step with a single process."""
     from app.prove.command import prove_verb
 
     return prove_verb(words or [])
@@ -87,7 +87,7 @@ def prove(words: Raw = None) -> int:
 
 @app.command(context_settings=_RAW)
 def bench(words: Raw = None) -> int:
-    """Measure which settings would train your model faster here."""
+    """Measure which settings train your model fastest on this machine."""
     from app.bench.bench import bench_verb
 
     return bench_verb(words or [])
@@ -95,7 +95,7 @@ def bench(words: Raw = None) -> int:
 
 @app.command(context_settings=_RAW)
 def plan(words: Raw = None) -> int:
-    """Reckon which strategies hold your model on these GPUs, or on others, and which is the fastest."""
+    """Estimate which strategies fit your model on these (or other) GPUs, and rank them by speed."""
     from app.plan.command import plan_verb
 
     return plan_verb(words or [])
@@ -103,7 +103,7 @@ def plan(words: Raw = None) -> int:
 
 @app.command(context_settings=_RAW)
 def data(words: Raw = None) -> int:
-    """Show what would be trained: rows with their trained tokens, lengths, packing, bad rows."""
+    """Preview the training data: rows with their trained tokens marked, lengths, packing, bad rows."""
     from app.commands.data import data_verb
 
     return data_verb(words or [])
@@ -112,13 +112,15 @@ def data(words: Raw = None) -> int:
 @app.command()
 def stop(
     run: RunName,
-    timeout: Annotated[str, typer.Option(metavar="<seconds>", help="How long to wait for its end.")] = "300",
+    timeout: Annotated[str, typer.Option(metavar="<seconds>", help="How long to wait for the run to end.")] = "300",
     no_save: Annotated[bool, typer.Option("--no_save", metavar="", help="Stop without saving a checkpoint.")] = False,
-    force: Annotated[bool, typer.Option("--force", metavar="", help="After the timeout, kill what is left.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", metavar="", help="Kill remaining processes after the timeout.")
+    ] = False,
     runs_dir: RunsDir = RUNS,
     json: Json = False,
 ) -> int:
-    """Ask a run to save a checkpoint and stop, and wait until it has; a queued one is cancelled."""
+    """Save a checkpoint and stop a run, and wait until it has ended; a queued run is cancelled."""
     from app.commands.runs import stop_verb
 
     return stop_verb(run, timeout, not no_save, force, runs_dir, json)
@@ -126,7 +128,7 @@ def stop(
 
 @runs_app.command("list")
 def runs_list(runs_dir: RunsDir = RUNS, json: Json = False) -> int:
-    """List the runs, newest first."""
+    """List runs, newest first."""
     from app.commands.runs import list_verb
 
     return list_verb(runs_dir, json)
@@ -134,7 +136,7 @@ def runs_list(runs_dir: RunsDir = RUNS, json: Json = False) -> int:
 
 @runs_app.command("show")
 def runs_show(run: RunName, runs_dir: RunsDir = RUNS, json: Json = False) -> int:
-    """Show where a run stands: state, cause, last numbers, checkpoints."""
+    """Show the status of a run: state, cause, latest metrics, checkpoints."""
     from app.commands.runs import show_verb
 
     return show_verb(run, runs_dir, json)
@@ -143,7 +145,7 @@ def runs_show(run: RunName, runs_dir: RunsDir = RUNS, json: Json = False) -> int
 @runs_app.command("logs")
 def runs_logs(
     run: RunName,
-    follow: Annotated[bool, typer.Option("--follow", metavar="", help="Go on until the run has ended.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", metavar="", help="Keep printing until the run ends.")] = False,
     runs_dir: RunsDir = RUNS,
 ) -> int:
     """Print a run's log."""
@@ -154,7 +156,7 @@ def runs_logs(
 
 @runs_app.command("clone", context_settings=_RAW)
 def runs_clone(words: Raw = None) -> int:
-    """Start a new run with the settings of another, and with changed values."""
+    """Start a new run with the settings of another one, optionally changed."""
     from app.commands.runs import clone_verb
 
     return clone_verb(words or [])
@@ -163,11 +165,11 @@ def runs_clone(words: Raw = None) -> int:
 @runs_app.command("rename")
 def runs_rename(
     run: RunName,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The new id.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="New id.")],
     runs_dir: RunsDir = RUNS,
     json: Json = False,
 ) -> int:
-    """Rename an ended run and its folder."""
+    """Rename a run that has ended, and its folder."""
     from app.commands.runs import rename_verb
 
     return rename_verb(run, name, runs_dir, json)
@@ -176,11 +178,11 @@ def runs_rename(
 @runs_app.command("delete")
 def runs_delete(
     run: RunName,
-    yes: Annotated[bool, typer.Option("--yes", metavar="", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", metavar="", help="Do not ask for confirmation.")] = False,
     runs_dir: RunsDir = RUNS,
     json: Json = False,
 ) -> int:
-    """Delete an ended run with its checkpoints and exports."""
+    """Delete a run that has ended, with its checkpoints and exports."""
     from app.commands.runs import delete_verb
 
     return delete_verb(run, yes, runs_dir, json)
@@ -189,11 +191,13 @@ def runs_delete(
 @runs_app.command("move", context_settings={"ignore_unknown_options": True})
 def runs_move(
     run: RunName,
-    places: Annotated[str, typer.Argument(metavar="PLACES", help="Towards the end; -1 is one to the front.")],
+    places: Annotated[
+        str, typer.Argument(metavar="PLACES", help="Places to move towards the end; -1 moves one place to the front.")
+    ],
     runs_dir: RunsDir = RUNS,
     json: Json = False,
 ) -> int:
-    """Move a queued run in the queue; `tunesmith stop` cancels it."""
+    """Move a run in the queue; `tunesmith stop` cancels it."""
     from app.commands.runs import move_verb
 
     return move_verb(run, places, runs_dir, json)
@@ -203,11 +207,13 @@ def runs_move(
 def export(
     run: RunName,
     checkpoint: Annotated[
-        str | None, typer.Option(metavar="<name>", help="Checkpoint such as step-00000120; default: the newest.")
+        str | None, typer.Option(metavar="<name>", help="Checkpoint, such as step-00000120; default: the newest.")
     ] = None,
-    merged: Annotated[bool, typer.Option("--merged", metavar="", help="Merge the adapters into the base.")] = False,
+    merged: Annotated[
+        bool, typer.Option("--merged", metavar="", help="Merge the adapters into the base model.")
+    ] = False,
     output: Annotated[
-        Path | None, typer.Option(metavar="<dir>", help="Folder to write; default: export-KIND in the run folder.")
+        Path | None, typer.Option(metavar="<dir>", help="Output folder; default: export-KIND in the run folder.")
     ] = None,
     dtype: Annotated[
         str | None,
@@ -216,7 +222,7 @@ def export(
     runs_dir: RunsDir = RUNS,
     json: Json = False,
 ) -> int:
-    """Export a checkpoint as a folder that transformers or peft load."""
+    """Export a checkpoint to a folder that transformers or peft can load."""
     from app.commands.runs import export_verb
 
     return export_verb(run, checkpoint, merged, output, dtype, runs_dir, json)
@@ -224,33 +230,48 @@ def export(
 
 @app.command()
 def chat(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run; or embedded, a Hub id or folder of a base model.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run id, or a base model: embedded, a Hub id or a folder.")],
     checkpoint: Annotated[
-        str | None, typer.Option(metavar="<name>", help="Checkpoint such as step-00000120; default: the run's export.")
+        str | None, typer.Option(metavar="<name>", help="Checkpoint, such as step-00000120; default: the run's export.")
     ] = None,
-    base: Annotated[bool, typer.Option("--base", metavar="", help="Let the base model answer too.")] = False,
-    prompt: Annotated[str | None, typer.Option(metavar="<text>", help="Answer this and end.")] = None,
+    base: Annotated[bool, typer.Option("--base", metavar="", help="Also show the base model's answer.")] = False,
+    prompt: Annotated[str | None, typer.Option(metavar="<text>", help="Answer this prompt and exit.")] = None,
     system: Annotated[str, typer.Option(metavar="<text>", help="System prompt.")] = "",
-    plain: Annotated[bool, typer.Option("--plain", metavar="", help="Complete plain text: no chat template.")] = False,
-    temperature: Annotated[str | None, typer.Option(metavar="<float>", help="0: the likeliest token always.")] = None,
-    top_p: Annotated[str | None, typer.Option("--top_p", metavar="<float>", help="Probability kept.")] = None,
-    top_k: Annotated[str | None, typer.Option("--top_k", metavar="<int>", help="Tokens kept; 0: all.")] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", metavar="", help="Complete plain text without the chat template.")
+    ] = False,
+    temperature: Annotated[
+        str | None, typer.Option(metavar="<float>", help="Sampling temperature; 0: greedy decoding.")
+    ] = None,
+    top_p: Annotated[
+        str | None, typer.Option("--top_p", metavar="<float>", help="Nucleus sampling: cumulative probability to keep.")
+    ] = None,
+    top_k: Annotated[
+        str | None,
+        typer.Option("--top_k", metavar="<int>", help="Number of most likely tokens to sample from; 0: all."),
+    ] = None,
     max_new_tokens: Annotated[
-        str | None, typer.Option("--max_new_tokens", metavar="<int>", help="Longest answer.")
+        str | None, typer.Option("--max_new_tokens", metavar="<int>", help="Maximum length of an answer.")
     ] = None,
     repetition_penalty: Annotated[
-        str | None, typer.Option("--repetition_penalty", metavar="<float>", help="Above 1: fewer repeated tokens.")
+        str | None,
+        typer.Option("--repetition_penalty", metavar="<float>", help="Penalty for repeated tokens; 1: none."),
     ] = None,
-    seed: Annotated[str | None, typer.Option(metavar="<int>", help="The same one gives the same answer.")] = None,
-    device: Annotated[str, typer.Option(metavar="<auto|cpu|id>", help="GPU id, or cpu; auto: a free GPU.")] = "auto",
-    revision: Annotated[str | None, typer.Option(metavar="<name>", help="Of a base model on the Hub.")] = None,
+    seed: Annotated[
+        str | None, typer.Option(metavar="<int>", help="Sampling seed; the same seed gives the same answer.")
+    ] = None,
+    device: Annotated[str, typer.Option(metavar="<auto|cpu|id>", help="GPU id or cpu; auto: a free GPU.")] = "auto",
+    revision: Annotated[
+        str | None, typer.Option(metavar="<name>", help="Branch, tag or commit of a base model on the Hub.")
+    ] = None,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust_remote_code", metavar="", help="Run model code that comes with the weights.")
+        bool,
+        typer.Option("--trust_remote_code", metavar="", help="Allow custom model code from the model's repository."),
     ] = False,
     runs_dir: RunsDir = RUNS,
     json: Json = False,
 ) -> int:
-    """Chat with a run's model, its base, or both; Ctrl-C stops an answer, Ctrl-D ends."""
+    """Chat with a run's model, its base model, or both; Ctrl-C stops an answer, Ctrl-D exits."""
     from app.commands.chat import chat_verb
 
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "max_new_tokens": max_new_tokens}
@@ -261,7 +282,7 @@ def chat(
 
 @app.command()
 def presets(json: Json = False) -> int:
-    """List the presets that ship."""
+    """List the available presets."""
     from app.commands.runs import presets_verb
 
     return presets_verb(json)
@@ -269,7 +290,7 @@ def presets(json: Json = False) -> int:
 
 @app.command()
 def strategies(json: Json = False) -> int:
-    """List the strategies that ship."""
+    """List the available strategies."""
     from app.commands.runs import strategies_verb
 
     return strategies_verb(json)
@@ -277,22 +298,26 @@ def strategies(json: Json = False) -> int:
 
 @app.command()
 def ui(
-    port: Annotated[
-        str | None, typer.Option(metavar="<int>", help="Port; default: 7860, or the next free one.")
-    ] = None,
-    host: Annotated[str, typer.Option(metavar="<address>", help="Where to listen; others need --auth.")] = "127.0.0.1",
+    port: Annotated[str | None, typer.Option(metavar="<int>", help="Port; default: 7860 or the next free one.")] = None,
+    host: Annotated[
+        str, typer.Option(metavar="<address>", help="Address to listen on; any other than 127.0.0.1 needs --auth.")
+    ] = "127.0.0.1",
     auth: Annotated[
-        str | None, typer.Option(metavar="<user>", help="Ask for this user; the password: TUNESMITH_UI_PASSWORD.")
+        str | None,
+        typer.Option(
+            metavar="<user>", help="Require a login with this user name; set the password in TUNESMITH_UI_PASSWORD."
+        ),
     ] = None,
     allow: Annotated[
-        list[Path] | None, typer.Option(metavar="<dir>", help="Folder to read models and data from; repeatable.")
+        list[Path] | None,
+        typer.Option(metavar="<dir>", help="Allow reading models and data from this folder; repeatable."),
     ] = None,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust_remote_code", metavar="", help="Let runs choose to run a model's own code.")
+        bool, typer.Option("--trust_remote_code", metavar="", help="Allow runs to enable trust_remote_code.")
     ] = False,
     runs_dir: RunsDir = RUNS,
 ) -> int:
-    """Serve the pages in which runs are started, watched, compared and tried."""
+    """Start the web UI to launch, monitor, compare and try out runs."""
     from app.commands.ui import ui_verb
 
     return ui_verb(port, host, auth, runs_dir, allow or [], trust_remote_code)

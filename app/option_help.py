@@ -21,18 +21,21 @@ _TITLES = {"ddp": "Data parallel", "precision": "Precision and memory"}
 LAUNCH_HELP = {
     "strategy": (
         "<name|file>",
-        "Strategy, or an Accelerate YAML; default: the preset's for so many GPUs, else single or ddp.",
+        "Strategy name or Accelerate YAML; default: the preset's choice for the number of GPUs, else single or ddp.",
     ),
-    "gpus": ("<ids>", "GPU ids such as 0,2; default: those that are free and divide the global batch."),
-    "num_processes": ("<int>", "Processes over all machines; needed only without GPUs."),
-    "num_machines": ("<int>", "Machines; the same command is typed on each, but for --machine_rank. Default: 1."),
-    "machine_rank": ("<int>", "This machine's number, from 0."),
+    "gpus": ("<ids>", "GPU ids, such as 0,2; default: the free GPUs, as many as divide the global batch."),
+    "num_processes": ("<int>", "Number of processes across all machines; needed only without GPUs."),
+    "num_machines": (
+        "<int>",
+        "Number of machines; run the same command on each with its own --machine_rank. Default: 1.",
+    ),
+    "machine_rank": ("<int>", "Rank of this machine, from 0."),
     "main_process_ip": ("<host>", "Address of machine 0."),
-    "main_process_port": ("<int>", "Port there at which the machines meet."),
+    "main_process_port": ("<int>", "Port on machine 0 for the rendezvous."),
 }
 _SWITCHES = {
-    "json": "Print one JSON document and nothing else on stdout.",
-    "quiet": "Print warnings and errors alone.",
+    "json": "Print a single JSON document on stdout, and nothing else.",
+    "quiet": "Print only warnings and errors.",
 }
 
 
@@ -42,7 +45,7 @@ DEVICE_HELP = {name: LAUNCH_HELP[name] for name in ("gpus", "num_processes")}
 def show_train_help() -> None:
     """Prints the help of `train`."""
     text = "Fine-tune a model: a preset (`tunesmith presets`), a config file, options, or all three; later ones win."
-    own = {**switch("check", "Check the request, its data and its model, and start nothing."), **_detach()}
+    own = {**switch("check", "Check options, data and model without starting anything."), **_detach()}
     config = {"config": option("config", "<file>", "YAML file with options.", "Options")}
     show_help("train", "preset", "Preset to start from.", text, {**config, **own, **config_options()})
 
@@ -50,31 +53,31 @@ def show_train_help() -> None:
 def show_resume_help() -> None:
     """Prints the help of `resume`."""
     text = (
-        "Go on with a stopped or failed run from its newest good checkpoint. "
-        "Options of `train` may change; those that change the steps to come need --force."
+        "Resume a stopped or failed run from its newest good checkpoint. "
+        "Options of `train` may be changed; changes that affect the remaining steps need --force."
     )
     folder = {
-        "runs_dir": option("runs_dir", "<dir>", "Folder of run folders.", "Options"),
-        **switch("force", "Go on although data, options or code have changed since the checkpoint was saved."),
+        "runs_dir": option("runs_dir", "<dir>", "Parent folder of run folders.", "Options"),
+        **switch("force", "Resume even if data, options or code have changed since the checkpoint was saved."),
     }
-    show_help("resume", "run", "Id of a run, or the path of its folder.", text, {**folder, **_detach()})
+    show_help("resume", "run", "Run id, or path of a run folder.", text, {**folder, **_detach()})
 
 
 def show_clone_help() -> None:
     """Prints the help of `runs clone`."""
-    text = "Start a new run with the settings, strategy and devices of another; options given replace its values."
-    folder = {"runs_dir": option("runs_dir", "<dir>", "Folder of run folders.", "Options")}
-    show_help("runs clone", "run", "Id of a run, or the path of its folder.", text, {**folder, **_detach()})
+    text = "Start a new run with the settings, strategy and devices of another one; options given here override them."
+    folder = {"runs_dir": option("runs_dir", "<dir>", "Parent folder of run folders.", "Options")}
+    show_help("runs clone", "run", "Run id, or path of a run folder.", text, {**folder, **_detach()})
 
 
 def show_data_help() -> None:
     """Prints the help of `data`."""
     text = (
-        "Show what `train` with the same words would train on, before any GPU is taken: counts and shares, token "
+        "Show what `train` with the same arguments would train on, without using a GPU: counts and shares, token "
         "lengths, packing, bad rows, and the first rows with their trained tokens marked."
     )
     own = {
-        "rows": option("rows", "<int>", "Rows to show.", "Options", "3"),
+        "rows": option("rows", "<int>", "Number of rows to show.", "Options", "3"),
         "config": option("config", "<file>", "YAML file with options.", "Options"),
     }
     show_help("data", "preset", "Preset to start from.", text, {**own, **config_options()}, {})
@@ -127,7 +130,7 @@ def option(name: str, metavar: str, words: str, panel: str, default: str | None 
 
 
 def _detach() -> dict[str, Any]:
-    return switch("detach", "Start in the background and return; the run outlives this terminal.")
+    return switch("detach", "Start in the background and return; the run keeps going when this terminal closes.")
 
 
 def switch(name: str, words: str) -> dict[str, Any]:

@@ -9,15 +9,15 @@ from app.option_help import DEVICE_HELP, LAUNCH_HELP, config_options, option, sh
 def show_bench_help() -> None:
     """Prints the help of `bench`."""
     text = (
-        "Measure what `train` with the same words would do in its first steps, with your settings and with one of them "
-        "changed at a time, in turns; then with all changes that helped. Nothing is saved. Exit status: 0 your "
-        "settings were measured, 1 they could not be, 130 interrupted, 2 the request was wrong."
+        "Measure the first steps of `train` with the same arguments, with your settings and with one of them "
+        "changed at a time, interleaved; then with all changes that helped. Nothing is saved. Exit status: 0 your "
+        "settings were measured, 1 they could not be, 130 interrupted, 2 invalid request."
     )
     own = {
         "settings": option("settings", "<a,b,c>", "Options to vary.", "Options", ",".join(SETTINGS)),
-        "steps": option("steps", "<int>", f"Timed steps of each run, after {WARM} more; default: 3 to 20, as many as "
+        "steps": option("steps", "<int>", f"Timed steps per run, after {WARM} more; default: 3 to 20, as many as "
                          "fit into 20 seconds.", "Options"),
-        "turns": option("turns", "<int>", "How often each is run; at least 2.", "Options", str(TURNS)),
+        "turns": option("turns", "<int>", "Number of runs per setting; at least 2.", "Options", str(TURNS)),
         "config": option("config", "<file>", "YAML file with options.", "Options"),
     }  # fmt: skip
     without = {*SHORT_RUN, *own, "max_steps", "num_train_epochs", "output_dir", "resume_from_checkpoint"}

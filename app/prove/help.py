@@ -10,10 +10,10 @@ from trainers.config.options import TrainConfig
 def show_prove_help() -> None:
     """Prints the help of `prove`."""
     text = (
-        "Train your model on your data under each strategy here, and compare loss and gradient norm of every step "
+        "Train your model on your data under each strategy, and compare loss and gradient norm of every step "
         f"with one process. It sets {', '.join(name for name in SETTINGS if name in TrainConfig.model_fields)} and "
-        "max_steps itself, and says what of yours it replaces. Exit status: 0 all that could run have passed, "
-        "1 one has not, 130 interrupted, 2 the request was wrong."
+        "max_steps itself, and reports which of your options it overrides. Exit status: 0 all that could run passed, "
+        "1 a strategy failed, 130 interrupted, 2 invalid request."
     )
     control = (
         "Train every row, but not the reference, with a known fault: the mean of the micro-batches' means. Then each "
@@ -21,10 +21,15 @@ def show_prove_help() -> None:
     )
     fields = config_options()
     own = {
-        "strategies": option("strategies", "<a,b,c>", "Strategies or Accelerate YAMLs.", "Options", "all"),
-        "steps": option("steps", "<int>", "Steps of each run.", "Options", str(STEPS)),
-        **switch("resume", "Save in the middle under each strategy, and go on from there under each."),
-        "layers": option("layers", "<int>", "Keep the first decoder layers alone, for one process.", "Options"),
+        "strategies": option("strategies", "<a,b,c>", "Strategy names or Accelerate YAMLs.", "Options", "all"),
+        "steps": option("steps", "<int>", "Number of steps per run.", "Options", str(STEPS)),
+        **switch("resume", "Save half-way under each strategy, and resume under every strategy from each checkpoint."),
+        "layers": option(
+            "layers",
+            "<int>",
+            "Keep only the first N decoder layers, so that the reference fits in one process.",
+            "Options",
+        ),
         "control": option("control", "<none|mean-of-means>", control, "Options", "none"),
         "config": option("config", "<file>", "YAML file with options.", "Options"),
     }

@@ -99,83 +99,83 @@ class TrainConfig(BaseModel):
 
     # Model
     preset: Annotated[str | None, Optionally] = _option("model", None)
-    """Preset whose values stand under the ones given here."""
+    """Preset to start from; options given here override its values."""
     model_name_or_path: str = _option("model", min_length=1)
-    """Hub id or local folder of the base model; `embedded` is the small one that ships with Tunesmith."""
+    """Hub id or local folder of the base model; `embedded` is the small model that ships with Tunesmith."""
     model_revision: Annotated[str | None, Optionally] = _option("model", None)
     """Branch, tag or commit of the base model on the Hub."""
     trust_remote_code: bool = _option("model", False)
-    """Run model code that comes with the weights; leave off unless you have read that code."""
+    """Allow custom model code from the model's repository; enable only if you have read and trust that code."""
     random_init: bool = _option("model", False)
-    """Start from seeded random weights of the model's shape and not from its pretrained ones."""
+    """Initialize the weights randomly from `seed` instead of loading the pretrained ones."""
     num_hidden_layers: Annotated[int | None, Optionally] = _option("model", None, "layers", ge=1, le=10**6)
-    """Keep only the first decoder layers; for trying out a model that does not fit."""
+    """Keep only the first N decoder layers, to try out a model that would not fit."""
     attn_implementation: Literal["auto", "varlen", "flex", "documents", "sdpa", "eager"] = _option("model", "auto")
-    """Attention kernel; each keeps packed documents apart; auto: the fastest that fits device, dtype and model."""
+    """Attention kernel; each keeps packed documents apart; auto: the fastest that supports device, dtype and model."""
 
     # Method
     method: Literal["full", "lora", "qlora"] = _option("method", "lora")
-    """Train all weights, low-rank adapters on a frozen base, or adapters on a base quantised to 4 bits (nf4)."""
+    """Train all weights, LoRA adapters on a frozen base, or LoRA adapters on a base quantized to 4 bits (nf4)."""
     lora_r: int = _option("method", 16, ge=1, le=4096)
     """Rank of the adapters."""
     lora_alpha: float = _option("method", 32.0, gt=0)
-    """Scale of the adapters; their output is multiplied by alpha / r."""
+    """LoRA scaling; the adapters' output is multiplied by alpha / r."""
     lora_dropout: float = _option("method", 0.0, ge=0, lt=1)
-    """Dropout on the adapters' input; above 0 the run leaves the parity promise."""
+    """Dropout on the adapters' input; above 0, runs are not covered by the parity promise."""
     lora_target_modules: Names = _option("method", ["all-linear"], min_length=1)
-    """Modules that get an adapter: `all-linear`, or the ends of their names, comma-separated."""
+    """Modules that get an adapter: `all-linear`, or comma-separated name suffixes such as `q_proj,v_proj`."""
     use_rslora: bool = _option("method", False)
-    """Scale adapters by alpha / sqrt(r), which keeps high ranks stable."""
+    """Rank-stabilized LoRA: scale by alpha / sqrt(r), which keeps training stable at high ranks."""
 
     # Data
     dataset_name: str = _option("data", min_length=1)
-    """Training data: a file, folder, glob or Hub id; `embedded` is the set that ships with Tunesmith."""
+    """Training data: a file, folder, glob or Hub id; `embedded` is the data set that ships with Tunesmith."""
     dataset_config_name: Annotated[str | None, Optionally] = _option("data", None)
     """Configuration (subset) of a Hub data set."""
     dataset_split: str = _option("data", "train", min_length=1)
     """Split of a Hub data set to train on."""
     eval_dataset_name: Annotated[str | None, Optionally] = _option("data", None)
-    """Evaluation data, named like `dataset_name`."""
+    """Evaluation data: a file, folder, glob or Hub id, as for `dataset_name`."""
     eval_split: str = _option("data", "eval", min_length=1)
     """Split of `eval_dataset_name` when that is a Hub data set."""
     eval_share: float = _option("data", 0.0, ge=0, lt=1)
     """Share of the training rows held out for evaluation when no `eval_dataset_name` is given."""
     dataset_format: Literal["auto", "chat", "sharegpt", "alpaca", "prompt_completion", "text"] = _option("data", "auto")
-    """Row format; `auto` recognises it by the columns."""
+    """Row format; `auto` detects it from the columns."""
     columns: Annotated[dict[str, str], BeforeValidator(_pairs)] = _option("data", {})
-    """Your column for each role, such as `prompt=question,completion=answer`."""
+    """Column names of your data by role, such as `prompt=question,completion=answer`."""
     sample_by: Literal["line", "paragraph", "document"] = _option("data", "line")
-    """What one document is in a plain text file."""
+    """What counts as one document in a plain text file."""
     chat_template: Annotated[str | None, Optionally] = _option("data", None)
     """Jinja file that replaces the tokenizer's chat template."""
     assistant_only_loss: bool = _option("data", True)
-    """Train on the assistant's (or completion's) tokens alone; plain text always trains on all."""
+    """Compute the loss on assistant (or completion) tokens only; plain text always trains on all tokens."""
     thoughts: Literal["keep", "drop", "train_empty"] = _option("data", "keep")
-    """Thoughts before replies: train those of the data, or drop them; train_empty: also a template's empty ones."""
+    """Reasoning before replies: train on it, or drop it; train_empty: also train on a template's empty think block."""
     template_date: Annotated[str, BeforeValidator(_iso_date)] = _option("data", FIXED_DATE)
-    """Date for chat templates that ask for today's; fixed, so that the same data gives the same tokens on any day."""
+    """Date for chat templates that insert today's; fixed, so the same data gives the same tokens on any day."""
     max_length: int = _option("data", 1024, "tokens", ge=8, le=2**24)
-    """Longest training row."""
+    """Maximum length of a training row."""
     overlong: Literal["truncate", "drop", "split", "refuse"] = _option("data", "truncate")
-    """What happens to a row longer than `max_length`; it is counted and printed."""
+    """What to do with rows longer than `max_length`; they are counted and reported."""
     packing: bool = _option("data", True)
-    """Fill rows of `max_length` with several documents, none of which sees another."""
+    """Pack several documents into each row of `max_length`; attention never crosses document boundaries."""
     group_by_length: bool = _option("data", True)
-    """Without packing, put rows of like length into one global batch to save padding."""
+    """Without packing, batch rows of similar length together to save padding."""
     bad_rows: Literal["refuse", "skip"] = _option("data", "refuse")
-    """Refuse data with rows that cannot be read, or skip and list them."""
+    """Refuse data that has unreadable rows, or skip those rows and list them."""
     max_train_samples: Annotated[int | None, Optionally] = _option("data", None, "rows", ge=1, le=10**12)
-    """Use only the first rows of the training data."""
+    """Use only the first N rows of the training data."""
     max_eval_samples: Annotated[int | None, Optionally] = _option("data", None, "rows", ge=1, le=10**12)
-    """Use only the first rows of the evaluation data."""
+    """Use only the first N rows of the evaluation data."""
     dataset_num_proc: Annotated[int | None, Optionally] = _option("data", None, "processes", ge=1, le=4096)
-    """Processes that tokenise; default: the machine's cores, one for small data."""
+    """Number of tokenization processes; default: one per core, a single one for small data."""
     cache_dir: Annotated[str | None, Optionally] = _option("data", None)
-    """Folder of tokenised data; default: `tunesmith` in the user's cache folder."""
+    """Folder for tokenized data; default: `tunesmith` in the user's cache folder."""
 
     # Batch
     global_batch_size: int = _option("batch", 16, "rows", ge=1, le=10**9)
-    """Rows per optimizer step over all processes; accumulation is derived from it."""
+    """Rows per optimizer step across all processes; gradient accumulation is derived from it."""
     per_device_train_batch_size: int = _option("batch", 1, "rows", ge=1, le=2**20)
     """Rows per micro-batch on each process; changes speed and memory, not the result."""
     per_device_eval_batch_size: int = _option("batch", 8, "rows", ge=1, le=2**20)
@@ -183,125 +183,125 @@ class TrainConfig(BaseModel):
     num_train_epochs: float = _option("batch", 1.0, "epochs", gt=0, le=10**9)
     """Passes over the training data."""
     max_steps: Annotated[int | None, Optionally] = _option("batch", None, "steps", ge=1, le=10**12)
-    """Optimizer steps; overrides `num_train_epochs`."""
+    """Number of optimizer steps; overrides `num_train_epochs`."""
 
     # Optimizer
     optim: Literal["adamw", "adamw_8bit"] = _option("optimizer", "adamw")
-    """AdamW with fp32 states, or with states in 8 bits: a quarter of their memory, and outside the parity promise."""
+    """AdamW with fp32 states, or with 8-bit states: a quarter of the memory; not covered by the parity promise."""
     learning_rate: float = _option("optimizer", 2e-4, gt=0, le=10)
     """Peak learning rate of AdamW."""
     lr_scaling: Literal["none", "linear", "sqrt"] = _option("optimizer", "none")
-    """Scale the rate by global_batch_size / lr_scaling_batch_size, or by its square root."""
+    """Scale the learning rate by global_batch_size / lr_scaling_batch_size, or by its square root."""
     lr_scaling_batch_size: Annotated[int | None, Optionally] = _option("optimizer", None, "rows", ge=1, le=10**9)
     """Global batch size for which `learning_rate` was chosen."""
     lr_scheduler_type: Literal["constant", "linear", "cosine", "inverse_sqrt"] = _option("optimizer", "cosine")
-    """Shape of the rate after warm-up."""
+    """Learning-rate schedule after warm-up."""
     min_lr_ratio: float = _option("optimizer", 0.0, ge=0, le=1)
-    """Lowest rate of the linear and cosine shapes, as a share of the peak."""
+    """Final learning rate of the linear and cosine schedules, as a fraction of the peak."""
     warmup_steps: int = _option("optimizer", 0, "steps", ge=0, le=10**12)
-    """Steps over which the rate rises from 0; overrides `warmup_ratio`."""
+    """Number of warm-up steps, over which the learning rate rises from 0; overrides `warmup_ratio`."""
     warmup_ratio: float = _option("optimizer", 0.0, ge=0, le=1)
-    """Warm-up as a share of all steps."""
+    """Warm-up as a fraction of all steps."""
     weight_decay: float = _option("optimizer", 0.0, ge=0)
-    """Decoupled weight decay of matrices; norms and biases have none."""
+    """Decoupled weight decay, applied to matrices only; norms and biases are not decayed."""
     adam_beta1: float = _option("optimizer", 0.9, ge=0, lt=1)
-    """Decay of the gradient's running mean."""
+    """AdamW's beta1: decay rate of the first moment."""
     adam_beta2: float = _option("optimizer", 0.999, ge=0, lt=1)
-    """Decay of the squared gradient's running mean."""
+    """AdamW's beta2: decay rate of the second moment."""
     adam_epsilon: float = _option("optimizer", 1e-8, gt=0)
-    """Term that keeps the update finite."""
+    """AdamW's epsilon, added to the denominator for numerical stability."""
     max_grad_norm: float = _option("optimizer", 1.0, ge=0)
-    """Clip the global gradient norm to this; 0 measures it and clips nothing."""
+    """Maximum global gradient norm; 0: log the norm without clipping."""
 
     # Precision and memory
     mixed_precision: Annotated[Literal["no", "fp16", "bf16", "fp8"], BeforeValidator(_off)] = _option("precision", "no")
-    """Dtype of matrix products (fp8: bf16 beside linear layers); trained weights, norms, softmax, loss stay fp32."""
+    """Dtype of matmuls (fp8: linear layers only, else bf16); trained weights, norms, softmax and loss stay fp32."""
     master_weights: bool = _option("precision", True)
-    """Keep trained weights in fp32; false: in bf16, rounded by chance, for what would not fit; outside the promise."""
+    """Keep trained weights in fp32; false: bf16 with stochastic rounding for larger models, not covered by parity."""
     gradient_checkpointing: bool = _option("precision", False)
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    """Recompute activations in the backward pass: less memory for about a third more time."""
     selective_checkpointing: bool = _option("precision", False)
-    """With gradient_checkpointing, keep results of matrix products and attention and recompute only the cheap rest."""
+    """With gradient_checkpointing, save matmul and attention outputs (expensive to recompute); recompute the rest."""
     activation_offloading: bool = _option("precision", False)
-    """With gradient_checkpointing, what is kept of each layer waits in CPU memory for the backward pass."""
+    """With gradient_checkpointing, offload each layer's saved input to CPU memory until the backward pass."""
     torch_compile: bool = _option("precision", False)
-    """Compile the decoder blocks; pays off on GPUs with packed rows."""
+    """Compile the decoder layers with torch.compile; worthwhile on GPUs with packed rows."""
     tf32: bool = _option("precision", False)
-    """Allow TF32 matrix products on GPUs; outside the parity promise."""
+    """Allow TF32 matmuls on GPUs; not covered by the parity promise."""
     deterministic: bool = _option("precision", False)
-    """Bit-exact kernels on GPUs, at some cost in speed; the CPU always is."""
+    """Use deterministic kernels on GPUs, at some cost in speed; CPU runs are always deterministic."""
 
     # Data parallel
     ddp_comm_hook: Literal["none", "fp16", "bf16", "power_sgd"] = _option("ddp", "none")
-    """Compress gradients on the wire under DDP; outside the parity promise."""
+    """Compress DDP's gradient all-reduce; not covered by the parity promise."""
     ddp_bucket_cap_mb: int = _option("ddp", 25, "MiB", ge=1, le=2**20)
-    """Size of the buckets in which DDP reduces gradients."""
+    """Size of DDP's gradient all-reduce buckets."""
 
     # Pipeline
     pp_size: Annotated[int | None, Optionally] = _option("pipeline", None, "stages", ge=1, le=65_536)
-    """Ranks that share the layers of the model among them; default: what the strategy's file says."""
+    """Number of pipeline stages; default: the value in the strategy's file."""
     pp_schedule: Annotated[Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] | None, Optionally] = _option(
         "pipeline", None
     )
-    """Order of the stages' work on the micro-batches of a step; default: what the strategy's file says."""
+    """Pipeline schedule; default: the value in the strategy's file."""
 
     # Evaluation
     eval_steps: int = _option("evaluation", 0, "steps", ge=0, le=10**12)
-    """Evaluate every so many steps; 0: only at the end."""
+    """Evaluate every N steps; 0: only at the end."""
     eval_on_start: bool = _option("evaluation", False)
     """Evaluate once before the first step."""
     load_best_model_at_end: bool = _option("evaluation", False)
-    """Export the weights of the best evaluation and not the last ones."""
+    """Export the weights with the best evaluation result instead of the last ones."""
     metric_for_best_model: Literal["eval_loss", "eval_token_accuracy"] = _option("evaluation", "eval_loss")
-    """What best means."""
+    """Metric that decides which checkpoint is the best."""
     early_stopping_patience: Annotated[int | None, Optionally] = _option(
         "evaluation", None, "evaluations", ge=1, le=10**9
     )
-    """Stop after so many evaluations without improvement."""
+    """Stop after N evaluations without improvement."""
     early_stopping_threshold: float = _option("evaluation", 0.0, ge=0)
-    """Smallest change that counts as an improvement."""
+    """Minimum change that counts as an improvement."""
 
     # Run
     run_name: Annotated[str | None, Optionally] = _option("run", None, max_length=100)
-    """Name that trackers and lists show."""
+    """Name of the run, shown in lists and trackers."""
     runs_dir: str = _option("run", "runs", min_length=1)
-    """Folder of run folders."""
+    """Parent folder of run folders."""
     output_dir: Annotated[str | None, Optionally] = _option("run", None)
-    """Run folder itself, new or empty; default: a new one in `runs_dir`."""
+    """The run folder itself, new or empty; default: a new folder in `runs_dir`."""
     resume_from_checkpoint: Annotated[str | None, Optionally] = _option("run", None)
     """`auto` for the newest good checkpoint of `output_dir`, or the path of one."""
     force_resume: bool = _option("run", False)
     """Resume although data, options or code have changed since the checkpoint was saved."""
     seed: int = _option("run", 42, ge=0, le=2**32 - 1)
-    """Seed of initialisation, data order and dropout."""
+    """Seed for weight initialization, data order and dropout."""
     logging_steps: int = _option("run", 10, "steps", ge=1, le=10**12)
-    """Write a metrics row every so many steps."""
+    """Log metrics every N steps."""
     save_steps: int = _option("run", 500, "steps", ge=0, le=10**12)
-    """Write a checkpoint every so many steps; 0: only at the end."""
+    """Save a checkpoint every N steps; 0: only at the end."""
     save_total_limit: int = _option("run", 2, "checkpoints", ge=2, le=10**9)
-    """Checkpoints to keep besides the best one."""
+    """Number of checkpoints to keep, not counting the best one."""
     checkpoint_url: Annotated[str | None, Optionally] = _option("run", None, max_length=1000)
-    """Copy each checkpoint there too, and resume from there: any fsspec URL, such as s3://bucket/run."""
+    """Also copy each checkpoint to this fsspec URL, such as s3://bucket/run, and resume from it."""
     max_restarts: int = _option("run", 3, "restarts", ge=0, le=1000)
-    """Restart a crashed run from its newest checkpoint so often, as long as each attempt gets beyond its start."""
+    """Maximum number of automatic restarts from the newest checkpoint, as long as each attempt makes progress."""
     hang_timeout: int = _option("run", 600, "seconds", ge=0, le=10**9)
-    """End and restart a run in which a rank has not moved for so long; 0: never. Start, save, export: half an hour."""
+    """Restart a run when a rank makes no progress for this long; 0: never. Start, save and export get half an hour."""
     non_finite: Literal["stop", "skip"] = _option("run", "stop")
-    """A loss or gradient that is not finite stops the run, or its update is skipped (at most ten in a row)."""
+    """On a non-finite loss or gradient: stop the run, or skip the update (at most ten in a row)."""
     loss_spike_factor: float = _option("run", 0.0, ge=0)
-    """Go back to a checkpoint when a loss is so many times the median of those before; pass over it; 0: never."""
+    """Roll back to a checkpoint when the loss exceeds N times its recent median, and skip those steps; 0: never."""
     auto_find_batch_size: bool = _option("run", False)
-    """Out of memory: restart with half the per_device_train_batch_size and the same global batch."""
+    """On out of memory, restart with half the per_device_train_batch_size and the same global batch."""
     share_gpus: bool = _option("run", False)
-    """Start although another run uses the same GPUs; neither waits for the other."""
+    """Start even if another run uses the same GPUs, instead of waiting for them."""
     report_to: Names = _option("run", [])
-    """Trackers beside `metrics.jsonl`: tensorboard, wandb, trackio, mlflow; comma-separated."""
+    """Trackers in addition to `metrics.jsonl`, comma-separated: tensorboard, wandb, trackio, mlflow."""
     merge_adapter: bool = _option("run", False)
-    """Export the adapters merged into the base, as full weights."""
+    """Merge the adapters into the base model and export full weights."""
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option("run", "auto")
-    """Dtype of the exported weights; auto: that of the base model's files."""
+    """Dtype of the exported weights; auto: the dtype of the base model's files."""
     control: Literal["none", "mean-of-means"] = _option("run", "none")
-    """Train with a classic fault on purpose, so that `tunesmith prove` can show that it would be seen."""
+    """Train with a deliberate, well-known mistake, so that `tunesmith prove` can show that it detects it."""
 
     def scaled_learning_rate(self) -> float:
         """The peak rate after the scaling rule."""
