@@ -26,8 +26,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from setproctitle import getproctitle, setproctitle
-
 MODULES = (
     "accelerate.commands.launch",
     "torch.distributed.run",
@@ -79,7 +77,7 @@ def run_script(command: Sequence[str], env: dict[str, str], new_session: bool) -
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(env)
-    setproctitle(" ".join(command))
+    _title().setproctitle(" ".join(command))
     script = next(number for number, word in enumerate(command) if word.endswith(".py"))
     sys.argv = list(command[script:])
     sys.path.insert(0, str(Path(command[script]).parent))  # as Python does for a script
@@ -98,8 +96,15 @@ def launch(args: list[str], env: dict[str, str], output: str) -> None:
     launcher: Any = importlib.import_module(MODULES[0])
     importlib.import_module(MODULES[2]).Popen = Forked  # type: ignore[attr-defined]
     launcher.subprocess = _SubprocessModule()
-    setproctitle(" ".join([sys.executable, "-m", MODULES[0], *args]))  # ranks look for their launcher's command line
+    _title().setproctitle(
+        " ".join([sys.executable, "-m", MODULES[0], *args])
+    )  # ranks look for their launcher's command line
     launcher.launch_command(launcher.launch_command_parser().parse_args(args))
+
+
+def _title() -> Any:
+    """The package that gives a process another command line; who launches by hand need not have it."""
+    return importlib.import_module("setproctitle")
 
 
 class _SubprocessModule:
@@ -110,7 +115,7 @@ class _SubprocessModule:
 
 
 def main() -> None:
-    getproctitle()  # finds where the title is kept, by the environment as it is now
+    _title().getproctitle()  # finds where the title is kept, by the environment as it is now
     for name in MODULES:
         importlib.import_module(name)
     if threading.active_count() > 1:

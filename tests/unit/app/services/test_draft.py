@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from app.services.draft import LONGEST, read_draft, with_data, write_draft
@@ -42,7 +42,6 @@ JSON = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(st.fixed_dictionaries({}, optional={
     "preset": JSON, "strategy": JSON, "devices": JSON,
     "options": JSON | st.dictionaries(st.sampled_from(sorted(names())), JSON, max_size=5),

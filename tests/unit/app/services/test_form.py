@@ -233,7 +233,7 @@ VALUES = st.fixed_dictionaries(
 
 @given(VALUES, st.sampled_from(["tiny-lora", "tiny-full"]), st.sampled_from(["ddp", "fsdp2", "single", None]))
 @example({"dataset_split": "--", "run_name": "--"}, "tiny-lora", "ddp")
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_pasted_command_is_the_same_run(values: dict[str, Any], preset: str, strategy: str | None) -> None:
     count = 1 if strategy == "single" else 2
     shown = preview(values, preset=preset, strategy=strategy, num_processes=count)
