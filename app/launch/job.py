@@ -44,7 +44,7 @@ class Words:
     """A command line, sorted.
 
     Args:
-        names: words that stand alone: the preset, or the run.
+        names: positional arguments: the preset, or the run.
         values: those of the `LAUNCH_OPTIONS`, such as `--strategy`.
         switches: those of `--json`, `--quiet`, `--help`, `--check`, `--detach` and `--force` that were given.
         options: everything else, for `trainers.config.parse.parse_request`.
@@ -60,7 +60,7 @@ def sort_words(words: Sequence[str]) -> Words:
     """Sorts a command line; an option takes the word after it unless that is an option too.
 
     Raises:
-        ConfigError: when one of the own options has no value or stands twice.
+        ConfigError: when one of the own options has no value or is given twice.
     """
     sorted_words, mistakes = Words(), []
     rest = list(words)
@@ -76,7 +76,7 @@ def sort_words(words: Sequence[str]) -> Words:
         elif name in LAUNCH_OPTIONS:
             value = value if equals else rest.pop(0) if rest and not rest[0].startswith("--") else ""
             if not value or name in sorted_words.values:
-                mistakes.append(f"--{name} {'stands twice' if value else 'has no value'}; write --{name} VALUE once")
+                mistakes.append(f"--{name} {'is given twice' if value else 'has no value'}; write --{name} VALUE once")
             sorted_words.values[name] = value
         else:
             sorted_words.options.append(word)
@@ -165,15 +165,15 @@ def for_verb(line: str, verb: str, own: Sequence[str]) -> str:
 
 
 def named_preset(names: list[str], flag: str | None, mistakes: Mistakes) -> str | None:
-    """The preset that stands alone or after `--preset`; other words that stand alone are mistakes.
+    """The preset, given as the positional argument or after `--preset`; other positional arguments are mistakes.
 
     Raises:
-        ConfigError: when a file stands alone, with how it is named.
+        ConfigError: when a file is given as a positional argument, with the option for it.
     """
     files = [word for word in names if _names_a_file(word)]
     if files:  # what else is missing follows from it
         raise ConfigError([*mistakes.lines, *map(_file_line, files)])
-    mistakes.lines += [f"{word!r} stands alone; options are written --name value" for word in names[1:]]
+    mistakes.lines += [f"unexpected argument {word!r}; options are written --name value" for word in names[1:]]
     if names and flag and names[0] != flag:
         mistakes.lines.append(f"two presets, {names[0]!r} and {flag!r}; name one")
     return names[0] if names else flag
@@ -190,7 +190,7 @@ def _names_a_file(word: str) -> bool:
 
 
 def _file_line(word: str) -> str:
-    """How a file or folder that stands alone is named."""
+    """The option to use for a file or folder given as a positional argument."""
     shown, path = shortened(word), Path(word).expanduser()
     if path.suffix.lower() in _YAML_SUFFIXES:
         return f"{shown!r} is no preset; a config file is named with --config {shlex.quote(shown)}"

@@ -172,7 +172,7 @@ def _document(
 def _ignored(config: TrainConfig) -> list[str]:
     """Choices that change memory or traffic, and not the plan."""
     choices = {"activation_offloading": config.activation_offloading, "ddp_comm_hook": config.ddp_comm_hook != "none"}
-    return [f"{name} is not reckoned" for name, chosen in choices.items() if chosen]
+    return [f"{name} is not estimated" for name, chosen in choices.items() if chosen]
 
 
 def _show(rows: Sequence[Row], document: Mapping[str, Any], names: Mapping[str, str], config: TrainConfig) -> None:
@@ -204,7 +204,7 @@ def _advice(rows: Sequence[Row], names: Mapping[str, str], config: TrainConfig, 
         return (
             "nothing fits: try --method lora or qlora, a smaller micro-batch, --gradient_checkpointing true, more GPUs"
         )
-    return "no strategy could be reckoned; see the reasons above"
+    return "no strategy could be estimated; see the reasons above"
 
 
 def _cells(row: Row) -> list[str]:

@@ -1,4 +1,4 @@
-"""Which strategy suits a model and these devices: the memory, traffic and speed of each, reckoned before anything runs.
+"""Which strategy suits a model and these devices: memory, traffic and speed of each, estimated before anything runs.
 
 Weights, gradients, optimizer state and traffic follow from the model's shape and the mesh. What a micro-batch needs is
 counted by `trainers/tools/memory_estimate.py`. The rest is assumed, and told in `ASSUMED`.
@@ -81,7 +81,7 @@ class Row:
         seconds: of a step.
         sent: bytes that a rank sends in a step.
         bubble: share of a step in which a pipeline's rank waits.
-        reason: why it does not fit or cannot be told, or what is not reckoned.
+        reason: why it does not fit or cannot be told, or what is not estimated.
     """
 
     strategy: str
@@ -207,7 +207,7 @@ def plan_row(strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any]
     if strategy.pp_size > 1:
         micro_batches = config.accumulation_steps(strategy.data_parallel_size)
         row.bubble = bubble(strategy.pp_schedule, strategy.pp_size, micro_batches)
-    _reckon_time(row, strategy, config, counted, hardware)
+    _estimate_time(row, strategy, config, counted, hardware)
     if case["layer"] is None:
         row.reason = f"what a micro-batch needs cannot be counted: {case['why']}; measure it with `tunesmith bench`"
         return row
@@ -244,7 +244,7 @@ def _judge(row: Row, strategy: Strategy, hardware: Hardware) -> None:
         row.fits = False
         row.reason = f"{needed / GIB:.1f} GiB rest in host memory, of which there are {hardware.host / GIB:.1f}"
     elif row.host:
-        row.reason = f"{row.host / GIB:.1f} GiB per process rest {place}; what that costs in time is not reckoned"
+        row.reason = f"{row.host / GIB:.1f} GiB per process rest {place}; what that costs in time is not estimated"
 
 
 def _memory(
@@ -354,7 +354,7 @@ def _offloaded(strategy: Strategy) -> list[str]:
     return ["weights"] * weights + ["gradients", "optimizer"] * states
 
 
-def _reckon_time(
+def _estimate_time(
     row: Row, strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any], hardware: Hardware
 ) -> None:
     """Sets what is sent, the time of a step and the rate, from full rows."""
@@ -390,7 +390,7 @@ def _traffic_of(strategy: Strategy) -> str:
 
 
 def _shape(strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any]) -> Shape:
-    """The shape of which `predicted` reckons traffic; tied: two ranks of a pipeline tell each other a gradient."""
+    """The shape of which `predicted` estimates traffic; tied: two ranks of a pipeline tell each other a gradient."""
     case = counted["whole"]
     trained, parameters = case["trained_inside"] + case["trained_outside"], case["parameters"]
     weight = _numbers(config)[0]

@@ -111,7 +111,7 @@ class _Asked:
     """A command line, read but not checked.
 
     Args:
-        names: words that stand alone.
+        names: positional arguments.
         values: `--gpus` and `--num_processes`.
         request: options of training.
         own: options of `prove`, taken out of the request.
@@ -339,7 +339,7 @@ def _entries(asked: _Asked, method: str) -> list[_Entry]:
     """The strategies that were asked for, and on what each would run.
 
     Raises:
-        ConfigError: for unknown ones, one that stands twice, a file that does not fit, or devices that are not there.
+        ConfigError: for unknown ones, one that is named twice, a file that does not fit, or devices that are not there.
     """
     mistakes = _Mistakes()
     named = _strategies(str(asked.own.get("strategies", "all")), mistakes)
@@ -362,7 +362,7 @@ def _strategies(text: str, mistakes: _Mistakes) -> list[tuple[str, Strategy, int
     specs = strategy_names() if text == "all" else [word.strip() for word in text.split(",")]
     found: list[tuple[str, Strategy, int | None]] = []
     if "all" in specs:
-        mistakes.append(f"strategies={told(text)}: `all` stands alone; write --strategies all, or name each")
+        mistakes.append(f"strategies={told(text)}: `all` cannot be combined; write --strategies all, or name each")
         specs = [spec for spec in specs if spec != "all"]
     for spec in specs:
         plain, colon, world = spec.rpartition(":")

@@ -20,12 +20,12 @@ def open_regular(path: Path) -> BinaryIO:
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise OSError(f"{path.name} is no regular file")
+        raise OSError(f"{path.name} is not a regular file")
     return open(handle, "rb", buffering=0)
 
 
 def read_span(path: Path, start: int, most: int) -> tuple[bytes, int]:
-    """A piece of a file, and the file's size; nothing and 0 where there is no regular file.
+    """A piece of a file, and the file's size; nothing and 0 where there is not a regular file.
 
     Args:
         path: the file.

@@ -37,7 +37,7 @@ class _StrictLoader(yaml.SafeLoader):
             if not isinstance(key, str):
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is no text", key_node.start_mark)
             if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key!r}", key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -50,7 +50,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """
     try:
         if path.exists() and not path.is_file():
-            raise ConfigError(f"{path} is no regular file; name a YAML file")
+            raise ConfigError(f"{path} is not a regular file; name a YAML file")
         if path.stat().st_size > MAX_YAML_BYTES:
             raise ConfigError(f"{path} is larger than {MAX_YAML_BYTES} bytes; a config is a short YAML file")
         text = path.read_text(encoding="utf-8")
@@ -220,7 +220,7 @@ def _unknown_flags(words: list[str]) -> dict[str, str]:
         else:
             flags[list(flags)[-1]] = word
     if stray:
-        raise ConfigError([f"{word!r} stands alone; options are written --name value" for word in stray])
+        raise ConfigError([f"unexpected argument {word!r}; options are written --name value" for word in stray])
     return flags
 
 

@@ -67,7 +67,7 @@ def parse_object(content: bytes) -> dict[str, Any] | Bad:
 
 
 def _duplicate_key(error: DuplicateKey) -> Bad:
-    return Bad("duplicate key", f"{str(error)[:100]!r} stands twice in one object; keep one of them")
+    return Bad("duplicate key", f"{str(error)[:100]!r} appears twice in one object; keep one of them")
 
 
 def _object(value: Any) -> dict[str, Any] | Bad:

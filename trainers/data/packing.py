@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 _BLOCK = 1 << 16
-IntArray = npt.NDArray[np.int32]  # half the memory of int64, and two milliards of documents
+IntArray = npt.NDArray[np.int32]  # half the memory of int64, enough for 2 billion documents
 
 
 @dataclass(frozen=True)

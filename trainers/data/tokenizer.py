@@ -201,7 +201,7 @@ def read_chat_template(config: TrainConfig) -> str | None:
     path = Path(config.chat_template).expanduser()
     try:
         if path.exists() and not path.is_file():
-            raise ConfigError(f"chat_template={path} is no regular file; give a Jinja file")
+            raise ConfigError(f"chat_template={path} is not a regular file; give a Jinja file")
         if path.stat().st_size > _TEMPLATE_BYTES:
             raise ConfigError(f"chat_template={path} is larger than {_TEMPLATE_BYTES:,} bytes; give a Jinja file")
         return path.read_text(encoding="utf-8")

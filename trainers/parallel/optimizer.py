@@ -114,7 +114,7 @@ def _values(signed: bool, device: torch.device) -> torch.Tensor:
 class SmallAdamW(torch.optim.Optimizer):
     """AdamW computed in fp32, whose weights may rest in bf16 and whose states may rest in 8 bits.
 
-    A bf16 weight is rounded up or down by chance, in proportion, so that updates smaller than half a bf16 step add up.
+    A bf16 weight is rounded stochastically, so that updates smaller than half a bf16 step add up.
     The chances are a function of seed, weight and update, alike on every rank and after a resume.
 
     Args:

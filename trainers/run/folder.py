@@ -59,7 +59,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object in `path`; None when there is no regular file or no whole object in it."""
+    """The JSON object in `path`; None when there is not a regular file or no whole object in it."""
     try:
         value = load_json(path)
     except (OSError, ValueError):
@@ -233,7 +233,7 @@ class RunFolder:
                 f"output_dir={self.path} is not empty and holds no run: {listed}; name a new or an empty folder"
             )
         if name := not_regular(self.path):
-            raise ConfigError(f"{self.path / name} is no regular file or folder; remove it")
+            raise ConfigError(f"{self.path / name} is not a regular file or folder; remove it")
         self.record.refuse_foreign(self.model.name)
 
     def own_folder(self, name: str) -> None:

@@ -41,7 +41,7 @@ def load_json(path: Path, most: int = MAX_BYTES) -> Any:
     """The JSON value in a file.
 
     Raises:
-        OSError: when it is no regular file, or cannot be read.
+        OSError: when it is not a regular file, or cannot be read.
         ValueError: when it is too large or no JSON.
     """
     with open_file(path) as file:

@@ -266,7 +266,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = [name for name, _ in pairs]
     twice = [name for name in names if names.count(name) > 1]
     if twice:
-        raise ValueError(f"key {twice[0]!r} stands twice")
+        raise ValueError(f"duplicate key {twice[0]!r}")
     return dict(pairs)
 
 
@@ -283,7 +283,7 @@ def read_json(name: str) -> dict[str, Any]:
     where = f"deepspeed_config_file={name}"
     try:
         if path.exists() and not path.is_file():
-            raise ConfigError(f"{where} is no regular file; name a DeepSpeed JSON")
+            raise ConfigError(f"{where} is not a regular file; name a DeepSpeed JSON")
         if path.stat().st_size > MAX_JSON_BYTES:
             raise ConfigError(f"{where} is larger than {MAX_JSON_BYTES} bytes; a DeepSpeed JSON is a short file")
         text = path.read_text(encoding="utf-8")

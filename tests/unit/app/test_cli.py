@@ -136,7 +136,7 @@ def test_all_mistakes_of_a_request_come_at_once(shell: Shell) -> None:
     ("words", "part"),
     [
         ("train", "model_name_or_path is missing"),
-        ("train tiny-lora tiny-full", "'tiny-full' stands alone"),
+        ("train tiny-lora tiny-full", "unexpected argument 'tiny-full'"),
         ("train my.jsonl", "'my.jsonl' is no preset; data is named with --dataset_name my.jsonl"),
         ("train tiny-lora data/", "'data/' is no preset; data is named with --dataset_name data/"),
         ("data my.parquet", "'my.parquet' is no preset; data is named with --dataset_name my.parquet"),
@@ -145,7 +145,7 @@ def test_all_mistakes_of_a_request_come_at_once(shell: Shell) -> None:
         ("train tiny-lora --preset tiny-full", "two presets"),
         ("train tiny-lora --seed", "--seed"),
         ("train tiny-lora --strategy", "--strategy has no value"),
-        ("train tiny-lora --strategy ddp --strategy ddp", "--strategy stands twice"),
+        ("train tiny-lora --strategy ddp --strategy ddp", "--strategy is given twice"),
         ("train tiny-lora --num_processes 3", "does not divide"),
         ("train tiny-lora --strategy single --num_processes 2", "one process"),
         ("train tiny-lora --strategy missing.yaml", "cannot read missing.yaml"),

@@ -153,7 +153,7 @@ def test_dumped_yaml_reads_back_the_same(tmp_path: Path) -> None:
     [
         (["--preset", "tini-lora"], "unknown preset 'tini-lora'; did you mean tiny-lora?"),
         (["--learning_rate"], "argument --learning_rate: expected one argument"),
-        (["tiny-lora"], "'tiny-lora' stands alone"),
+        (["tiny-lora"], "unexpected argument 'tiny-lora'"),
         (["--preset", "tiny-lora", "--pack", "true"], "unknown option pack; did you mean packing?"),
         (["--config", "/no/such.yaml"], "cannot read /no/such.yaml: No such file or directory"),
     ],

@@ -348,7 +348,7 @@ def test_a_key_that_stands_twice_is_a_bad_row(tmp_path, kind):
     path.write_text("\n".join(rows) if kind == "jsonl" else f"[{','.join(rows)}]")
     first, second, third = values(rows_of(path, kind))
     assert (first, second.kind, third) == ({"text": "a"}, "duplicate key", {"text": "c"})
-    assert "'x' stands twice" in second.detail
+    assert "'x' appears twice" in second.detail
 
 
 @quick

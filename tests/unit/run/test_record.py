@@ -200,7 +200,7 @@ def test_a_pipe_in_place_of_a_file_is_named(name: str) -> None:
     path = run.path / name
     path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
     os.mkfifo(path)
-    with pytest.raises(ConfigError, match=f"{name} is no regular file or folder; remove it"):
+    with pytest.raises(ConfigError, match=f"{name} is not a regular file or folder; remove it"):
         run.create()
 
 

@@ -284,8 +284,8 @@ def test_what_leaves_parity_is_named() -> None:
     [
         ("", "is no plain JSON"),
         ("// words\n{}", "is no plain JSON"),
-        ('{"a": 1, "a": 2}', "is no plain JSON: key 'a' stands twice; write one object"),
-        ('{"a": {"b": 1, "b": 2}}', "is no plain JSON: key 'b' stands twice"),
+        ('{"a": 1, "a": 2}', "is no plain JSON: duplicate key 'a'; write one object"),
+        ('{"a": {"b": 1, "b": 2}}', "is no plain JSON: duplicate key 'b'"),
         ('{"steps_per_print": Infinity}', "is no plain JSON: Infinity is no number in JSON"),
         ("[1]", "holds a list; write one object"),
         ("[" * 100_000, "is no plain JSON"),
@@ -306,7 +306,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
         ConfigError, match=r"none.json cannot be read: No such file or directory; a relative path counts"
     ):
         read_json(str(tmp_path / "none.json"))
-    with pytest.raises(ConfigError, match="is no regular file; name a DeepSpeed JSON"):
+    with pytest.raises(ConfigError, match="is not a regular file; name a DeepSpeed JSON"):
         read_json(str(tmp_path))
 
 

@@ -125,7 +125,7 @@ def test_a_smaller_micro_batch_is_announced() -> None:
         ("--bogus 1", "`tunesmith prove --help` lists"),
         ("--layer 2", "did you mean layers?"),
         ("--step 2", "did you mean steps?"),
-        ("--strategies all,ddp", "`all` stands alone"),
+        ("--strategies all,ddp", "`all` cannot be combined"),
         ("--config steps.yaml", "write --steps on the command line of `tunesmith prove`"),
         ("--output_dir used/thesis.txt/x", "output_dir={}/used/thesis.txt/x cannot be made"),
         ("--output_dir used/thesis.txt/x", "choose another output_dir"),
