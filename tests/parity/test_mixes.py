@@ -40,7 +40,7 @@ IN_FOUR = {
     "pp": ("MULTI_GPU", 4, {}),
 }
 """One cut into as many parts as there are processes."""
-SHORT = ["zero3_tp", "zero2_cp", "pp_sp"]
+SHORT = ["zero2_cp", "pp_sp"]
 HPZ = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
 
 

@@ -63,7 +63,7 @@ def test_the_supervisor_is_a_process_of_its_own_that_holds_the_run() -> None:
     with pytest.raises(ConfigError, match="already running"):
         run.hold()
     until(lambda: place_of(run.path) == 1)
-    assert [process.name() for process in process.children() if "log_tee" not in " ".join(process.cmdline())] == []
+    assert [process.name() for process in process.children() if "log.py" not in " ".join(process.cmdline())] == []
     actions.stop(run)
     until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
     state = true_state(run)
