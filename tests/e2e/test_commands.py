@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.launching import ROOT, Finished, environment, flags, launch_well
+from tests.shared import once
 from tests.rounding import bound, relative, reordered
 from trainers.run.folder import RunFolder
 
@@ -73,9 +74,13 @@ def pid_of(run: RunFolder, role: str, rank: int | None = None) -> int:
     return next(one.pid for one in run.processes() if one.role == role and one.rank == rank)
 
 
-def undisturbed(tmp_path: Path) -> Finished:
-    """The same run, never touched, started by hand."""
-    return launch_well(tmp_path / "undisturbed", 2, {"preset": "tiny-lora", **OPTIONS})
+def undisturbed() -> Finished:
+    """The same run, never touched."""
+
+    def train(folder: Path) -> None:
+        launch_well(folder / "run", 2, {"preset": "tiny-lora", **OPTIONS})
+
+    return Finished(RunFolder(once("undisturbed", train) / "run"), 0, "")
 
 
 def one_curve(finished: Finished) -> list[tuple[int, str, str]]:
@@ -104,7 +109,7 @@ def test_stop_then_resume_equals_never_stopped(tmp_path: Path) -> None:
     assert again.returncode == 0, again.stderr
     document = json.loads(again.stdout)
     assert (document["state"], document["step"], document["world_size"]) == ("done", STEPS, 2)
-    whole = one_curve(undisturbed(tmp_path))
+    whole = one_curve(undisturbed())
     assert one_curve(Finished(run, 0, "")) == whole
     assert len(whole) == STEPS
     rows = Finished(run, 0, "").rows()
@@ -141,7 +146,7 @@ def test_a_killed_worker_fails_the_run_and_resume_goes_on(tmp_path: Path) -> Non
     assert alive(run) == []
     again = tunesmith("resume", "mine", "--json", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
-    assert one_curve(Finished(run, 0, "")) == one_curve(undisturbed(tmp_path))
+    assert one_curve(Finished(run, 0, "")) == one_curve(undisturbed())
 
 
 def test_a_killed_launcher_leaves_no_orphans_and_loses_nothing(tmp_path: Path) -> None:
