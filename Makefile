@@ -62,9 +62,9 @@ test-browser: setup
 
 # What the processor has of them; 1, 2 and 4 threads.
 test-kernels: setup
-	env $(SSE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(NUMERIC)
-	! grep -qw avx2 /proc/cpuinfo || env $(AVX2) OMP_NUM_THREADS=2 $(BIN)/python -m pytest $(NUMERIC)
-	! grep -qw avx512f /proc/cpuinfo || env $(AVX512) OMP_NUM_THREADS=4 $(BIN)/python -m pytest $(NUMERIC)
+	env $(SSE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(NUMERIC)
+	! grep -qw avx2 /proc/cpuinfo || env $(AVX2) OMP_NUM_THREADS=2 $(BIN)/python -m pytest -n 2 $(NUMERIC)
+	! grep -qw avx512f /proc/cpuinfo || env $(AVX512) OMP_NUM_THREADS=4 $(BIN)/python -m pytest -n 2 $(NUMERIC)
 
 check: test-all test-browser
 	$(MAKE) test-kernels NUMERIC="tests/unit/model/test_attention.py tests/unit/objectives/test_sft_loss.py"

@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.launching import ROOT, Finished, environment, flags, launch_well
-from tests.shared import once
 from tests.rounding import bound, relative, reordered
+from tests.shared import once
 from trainers.run.folder import RunFolder
 
 TUNESMITH = [sys.executable, "-m", "app.cli"]

@@ -128,6 +128,7 @@ def test_the_second_copy_of_zero_plus_plus_changes_nothing(tmp_path: Path) -> No
     assert equal_after_resume(finished, again)
 
 
+@pytest.mark.long
 def test_moe_leaf_modules_change_nothing() -> None:
     """A mixture of experts under ZeRO 3, its expert layers gathered as one."""
     section = {"zero_stage": 3, "zero3_init_flag": False, "deepspeed_moe_layer_cls_names": "Qwen3MoeSparseMoeBlock"}
