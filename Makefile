@@ -1,5 +1,5 @@
 # make demo: set up and fine-tune the embedded model.  make test: set up and show each promise once, in ten minutes.
-# make check: what a change must pass.  make parity, make faults: two suites whole.
+# make check: what a change must pass.  make e2e, make parity, make faults: three suites whole.
 # TORCH=cuda|cpu chooses the build of torch; the default follows the machine (see docs/getting-started.md).
 
 PYTHON ?= python3
@@ -18,7 +18,7 @@ SSE := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE MKL_ENABLE_INSTRUCTIONS=S
 AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
 AVX512 := ATEN_CPU_CAPABILITY=avx512 MKL_ENABLE_INSTRUCTIONS=AVX512
 
-.PHONY: setup demo check test test-all test-browser test-kernels parity faults docs bench lint clean
+.PHONY: setup demo check test test-all test-browser test-kernels e2e parity faults docs bench lint clean
 
 setup: $(STAMP)
 
@@ -47,10 +47,10 @@ lint: setup
 test: setup lint
 	$(BIN)/python -m pytest -n 2 -m "not slow and not long"
 
-# Side by side but for the suites that kill, time and refuse whole runs.
+# Side by side, but for the faults: some of them must be seen within seconds.
 test-all: setup lint
-	$(BIN)/python -m pytest -n 2 tests/unit tests/parity
-	$(BIN)/python -m pytest tests/e2e tests/faults
+	$(BIN)/python -m pytest -n 2 tests/unit tests/parity tests/e2e
+	$(BIN)/python -m pytest tests/faults
 
 # Chromium from the system's packages where that can be had, else Playwright's own.
 test-browser: setup
@@ -68,6 +68,9 @@ test-kernels: setup
 
 check: test-all test-browser
 	$(MAKE) test-kernels NUMERIC="tests/unit/model/test_attention.py tests/unit/objectives/test_sft_loss.py"
+
+e2e: setup
+	$(BIN)/python -m pytest tests/e2e -m ""
 
 faults: setup
 	$(BIN)/python -m pytest tests/faults -m ""

@@ -77,7 +77,7 @@ def launch(
     options: dict[str, Any],
     strategy: str | None = None,
     launcher_flags: tuple[str, ...] = (),
-    timeout: float = 300,
+    timeout: float = 500,
     forked: bool = False,
     **extra: str,
 ) -> Finished:

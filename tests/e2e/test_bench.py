@@ -64,7 +64,7 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     program, temporary, home = start(tmp_path, "packing", "--steps", "5000")
     wait_for(lambda: any(path.stat().st_size for path in temporary.glob("tunesmith-bench-*/*/metrics.jsonl")))
     program.send_signal(signal.SIGINT)
-    out, errors = program.communicate(timeout=60)
+    out, errors = program.communicate(timeout=300)
     assert program.returncode == 130, errors
     document = json.loads(out)
     assert (document["interrupted"], document["base"]["outcome"], document["advice"]) == (True, "not run", [])

@@ -17,6 +17,7 @@ from trainers.config.options import TrainConfig
 from trainers.embedded import BASE_DIR
 
 
+@pytest.mark.long
 def test_all_contenders_do_equal_work(tmp_path: Path) -> None:
     """Tunesmith, a bare loop and TRL have the same losses on the same rows, packed ones apart."""
     bench = Bench(tmp_path)

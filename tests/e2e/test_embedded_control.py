@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.launching import launch_well
 from trainers.embedded.score import score_model
 
 
+@pytest.mark.long
 def test_a_random_base_fails_with_the_same_recipe(tmp_path: Path) -> None:
     options = {"preset": "tiny-lora", "random_init": True, "merge_adapter": True, "eval_dataset_name": "none"}
     finished = launch_well(tmp_path / "run", 2, options)

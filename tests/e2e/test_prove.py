@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.e2e.test_commands import TUNESMITH, alive, steps_of, tunesmith, wait_for
 from tests.launching import ROOT, environment
 from trainers.run.folder import RunFolder
@@ -41,6 +43,7 @@ def test_single_and_ddp_train_the_same_model(tmp_path: Path) -> None:
     assert json.loads(tunesmith("runs", "list", "--json", cwd=tmp_path).stdout) == []
 
 
+@pytest.mark.long
 def test_a_checkpoint_goes_on_under_the_other_strategy(tmp_path: Path) -> None:
     status, document, said = prove("--resume", "--strategies", "single,ddp", "--steps", "4", cwd=tmp_path)
     assert status == 0, said
@@ -73,7 +76,7 @@ def test_ctrl_c_reports_what_was_done(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "report" / "reference")
     wait_for(lambda: steps_of(run) >= 2)
     program.send_signal(signal.SIGINT)
-    out, errors = program.communicate(timeout=60)
+    out, errors = program.communicate(timeout=300)
     assert program.returncode == 130, errors
     document = json.loads(out)
     assert (document["interrupted"], document["reference"]["state"]) == (True, "stopped")

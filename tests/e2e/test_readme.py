@@ -86,7 +86,7 @@ def test_two_machines(tmp_path: Path) -> None:
         env = environment(PYTHONPATH=str(ROOT), XDG_STATE_HOME=str(home))
         programs.append(subprocess.Popen([*TUNESMITH, *shlex.split(here)[1:], *shlex.split(SHORT)], cwd=home, env=env))
     try:
-        assert [program.wait(timeout=150) for program in programs] == [0, 0]
+        assert [program.wait(timeout=400) for program in programs] == [0, 0]
     finally:
         for program in programs:
             program.terminate()
@@ -104,7 +104,7 @@ def test_commands_on_a_run(tmp_path: Path) -> None:
     for line in sorted(lines, key=lambda line: place.get(line.split()[1], 2)):
         done = tunesmith(*shlex.split(line)[1:], cwd=tmp_path)
         assert done.returncode == 0, f"{line}\n{done.stderr}"
-    program.communicate(timeout=60)
+    program.communicate(timeout=300)
     assert (run.read_state() or {})["step"] == OPTIONS["max_steps"]
     assert (tmp_path / "my-model" / "model.safetensors").exists()
 
@@ -120,10 +120,10 @@ def test_the_pages_are_served(tmp_path: Path) -> None:
     try:
         assert program.stdout
         url = program.stdout.readline().strip()
-        with urllib.request.urlopen(url, timeout=60) as answer:  # noqa: S310 - its own address
+        with urllib.request.urlopen(url, timeout=500) as answer:  # noqa: S310 - its own address
             assert b"Tunesmith" in answer.read()
         program.send_signal(signal.SIGTERM)
-        assert program.wait(timeout=30) == 0
+        assert program.wait(timeout=400) == 0
     finally:
         program.kill()
 
