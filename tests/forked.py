@@ -96,9 +96,8 @@ def launch(args: list[str], env: dict[str, str], output: str) -> None:
     launcher: Any = importlib.import_module(MODULES[0])
     importlib.import_module(MODULES[2]).Popen = Forked  # type: ignore[attr-defined]
     launcher.subprocess = _SubprocessModule()
-    _title().setproctitle(
-        " ".join([sys.executable, "-m", MODULES[0], *args])
-    )  # ranks look for their launcher's command line
+    # Ranks look for their launcher's command line.
+    _title().setproctitle(" ".join([sys.executable, "-m", MODULES[0], *args]))
     launcher.launch_command(launcher.launch_command_parser().parse_args(args))
 
 
