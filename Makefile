@@ -73,7 +73,7 @@ e2e: setup
 	$(BIN)/python -m pytest tests/e2e -m ""
 
 faults: setup
-	$(BIN)/python -m pytest tests/faults -m ""
+	BY_HAND=1 $(BIN)/python -m pytest tests/faults -m ""
 
 parity: setup
 	$(BIN)/python -m pytest -n 2 tests/parity -m ""

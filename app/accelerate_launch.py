@@ -25,7 +25,7 @@ def launch_argv(
     num_processes: int,
     resume_from: str | None = None,
     machines: Machines | None = None,
-    patience: float = 0,
+    timeout: float = 0,
 ) -> list[str]:
     """The `accelerate launch` command that trains into `run`.
 
@@ -34,12 +34,12 @@ def launch_argv(
         num_processes: ranks, over all machines.
         resume_from: `auto` for the newest good checkpoint of `run`, or the path of one.
         machines: None for this machine alone.
-        patience: seconds in which all machines must have met.
+        timeout: seconds in which all machines must have met.
     """
     argv = [*_new_run_argv(run, num_processes, machines), "--output_dir", str(run.path)]
     if machines:
         script = argv.index(str(TRAIN_SCRIPT))
-        argv[script:script] = ["--rdzv_conf", f"timeout={patience:.0f}"]
+        argv[script:script] = ["--rdzv_conf", f"timeout={timeout:.0f}"]
     return [*argv, "--resume_from_checkpoint", resume_from] if resume_from else argv
 
 
@@ -79,15 +79,15 @@ def by_hand_line(strategy_file: Path, devices: Devices, options: Sequence[str]) 
 def read_command_line(line: str) -> tuple[list[int], list[str]]:
     """The GPU ids and the argv of a line that `command_line` wrote; no ids where it names none."""
     try:
-        words = shlex.split(line)
+        argv = shlex.split(line)
     except ValueError:
         return [], []
     variables: dict[str, str] = {}
-    while words and words[0].partition("=")[0] in (_GPUS, _ORDER):
-        name, _, value = words.pop(0).partition("=")
+    while argv and argv[0].partition("=")[0] in (_GPUS, _ORDER):
+        name, _, value = argv.pop(0).partition("=")
         variables[name] = value
     ids = [int(word) for word in variables.get(_GPUS, "").split(",") if word.isascii() and word.isdigit()]
-    return ids, words
+    return ids, argv
 
 
 def _device_variables(devices: Devices) -> dict[str, str]:

@@ -383,9 +383,8 @@ def _invoke(verbs: Callable[..., Any], arguments: Sequence[str]) -> Any:
 
 def _mistakes(error: Exception) -> list[str]:
     """The lines of an error that is the user's; none for any other."""
-    lines = getattr(error, "mistakes", None)  # ConfigError, which is not imported here for the sake of speed
-    if lines:
-        return list(lines)
+    if lines := [str(one) for one in getattr(error, "mistakes", ())]:  # ConfigError, not imported here for speed
+        return lines
     if not hasattr(error, "format_message"):
         return []
     text = str(error.format_message()).replace("\n", " ").strip()

@@ -87,21 +87,21 @@ def _fitting(
     headers: Sequence[str], texts: Sequence[Sequence[str]], expendable: Sequence[str]
 ) -> tuple[list[str], list[list[str]]]:
     """The columns that fit into the terminal."""
-    kept, cells = list(headers), [list(row) for row in texts]
+    columns, cells = list(headers), [list(row) for row in texts]
     room = shutil.get_terminal_size().columns
     for name in expendable:
-        excess = sum(_widths(kept, cells)) + _GAP * (len(kept) - 1) - room
+        excess = sum(_widths(columns, cells)) + _GAP * (len(columns) - 1) - room
         if excess <= 0:
             break
-        at = kept.index(name)
-        width = _widths(kept, cells)[at] - excess
+        at = columns.index(name)
+        width = _widths(columns, cells)[at] - excess
         if name == expendable[0] and width >= _LEAST_CELL:
             for row in cells:
                 row[at] = shortened(row[at], width)
             break
-        for row in [kept, *cells]:
+        for row in [columns, *cells]:
             del row[at]
-    return kept, cells
+    return columns, cells
 
 
 def _drawn(headers: Sequence[str], texts: Sequence[Sequence[str]], one_line: bool) -> None:
@@ -120,9 +120,9 @@ def _drawn(headers: Sequence[str], texts: Sequence[Sequence[str]], one_line: boo
     Console(width=max(needed, shutil.get_terminal_size().columns)).print(table)
 
 
-def counted(count: int, one: str, many: str) -> str:
+def counted(count: int, singular: str, plural: str) -> str:
     """`1 process`, `2 processes`."""
-    return f"{count} {one if count == 1 else many}"
+    return f"{count} {singular if count == 1 else plural}"
 
 
 def number(value: Any, digits: int = 4) -> str:

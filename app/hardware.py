@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError, Mistake
 from trainers.run.device_locks import holders
 from trainers.run.gpus import Gpu, find_gpus, visible
 from trainers.strategy.strategy import Machines
@@ -66,71 +66,85 @@ def choose_devices(
     Raises:
         ConfigError: with every mistake, a line each.
     """
-    found = list(find_gpus() if machine is None else machine)
-    mistakes: list[str] = []
+    available = list(find_gpus() if machine is None else machine)
+    mistakes: list[Mistake] = []
     left_out: tuple[int, ...] = ()
     count = _count(num_processes, mistakes)
     if gpus is not None:
-        ids = _gpu_ids(gpus, found, mistakes)
+        ids = _gpu_ids(gpus, available, mistakes)
         if count is not None and ids and count != len(ids):
             mistakes.append(
-                f"num_processes={count} with gpus={gpus} ({len(ids)} GPUs); leave num_processes out, "
-                "one process runs on each GPU"
+                Mistake(
+                    "num_processes",
+                    count,
+                    f"with gpus={gpus} ({len(ids)} GPUs)",
+                    "leave num_processes out, one process runs on each GPU",
+                )
             )
     else:
-        foreign = _foreign(found)
+        foreign = _foreign(available)
         # Those that other programs use come last, and only when as many are asked for.
-        ids = [gpu.index for gpu in found if gpu.index not in foreign]
+        ids = [gpu.index for gpu in available if gpu.index not in foreign]
         left_out = foreign if ids and count is None else ()
         ids += [] if left_out else foreign
-        if found and count is not None and count > len(found):
-            mistakes.append(f"num_processes={count}, and {len(found)} GPUs are here; use at most {len(found)}")
-        elif found:
+        if available and count is not None and count > len(available):
+            mistakes.append(
+                Mistake(
+                    "num_processes", count, f", and {len(available)} GPUs are here", f"use at most {len(available)}"
+                )
+            )
+        elif available:
             ids = ids[: count or (1 if strategy_processes == 1 else len(ids))]
     if not ids and count is None and (strategy_processes or 0) > MAX_PROCESSES:
-        mistakes.append(f"num_processes={strategy_processes} is out of range; use 1 to {MAX_PROCESSES}")
+        mistakes.append(Mistake("num_processes", strategy_processes, "is out of range", f"use 1 to {MAX_PROCESSES}"))
     if mistakes:
         raise ConfigError(mistakes)
     return Devices(ids, len(ids) or count or strategy_processes or CPU_PROCESSES, left_out=left_out)
 
 
-def _foreign(found: Sequence[Gpu]) -> tuple[int, ...]:
+def _foreign(available: Sequence[Gpu]) -> tuple[int, ...]:
     """The GPUs that processes use which are no run of ours; for those of a run one waits."""
-    in_use = [gpu for gpu in found if gpu.in_use]
+    in_use = [gpu for gpu in available if gpu.in_use]
     held = holders() if in_use else {}
     return tuple(gpu.index for gpu in in_use if gpu.uuid not in held)
 
 
-def _count(value: int | str | None, mistakes: list[str]) -> int | None:
+def _count(value: int | str | None, mistakes: list[Mistake]) -> int | None:
     if value is None:
         return None
     try:
         count = int(str(value))
     except ValueError:
-        mistakes.append(f"num_processes={value!r} is no whole number; write e.g. --num_processes {CPU_PROCESSES}")
+        mistakes.append(
+            Mistake("num_processes", repr(value), "is no whole number", f"write e.g. --num_processes {CPU_PROCESSES}")
+        )
         return None
     if not 1 <= count <= MAX_PROCESSES:
-        mistakes.append(f"num_processes={count} is out of range; use 1 to {MAX_PROCESSES}")
+        mistakes.append(Mistake("num_processes", count, "is out of range", f"use 1 to {MAX_PROCESSES}"))
         return None
     return count
 
 
-def _gpu_ids(gpus: str, found: Sequence[Gpu], mistakes: list[str]) -> list[int]:
+def _gpu_ids(gpus: str, available: Sequence[Gpu], mistakes: list[Mistake]) -> list[int]:
     """The ids in `gpus`; what is wrong with them is added to `mistakes`."""
-    words = [part.strip() for part in gpus.split(",")]
-    strange = [word for word in words if not (word.isascii() and word.isdigit())]
+    parts = [part.strip() for part in gpus.split(",")]
+    strange = [word for word in parts if not (word.isascii() and word.isdigit())]
     if strange:
         listed = ", ".join(repr(word) for word in strange)
-        mistakes.append(f"gpus={gpus!r}: {listed} is no GPU id; write ids with commas, such as --gpus 0,2")
+        mistakes.append(
+            Mistake("gpus", repr(gpus), f": {listed} is no GPU id", "write ids with commas, such as --gpus 0,2")
+        )
         return []
-    ids = [int(word) for word in words]
-    known = [gpu.index for gpu in found]
+    ids = [int(word) for word in parts]
+    known = [gpu.index for gpu in available]
     twice = sorted({index for index in ids if ids.count(index) > 1})
-    mistakes += [f"gpus={gpus} names GPU {index} twice; name it once" for index in twice]
+    mistakes += [Mistake("gpus", gpus, f"names GPU {index} twice", "name it once") for index in twice]
     unknown = sorted({index for index in ids if index not in known})
     if unknown and not known:
-        mistakes.append(f"gpus={gpus}: no GPU is visible here; leave gpus out, --num_processes N runs on the CPU")
+        mistakes.append(
+            Mistake("gpus", gpus, ": no GPU is visible here", "leave gpus out, --num_processes N runs on the CPU")
+        )
     elif unknown:
-        missing, here = ", ".join(map(str, unknown)), ", ".join(map(str, known))
-        mistakes.append(f"gpus={gpus}: there is no GPU {missing} here; use {here}")
+        missing, present = ", ".join(map(str, unknown)), ", ".join(map(str, known))
+        mistakes.append(Mistake("gpus", gpus, f": there is no GPU {missing} here", f"use {present}"))
     return ids

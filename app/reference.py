@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
+from trainers.config.fields import text_of
 from trainers.config.options import sections
 
 
@@ -17,14 +18,8 @@ def options_table() -> str:
 
 
 def _row(name: str, field: Any) -> str:
-    default = "required" if field.is_required() else f"`{_plain(field.get_default())}`"
+    default = "required" if field.is_required() else f"`{text_of(field.get_default()) or 'none'}`"
     return f"| `{name}` | {default} | {_values(field)} | {field.description} |"
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "none"}[value]
-    return ",".join(value) or "none" if isinstance(value, list | dict) else str(value)
 
 
 def _values(field: Any) -> str:

@@ -1,4 +1,4 @@
-"""A page of plain PyTorch on a transformers model: what any training tool is held against.
+"""A page of plain PyTorch on a transformers model: the baseline of the benchmarks.
 
 `torchrun benchmarks/bare_loop.py --model FOLDER --batches FILE --micro N --steps N --warm N --rate R --out FILE`
 """
@@ -25,7 +25,7 @@ from benchmarks.rows import Batches
 
 
 def arguments() -> argparse.Namespace:
-    """The words that all contenders take."""
+    """The command-line arguments that all contenders take."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--batches", type=Path, required=True)
@@ -50,26 +50,26 @@ def device_here() -> torch.device:
 
 
 def moment(device: torch.device) -> float:
-    """Seconds on a clock, once the device has done what it was given."""
+    """Clock time in seconds, after the device has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
-def load_model(asked: argparse.Namespace) -> Any:
-    """The model to train, as Tunesmith has it: what is trained is fp32, a frozen base bf16 or quantised to 4 bits."""
-    dtype = torch.bfloat16 if asked.bf16 and asked.method != "full" else torch.float32
+def load_model(args: argparse.Namespace) -> Any:
+    """The model to train, as in Tunesmith: trained weights in fp32, a frozen base in bf16 or quantised to 4 bits."""
+    dtype = torch.bfloat16 if args.bf16 and args.method != "full" else torch.float32
     four_bits: dict[str, Any] = {}
-    if asked.method == "qlora":
+    if args.method == "qlora":
         nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
         four_bits = {
             "quantization_config": BitsAndBytesConfig(load_in_4bit=True, **nf4),
             "device_map": {"": device_here()},
         }
-    model = AutoModelForCausalLM.from_pretrained(asked.model, dtype=dtype, attn_implementation="sdpa", **four_bits)
-    if asked.checkpointing:
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype, attn_implementation="sdpa", **four_bits)
+    if args.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model if asked.method == "full" else with_adapters(model)
+    return model if args.method == "full" else with_adapters(model)
 
 
 def with_adapters(model: Any) -> Any:
@@ -80,59 +80,64 @@ def with_adapters(model: Any) -> Any:
     return get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
 
 
-def write_result(asked: argparse.Namespace, seconds: float, losses: torch.Tensor) -> None:
-    """What the program that started this one reads.
+def write_result(args: argparse.Namespace, seconds: float, losses: torch.Tensor) -> None:
+    """Writes the result that the parent process reads.
 
     Args:
-        seconds: of the steps after the warm ones.
-        losses: first and last.
+        args: the command line.
+        seconds: time of the steps after the warm-up steps.
+        losses: `[2]` first and last loss.
     """
     first, last = losses.tolist()
     peak = torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_available() else None
-    asked.out.write_text(json.dumps({"seconds": seconds, "first_loss": first, "last_loss": last, "gpu_peak_mib": peak}))
+    args.out.write_text(json.dumps({"seconds": seconds, "first_loss": first, "last_loss": last, "gpu_peak_mib": peak}))
 
 
 def collate(batches: Batches, rows: range) -> dict[str, torch.Tensor]:
-    """Some rows, padded to the longest of them."""
-    found = [batches.row(row) for row in rows]
-    shape = (len(found), max(len(ids) for ids, _, _ in found))
-    ids, labels, places = torch.zeros(shape).long(), torch.full(shape, -100), torch.arange(shape[1]).repeat(shape[0], 1)
-    for line, (tokens, trained, position) in enumerate(found):
+    """Rows padded to the longest of them."""
+    content = [batches.row(row) for row in rows]
+    shape = (len(content), max(len(ids) for ids, _, _ in content))
+    ids, labels, position_ids = (
+        torch.zeros(shape).long(),
+        torch.full(shape, -100),
+        torch.arange(shape[1]).repeat(shape[0], 1),
+    )
+    for line, (tokens, trained, position) in enumerate(content):
         ids[line, : len(tokens)] = torch.from_numpy(tokens)
         labels[line, : len(tokens)] = torch.from_numpy(tokens).where(torch.from_numpy(trained), torch.tensor(-100))
-        places[line, : len(tokens)] = torch.from_numpy(position)
-    return {"ids": ids, "labels": labels, "places": places}
+        position_ids[line, : len(tokens)] = torch.from_numpy(position)
+    return {"ids": ids, "labels": labels, "position_ids": position_ids}
 
 
 def main() -> None:
-    """Trains, and writes seconds of the steps after the warm ones, and the first and last loss."""
-    asked, device = arguments(), device_here()
+    """Trains; writes the time of the steps after the warm-up steps, and the first and last loss."""
+    args, device = arguments(), device_here()
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    batches = Batches.load(asked.batches)
-    model = load_model(asked).train()
-    model = model if asked.method == "qlora" else model.to(device)  # what is quantised is there already
+    batches = Batches.load(args.batches)
+    model = load_model(args).train()
+    model = model if args.method == "qlora" else model.to(device)  # a quantised model is already on the device
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False) if world > 1 else None
     weights = [weight for weight in model.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=asked.rate, weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(weights, lr=args.rate, weight_decay=0.0, fused=True)
     size, losses, began = batches.global_batch_size, [], 0.0
-    for step in range(asked.steps):
-        if step == asked.warm:
+    for step in range(args.steps):
+        if step == args.warm:
             began = moment(device)
-        starts = range(step * size + rank * asked.micro, (step + 1) * size, world * asked.micro)
+        starts = range(step * size + rank * args.micro, (step + 1) * size, world * args.micro)
         trained = sum(int(batches.row(row)[1].sum()) for row in range(step * size, (step + 1) * size))
         total = torch.zeros((), device=device)
         for start in starts:
-            found = collate(batches, range(start, start + asked.micro))
-            micro = {name: one.to(device, non_blocking=True) for name, one in found.items()}
+            batch = collate(batches, range(start, start + args.micro))
+            micro = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
             last = start == starts[-1]
-            half = torch.autocast(device.type, torch.bfloat16, enabled=asked.bf16)
+            autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
             with ddp.no_sync() if ddp is not None and not last else contextlib.nullcontext():
-                # Without a mask transformers takes positions that start again for packed documents.
-                places = {"position_ids": micro["places"]} if asked.packed else {}
-                with half:
-                    logits = (ddp or model)(input_ids=micro["ids"], use_cache=False, **places).logits
+                # Without a mask, transformers treats positions that restart as packed documents.
+                positions = {"position_ids": micro["position_ids"]} if args.packed else {}
+                with autocast:
+                    logits = (ddp or model)(input_ids=micro["ids"], use_cache=False, **positions).logits
                 logits, labels = logits[:, :-1].float(), micro["labels"][:, 1:]
                 loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
                 (loss * world / trained).backward()
@@ -142,11 +147,11 @@ def main() -> None:
         optimizer.zero_grad()
         losses.append(total)
     seconds = moment(device) - began
-    told = torch.stack([losses[0], losses[-1]])
+    first_and_last = torch.stack([losses[0], losses[-1]])
     if world > 1:
-        dist.all_reduce(told)
+        dist.all_reduce(first_and_last)
     if rank == 0:
-        write_result(asked, seconds, told)
+        write_result(args, seconds, first_and_last)
     if world > 1:
         del ddp
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Tunesmith, a bare PyTorch loop and TRL on the same weights and rows: each run is a process of its own."""
+"""Runs Tunesmith, a bare PyTorch loop and TRL on the same weights and rows, each run in a process of its own."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from trainers.run.gpus import gpu_count
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
 _SPARE_STEPS = 1000
-"""More than are measured: a run is stopped once it was, and saves and exports nothing."""
+"""Steps beyond those measured: a run is stopped after measuring, so that it saves and exports nothing."""
 
 
-class Broke(RuntimeError):
-    """A run that did not come to a good end.
+class RunFailed(RuntimeError):
+    """A run failed.
 
     Args:
         cause: one line.
-        output: the last of what it printed.
+        output: the end of its output.
     """
 
     def __init__(self, cause: str, output: str = ""):
@@ -47,13 +47,13 @@ class Broke(RuntimeError):
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained.
+    """The training that is measured.
 
     Args:
         model: one of `benchmarks.shapes.NAMES`.
-        warm: steps before the clock starts.
-        timed: steps after them.
-        grouped: rows of like length in one global batch, where they are not packed.
+        warm: warm-up steps.
+        timed: timed steps after them.
+        grouped: whether unpacked rows are grouped by length.
     """
 
     model: str
@@ -73,28 +73,28 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For people."""
-        words = [self.model, *([self.method] if self.method != "full" else []), self.rows]
-        words += [self.precision] if self.precision != "no" else []
-        words += ["checkpointing"] * self.checkpointing + ["compiled"] * self.compiled
-        return ", ".join([*words, f"{self.processes} process(es)"])
+        """Display name."""
+        labels = [self.model, *([self.method] if self.method != "full" else []), self.rows]
+        labels += [self.precision] if self.precision != "no" else []
+        labels += ["checkpointing"] * self.checkpointing + ["compiled"] * self.compiled
+        return ", ".join([*labels, f"{self.processes} process(es)"])
 
     @property
     def rows(self) -> str:
-        """What a row is."""
+        """How rows are made."""
         return "packed" if self.packing else "unpacked" if self.grouped else "unpacked in random order"
 
     @property
     def steps(self) -> int:
-        """All of them."""
+        """Warm-up and timed steps."""
         return self.warm + self.timed
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One run: tokens per second after the warm steps, peak memory, first and last loss.
+    """Result of one run: tokens per second after the warm-up steps, peak memory, first and last loss.
 
-    `peak_mib` is what PyTorch held at most on the GPU; without one, the resident memory of the largest process.
+    `peak_mib` is PyTorch's peak memory on the GPU; without a GPU, the resident memory of the largest process.
     """
 
     tokens_per_second: float
@@ -107,12 +107,14 @@ class Bench:
     """Runs contenders on cases, in a folder of its own.
 
     Args:
-        folder: an empty one.
-        deadline: of `time.monotonic()`, after which what runs is ended; None for no limit.
+        folder: an empty folder.
+        deadline: `time.monotonic()` at which a run is killed; None for no limit.
     """
 
     def __init__(self, folder: Path, deadline: float | None = None):
-        self.folder, self.deadline, self.number = folder, deadline, 0
+        self.folder = folder
+        self.deadline = deadline
+        self.number = 0
         self.data = write_chat(folder / "train.jsonl", 4000, seed=1)
 
     def options(self, case: Case) -> dict[str, Any]:
@@ -135,7 +137,7 @@ class Bench:
         return path if path.exists() else batches_of(TrainConfig(**self.options(case))).save(path)
 
     def run(self, case: Case, tool: str) -> Measured:
-        """One contender, once.
+        """Runs one contender once.
 
         Raises:
             Broke: when it fails, or the time is up.
@@ -149,18 +151,22 @@ class Bench:
         self.number += 1
         return self.folder / f"{self.number:03d}"
 
-    def other_words(self, case: Case, tool: str, batches: Path, output: Path, torchrun: bool) -> list[Any]:
+    def other_argv(self, case: Case, tool: str, batches: Path, output: Path, torchrun: bool) -> list[Any]:
         """Python's arguments for the bare loop or TRL, started by `torchrun` or as a plain script."""
         script = ROOT / "benchmarks" / {"bare": "bare_loop.py", "trl": "trl_sft.py"}[tool]
         options = {"model": model_folder(case.model, self.folder), "batches": batches, "micro": case.micro,
                    "steps": case.steps, "warm": case.warm, "rate": case.rate, "method": case.method,
                    "out": output}  # fmt: skip
-        asked = {"--packed": case.packing, "--bf16": case.precision == "bf16", "--checkpointing": case.checkpointing}
-        switches = [word for word, wanted in asked.items() if wanted]
+        conditions = {
+            "--packed": case.packing,
+            "--bf16": case.precision == "bf16",
+            "--checkpointing": case.checkpointing,
+        }
+        switches = [word for word, wanted in conditions.items() if wanted]
         return [*([*TORCHRUN, case.processes] if torchrun else []), script, *flags(options), *switches]
 
-    def wait(self, words: list[Any], processes: int, output: Path, on_line: Callable[[str], None] | None = None) -> int:
-        """Runs python with these words to a good end; KiB of memory of its largest process.
+    def wait(self, argv: list[Any], processes: int, output: Path, on_line: Callable[[str], None] | None = None) -> int:
+        """Runs Python with these arguments; returns the memory of its largest process in KiB.
 
         Args:
             on_line: called with each line that it prints.
@@ -168,18 +174,18 @@ class Bench:
         Raises:
             Broke: when it fails, or the time is up.
         """
-        left = None if self.deadline is None else self.deadline - time.monotonic()
-        if left is not None and left <= 0:
-            raise Broke("no time left")
+        remaining = None if self.deadline is None else self.deadline - time.monotonic()
+        if remaining is not None and remaining <= 0:
+            raise RunFailed("no time left")
         env = environment(OMP_NUM_THREADS=str(max(1, (os.cpu_count() or 1) // processes)))
         process = subprocess.Popen(
-            [sys.executable, *map(str, words)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            [sys.executable, *map(str, argv)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             encoding="utf-8", errors="replace",
         )  # fmt: skip
         assert process.stdout is not None
-        late = threading.Event()
-        timer = threading.Timer(left or 0, _end, [process.pid, late])
-        if left is not None:
+        timed_out = threading.Event()
+        timer = threading.Timer(remaining or 0, _end, [process.pid, timed_out])
+        if remaining is not None:
             timer.start()
         printed = []
         for line in process.stdout:
@@ -189,45 +195,45 @@ class Bench:
         _, status, usage = os.wait4(process.pid, 0)
         timer.cancel()
         process.returncode = os.waitstatus_to_exitcode(status)
-        if late.is_set():
-            raise Broke("cut off when the time was up")
+        if timed_out.is_set():
+            raise RunFailed("stopped at the deadline")
         if process.returncode != 0:
             text = "".join(printed)
-            raise Broke(cause_of(text, process.returncode), text[-3000:])
+            raise RunFailed(cause_of(text, process.returncode), text[-3000:])
         return usage.ru_maxrss
 
     def _tunesmith(self, case: Case, tool: str, batches: Path, output: Path) -> tuple[float, float, list[float]]:
         strategy, run = "single" if case.processes == 1 else "ddp", RunFolder(output)
-        words = ["-m", "accelerate.commands.launch", "--config_file", ROOT / "accelerate_configs" / f"{strategy}.yaml"]
-        words += ["--num_processes", case.processes, "--main_process_port", 0] if case.processes > 1 else []
+        argv = ["-m", "accelerate.commands.launch", "--config_file", ROOT / "accelerate_configs" / f"{strategy}.yaml"]
+        argv += ["--num_processes", case.processes, "--main_process_port", 0] if case.processes > 1 else []
         options = {**self.options(case), "max_steps": case.steps + _SPARE_STEPS, "output_dir": output}
 
         def stop(line: str) -> None:
             if line.startswith(f"step {case.steps} "):
                 run.ask_stop(save=False)
 
-        resident = self.wait([*words, SCRIPT, *flags(options)], case.processes, output, stop) / 1024
+        resident = self.wait([*argv, SCRIPT, *flags(options)], case.processes, output, stop) / 1024
         rows = [json.loads(line) for line in run.metrics.read_text().splitlines()]
         losses = {row["step"]: row["loss"] for row in rows if "loss" in row}
-        held = max(row["memory_gib"] for row in rows if "memory_gib" in row) * 1024
+        peak = max(row["memory_gib"] for row in rows if "memory_gib" in row) * 1024
         ended: dict[int, datetime] = {}
         for line in run.log.read_text().splitlines():
-            stamp, _, rest = line.partition(" [rank 0] step ")
-            if rest:
-                ended.setdefault(int(rest.split()[0]), datetime.fromisoformat(stamp))
+            stamp, _, message = line.partition(" [rank 0] step ")
+            if message:
+                ended.setdefault(int(message.split()[0]), datetime.fromisoformat(stamp))
         shutil.rmtree(output)
         seconds = (ended[case.steps] - ended[case.warm]).total_seconds()
-        return seconds, held if gpu_count() else resident, [losses[1], losses[case.steps]]
+        return seconds, peak if gpu_count() else resident, [losses[1], losses[case.steps]]
 
     def _other(self, case: Case, tool: str, batches: Path, output: Path) -> tuple[float, float, list[float]]:
-        words = self.other_words(case, tool, batches, output, torchrun=case.processes > 1)
-        resident = self.wait(words, case.processes, output) / 1024
-        found = json.loads(output.read_text())
-        return found["seconds"], found["gpu_peak_mib"] or resident, [found["first_loss"], found["last_loss"]]
+        argv = self.other_argv(case, tool, batches, output, torchrun=case.processes > 1)
+        resident = self.wait(argv, case.processes, output) / 1024
+        result = json.loads(output.read_text())
+        return result["seconds"], result["gpu_peak_mib"] or resident, [result["first_loss"], result["last_loss"]]
 
 
 def cause_of(text: str, status: int) -> str:
-    """One line for a run that failed, from what it printed; what its launcher says of that is passed over."""
+    """One line on why a run failed, from its output, ignoring the errors of its launcher."""
     if re.search(r"OutOfMemoryError|out of memory", text):
         return "out of memory"
     if missing := re.search(r"^(?:\[rank\d+\]: )?ModuleNotFoundError: No module named '([\w.]+)'", text, re.MULTILINE):
@@ -244,13 +250,13 @@ def cause_of(text: str, status: int) -> str:
 _TRACEBACK = "Traceback (most recent call last):"
 
 
-def _end(pid: int, late: threading.Event) -> None:
-    """Ends a process and all that it started, in whatever session."""
-    late.set()
+def _end(pid: int, timed_out: threading.Event) -> None:
+    """Kills a process and its descendants, in any session."""
+    timed_out.set()
     try:
-        family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+        processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     except psutil.NoSuchProcess:
         return
-    for one in family:
+    for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
-            one.kill()
+            process.kill()

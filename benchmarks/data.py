@@ -1,7 +1,7 @@
-"""Tokenising, packing and batching of many chat rows: `python -m benchmarks.data [--rows 1000000] [--workers 1 2]`.
+"""Speed of tokenising, packing and batching chat rows: `python -m benchmarks.data [--rows 1000000] [--workers 1 2]`.
 
-Each measurement is a process of its own, with an empty cache and then with a full one. Memory is what the processes
-hold for themselves at most, all of them together; the pages of mapped files are the system's to take back.
+Each measurement is a process of its own, first with an empty cache, then with a full one. Memory is the peak of private
+memory over all processes together; pages of mapped files, which the system can reclaim, do not count.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BATCHES = 200
 
 
 def measured_here(data: Path, cache: Path, workers: int) -> dict[str, float]:
-    """Seconds of each part, in this process; tokens are made or taken from the cache."""
+    """Seconds of each phase, in this process; tokens are computed or read from the cache."""
     from trainers.data.batches import Rows, TrainPlan
     from trainers.data.packing import pack
     from trainers.data.prepare import load_tokenizer, prepare
@@ -41,7 +41,7 @@ def measured_here(data: Path, cache: Path, workers: int) -> dict[str, float]:
     prepared = time.perf_counter()
     efficiency = pack(documents.lengths, config.max_length).efficiency
     packing = time.perf_counter() - prepared
-    import torch  # noqa: F401 - the trainer has it by now
+    import torch  # noqa: F401 - already imported in a training run
 
     ready = time.perf_counter()
     rows = Rows(documents, config.max_length, True, load_tokenizer(config).pad_token_id or 0)
@@ -61,18 +61,18 @@ def measured_here(data: Path, cache: Path, workers: int) -> dict[str, float]:
 
 def own_memory(process: psutil.Process) -> float:
     """Anonymous resident memory of a process and its descendants in MiB."""
-    held = 0
-    for one in [process, *process.children(recursive=True)]:
+    total = 0
+    for member in [process, *process.children(recursive=True)]:
         with contextlib.suppress(psutil.Error, OSError, IndexError):
-            status = Path(f"/proc/{one.pid}/status").read_text()
-            held += int(status.partition("RssAnon:")[2].split()[0])
-    return held / 1024
+            status = Path(f"/proc/{member.pid}/status").read_text()
+            total += int(status.partition("RssAnon:")[2].split()[0])
+    return total / 1024
 
 
 def measured(data: Path, cache: Path, workers: int) -> dict[str, float]:
-    """`measured_here` in a new process, and its peak memory."""
-    words = [sys.executable, "-m", "benchmarks.data", "--here", str(data), str(cache), "--workers", str(workers)]
-    child = subprocess.Popen(words, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
+    """Runs `measured_here` in a new process, and adds its peak memory."""
+    argv = [sys.executable, "-m", "benchmarks.data", "--here", str(data), str(cache), "--workers", str(workers)]
+    child = subprocess.Popen(argv, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
     peak, ended = 0.0, threading.Event()
 
     def watch() -> None:
@@ -93,16 +93,16 @@ def measured(data: Path, cache: Path, workers: int) -> dict[str, float]:
 
 def row(cells: dict[str, float], workers: int, state: str) -> str:
     """One line of the table."""
-    shown = [
+    values = [
         f"{cells['rows']:,}", str(workers), state, f"{cells['prepare_s']:.1f}",
         f"{cells['rows'] / cells['prepare_s']:,.0f}", f"{cells['pack_s']:.2f}", f"{cells['efficiency']:.2%}",
         f"{cells['first_batch_s']:.2f}", f"{cells['batch_ms']:.2f}", f"{cells['peak_mib']:,.0f}",
     ]  # fmt: skip
-    return f"| {' | '.join(shown)} |"
+    return f"| {' | '.join(values)} |"
 
 
 def arguments() -> Any:
-    """The command line; `--here` is for this program alone."""
+    """The command line; `--here` is internal."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[10_000, 1_000_000])
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
@@ -112,16 +112,16 @@ def arguments() -> Any:
 
 def main() -> None:
     """Prints a Markdown table."""
-    asked = arguments()
-    if asked.here:
-        print(json.dumps(measured_here(*asked.here, asked.workers[0])))
+    args = arguments()
+    if args.here:
+        print(json.dumps(measured_here(*args.here, args.workers[0])))
         return
     print("| rows | workers | cache | tokenised in s | rows/s | packed in s | efficiency | first batch s | batch ms "
           "| peak MiB |\n|---|---|---|---|---|---|---|---|---|---|", flush=True)  # fmt: skip
-    for count in asked.rows:
+    for count in args.rows:
         with tempfile.TemporaryDirectory() as folder:
             data = write_chat(Path(folder) / "train.jsonl", count, seed=1)
-            for workers in asked.workers:
+            for workers in args.workers:
                 cache = Path(folder) / f"cache-{workers}"
                 for state in ("empty", "full"):
                     print(row(measured(data, cache, workers), workers, state), flush=True)

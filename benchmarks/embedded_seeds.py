@@ -1,6 +1,6 @@
 """Exact match of the embedded presets on the held-out test split, over seeds: `python benchmarks/embedded_seeds.py`.
 
-Each run is the real thing: `tunesmith train PRESET --seed N`, two processes, then generation. Prints a table.
+Each run is `tunesmith train PRESET --seed N` on two processes, then generation. Prints a table.
 """
 
 from __future__ import annotations
@@ -15,18 +15,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def run(words: list[str]) -> str:
+def run(argv: list[str]) -> str:
     """Standard output of one of the project's programs."""
-    return subprocess.run(
-        [sys.executable, "-m", *words], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
-    ).stdout
+    return subprocess.run([sys.executable, "-m", *argv], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 def measure(preset: str, seed: int, folder: Path) -> dict[str, float]:
     """Trains and scores one preset with one seed."""
     output = folder / f"{preset}-{seed}"
-    words = ["app.cli", "train", preset, "--seed", str(seed), "--output_dir", str(output), "--json", "--quiet"]
-    document = json.loads(run(words))
+    argv = ["app.cli", "train", preset, "--seed", str(seed), "--output_dir", str(output), "--json", "--quiet"]
+    document = json.loads(run(argv))
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     seconds = max(row["elapsed_s"] for row in rows if "elapsed_s" in row)
     (score,) = json.loads(run(["trainers.embedded.score", "--model", document["export_dir"], "--split", "test"]))

@@ -2,8 +2,8 @@
 
     python -m benchmarks.families [FAMILY ...] [--json FILE] [--share 1/3]
 
-A small random model of each family, full and LoRA, packed and not: the check, then a real first step on the CPU. Each
-family has a process of its own and a time limit. Exits with 1 when one of them disagrees, or was not judged.
+For a small random model of each family, full and LoRA, packed and unpacked, runs the check, then a real first step on
+the CPU. Each family has a process of its own and a time limit. Exits with 1 if any case disagrees or was not judged.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from typing import Any
 from tests.families import FAMILIES, verdicts
 
 SECONDS = 600
-"""How long one family may take."""
+"""Time limit of one family, in seconds."""
 
 
 def judge(family: str, seconds: float = SECONDS) -> dict[str, Any]:
-    """What `verdicts` says, from a process of its own; a process that dies or takes too long judges nothing.
+    """Runs `verdicts` in a process of its own; if it dies or takes too long, there are no verdicts.
 
     Args:
-        seconds: the limit.
+        family: name of the family.
+        seconds: the time limit.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.families", "deepspeed", "peft", "torch._dynamo"])  # slow imports
@@ -43,10 +44,10 @@ def judge(family: str, seconds: float = SECONDS) -> dict[str, Any]:
             process.kill()
             process.join()
             return {"family": family, "unknown": f"not done after {seconds:g} s", "verdicts": []}
-        found = folder / "found.json"
-        if not found.is_file():
+        result_file = folder / "found.json"
+        if not result_file.is_file():
             return {"family": family, "unknown": f"its process ended with {process.exitcode}", "verdicts": []}
-        return dict(json.loads(found.read_text()))
+        return dict(json.loads(result_file.read_text()))
 
 
 def _write_verdicts(family: str, folder: Path) -> None:
@@ -55,12 +56,12 @@ def _write_verdicts(family: str, folder: Path) -> None:
     torch.set_num_threads(1)  # the matrices are small
     with (folder / "log.txt").open("w") as log:
         sys.stdout = sys.stderr = log
-        found = verdicts(family, folder)
-    (folder / "found.json").write_text(json.dumps(found))
+        result = verdicts(family, folder)
+    (folder / "found.json").write_text(json.dumps(result))
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """A line per family, method and packing that was judged; then those that were not."""
+    """A line per family, method and packing; then the families that were not judged."""
     lines = []
     for verdict in (verdict for result in results for verdict in result["verdicts"]):
         rows = "packed" if verdict["packing"] else "unpacked"
@@ -69,21 +70,21 @@ def table(results: list[dict[str, Any]]) -> str:
         lines.append(f"{name} {end}")
         if verdict["fault"] is not None:
             lines += [f"    check: {verdict['check']}", f"    run:   {verdict['run']}"]
-            lines += [f"    after {advice}: {said}" for advice, said in verdict["advice"]]
+            lines += [f"    after {advice}: {outcome}" for advice, outcome in verdict["advice"]]
     lines += [f"{result['family']:28} NOT JUDGED  {result['unknown']}" for result in results if result["unknown"]]
     return "\n".join(lines)
 
 
 def summary(results: list[dict[str, Any]]) -> str:
-    """One line of numbers."""
+    """One line of totals."""
     every = [verdict for result in results for verdict in result["verdicts"]]
     faults = Counter(verdict["fault"] for verdict in every if verdict["fault"] is not None)
-    said = ", ".join(f"{fault} {count}" for fault, count in faults.most_common()) or "none"
+    disagreements = ", ".join(f"{fault} {count}" for fault, count in faults.most_common()) or "none"
     trained = sum(verdict["run"] == "ok" for verdict in every)
     unknown = sum(result["unknown"] is not None for result in results)
     return (
         f"{len(results)} families, {unknown} not judged; {len(every)} cases, {trained} train, "
-        f"{sum(verdict['fault'] is None for verdict in every)} agree; disagreements: {said}"
+        f"{sum(verdict['fault'] is None for verdict in every)} agree; disagreements: {disagreements}"
     )
 
 
@@ -93,15 +94,15 @@ def main() -> int:
     parser.add_argument("families", nargs="*", metavar="FAMILY")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the results and versions as JSON")
     parser.add_argument("--share", default="1/1", help="1/3: the first third of them")
-    asked = parser.parse_args()
-    part, parts = map(int, asked.share.split("/"))
+    args = parser.parse_args()
+    part, parts = map(int, args.share.split("/"))
     began, results = time.monotonic(), []
-    for family in (asked.families or FAMILIES)[part - 1 :: parts]:
+    for family in (args.families or FAMILIES)[part - 1 :: parts]:
         results.append(judge(family))
         print(table(results[-1:]), flush=True)
-    if asked.json:
+    if args.json:
         versions = {name: version(name) for name in ("torch", "transformers", "peft")}
-        asked.json.write_text(json.dumps({"at": f"{datetime.now():%F %T}", **versions, "results": results}, indent=1))
+        args.json.write_text(json.dumps({"at": f"{datetime.now():%F %T}", **versions, "results": results}, indent=1))
     print(f"{summary(results)}; {time.monotonic() - began:.0f} s")
     judged = all(result["unknown"] is None for result in results)
     return 0 if judged and all(v["fault"] is None for result in results for v in result["verdicts"]) else 1

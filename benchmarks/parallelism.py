@@ -1,15 +1,14 @@
-"""What each strategy sends, keeps and takes: `python -m benchmarks.parallelism [--strategies ddp tp] [--model 24M]`.
+"""Traffic, memory and step time of strategies: `python -m benchmarks.parallelism [--strategies ddp tp] [--model 24M]`.
 
-Bytes are the payload that a rank hands to a collective, not what the algorithm under it then moves: the whole tensor
-of an all-reduce, a reduce-scatter or an all-to-all, the rank's own part of an all-gather, a broadcast's tensor on its
-source, a message on its sender; nothing in a group of one. They are counted (see `benchmarks/traffic.py`), per step
-and rank: the mean over the ranks, and over the steps after the first two. Under "control" stands the loop's own sum of
-loss and requests; what is said between steps (rows of the metrics, saves) is not counted. Memory is that of the last
-step, of each rank.
+Bytes are the payload that a rank passes to a collective, not what the algorithm then moves: the full tensor of an
+all-reduce, a reduce-scatter or an all-to-all, the rank's own shard of an all-gather, the tensor of a broadcast on its
+source, a message on its sender; nothing in a group of one. They are counted (see `benchmarks/traffic.py`) per step and
+rank: the mean over the ranks and over the steps after the first two. "control" is the loop's own sum of loss and
+requests; communication between steps (metrics, saves) is not counted. Memory is that of each rank in the last step.
 
-The second table sets them against formulas (`trainers/strategy/traffic.py`), where there are any. These leave out
-the norm of the gradients and the sums of shared norms' gradients under tp (Qwen3), which are small, and what ZeRO 3
-gathers, which depends on what it found room to keep.
+The second table compares them with formulas (`trainers/strategy/traffic.py`) where these exist. The formulas leave out
+the gradient norm and, under tp, the sums of shared norms' gradients (Qwen3), which are small, and ZeRO 3's gathers,
+which depend on how much it can keep in memory.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from typing import Any
 from benchmarks.shapes import NAMES, empty_model, model_folder
 from benchmarks.traffic import SITE
 from tests.launching import ROOT, launch_well
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.strategy.pipeline_schedules import SCHEDULES
 from trainers.strategy.strategy import Strategy, load_strategy, resolve
 from trainers.strategy.traffic import Shape, Term, predicted
@@ -53,7 +52,7 @@ class Measured:
     Args:
         ranks: what each rank counted over all steps: `sent`, `calls`, and its micro-batches in `steps`.
         memory: GiB of each rank.
-        seconds: of a step, the median.
+        seconds: median time of a step.
     """
 
     strategy: Strategy
@@ -63,7 +62,7 @@ class Measured:
 
     @property
     def steps(self) -> int:
-        """Those that were counted."""
+        """Number of counted steps."""
         return len(self.ranks[0]["steps"]) - WARM
 
     def sent(self, collective: str) -> float:
@@ -71,33 +70,36 @@ class Measured:
         return statistics.mean(rank["sent"].get(collective, 0) for rank in self.ranks) / self.steps
 
     def expected(self, shape: Shape) -> list[Term]:
-        """What the formulas say, per step, the mean over the ranks."""
+        """What the formulas predict per step, as the mean over the ranks."""
         strategy = self.strategy
         kind = f"ZERO{strategy.zero_stage}" if strategy.zero_stage else strategy.distributed_type
         chunks = SCHEDULES[strategy.pp_schedule].chunks
         by_rank = [predicted(kind, strategy.sizes, chunks, shape, rank["steps"], WARM) for rank in self.ranks]
         return [
-            Term(alike[0].collective, alike[0].words, statistics.mean(term.bytes for term in alike) / self.steps)
+            Term(alike[0].collective, alike[0].formula, statistics.mean(term.bytes for term in alike) / self.steps)
             for alike in zip(*by_rank, strict=True)
         ]
 
 
 def sized(name: str, processes: int | None = None) -> Strategy:
-    """A strategy for a number of processes; None: as many as its file says.
+    """A strategy for a number of processes; None: the number in its file.
 
     Raises:
-        ConfigError: when it cannot have that many.
+        ConfigError: if it does not support that number.
     """
     strategy = load_strategy(name)
     return resolve(strategy, strategy.num_processes if processes is None else processes, "no")
 
 
 def measure(folder: Path, strategy: Strategy, model: Path, steps: int = STEPS, **more: Any) -> Measured:
-    """Trains a few steps and counts.
+    """Trains a few steps and counts the traffic.
 
     Args:
-        folder: a new one, for the run.
-        more: options, in place of `OPTIONS`.
+        folder: a new folder for the run.
+        strategy: the strategy to measure.
+        model: folder of the model.
+        steps: number of steps.
+        more: options that override `OPTIONS`.
     """
     inject = folder / "inject"
     inject.mkdir(parents=True)
@@ -111,7 +113,7 @@ def measure(folder: Path, strategy: Strategy, model: Path, steps: int = STEPS, *
     return Measured(strategy, ranks, rows[-1]["memory_gib_by_rank"], statistics.median(times[WARM - 1 :]))
 
 
-def shown(size: float) -> str:
+def format_bytes(size: float) -> str:
     """Bytes in decimal units, with three digits."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= factor:
@@ -119,23 +121,25 @@ def shown(size: float) -> str:
     return f"{size:.0f} B" if size else "0"
 
 
-def first_row(found: Measured) -> list[str]:
-    """What a strategy sends, keeps and takes."""
-    kinds = {kind for rank in found.ranks for kind in rank["sent"]}
-    others = sum(found.sent(kind) for kind in kinds - {*COLLECTIVES, "control"})
+def first_row(measured: Measured) -> list[str]:
+    """A row of the first table: traffic, memory and step time of a strategy."""
+    kinds = {kind for rank in measured.ranks for kind in rank["sent"]}
+    others = sum(measured.sent(kind) for kind in kinds - {*COLLECTIVES, "control"})
     return [
-        found.strategy.name, str(found.strategy.num_processes), *(shown(found.sent(one)) for one in COLLECTIVES),
-        shown(others), shown(found.sent("control")), " ".join(f"{one:.2f}" for one in found.memory),
-        f"{found.seconds:.2f}",
+        measured.strategy.name, str(measured.strategy.num_processes),
+        *(format_bytes(measured.sent(collective)) for collective in COLLECTIVES), format_bytes(others),
+        format_bytes(measured.sent("control")), " ".join(f"{gib:.2f}" for gib in measured.memory),
+        f"{measured.seconds:.2f}",
     ]  # fmt: skip
 
 
-def second_rows(found: Measured, shape: Shape) -> list[list[str]]:
-    """Predicted against counted, a row for each collective that has a formula."""
+def second_rows(measured: Measured, shape: Shape) -> list[list[str]]:
+    """Rows of the second table: predicted and counted bytes of each collective that has a formula."""
     return [
-        [found.strategy.name, term.collective, term.words, shown(term.bytes), shown(found.sent(term.collective)),
-         f"{found.sent(term.collective) / term.bytes:.3f}" if term.bytes else "none"]
-        for term in found.expected(shape)
+        [measured.strategy.name, term.collective, term.formula, format_bytes(term.bytes),
+         format_bytes(measured.sent(term.collective)),
+         f"{measured.sent(term.collective) / term.bytes:.3f}" if term.bytes else "none"]
+        for term in measured.expected(shape)
     ]  # fmt: skip
 
 
@@ -145,7 +149,7 @@ def line(cells: Sequence[str]) -> str:
 
 
 def head(cells: Sequence[str]) -> str:
-    """The first two lines of one."""
+    """The header of a Markdown table."""
     return f"{line(cells)}\n|{'---|' * len(cells)}"
 
 
@@ -155,24 +159,28 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES, metavar="NAME",
                         help=f"some of {', '.join(STRATEGIES)}; default: all")  # fmt: skip
     parser.add_argument("--model", choices=NAMES, default="embedded")
-    parser.add_argument("--num_processes", type=int, help="for all of them; default: what each strategy's file says")
+    parser.add_argument(
+        "--num_processes",
+        type=int,
+        help="number of processes for all strategies; default: that of each strategy's file",
+    )
     parser.add_argument("--share_gpus", action="store_true",
-                        help="start beside other runs on this machine; times then mean little")  # fmt: skip
-    asked = parser.parse_args()
+                        help="start even if other runs use the GPUs; times are then unreliable")  # fmt: skip
+    args = parser.parse_args()
     try:
-        strategies = [sized(name, asked.num_processes) for name in asked.strategies]
+        strategies = [sized(name, args.num_processes) for name in args.strategies]
     except ConfigError as error:
         parser.error(str(error))
     rows: list[list[str]] = []
-    with tempfile.TemporaryDirectory() as place:
-        model = model_folder(asked.model, Path(place))
+    with tempfile.TemporaryDirectory() as folder:
+        model = model_folder(args.model, Path(folder))
         shape = Shape.of(empty_model(model))
         columns = ["strategy", "processes", *COLLECTIVES, "others", "control", "GiB by rank", "s per step"]
-        print(f"{asked.model}, {shape.parameters:,} parameters; bytes per step and rank\n\n{head(columns)}", flush=True)
+        print(f"{args.model}, {shape.parameters:,} parameters; bytes per step and rank\n\n{head(columns)}", flush=True)
         for strategy in strategies:
-            found = measure(Path(place) / strategy.name, strategy, model, share_gpus=asked.share_gpus)
-            print(line(first_row(found)), flush=True)
-            rows += second_rows(found, shape)
+            measured = measure(Path(folder) / strategy.name, strategy, model, share_gpus=args.share_gpus)
+            print(line(first_row(measured)), flush=True)
+            rows += second_rows(measured, shape)
     print(f"\n{head(['strategy', 'collective', 'formula', 'predicted', 'counted', 'counted / predicted'])}")
     print("\n".join(map(line, rows)))
 

@@ -25,7 +25,7 @@ REPEATS = 3
 
 
 def with_torch_save(model: Any, optimizer: Any, folder: Path) -> None:
-    """The whole state on rank 0, in one file."""
+    """Saves the full state on rank 0, in one file."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_state_dict(model, optimizer, options=options)
     if dist.get_rank() == 0:
@@ -33,13 +33,13 @@ def with_torch_save(model: Any, optimizer: Any, folder: Path) -> None:
 
 
 def with_dcp(model: Any, optimizer: Any, folder: Path) -> None:
-    """Each rank's part in a file of its own."""
+    """Saves each rank's shard in a file of its own."""
     weights, states = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optim": states}, checkpoint_id=folder)
 
 
 def measure(save: Callable[[Any, Any, Path], None], model: Any, optimizer: Any, folder: Path) -> dict[str, float]:
-    """Median seconds from all ranks' beginning to all ranks' end."""
+    """Median seconds of a save, from barrier to barrier."""
     seconds = []
     for _ in range(REPEATS):
         if dist.get_rank() == 0:
@@ -56,16 +56,16 @@ def measure(save: Callable[[Any, Any, Path], None], model: Any, optimizer: Any, 
 
 
 def main() -> None:
-    """One step, so that Adam has a state, then the saves."""
+    """Trains one step, so that Adam has a state, then measures the saves."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--strategy", choices=["ddp", "fsdp2"], required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     dist.init_process_group("gloo")
-    model: Any = AutoModelForCausalLM.from_pretrained(asked.model, dtype=torch.float32)
-    if asked.strategy == "ddp":
+    model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    if args.strategy == "ddp":
         model = DistributedDataParallel(model)
     else:
         mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
@@ -76,10 +76,10 @@ def main() -> None:
     ids = torch.arange(64)[None]
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     optimizer.step()
-    ways = {"torch.save": with_torch_save, "DCP": with_dcp}
-    found = {name: measure(save, model, optimizer, asked.folder / name) for name, save in ways.items()}
+    savers = {"torch.save": with_torch_save, "DCP": with_dcp}
+    results = {name: measure(save, model, optimizer, args.folder / name) for name, save in savers.items()}
     if dist.get_rank() == 0:
-        asked.out.write_text(json.dumps(found))
+        args.out.write_text(json.dumps(results))
     del model
     dist.destroy_process_group()
 

@@ -1,8 +1,8 @@
-"""What `tunesmith plan` says against what a run takes: `python -m benchmarks.plan [--strategies ddp fsdp2]`.
+"""Compares `tunesmith plan` with real runs: `python -m benchmarks.plan [--strategies ddp fsdp2]`.
 
-On the CPU, the 24M model, all weights. "Resting" are the bytes of all tensors that a rank has between two steps, each
-storage once: weights and optimizer state, and gradients where they are kept; the plan's line has them by the same name.
-"Peak" is the most that the process ever had resident (`VmHWM`), its start included, of the fullest rank.
+On the CPU, with the 24M model, all weights trained. "Resting" is the bytes of all tensors of a rank between two steps,
+each storage once: weights, optimizer state, and gradients if they are kept. "Peak" is the peak resident memory of the
+process (`VmHWM`), startup included, on the fullest rank.
 """
 
 from __future__ import annotations
@@ -39,43 +39,49 @@ if 'ACCELERATE_MIXED_PRECISION' in os.environ:
 """A `sitecustomize.py` that counts in every rank."""
 
 
-def held() -> int:
-    """Bytes of all tensors of this process, each storage once."""
+def tensor_bytes() -> int:
+    """Bytes of all CPU tensors of this process, each storage once."""
     import torch
 
     gc.collect()
-    found: dict[int, int] = {}
-    for one in gc.get_objects():
-        if issubclass(type(one), torch.Tensor) and one.device.type == "cpu" and not hasattr(one, "device_mesh"):
-            storage = one.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return sum(found.values())
+    storages: dict[int, int] = {}
+    for tensor in gc.get_objects():
+        if (
+            issubclass(type(tensor), torch.Tensor)
+            and tensor.device.type == "cpu"
+            and not hasattr(tensor, "device_mesh")
+        ):
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
 
 
 def start(folder: str) -> None:
-    """Notes what this rank has after each step, and its peak."""
+    """Records this rank's tensor bytes after each step, and its peak memory."""
     from trainers import loop
 
-    ways: Any = loop
-    inner: Callable[..., Any] = ways.train_step
+    module: Any = loop
+    inner: Callable[..., Any] = module.train_step
     file = Path(folder) / f"rank-{os.environ.get('RANK', '0')}.json"
 
     def stepped(*arguments: Any) -> Any:
-        found = inner(*arguments)
+        result = inner(*arguments)
         status = Path("/proc/self/status").read_text().split()
         peak = int(status[status.index("VmHWM:") + 1]) * 1024
-        file.write_text(json.dumps({"resting": held(), "peak": peak}))
-        return found
+        file.write_text(json.dumps({"resting": tensor_bytes(), "peak": peak}))
+        return result
 
-    ways.train_step = stepped
+    module.train_step = stepped
 
 
 def measure(folder: Path, name: str, model: Path, **more: Any) -> tuple[Row, dict[str, float]]:
-    """The plan of a strategy, and what its fullest rank has.
+    """The plan of a strategy, and the measured memory of its fullest rank.
 
     Args:
-        folder: a new one, for the run.
-        more: options, in place of `OPTIONS`.
+        folder: a new folder for the run.
+        name: name of the strategy.
+        model: folder of the model.
+        more: options that override `OPTIONS`.
     """
     inject = folder / "inject"
     inject.mkdir(parents=True)
@@ -92,14 +98,14 @@ def measure(folder: Path, name: str, model: Path, **more: Any) -> tuple[Row, dic
     return planned, {key: max(rank[key] for rank in ranks) for key in ("resting", "peak")}
 
 
-def cells(planned: Row, found: dict[str, float]) -> list[str]:
+def cells(planned: Row, measured: dict[str, float]) -> list[str]:
     """A row of the table."""
     memory = planned.memory or {}
-    kept, gradients = memory["weights"] + memory["optimizer"], memory["gradients"]
+    persistent, gradients = memory["weights"] + memory["optimizer"], memory["gradients"]
     return [
-        planned.strategy, str(planned.sizes.world), f"{kept / GIB:.3f}", f"{gradients / GIB:.3f}",
-        f"{found['resting'] / GIB:.3f}", f"{planned.total / GIB:.2f}", f"{found['peak'] / GIB:.2f}",
-        f"{planned.total / found['peak']:.2f}",
+        planned.strategy, str(planned.sizes.world), f"{persistent / GIB:.3f}", f"{gradients / GIB:.3f}",
+        f"{measured['resting'] / GIB:.3f}", f"{planned.total / GIB:.2f}", f"{measured['peak'] / GIB:.2f}",
+        f"{planned.total / measured['peak']:.2f}",
     ]  # fmt: skip
 
 
@@ -108,13 +114,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategies", nargs="+", default=STRATEGIES, metavar="NAME")
     parser.add_argument("--model", choices=NAMES, default="24M")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     print(head(["strategy", "processes", "planned weights and optimizer", "gradients", "resting", "planned total",
                 "peak", "planned / peak"]))  # fmt: skip
-    with tempfile.TemporaryDirectory() as place:
-        model = model_folder(asked.model, Path(place))
-        for name in asked.strategies:
-            print(line(cells(*measure(Path(place) / name, name, model))), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        model = model_folder(args.model, Path(folder))
+        for name in args.strategies:
+            print(line(cells(*measure(Path(folder) / name, name, model))), flush=True)
 
 
 if __name__ == "__main__":

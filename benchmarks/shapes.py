@@ -1,4 +1,4 @@
-"""Models to measure with: real shapes, random weights, the embedded model's tokenizer. Nothing is downloaded."""
+"""Models for benchmarks: real shapes, random weights, the embedded model's tokenizer. Downloads nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from tests.launching import ROOT
+from trainers.config.presets import model_presets
 from trainers.embedded import BASE_DIR
 
 ARCHITECTURES = {
@@ -15,7 +15,7 @@ ARCHITECTURES = {
 }  # fmt: skip
 NAMES = ("embedded", "24M", *ARCHITECTURES)
 TINY = "tiny-"
-"""Before a name: two narrow layers of that model, for a test."""
+"""Prefix of a name: two narrow layers of that model, for tests."""
 _24M = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 6,
         "num_key_value_heads": 6, "head_dim": 64, "vocab_size": 8192}  # fmt: skip
 _TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -23,38 +23,39 @@ _TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "n
 
 
 def model_folder(name: str, folder: Path) -> Path:
-    """A model that any tool loads: the embedded one, one of 24M parameters, or a real shape.
+    """The folder of a model that any tool can load: the embedded one, one of 24M parameters, or a real shape.
 
-    Weights are fp32, in models of more than half a billion parameters bf16.
+    Weights are fp32, or bf16 in models of more than half a billion parameters.
 
     Args:
         name: one of `NAMES`, or `TINY` and one of `ARCHITECTURES`.
-        folder: where it is made, once.
+        folder: parent folder, in which it is created once.
     """
     if name == "embedded":
         return BASE_DIR
-    made = folder / name
-    if not made.exists():
+    target = folder / name
+    if not target.exists():
         unfinished = folder / f"{name}.unfinished"
         shutil.copytree(BASE_DIR, unfinished, ignore=shutil.ignore_patterns("model.safetensors"))
         (unfinished / "config.json").write_text(json.dumps(_config(name)))
         _write_weights(unfinished)
-        unfinished.rename(made)
-    return made
+        unfinished.rename(target)
+    return target
 
 
 def _config(name: str) -> dict[str, Any]:
     if name == "24M":
         return {**json.loads((BASE_DIR / "config.json").read_text()), **_24M}
-    stem = ARCHITECTURES[name.removeprefix(TINY)]
-    shape = json.loads((ROOT / "tests/unit/architectures" / f"{stem}.json").read_text())["config"]
+    published = model_presets(ARCHITECTURES[name.removeprefix(TINY)]).model
+    assert published
+    shape = published.config
     classes = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
     tiny = _TINY if name.startswith(TINY) else {}
     return {**shape, **tiny, "architectures": [classes[shape["model_type"]]]}
 
 
 def empty_model(folder: Path) -> Any:
-    """The folder's model, without memory for its weights."""
+    """The model of a folder on the meta device, without memory for its weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -63,7 +64,7 @@ def empty_model(folder: Path) -> Any:
 
 
 def _write_weights(folder: Path) -> None:
-    """Random matrices, norms of one, biases of zero, drawn on the GPU where there is one: on a CPU 8B take minutes."""
+    """Writes random matrices, norms of one, biases of zero; on the GPU if there is one, as 8B take minutes on a CPU."""
     import torch
     from safetensors.torch import save_file
 
@@ -71,7 +72,7 @@ def _write_weights(folder: Path) -> None:
     dtype = torch.bfloat16 if model.num_parameters() > 500_000_000 else torch.float32
     generator = torch.Generator("cuda" if torch.cuda.is_available() else "cpu").manual_seed(0)
     weights = {}
-    for name, shape in ((name, weight.shape) for name, weight in model.named_parameters()):  # a tied one comes once
+    for name, shape in ((name, weight.shape) for name, weight in model.named_parameters()):  # tied weights appear once
         drawn = torch.empty(shape, dtype=dtype, device=generator.device)
         if len(shape) > 1:
             drawn.normal_(0.0, model.config.initializer_range, generator=generator)

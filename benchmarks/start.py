@@ -1,8 +1,8 @@
 """From `tunesmith train` to the end of the first step, by phase: `python -m benchmarks.start [--json]`.
 
-Held against the bare loop under `torchrun`, which trains the same first step of the embedded model, in turns. The bare
-loop finds its tokens made; Tunesmith tokenises when its data cache is cold. The difference is the median of those of
-the turns, warm cache against bare. With it: how long `tunesmith --help` takes.
+Compared, in turns, with the bare loop under `torchrun`, which trains the same first step of the embedded model. The
+bare loop reads prepared tokens; Tunesmith tokenises if its data cache is cold. The difference is the median over the
+turns of warm cache less bare loop. Also measures `tunesmith --help`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contenders import Bench, Broke, Case
+from benchmarks.contenders import Bench, Case, RunFailed
 from tests.launching import environment, flags
 from trainers.monitor.startup_timer import read_start
 from trainers.run.folder import RunFolder
 
 COMMAND = ("-m", "app.cli")
 GOAL = 1.5
-"""Seconds that Tunesmith may take longer than the bare loop."""
+"""Seconds that Tunesmith may take beyond the bare loop."""
 
 
 def first_step(processes: int) -> Case:
@@ -39,7 +39,7 @@ def tunesmith(bench: Bench, case: Case, cold: bool) -> dict[str, float]:
     """Seconds of each phase of a foreground `tunesmith train`, in order, and their sum as `total`.
 
     Args:
-        cold: without tokenised data.
+        cold: start without tokenised data.
 
     Raises:
         Broke: when it fails.
@@ -52,7 +52,7 @@ def tunesmith(bench: Bench, case: Case, cold: bool) -> dict[str, float]:
 
     def note(line: str) -> None:
         name = line.partition(" ")[0]
-        if name in ("checking", "run"):  # said before and after the check of the request
+        if name in ("checking", "run"):  # printed before and after the request is checked
             seen.setdefault(name, time.time())
 
     bench.wait([*COMMAND, "train", *flags(options)], case.processes, output, note)
@@ -65,24 +65,24 @@ def tunesmith(bench: Bench, case: Case, cold: bool) -> dict[str, float]:
 
 
 def _start_in(run: RunFolder) -> tuple[dict[str, float], float]:
-    """Phases of rank 0's start, and when it was over (seconds since the epoch)."""
+    """Phases of rank 0's startup, and when it ended (seconds since the epoch)."""
     for line in run.log.read_text(encoding="utf-8").splitlines():
-        stamp, _, rest = line.partition(" [rank 0] ")
-        if phases := read_start(rest):
+        stamp, _, message = line.partition(" [rank 0] ")
+        if phases := read_start(message):
             return phases, datetime.fromisoformat(stamp).timestamp()
-    raise Broke("the log has no line about the start")
+    raise RunFailed("the log has no line about the start")
 
 
 def bare(bench: Bench, case: Case) -> dict[str, float]:
-    """Seconds of the bare loop under `torchrun` to the end of its only step, which it tells in a file.
+    """Seconds of the bare loop under `torchrun` until it has written the result of its only step.
 
     Raises:
         Broke: when it fails.
     """
     output = bench.output()
-    words = bench.other_words(case, "bare", bench.batches(case), output, torchrun=True)
+    argv = bench.other_argv(case, "bare", bench.batches(case), output, torchrun=True)
     began = time.time()
-    bench.wait(words, case.processes, output)
+    bench.wait(argv, case.processes, output)
     return {"total": output.stat().st_mtime - began}
 
 
@@ -97,37 +97,37 @@ def help_seconds(repeats: int) -> float:
 
 
 def measure(bench: Bench, processes: int, repeats: int) -> dict[str, Any]:
-    """All three starts in turns, the first one changing, so that a drift of the machine hits all alike.
+    """Measures all three starts in rotating turns, so that drift of the machine affects all equally.
 
     Returns:
         `processes`; `starts`: median seconds of each phase for `cold`, `warm` and `bare`; `difference`: warm less bare.
     """
     case = first_step(processes)
-    bench.batches(case)  # which also fills the cache that is warm
-    ways = {
+    bench.batches(case)  # also fills the warm cache
+    starts = {
         "cold": lambda: tunesmith(bench, case, cold=True),
         "warm": lambda: tunesmith(bench, case, cold=False),
         "bare": lambda: bare(bench, case),
     }
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
-    names = list(ways)
+    seconds: dict[str, list[dict[str, float]]] = {name: [] for name in starts}
+    names = list(starts)
     for turn in range(repeats):
         for name in names[turn % 3 :] + names[: turn % 3]:
-            found[name].append(ways[name]())
-            said = f"{processes} process(es), {name}: {found[name][-1]['total']:.2f} s"
-            print(said, file=sys.stderr, flush=True)
-    middle = {
-        name: {phase: statistics.median(one[phase] for one in runs) for phase in runs[0]}
-        for name, runs in found.items()
+            seconds[name].append(starts[name]())
+            progress = f"{processes} process(es), {name}: {seconds[name][-1]['total']:.2f} s"
+            print(progress, file=sys.stderr, flush=True)
+    medians = {
+        name: {phase: statistics.median(run[phase] for run in runs) for phase in runs[0]}
+        for name, runs in seconds.items()
     }
-    pairs = zip(found["warm"], found["bare"], strict=True)
-    difference = statistics.median(mine["total"] - theirs["total"] for mine, theirs in pairs)
-    return {"processes": processes, "starts": middle, "difference": difference}
+    pairs = zip(seconds["warm"], seconds["bare"], strict=True)
+    difference = statistics.median(ours["total"] - theirs["total"] for ours, theirs in pairs)
+    return {"processes": processes, "starts": medians, "difference": difference}
 
 
 def table(results: list[dict[str, Any]]) -> str:
     """Markdown: a row per phase, a column per start."""
-    columns = [(one["processes"], name, phases) for one in results for name, phases in one["starts"].items()]
+    columns = [(result["processes"], name, phases) for result in results for name, phases in result["starts"].items()]
     lines = [
         "| seconds | " + " | ".join(f"{name}, {processes} process(es)" for processes, name, _ in columns) + " |",
         "|---" * (len(columns) + 1) + "|",
@@ -144,22 +144,23 @@ def main() -> None:
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", action="store_true")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     try:
         with tempfile.TemporaryDirectory() as folder:
             bench = Bench(Path(folder))
-            results = [measure(bench, processes, asked.repeats) for processes in asked.processes]
-    except Broke as error:
+            results = [measure(bench, processes, args.repeats) for processes in args.processes]
+    except RunFailed as error:
         raise SystemExit(str(error)) from None
-    told = {"help": help_seconds(asked.repeats), "starts": results,
-            "versions": {name: version(name) for name in ("torch", "accelerate", "transformers")}}  # fmt: skip
-    if asked.json:
-        print(json.dumps(told, indent=2))
+    versions = {name: version(name) for name in ("torch", "accelerate", "transformers")}
+    document = {"help": help_seconds(args.repeats), "starts": results, "versions": versions}
+    if args.json:
+        print(json.dumps(document, indent=2))
         return
     print(table(results), "\n")
-    for one in results:
-        print(f"{one['processes']} process(es): {one['difference']:+.2f} s against the bare loop (goal: {GOAL:+.1f})")
-    print(f"tunesmith --help: {told['help']:.2f} s")
+    for result in results:
+        against = f"{result['difference']:+.2f} s against the bare loop (goal: {GOAL:+.1f})"
+        print(f"{result['processes']} process(es): {against}")
+    print(f"tunesmith --help: {document['help']:.2f} s")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Counts what one rank hands to torch's collectives, in the training steps alone.
+"""Counts the bytes that one rank passes to torch's collectives, in training steps only.
 
-Every collective of torch, of Python or of C++ (DDP's reducer, FSDP, DeepSpeed, pipelines), on whatever thread and
-backend, is an operator `c10d::...` of torch's dispatcher. A kernel put before those of all devices sees each call.
+Every collective, from Python or C++ (DDP's reducer, FSDP, DeepSpeed, pipelines), on any thread and backend, is an
+operator `c10d::...` of torch's dispatcher. A kernel registered ahead of all backends sees each call.
 """
 
 from __future__ import annotations
@@ -32,63 +32,67 @@ PAYLOAD = {
     "scatter_": ("scatter", 1),
     "send": ("send", 0),
 }
-"""What each operator is, and which of its arguments holds what this rank gives; the process group is the next."""
+"""The collective of each operator, and the index of the argument with this rank's input; the group comes next."""
 SILENT = {"recv_", "recv_any_source_", "barrier", "monitored_barrier_", "check_for_nan"}
-"""Operators to which a rank gives nothing."""
+"""Operators without input from the calling rank."""
 SITE = "import os\nif 'RANK' in os.environ:\n    from benchmarks.traffic import start\n    start({folder!r}, {warm})\n"
-"""A `sitecustomize.py` that counts in every rank. `{warm}`: the first steps, which are not counted."""
+"""A `sitecustomize.py` that counts in every rank, after the first `{warm}` steps."""
 
 
 def payload(value: Any) -> int:
-    """Bytes of a tensor, or of all tensors in lists of them."""
+    """Bytes of a tensor, or of all tensors in nested lists."""
     if isinstance(value, (list, tuple)):
-        return sum(payload(one) for one in value)
+        return sum(payload(item) for item in value)
     return int(value.numel() * value.element_size())
 
 
-def given(operator: str, arguments: Sequence[Any], look: Callable[[Any], tuple[int, int]]) -> int:
-    """Bytes that this rank gives to one call: to a broadcast only its source gives any, in a group of one nobody does.
+def sent_bytes(operator: str, arguments: Sequence[Any], rank_and_size: Callable[[Any], tuple[int, int]]) -> int:
+    """Bytes that this rank passes to one call; zero for a broadcast from another rank, and in a group of one.
 
     Args:
-        look: this process's rank in a process group, the operator's argument, and the size of that.
+        operator: name of the operator, without `c10d::`.
+        arguments: its arguments.
+        rank_and_size: returns this process's rank in a process group (as the operator gets it), and its size.
     """
-    place = PAYLOAD[operator][1]
-    rank, size = look(arguments[place + 1])
+    index = PAYLOAD[operator][1]
+    rank, size = rank_and_size(arguments[index + 1])
     if size == 1 or (operator == "broadcast_" and arguments[2] != rank):
         return 0
-    return payload(arguments[place])
+    return payload(arguments[index])
 
 
 class Traffic:
-    """The sums of one rank, and where they are written.
+    """The totals of one rank.
 
     Args:
-        folder: gets `rank-N.json` after each step.
-        warm: steps that are not counted.
+        folder: folder in which `rank-N.json` is written after each step.
+        warm: number of first steps that are not counted.
     """
 
     def __init__(self, folder: Path, warm: int):
-        self.file, self.warm = folder / f"rank-{os.environ['RANK']}.json", warm
-        self.sent, self.calls = Counter[str](), Counter[str]()
+        self.file = folder / f"rank-{os.environ['RANK']}.json"
+        self.warm = warm
+        self.sent = Counter[str]()
+        self.calls = Counter[str]()
         self.steps: list[list[list[int]]] = []
         self.counting = self.controlling = False
 
-    def hear(self) -> None:
-        """Puts a kernel before those of every collective.
+    def register(self) -> None:
+        """Registers a counting kernel for every collective.
 
         Raises:
-            RuntimeError: when this torch has a collective that `PAYLOAD` does not know.
+            RuntimeError: if this version of torch has a collective that is missing in `PAYLOAD`.
         """
         import torch
 
-        ours = torch.library.Library("c10d", "IMPL")
-        self.kept = ours  # with it its kernels would go
+        library = torch.library.Library("c10d", "IMPL")
+        self.library = library  # its kernels are unregistered when it is freed
         every = torch._C._dispatch_get_all_op_names()
         names = {name.removeprefix("c10d::") for name in every if name.startswith("c10d::")}
         if unknown := sorted(names - PAYLOAD.keys() - SILENT):
             raise RuntimeError(f"torch {torch.__version__} has collectives {', '.join(unknown)}; add them to PAYLOAD")
         for name in sorted(names & PAYLOAD.keys()):
-            ours.impl(name, self._kernel(name), "BackendSelect", with_keyset=True)
+            library.impl(name, self._kernel(name), "BackendSelect", with_keyset=True)
 
     def _kernel(self, name: str) -> Callable[..., Any]:
         import torch
@@ -97,56 +101,56 @@ class Traffic:
         operator = getattr(torch.ops.c10d, name).default
         below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
-        def look(group: Any) -> tuple[int, int]:
-            found: Any = ProcessGroup.unbox(group)
-            return found.rank(), found.size()
+        def rank_and_size(group: Any) -> tuple[int, int]:
+            process_group: Any = ProcessGroup.unbox(group)
+            return process_group.rank(), process_group.size()
 
-        def counted(keys: Any, *arguments: Any, **named: Any) -> Any:
+        def counted(keys: Any, *arguments: Any, **kwargs: Any) -> Any:
             if self.counting:
-                size = given(name, arguments, look)
+                size = sent_bytes(name, arguments, rank_and_size)
                 kind = "control" if self.controlling else PAYLOAD[name][0]
                 self.sent[kind] += size
                 self.calls[kind] += 1
-            return operator.redispatch(keys & below, *arguments, **named)
+            return operator.redispatch(keys & below, *arguments, **kwargs)
 
         return counted
 
     def step(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """`train_step`, counted."""
+        """Wraps `train_step` to count its traffic."""
 
         def stepped(job: Any, batch: Any, step: int, requests: Any) -> Any:
-            self.steps.append([[micro.input_ids.numel(), len(micro.labels)] for micro in batch.micro])
+            self.steps.append([[micro.input_ids.numel(), len(micro.labels)] for micro in batch.micro_batches])
             self.counting = len(self.steps) > self.warm
             try:
                 return inner(job, batch, step, requests)
             finally:
                 self.counting = False
-                found = {"sent": self.sent, "calls": self.calls, "steps": self.steps}
-                self.file.write_text(json.dumps(found))
+                totals = {"sent": self.sent, "calls": self.calls, "steps": self.steps}
+                self.file.write_text(json.dumps(totals))
 
         return stepped
 
     def control(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """`Ranks.sum`: the loop's own words, of loss and requests."""
+        """Wraps `Ranks.sum`, the loop's own communication of loss and requests, to count it separately."""
 
-        def told(ranks: Any, values: Any) -> Any:
+        def counted_sum(ranks: Any, values: Any) -> Any:
             self.controlling = True
             try:
                 return inner(ranks, values)
             finally:
                 self.controlling = False
 
-        return told
+        return counted_sum
 
 
 def start(folder: str, warm: int) -> None:
-    """Counts in this rank from now on."""
+    """Starts counting in this rank."""
     from trainers import loop
     from trainers.parallel.ranks import Ranks
 
     traffic = Traffic(Path(folder), warm)
-    traffic.hear()
-    ways: Any = loop
-    ways.train_step = traffic.step(loop.train_step)
+    traffic.register()
+    module: Any = loop
+    module.train_step = traffic.step(loop.train_step)
     sums: Any = Ranks
     sums.sum = traffic.control(Ranks.sum)

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer on the same batches, as fast as it goes on this machine. Words as in `bare_loop.py`."""
+"""TRL's SFTTrainer on the same batches, with its fastest settings here. Arguments as in `bare_loop.py`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from benchmarks.rows import Batches
 
 
 class Clock(TrainerCallback):
-    """Seconds of the steps after the warm ones."""
+    """Measures the time of the steps after the warm-up steps."""
 
     def __init__(self, warm: int, last: int, device: torch.device):
-        self.warm, self.last, self.device = warm, last, device
+        self.warm = warm
+        self.last = last
+        self.device = device
         self.began = self.seconds = 0.0
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Called by the trainer after each optimizer step."""
         if state.global_step == self.warm:
             self.began = moment(self.device)
@@ -35,7 +37,7 @@ class Clock(TrainerCallback):
 
 
 class Timed(SFTTrainer):
-    """Keeps each micro-batch's loss, without looking at it."""
+    """Keeps the loss of each micro-batch, without a device synchronisation."""
 
     losses: list[torch.Tensor]
 
@@ -47,40 +49,40 @@ class Timed(SFTTrainer):
 
 
 def main() -> None:
-    """Trains, and writes seconds of the steps after the warm ones, and the first and last loss."""
-    asked, device = arguments(), device_here()
+    """Trains; writes the time of the steps after the warm-up steps, and the first and last loss."""
+    args, device = arguments(), device_here()
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    batches = Batches.load(asked.batches)
-    found = [batches.row(row) for row in range(asked.steps * batches.global_batch_size)]
-    labels = [[int(one) if wanted else -100 for one, wanted in zip(ids, trained, strict=True)]
-              for ids, trained, _ in found]  # fmt: skip
-    accumulation = batches.global_batch_size // (asked.micro * world)
+    batches = Batches.load(args.batches)
+    content = [batches.row(row) for row in range(args.steps * batches.global_batch_size)]
+    labels = [[int(token) if wanted else -100 for token, wanted in zip(ids, trained, strict=True)]
+              for ids, trained, _ in content]  # fmt: skip
+    accumulation = batches.global_batch_size // (args.micro * world)
     with tempfile.TemporaryDirectory() as folder:
         config = SFTConfig(
-            output_dir=folder, max_steps=asked.steps, per_device_train_batch_size=asked.micro,
-            gradient_accumulation_steps=accumulation, learning_rate=asked.rate, lr_scheduler_type="constant",
-            weight_decay=0.0, max_grad_norm=1.0, optim="adamw_torch_fused", bf16=asked.bf16,
-            use_cpu=device.type == "cpu", gradient_checkpointing=asked.checkpointing,
+            output_dir=folder, max_steps=args.steps, per_device_train_batch_size=args.micro,
+            gradient_accumulation_steps=accumulation, learning_rate=args.rate, lr_scheduler_type="constant",
+            weight_decay=0.0, max_grad_norm=1.0, optim="adamw_torch_fused", bf16=args.bf16,
+            use_cpu=device.type == "cpu", gradient_checkpointing=args.checkpointing,
             gradient_checkpointing_kwargs={"use_reentrant": False}, dataloader_pin_memory=device.type == "cuda",
             train_sampling_strategy="sequential",
             max_length=batches.longest(), dataset_kwargs={"skip_prepare_dataset": True}, logging_steps=10,
             save_strategy="no", report_to="none", disable_tqdm=True, ddp_find_unused_parameters=False,
             ddp_broadcast_buffers=False,
         )  # fmt: skip
-        clock = Clock(asked.warm, asked.steps, device)
+        clock = Clock(args.warm, args.steps, device)
         trainer = Timed(
-            model=load_model(asked), args=config, callbacks=[clock],
-            processing_class=AutoTokenizer.from_pretrained(asked.model),
-            train_dataset=Dataset.from_dict({"input_ids": [ids.tolist() for ids, _, _ in found], "labels": labels}),
+            model=load_model(args), args=config, callbacks=[clock],
+            processing_class=AutoTokenizer.from_pretrained(args.model),
+            train_dataset=Dataset.from_dict({"input_ids": [ids.tolist() for ids, _, _ in content], "labels": labels}),
         )  # fmt: skip
         trainer.losses = []
         trainer.train()
-    told = torch.stack([sum(trainer.losses[:accumulation]), sum(trainer.losses[-accumulation:])])
+    first_and_last = torch.stack([sum(trainer.losses[:accumulation]), sum(trainer.losses[-accumulation:])])
     if world > 1:
-        dist.all_reduce(told)
-        told /= world  # each rank's was scaled up for the average over them
+        dist.all_reduce(first_and_last)
+        first_and_last /= world  # each rank's loss was scaled for averaging over ranks
     if rank == 0:
-        write_result(asked, clock.seconds, told)
+        write_result(args, clock.seconds, first_and_last)
 
 
 if __name__ == "__main__":

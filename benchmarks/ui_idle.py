@@ -1,6 +1,6 @@
-"""How soon `tunesmith ui` answers, and what an idle page costs the server: `python -m benchmarks.ui_idle`.
+"""Startup time of `tunesmith ui`, and the server's CPU time for an idle page: `python -m benchmarks.ui_idle`.
 
-Needs Chromium, and a machine with nothing else to do: the figures are CPU time of the server over wall time.
+Needs Chromium and an otherwise idle machine: the figures are CPU time of the server over wall time.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("/", "/data", "/runs", "/compare", "/chat", "/system")
 STARTS = 3
 SETTLE = 5.0
-"""Seconds for a page to draw its first look."""
+"""Seconds for a page to render."""
 WATCHED = 12.0
-"""Seconds over which the idle page is watched."""
+"""Seconds over which the idle page is measured."""
 
 
 def start(folder: Path) -> tuple[subprocess.Popen[str], str, float]:
-    """A server in an empty folder, its address, and the seconds from the command to the address."""
+    """Starts a server in an empty folder; returns it, its address, and the seconds until it printed the address."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(folder / "state")}
     began = time.monotonic()
     server = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Times what the pages of runs ask of the server, with real run folders: `python -m benchmarks.ui_views [FOLDER]`."""
+"""Times the server's work for the pages of runs, on real run folders: `python -m benchmarks.ui_views [FOLDER]`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from app.runs.detail import run_view
 from app.runs.history import History, page
-from app.runs.log import find_in_log, log_piece
+from app.runs.log import find_in_log, read_log
 from app.runs.metrics import Curves
 from tests.made_runs import log_lines, made_run, metric_lines
 from trainers.run.folder import RunFolder, write_json
@@ -23,7 +23,7 @@ RUNS, LOG_LINES, STEPS = 1_000, 100_000, 100_000
 
 
 def timed(name: str, work: Callable[[], Any]) -> Any:
-    """Does it, prints its time, its CPU time and the bytes of its answer as JSON, and returns the answer."""
+    """Calls `work`; prints its wall time, CPU time and the bytes of its result as JSON; returns the result."""
     began, busy = time.perf_counter(), time.process_time()
     answer = work()
     took, used = 1000 * (time.perf_counter() - began), 1000 * (time.process_time() - busy)
@@ -38,14 +38,14 @@ def history(folder: Path) -> None:
     for number in range(1, RUNS):
         run = RunFolder(folder / f"run-{number:04}")
         shutil.copytree(first.path, run.path)
-        named = {**state, "id": run.id, "state": ("done", "failed", "stopped")[number % 3]}
-        run.state_file.write_text(json.dumps(named), encoding="utf-8")
+        state_of_run = {**state, "id": run.id, "state": ("done", "failed", "stopped")[number % 3]}
+        run.state_file.write_text(json.dumps(state_of_run), encoding="utf-8")
     table = History(folder)
-    shown = timed(f"history of {RUNS:,} runs, first time", lambda: page(table, {}))
-    timed("history, nothing has changed", lambda: page(table, {"digest": shown["digest"]}))
+    first_page = timed(f"history of {RUNS:,} runs, first time", lambda: page(table, {}))
+    timed("history, nothing has changed", lambda: page(table, {"digest": first_page["digest"]}))
     newest = RunFolder(folder / f"run-{RUNS - 1:04}")
     write_json(newest.state_file, {**(newest.read_state() or {}), "step": 1})
-    timed("history, one run has changed", lambda: page(table, {"digest": shown["digest"]}))
+    timed("history, one run has changed", lambda: page(table, {"digest": first_page["digest"]}))
     timed("history, search and sort", lambda: page(table, {"words": "ddp tiny", "sort": "loss"}))
 
 
@@ -53,16 +53,16 @@ def log(run: RunFolder) -> None:
     """A log of `LOG_LINES` lines."""
     lines = log_lines(LOG_LINES // 2)
     run.log.write_text("".join(lines), encoding="utf-8")
-    shown = timed(f"log of {LOG_LINES:,} lines, its end", lambda: log_piece(run, {}))
-    timed("log, nothing is new", lambda: log_piece(run, {"after": shown["end"], "follow": True}))
+    first = timed(f"log of {LOG_LINES:,} lines, its end", lambda: read_log(run, {}))
+    timed("log, nothing is new", lambda: read_log(run, {"after": first["end"], "follow": True}))
     with open(run.log, "a", encoding="utf-8") as file:
         file.write(lines[-1])
-    timed("log, one line is new", lambda: log_piece(run, {"after": shown["end"], "follow": True}))
-    timed("log, an older piece", lambda: log_piece(run, {"before": shown["start"]}))
-    timed("log, a rank that wrote nothing", lambda: log_piece(run, {"who": "7"}))
+    timed("log, one line is new", lambda: read_log(run, {"after": first["end"], "follow": True}))
+    timed("log, an older piece", lambda: read_log(run, {"before": first["start"]}))
+    timed("log, a rank that wrote nothing", lambda: read_log(run, {"who": "7"}))
     timed("log, a look for an error (1 MiB)", lambda: find_in_log(run, {"start": 0}))
     run.log.write_bytes(b"x" * 1_000_000 + b"\n" + bytes(range(256)) * 4000 + b"\n")
-    timed("log of one line of 1 MB, and 1 MB of binary", lambda: log_piece(run, {}))
+    timed("log of one line of 1 MB, and 1 MB of binary", lambda: read_log(run, {}))
 
 
 def metrics(run: RunFolder) -> None:
@@ -77,8 +77,8 @@ def metrics(run: RunFolder) -> None:
         worst, calls = max(worst, time.perf_counter() - start), calls + 1
         more, token = seen["more"], seen["token"]
     took, used = 1000 * (time.perf_counter() - began), 1000 * (time.process_time() - busy)
-    told = f"{calls} calls, {took:.0f} ms, {used:.0f} ms CPU, the slowest {1000 * worst:.1f} ms"
-    print(f"metrics of {STEPS:,} steps, first time: {told}", flush=True)
+    summary = f"{calls} calls, {took:.0f} ms, {used:.0f} ms CPU, the slowest {1000 * worst:.1f} ms"
+    print(f"metrics of {STEPS:,} steps, first time: {summary}", flush=True)
     timed("metrics, nothing is new", lambda: curves.view(run, token))
     with open(run.metrics, "a", encoding="utf-8") as file:
         file.write(lines[-2].replace(f'"step": {STEPS}', f'"step": {STEPS + 1}'))
@@ -88,8 +88,8 @@ def metrics(run: RunFolder) -> None:
 
 
 def main(folder: Path) -> None:
-    """Makes the folders, and prints a line per measurement."""
-    os.environ["XDG_STATE_HOME"] = str(folder / "state")  # without the runs that this machine knows of elsewhere
+    """Creates the run folders, and prints a line per measurement."""
+    os.environ["XDG_STATE_HOME"] = str(folder / "state")  # without runs registered elsewhere on this machine
     history(folder / "history")
     run = made_run(folder / "large", "large", steps=10)
     log(run)

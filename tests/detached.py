@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 
 from app.runs.runs import last_checkpoint, true_state
+from tests import forked
 from tests.launching import ROOT, environment, flags
 from trainers.run.device_locks import holders
 from trainers.run.folder import END_STATES, RunFolder
@@ -47,7 +48,7 @@ def inside(home: Path, **more: str) -> dict[str, str]:
 
 
 def tunesmith(*words: str, home: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return forked.run(
         [*TUNESMITH, *words], cwd=home, env=inside(home, **more), capture_output=True, text=True, timeout=600
     )
 

@@ -22,7 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.steps import Steps
-from trainers.config.options import ConfigError, TrainConfig
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import TrainConfig
 from trainers.config.validation import build
 from trainers.embedded import BASE_DIR
 from trainers.model.small_model import small_config
@@ -119,7 +120,7 @@ def _check(folder: Path, options: dict[str, Any]) -> str:
     try:
         check(config_for(folder / "model", **options), load_strategy("single"), has_gpu=False)
     except ConfigError as error:
-        return "; ".join(error.mistakes)
+        return "; ".join(error.lines)
     except Exception as error:  # a traceback for the user
         traceback.print_exc()
         return _words(error)
@@ -130,7 +131,7 @@ def _run(folder: Path, options: dict[str, Any]) -> str:
     try:
         result = Steps(config_for(folder / "model", **options), lambda section, step: None).take(0)
     except ConfigError as error:
-        return "; ".join(error.mistakes)
+        return "; ".join(error.lines)
     except Exception as error:  # as above
         traceback.print_exc()
         return _words(error)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.forked import launch_forked
+from tests import forked
 from trainers.run.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -78,19 +78,18 @@ def launch(
     strategy: str | None = None,
     launcher_flags: tuple[str, ...] = (),
     timeout: float = 500,
-    forked: bool = False,
+    by_hand: bool = False,
     **extra: str,
 ) -> Finished:
-    """`accelerate launch` of the training script; waits for its end. `forked`: without imports (tests/forked.py)."""
+    """`accelerate launch` of the training script; waits for its end; `by_hand` as a user starts it, imports and all."""
     name = strategy or ("single" if processes == 1 else "ddp")
     config_file = ROOT / "accelerate_configs" / f"{name}.yaml" if not name.endswith(".yaml") else Path(name)
     args = ["--config_file", str(config_file), "--num_processes", str(processes)]
     args += ["--main_process_port", "0"] if processes > 1 else []
     args += [*launcher_flags, str(SCRIPT), *flags({**options, "output_dir": output_dir})]
-    if forked:
-        return Finished(RunFolder(output_dir), *launch_forked(args, environment(**extra)))
     command = [sys.executable, "-m", "accelerate.commands.launch", *args]
-    done = subprocess.run(
+    start = subprocess.run if by_hand else forked.run
+    done = start(
         command, env=environment(**extra), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout
     )
     return Finished(RunFolder(output_dir), done.returncode, done.stdout)

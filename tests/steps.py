@@ -14,41 +14,52 @@ from accelerate.state import AcceleratorState, GradientState
 from trainers import build
 from trainers.config.options import TrainConfig
 from trainers.data.prepare import prepare
-from trainers.loop import Job, StepResult, train_step
-from trainers.monitor.stragglers import Pace
+from trainers.loop import StepResult, TrainContext, train_step
+from trainers.monitor.stragglers import Stragglers
 from trainers.parallel.ranks import Ranks
+from trainers.parallel.sequence import sequence_shard
+from trainers.run.folder import RunFolder
 from trainers.strategy.mesh import Mesh, MeshSizes
-from trainers.strategy.strategy import load_strategy
+from trainers.strategy.strategy import Strategy, load_strategy
 from trainers.tools.preflight import plan_training
 
-NOTHING_ASKED: Any = SimpleNamespace(asked=lambda: (False, False, False))
+NOTHING_ASKED: Any = SimpleNamespace(poll=lambda: (False, False, False))
 
 
 class Steps:
-    """Optimizer steps of one process.
+    """Optimizer steps of one process, or of this rank.
 
     Args:
         config: what is trained.
         at: called with section and step wherever the loop notes a heartbeat.
+        strategy: that this process was launched with; None for one process.
+        folder: of a run, for a strategy.
     """
 
-    def __init__(self, config: TrainConfig, at: Callable[[str, int], None]):
-        made = Accelerator()
+    def __init__(
+        self, config: TrainConfig, at: Callable[[str, int], None], strategy: Strategy | None = None,
+        folder: Path = Path(),
+    ):  # fmt: skip
+        if strategy is None:
+            made = Accelerator()
+            ranks, mesh = Ranks(made.device), Mesh(MeshSizes())
+        else:
+            made, ranks, mesh = build.accelerator(config, strategy, RunFolder(folder))
         self.loss = build.module(config, main_rank=True)
-        ranks, mesh = Ranks(made.device), Mesh(MeshSizes())
-        backend, _ = build.backend(config, load_strategy("single"), made, ranks, mesh, self.loss)
+        backend, _ = build.backend(config, strategy or load_strategy("single"), made, ranks, mesh, self.loss)
         nothing: Any = None
-        self.job = Job(
+        self.context = TrainContext(
             config=config, run=nothing, ranks=ranks, mesh=mesh, backend=backend, bare=self.loss.model,
-            buffers=[], balancing=self.loss.balancing, scaler=None,
-            plan=plan_training(config, prepare(config, "train"), 1, pad_token_id=0),
+            buffers=[], balancing=self.loss.balancing, matmul_parameters=(0, 0), scaler=None,
+            plan=plan_training(config, prepare(config, "train"), mesh.sizes.data, 0, sequence_shard(mesh)),
             eval_rows=None, checkpoints=_stub(written=lambda: True), heartbeat=_stub(at=at), metrics=None,
-            report=nothing, show=nothing, launcher=0, clock=nothing, pace=Pace(made.device, alone_in_forward=True),
+            report=nothing, show=nothing, launcher=0, clock=nothing,
+            stragglers=Stragglers(made.device, local_forward=True),
         )  # fmt: skip
 
     def take(self, step: int) -> StepResult:
         """The step of this number, counted from 0."""
-        return train_step(self.job, self.job.plan.batch(step, 0), step, NOTHING_ASKED)
+        return train_step(self.context, self.context.plan.batch(step, self.context.mesh.data_rank), step, NOTHING_ASKED)
 
 
 def _stub(**attributes: Any) -> Any:

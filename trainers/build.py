@@ -20,8 +20,9 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.utils import logging
 
 from trainers.checkpoint.checkpoint import Checkpoints
-from trainers.checkpoint.remote import Mirror, is_url, split_step
-from trainers.config.options import ConfigError, TrainConfig
+from trainers.checkpoint.remote import RemoteCopy, is_url, split_step
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import TrainConfig
 from trainers.data.prepare import TokenSet
 from trainers.model.attention import KERNELS, avoid_cudnn
 from trainers.model.attention_kernel import choose
@@ -30,22 +31,22 @@ from trainers.model.fp8 import convert
 from trainers.model.load import build_model, compile_blocks, compute_dtype
 from trainers.model.probe import check_model_computes
 from trainers.monitor.metrics import MetricsFile
-from trainers.monitor.self_check import Census
+from trainers.monitor.self_check import DtypeProbe
 from trainers.objectives.load_balancing import balancing_lines
 from trainers.objectives.sft import SupervisedLoss
-from trainers.parallel.backend import MicroBatched
+from trainers.parallel.backend import Backend
 from trainers.parallel.cpu import adapt_to_cpu
 from trainers.parallel.fsdp import FullySharded
 from trainers.parallel.pipeline import Pipelined
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.replicated import Replicated
-from trainers.parallel.sequence import over_ranks, refuse_unfit
-from trainers.parallel.shards import check_whole
-from trainers.parallel.tensor import cut
+from trainers.parallel.sequence import over_ranks, refuse_unsplittable_rows
+from trainers.parallel.shards import check_coverage
+from trainers.parallel.tensor import split_model
 from trainers.run.compatibility import plain, versions
+from trainers.run.ending import Ending
 from trainers.run.errors import TrainingError
 from trainers.run.folder import Process, RunFolder
-from trainers.run.log import without_secrets
 from trainers.run.manifest import Origin
 from trainers.strategy.mesh import Mesh
 from trainers.strategy.strategy import Strategy
@@ -97,7 +98,7 @@ def accelerator(config: TrainConfig, strategy: Strategy, run: RunFolder) -> tupl
         comm_state_option={"start_powerSGD_iter": 10} if config.ddp_comm_hook == "power_sgd" else {},
     )
     timeout = _collectives_wait(config)
-    made = Accelerator(
+    accelerator = Accelerator(
         # bf16 is applied by the loss module, alike for all; fp16 needs Accelerate's gradient scaler too.
         mixed_precision="fp16" if config.mixed_precision == "fp16" else "no",
         log_with=config.report_to or None,
@@ -106,30 +107,30 @@ def accelerator(config: TrainConfig, strategy: Strategy, run: RunFolder) -> tupl
     )
     unset_hf_deepspeed_config()  # transformers would cut the weights while it loads them, under ZeRO 3
     set_seed(config.seed)
-    ranks = Ranks(made.device)
+    ranks = Ranks(accelerator.device)
     mesh = Mesh(strategy.sizes, ranks.rank, ranks.device.type if strategy.has_mesh else None)
     if strategy.mesh and strategy.distributed_type == "FSDP":
-        made.state.device_mesh = mesh.device_mesh
-        made.state.parallelism_config = ParallelismConfig(
-            dp_replicate_size=mesh.sizes.dp_replicate, dp_shard_size=mesh.sizes.dp_shard * mesh.sizes.parts
+        accelerator.state.device_mesh = mesh.device_mesh
+        accelerator.state.parallelism_config = ParallelismConfig(
+            dp_replicate_size=mesh.sizes.dp_replicate, dp_shard_size=mesh.sizes.dp_shard * mesh.sizes.sequence_shards
         )
     if strategy.mesh and strategy.distributed_type == "MULTI_GPU":
-        made.ddp_handler = _over_group(ddp, mesh.group("averaged"))
-    return made, ranks, mesh
+        accelerator.ddp_handler = _over_group(ddp, mesh.group("grad_group"))
+    return accelerator, ranks, mesh
 
 
 def _over_group(ddp: DistributedDataParallelKwargs, group: Any) -> Any:
     """The same settings for DDP, over some of the processes, which Accelerate has no word for."""
-    given = ddp.to_kwargs() | {"process_group": group}
+    settings = ddp.to_kwargs() | {"process_group": group}
     narrowed = copy.copy(ddp)
-    narrowed.to_kwargs = lambda: dict(given)
+    narrowed.to_kwargs = lambda: dict(settings)
     return narrowed
 
 
 def module(
     config: TrainConfig, main_rank: bool, splits: Sequence[TokenSet | None] = (), pad_token_id: int = 0
 ) -> SupervisedLoss:
-    """The model and its loss on the CPU, whole, before any strategy touches it.
+    """The model and its loss on the CPU, in full, before any strategy touches it.
 
     Args:
         splits: the data, of whose tokens each needs an embedding; so does the token that fills rows.
@@ -150,38 +151,43 @@ def module(
 
 
 def backend(
-    config: TrainConfig, strategy: Strategy, made: Accelerator, ranks: Ranks, mesh: Mesh, loss: SupervisedLoss
-) -> tuple[MicroBatched | Pipelined, Census]:
+    config: TrainConfig, strategy: Strategy, accelerator: Accelerator, ranks: Ranks, mesh: Mesh, loss: SupervisedLoss
+) -> tuple[Backend, DtypeProbe]:
     """The strategy's hold on model and optimizer, its attention proved, and the dtypes seen meanwhile."""
-    refuse_unfit(loss.base.config.get_text_config(), mesh.sizes)
+    refuse_unsplittable_rows(loss.base.config.get_text_config(), mesh.sizes)
     precision = torch.bfloat16 if config.tf32 else loss.compute
     if mesh.sizes.pp > 1:  # later, no rank can run the model as a whole
         check_on_cpu(loss, config.packing, precision)
     if loss.base.config._attn_implementation in KERNELS.values():
         _use_kernel(config, ranks, loss)
-    cut(loss, mesh.group("tp"), mesh.index("tp"), mesh.sizes.tp)
+    split_model(loss, mesh.group("tp"), mesh.index("tp"), mesh.sizes.tp)
     if config.torch_compile:
         compile_blocks(loss.base)
     if mesh.sizes.pp > 1:
-        wrapped: MicroBatched | Pipelined = Pipelined.on(mesh, loss, config, ranks.device, strategy.pp_schedule)
+        backend: Backend = Pipelined.on(mesh, loss, config, ranks.device, strategy.pp_schedule)
     elif strategy.distributed_type == "FSDP":
-        wrapped = FullySharded(loss, config, made, ranks, mesh)
+        backend = FullySharded(loss, config, accelerator, ranks, mesh)
     elif strategy.distributed_type == "DEEPSPEED":
         from trainers.parallel.zero import Zero
 
-        wrapped = Zero(loss, config, made, ranks, mesh)
+        backend = Zero(loss, config, accelerator, ranks, mesh)
     else:
-        wrapped = Replicated(loss, config, made)
+        backend = Replicated(loss, config, accelerator)
     if strategy.distributed_type in ("FSDP", "DEEPSPEED") or mesh.sizes.tp * mesh.sizes.pp > 1:
-        check_whole(wrapped.shards(), ranks)
-    with Census(loss) as census:
-        # Rows are cut where all of a token's looks back go through our attention: the packed probe shows it.
-        packing = config.packing or mesh.sizes.parts > 1
-        check_model_computes(wrapped.model, loss.base, packing, ranks.device, precision, stock=mesh.sizes.pp == 1)
+        check_coverage(backend.shards(), ranks)
+    with DtypeProbe(loss) as dtypes:
+        check_model_computes(
+            backend.model,
+            loss.base,
+            config.packing,
+            ranks.device,
+            precision,
+            stock=mesh.sizes.pp == 1,
+            splits_rows=mesh.sizes.sequence_shards > 1,
+        )
     loss.over_ranks = over_ranks(mesh)
-    if isinstance(wrapped, Replicated):
-        wrapped.settle()
-    return wrapped, census
+    backend.warm_up_buckets()
+    return backend, dtypes
 
 
 def check_on_cpu(loss: SupervisedLoss, packing: bool, precision: torch.dtype) -> None:
@@ -216,72 +222,77 @@ def checkpoints(
         TrainingError: on every rank, when `checkpoint_url` cannot be used.
     """
     origin = Origin(strategy.name, plain(config), fingerprint, base, versions())
-    made = Checkpoints(run.checkpoints, ranks, origin, config.save_total_limit, attempt, config.force_resume)
+    checkpoints = Checkpoints(run.checkpoints, ranks, origin, config.save_total_limit, attempt, config.force_resume)
     error = None
     if ranks.is_main and config.checkpoint_url:
         try:
-            made.mirror = Mirror(config.checkpoint_url, made.limit)
-            made.mirror.check_writable()
+            checkpoints.remote_copy = RemoteCopy(config.checkpoint_url, checkpoints.limit)
+            checkpoints.remote_copy.check_writable()
         except TrainingError as problem:
             error = problem
     ranks.agree(error, "reaching the place of the copies")
-    return made
+    return checkpoints
 
 
-def resume_folder(config: TrainConfig, kept: Checkpoints) -> Path | None:
+def resume_folder(config: TrainConfig, checkpoints: Checkpoints) -> Path | None:
     """The checkpoint to go on from, None for a start at step 0. Collective.
 
     Raises:
         TrainingError: on every rank, when it cannot be fetched, or a new run would mix its copies with another's.
     """
-    where = config.resume_from_checkpoint
-    if where is None or not _is_own(where, kept):
-        _refuse_used_mirror(kept)
-    if where is None:
+    source = config.resume_from_checkpoint
+    if source is None or not _is_own(source, checkpoints):
+        _refuse_used_mirror(checkpoints)
+    if source is None:
         return None
-    folder = kept.newest() if where == "auto" else _fetched(where, kept) if is_url(where) else Path(where)
-    if folder is None and kept.ranks.is_main:
+    if source == "auto":
+        folder = checkpoints.newest()
+    else:
+        folder = _fetched(source, checkpoints) if is_url(source) else Path(source)
+    if folder is None and checkpoints.ranks.is_main:
         print("there is no checkpoint to resume from; it starts at step 0", flush=True)
     return folder
 
 
-def _is_own(where: str, kept: Checkpoints) -> bool:
+def _is_own(source: str, checkpoints: Checkpoints) -> bool:
     """Whether a run goes on from a checkpoint of its own, and no branch of another begins."""
-    if is_url(where):
-        return kept.mirror is not None and split_step(where)[0] == kept.mirror.url
-    return where == "auto" or Path(where).expanduser().resolve().parent == kept.folder.resolve()
+    if is_url(source):
+        return checkpoints.remote_copy is not None and split_step(source)[0] == checkpoints.remote_copy.url
+    return source == "auto" or Path(source).expanduser().resolve().parent == checkpoints.folder.resolve()
 
 
-def _refuse_used_mirror(kept: Checkpoints) -> None:
+def _refuse_used_mirror(checkpoints: Checkpoints) -> None:
     """A new run needs a place without copies: it would take them for its own. Collective."""
     error = None
     try:
-        steps = kept.mirror.steps() if kept.mirror else []
-        if kept.mirror and steps:
+        mirror = checkpoints.remote_copy
+        if mirror and (steps := mirror.steps()):
             error = TrainingError(
-                f"checkpoint_url={kept.mirror.url} holds checkpoints, the newest of step {steps[0]}; go on from them "
+                f"checkpoint_url={mirror.url} holds checkpoints, the newest of step {steps[0]}; go on from them "
                 "with --resume_from_checkpoint auto, or use another"
             )
     except TrainingError as problem:
         error = problem
-    kept.ranks.agree(error, "starting a new run")
+    checkpoints.ranks.agree(error, "starting a new run")
 
 
-def _fetched(url: str, kept: Checkpoints) -> Path:
+def _fetched(url: str, checkpoints: Checkpoints) -> Path:
     """A checkpoint brought here from `URL/step-00000010`, or the newest of a URL. Collective."""
     error, folder = None, None
-    if kept.ranks.is_main:
-        place, step = split_step(url)
+    if checkpoints.ranks.is_main:
+        base_url, step = split_step(url)
         try:
-            own = kept.mirror if kept.mirror and kept.mirror.url == place else None
-            source = own or Mirror(place, kept.limit)  # its own remembers what could not be read, and keeps it
-            folder = source.fetch(step, kept.folder) if step is not None else source.fetch_newer(-1, kept.folder)
+            source = checkpoints.remote_copy  # its own remembers what could not be read, and keeps it
+            if source is None or source.url != base_url:
+                source = RemoteCopy(base_url, checkpoints.limit)
+            target = checkpoints.folder
+            folder = source.fetch(step, target) if step is not None else source.fetch_newer(-1, target)
             if folder is None:
                 error = TrainingError(f"there is no whole checkpoint at {url}; check the URL")
         except TrainingError as problem:
             error = problem
-    kept.ranks.agree(error, f"fetching {url}")
-    return Path(kept.ranks.broadcast(str(folder)))
+    checkpoints.ranks.agree(error, f"fetching {url}")
+    return Path(checkpoints.ranks.broadcast(str(folder)))
 
 
 def metrics_file(run: RunFolder, attempt: int) -> MetricsFile:
@@ -300,13 +311,13 @@ class Reporter:
     def __init__(
         self,
         run: RunFolder,
-        made: Accelerator,
+        accelerator: Accelerator,
         config: TrainConfig,
         main_rank: bool,
         console: TextIO,
         processes: list[Process],
     ):
-        self.run, self.made, self.main_rank, self.trackers = run, made, main_rank, bool(config.report_to)
+        self.run, self.accelerator, self.main_rank, self.trackers = run, accelerator, main_rank, bool(config.report_to)
         supervisor = [process for process in run.processes() if process.role == "supervisor"]
         self.processes = [process.as_json() for process in [*supervisor, *processes]]
         self.bar = tqdm(file=console, unit="step", disable=not (main_rank and console.isatty()))
@@ -316,7 +327,7 @@ class Reporter:
             settings = config.model_dump(exclude={"columns", "lora_target_modules", "report_to"})
             plain = {key: value for key, value in settings.items() if value is not None}
             name = {"name": config.run_name or run.id}
-            made.init_trackers(_PROJECT, config=plain, init_kwargs={"wandb": name, "trackio": name})
+            accelerator.init_trackers(_PROJECT, config=plain, init_kwargs={"wandb": name, "trackio": name})
 
     def state(self, **changes: Any) -> None:
         """Writes changes of the state file."""
@@ -344,21 +355,21 @@ class Reporter:
         self.bar.set_postfix(shown)
         print(f"step {row['step']} " + " ".join(f"{key} {value}" for key, value in shown.items()), flush=True)
         if self.trackers:
-            self.made.log(numbers, step=row["step"])
+            self.accelerator.log(numbers, step=row["step"])
 
-    def close(self, state: str, cause: str | None, by_supervisor: bool, **more: Any) -> None:
+    def close(self, ending: Ending, by_supervisor: bool) -> None:
         """Ends bar and trackers, then says how the run ended."""
         self.bar.close()
-        for tracker in self.made.trackers if self.trackers else []:
+        for tracker in self.accelerator.trackers if self.trackers else []:
             tracker.finish()  # `Accelerator.end_training` would destroy the process group too
         if self.main_rank:
-            self.run.end(state, cause and without_secrets(cause), by_supervisor, **more)
+            self.run.end(ending, by_supervisor)
 
 
-def tear_down(made: Accelerator, ranks: Ranks, job: Any) -> None:
+def tear_down(accelerator: Accelerator, ranks: Ranks, context: Any) -> None:
     """Leaves the process group in order; gloo is known to abort when the wrapper outlives it."""
-    if made.distributed_type is not DistributedType.NO:
-        job.backend = job.bare = None
-        made.free_memory()
+    if accelerator.distributed_type is not DistributedType.NO:
+        context.backend = context.bare = None
+        accelerator.free_memory()
         gc.collect()
     ranks.close()

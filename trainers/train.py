@@ -9,10 +9,12 @@ The Accelerate file says how the model is spread; the options (`trainers/config/
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,31 +28,33 @@ if __name__ == "__main__":
 
     leave_out_working_folder()
 
-from trainers.monitor.startup_timer import StartClock
+from trainers.monitor.startup_timer import StartupTimer
 
-CLOCK = StartClock()  # before the other imports, which take most of a start
+CLOCK = StartupTimer()  # before the other imports, which take most of a start
 
-from trainers.config.options import ConfigError, TrainConfig, absolute_paths, precision_lines
+from trainers.config.mistakes import ConfigError, Mistake
+from trainers.config.options import TrainConfig, absolute_paths, precision_lines
 from trainers.config.parse import Request, parse_request
 from trainers.config.validation import ignored_choices
 from trainers.run.compatibility import changes_since_save
 from trainers.run.device_locks import Held, Holder, local_need, take_now
-from trainers.run.errors import GoBack, TrainingError
+from trainers.run.ending import Ending
+from trainers.run.errors import RollBack, TrainingError
 from trainers.run.folder import Process, RunFolder, now, register_outside, write_json
 from trainers.run.gpus import find_gpus, gpu_count
 from trainers.run.launch import (
     Launch,
     asked_strategy,
     check_one_root,
+    exit_now,
     find_launch,
-    give_way,
     hear_save_requests_later,
-    leave,
     open_run,
     rank_of_environment,
+    wait_for_rank0,
     write_run_files,
 )
-from trainers.run.log import start_tee, without_secrets
+from trainers.run.log import start_tee
 from trainers.strategy.mesh import Mesh
 from trainers.strategy.micro_batch import OPTION, fit_micro_batch, micro_batch_line
 from trainers.strategy.pipeline_schedules import bubble_line
@@ -61,55 +65,40 @@ from trainers.tools.preflight import check, describe_plan, machine_mistakes, mak
 def main(argv: list[str]) -> int:
     """Parses, opens the run folder, trains; returns the exit status: 0 done or stopped, 1 failed, 2 wrong request."""
     hear_save_requests_later()
-    try:
-        check_one_root()
-        request = parse_request(argv)
-        if request.check:
-            return print_check(request)
-        launch, config = find_launch(), absolute_paths(request.resolve())
-        strategy = asked_strategy(launch, config)
-        config, notes = with_micro_batch(config, strategy, request)
-        unable = refusal(strategy, config, gpu_count() > 0)
-        refused = [f"strategy {strategy.name}: {unable}"] if unable else []
-        if mistakes := refused + machine_mistakes(config, gpu_count() > 0):
-            raise ConfigError(mistakes)
-        run = open_run(config, launch)
-        # Run and GPUs are held until this process ends; a supervisor holds them for its ranks.
-        run.keep()
-        held = None if launch.supervised or rank_of_environment() > 0 else run.hold()
-        if changes := changes_since_save(run, config, config.resume_from_checkpoint):
-            raise ConfigError(changes)
-        gpus = None if launch.supervised else take_gpus(config, run)
-    except ConfigError as error:
-        if rank_of_environment() == 0:
-            marker = ["mistakes:"] if "--check" in argv else []  # what follows is meant for the user, line by line
-            print("\n".join([*marker, *error.mistakes]), file=sys.stderr, flush=True)
-        give_way()
-        return 2
-    console = start_tee(run.log, f"rank {rank_of_environment()}", echo=not launch.supervised)
-    try:
-        return train(config, strategy, run, launch, console, notes)
-    except ConfigError as error:
-        # Every rank meets the same mistake; one of them says so.
-        return fail(run, "; ".join(error.mistakes), launch, 2, permanent=True)
-    except GoBack as error:
-        return fail(run, str(error), launch, 1, permanent=False, goes_back=True)
-    except TrainingError as error:
-        return fail(run, str(error), launch, 1, permanent=True)
-    except BaseException as error:
-        traceback.print_exc()
-        cause = in_one_line(error)
-        if out_of_memory(error):
-            run.note_out_of_memory(rank_of_environment())
-        if rank_of_environment() > 0:
-            run.note_failure(rank_of_environment(), cause)
-            return 1
-        return fail(run, run.noted_failure() or cause, launch, 1, permanent=False)
-    finally:
-        if held is not None:
-            held.close()
-        if gpus is not None:
-            gpus.close()
+    with contextlib.ExitStack() as locks:  # of the run and its GPUs, held until this process ends
+        try:
+            check_one_root()
+            request = parse_request(argv)
+            if request.check:
+                return print_check(request)
+            launch, config = find_launch(), absolute_paths(request.resolve())
+            strategy = asked_strategy(launch, config)
+            config, notes = with_micro_batch(config, strategy, request)
+            refuse_machine(config, strategy)
+            run = open_run(config, launch)
+            run.keep()
+            if not launch.supervised and rank_of_environment() == 0:  # a supervisor holds the run for its ranks
+                locks.enter_context(run.hold())
+            if changes := changes_since_save(run, config, config.resume_from_checkpoint):
+                raise ConfigError(changes)
+            if not launch.supervised:
+                locks.enter_context(take_gpus(config, run))
+        except ConfigError as error:
+            return report_mistakes(error, argv)
+        console = start_tee(run.log, f"rank {rank_of_environment()}", echo=not launch.supervised)
+        try:
+            return train(config, strategy, run, launch, console, notes)
+        except BaseException as error:
+            return report_failure(error, run, launch)
+
+
+def refuse_machine(config: TrainConfig, strategy: Strategy) -> None:
+    """Raises ConfigError where the strategy cannot run with this config, or this machine cannot do what it asks for."""
+    has_gpu = gpu_count() > 0
+    problem = refusal(strategy, config, has_gpu)
+    mistakes = [Mistake("", None, problem, source=f"strategy {strategy.name}")] if problem else []
+    if mistakes := mistakes + machine_mistakes(config, has_gpu):
+        raise ConfigError(mistakes)
 
 
 def with_micro_batch(config: TrainConfig, strategy: Strategy, request: Request) -> tuple[TrainConfig, list[str]]:
@@ -119,16 +108,16 @@ def with_micro_batch(config: TrainConfig, strategy: Strategy, request: Request) 
     return fitted, [*request.notes, *line]
 
 
-def take_gpus(config: TrainConfig, run: RunFolder) -> Held | None:
-    """The locks of this machine's ranks, taken by the first of them.
+def take_gpus(config: TrainConfig, run: RunFolder) -> Held:
+    """The locks of this machine's ranks, taken by the first of them; the others hold none.
 
     Raises:
         ConfigError: when another run has one of the GPUs.
     """
     if config.share_gpus or os.environ.get("LOCAL_RANK", "0") != "0":
-        return None
+        return Held({})
     ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), [gpu.uuid for gpu in find_gpus()]
-    return take_now(local_need(ranks, gpus), Holder(run.id, str(run.path)), patience=8.0)
+    return take_now(local_need(ranks, gpus), Holder(run.id, str(run.path)), timeout=8.0)
 
 
 def in_one_line(error: BaseException) -> str:
@@ -150,30 +139,57 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def print_check(request: Request) -> int:
-    """`--check`: what would be trained under `TUNESMITH_STRATEGY`, and whether `TUNESMITH_RUN_DIR` has the room."""
+    """`--check`: what would be trained under `TUNESMITH_STRATEGY`, and whether `TUNESMITH_RUN_DIR` has the room.
+
+    `TUNESMITH_RESUME_FROM` is the checkpoint to go on from, which the file of a run's options never names.
+    """
     config, run_dir = request.resolve(), os.environ.get("TUNESMITH_RUN_DIR")
+    if source := os.environ.get("TUNESMITH_RESUME_FROM"):
+        config = config.model_copy(update={"resume_from_checkpoint": source})
     strategy = load_strategy(os.environ.get("TUNESMITH_STRATEGY", "single"))
     print("\n".join(check(config, strategy, gpu_count() > 0, Path(run_dir) if run_dir else None)), flush=True)
     return 0
 
 
-def fail(run: RunFolder, cause: str, launch: Launch, status: int, permanent: bool, goes_back: bool = False) -> int:
-    """Notes why the run failed, rank 0 in its state; the other ranks give way to it. Returns the exit status.
-
-    Args:
-        permanent: starting again would fail alike.
-        goes_back: the next attempt is to go on otherwise; it is no crash.
-    """
+def report_mistakes(error: ConfigError, argv: list[str]) -> int:
+    """Prints on rank 0 what is wrong with the request; returns the exit status."""
     if rank_of_environment() == 0:
-        print(cause, file=sys.stderr, flush=True)
+        print("\n".join(error.lines), file=sys.stderr, flush=True)
+        if "--check" in argv:  # for the program that asked; libraries print on both streams, so it comes last
+            print(json.dumps({"mistakes": error.as_json()}), flush=True)
+    wait_for_rank0()
+    return 2
+
+
+def ending_of(error: BaseException) -> Ending:
+    """How an error ends the run. Those that every rank meets alike would come again, but for a loss spike."""
+    if isinstance(error, ConfigError):
+        return Ending("failed", "; ".join(error.lines), retry="never")
+    if isinstance(error, TrainingError):
+        return Ending("failed", str(error), retry="roll_back" if isinstance(error, RollBack) else "never")
+    return Ending("failed", in_one_line(error), retry="again")
+
+
+def report_failure(error: BaseException, run: RunFolder, launch: Launch) -> int:
+    """Writes how the run ended, rank 0 to its state and the others to a note for rank 0; returns the exit status."""
+    ending, rank = ending_of(error), rank_of_environment()
+    crashed = ending.retry == "again"
+    if crashed:
+        traceback.print_exc()
+        if out_of_memory(error):
+            run.note_out_of_memory(rank)
+    if rank > 0:
+        if ending.retry != "roll_back":  # this rank may be the only one that met it
+            run.note_failure(rank, str(ending.cause))
+        if not crashed:
+            wait_for_rank0()
+    else:
+        if crashed:
+            ending = replace(ending, cause=run.noted_failure() or ending.cause)
+        print(ending.cause, file=sys.stderr, flush=True)
         with contextlib.suppress(FileNotFoundError):  # the run folder was removed
-            run.end(
-                "failed", without_secrets(cause), launch.supervised, permanent=permanent, goes_back=goes_back or None
-            )
-    elif not goes_back:  # a rank may be the only one that met it, and rank 0 knows no more than that it is gone
-        run.note_failure(rank_of_environment(), without_secrets(cause))
-    give_way()
-    return status
+            run.end(ending, launch.supervised)
+    return 2 if isinstance(error, ConfigError) else 1
 
 
 def train(
@@ -184,24 +200,24 @@ def train(
     attempt = begin(config, strategy, run, launch) if main_rank else 0
 
     from trainers import build
-    from trainers.checkpoint.checkpoint import base_digest, kept_buffers
+    from trainers.checkpoint.checkpoint import base_digest, persistent_buffers
     from trainers.checkpoint.export import export_checkpoint, export_kind, export_seconds
     from trainers.data.prepare import load_tokenizer, prepare
-    from trainers.loop import Fit, Job
+    from trainers.loop import TrainContext, TrainLoop
+    from trainers.model.load import matmul_parameters
     from trainers.monitor.heartbeat import Heartbeat
     from trainers.monitor.metrics import memory_gib
-    from trainers.monitor.self_check import check as check_asked
-    from trainers.monitor.self_check import compare, table
-    from trainers.monitor.stragglers import Pace
-    from trainers.parallel.sequence import row_part
+    from trainers.monitor.self_check import compare, refuse_differences, table
+    from trainers.monitor.stragglers import Stragglers
+    from trainers.parallel.sequence import sequence_shard
     from trainers.run.manifest import Progress
 
     CLOCK.ended("imports")
     # The data is tokenised before the ranks meet: a collective would time out while one of them works.
     tokenizer, data = load_tokenizer(config), prepare(config, "train")
     eval_data = prepare(config, "eval") if config.has_evaluation() else None
-    part = row_part(Mesh(strategy.sizes, rank_of_environment()))
-    plan = plan_training(config, data, strategy.data_parallel_size, tokenizer.pad_token_id, part)
+    shard = sequence_shard(Mesh(strategy.sizes, rank_of_environment()))
+    plan = plan_training(config, data, strategy.data_parallel_size, tokenizer.pad_token_id, shard)
     CLOCK.ended("data")
 
     accelerator, ranks, mesh = build.accelerator(config, strategy, run)
@@ -212,66 +228,66 @@ def train(
     checkpoints = build.checkpoints(config, strategy, run, ranks, data.fingerprint, base, attempt)
     folder = build.resume_folder(config, checkpoints)
     progress = checkpoints.load(folder, loss.model) if folder else Progress()
-    progress.passed_over = ranks.broadcast(sorted({*progress.passed_over, *run.read_passed_over()}))
-    buffers, memory = kept_buffers(loss.model), memory_gib(ranks.device)
+    progress.skipped_steps = ranks.broadcast(sorted({*progress.skipped_steps, *run.read_skipped_steps()}))
+    buffers, memory = persistent_buffers(loss.model), memory_gib(ranks.device)
+    matmul = matmul_parameters(loss.model)  # before any layer leaves
     CLOCK.ended("model")
-    backend, census = build.backend(config, strategy, accelerator, ranks, mesh, loss)
-    lines = compare(strategy, config, accelerator, mesh, backend, loss, census)
+    backend, dtypes = build.backend(config, strategy, accelerator, ranks, mesh, loss)
+    lines = compare(strategy, config, accelerator, mesh, backend, loss, dtypes)
     by_rank = ranks.gather((memory, memory_gib(ranks.device)))
     if main_rank:
-        print(f"run {run.path}\n{table(lines, ranks, backend, census, by_rank)}\n{describe_plan(plan)}")
+        print(f"run {run.path}\n{table(lines, ranks, backend, dtypes, by_rank)}\n{describe_plan(plan)}")
         print("\n".join([*notes, *data.report.lines(), *precision_lines(config), *pipeline_lines(config, strategy),
                          *warnings(config, strategy, launch.supervised)]), flush=True)  # fmt: skip
-    check_asked(lines, ranks)
+    refuse_differences(lines, ranks)
     CLOCK.ended("wrap")
 
     processes = [launch.launcher, *ranks.gather(Process.of("rank", ranks.rank))]
     reporter = build.Reporter(run, accelerator, config, main_rank, console, processes)
-    job = Job(
+    context = TrainContext(
         config=config, run=run, ranks=ranks, mesh=mesh, backend=backend,
-        bare=loss.model, balancing=loss.balancing, buffers=buffers,
-        scaler=accelerator.scaler,
-        plan=plan,
-        eval_rows=make_rows(config, eval_data, tokenizer.pad_token_id, part) if eval_data else None,
+        bare=loss.model, balancing=loss.balancing, buffers=buffers, matmul_parameters=matmul,
+        scaler=accelerator.scaler, plan=plan,
+        eval_rows=make_rows(config, eval_data, tokenizer.pad_token_id, shard) if eval_data else None,
         checkpoints=checkpoints,
         heartbeat=Heartbeat(run, ranks.rank, config.hang_timeout),
         metrics=build.metrics_file(run, attempt) if main_rank else None,
-        report=reporter.state,
-        show=reporter.row,
-        launcher=launch.parent,
-        clock=CLOCK,
-        pace=Pace(ranks.device, strategy.distributed_type in ("NO", "MULTI_GPU") and not strategy.has_mesh),
+        report=reporter.state, show=reporter.row,
+        launcher=launch.parent, clock=CLOCK,
+        stragglers=Stragglers(
+            ranks.device, local_forward=strategy.distributed_type in ("NO", "MULTI_GPU") and not strategy.has_mesh
+        ),
     )  # fmt: skip
-    with contextlib.closing(job.heartbeat):
-        outcome = Fit(job, progress, folder).run()
+    with contextlib.closing(context.heartbeat):
+        outcome = TrainLoop(context, progress, folder).run()
         del backend, loss  # the wrapper must not outlive the process group
-        build.tear_down(accelerator, ranks, job)
+        build.tear_down(accelerator, ranks, context)
 
-        ending = {}
-        if outcome.state == "done" and main_rank:
+        ending = outcome.ending
+        if ending.state == "done" and main_rank:
             run.refuse_lost()
             chosen = checkpoints.path(outcome.results["exported_step"])
-            job.heartbeat.at("export", outcome.progress.step, export_seconds(chosen, config))
+            context.heartbeat.at("export", outcome.progress.step, export_seconds(chosen, config))
             export_checkpoint(chosen, config, run.model, export_kind(config), outcome.results, run.record)
-            ending = {"export_dir": str(run.model)}
-    reporter.close(outcome.state, outcome.cause, launch.supervised, step=outcome.progress.step, **ending)
-    return 1 if outcome.state == "failed" else 0
+            ending = replace(ending, export_dir=str(run.model))
+    reporter.close(ending, launch.supervised)
+    return 1 if ending.state == "failed" else 0
 
 
 def begin(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launch) -> int:
     """Writes the first state of this start of the run, on rank 0; returns its attempt number."""
-    from trainers.data.tokenizer import kept_template
+    from trainers.data.tokenizer import template_record
 
     before = run.read_state()
     run.forget_last_attempt()
-    write_json(run.chat_template, kept_template(config))
+    write_json(run.chat_template, template_record(config))
     if launch.supervised:
         return int((before or {}).get("attempt", 0))
     attempt = int(before["attempt"]) + 1 if before else 0
     for request in (run.stop_request, run.save_request):
         request.unlink(missing_ok=True)
     run.remove_unfinished()
-    run.write_state(state="starting", cause=None, permanent=None, goes_back=None, attempt=attempt, launched_at=now(),
+    run.write_state(state="starting", cause=None, attempt=attempt, launched_at=now(),
                     processes=[launch.launcher.as_json()])  # fmt: skip
     write_run_files(run, config, strategy)
     register_outside(run, config.runs_dir)
@@ -298,4 +314,4 @@ def warnings(config: TrainConfig, strategy: Strategy, supervised: bool) -> list[
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    exit_now(main(sys.argv[1:]))

@@ -1,8 +1,8 @@
-"""What may be sent to a handler: every value is checked to be of the kind that its component sends.
+"""Checks that every value sent to a handler is of the kind that its component sends.
 
-Gradio takes an object that names a file in place of any value, and copies or fetches that file before the handler
-sees it. So the check comes before all that Gradio does, for every handler of every page, and a component whose kind
-is not known here cannot be an input at all.
+Gradio accepts an object that names a file in place of any value, and copies or downloads that file before the handler
+sees it. So values are checked before Gradio processes them, for every handler of every page, and a component of
+unknown kind cannot be an input.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ import gradio as gr
 from gradio.components.api_component import Api
 
 Check = Callable[[gr.blocks.Block, Any, set[str]], bool]
-"""Whether a component sends such a value, given the paths of all files that were uploaded."""
+"""Whether a component can send a value, given the paths of all uploaded files."""
 
 
 class CheckedBlocks(gr.Blocks):
-    """A Gradio app whose handlers get values of the right kinds alone."""
+    """A Gradio app whose handlers only receive values of the right kinds."""
 
     def validate_inputs(self, block_fn: Any, inputs: list[Any]) -> None:
-        """Refuses what a page of ours would not send. Gradio calls it before it looks at any value.
+        """Refuses values that no page would send. Gradio calls this before processing any value.
 
         Raises:
             gr.Error: naming the first component with a wrong value.
         """
         if block_fn.fn is None:
-            raise _refusal("refused: this event is handled in the browser alone")
+            raise _refusal("refused: this event is handled in the browser")
         if not isinstance(inputs, list) or len(inputs) != len(block_fn.inputs):
-            raise _refusal("refused: the event came with another number of values than its page sends; reload the page")
+            raise _refusal("refused: the event has the wrong number of values; reload the page")
         for block, value in zip(block_fn.inputs, inputs, strict=True):
             check, kind = kind_of(block)
             if not check(block, value, self.upload_file_set):
                 label = getattr(block, "label", None) or type(block).__name__
-                raise _refusal(f"{label}: refused, the value that was sent is not {kind}; reload the page")
+                raise _refusal(f"{label}: refused, the value is not {kind}; reload the page")
 
     def check_kinds(self) -> None:
-        """Fails when a handler has an input of which it is not known what it sends."""
+        """Raises TypeError when a handler has an input of unknown kind."""
         for block_fn in self.fns.values():
             if block_fn.component_prop_inputs:
                 raise TypeError(f"{block_fn.name} takes whole components, which cannot be checked")
@@ -48,27 +48,27 @@ class CheckedBlocks(gr.Blocks):
                 kind_of(block)
 
 
-def _refusal(words: str) -> gr.Error:
-    return gr.Error(words, print_exception=False)
+def _refusal(message: str) -> gr.Error:
+    return gr.Error(message, print_exception=False)
 
 
 def kind_of(block: gr.blocks.Block) -> tuple[Check, str]:
-    """The check of a component's values, and in words what it sends.
+    """The check for a component's values, and a description of them.
 
     Raises:
-        TypeError: for a component that is not known.
+        TypeError: for an unknown component.
     """
     for base in type(block).__mro__:
         if base in _KINDS:
             return _KINDS[base]
-    raise TypeError(f"{type(block).__name__} is no input yet: say in ui/checked_blocks.py what it sends")
+    raise TypeError(f"{type(block).__name__} is not a supported input; add its check to ui/checked_blocks.py")
 
 
 # -- plain values ----------------------------------------------------------------------------------------------------
 
 
 def is_text(value: Any) -> bool:
-    """Whether it is a text that can be encoded, as not every JSON text can."""
+    """Whether it is a string that can be encoded (JSON allows lone surrogates)."""
     if not isinstance(value, str):
         return False
     try:
@@ -79,27 +79,27 @@ def is_text(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite number, and no truth value."""
+    """Whether it is a finite number and not a boolean."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return isinstance(value, int) or math.isfinite(value)
 
 
 def is_scalar(value: Any) -> bool:
-    """Whether it is a text, a number, a truth value or None."""
+    """Whether it is a string, a number, a boolean or None."""
     return value is None or isinstance(value, bool) or is_text(value) or is_number(value)
 
 
 def is_plain_json(value: Any, depth: int = 8) -> bool:
-    """Whether it is JSON of limited depth in which no object could be taken for a file."""
+    """Whether it is JSON of limited depth without an object that Gradio could treat as a file."""
     if isinstance(value, Mapping):
-        names_file = "meta" in value and "path" in value
-        parts: Sequence[Any] = [*value, *value.values()]
+        is_file = "meta" in value and "path" in value
+        entries: Sequence[Any] = [*value, *value.values()]
     elif isinstance(value, list):
-        names_file, parts = False, value
+        is_file, entries = False, value
     else:
         return is_scalar(value)
-    return not names_file and depth > 0 and all(is_plain_json(part, depth - 1) for part in parts)
+    return not is_file and depth > 0 and all(is_plain_json(part, depth - 1) for part in entries)
 
 
 # -- components ------------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def _text(_: Any, value: Any, __: set[str]) -> bool:
     return value is None or is_text(value)
 
 
-def _truth(_: Any, value: Any, __: set[str]) -> bool:
+def _boolean(_: Any, value: Any, __: set[str]) -> bool:
     return value is None or isinstance(value, bool)
 
 
@@ -130,7 +130,7 @@ def _dropdown(block: Any, value: Any, uploaded: set[str]) -> bool:
 
 
 def _conversation(_: Any, value: Any, __: set[str]) -> bool:
-    """Messages of text; what Gradio takes besides (files, components to be built) is no value of ours."""
+    """Text messages only; Gradio also accepts files and components, which the pages never send."""
     return value is None or (isinstance(value, list) and all(map(_is_message, value)))
 
 
@@ -146,14 +146,14 @@ def _is_message(entry: Any) -> bool:
 
 
 def _upload(_: Any, value: Any, uploaded: set[str]) -> bool:
-    """A file of the upload route, as it was put there: no other path, no link, no stream."""
+    """A file stored by the upload route: no other path, no link, no stream."""
     if value is None:
         return True
     if not isinstance(value, dict) or value.get("meta") != {"_type": "gradio.FileData"} or value.get("is_stream"):
         return False
     path = value.get("path")
-    described = all(is_scalar(part) for name, part in value.items() if name != "meta")
-    if not described or not is_text(path) or path not in uploaded:
+    is_plain = all(is_scalar(part) for name, part in value.items() if name != "meta")
+    if not is_plain or not is_text(path) or path not in uploaded:
         return False
     try:
         mode = os.stat(path, follow_symlinks=False).st_mode
@@ -174,7 +174,7 @@ _JSON_TYPES: dict[str, Callable[[Any], bool]] = {
 
 
 def _parameter(block: Api, value: Any, _: set[str]) -> bool:
-    """A parameter of `gr.api`, whose schema Gradio makes of its type."""
+    """A parameter of `gr.api`, checked against the schema that Gradio derives from its type."""
     schema: Any = block.api_info()
     schemas = schema.get("oneOf") or schema.get("anyOf") or [schema]
     return is_plain_json(value) and any("type" not in entry or _JSON_TYPES[entry["type"]](value) for entry in schemas)
@@ -182,12 +182,12 @@ def _parameter(block: Api, value: Any, _: set[str]) -> bool:
 
 _KINDS: dict[type, tuple[Check, str]] = {
     gr.Textbox: (_text, "a text"),
-    gr.Checkbox: (_truth, "true or false"),
+    gr.Checkbox: (_boolean, "true or false"),
     gr.Number: (_number, "a number"),
     gr.Radio: (_choice, "one of the choices"),
     gr.Dropdown: (_dropdown, "a choice of the list"),
     gr.CheckboxGroup: (_choices, "a list of choices"),
     gr.Chatbot: (_conversation, "a conversation of plain text"),
     gr.UploadButton: (_upload, "a file that was uploaded here"),
-    Api: (_parameter, "JSON of the type that the endpoint names"),
+    Api: (_parameter, "JSON of the type that the endpoint expects"),
 }

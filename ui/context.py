@@ -1,4 +1,4 @@
-"""What every page knows: the folders that the server was started with. Fixed for the life of the server."""
+"""The folders that the server was started with, fixed for its lifetime."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Here:
-    """Where the server was started, and what it may touch.
+class ServerContext:
+    """The folders that the server may use.
 
     Args:
         runs_dir: folder of run folders.
-        roots: folders in which models and data may lie; a path outside of all of them is refused.
-        uploads: folder, inside a root, that uploaded files are put into.
+        roots: folders that models and data may be read from; paths outside them are refused.
+        uploads: folder, inside a root, for uploaded files.
         remote_code: whether `trust_remote_code` was allowed on the command line.
     """
 

@@ -1,7 +1,7 @@
-"""Imports Gradio without what a local server does not need: to be imported before Gradio is, anywhere.
+"""Imports Gradio without what a local server does not need. Import this before Gradio.
 
-Uploads get two limits that Gradio's reader lacks: a field that is no file is short, and what a sender who hung up has
-left on the disk is removed.
+Adds two limits that Gradio's upload parser lacks: form fields other than files are short, and the partial file of an
+aborted upload is removed.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from typing import Any
 from starlette.formparsers import MultiPartException
 
 for _name in [name for name in os.environ if name.startswith("GRADIO_") and name != "GRADIO_TEMP_DIR"]:
-    del os.environ[_name]  # shares, proxies and paths that are not ours to open
+    del os.environ[_name]  # shares, proxies and paths that must not be opened
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
 
 
 @contextlib.contextmanager
 def _no_stub_files() -> Iterator[None]:
-    """Keeps Gradio from writing a stub file for each of its components anew, which takes a second at every start.
+    """Keeps Gradio from rewriting a stub file for each of its components, which takes a second at every start.
 
-    It leaves out components whose source file it cannot find.
+    Gradio skips components whose source file it cannot find.
     """
     find = inspect.getfile
 
-    def getfile(thing: Any) -> str:
-        if str(getattr(thing, "__module__", "")).startswith("gradio."):
-            raise OSError("no stub file is wanted")
-        return find(thing)
+    def getfile(component: Any) -> str:
+        if str(getattr(component, "__module__", "")).startswith("gradio."):
+            raise OSError("no stub files")
+        return find(component)
 
     inspect.getfile = getfile  # type: ignore[assignment]
     try:
@@ -45,16 +45,16 @@ with _no_stub_files():
     from gradio.routes import App
 
 MAX_FIELD = 64 << 10
-"""Bytes of a field that is no file: it is kept in memory."""
+"""Bytes of a form field that is not a file; fields are kept in memory."""
 
 
-class _Upload(route_utils.GradioMultiPartParser):
-    """Reads an upload as it comes."""
+class _UploadParser(route_utils.GradioMultiPartParser):
+    """Parses an upload as it arrives."""
 
     def on_part_data(self, data: bytes, start: int, end: int) -> None:
         part = self._current_part
         if part.file is None and len(part.data) + end - start > MAX_FIELD:
-            raise MultiPartException(f"a field that is no file has more than {MAX_FIELD:,} bytes; send it as a file")
+            raise MultiPartException(f"a form field has more than {MAX_FIELD:,} bytes; send it as a file")
         super().on_part_data(data, start, end)
 
     async def parse(self) -> Any:
@@ -68,12 +68,12 @@ class _Upload(route_utils.GradioMultiPartParser):
             raise
 
 
-route_utils.GradioMultiPartParser = routes.GradioMultiPartParser = _Upload
+route_utils.GradioMultiPartParser = routes.GradioMultiPartParser = _UploadParser
 
 
 @contextlib.contextmanager
 def one_app_at_the_end() -> Iterator[None]:
-    """Keeps `gr.Blocks` from making a whole web app after every page, only for the next page to replace it."""
+    """Keeps `gr.Blocks` from building a web app after every page, which the next page would replace."""
     create = App.create_app
     App.create_app = staticmethod(lambda *_, **__: None)
     try:

@@ -1,4 +1,4 @@
-"""Parts of a page that a script in the browser draws from what server functions answer."""
+"""Parts of a page that a script in the browser renders from the answers of server functions."""
 
 from __future__ import annotations
 
@@ -10,44 +10,45 @@ from typing import Any
 import gradio as gr
 from starlette.responses import Response
 
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from ui.checked_blocks import is_scalar
 
 Function = Callable[[dict[str, Any]], Response]
 
 
 def live_part(name: str, script: str, functions: Sequence[Function], heading: str = "") -> gr.HTML:
-    """An empty element that a script fills and keeps current.
+    """An empty element that a script fills and keeps up to date.
 
     Args:
-        name: its element has the class `ts-NAME`.
-        script: `Live.SCRIPT` of `ui/static/live_*.js` draws it.
-        functions: what the script may call as `server.FUNCTION(request)`. Anybody may: they only read.
-        heading: words of an `<h2>` above it.
+        name: the element has the class `ts-NAME`.
+        script: name of the renderer, `Live.SCRIPT` in `ui/static/live_*.js`.
+        functions: what the script may call as `server.FUNCTION(request)`; read-only, as anyone can call them.
+        heading: text of an `<h2>` above it.
     """
-    above = f"<h2>{heading}</h2>" if heading else ""
+    heading_html = f"<h2>{heading}</h2>" if heading else ""
     return gr.HTML(
-        html_template=f'{above}<div class="ts-{name}"></div>', js_on_load=f"Live.{script}(element, server)",
-        server_functions=[_checked(function) for function in functions], apply_default_css=False, padding=False,
+        html_template=f'{heading_html}<div class="ts-{name}"></div>', js_on_load=f"Live.{script}(element, server)",
+        server_functions=[_with_plain_values(function) for function in functions], apply_default_css=False,
+        padding=False,
     )  # fmt: skip
 
 
-def _checked(function: Function) -> Function:
-    """The function, for requests of names and plain values alone: Gradio hands on whatever is sent."""
+def _with_plain_values(function: Function) -> Function:
+    """Restricts a function to requests of plain values by name; Gradio passes on whatever is sent."""
 
     @functools.wraps(function)
     def checked(request: Any) -> Response:
         if isinstance(request, dict) and all(map(is_scalar, request.values())):
             return function(request)
-        return answer(lambda: {"error": "the request is no object of plain values; reload the page"})
+        return json_response(lambda: {"error": "the request is not an object of plain values; reload the page"})
 
     return checked
 
 
-def answer(make: Callable[[], Any]) -> Response:
-    """The document as JSON, without Gradio's slow look at each value; `{"error": …}` for a mistake in the request."""
+def json_response(build_document: Callable[[], Any]) -> Response:
+    """The document as JSON, bypassing Gradio's slow processing; `{"error": …}` for a wrong request."""
     try:
-        document = make()
+        document = build_document()
     except ConfigError as error:
         document = {"error": str(error)}
     return Response(json.dumps(document, allow_nan=False, separators=(",", ":")), media_type="application/json")

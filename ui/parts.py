@@ -1,4 +1,4 @@
-"""Fragments of HTML that several pages show. Every function escapes what it is given, unless that is `Html` already."""
+"""HTML fragments shared by several pages. Every function escapes its arguments unless they are `Html`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from app.console import clean
 Kind = Literal["error", "warning", "info", "good"]
 
 PAGES = {"train": "Train", "data": "Data", "runs": "Runs", "compare": "Compare", "chat": "Chat", "system": "System"}
-"""Pages of the navigation, in its order; `train` is at `/`."""
+"""Pages in the order of the navigation; `train` is at `/`."""
 
 _STATES = ("queued", "starting", "running", "stopping", "done", "stopped", "failed")
 _NONE = "-"
 
 
 class Html(str):
-    """A text that is HTML already: it is put into other fragments as it is."""
+    """Text that is already HTML and is inserted into other fragments unchanged."""
 
 
 def text(value: Any) -> Html:
@@ -37,23 +37,23 @@ def join(fragments: Iterable[Any], between: str = "") -> Html:
 
 
 def element(tag: str, content: Any = "", **attributes: Any) -> Html:
-    """`<tag name="value">content</tag>`; attributes that are None or False are left out.
+    """`<tag name="value">content</tag>`, without attributes that are None or False.
 
     Args:
         tag: e.g. `div`.
         content: escaped unless `Html`.
-        **attributes: `class_` means `class`; an underscore means a hyphen; True writes the name alone.
+        **attributes: `class_` stands for `class`, an underscore for a hyphen; True writes only the name.
     """
-    given = {name.rstrip("_").replace("_", "-"): value for name, value in attributes.items()}
-    words = [
+    named_attributes = {name.rstrip("_").replace("_", "-"): value for name, value in attributes.items()}
+    attribute_texts = [
         f" {name}" if value is True else f' {name}="{text(value)}"'
-        for name, value in given.items()
+        for name, value in named_attributes.items()
         if value is not None and value is not False
     ]
-    return Html(f"<{tag}{''.join(words)}>{text(content)}</{tag}>")
+    return Html(f"<{tag}{''.join(attribute_texts)}>{text(content)}</{tag}>")
 
 
-# -- values as words -------------------------------------------------------------------------------------------------
+# -- formatting values -----------------------------------------------------------------------------------------------
 
 
 def byte_text(count: float | None) -> str:
@@ -74,17 +74,17 @@ def duration_text(seconds: float | None) -> str:
         return _NONE
     if seconds < 10:
         return f"{max(seconds, 0.0):.1f} s"
-    whole = round(seconds)
-    for unit, part, size, inner in (("d", "h", 86_400, 3_600), ("h", "min", 3_600, 60), ("min", "s", 60, 1)):
-        if whole >= size:
-            return f"{whole // size} {unit} {whole % size // inner:02} {part}"
-    return f"{whole} s"
+    rounded = round(seconds)
+    for unit, inner_unit, size, inner in (("d", "h", 86_400, 3_600), ("h", "min", 3_600, 60), ("min", "s", 60, 1)):
+        if rounded >= size:
+            return f"{rounded // size} {unit} {rounded % size // inner:02} {inner_unit}"
+    return f"{rounded} s"
 
 
 def number_text(value: Any, digits: int = 4) -> str:
-    """A number for people: whole ones with thousands' commas, others with `digits` significant digits.
+    """Formats a number: integers with thousands separators, others with `digits` significant digits.
 
-    Very large and very small ones are written as `3e-05`; a dash for what is no number.
+    Very large and very small values are written as `3e-05`; a dash for what is not a number.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
         return _NONE
@@ -92,17 +92,17 @@ def number_text(value: Any, digits: int = 4) -> str:
         return f"{value:,}"
     if value and not 1e-4 <= abs(value) < 1e9:
         return f"{value:.{digits}g}"
-    whole = len(str(int(abs(value))))
-    return f"{value:,.{max(0, digits - whole)}f}" if abs(value) >= 1 else f"{value:.{digits}g}"
+    integer_digits = len(str(int(abs(value))))
+    return f"{value:,.{max(0, digits - integer_digits)}f}" if abs(value) >= 1 else f"{value:.{digits}g}"
 
 
 def percent_text(share: float | None, digits: int = 0) -> str:
-    """A share of 1 as `42%`; a dash for None."""
+    """A share from 0 to 1 as `42%`; a dash for None."""
     return _NONE if share is None or not math.isfinite(share) else f"{100 * share:.{digits}f}%"
 
 
 def seconds_since(iso: str | None, now: datetime | None = None) -> float | None:
-    """Seconds from an ISO time (UTC where it names no zone) to `now` (default: the clock); None for no time."""
+    """Seconds from an ISO time (UTC if it has no zone) to `now` (default: current time); None if it is not a time."""
     try:
         then = datetime.fromisoformat(str(iso))
     except ValueError:
@@ -112,7 +112,7 @@ def seconds_since(iso: str | None, now: datetime | None = None) -> float | None:
 
 
 def ago_text(iso: str | None, now: datetime | None = None) -> str:
-    """An ISO time as `just now`, `4 min ago`, `3 h ago`, `2 d ago`; a dash for no time."""
+    """An ISO time as `just now`, `4 min ago`, `3 h ago`, `2 d ago`; a dash if it is not a time."""
     seconds = seconds_since(iso, now)
     if seconds is None:
         return _NONE
@@ -131,15 +131,15 @@ def ago(iso: str | None, now: datetime | None = None) -> Html:
 
 
 def badge(state: Any) -> Html:
-    """A run's state as a coloured word; an unknown one is grey."""
+    """A run's state as a coloured badge; an unknown one is grey."""
     known = state if state in _STATES else "unknown"
     return element("span", state or "unknown", class_=f"ts-badge ts-{known}")
 
 
 def alert_list(lines: Sequence[Any], kind: Kind = "error") -> Html:
-    """A box with a line for each mistake, warning or note; empty for no lines.
+    """A box with a line per mistake, warning or note; empty for no lines.
 
-    An error is announced at once by a screen reader, others when it is idle.
+    Screen readers announce errors at once, others when idle.
     """
     if not lines:
         return Html("")
@@ -149,7 +149,7 @@ def alert_list(lines: Sequence[Any], kind: Kind = "error") -> Html:
 
 
 def note(line: Any) -> Html:
-    """A muted sentence, e.g. what an empty page is for."""
+    """A muted sentence, e.g. on an empty page."""
     return element("p", line, class_="ts-note")
 
 
@@ -167,14 +167,14 @@ def data_table(
     numeric: Sequence[int] = (),
     empty: str = "nothing yet",
 ) -> Html:
-    """A table that scrolls within itself where the page is too narrow.
+    """A table that scrolls horizontally on a narrow page.
 
     Args:
-        headers: the head of each column.
+        headers: the column headers.
         rows: a cell per column; escaped unless `Html`.
-        caption: what it is, for screen readers; shown to them alone.
-        numeric: indices of the columns that are set to the right.
-        empty: said in place of rows where there are none.
+        caption: caption for screen readers only.
+        numeric: indices of right-aligned columns.
+        empty: text shown when there are no rows.
     """
     right = dict.fromkeys(numeric, "ts-number")
     head = join(element("th", cell, scope="col", class_=right.get(index)) for index, cell in enumerate(headers))
@@ -189,62 +189,62 @@ def data_table(
     return element("div", table, class_="ts-table", tabindex=0, role="region", aria_label=caption or "Table")
 
 
-def meter(share: float | None, label: str, shown: str | None = None) -> Html:
-    """A bar that is full at 1, with its value in words beside it.
+def meter(share: float | None, label: str, value_text: str | None = None) -> Html:
+    """A bar that is full at 1, with its value as text beside it.
 
     Args:
         share: 0 to 1; None draws an empty bar.
         label: what is measured, for screen readers.
-        shown: the value in words; default: per cent.
+        value_text: the value as text; default: percent.
     """
-    full = 0.0 if share is None or not math.isfinite(share) else min(1.0, max(0.0, share))
-    words = percent_text(share) if shown is None else shown
-    fill = element("span", class_="ts-meter-fill", style=f"width:{100 * full:.1f}%")
+    filled = 0.0 if share is None or not math.isfinite(share) else min(1.0, max(0.0, share))
+    value_label = percent_text(share) if value_text is None else value_text
+    fill = element("span", class_="ts-meter-fill", style=f"width:{100 * filled:.1f}%")
     bar = element(
         "span", fill, class_="ts-meter", role="meter", aria_label=label, aria_valuemin=0, aria_valuemax=100,
-        aria_valuenow=round(100 * full), aria_valuetext=words,
+        aria_valuenow=round(100 * filled), aria_valuetext=value_label,
     )  # fmt: skip
-    return element("span", join([bar, element("span", words, class_="ts-meter-words")]), class_="ts-metered")
+    return element("span", join([bar, element("span", value_label, class_="ts-meter-words")]), class_="ts-metered")
 
 
-def link(path: str, words: Any, **query: Any) -> Html:
-    """A link to a page of ours.
+def link(path: str, label: Any, **query: Any) -> Html:
+    """A link to one of the pages.
 
     Args:
         path: e.g. `/compare`.
-        words: what is shown.
-        **query: parameters of the address; those that are None are left out.
+        label: text of the link.
+        **query: query parameters; None values are omitted.
     """
-    given = {name: value for name, value in query.items() if value is not None}
-    return element("a", words, href=f"{path}?{urlencode(given)}" if given else path)
+    parameters = {name: value for name, value in query.items() if value is not None}
+    return element("a", label, href=f"{path}?{urlencode(parameters)}" if parameters else path)
 
 
-def run_link(run_id: str, words: Any = None) -> Html:
-    """A link to a run's page; shows the id by default."""
-    return link("/run", run_id if words is None else words, run=run_id)
+def run_link(run_id: str, label: Any = None) -> Html:
+    """A link to the page of a run, labelled with its id by default."""
+    return link("/run", run_id if label is None else label, run=run_id)
 
 
-def title(words: str, lead: Any = None) -> Html:
-    """The one `<h1>` of a page, and a muted sentence under it."""
-    return join([element("h1", words), note(lead) if lead else ""])
+def title(heading: str, lead: Any = None) -> Html:
+    """The `<h1>` of a page, and a muted sentence below it."""
+    return join([element("h1", heading), note(lead) if lead else ""])
 
 
-def section(words: str, content: Any) -> Html:
-    """An `<h2>` and what stands under it."""
-    return element("section", join([element("h2", words), content]), class_="ts-section")
+def section(heading: str, content: Any) -> Html:
+    """An `<h2>` and its content."""
+    return element("section", join([element("h2", heading), content]), class_="ts-section")
 
 
 def navigation(active: str) -> Html:
-    """The links to all pages, with the shown one marked.
+    """Links to all pages, with the current one marked.
 
     Args:
-        active: name of the shown page, such as `runs`.
+        active: name of the current page, such as `runs`.
     """
     links = [
         element(
-            "a", words, href="/" if name == "train" else f"/{name}", aria_current="page" if name == active else None
+            "a", label, href="/" if name == "train" else f"/{name}", aria_current="page" if name == active else None
         )
-        for name, words in PAGES.items()
+        for name, label in PAGES.items()
     ]
     brand = element("a", "Tunesmith", href="/", class_="ts-brand", tabindex=-1, aria_hidden="true")
     return element(

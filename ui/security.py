@@ -1,4 +1,4 @@
-"""Who may talk to the server: checks of host, origin, path and size, the headers of every answer, and the password."""
+"""Access to the server: checks of host, origin, path and size, response headers, and login."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ MAX_UPLOAD = 2 << 30
 MAX_BODY = 16 << 20
 """Bytes of any other request."""
 MAX_LOGIN = 16 << 10
-"""Bytes of a user name with its password."""
+"""Bytes of a login request."""
 
 UPLOAD_PATH = "/gradio_api/upload"
 LOGIN_PATH = "/login"
 
-# What the pages and `gradio_client` ask for. The rest of Gradio stays closed: no page shows a file of the server, so
-# none is served, and nothing is proxied, recorded or linked to.
+# The paths used by the pages and `gradio_client`. All other Gradio routes are blocked: no page shows a file of the
+# server, so none is served, and nothing is proxied, recorded or shared.
 _FILES = ("/config", "/theme.css", "/favicon.ico", "/manifest.json", "/robots.txt", LOGIN_PATH, "/logout")
 _FOLDERS = ("/assets/", "/static/", "/svelte/")
 _API = "/gradio_api/"
@@ -38,8 +38,8 @@ _API_NAMES = (
     "startup-events", "upload", "upload_progress",
 )  # fmt: skip
 
-# Gradio's pages have inline scripts and compile the functions that they are given; handlers in attributes, which is
-# what an injected text would bring, stay forbidden, and so is every other origin.
+# Gradio's pages use inline scripts and compile functions from strings. Event handlers in attributes, the usual way
+# of injection, stay forbidden, and so do all other origins.
 _POLICY = (
     "default-src 'none'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; script-src-attr 'none'; "
     "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; "
@@ -55,7 +55,7 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Permissions-Policy": "camera=(), microphone=(), geolocation=(), display-capture=(), payment=(), usb=()",
 }
-"""Headers of every answer."""
+"""Headers of every response."""
 
 _READS = ("GET", "HEAD", "OPTIONS")
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
@@ -63,17 +63,17 @@ _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?")
 
 
 def bracketed(host: str) -> str:
-    """A host as it stands in an address: IPv6 in brackets."""
+    """A host as written in a URL: IPv6 in brackets."""
     return f"[{host}]" if ":" in host else host
 
 
 @dataclass(frozen=True)
 class TrustedHosts:
-    """The names under which a browser may call the server; any other name may be a rebound one.
+    """Host names that browsers may use for this server; any other could be DNS rebinding.
 
     Args:
-        host: what the server is bound to.
-        names: further names of this machine.
+        host: the host that the server is bound to.
+        names: other names of this machine.
     """
 
     host: str
@@ -85,8 +85,8 @@ class TrustedHosts:
         if match is None:
             return False
         name = match[1]
-        known = {*_LOOPBACK, bracketed(self.host.lower()), *(one.lower() for one in self.names)}
-        # Bound to every address, each of them is fine: a number cannot be rebound.
+        known = {*_LOOPBACK, bracketed(self.host.lower()), *(name.lower() for name in self.names)}
+        # Bound to all addresses, any of them is fine: an IP address cannot be rebound.
         return name in known or (self.host in ("0.0.0.0", "::") and _is_number(name))  # noqa: S104
 
 
@@ -99,19 +99,21 @@ def _is_number(name: str) -> bool:
 
 
 class Guard:
-    """Refuses what does not come from a page of this server, and sets the headers of every answer.
+    """Refuses requests that do not come from a page of this server, and sets the headers of every response.
 
     Args:
-        app: what is guarded.
+        app: the guarded app.
         hosts: names of this server.
-        pages: paths that a link from elsewhere may open.
+        pages: paths that links from other sites may open.
     """
 
     def __init__(self, app: App, hosts: TrustedHosts, pages: Iterable[str]):
-        self.app, self.hosts, self.pages = app, hosts, frozenset(pages)
+        self.app = app
+        self.hosts = hosts
+        self.pages = frozenset(pages)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket":  # no page of ours opens one
+        if scope["type"] == "websocket":  # no page opens one
             await receive()
             await send({"type": "websocket.close", "code": 1008})
             return
@@ -122,33 +124,33 @@ class Guard:
         if refusal:
             await answer(_with_headers(send), *refusal)
             return
-        body = _LimitedBody(receive, _with_headers(send), _most_bytes(scope))
+        body = _LimitedBody(receive, _with_headers(send), _max_bytes(scope))
         try:
             await self.app(scope, body.receive, body.send)
         except ClientDisconnect:
-            pass  # nobody is there to be answered
+            pass  # the client is gone
         except Exception:
-            if not body.is_refused:  # else it has only heard that nobody listens any more
+            if not body.is_refused:  # otherwise it only saw the client disconnect
                 raise
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
-        """Status and reason when the request is refused."""
+        """Status and reason if the request is refused."""
         hosts = _values(scope, b"host")
         if len(hosts) != 1 or hosts[0] not in self.hosts:
-            return 400, "this server does not go by that name; open the address that `tunesmith ui` printed"
+            return 400, "unknown host name for this server; open the address that `tunesmith ui` printed"
         if self._is_foreign(scope, hosts[0]):
             return 403, "refused: the request comes from a page of another site"
-        return _without_length(scope) if self._is_open(scope["path"]) else (404, "there is nothing at this address")
+        return _length_refusal(scope) if self._is_open(scope["path"]) else (404, "not found")
 
     def _is_open(self, path: str) -> bool:
-        """Whether a page of ours, or `gradio_client`, asks for such a path."""
+        """Whether the pages or `gradio_client` use this path."""
         if path.startswith(_API):
             return path.split("/")[2] in _API_NAMES
         name = path.rstrip("/") or "/"
         return name in self.pages or name in _FILES or path.startswith(_FOLDERS)
 
     def _is_foreign(self, scope: Scope, host: str) -> bool:
-        """Whether another site's page sent the request; following a link to a page is fine."""
+        """Whether a page of another site sent the request; following a link to a page is allowed."""
         reads = scope["method"] in ("GET", "HEAD")
         mode, target = _value(scope, b"sec-fetch-mode"), _value(scope, b"sec-fetch-dest")
         if reads and scope["path"] in self.pages and mode in ("", "navigate") and target in ("", "document"):
@@ -165,56 +167,58 @@ def _is_origin_of(origin: str, host: str) -> bool:
     return bool(mark and port) and authority.removesuffix(str(port)) == host.lower().removesuffix(str(port))
 
 
-def _most_bytes(scope: Scope) -> int:
-    """Bytes that the body of a request may have."""
+def _max_bytes(scope: Scope) -> int:
+    """Largest allowed body of a request, in bytes."""
     if scope["method"] in _READS:
         return 0
     return {UPLOAD_PATH: MAX_UPLOAD + MAX_BODY, LOGIN_PATH: MAX_LOGIN}.get(scope["path"].rstrip("/"), MAX_BODY)
 
 
-def _without_length(scope: Scope) -> tuple[int, str] | None:
-    """A refusal of a body that does not say how large it is, says it twice, or is too large."""
+def _length_refusal(scope: Scope) -> tuple[int, str] | None:
+    """Status and reason for a body without a length, with two, or of more bytes than allowed."""
     if scope["method"] in _READS:
         return None
-    length, most = _value(scope, b"content-length"), _most_bytes(scope)
+    length, limit = _value(scope, b"content-length"), _max_bytes(scope)
     if not (length.isascii() and length.isdigit()):
-        return 411, "the request does not say its length; send a Content-Length"
+        return 411, "the request has no length; send a Content-Length"
     if _values(scope, b"transfer-encoding"):
-        return 400, "the request says its length in two ways; send a Content-Length and no Transfer-Encoding"
-    return (413, _too_large(most)) if int(length[:20]) > most else None
+        return 400, "the request has two lengths; send a Content-Length without Transfer-Encoding"
+    return (413, _too_large(limit)) if int(length[:20]) > limit else None
 
 
-def _too_large(most: int) -> str:
-    return f"the request is larger than {most:,} bytes"
+def _too_large(limit: int) -> str:
+    return f"the request is larger than {limit:,} bytes"
 
 
 class _LimitedBody:
-    """A request whose bytes are counted as they come: past the limit it is answered 413, and the app hears no more.
+    """Counts the bytes of a request as they arrive; past the limit it answers 413 and disconnects the app.
 
     Args:
         receive: of the request.
         send: of the request.
-        most: bytes that its body may have.
+        max_bytes: limit for the body.
     """
 
-    def __init__(self, receive: Receive, send: Send, most: int):
-        self._receive, self._send, self._most = receive, send, most
+    def __init__(self, receive: Receive, send: Send, max_bytes: int):
+        self._receive = receive
+        self._send = send
+        self._max_bytes = max_bytes
         self._bytes = 0
         self._is_answered = False
         self.is_refused = False
 
     async def receive(self) -> MutableMapping[str, Any]:
-        """The next message of the client; a disconnect once it has sent too much."""
+        """The next message from the client; a disconnect once it has sent too much."""
         message = await self._receive()
         self._bytes += len(message.get("body", b""))
-        if self._bytes > self._most and not self.is_refused:
+        if self._bytes > self._max_bytes and not self.is_refused:
             self.is_refused = True
             if not self._is_answered:
-                await answer(self._send, 413, _too_large(self._most), connection="close")
+                await answer(self._send, 413, _too_large(self._max_bytes), connection="close")
         return {"type": "http.disconnect"} if self.is_refused else message
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
-        """Sends what the app answers, unless the request has been refused meanwhile."""
+        """Sends the app's response, unless the request was refused in the meantime."""
         self._is_answered = True
         if not self.is_refused:
             await self._send(message)
@@ -225,31 +229,31 @@ def _values(scope: Scope, name: bytes) -> list[str]:
 
 
 def _value(scope: Scope, name: bytes) -> str:
-    """The header, in lower case; empty where it is missing."""
+    """The header in lower case; empty if missing."""
     return ", ".join(_values(scope, name)).lower()
 
 
 def _with_headers(send: Send) -> Send:
     async def sending(message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
-            ours = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
-            names = {name for name, _ in ours}
-            # Gradio lets other origins read what it answers; the pages need no such leave.
-            others = [
+            own_headers = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
+            names = {name for name, _ in own_headers}
+            # Gradio lets other origins read its responses; the pages do not need that.
+            app_headers = [
                 (key, value) for key, value in message.get("headers", [])
                 if bytes(key).lower() not in names and not bytes(key).lower().startswith(b"access-control-")
             ]  # fmt: skip
-            message = {**message, "headers": [*others, *ours]}
+            message = {**message, "headers": [*app_headers, *own_headers]}
         await send(message)
 
     return sending
 
 
-async def answer(send: Send, status: int, words: str, **headers: str) -> None:
-    """Sends a whole answer of one line of text."""
-    body = (words + "\n").encode()
-    given = {"content-type": "text/plain; charset=utf-8", "content-length": str(len(body)), **headers}
-    lines = [(name.replace("_", "-").encode(), value.encode()) for name, value in given.items()]
+async def answer(send: Send, status: int, message: str, **headers: str) -> None:
+    """Sends a complete response with one line of text."""
+    body = (message + "\n").encode()
+    all_headers = {"content-type": "text/plain; charset=utf-8", "content-length": str(len(body)), **headers}
+    lines = [(name.replace("_", "-").encode(), value.encode()) for name, value in all_headers.items()]
     await send({"type": "http.response.start", "status": status, "headers": lines})
     await send({"type": "http.response.body", "body": body})
 
@@ -258,11 +262,11 @@ async def answer(send: Send, status: int, words: str, **headers: str) -> None:
 
 
 class Password:
-    """Tells whether a user name and a password are the right ones, in a time that tells nothing.
+    """Checks a user name and password in constant time.
 
     Args:
-        user: the one user.
-        password: its password.
+        user: the only user.
+        password: the user's password.
     """
 
     def __init__(self, user: str, password: str):
@@ -279,76 +283,76 @@ def _digest(text: str) -> bytes:
 
 
 @dataclass
-class _Tries:
-    """What is known of one address, or of all."""
+class _Attempts:
+    """Failed logins of one address, or of all."""
 
-    most: int
-    wrong: list[float] = field(default_factory=list)
-    until: float = 0.0
+    limit: int
+    failures: list[float] = field(default_factory=list)
+    blocked_until: float = 0.0
     pauses: int = 0
 
 
 class Throttle:
-    """Counts wrong passwords; after too many within a minute every try is refused until a growing pause is over.
+    """Counts wrong passwords; after too many within a minute, refuses all logins for a growing pause.
 
     Args:
-        clock: seconds that never go back.
+        clock: a monotonic clock, in seconds.
     """
 
-    MOST = 5
-    """Wrong passwords of one address within `WINDOW`."""
-    MOST_OF_ALL = 20
-    """Those of all addresses together."""
+    MAX_FAILURES = 5
+    """Wrong passwords from one address within `WINDOW`."""
+    MAX_TOTAL_FAILURES = 20
+    """Wrong passwords from all addresses within `WINDOW`."""
     WINDOW = 60.0
     PAUSE = 60.0
-    """Seconds of the first pause; each further one is twice as long."""
-    LONGEST = 3600.0
-    """Seconds of the longest pause, and of the quiet after which earlier pauses are forgotten."""
+    """Seconds of the first pause; each further pause is twice as long."""
+    MAX_PAUSE = 3600.0
+    """Seconds of the longest pause, and after which earlier pauses are forgotten."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self.clock = clock
-        self._all = _Tries(self.MOST_OF_ALL)
-        self._by_address: dict[str, _Tries] = {}
+        self._all = _Attempts(self.MAX_TOTAL_FAILURES)
+        self._attempts: dict[str, _Attempts] = {}
 
     def begin(self, address: str) -> float:
-        """Takes in a try as a wrong one, unless a pause is on.
+        """Counts a login attempt as failed in advance, unless paused.
 
         Returns:
-            Seconds until the next try; 0 when this one may go on.
+            Seconds until the next allowed attempt; 0 if this one may proceed.
         """
-        self._forget()
-        own = self._by_address.setdefault(_network(address), _Tries(self.MOST))
+        self._forget_old()
+        own = self._attempts.setdefault(_network(address), _Attempts(self.MAX_FAILURES))
         now = self.clock()
-        wait = max(own.until, self._all.until) - now
+        wait = max(own.blocked_until, self._all.blocked_until) - now
         if wait > 0:
             return wait
         for tries in (own, self._all):
-            tries.wrong = [*(then for then in tries.wrong if now - then < self.WINDOW), now]
-            if len(tries.wrong) >= tries.most:
-                tries.until = now + min(self.LONGEST, self.PAUSE * 2**tries.pauses)
-                tries.pauses, tries.wrong = tries.pauses + 1, []
+            tries.failures = [*(then for then in tries.failures if now - then < self.WINDOW), now]
+            if len(tries.failures) >= tries.limit:
+                tries.blocked_until = now + min(self.MAX_PAUSE, self.PAUSE * 2**tries.pauses)
+                tries.pauses, tries.failures = tries.pauses + 1, []
         return 0.0
 
-    def right(self, address: str) -> None:
-        """The try that began last was right: the address starts afresh, and all have one wrong try less."""
-        self._by_address.pop(_network(address), None)
-        if self._all.wrong:
-            self._all.wrong.pop()
+    def succeed(self, address: str) -> None:
+        """Records that the last attempt succeeded: resets the address, and takes the attempt off the total."""
+        self._attempts.pop(_network(address), None)
+        if self._all.failures:
+            self._all.failures.pop()
 
-    def _forget(self) -> None:
+    def _forget_old(self) -> None:
         now = self.clock()
-        over = now - self.LONGEST
-        self._by_address = {
+        over = now - self.MAX_PAUSE
+        self._attempts = {
             address: tries
-            for address, tries in self._by_address.items()
-            if tries.until > over or any(then > now - self.WINDOW for then in tries.wrong)
+            for address, tries in self._attempts.items()
+            if tries.blocked_until > over or any(then > now - self.WINDOW for then in tries.failures)
         }
-        if self._all.until <= over:
+        if self._all.blocked_until <= over:
             self._all.pauses = 0
 
 
 def _network(address: str) -> str:
-    """The address, or for IPv6 its network: whoever has one address of that has them all."""
+    """The address, or its /64 network for IPv6, as a client usually controls all of it."""
     try:
         number = ipaddress.ip_address(address)
     except ValueError:
@@ -357,15 +361,16 @@ def _network(address: str) -> str:
 
 
 class ThrottledLogin:
-    """Answers 429 to logins while the throttle has a pause.
+    """Answers 429 to logins while the throttle pauses.
 
     Args:
-        app: what is guarded; its login answers 200 to the right password alone.
-        throttle: counts the wrong ones.
+        app: the guarded app; its login answers 200 only to the right password.
+        throttle: counts wrong passwords.
     """
 
     def __init__(self, app: App, throttle: Throttle):
-        self.app, self.throttle = app, throttle
+        self.app = app
+        self.throttle = throttle
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"].rstrip("/") != LOGIN_PATH:
@@ -375,28 +380,29 @@ class ThrottledLogin:
         wait = self.throttle.begin(address)
         if wait > 0:
             seconds = int(wait) + 1
-            words = f"too many wrong passwords; try again in {seconds} s"
-            await answer(send, 429, words, retry_after=str(seconds))
+            message = f"too many wrong passwords; try again in {seconds} s"
+            await answer(send, 429, message, retry_after=str(seconds))
             return
 
         async def sending(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start" and message["status"] == 200:
-                self.throttle.right(address)
+                self.throttle.succeed(address)
             await send(message)
 
         await self.app(scope, receive, sending)
 
 
 class LoggedIn:
-    """Answers 401 to whoever calls the pages' functions without having logged in, before a byte of the body is read.
+    """Answers 401 to API calls without a login, before reading the body.
 
     Args:
-        app: what is guarded.
-        is_logged_in: whether a request's cookies are those of somebody who has logged in.
+        app: the guarded app.
+        is_logged_in: whether a request's cookies belong to a logged-in user.
     """
 
     def __init__(self, app: App, is_logged_in: Callable[[Mapping[str, str]], bool]):
-        self.app, self.is_logged_in = app, is_logged_in
+        self.app = app
+        self.is_logged_in = is_logged_in
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].startswith(_API):

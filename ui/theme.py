@@ -1,4 +1,4 @@
-"""How the pages look: the theme, and what stands in their head. Nothing in it is fetched from elsewhere."""
+"""The theme of the pages, and the content of their `<head>`. Nothing is loaded from other servers."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Tunesmith(Base):
 
 
 def head() -> str:
-    """The scripts and styles of `ui/static`, inlined: there before any page runs a script, and no request each."""
+    """The scripts and styles of `ui/static`, inlined so that they load first and need no requests."""
     scripts = sorted(STATIC.glob("*.js"), key=lambda path: (not path.name.startswith("uPlot"), path.name))
     styles = sorted(STATIC.glob("*.css"), key=lambda path: (not path.name.startswith("uPlot"), path.name))
     inlined = [f"<style>{path.read_text(encoding='utf-8')}</style>" for path in styles]
@@ -105,5 +105,5 @@ def head() -> str:
 
 
 def _script(text: str) -> str:
-    """A script that cannot end its own element early."""
+    """Escapes a script so that it cannot close its own element."""
     return text.replace("</script", "<\\/script").replace("<!--", "<\\!--")

@@ -1,7 +1,8 @@
-"""`tunesmith bench`: the user's model and data for a few steps, with the settings as they are and with one changed.
+"""`tunesmith bench`: trains for a few steps, with the user's settings and with single changes to them.
 
-Every run goes the way of `tunesmith train`: pre-flight check, launcher, supervisor. It is stopped after its last timed
-step, so that no checkpoint and no export is written. They take turns, so that a drift of the machine hits all alike.
+Every run takes the path of `tunesmith train`: pre-flight check, launcher, supervisor. It is stopped after its last
+timed step, so that no checkpoint or export is written. Runs take turns, so that drift of the machine affects all
+equally.
 """
 
 from __future__ import annotations
@@ -15,37 +16,33 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from app.bench.plan import LEAST_STEPS, LONG_ENOUGH, MOST_STEPS, WARM, Measured, Plan, Trial, make_plan, together
-from app.bench.report import document_of, helpful, show, told_run
+from app.bench.plan import BENCH, LEAST_STEPS, LONG_ENOUGH, MOST_STEPS, WARM, Measured, Plan, Trial, make_plan, together
+from app.bench.report import describe_run, document_of, helpful, show
 from app.console import clean, report_json, say
 from app.launch.foreground import CheckBroke, interruptible, launch, preflight, spinner, where
-from app.launch.job import sort_words
 from app.launch.supervisor import STOP_NOTES
 from app.runs.runs import metrics
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.run.folder import RunFolder, unregister
 
 
-def bench_verb(words: Sequence[str]) -> int:
+def bench_verb(argv: Sequence[str]) -> int:
     """`tunesmith bench`.
 
     Returns:
-        The exit status: 0 when the user's settings were measured, 1 when they could not be, 130 interrupted.
+        The exit status: 0 if the user's settings were measured, 1 if they could not be, 130 if interrupted.
 
     Raises:
-        ConfigError: for a request that is wrong, or that the pre-flight check refuses.
-        CheckBroke: when that check crashed.
+        ConfigError: if the request is wrong, or the pre-flight check refuses it.
+        CheckBroke: if that check crashed.
     """
-    sorted_words = sort_words(words)
-    if "help" in sorted_words.switches:
-        from app.bench.help import show_bench_help
-
-        show_bench_help()
+    args = BENCH.read(argv)
+    if args is None:
         return 0
-    bench = Bench(make_plan(sorted_words), "quiet" in sorted_words.switches)
+    bench = Bench(make_plan(args), "quiet" in args.switches)
     bench.run()
-    document = bench.document(words)
-    if "json" in sorted_words.switches:
+    document = bench.document(argv)
+    if "json" in args.switches:
         report_json(document)
     else:
         show(document)
@@ -53,26 +50,27 @@ def bench_verb(words: Sequence[str]) -> int:
 
 
 class Bench:
-    """Runs a plan; what was measured is in its trials.
+    """Runs a plan; the measurements are in its trials.
 
     Args:
-        plan: what to do.
-        quiet: show warnings alone.
+        plan: what to measure.
+        quiet: show only warnings.
     """
 
     def __init__(self, plan: Plan, quiet: bool):
-        self.plan, self.quiet = plan, quiet
+        self.plan = plan
+        self.quiet = quiet
         self.combined: Trial | None = None
         self.interrupted = False
         self.steps = plan.steps
         self.number = 0
 
     def run(self) -> None:
-        """Measures everything, or until interrupted.
+        """Measures everything, until interrupted.
 
         Raises:
-            ConfigError: when the pre-flight check refuses the user's settings.
-            CheckBroke: when that check crashed.
+            ConfigError: if the pre-flight check refuses the user's settings.
+            CheckBroke: if that check crashed.
         """
         for warning in self.plan.job.warnings:
             say("warning: " + clean(warning))
@@ -83,21 +81,21 @@ class Bench:
             except KeyboardInterrupt:
                 self.interrupted = True
 
-    def document(self, words: Sequence[str]) -> dict[str, Any]:
+    def document(self, argv: Sequence[str]) -> dict[str, Any]:
         """The report as plain values.
 
         Args:
-            words: the command line.
+            argv: the command line.
         """
-        found = document_of(self.plan, self.combined, self.steps)
-        return {**found, "interrupted": self.interrupted, "command": ["tunesmith", "bench", *words]}
+        document = document_of(self.plan, self.combined, self.steps)
+        return {**document, "interrupted": self.interrupted, "command": ["tunesmith", "bench", *argv]}
 
     def _measure_all(self, folder: Path) -> None:
         plan = self.plan
         preflight(plan.job, self.quiet)
-        with spinner("checking what could be changed", self.quiet):
-            for one in plan.variants:
-                self._check(one)
+        with spinner("checking possible changes", self.quiet):
+            for trial in plan.variants:
+                self._check(trial)
         self._take_turns([plan.base, *plan.variants], folder)
         better = helpful(plan.base, plan.variants)
         if len(better) > 1:
@@ -106,69 +104,71 @@ class Bench:
             if self.combined.able:
                 self._take_turns([plan.base, self.combined], folder)
 
-    def _check(self, one: Trial) -> None:
-        """The pre-flight check of a change."""
-        if one.config is None:
+    def _check(self, trial: Trial) -> None:
+        """Runs the pre-flight check of a trial."""
+        if trial.config is None:
             return
         try:
-            preflight(replace(self.plan.job, config=one.config), quiet=True)
+            preflight(replace(self.plan.job, config=trial.config), quiet=True)
         except ConfigError as error:
-            one.refuse("not possible", "; ".join(error.mistakes))
+            trial.refuse("not possible", "; ".join(error.lines))
         except CheckBroke as error:
-            one.refuse("failed", error.cause)
+            trial.refuse("failed", error.cause)
 
     def _take_turns(self, trials: Sequence[Trial], folder: Path) -> None:
-        """Each trial once in a turn, every other turn backwards; one that fell is not run again."""
-        able = [one for one in trials if one.able]
+        """Runs each trial once per turn, in reverse order every other turn; a failed trial is not run again."""
+        able = [trial for trial in trials if trial.able]
         number, count = 0, len(able) * self.plan.turns
         for turn in range(self.plan.turns):
-            for one in able if turn % 2 == 0 else reversed(able):
+            for trial in able if turn % 2 == 0 else reversed(able):
                 number += 1
-                if one.able and self.plan.base.outcome != "failed":
-                    self._run(one, f"[{number}/{count}]", folder)
+                if trial.able and self.plan.base.outcome != "failed":
+                    self._run(trial, f"[{number}/{count}]", folder)
 
-    def _run(self, one: Trial, label: str, folder: Path) -> None:
-        """One run, of which nothing is left.
+    def _run(self, trial: Trial, label: str, folder: Path) -> None:
+        """Runs a trial once and removes its folder.
 
         Raises:
-            KeyboardInterrupt: when it was stopped.
+            KeyboardInterrupt: if the run was stopped.
         """
-        assert one.config is not None
+        assert trial.config is not None
         self.number += 1
         run = RunFolder(folder / f"bench-{self.number:03d}")
-        job = replace(self.plan.job, config=one.config, run=run, resume_from=None)
+        job = replace(self.plan.job, config=trial.config, run=run, resume_from=None)
         watch = Watch(run, self.steps)
-        with spinner(f"{label} {clean(one.name)} on {where(job)}", self.quiet):
+        with spinner(f"{label} {clean(trial.name)} on {where(job)}", self.quiet):
             try:
-                # The launcher and torch leave files in the folder for temporary ones; ours is removed.
+                # The launcher and torch leave files in the temporary folder, so use one that is removed.
                 state = launch(job, contextlib.nullcontext(watch), {**os.environ, "TMPDIR": str(folder)})
             finally:
                 unregister(run)
         if watch.interrupted or (state["state"] == "stopped" and not watch.steps):
             raise KeyboardInterrupt
         if state["state"] == "failed" or not watch.steps:
-            cause = clean(str(state.get("cause") or "it ended before its last timed step"))
-            one.refuse("out of memory" if run.out_of_memory.exists() else "failed", cause)
+            cause = clean(str(state.get("cause") or "the run ended before its last timed step"))
+            trial.refuse("out of memory" if run.out_of_memory.exists() else "failed", cause)
         else:
             self.steps = watch.steps
-            one.runs.append(measured(run, watch.steps))
-            one.outcome = "measured"
+            trial.runs.append(measured(run, watch.steps))
+            trial.outcome = "measured"
         shutil.rmtree(run.path, ignore_errors=True)
         if not self.quiet:
-            say(clean(f"{label} {one.name}: {told_run(one)}"))
+            say(clean(f"{label} {trial.name}: {describe_run(trial)}"))
 
 
 class Watch:
-    """Listens to a run, and stops it after its last timed step, without saving.
+    """Watches a run and stops it after its last timed step, without saving.
 
     Args:
         run: the run.
-        steps: on the clock; None to let their duration decide.
+        steps: number of timed steps; None to choose it by their duration.
     """
 
     def __init__(self, run: RunFolder, steps: int | None):
-        self.run, self.fixed = run, steps
-        self.steps, self.interrupted = 0, False
+        self.run = run
+        self.fixed = steps
+        self.steps = 0
+        self.interrupted = False
 
     def __call__(self, kind: str, text: str) -> None:
         if text in STOP_NOTES:
@@ -188,11 +188,11 @@ def _ends(run: RunFolder) -> dict[int, float]:
 
 
 def enough_steps(ends: Mapping[int, float], fixed: int | None) -> int:
-    """Timed steps to count; 0 as long as there are too few.
+    """Number of timed steps to use; 0 while there are too few.
 
     Args:
         ends: seconds of training at the end of each step so far.
-        fixed: how many to count; None for up to `MOST_STEPS`, or those of the first `LONG_ENOUGH` seconds.
+        fixed: required number; None for up to `MOST_STEPS`, or the steps of the first `LONG_ENOUGH` seconds.
     """
     last = max(ends, default=0)
     timed, most = last - WARM, fixed or MOST_STEPS
@@ -203,7 +203,7 @@ def enough_steps(ends: Mapping[int, float], fixed: int | None) -> int:
 
 
 def measured(run: RunFolder, steps: int) -> Measured:
-    """The numbers of a run over its timed steps, all of which it must have logged."""
+    """The measurements of a run over its timed steps, all of which must be logged."""
     rows = {row["step"]: row for row in metrics(run) if "elapsed_s" in row and row["step"] <= WARM + steps}
     first, last = rows[WARM], rows[WARM + steps]
     seconds = last["elapsed_s"] - first["elapsed_s"]

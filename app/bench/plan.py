@@ -1,6 +1,6 @@
-"""What `tunesmith bench` will measure: the user's settings, and changes of one of them for speed or memory.
+"""Plans what `tunesmith bench` measures: the user's settings, and single changes to them that may help.
 
-All but `packing` leave every step as it is: the same rows, the same loss.
+All changes but `packing` leave training unchanged: the same rows and the same loss at every step.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.launch.job import Job, Mistakes, Words, for_verb, told, train_job
+from app.command_line import DEVICES, Args, Verb
+from app.launch.job import Job, told, train_job
 from app.prove.plan import SHORT_RUN
-from trainers.config.options import MACHINE_OPTIONS, ConfigError, TrainConfig
-from trainers.config.parse import Request, parse_request
+from trainers.config.command_line import option
+from trainers.config.mistakes import ConfigError, Mistake, Mistakes
+from trainers.config.options import MACHINE_OPTIONS, TrainConfig
 from trainers.config.validation import build
 from trainers.strategy.strategy import refusal
 
@@ -22,34 +24,48 @@ SETTINGS = (
     BATCH, "packing", "gradient_checkpointing", "selective_checkpointing", "attn_implementation", "torch_compile",
 )  # fmt: skip
 KERNELS_OF_GPUS, KERNELS_OF_CPUS = ("auto", "varlen", "flex", "sdpa"), ("auto", "sdpa", "eager")
-"""Values of `attn_implementation` that are worth a try; auto takes the others where they are best."""
+"""Values of `attn_implementation` worth trying; `auto` picks the others where they are best."""
 WARM = 3
-"""Steps before the clock starts: the first ones allocate, choose kernels and compile."""
+"""Warm-up steps: the first steps allocate, choose kernels and compile."""
 LEAST_STEPS, MOST_STEPS = 3, 20
-"""Steps on the clock: as many as fit into `LONG_ENOUGH`, within these bounds."""
+"""Bounds on the number of timed steps: as many as fit in `LONG_ENOUGH`."""
 LONG_ENOUGH = 20.0
 """Seconds."""
 TURNS = 2
-_OWN = ("settings", "steps", "turns")
 _MOST = {"steps": 10_000, "turns": 20}
-# A run is stopped after its last timed step, within half a second; at its very end it would save and export.
+# Extra steps: a run is stopped within half a second of its last timed step; at its end it would save and export.
 _BEYOND = 200
 _OFF = {
     **SHORT_RUN, "auto_find_batch_size": False, "loss_spike_factor": 0.0,
     "output_dir": None, "resume_from_checkpoint": None,
 }  # fmt: skip
 
+BENCH = Verb(
+    "bench",
+    "Measure the first steps of `train` with the same arguments, with your settings and with one of them "
+    "changed at a time, interleaved; then with all changes that helped. Nothing is saved. Exit status: 0 your "
+    "settings were measured, 1 they could not be, 130 interrupted, 2 invalid request.",
+    own={
+        "settings": option("settings", "<a,b,c>", f"Options to vary; default: {','.join(SETTINGS)}."),
+        "steps": option("steps", "<int>", f"Timed steps per run, after {WARM} more; default: {LEAST_STEPS} to "
+                        f"{MOST_STEPS}, as many as fit into {LONG_ENOUGH:g} seconds."),
+        "turns": option("turns", "<int>", f"Number of runs per setting; at least 2; default: {TURNS}."),
+    },
+    launch=("strategy", *DEVICES),
+    hidden={*SHORT_RUN, "max_steps", "num_train_epochs", "output_dir", "resume_from_checkpoint"},
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Measured:
-    """One run, over its timed steps.
+    """Measurements of one run over its timed steps.
 
     Args:
-        tokens_per_second: real tokens of all ranks, padding not counted.
-        seconds_per_step: their mean.
-        memory_gib: peak of the rank with most; on a CPU the resident memory.
-        first_loss: of the first step, before any update; None when it is not finite.
-        loss: of the last timed step, likewise.
+        tokens_per_second: real tokens of all ranks, without padding.
+        seconds_per_step: mean time of a step.
+        memory_gib: peak memory of the fullest rank; on a CPU, resident memory.
+        first_loss: loss of the first step, before any update; None if it is not finite.
+        loss: loss of the last timed step; None if it is not finite.
     """
 
     tokens_per_second: float
@@ -61,14 +77,14 @@ class Measured:
 
 @dataclass
 class Trial:
-    """The user's settings with some changed, and what came of it.
+    """The user's settings with some changes, and the result.
 
     Args:
-        changes: new values by option; none for the settings as they are.
-        config: what is trained; None when that is not possible.
+        changes: new values by option; empty for the user's own settings.
+        config: the config to train; None if the changes are not possible.
         outcome: `not run`, `not possible`, `measured`, `out of memory` or `failed`.
         reason: why it was not measured.
-        runs: one for each turn.
+        runs: the measurements, one per turn.
     """
 
     changes: dict[str, Any]
@@ -79,45 +95,46 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Display name."""
         return ", ".join(f"{name}={told(value)}" for name, value in self.changes.items()) or "yours"
 
     @property
     def flags(self) -> str:
-        """The changes as one would write them on the command line."""
+        """The changes as command-line options."""
         return " ".join(f"--{name} {told(value)}" for name, value in self.changes.items())
 
     @property
     def able(self) -> bool:
-        """Whether it can run, as far as is known."""
+        """Whether it can run, as far as known."""
         return self.config is not None and self.outcome in ("not run", "measured")
 
     def refuse(self, outcome: str, reason: str) -> None:
-        """Notes why it is not measured."""
-        self.outcome, self.reason = outcome, reason
+        """Records why it is not measured."""
+        self.outcome = outcome
+        self.reason = reason
 
     def median(self, number: str) -> float | None:
-        """The median over the runs of a number of `Measured`; None without any."""
-        found = [value for run in self.runs if (value := getattr(run, number)) is not None]
-        return statistics.median(found) if found else None
+        """The median over the runs of a field of `Measured`; None without runs."""
+        values = [value for run in self.runs if (value := getattr(run, number)) is not None]
+        return statistics.median(values) if values else None
 
     @property
     def spread(self) -> float:
-        """How far the runs are apart: the largest difference of their tokens per second, as a share of the median."""
+        """Spread of the runs: the largest difference of their tokens per second, relative to the median."""
         rates = [run.tokens_per_second for run in self.runs]
         return (max(rates) - min(rates)) / statistics.median(rates) if rates else 0.0
 
 
 @dataclass
 class Plan:
-    """Everything that `bench` will do, but for the changes that turn out to help, which it measures together.
+    """What `bench` measures, before it combines the changes that help.
 
     Args:
-        job: what `train` would make of the request.
-        base: the settings as they are.
-        variants: each with one change.
-        steps: on the clock; None for as many as are quick.
-        turns: how often each is run.
+        job: the job that `train` would run.
+        base: the user's settings.
+        variants: trials with one change each.
+        steps: number of timed steps; None to choose it by their duration.
+        turns: number of runs of each trial.
     """
 
     job: Job
@@ -127,16 +144,13 @@ class Plan:
     turns: int
 
 
-def make_plan(words: Words) -> Plan:
-    """The plan that a command line asks for.
+def make_plan(args: Args) -> Plan:
+    """Makes the plan of a command line.
 
     Raises:
         ConfigError: with every mistake at once.
     """
-    mistakes, request = Mistakes(), Request()
-    with mistakes:
-        request = parse_request(words.options)
-    own = {name: request.options.pop(name) for name in _OWN if name in request.options}
+    mistakes, own = Mistakes(), args.own
     steps, turns, chosen = None, TURNS, list(SETTINGS)
     with mistakes:
         steps = _count(own["steps"], "steps", 1) if "steps" in own else None
@@ -144,53 +158,59 @@ def make_plan(words: Words) -> Plan:
         turns = _count(own.get("turns", TURNS), "turns", TURNS)
     with mistakes:
         chosen = _settings(own["settings"]) if "settings" in own else chosen
-    mistakes.lines += _others(words, request)
+    mistakes += _unsupported(args)
     job = None
     with mistakes:
-        job = train_job(Words(words.names, _here(words), set(), _flags(request)))
-    mistakes.lines = [for_verb(line, "bench", _OWN) for line in mistakes.lines]
+        launch = {name: value for name, value in args.launch.items() if name not in MACHINE_OPTIONS}
+        args.request.options.pop("resume_from_checkpoint", None)  # refused already
+        job = train_job(Args(args.names, launch, request=args.request))
     mistakes.refuse()
     if job is None:
         raise AssertionError("no mistake, and yet no job")
-    found = changes_of(job.config, chosen, bool(job.devices.gpu_ids))
-    if not found:
-        raise ConfigError(f"settings={','.join(chosen)}: torch_compile is worth a try on GPUs alone; name others too")
-    return Plan(job, trial(job, {}, steps), [trial(job, changes, steps) for changes in found], steps, turns)
+    all_changes = changes_of(job.config, chosen, bool(job.devices.gpu_ids))
+    if not all_changes:
+        raise ConfigError(
+            f"settings={','.join(chosen)}: torch_compile is worth trying only on GPUs; add other settings"
+        )
+    return Plan(
+        job, make_trial(job, {}, steps), [make_trial(job, changes, steps) for changes in all_changes], steps, turns
+    )
 
 
-def trial(job: Job, changes: Mapping[str, Any], steps: int | None) -> Trial:
-    """The job's settings with these changes; one that is not possible when no job of `train` could have them.
+def make_trial(job: Job, changes: Mapping[str, Any], steps: int | None) -> Trial:
+    """A trial of the job's settings with changes; marked as not possible if `train` would refuse them.
 
     Args:
-        job: of the user.
+        job: the user's job.
         changes: new values by option.
-        steps: on the clock; None for as many as are quick.
+        steps: number of timed steps; None to choose it by their duration.
     """
-    made = Trial(dict(changes), None)
+    new_trial = Trial(dict(changes), None)
     most = WARM + (steps or MOST_STEPS) + _BEYOND
     try:
         config = build({**job.config.model_dump(), **_OFF, **changes, "max_steps": most})
         if reason := refusal(job.strategy, config, bool(job.devices.gpu_ids)):
             raise ConfigError(reason)
     except ConfigError as error:
-        made.refuse("not possible", "; ".join(error.mistakes))
+        new_trial.refuse("not possible", "; ".join(error.lines))
     else:
-        made.config = config
-    return made
+        new_trial.config = config
+    return new_trial
 
 
 def together(plan: Plan, trials: Sequence[Trial]) -> Trial:
-    """All their changes at once."""
-    return trial(plan.job, {name: value for one in trials for name, value in one.changes.items()}, plan.steps)
+    """A trial with all changes of the given trials."""
+    changes = {name: value for trial in trials for name, value in trial.changes.items()}
+    return make_trial(plan.job, changes, plan.steps)
 
 
 def changes_of(config: TrainConfig, settings: Iterable[str], on_gpus: bool) -> list[dict[str, Any]]:
-    """What is worth a try, one change at a time.
+    """The single changes worth trying.
 
     Args:
-        config: the user's.
+        config: the user's config.
         settings: options that may change.
-        on_gpus: whether the run has any; compiling pays off there alone.
+        on_gpus: whether the run uses GPUs; compiling pays off only there.
     """
     size, kernels = config.per_device_train_batch_size, KERNELS_OF_GPUS if on_gpus else KERNELS_OF_CPUS
     values: dict[str, list[Any]] = {
@@ -207,38 +227,27 @@ def changes_of(config: TrainConfig, settings: Iterable[str], on_gpus: bool) -> l
 def _count(value: Any, name: str, least: int) -> int:
     text, most = str(value), _MOST[name]
     if not (text.isascii() and text.isdigit() and least <= int(text[:9]) <= most):
-        raise ConfigError(
-            f"{name}={text[:40]!r} is no number of {name}; write {least} to {most}, e.g. --{name} {least}"
-        )
+        remedy = f"use {least} to {most}, e.g. --{name} {least}"
+        raise ConfigError.about(name, repr(text[:40]), f"is not a number of {name}", remedy)
     return int(text)
 
 
 def _settings(text: str) -> list[str]:
     names = [name.strip() for name in str(text).split(",") if name.strip()]
-    strange = [name for name in names if name not in SETTINGS]
-    if strange or not names:
-        what = f"{', '.join(name[:40] for name in strange)} is none that bench varies" if strange else "none is named"
-        raise ConfigError(f"settings: {what}; use {', '.join(SETTINGS)}")
+    unknown = [name for name in names if name not in SETTINGS]
+    if unknown or not names:
+        problem = f"{', '.join(name[:40] for name in unknown)} cannot be varied" if unknown else "no setting is given"
+        raise ConfigError(f"settings: {problem}; use {', '.join(SETTINGS)}")
     return list(dict.fromkeys(names))
 
 
-def _others(words: Words, request: Request) -> list[str]:
-    """What `train` takes and makes no sense here."""
-    lines = [f"--{name} {words.values[name]}: bench runs on this machine alone; leave it out"
-             for name in MACHINE_OPTIONS if name in words.values]  # fmt: skip
-    lines += [f"--{name} is for `tunesmith train`; leave it out" for name in ("check", "detach", "force")
-              if name in words.switches]  # fmt: skip
-    if "resume_from_checkpoint" in request.options:
-        lines.append("resume_from_checkpoint: bench starts each run at its first step; leave it out")
-    return lines
-
-
-def _here(words: Words) -> dict[str, str]:
-    return {name: value for name, value in words.values.items() if name not in MACHINE_OPTIONS}
-
-
-def _flags(request: Request) -> list[str]:
-    """The options of `train`, but for those that are refused already."""
-    given = {"preset": request.preset, "config": request.config}
-    options = {name: value for name, value in request.options.items() if name != "resume_from_checkpoint"}
-    return [f"--{name}={value}" for name, value in {**given, **options}.items() if value is not None]
+def _unsupported(args: Args) -> list[Mistake]:
+    """Mistakes for options of `train` that `bench` does not support."""
+    mistakes = [Mistake(name, args.launch[name], ": bench runs on this machine only", "leave it out")
+                for name in MACHINE_OPTIONS if name in args.launch]  # fmt: skip
+    mistakes += [Mistake(f"--{name}", None, "is for `tunesmith train`", "leave it out")
+                 for name in ("check", "detach", "force") if name in args.switches]  # fmt: skip
+    if "resume_from_checkpoint" in args.request.options:
+        problem = ": bench starts each run at its first step"
+        mistakes.append(Mistake("resume_from_checkpoint", None, problem, "leave it out"))
+    return mistakes

@@ -1,4 +1,4 @@
-"""The verb `chat`: one answer, or a conversation in the terminal, with a run's model, its base, or both."""
+"""The verb `chat`: a single answer, or a conversation in the terminal, from a run's model, its base, or both."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from app.console import clean, report_json, say
 from app.services.chat import Chats, Target, check_messages, check_sampling
 from app.services.rpc_client import WorkerDied
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 
 _NUMBERS = ("finish", "prompt_tokens", "tokens", "seconds", "tokens_per_second")
 
@@ -34,19 +34,19 @@ def chat_verb(
     Args:
         name: a run, or a base model.
         runs_dir: folder of run folders.
-        checkpoint: of the run; default: its export, else its newest checkpoint.
-        base: let the base model answer too.
-        prompt: answer this once; None for a conversation.
+        checkpoint: of the run; default: its export, otherwise its newest checkpoint.
+        base: also let the base model answer.
+        prompt: a single prompt to answer; None for a conversation.
         system: the system prompt.
         plain: complete plain text, without a chat template.
         device: `auto`, `cpu` or a GPU's index.
         revision: of a base model on the Hub.
         remote_code: run model code that comes with the weights.
-        sampling: values of `app.services.chat.SAMPLING`; those that are None keep their default.
+        sampling: values by the names of `app.services.chat.SAMPLING`; None keeps the default.
         as_json: print one JSON document; needs a prompt.
     """
     if as_json and prompt is None:
-        raise ConfigError("--json needs a question; add --prompt TEXT")
+        raise ConfigError("--json needs a prompt; add --prompt TEXT")
     options = check_sampling(sampling)
     if prompt is not None:
         check_messages([{"role": "user", "content": prompt}], system)
@@ -56,10 +56,10 @@ def chat_verb(
         for stage in chats.open(target):
             say(f"{stage} ...")
         side = "base" if target.run is None else "both" if base else "tuned"
-        ask = {"side": side, "sampling": options, "system": system, "plain": plain}
+        request = {"side": side, "sampling": options, "system": system, "plain": plain}
         if prompt is not None:
-            return _once(chats, target, prompt, ask, as_json)
-        return _converse(chats, target, ask)
+            return _once(chats, target, prompt, request, as_json)
+        return _converse(chats, target, request)
     except WorkerDied as error:
         say(clean(str(error)))
         say("the model's process has ended; free memory, or choose a smaller model or another --device")
@@ -68,10 +68,12 @@ def chat_verb(
         chats.free()
 
 
-def _once(chats: Chats, target: Target, prompt: str, ask: dict[str, Any], as_json: bool) -> int:
+def _once(chats: Chats, target: Target, prompt: str, request: dict[str, Any], as_json: bool) -> int:
     """Answers one question."""
     answers: dict[str, Any] = {"base": None, "tuned": None}
-    for document in _shown(chats.ask([{"role": "user", "content": prompt}], **ask), as_json, ask["side"] == "both"):
+    for document in _print_pieces(
+        chats.ask([{"role": "user", "content": prompt}], **request), as_json, request["side"] == "both"
+    ):
         if "answer" in document:
             numbers = {name: document[name] for name in _NUMBERS}
             answers[document["side"]] = {"text": document["answer"], **numbers}
@@ -82,18 +84,20 @@ def _once(chats: Chats, target: Target, prompt: str, ask: dict[str, Any], as_jso
     return 0
 
 
-def _shown(documents: Iterator[dict[str, Any]], quiet: bool = False, named: bool = False) -> Iterator[dict[str, Any]]:
-    """Passes an answer's documents on, and prints its pieces as they come.
+def _print_pieces(
+    documents: Iterator[dict[str, Any]], quiet: bool = False, label: bool = False
+) -> Iterator[dict[str, Any]]:
+    """Yields the documents of an answer, printing its text as it streams.
 
     Args:
         documents: of `Chats.ask`.
         quiet: print nothing.
-        named: write each side's name before its answer.
+        label: print the side's name before its answer.
     """
     side = None
     for document in documents:
         if not quiet:
-            if named and document["side"] != side:
+            if label and document["side"] != side:
                 sys.stdout.write(f"{document['side']}: ")
             sys.stdout.write(clean(document.get("text", "")) + "\n" * ("finish" in document))
             sys.stdout.flush()
@@ -101,18 +105,19 @@ def _shown(documents: Iterator[dict[str, Any]], quiet: bool = False, named: bool
         yield document
 
 
-def _converse(chats: Chats, target: Target, ask: dict[str, Any]) -> int:
-    """Asks what is typed, line by line, until the end of standard input; each side goes on from its own answers."""
-    terminal, turns = sys.stdin.isatty(), dict[str, list[dict[str, str]]]()
-    sides = ["tuned", "base"] if ask["side"] == "both" else [ask["side"]]
+def _converse(chats: Chats, target: Target, request: dict[str, Any]) -> int:
+    """Answers each line of standard input until its end; each side continues its own conversation."""
+    terminal = sys.stdin.isatty()
+    turns: dict[str, list[dict[str, str]]] = {}
+    sides = ["tuned", "base"] if request["side"] == "both" else [request["side"]]
     if terminal:
-        what = f"{target.name} {target.weights or ''}".strip()
-        say(f"{what}: write a message; Ctrl-C stops an answer, Ctrl-D ends")
+        loaded = f"{target.name} {target.weights or ''}".strip()
+        say(f"{loaded}: write a message; Ctrl-C stops an answer, Ctrl-D ends")
     while (line := _line(terminal)) is not None:
         for side in sides if line.strip() else []:
             history = turns.setdefault(side, [])
             history.append({"role": "user", "content": line})
-            _turn(chats, history, {**ask, "side": side}, named=terminal or len(sides) > 1)
+            _turn(chats, history, {**request, "side": side}, label=terminal or len(sides) > 1)
     return 0
 
 
@@ -125,16 +130,16 @@ def _line(terminal: bool) -> str | None:
         return None
 
 
-def _turn(chats: Chats, history: list[dict[str, str]], ask: dict[str, Any], named: bool) -> None:
-    """One answer, added to the history; a stopped or refused one takes its question with it."""
+def _turn(chats: Chats, history: list[dict[str, str]], request: dict[str, Any], label: bool) -> None:
+    """Adds one answer to the history; if it is stopped or refused, removes its question."""
     answer = None
     try:
-        for document in _shown(chats.ask(history, **ask), named=named):
+        for document in _print_pieces(chats.ask(history, **request), label=label):
             answer = document.get("answer", answer)
     except KeyboardInterrupt:
         say("\nstopped")
     except ConfigError as error:
-        for mistake in error.mistakes:
+        for mistake in error.lines:
             say(f"error: {clean(mistake)}")
     if answer is None:
         history.pop()

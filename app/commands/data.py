@@ -1,4 +1,4 @@
-"""The verb `data`: what will be trained, before any GPU is taken."""
+"""The verb `data`: shows what will be trained, without using a GPU."""
 
 from __future__ import annotations
 
@@ -7,65 +7,69 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from app.command_line import Args, Verb
 from app.console import clean, counted, report, report_json, say, show_table
-from app.launch.job import Mistakes, Words, named_preset, sort_words
+from app.launch.job import named_preset
 from app.services.data import DataView, close_data, open_data
 from app.services.rpc_client import WorkerDied
-from trainers.config.parse import parse_request
+from trainers.config.command_line import option
+from trainers.config.mistakes import Mistake, Mistakes
 
 DEFAULT_ROWS = 3
-MOST_ROWS = 50
+MAX_ROWS = 50
+DATA = Verb(
+    "data",
+    "Show what `train` with the same arguments would train on, without using a GPU: counts and shares, token lengths, "
+    "packing, bad rows, and the first rows with their trained tokens marked.",
+    own={"rows": option("rows", "<int>", f"Number of rows to show; default: {DEFAULT_ROWS}.")},
+    launch=(),
+)
 _TRAINED, _PLAIN = "\x1b[4;32m", "\x1b[0m"
 _BAR = 40
 
 
-def data_verb(words: Sequence[str]) -> int:
+def data_verb(argv: Sequence[str]) -> int:
     """`tunesmith data`: 0, or 1 when the process that reads the data has died.
 
     Raises:
-        ConfigError: for a wrong request, and for data of which nothing can be trained.
+        ConfigError: for a wrong request, or data that contains nothing to train on.
     """
-    sorted_words = sort_words(words)
-    if "help" in sorted_words.switches:
-        from app.option_help import show_data_help
-
-        show_data_help()
+    args = DATA.read(argv)
+    if args is None:
         return 0
-    view, rows = _asked(sorted_words)
+    view, rows = _open_requested(args)
     try:
-        with _progress("json" in sorted_words.switches or "quiet" in sorted_words.switches) as show:
+        with _progress("json" in args.switches or "quiet" in args.switches) as show:
             statistics = _statistics(view, show)
-        shown = view.rows(0, rows)["rows"] if rows else []
+        preview = view.rows(0, rows)["rows"] if rows else []
     except WorkerDied as error:
         say(clean(str(error)))
         return 1
     finally:
         close_data()
-    if "json" in sorted_words.switches:
-        report_json({**statistics, "shown": shown})
+    if "json" in args.switches:
+        report_json({**statistics, "shown": preview})
     else:
-        _print(statistics, shown)
+        _print(statistics, preview)
     return 0
 
 
-def _asked(words: Words) -> tuple[DataView, int]:
-    """The data and how many rows to show; what only a launch needs is read and plays no part."""
-    mistakes, rows = [], DEFAULT_ROWS
-    request = parse_request(words.options)
-    text = str(request.options.pop("rows", DEFAULT_ROWS))
-    if text.isascii() and text.isdigit() and int(text[:9]) <= MOST_ROWS:
+def _open_requested(args: Args) -> tuple[DataView, int]:
+    """The data and the number of rows to show; options that only matter at launch are accepted and ignored."""
+    mistakes, rows = Mistakes(), DEFAULT_ROWS
+    request, text = args.request, str(args.own.get("rows", DEFAULT_ROWS))
+    if text.isascii() and text.isdigit() and int(text[:9]) <= MAX_ROWS:
         rows = int(text)
     else:
-        mistakes.append(f"rows={text[:40]!r} cannot be shown; give a number from 0 to {MOST_ROWS}")
-    collected = Mistakes()
-    collected.lines += mistakes
-    request.preset = named_preset(words.names, request.preset, collected)
+        remedy = f"give a number from 0 to {MAX_ROWS}"
+        mistakes.append(Mistake("rows", repr(text[:40]), "is not a number of rows", remedy))
+    request.preset = named_preset(args.names, request.preset, mistakes)
     view = None
-    with collected:
+    with mistakes:
         view = open_data(request.resolve())
-    collected.refuse()
+    mistakes.refuse()
     if view is None:
-        raise AssertionError("no mistake, and yet no data")
+        raise AssertionError("no mistakes, but no data either")
     for line in request.notes:
         say(clean(line))
     return view, rows
@@ -82,7 +86,7 @@ def _statistics(view: DataView, show: Callable[[dict[str, Any]], None]) -> dict[
 
 @contextlib.contextmanager
 def _progress(quiet: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Shows progress: a bar on a terminal, elsewhere a line for each tenth."""
+    """Shows progress: a bar on a terminal, otherwise a line per tenth."""
     if quiet:
         yield lambda progress: None
     elif sys.stderr.isatty():
@@ -91,65 +95,64 @@ def _progress(quiet: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
 
         with Progress(console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("starting", total=None)
-            yield lambda now: bar.update(
-                task, description=now["what"], completed=now["done"], total=now["total"] or None
+            yield lambda progress: bar.update(
+                task, description=progress["what"], completed=progress["done"], total=progress["total"] or None
             )
     else:
-        said = [""]
+        last_line = ""
 
-        def line(progress: dict[str, Any]) -> None:
+        def show(progress: dict[str, Any]) -> None:
+            nonlocal last_line
             tenth = 10 * progress["done"] // progress["total"] if progress["total"] else 0
-            text = f"{progress['what']}: {10 * tenth}%" if progress["total"] else progress["what"]
-            if text != said[0]:
-                say(text)
-            said[0] = text
+            line = f"{progress['what']}: {10 * tenth}%" if progress["total"] else progress["what"]
+            if line != last_line:
+                say(line)
+            last_line = line
 
-        yield line
+        yield show
 
 
-def _print(statistics: dict[str, Any], shown: Sequence[dict[str, Any]]) -> None:
+def _print(statistics: dict[str, Any], preview: Sequence[dict[str, Any]]) -> None:
     show_table(["data", clean(statistics["dataset"])], summary_lines(statistics))
     report("\ntokens per document")
-    most = max(entry["count"] for entry in statistics["histogram"])
+    max_count = max(entry["count"] for entry in statistics["histogram"])
     for entry in statistics["histogram"]:
-        bar = "#" * -(-_BAR * entry["count"] // most)
+        bar = "#" * -(-_BAR * entry["count"] // max_count)
         report(f"{entry['from']:>9,} to {entry['to']:<9,} {bar} {entry['count']:,}")
     for note in statistics["notes"]:
         report(f"\n{clean(note)}")
     if statistics["bad_listed"]:
         report("")
         show_table(["bad row", "kind", "what"], statistics["bad_listed"])
-    if shown:
+    if preview:
         before, after = (_TRAINED, _PLAIN) if sys.stdout.isatty() else ("«", "»")
-        report(f"\nthe first rows; trained tokens are {'green and underlined' if before == _TRAINED else 'in «»'}")
-    for row in shown:
-        report(f"\n-- {row['where']}: {_told(row)}")
+        report(f"\nfirst rows; trained tokens are {'green and underlined' if before == _TRAINED else 'in «»'}")
+    for row in preview:
+        report(f"\n-- {row['where']}: {_describe(row)}")
         for document in row["documents"]:
-            report("".join(_marked(segment, before, after) for segment in document["segments"]))
+            report("".join(_highlight(segment, before, after) for segment in document["segments"]))
             if document["hidden"]:
-                report(f"... {document['hidden']:,} tokens more")
+                report(f"... {document['hidden']:,} more tokens")
     for mistake in statistics["mistakes"]:
         say(f"training would refuse: {clean(mistake)}")
 
 
-def _marked(segment: dict[str, Any], before: str, after: str) -> str:
+def _highlight(segment: dict[str, Any], before: str, after: str) -> str:
     text = clean(segment["text"])
     return f"{before}{text}{after}" if segment["trained"] else text
 
 
-def _told(row: dict[str, Any]) -> str:
-    """A row's fate in words."""
+def _describe(row: dict[str, Any]) -> str:
+    """What happens to a row in training, in a phrase."""
     if row["mistake"]:
         return clean(": ".join(row["mistake"]))
-    kept = "" if row["status"] == "whole" else f"{row['kept_tokens']:,} of "
-    uses = {"eval": ", held out for evaluation", "none": ", beyond max_train_samples"}
-    return (
-        f"{row['status']}, {kept}{row['tokens']:,} tokens, {row['trained_tokens']:,} trained{uses.get(row['use'], '')}"
-    )
+    tokens = f"{row['tokens']:,}" if row["status"] == "whole" else f"{row['kept_tokens']:,} of {row['tokens']:,}"
+    use = {"eval": ", held out for evaluation", "none": ", beyond max_train_samples"}.get(row["use"], "")
+    return f"{row['status']}, {tokens} tokens, {row['trained_tokens']:,} trained{use}"
 
 
 def summary_lines(statistics: dict[str, Any]) -> list[tuple[str, str]]:
-    """The numbers of a data set with their names, for people."""
+    """The statistics of a data set as labels and texts."""
     rows, tokens = statistics["rows"], statistics["tokens"]
     packed = f"packed rows of {statistics['max_length']:,} tokens" if statistics["packing"] else "rows"
     steps = statistics["steps_per_epoch"]
@@ -170,7 +173,7 @@ def summary_lines(statistics: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(("packing efficiency", f"{statistics['packing_efficiency']:.1%}"))
     if steps is not None:
         size = statistics["global_batch_size"]
-        lines.append(("steps", f"{steps:,} per epoch of {size:,} rows each, {statistics['total_steps']:,} in all"))
+        lines.append(("steps", f"{steps:,} per epoch with {size:,} rows each, {statistics['total_steps']:,} in total"))
     return lines
 
 

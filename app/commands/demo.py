@@ -1,4 +1,4 @@
-"""`tunesmith demo`: the main job on the model and data that ship, scored before and after."""
+"""`tunesmith demo`: fine-tunes the embedded model on the embedded data, scored before and after."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from app.accelerate_launch import ROOT, module_argv, module_environment
-from app.commands.runs import refuse_unwanted
+from app.command_line import Args
+from app.commands.runs import confirm_memory
 from app.console import clean, number, report, report_json, say, show_table
 from app.launch.foreground import EXIT_CODES, print_summary, run_program, speed, train
-from app.launch.job import Job, Words, train_job
-from trainers.config.options import ConfigError
+from app.launch.job import Job, train_job
+from trainers.config.mistakes import ConfigError
+from trainers.config.parse import Request
 from trainers.embedded import BASE_DIR
 from trainers.run.folder import RunFolder
 from trainers.strategy.strategy import strategy_names
@@ -26,21 +28,21 @@ def run_demo(method: str, gpus: str | None, num_processes: str | None, runs_dir:
         The exit status.
 
     Raises:
-        ConfigError: for a request that is wrong.
+        ConfigError: for a wrong request.
     """
     if method not in METHODS:
-        raise ConfigError(f"method={method!r} is not one of the demo's; use {' or '.join(METHODS)}")
-    given = {"gpus": gpus, "num_processes": num_processes}
-    values = {name: value for name, value in given.items() if value is not None}
-    job = train_job(Words([f"tiny-{method}"], values, set(), ["--runs_dir", str(runs_dir)]))
-    refuse_unwanted(job, False, as_json)
+        raise ConfigError.about("method", repr(method), "is not a method of the demo", f"use {' or '.join(METHODS)}")
+    devices = {"gpus": gpus, "num_processes": num_processes}
+    values = {name: value for name, value in devices.items() if value is not None}
+    job = train_job(Args([f"tiny-{method}"], values, request=Request(options={"runs_dir": str(runs_dir)})))
+    confirm_memory(job, False, as_json)
     state = train(job, quiet=False)
     if state["state"] != "done":
         print_summary(job.run, state)
         if as_json:
             report_json(_document(job, {}, {}) | {"state": state["state"], "cause": state.get("cause")})
         return EXIT_CODES[state["state"]]
-    say("scoring the model before and after on examples that it has not seen")
+    say("scoring the model before and after training, on unseen examples")
     before, after = score(job.run)
     if as_json:
         report_json(_document(job, before, after))
@@ -50,7 +52,7 @@ def run_demo(method: str, gpus: str | None, num_processes: str | None, runs_dir:
 
 
 def score(run: RunFolder) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Scores of the base and of the run's model, on the test split.
+    """Scores the base model and the run's model on the test split.
 
     Raises:
         RuntimeError: when the scoring program fails.
@@ -82,7 +84,7 @@ def _show(job: Job, before: dict[str, Any], after: dict[str, Any]) -> None:
     seconds, rate = speed(job.run)
     report(f"\nTrained in {number(seconds, 1)} s with {job.strategy.name} at {number(rate, 0)} tokens/s\n")
     scores = {"before": before, "after": after}
-    rows = [[name, number(one["eval_loss"]), number(one["exact_match"], 3)] for name, one in scores.items()]
+    rows = [[name, number(values["eval_loss"]), number(values["exact_match"], 3)] for name, values in scores.items()]
     show_table(["", "eval loss", "exact match"], rows)
     for sample in after["samples"][:3]:
         report("")
@@ -95,11 +97,11 @@ def _show(job: Job, before: dict[str, Any], after: dict[str, Any]) -> None:
 
 
 def _next_commands(job: Job) -> list[str]:
-    """Three commands that work here: own data, another strategy, the list of runs."""
+    """Three commands that work on this machine: own data, another strategy, the list of runs."""
     preset, processes = job.config.preset, job.devices.num_processes
     others = [name for name in strategy_names() if name != job.strategy.name]
-    wanted = "single" if processes > 1 else "ddp"
-    other = wanted if wanted in others and (processes > 1 or not job.devices.gpu_ids) else None
+    preferred = "single" if processes > 1 else "ddp"
+    other = preferred if preferred in others and (processes > 1 or not job.devices.gpu_ids) else None
     count = " --num_processes 2" if other == "ddp" else ""
     return [
         f"tunesmith train {preset} --dataset_name my.jsonl --eval_share 0.1",

@@ -1,4 +1,4 @@
-"""The verbs of the command line but `demo`: each returns an exit status and raises ConfigError for a wrong request."""
+"""The verbs that start, show and change runs. Each returns an exit status, and raises ConfigError for wrong input."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from app.command_line import CLONE, RESUME, TRAIN, Args
 from app.console import clean, counted, number, report, report_json, say, show_table
 from app.launch import actions, background
 from app.launch.foreground import (
@@ -22,7 +23,7 @@ from app.launch.foreground import (
     train,
     where,
 )
-from app.launch.job import Job, Words, resume_job, sort_words, train_job
+from app.launch.job import Job, resume_job, train_job
 from app.runs.runs import (
     end_by_force,
     find_run,
@@ -34,30 +35,28 @@ from app.runs.runs import (
     summary,
 )
 from app.services.memory_check import known_verdict, memory_verdict
-from trainers.config.options import ConfigError
-from trainers.config.parse import Request, preset_names, preset_summary
+from trainers.config.mistakes import ConfigError
+from trainers.config.parse import Request
+from trainers.config.presets import find_preset, preset_names
 from trainers.strategy.strategy import load_strategy, strategy_names
 
 
-def train_verb(words: Sequence[str]) -> int:
+def train_verb(argv: Sequence[str]) -> int:
     """`tunesmith train`."""
-    sorted_words = sort_words(words)
-    if "help" in sorted_words.switches:
-        from app.option_help import show_train_help
-
-        show_train_help()
+    args = TRAIN.read(argv)
+    if args is None:
         return 0
-    job = train_job(sorted_words)
-    if "check" in sorted_words.switches:
-        return _check(job, sorted_words)
-    return _start(job, sorted_words)
+    job = train_job(args)
+    if "check" in args.switches:
+        return _check(job, args)
+    return _start(job, args)
 
 
-def _check(job: Job, words: Words) -> int:
-    """The pre-flight check alone."""
+def _check(job: Job, args: Args) -> int:
+    """Runs only the pre-flight check."""
     for line in job.notes:
         say(clean(line))
-    preflight(job, quiet="quiet" in words.switches)
+    preflight(job, quiet="quiet" in args.switches)
     document = {
         "strategy": job.strategy.name,
         "world_size": job.devices.num_processes,
@@ -65,57 +64,57 @@ def _check(job: Job, words: Words) -> int:
         "notes": job.notes,
         "warnings": job.warnings,
     }
-    if "json" in words.switches:
+    if "json" in args.switches:
         report_json(document)
     else:
         count = counted(job.devices.num_processes, "process", "processes")
-        report(f"nothing is wrong: {job.strategy.name} with {count}")
+        report(f"check passed: {job.strategy.name} with {count}")
     return 0
 
 
-def _start(job: Job, words: Words) -> int:
+def _start(job: Job, args: Args) -> int:
     """Starts the run, in the background or here; one that will hardly fit only after a question, on a terminal.
 
     Raises:
-        ConfigError: when the user does not want it.
+        ConfigError: when the user declines.
     """
-    refuse_unwanted(job, "quiet" in words.switches, "json" in words.switches)
-    return _detach(job, words) if "detach" in words.switches else _train(job, words)
+    confirm_memory(job, "quiet" in args.switches, "json" in args.switches)
+    return _detach(job, args) if "detach" in args.switches else _train(job, args)
 
 
-def refuse_unwanted(job: Job, quiet: bool, as_json: bool) -> None:
-    """Warns of a run that will hardly fit, and asks on a terminal.
+def confirm_memory(job: Job, quiet: bool, as_json: bool) -> None:
+    """Warns when the run is not expected to fit, and on a terminal asks whether to start it anyway.
 
     Raises:
-        ConfigError: when the user does not want it.
+        ConfigError: when the user declines.
     """
-    with spinner("looking at the memory", quiet or known_verdict(job) is not None):
+    with spinner("checking memory", quiet or known_verdict(job) is not None):
         verdict = memory_verdict(job)
     if verdict.line:
         say("warning: " + clean(verdict.line))
-        if sys.stdin.isatty() and not as_json and not _confirmed("start it all the same?", as_json):
+        if sys.stdin.isatty() and not as_json and not _confirmed("start it anyway?", as_json):
             raise ConfigError("not started: it needs more memory than is free")
 
 
-def _detach(job: Job, words: Words) -> int:
-    """Starts the run in the background: 0 when its supervisor has taken it over."""
+def _detach(job: Job, args: Args) -> int:
+    """Starts the run in the background; returns 0 once its supervisor has taken over."""
     say_choices(job)
-    state = background.start(job, quiet="quiet" in words.switches)
-    if "json" in words.switches:
+    state = background.start(job, quiet="quiet" in args.switches)
+    if "json" in args.switches:
         report_json(result(job, state))
     if state["state"] == "failed":
         print_summary(job.run, state)
         return 1
-    if "json" not in words.switches:
+    if "json" not in args.switches:
         report(f"{job.run.id} is {state['state']}: {job.strategy.name} on {where(job)}")
         report(f"watch it   tunesmith runs logs --follow {shlex.quote(str(job.run.path))}")
         report(f"stop it    tunesmith stop {shlex.quote(str(job.run.path))}")
     return 0
 
 
-def _train(job: Job, words: Words) -> int:
-    state = train(job, quiet="quiet" in words.switches)
-    as_json = "json" in words.switches
+def _train(job: Job, args: Args) -> int:
+    state = train(job, quiet="quiet" in args.switches)
+    as_json = "json" in args.switches
     if as_json:
         report_json(result(job, state))
     if not as_json or state["state"] != "done":
@@ -123,53 +122,36 @@ def _train(job: Job, words: Words) -> int:
     return EXIT_CODES[state["state"]]
 
 
-def resume_verb(words: Sequence[str]) -> int:
+def resume_verb(argv: Sequence[str]) -> int:
     """`tunesmith resume`."""
-    sorted_words = sort_words(words)
-    if "help" in sorted_words.switches:
-        from app.option_help import show_resume_help
-
-        show_resume_help()
+    args = RESUME.read(argv)
+    if args is None:
         return 0
-    if len(sorted_words.names) != 1 or "check" in sorted_words.switches:
-        raise ConfigError("resume takes one run; write `tunesmith resume RUN`, and `tunesmith runs list` names them")
-    runs_dir = _take(sorted_words.options, "runs_dir") or "runs"
-    return _start(resume_job(find_run(sorted_words.names[0], Path(runs_dir)), sorted_words), sorted_words)
+    if len(args.names) != 1 or "check" in args.switches:
+        raise ConfigError("resume takes one run; write `tunesmith resume RUN`, and `tunesmith runs list` lists them")
+    runs_dir = args.request.options.pop("runs_dir", "runs")
+    return _start(resume_job(find_run(args.names[0], Path(runs_dir)), args), args)
 
 
-def clone_verb(words: Sequence[str]) -> int:
+def clone_verb(argv: Sequence[str]) -> int:
     """`tunesmith runs clone`."""
-    sorted_words = sort_words(words)
-    if "help" in sorted_words.switches:
-        from app.option_help import show_clone_help
-
-        show_clone_help()
+    args = CLONE.read(argv)
+    if args is None:
         return 0
-    if len(sorted_words.names) != 1:
+    if len(args.names) != 1:
         raise ConfigError("clone takes one run; write `tunesmith runs clone RUN --learning_rate 1e-4`")
-    runs_dir = _take(list(sorted_words.options), "runs_dir") or "runs"
-    job = actions.clone(find_run(sorted_words.names[0], Path(runs_dir)), sorted_words)
-    return _check(job, sorted_words) if "check" in sorted_words.switches else _start(job, sorted_words)
-
-
-def _take(options: list[str], name: str) -> str | None:
-    """Removes `--name VALUE` or `--name=VALUE` from the options, and returns the value."""
-    for index, word in enumerate(options):
-        if word.startswith(f"--{name}="):
-            return options.pop(index).partition("=")[2]
-        if word == f"--{name}" and index + 1 < len(options):
-            del options[index]
-            return options.pop(index)
-    return None
+    runs_dir = args.request.options.get("runs_dir", "runs")
+    job = actions.clone(find_run(args.names[0], Path(runs_dir)), args)
+    return _check(job, args) if "check" in args.switches else _start(job, args)
 
 
 def stop_verb(name: str, timeout: str, save: bool, force: bool, runs_dir: Path, as_json: bool) -> int:
-    """`tunesmith stop`: 0 when the run has ended, 1 when it has not in time."""
-    seconds = _seconds(timeout)
+    """`tunesmith stop`: returns 0 when the run has ended, 1 when it has not within the timeout."""
+    seconds = _parse_seconds(timeout)
     run = find_run(name, runs_dir)
     if not as_json:
-        how = "its ranks save a checkpoint first" if save else "nothing is saved"
-        say(f"stopping {run.id}: {how}")
+        saving = "saving a checkpoint first" if save else "without saving"
+        say(f"stopping {run.id}: {saving}")
     stopped = stop_run(run, seconds, save=save)
     if not stopped.in_time and force:
         stopped = end_by_force(run)
@@ -179,17 +161,17 @@ def stop_verb(name: str, timeout: str, save: bool, force: bool, runs_dir: Path, 
     elif not stopped.in_time:
         say(f"{run.id} is still {state['state']} after {seconds:g} s; it stops at its next step")
     else:
-        report(f"{run.id} {'had ended already' if stopped.already else 'has ended'}, {how_it_ended(state)}")
+        report(f"{run.id} {'had already ended' if stopped.already else 'has ended'}, {how_it_ended(state)}")
     return 0 if stopped.in_time else 1
 
 
-def _seconds(timeout: str) -> float:
+def _parse_seconds(timeout: str) -> float:
     try:
         seconds = float(timeout)
     except ValueError:
         seconds = math.nan
     if not 0 <= seconds < math.inf:
-        raise ConfigError(f"timeout={timeout!r} is no number of seconds; write e.g. --timeout 300")
+        raise ConfigError(f"timeout={timeout!r} is not a number of seconds; write e.g. --timeout 300")
     return seconds
 
 
@@ -203,7 +185,7 @@ def list_verb(runs_dir: Path, as_json: bool) -> int:
         report(f"no runs in {runs_dir}; start one with `tunesmith demo`")
         return 0
     headers = ["id", "state", "step", "preset", "strategy", "devices", "started", "cause"]
-    # The id is what every verb needs, so it goes last of all: never.
+    # Every verb needs the id, so it is never dropped.
     expendable = ["cause", "preset", "strategy", "started", "devices", "step"]
     show_table(headers, [_row(row) for row in rows], expendable)
     return 0
@@ -214,8 +196,8 @@ def _row(row: dict[str, Any]) -> list[Any]:
     ids = ",".join(map(str, row["gpus"]))
     devices = f"GPU {ids}" if ids else counted(row["world_size"], "process", "processes") if row["world_size"] else "?"
     started, cause = str(row["started_at"] or "")[:19].replace("T", " "), str(row["cause"] or "")
-    short = cause if len(cause) <= 60 else cause[:57] + "..."
-    return [row["id"], row["state"], steps, row["preset"], row["strategy"], devices, started, short]
+    short_cause = cause if len(cause) <= 60 else cause[:57] + "..."
+    return [row["id"], row["state"], steps, row["preset"], row["strategy"], devices, started, short_cause]
 
 
 def show_verb(name: str, runs_dir: Path, as_json: bool) -> int:
@@ -227,11 +209,11 @@ def show_verb(name: str, runs_dir: Path, as_json: bool) -> int:
         report_json({**document, "export_dir": export_dir})
         return 0
     values = document.pop("metrics")
-    shown = {**document, "model": export_dir, "gpus": ",".join(map(str, document["gpus"])) or "none"}
-    shown |= {key: number(value, 6) for key, value in values.items() if isinstance(value, float)}
-    show_table(["id", shown.pop("id")], [[key, value] for key, value in shown.items() if value is not None])
+    facts = {**document, "model": export_dir, "gpus": ",".join(map(str, document["gpus"])) or "none"}
+    facts |= {key: number(value, 6) for key, value in values.items() if isinstance(value, float)}
+    show_table(["id", facts.pop("id")], [[key, value] for key, value in facts.items() if value is not None])
     if document["state"] in ("stopped", "failed"):
-        say(f"go on with: tunesmith resume {shlex.quote(str(run.path))}")
+        say(f"continue with: tunesmith resume {shlex.quote(str(run.path))}")
     return 0
 
 
@@ -248,17 +230,19 @@ def logs_verb(name: str, follow: bool, runs_dir: Path) -> int:
 def rename_verb(name: str, new_id: str, runs_dir: Path, as_json: bool) -> int:
     """`tunesmith runs rename`."""
     run = actions.rename(find_run(name, runs_dir), new_id)
-    return _done(as_json, {"id": run.id, "run_dir": str(run.path)}, f"now {run.id}")
+    return _report_result(as_json, {"id": run.id, "run_dir": str(run.path)}, f"now {run.id}")
 
 
 def delete_verb(name: str, yes: bool, runs_dir: Path, as_json: bool) -> int:
-    """`tunesmith runs delete`: asks on a terminal, with the size; elsewhere `--yes` is needed."""
+    """`tunesmith runs delete`: asks on a terminal, with the size; requires `--yes` elsewhere."""
     run = find_run(name, runs_dir)
-    if not yes and not _confirmed(f"delete {run.id}, {actions.size(run) / 2**20:,.1f} MiB, for ever?", as_json):
-        raise ConfigError(f"run {run.id} is not deleted; pass --yes to delete it with its checkpoints and exports")
+    if not yes and not _confirmed(f"delete {run.id}, {actions.size(run) / 2**20:,.1f} MiB, permanently?", as_json):
+        raise ConfigError(f"run {run.id} was not deleted; pass --yes to delete it with its checkpoints and exports")
     freed = actions.delete(run)
-    kept = f"; other files in {run.path} are left" if run.path.exists() else ""
-    return _done(as_json, {"id": run.id, "bytes": freed}, f"deleted {run.id}, {freed / 2**20:,.1f} MiB{kept}")
+    leftover = f"; other files in {run.path} remain" if run.path.exists() else ""
+    return _report_result(
+        as_json, {"id": run.id, "bytes": freed}, f"deleted {run.id}, {freed / 2**20:,.1f} MiB{leftover}"
+    )
 
 
 def _confirmed(question: str, as_json: bool) -> bool:
@@ -268,18 +252,18 @@ def _confirmed(question: str, as_json: bool) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def move_verb(name: str, places: str, runs_dir: Path, as_json: bool) -> int:
+def move_verb(name: str, offset: str, runs_dir: Path, as_json: bool) -> int:
     """`tunesmith runs move`."""
     try:
-        number = int(places)
+        number = int(offset)
     except ValueError:
-        raise ConfigError(f"places={places!r} is no whole number; write e.g. -1 for one place to the front") from None
+        raise ConfigError(f"places={offset!r} is not a whole number; write e.g. -1 to move one place forward") from None
     run = find_run(name, runs_dir)
-    place = actions.move(run, number)
-    return _done(as_json, {"id": run.id, "place": place}, f"{run.id} is number {place} in the queue")
+    position = actions.move(run, number)
+    return _report_result(as_json, {"id": run.id, "place": position}, f"{run.id} is number {position} in the queue")
 
 
-def _done(as_json: bool, document: dict[str, Any], line: str) -> int:
+def _report_result(as_json: bool, document: dict[str, Any], line: str) -> int:
     if as_json:
         report_json(document)
     else:
@@ -322,7 +306,7 @@ def export_verb(
 
 def presets_verb(as_json: bool) -> int:
     """`tunesmith presets`."""
-    return _catalog([{"name": name, "summary": preset_summary(name)} for name in preset_names()], as_json)
+    return _catalog([{"name": name, "summary": find_preset(name).summary} for name in preset_names()], as_json)
 
 
 def strategies_verb(as_json: bool) -> int:

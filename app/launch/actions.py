@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO, get_args
 
 from app.accelerate_launch import ROOT, module_argv, module_environment
+from app.command_line import Args
 from app.console import shortened
 from app.launch import background
-from app.launch.foreground import run_program
-from app.launch.job import Job, Words, clone_job, resume_job, writable_parent
+from app.launch.foreground import refusal_in, run_program
+from app.launch.job import Job, clone_job, resume_job, writable_parent
 from app.runs.runs import true_state
-from trainers.config.options import ConfigError, TrainConfig
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import TrainConfig
 from trainers.config.parse import Request
 from trainers.run import device_locks
 from trainers.run.folder import END_STATES, RunFolder, register, unregister, write_atomic
@@ -64,22 +66,22 @@ def save(run: RunFolder) -> None:
         run.ask_save()
 
 
-def resume(run: RunFolder, words: Words | None = None) -> dict[str, Any]:
+def resume(run: RunFolder, args: Args | None = None) -> dict[str, Any]:
     """Goes on with a stopped or failed run, detached; returns its state.
 
     Raises:
-        ConfigError: when it is done or lives, or with what is wrong with the words.
+        ConfigError: when it is done or lives, or with what is wrong with the request.
     """
-    return background.start(resume_job(run, words or Words()))
+    return background.start(resume_job(run, args or Args()))
 
 
-def clone(run: RunFolder, words: Words | None = None) -> Job:
-    """A new run with the settings, strategy and devices of `run`, and with the words' values in their place.
+def clone(run: RunFolder, args: Args | None = None) -> Job:
+    """A new run with the settings, strategy and devices of `run`, and with the values of `args` in their place.
 
     Raises:
         ConfigError: with every mistake at once.
     """
-    return clone_job(run, words or Words())
+    return clone_job(run, args or Args())
 
 
 def rename(run: RunFolder, new_id: str) -> RunFolder:
@@ -88,13 +90,13 @@ def rename(run: RunFolder, new_id: str) -> RunFolder:
     Raises:
         ConfigError: for a name that is no plain word or is taken, or a run that lives.
     """
-    shown = repr(shortened(str(new_id)))
+    quoted = repr(shortened(str(new_id)))
     if not isinstance(new_id, str) or not _ID.fullmatch(new_id):
-        raise ConfigError(f"the name {shown} is refused; use up to 100 letters, digits, dots, dashes and underscores")
+        raise ConfigError(f"the name {quoted} is refused; use up to 100 letters, digits, dots, dashes and underscores")
     target = RunFolder(run.path.with_name(new_id))
     with _ended(run, "rename"):
         if os.path.lexists(target.path):
-            raise ConfigError(f"the name {shown} is taken in {run.path.parent}; choose another")
+            raise ConfigError(f"the name {quoted} is taken in {run.path.parent}; choose another")
         try:
             os.rename(run.path, target.path)
         except OSError as error:
@@ -109,8 +111,8 @@ def _repoint(old: RunFolder, new: RunFolder) -> None:
     exported = state.get("export_dir")
     new.write_state(id=new.id, export_dir=_moved(str(exported), old, new) if exported else None)
     with contextlib.suppress(OSError, ValueError):
-        words = shlex.split(new.command.read_text(encoding="utf-8"))
-        write_atomic(new.command, shlex.join(_moved(word, old, new) for word in words) + "\n")
+        argv = shlex.split(new.command.read_text(encoding="utf-8"))
+        write_atomic(new.command, shlex.join(_moved(word, old, new) for word in argv) + "\n")
     if unregister(old):
         register(new)
 
@@ -205,13 +207,13 @@ def export(
     target = (Path(os.path.expanduser(output)) if output else run.path / f"export-{kind}").absolute()
     if output:
         _refuse_target(target)
-    words = ["--run", str(run.path), "--output", str(target), "--kind", kind]
-    words += ["--checkpoint", checkpoint] if checkpoint else []
-    argv = module_argv("trainers.checkpoint.export", [*words, *(["--dtype", dtype] if dtype else [])])
+    args = ["--run", str(run.path), "--output", str(target), "--kind", kind]
+    args += ["--checkpoint", checkpoint] if checkpoint else []
+    argv = module_argv("trainers.checkpoint.export", [*args, *(["--dtype", dtype] if dtype else [])])
     status, printed, errors = run_program(argv, module_environment(), cwd=ROOT)
     lines = [line for line in errors.splitlines() if line.strip()]
     if status == 2:
-        raise ConfigError(lines)
+        raise refusal_in(printed)
     if status != 0:
         raise ExportFailed(lines[-1] if lines else f"exit status {status}")
     facts = json.loads(printed.splitlines()[-1])

@@ -19,12 +19,13 @@ from app.launch.job import Job
 from app.launch.machines import choose_machines
 from app.launch.restarts import run_to_end
 from app.runs.runs import gpu_ids, world_size
-from trainers.config.options import ConfigError
-from trainers.config.parse import Request, read_yaml
+from trainers.config.mistakes import ConfigError
+from trainers.config.parse import Request
+from trainers.config.yaml_file import read_yaml
 from trainers.run.folder import Process, RunFolder
 from trainers.run.log import start_tee
 
-PATIENCE = 60.0
+START_TIMEOUT = 60.0
 """Seconds for the supervisor to take the run over; it imports for a second or two."""
 
 
@@ -43,8 +44,8 @@ def start(job: Job, quiet: bool = True) -> dict[str, Any]:
         CheckBroke: when that check crashed.
     """
     if job.devices.machine_rank:
-        way = "leave --detach out there, and keep the command from its terminal by nohup, tmux or your scheduler"
-        raise ConfigError(f"--detach with machine_rank={job.devices.machine_rank}: only machine 0 detaches; {way}")
+        remedy = "leave --detach out there, and keep the command from its terminal by nohup, tmux or your scheduler"
+        raise ConfigError(f"--detach with machine_rank={job.devices.machine_rank}: only machine 0 detaches; {remedy}")
     preflight(job, quiet)
     with held(job) as lock:
         try:
@@ -58,15 +59,15 @@ def start(job: Job, quiet: bool = True) -> dict[str, Any]:
 
 def _hand_over(job: Job, lock: int) -> dict[str, Any]:
     """Starts the supervisor, which inherits the hold on the run, and waits until it has said that it is there."""
-    words = [str(job.run.path), str(lock), *(["--resume_from", job.resume_from] if job.resume_from else [])]
+    args = [str(job.run.path), str(lock), *(["--resume_from", job.resume_from] if job.resume_from else [])]
     child = subprocess.Popen(
-        module_argv("app.launch.background", words), env=module_environment(), stdin=subprocess.DEVNULL,
+        module_argv("app.launch.background", args), env=module_environment(), stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, pass_fds=[lock],
     )  # fmt: skip
     assert child.stderr is not None
     # The starter may live long (the page's server) and must not leave a zombie.
     threading.Thread(target=child.wait, daemon=True).start()
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + START_TIMEOUT
     try:
         while time.monotonic() < deadline and child.poll() is None:
             state = job.run.read_state() or {}
@@ -81,8 +82,8 @@ def _hand_over(job: Job, lock: int) -> dict[str, Any]:
     if final.get("state") not in (None, "queued"):
         return final  # it has ended already
     child.kill()
-    said = child.stderr.read().decode("utf-8", "replace").strip().splitlines()[-1:]
-    cause = f"the supervisor could not be started: {said[0] if said else f'exit status {child.wait()}'}"
+    last_line = child.stderr.read().decode("utf-8", "replace").strip().splitlines()[-1:]
+    cause = f"the supervisor could not be started: {last_line[0] if last_line else f'exit status {child.wait()}'}"
     return job.run.write_state(state="failed", cause=cause)
 
 
@@ -92,18 +93,18 @@ def main(argv: list[str]) -> int:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("lock", type=int, help="open descriptor of the run's lock, kept to the end")
     parser.add_argument("--resume_from")
-    words = parser.parse_args(argv)
-    os.set_inheritable(words.lock, False)  # the hold is the supervisor's alone
-    run = RunFolder(words.run_dir)
+    args = parser.parse_args(argv)
+    os.set_inheritable(args.lock, False)  # the hold is the supervisor's alone
+    run = RunFolder(args.run_dir)
     start_tee(run.log, "supervisor", echo=False)
     try:
         config = Request(config=str(run.config)).resolve()
         machines = choose_machines({}, {**read_yaml(run.accelerate), "machine_rank": 0})
         devices = Devices(gpu_ids(run), world_size(run) or 1, machines)
         environment = launch_environment(devices)
-        run_to_end(run, devices, environment, _unheard, words.resume_from, config.max_restarts, config.share_gpus)
+        run_to_end(run, devices, environment, _unheard, args.resume_from, config.max_restarts, config.share_gpus)
     except ConfigError as error:
-        run.write_state(state="failed", cause="; ".join(error.mistakes), ending=None)
+        run.write_state(state="failed", cause="; ".join(error.lines), ending=None)
         return 2
     except BaseException as error:
         with contextlib.suppress(OSError):

@@ -5,13 +5,13 @@ What the user named is never changed: then the arithmetic is refused as it stand
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from app.hardware import Devices
-from trainers.config.options import ConfigError, TrainConfig
-from trainers.config.parse import PresetStrategies, preset_path, preset_strategies, read_yaml
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import TrainConfig
+from trainers.config.presets import find_preset
 from trainers.strategy.micro_batch import OPTION, fit_micro_batch, micro_batch_line
 from trainers.strategy.strategy import Strategy, default_strategy, load_strategy, over_machines, refusal, resolve
 
@@ -82,7 +82,7 @@ def _on(config: TrainConfig, strategy: Strategy, devices: Devices, fit: bool) ->
     resolved = resolve(spread, devices.num_processes, config.mixed_precision, config.pp_size, config.pp_schedule)
     fitted = fit_micro_batch(config, resolved) if fit else config
     if reason := refusal(resolved, fitted, bool(devices.gpu_ids)):
-        raise ConfigError(f"strategy {resolved.name}: {reason}")
+        raise ConfigError(reason, source=f"strategy {resolved.name}")
     return fitted, resolved
 
 
@@ -90,7 +90,7 @@ def _preset_of(config: TrainConfig) -> str | None:
     """The preset whose strategies are meant for this run: its model and method are still the preset's."""
     if config.preset is None:
         return None
-    values = read_yaml(preset_path(config.preset))
+    values = find_preset(config.preset).options
     same = all(getattr(config, name) == values[name] for name in _OWN_MODEL)
     return config.preset if same else None
 
@@ -116,11 +116,10 @@ def _lacks(preset: str | None, count: int) -> list[str]:
     """A line when the preset names no strategy for so many GPUs."""
     if preset is None:
         return []
-    listed = preset_strategies(preset)
-    below: list[PresetStrategies] = [entry for entry in listed if entry.gpus <= count]
-    if below[-1].names:
+    gpus = find_preset(preset).gpus
+    nearest = [placement for number, placement in gpus.items() if number <= count][-1]
+    if nearest.strategies:
         return []
-    need = re.sub(r"^needs", "it needs", below[-1].remark)
-    enough = next((entry for entry in listed if entry.names), None)
-    way = f"; it names {enough.names[0]} for {_gpus(enough.gpus)}" if enough else ""
-    return [f"preset {preset} names no strategy for {_gpus(count)} ({need}){way}"]
+    able = {number: placement.strategies[0] for number, placement in gpus.items() if placement.strategies}
+    remedy = next((f"; it names {strategy} for {_gpus(number)}" for number, strategy in able.items()), "")
+    return [f"preset {preset} names no strategy for {_gpus(count)} (estimated: {nearest.gib:g} GiB on each){remedy}"]

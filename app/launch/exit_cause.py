@@ -53,7 +53,7 @@ def cause_of(run: RunFolder, offset: int, status: int, otherwise: str = "") -> s
     )  # fmt: skip
 
 
-def sharpened(cause: str, run: RunFolder, offset: int) -> str:
+def root_cause(cause: str, run: RunFolder, offset: int) -> str:
     """What felled another rank first, where `cause` only says that this other one has gone."""
     if not _CONSEQUENCE.search(cause):
         return cause
@@ -62,7 +62,7 @@ def sharpened(cause: str, run: RunFolder, offset: int) -> str:
 
 
 def _origin(raised: list[str]) -> str:
-    return next((told for told in raised if not _CONSEQUENCE.search(told)), "")
+    return next((error for error in raised if not _CONSEQUENCE.search(error)), "")
 
 
 def _lines(log: Path, offset: int) -> list[tuple[str, str]]:
@@ -80,17 +80,17 @@ def _lines(log: Path, offset: int) -> list[tuple[str, str]]:
 def _exceptions(lines: list[tuple[str, str]]) -> list[str]:
     """`rank 1: ValueError: text` of each process with a traceback, in the order in which those began."""
     traces: dict[str, _Trace] = {}
-    for index, (who, text) in enumerate(lines):
+    for index, (source, text) in enumerate(lines):
         text = re.sub(r"^\[rank\d+\]:\s?", "", text)
-        trace = traces.get(who)
+        trace = traces.get(source)
         if text.startswith("Traceback (most recent call last)"):
-            traces[who] = trace or _Trace(index)
-            traces[who].open = True
+            traces[source] = trace or _Trace(index)
+            traces[source].open = True
         elif trace and trace.open and _RAISED.match(text):
             trace.open = False
             trace.raised = trace.raised if text.partition(":")[0].rpartition(".")[2] in _ECHOES else text
-    told = [(who == "launcher", trace.start, who, trace.raised) for who, trace in traces.items() if trace.raised]
-    return [f"{who}: {raised}"[:MAX_CAUSE] for _, _, who, raised in sorted(told)]
+    errors = [(name == "launcher", trace.start, name, trace.raised) for name, trace in traces.items() if trace.raised]
+    return [f"{name}: {raised}"[:MAX_CAUSE] for _, _, name, raised in sorted(errors)]
 
 
 def _killed_rank(lines: list[tuple[str, str]], by_signal: bool) -> str:
@@ -113,12 +113,12 @@ def _killed_launcher(status: int) -> str:
 
 def _with_last_words(cause: str, lines: list[tuple[str, str]]) -> str:
     """Adds what was printed last before the launcher's own summary, such as why a program could not be started."""
-    said = ""
-    for who, text in lines:
-        if who == "launcher" and (_EXIT_CODE.search(text) or text.startswith("Traceback (most recent call last)")):
+    last = ""
+    for source, text in lines:
+        if source == "launcher" and (_EXIT_CODE.search(text) or text.startswith("Traceback (most recent call last)")):
             break
-        said = text.strip() or said
-    return f"{cause}; the log's last words: {said}"[:MAX_CAUSE] if cause and said else cause
+        last = text.strip() or last
+    return f"{cause}; the log's last words: {last}"[:MAX_CAUSE] if cause and last else cause
 
 
 def _signal_name(number: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -26,12 +27,10 @@ from app.launch.restarts import run_to_end
 from app.launch.supervisor import Listener
 from app.launch.worker_node import join_to_end
 from app.runs.runs import last_checkpoint, last_values, metrics, true_state
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.config.parse import dump_yaml
 from trainers.run.folder import END_STATES, LIVE_STATES, RunFolder, log_line, register_outside, secrets_in, write_atomic
 
-MARK = "mistakes:"
-"""The line after which `train.py --check` prints its mistakes."""
 EXIT_CODES = {"done": 0, "failed": 1, "stopped": 130}
 
 
@@ -127,7 +126,9 @@ def held(job: Job) -> Iterator[TextIO]:
     try:
         lock = _hold(run)
     except OSError as error:
-        raise ConfigError(f"output_dir={run.path} cannot be written: {error.strerror}; check its rights") from None
+        raise ConfigError.about(
+            "output_dir", run.path, f"cannot be written: {error.strerror}", "check its rights"
+        ) from None
     with lock:
         if job.attempt is not None:
             refuse_unresumable(run)
@@ -136,13 +137,15 @@ def held(job: Job) -> Iterator[TextIO]:
         elif job.resume_from is None:
             run.refuse_used()
         elif run.exists() and true_state(run)["state"] in LIVE_STATES:
-            raise ConfigError(f"output_dir={run.path} holds a run that is not over; stop it first, or use another")
+            raise ConfigError.about(
+                "output_dir", run.path, "holds a run that is not over", "stop it first, or use another"
+            )
         yield lock
 
 
-def _hold(run: RunFolder, patience: float = 10.0) -> TextIO:
+def _hold(run: RunFolder, timeout: float = 10.0) -> TextIO:
     """Holds the run; a supervisor that has just said how it ended gets the time to let go."""
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + timeout
     while True:
         try:
             return run.hold()
@@ -166,9 +169,9 @@ def take_back(run: RunFolder) -> None:
 def where(job: Job) -> str:
     """`GPUs 0, 2` or `2 CPU processes`, of this machine."""
     ids, count, machines = job.devices.gpu_ids, job.devices.local_processes, job.devices.machines
-    named = f"GPU{'s' * (len(ids) > 1)} {', '.join(map(str, ids))}"
-    here = named if ids else counted(count, "CPU process", "CPU processes")
-    return f"{here} of machine {machines.rank} of {machines.count}" if machines else here
+    gpu_names = f"GPU{'s' * (len(ids) > 1)} {', '.join(map(str, ids))}"
+    devices_text = gpu_names if ids else counted(count, "CPU process", "CPU processes")
+    return f"{devices_text} of machine {machines.rank} of {machines.count}" if machines else devices_text
 
 
 def preflight(job: Job, quiet: bool) -> None:
@@ -183,13 +186,15 @@ def preflight(job: Job, quiet: bool) -> None:
         config.write_text(dump_yaml(job.config), encoding="utf-8")
         strategy.write_text(job.strategy.dump(), encoding="utf-8")
         with spinner("checking data and model", quiet):
-            env = check_environment(job.devices, strategy)
-            out = told_by(check_argv(config), {**env, "TUNESMITH_RUN_DIR": str(job.run.path.absolute())})
+            env = {**check_environment(job.devices, strategy), "TUNESMITH_RUN_DIR": str(job.run.path.absolute())}
+            if job.resume_from:
+                env["TUNESMITH_RESUME_FROM"] = job.resume_from
+            out = run_checker(check_argv(config), env)
     for line in [] if quiet else out.splitlines():
         say(clean(line))
 
 
-def told_by(argv: Sequence[str], env: Mapping[str, str], cwd: Path | None = None) -> str:
+def run_checker(argv: Sequence[str], env: Mapping[str, str], cwd: Path | None = None) -> str:
     """What a program of `trainers` prints that checks a request.
 
     Args:
@@ -204,16 +209,19 @@ def told_by(argv: Sequence[str], env: Mapping[str, str], cwd: Path | None = None
     status, out, errors = run_program(argv, env, cwd)
     lines = [clean(line).strip() for line in errors.splitlines() if line.strip()]
     if status == 2:
-        raise ConfigError(_mistakes(lines) or ["the training script refused this run and did not say why"])
+        raise refusal_in(out)
     if status != 0:
         raise CheckBroke(_broken(lines, status), errors)
     return out
 
 
-def _mistakes(lines: list[str]) -> list[str]:
-    """The check's mistakes: what follows its mark, as libraries warn on the same stream; without a mark all lines."""
-    marks = [index for index, line in enumerate(lines) if line == MARK]
-    return lines[marks[-1] + 1 :] if marks else lines
+def refusal_in(printed: str) -> ConfigError:
+    """The error that a program with exit status 2 gave as the last line of its standard output."""
+    last = printed.strip().rpartition("\n")[2]
+    try:
+        return ConfigError.from_json(json.loads(last)["mistakes"])
+    except (ValueError, TypeError, KeyError):
+        return ConfigError("the training script refused this run and did not say why")
 
 
 def _broken(lines: list[str], status: int) -> str:

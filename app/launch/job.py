@@ -6,85 +6,34 @@ import contextlib
 import os
 import shlex
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from app.command_line import Args
 from app.console import shortened
 from app.hardware import Devices
 from app.launch.device_fit import fit_devices
 from app.launch.machines import as_words, choose_machines, devices_here, folder_mistakes
 from app.runs.runs import gpu_ids, true_state, world_size
-from trainers.config.options import (
-    LAUNCH_OPTIONS,
-    ConfigError,
-    TrainConfig,
-    absolute_paths,
-    unknown_option,
-)  # fmt: skip
-from trainers.config.parse import Request, parse_request, preset_names, preset_path, read_yaml
-from trainers.config.validation import build, ignored_choices
+from trainers.config.fields import text_of
+from trainers.config.mistakes import ConfigError, Mistake, Mistakes
+from trainers.config.options import TrainConfig, absolute_paths
+from trainers.config.parse import Request, unexpected_argument
+from trainers.config.presets import find_preset, is_preset
+from trainers.config.validation import MISSING, ignored_choices
+from trainers.config.yaml_file import read_yaml
 from trainers.run.compatibility import changes_since_save
 from trainers.run.disk import check_room, local_tensors
 from trainers.run.folder import END_STATES, LIVE_STATES, RunFolder, new_run_id
 from trainers.strategy.strategy import Strategy, load_strategy, resolve
 
-_SWITCHES = ("json", "quiet", "help", "check", "detach", "force")
 _PATHS = ("model_name_or_path", "dataset_name", "eval_dataset_name", "chat_template", "cache_dir", "runs_dir",
           "output_dir", "resume_from_checkpoint")  # fmt: skip
 _DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".md", ".arrow", ".gz", ".zst")
 _YAML_SUFFIXES = (".yaml", ".yml")
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095
-
-
-@dataclass
-class Words:
-    """A command line, sorted.
-
-    Args:
-        names: positional arguments: the preset, or the run.
-        values: those of the `LAUNCH_OPTIONS`, such as `--strategy`.
-        switches: those of `--json`, `--quiet`, `--help`, `--check`, `--detach` and `--force` that were given.
-        options: everything else, for `trainers.config.parse.parse_request`.
-    """
-
-    names: list[str] = field(default_factory=list)
-    values: dict[str, str] = field(default_factory=dict)
-    switches: set[str] = field(default_factory=set)
-    options: list[str] = field(default_factory=list)
-
-
-def sort_words(words: Sequence[str]) -> Words:
-    """Sorts a command line; an option takes the word after it unless that is an option too.
-
-    Raises:
-        ConfigError: when one of the own options has no value or is given twice.
-    """
-    sorted_words, mistakes = Words(), []
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        name, equals, value = word.removeprefix("--").partition("=")
-        if word == "-h":
-            sorted_words.switches.add("help")
-        elif not word.startswith("--"):
-            sorted_words.names.append(word)
-        elif name in _SWITCHES and not equals:
-            sorted_words.switches.add(name)
-        elif name in LAUNCH_OPTIONS:
-            value = value if equals else rest.pop(0) if rest and not rest[0].startswith("--") else ""
-            if not value or name in sorted_words.values:
-                mistakes.append(f"--{name} {'is given twice' if value else 'has no value'}; write --{name} VALUE once")
-            sorted_words.values[name] = value
-        else:
-            sorted_words.options.append(word)
-            if not equals and rest and not rest[0].startswith("--"):
-                sorted_words.options.append(rest.pop(0))
-    if mistakes:
-        raise ConfigError(mistakes)
-    return sorted_words
 
 
 @dataclass
@@ -112,56 +61,21 @@ class Job:
     attempt: int | None = None
 
 
-class Mistakes:
-    """Collects what several checks refuse, so that the user sees all of it at once."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def __enter__(self) -> Mistakes:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, ConfigError):
-            self.lines += [line for line in error.mistakes if line not in self.lines]
-            return True
-        return False
-
-    def refuse(self) -> None:
-        if self.lines:
-            raise ConfigError(self.lines)
-
-
-def train_job(words: Words) -> Job:
+def train_job(args: Args) -> Job:
     """The job of `tunesmith train`.
 
     Raises:
         ConfigError: with every mistake in options, strategy and devices at once.
     """
-    mistakes, request = Mistakes(), Request()
-    with mistakes:
-        request = parse_request(words.options)
-    request.preset = named_preset(words.names, request.preset, mistakes)
-    if "force" in words.switches:
+    mistakes, request = Mistakes(), args.request
+    request.preset = named_preset(args.names, request.preset, mistakes)
+    if "force" in args.switches:
         request.options["force_resume"] = True
         if "resume_from_checkpoint" not in request.options:
-            mistakes.lines.append("--force is for going on from a checkpoint; name it with --resume_from_checkpoint")
-    return job_of(request, words.values, mistakes, None)
-
-
-def for_verb(line: str, verb: str, own: Sequence[str]) -> str:
-    """A mistake of `train` in the words of another verb: of an unknown option the nearest may be one of its own.
-
-    Args:
-        line: the mistake.
-        verb: such as `bench`.
-        own: the verb's own options.
-    """
-    start = "unknown option "
-    if not line.startswith(start):
-        return line
-    name = line.removeprefix(start).partition("; ")[0]
-    return unknown_option(name, [*own, *TrainConfig.model_fields]).replace("`tunesmith train", f"`tunesmith {verb}")
+            mistakes.append(
+                Mistake("--force", None, "is for going on from a checkpoint", "name it with --resume_from_checkpoint")
+            )
+    return job_of(request, args.launch, mistakes, None)
 
 
 def named_preset(names: list[str], flag: str | None, mistakes: Mistakes) -> str | None:
@@ -172,16 +86,16 @@ def named_preset(names: list[str], flag: str | None, mistakes: Mistakes) -> str 
     """
     files = [word for word in names if _names_a_file(word)]
     if files:  # what else is missing follows from it
-        raise ConfigError([*mistakes.lines, *map(_file_line, files)])
-    mistakes.lines += [f"unexpected argument {word!r}; options are written --name value" for word in names[1:]]
+        raise ConfigError([*mistakes, *map(_file_mistake, files)])
+    mistakes += [unexpected_argument(word) for word in names[1:]]
     if names and flag and names[0] != flag:
-        mistakes.lines.append(f"two presets, {names[0]!r} and {flag!r}; name one")
+        mistakes.append(Mistake("preset", repr(names[0]), f"and {flag!r} are two presets", "name one"))
     return names[0] if names else flag
 
 
 def _names_a_file(word: str) -> bool:
     """Whether a word that should be a preset names a file or folder instead: it is there, or ends like data or YAML."""
-    if word in preset_names():
+    if is_preset(word):
         return False
     with contextlib.suppress(OSError, ValueError):
         if Path(word).expanduser().exists():
@@ -189,21 +103,22 @@ def _names_a_file(word: str) -> bool:
     return "/" in word or Path(word).suffix.lower() in (*_DATA_SUFFIXES, *_YAML_SUFFIXES)
 
 
-def _file_line(word: str) -> str:
+def _file_mistake(word: str) -> Mistake:
     """The option to use for a file or folder given as a positional argument."""
     shown, path = shortened(word), Path(word).expanduser()
     if path.suffix.lower() in _YAML_SUFFIXES:
-        return f"{shown!r} is no preset; a config file is named with --config {shlex.quote(shown)}"
+        return Mistake(
+            "", None, f"{shown!r} is no preset", f"a config file is named with --config {shlex.quote(shown)}"
+        )
     with contextlib.suppress(OSError, ValueError):
         if (path / "config.json").is_file():
-            return f"{shown!r} is no preset; a model is named with --model_name_or_path {shlex.quote(shown)}"
-    return (
-        f"{shown!r} is no preset; data is named with --dataset_name {shlex.quote(shown)}, after a preset "
-        "(`tunesmith presets`) or a --model_name_or_path"
-    )
+            way = f"a model is named with --model_name_or_path {shlex.quote(shown)}"
+            return Mistake("", None, f"{shown!r} is no preset", way)
+    way = f"data is named with --dataset_name {shlex.quote(shown)}, after a preset (`tunesmith presets`)"
+    return Mistake("", None, f"{shown!r} is no preset", f"{way} or a --model_name_or_path")
 
 
-def resume_job(run: RunFolder, words: Words) -> Job:
+def resume_job(run: RunFolder, args: Args) -> Job:
     """The job that goes on with a stopped or failed run; options given again replace the old ones.
 
     Raises:
@@ -211,36 +126,32 @@ def resume_job(run: RunFolder, words: Words) -> Job:
     """
     attempt = run_attempt(run)
     # On another machine than 0 it may have been resumed already.
-    if words.values.get("machine_rank", "0") == "0" or true_state(run)["state"] == "done":
+    if args.launch.get("machine_rank", "0") == "0" or true_state(run)["state"] == "done":
         refuse_unresumable(run)
-    mistakes, request = Mistakes(), Request()
-    with mistakes:
-        request = parse_request(words.options)
+    mistakes, request = Mistakes(), args.request
     fixed = sorted({"output_dir", "resume_from_checkpoint", "runs_dir"} & set(request.options))
     fixed += [name for name in ("preset", "config") if getattr(request, name)]
-    mistakes.lines += [f"--{name} cannot change when a run is resumed; leave it out" for name in fixed]
+    mistakes += [Mistake(name, None, "cannot change when a run is resumed", "leave it out") for name in fixed]
     request.config, request.preset = str(run.config), None
-    request.options["force_resume"] = "force" in words.switches  # for this once: config.yaml may say otherwise
-    job = job_of(request, _as_before(run, words.values), mistakes, run)
+    request.options["force_resume"] = "force" in args.switches  # for this once: config.yaml may say otherwise
+    job = job_of(request, _as_before(run, args.launch), mistakes, run)
     job.attempt = attempt
     return job
 
 
-def clone_job(run: RunFolder, words: Words) -> Job:
+def clone_job(run: RunFolder, args: Args) -> Job:
     """The job of a new run with the settings of another; options given replace the old ones.
 
     Raises:
         ConfigError: with every mistake at once.
     """
-    mistakes, request = Mistakes(), Request()
-    with mistakes:
-        request = parse_request(words.options)
-    if "force" in words.switches:
-        mistakes.lines.append("--force is for `resume`; a clone begins at step 0: leave it out")
+    mistakes, request = Mistakes(), args.request
+    if "force" in args.switches:
+        mistakes.append(Mistake("--force", None, "is for `resume`", "a clone begins at step 0: leave it out"))
     if request.preset or request.config:
-        mistakes.lines.append("a clone has its run's config; leave --preset and --config out")
+        mistakes.append(Mistake("", None, "a clone has its run's config", "leave --preset and --config out"))
     request.config, request.preset = str(run.config), None
-    return job_of(request, _as_before(run, words.values), mistakes, None)
+    return job_of(request, _as_before(run, args.launch), mistakes, None)
 
 
 def run_attempt(run: RunFolder) -> int:
@@ -261,11 +172,7 @@ def refuse_unresumable(run: RunFolder) -> None:
 
 def told(value: Any) -> str:
     """A value as one would write it on the command line, and not longer than a line."""
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "none"}[value]
-    if isinstance(value, dict):
-        value = [f"{key}={entry}" for key, entry in value.items()]
-    return shortened(",".join(value) if isinstance(value, list) else str(value))
+    return shortened(text_of(value))
 
 
 def _as_before(run: RunFolder, values: dict[str, str]) -> dict[str, str]:
@@ -319,7 +226,7 @@ def job_of(request: Request, values: dict[str, str], mistakes: Mistakes, run: Ru
         strategy = load_strategy(named) if named else None
     with mistakes:
         machines = choose_machines(values, strategy.values if strategy else {})
-        mistakes.lines += folder_mistakes(config, machines) if run is None else []
+        mistakes += folder_mistakes(config, machines) if run is None else []
         devices = devices_here(values, machines, strategy.num_processes if strategy else None)
     with mistakes:
         if config and devices and (strategy or not named):
@@ -332,10 +239,10 @@ def job_of(request: Request, values: dict[str, str], mistakes: Mistakes, run: Ru
         if folder and config:
             if not member:
                 folder.refuse_foreign()
-            mistakes.lines += folder.mistakes_in(config)
+            mistakes += folder.mistakes_in(config)
             _check_room(config, folder)
             source = "auto" if run else config.resume_from_checkpoint
-            mistakes.lines += changes_since_save(folder, config, source) if not member else []
+            mistakes += changes_since_save(folder, config, source) if not member else []
     mistakes.refuse()
     if not (config and strategy and devices and folder and fit):
         raise AssertionError("no mistake, and yet no job")
@@ -355,32 +262,33 @@ def _config(request: Request, mistakes: Mistakes) -> TrainConfig:
     unread = Mistakes()
     if request.preset:
         with unread:
-            preset_path(request.preset)
+            find_preset(request.preset)
     if request.config:
         with unread:
             read_yaml(Path(request.config))
-    if not unread.lines:
+    if not unread:
         config = request.resolve()
         if too_long := _too_long(config):
             raise ConfigError(too_long)
         return absolute_paths(config)
-    mistakes.lines += unread.lines
+    mistakes += unread
     try:
-        return build(request.options)
+        return Request(options=request.options, mistakes=request.mistakes).resolve()
     except ConfigError as error:
-        raise ConfigError([line for line in error.mistakes if " is missing; " not in line]) from None
+        raise ConfigError(one for one in error.mistakes if one.problem != MISSING) from None
 
 
-def _too_long(config: TrainConfig) -> list[str]:
-    """A line for each path or name that no file system holds; every look for such a file is an OSError."""
-    lines = []
+def _too_long(config: TrainConfig) -> list[Mistake]:
+    """Each path or name that no file system holds; every look for such a file is an OSError."""
+    mistakes = []
     for name in _PATHS:
         value = str(getattr(config, name) or "")
         longest = max((len(os.fsencode(part)) for part in value.split("/")), default=0)
         size, limit = (longest, _LONGEST_NAME) if longest > _LONGEST_NAME else (len(os.fsencode(value)), _LONGEST_PATH)
         if size > limit:
-            lines.append(f"{name}={shortened(value)} is too long ({size} bytes, at most {limit}); check the value")
-    return lines
+            problem = f"is too long ({size} bytes, at most {limit})"
+            mistakes.append(Mistake(name, shortened(value), problem, "check the value"))
+    return mistakes
 
 
 def _new_folder(config: TrainConfig, member: bool) -> RunFolder:
@@ -395,17 +303,19 @@ def _new_folder(config: TrainConfig, member: bool) -> RunFolder:
         path = Path(source or "").expanduser()
         inside = source == "auto" or (source and path.resolve().parent == run.checkpoints.resolve())
         if member and not inside and (run.read_state() or {}).get("state") in END_STATES:
-            raise ConfigError(f"output_dir={run.path} holds a run that has ended; resume it, or use another")
+            raise ConfigError.about("output_dir", run.path, "holds a run that has ended", "resume it, or use another")
         if member:
             return run
         if not inside:
             run.refuse_used()
         elif run.exists() and true_state(run)["state"] in LIVE_STATES:
-            raise ConfigError(f"output_dir={run.path} holds a run that is not over; stop it first, or use another")
+            raise ConfigError.about(
+                "output_dir", run.path, "holds a run that is not over", "stop it first, or use another"
+            )
     except OSError as error:
         option = "output_dir" if config.output_dir else "runs_dir"
         value = shortened(str(getattr(config, option)))
-        raise ConfigError(f"{option}={value} cannot be used: {error.strerror}; choose another folder") from None
+        raise ConfigError.about(option, value, f"cannot be used: {error.strerror}", "choose another folder") from None
     return run
 
 
@@ -422,20 +332,23 @@ def writable_parent(path: Path, option: str, way: str) -> Path:
     Raises:
         ConfigError: naming the option, when `path` cannot be made in it.
     """
-    shown = f"{option}={shortened(str(path))} cannot be made"
+
+    def refuse(reason: object) -> ConfigError:
+        return ConfigError.about(option, shortened(str(path)), f"cannot be made: {reason}", way)
+
     try:
         parent = next(folder for folder in (path, *path.parents) if folder.exists())
         is_folder = parent.is_dir()
     except OSError as error:
-        raise ConfigError(f"{shown}: {error.strerror}; {way}") from None
+        raise refuse(error.strerror) from None
     if not is_folder:
-        raise ConfigError(f"{shown}: {shortened(str(parent))} is a file and not writable as a folder; {way}")
+        raise refuse(f"{shortened(str(parent))} is a file and not writable as a folder")
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"{shown}: {shortened(str(parent))} is not writable; {way}")
+        raise refuse(f"{shortened(str(parent))} is not writable")
     return parent
 
 
 def _check_room(config: TrainConfig, run: RunFolder) -> None:
     """Refuses a folder that cannot be written, or whose disk is too small; the pre-flight check knows more of it."""
-    writable_parent(run.path, "output_dir", "choose another runs_dir")
+    writable_parent(run.path, "output_dir", "choose another folder")
     check_room(config, local_tensors(config), run.path)

@@ -8,61 +8,69 @@ from dataclasses import replace
 from typing import Any
 
 from app.hardware import Devices, Gpu, choose_devices, find_gpus
-from trainers.config.options import MACHINE_OPTIONS, ConfigError, TrainConfig
+from trainers.config.mistakes import ConfigError, Mistake
+from trainers.config.options import MACHINE_OPTIONS, TrainConfig
 from trainers.strategy.strategy import Machines
 
 MOST_MACHINES = 64
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
 
 
-def choose_machines(words: Mapping[str, str], file: Mapping[str, Any]) -> Machines | None:
+def choose_machines(options: Mapping[str, str], file: Mapping[str, Any]) -> Machines | None:
     """The machines of a run; None when it is this one alone.
 
     Args:
-        words: values of `--num_machines`, `--machine_rank`, `--main_process_ip` and `--main_process_port`.
+        options: values of `--num_machines`, `--machine_rank`, `--main_process_ip` and `--main_process_port`.
         file: the Accelerate file's values, which stand where no word does.
 
     Raises:
         ConfigError: with every mistake, a line each.
     """
-    given = {name: words.get(name, file.get(name)) for name in MACHINE_OPTIONS}
-    named = [name for name in MACHINE_OPTIONS[1:] if name in words]
-    if given["num_machines"] is None and named:
-        raise ConfigError(f"--{named[0]} without --num_machines; write --num_machines 2 too, or leave it out")
-    mistakes: list[str] = []
-    count = _whole("num_machines", given["num_machines"] or 1, 1, MOST_MACHINES, mistakes)
+    chosen = {name: options.get(name, file.get(name)) for name in MACHINE_OPTIONS}
+    extra = [name for name in MACHINE_OPTIONS[1:] if name in options]
+    if chosen["num_machines"] is None and extra:
+        raise ConfigError.about(
+            extra[0], options[extra[0]], "without num_machines", "add --num_machines 2, or leave it out"
+        )
+    mistakes: list[Mistake] = []
+    count = _whole("num_machines", chosen["num_machines"] or 1, 1, MOST_MACHINES, mistakes)
     if count == 1:
-        idle = [f"num_machines=1 with --{name} {words[name]}; leave it out, or name more machines" for name in named]
+        idle = [
+            Mistake("num_machines", "1", f"with --{name} {options[name]}", "leave it out, or name more machines")
+            for name in extra
+        ]
         if idle:
             raise ConfigError(idle)
         return None
-    missing = [f"--{name}" for name in MACHINE_OPTIONS[1:] if given[name] is None]
+    missing = [f"--{name}" for name in MACHINE_OPTIONS[1:] if chosen[name] is None]
     if missing:
-        way = "each machine gets the same words but for its --machine_rank, which counts from 0"
-        mistakes.append(f"num_machines={given['num_machines']} needs {', '.join(missing)} too; {way}")
+        remedy = "each machine gets the same command but for its --machine_rank, which counts from 0"
+        mistakes.append(Mistake("num_machines", chosen["num_machines"], f"needs {', '.join(missing)} too", remedy))
     ranks = (count or MOST_MACHINES) - 1
-    rank = _whole("machine_rank", given["machine_rank"], 0, ranks, mistakes)
-    port = _whole("main_process_port", given["main_process_port"], 1, 65535, mistakes)
-    ip = str(given["main_process_ip"] or "")
-    if given["main_process_ip"] is not None and not _HOST.fullmatch(ip):
-        mistakes.append(f"main_process_ip={ip!r} is no address; write machine 0's IPv4 address or host name")
+    rank = _whole("machine_rank", chosen["machine_rank"], 0, ranks, mistakes)
+    port = _whole("main_process_port", chosen["main_process_port"], 1, 65535, mistakes)
+    ip = str(chosen["main_process_ip"] or "")
+    if chosen["main_process_ip"] is not None and not _HOST.fullmatch(ip):
+        mistakes.append(
+            Mistake("main_process_ip", repr(ip), "is no address", "write machine 0's IPv4 address or host name")
+        )
     if mistakes:
         raise ConfigError(mistakes)
     return Machines(count or 0, rank or 0, ip, port or 0)
 
 
-def _whole(name: str, value: Any, least: int, most: int, mistakes: list[str]) -> int | None:
+def _whole(name: str, value: Any, least: int, most: int, mistakes: list[Mistake]) -> int | None:
     text = str(value)
     if value is None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) < 9 and least <= int(text) <= most):
-        mistakes.append(f"{name}={value} is no whole number from {least} to {most}; write one")
+        mistakes.append(Mistake(name, value, f"is no whole number from {least} to {most}", "write one"))
         return None
     return int(text)
 
 
 def devices_here(
-    words: Mapping[str, str],
+    options: Mapping[str, str],
     machines: Machines | None,
     strategy_processes: int | None,
     machine: Sequence[Gpu] | None = None,
@@ -70,7 +78,7 @@ def devices_here(
     """The devices of a run: GPUs of this machine, processes over all of them.
 
     Args:
-        words: values of `--gpus` and `--num_processes`.
+        options: values of `--gpus` and `--num_processes`.
         machines: of the run.
         strategy_processes: what the chosen strategy's file carries.
         machine: the GPUs to choose from; default: those that are here.
@@ -78,25 +86,29 @@ def devices_here(
     Raises:
         ConfigError: with every mistake, a line each.
     """
-    gpus, asked = words.get("gpus"), words.get("num_processes")
+    gpus, count = options.get("gpus"), options.get("num_processes")
     if machines is None:
-        return choose_devices(gpus, asked, machine, strategy_processes)
-    found = list(find_gpus() if machine is None else machine)
-    if asked is None and not found:
-        raise ConfigError(f"num_machines={machines.count} without GPUs needs --num_processes, counted over all of them")
-    local = asked
-    if asked is not None and asked.isascii() and asked.isdigit() and len(asked) < 9 and int(asked) > 0:
-        each, rest = divmod(int(asked), machines.count)
-        if rest:
-            raise ConfigError(
-                f"num_processes={asked} does not divide by num_machines={machines.count}; it counts the processes of "
-                f"all machines, as many on each: write {max(each, 1) * machines.count}"
+        return choose_devices(gpus, count, machine, strategy_processes)
+    visible = list(find_gpus() if machine is None else machine)
+    if count is None and not visible:
+        raise ConfigError.about(
+            "num_machines", machines.count, "without GPUs needs --num_processes, counted over all of them"
+        )
+    local = count
+    if count is not None and count.isascii() and count.isdigit() and len(count) < 9 and int(count) > 0:
+        each, remainder = divmod(int(count), machines.count)
+        if remainder:
+            raise ConfigError.about(
+                "num_processes",
+                count,
+                f"does not divide by num_machines={machines.count}",
+                f"it counts the processes of all machines, as many on each: write {max(each, 1) * machines.count}",
             )
         local = str(each)
     try:
-        chosen = choose_devices(gpus, local, found)
+        chosen = choose_devices(gpus, local, visible)
     except ConfigError as error:
-        raise ConfigError([f"on each of {machines.count} machines: {line}" for line in error.mistakes]) from None
+        raise ConfigError(error.mistakes, f"on each of {machines.count} machines") from None
     return replace(chosen, num_processes=chosen.num_processes * machines.count, machines=machines)
 
 
@@ -108,8 +120,10 @@ def as_words(file: Mapping[str, Any]) -> dict[str, str]:
     return {name: str(file[name]) for name in names}
 
 
-def folder_mistakes(config: TrainConfig | None, machines: Machines | None) -> list[str]:
-    """A line when a run over several machines has no folder that all of them know."""
+def folder_mistakes(config: TrainConfig | None, machines: Machines | None) -> list[Mistake]:
+    """What is wrong when a run over several machines has no folder that all of them know."""
     if config and machines and config.output_dir is None:
-        return [f"num_machines={machines.count} needs --output_dir, a folder that all machines see under one path"]
+        return [
+            Mistake("num_machines", machines.count, "needs --output_dir, a folder that all machines see under one path")
+        ]
     return []

@@ -12,18 +12,19 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from trainers.run.ending import Ending
 from trainers.run.folder import Process, RunFolder, read_json, write_json
 from trainers.strategy.strategy import Machines
 
-FIRST_PATIENCE = 600.0
+FIRST_JOIN_TIMEOUT = 600.0
 """Seconds for the other machines to join a start; somebody types a command on each."""
-PATIENCE = 60.0
+JOIN_TIMEOUT = 60.0
 """The same for a restart: their supervisors are there, and end what is left within 20 seconds."""
 LINGER = 30.0
-"""Seconds for the members to end their launchers once machine 0's is gone."""
+"""Seconds for the nodes to end their launchers once machine 0's is gone."""
 
 
-class Word:
+class NodeStatus:
     """The file in which a member tells what it does.
 
     Args:
@@ -34,7 +35,7 @@ class Word:
     def __init__(self, run: RunFolder, machine: int):
         self.path, self.machine = run.machine_file(machine), machine
 
-    def leave(
+    def write(
         self, launch: str, launcher: int | None = None, ended: int | None = None, refused: str | None = None
     ) -> None:
         """Replaces the file.
@@ -53,18 +54,18 @@ class Word:
             write_json(self.path, {**about, "launch": launch, "ended": ended, "refused": refused})
 
 
-class Members:
+class Nodes:
     """The other machines, as machine 0's supervisor sees them during one launch.
 
     Args:
         run: the run.
         machines: its machines.
         source: from where this launch resumes: `auto`, a checkpoint's path, or None.
-        patience: seconds for all to join.
+        timeout: seconds for all to join.
     """
 
-    def __init__(self, run: RunFolder, machines: Machines, source: str | None, patience: float):
-        self.run, self.machines, self.patience, self.launch = run, machines, patience, ""
+    def __init__(self, run: RunFolder, machines: Machines, source: str | None, timeout: float):
+        self.run, self.machines, self.timeout, self.launch = run, machines, timeout, ""
         self.source = source
         if source not in (None, "auto") and "://" not in str(source):
             self.source = str(Path(str(source)).expanduser().absolute())
@@ -72,39 +73,40 @@ class Members:
     def notice(self, launch: str, over: bool = False) -> dict[str, Any]:
         """What the state tells them of a launch."""
         self.launch = launch
-        return {"resume_from": self.source, "patience": self.patience, "over": over}
+        return {"resume_from": self.source, "timeout": self.timeout, "over": over}
 
-    def words(self) -> dict[int, dict[str, Any]]:
+    def statuses(self) -> dict[int, dict[str, Any]]:
         """What those who have joined this launch left word of, by machine."""
-        found = {machine: read_json(self.run.machine_file(machine)) or {} for machine in range(1, self.machines.count)}
-        return {machine: word for machine, word in found.items() if word.get("launch") == self.launch}
+        files = {machine: read_json(self.run.machine_file(machine)) or {} for machine in range(1, self.machines.count)}
+        return {machine: word for machine, word in files.items() if word.get("launch") == self.launch}
 
     def missing(self) -> list[int]:
         """Those who have not joined."""
-        words = self.words()
-        return [machine for machine in range(1, self.machines.count) if machine not in words]
+        statuses = self.statuses()
+        return [machine for machine in range(1, self.machines.count) if machine not in statuses]
 
-    def fallen(self) -> bool:
+    def crashed(self) -> bool:
         """Whether a launcher of theirs has failed, or a machine refuses to join."""
-        return any(word.get("ended") or word.get("refused") for word in self.words().values())
+        return any(word.get("ended") or word.get("refused") for word in self.statuses().values())
 
     def ended(self) -> bool:
         """Whether nothing lives any more on those who had joined."""
-        return all(word.get("ended") is not None or word.get("refused") for word in self.words().values())
+        return all(word.get("ended") is not None or word.get("refused") for word in self.statuses().values())
 
-    def ending(self, waited: float) -> dict[str, Any] | None:
+    def ending(self, waited: float) -> Ending | None:
         """How the launch ended, where they are the reason: a start again would end alike.
 
         Args:
             waited: seconds since the launch.
         """
-        refused = [f"machine {number}: {word['refused']}" for number, word in self.words().items() if word["refused"]]
+        statuses = self.statuses().items()
+        refused = [f"machine {number}: {status['refused']}" for number, status in statuses if status["refused"]]
         if refused:
-            return {"state": "failed", "cause": "; ".join(refused), "permanent": True}
+            return Ending("failed", "; ".join(refused), retry="never")
         missing = self.missing()
-        if not missing or waited < self.patience:
+        if not missing or waited < self.timeout:
             return None
-        who = f"machine{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-        way = "start the same command there with its --machine_rank"
-        cause = f"{who} did not join within {self.patience:g} s; {way}, and look whether it sees this folder"
-        return {"state": "failed", "cause": cause, "permanent": True}
+        absent = f"machine{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+        remedy = "start the same command there with its --machine_rank"
+        cause = f"{absent} did not join within {self.timeout:g} s; {remedy}, and look whether it sees this folder"
+        return Ending("failed", cause, retry="never")

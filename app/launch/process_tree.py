@@ -44,7 +44,7 @@ class Descendants:
         self.waited_for: int | None = None
         """Pid that another owner (a `Popen`) waits for, so that its exit status is left alone."""
 
-    def collect(self, named: Iterable[Process] = ()) -> None:
+    def collect(self, roots: Iterable[Process] = ()) -> None:
         """Looks for new ones.
 
         Args:
@@ -54,7 +54,7 @@ class Descendants:
         self.known |= _below(psutil.Process()) - foreign
         if not sys.platform.startswith("linux"):
             self.known.update(*(_below(process) for process in self.known))
-        for entry in named:
+        for entry in roots:
             with contextlib.suppress(psutil.Error):
                 if entry.started >= self.since and entry.pid != os.getpid() and entry.alive():
                     self.known.add(psutil.Process(entry.pid))
@@ -78,13 +78,13 @@ class Descendants:
             pass
         return False
 
-    def end(self, patience: float) -> None:
-        """SIGTERM to all of them, and SIGKILL after `patience` seconds; returns when none lives."""
+    def end(self, timeout: float) -> None:
+        """SIGTERM to all of them, and SIGKILL after `timeout` seconds; returns when none lives."""
         self.collect()
         for process in self.alive():
             with contextlib.suppress(psutil.Error):
                 process.terminate()
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + timeout
         while self.alive() and time.monotonic() < deadline:
             time.sleep(0.05)
             self.collect()

@@ -24,7 +24,7 @@ _BAR_AND_REST = 105
 
 
 @contextlib.contextmanager
-def progress_display(run: RunFolder, quiet: bool, said: Sequence[str] = ()) -> Iterator[Listener]:
+def progress_display(run: RunFolder, quiet: bool, warnings: Sequence[str] = ()) -> Iterator[Listener]:
     """The listener that shows a run on stderr.
 
     Args:
@@ -33,17 +33,17 @@ def progress_display(run: RunFolder, quiet: bool, said: Sequence[str] = ()) -> I
         said: warnings that the user has read already.
     """
     if quiet:
-        yield _QuietDisplay(run, said)
+        yield _QuietDisplay(run, warnings)
     elif sys.stderr.isatty():
         progress = _bar()
         progress.start()
         try:
-            yield _TerminalDisplay(run, progress, said)
+            yield _TerminalDisplay(run, progress, warnings)
         finally:
             with contextlib.suppress(OSError):  # the terminal may have hung up
                 progress.stop()
     else:
-        yield _PlainDisplay(run, said)
+        yield _PlainDisplay(run, warnings)
 
 
 def _end_of(run: RunFolder, name: str) -> Tail:
@@ -59,23 +59,23 @@ class _FirstRank:
         said: warnings that are not to be repeated.
     """
 
-    def __init__(self, run: RunFolder, said: Sequence[str]):
+    def __init__(self, run: RunFolder, warnings: Sequence[str]):
         self.log = _end_of(run, "log.txt")
-        self.said = {f"warning: {line}" for line in said}
+        self.warnings = {f"warning: {line}" for line in warnings}
 
     def lines(self, starts: tuple[str, ...] = ("",)) -> Iterator[str]:
         """New lines with one of these beginnings."""
         for line in self.log.lines():
-            _, mark, words = line.partition(" [rank 0] ")
-            if mark and words.startswith(starts) and words not in self.said:
-                yield clean(words)
+            _, mark, message = line.partition(" [rank 0] ")
+            if mark and message.startswith(starts) and message not in self.warnings:
+                yield clean(message)
 
 
 class _QuietDisplay:
     """Notes, and the lines of rank 0 that warn."""
 
-    def __init__(self, run: RunFolder, said: Sequence[str] = ()):
-        self.rank = _FirstRank(run, said)
+    def __init__(self, run: RunFolder, warnings: Sequence[str] = ()):
+        self.rank = _FirstRank(run, warnings)
 
     def __call__(self, kind: str, text: str) -> None:
         for line in self.rank.lines(_NOTED):
@@ -87,8 +87,8 @@ class _QuietDisplay:
 class _PlainDisplay:
     """The log lines of rank 0 as they come."""
 
-    def __init__(self, run: RunFolder, said: Sequence[str] = ()):
-        self.rank = _FirstRank(run, said)
+    def __init__(self, run: RunFolder, warnings: Sequence[str] = ()):
+        self.rank = _FirstRank(run, warnings)
 
     def __call__(self, kind: str, text: str) -> None:
         for line in self.rank.lines():
@@ -123,9 +123,9 @@ class _TerminalDisplay:
         said: warnings that the user has read already.
     """
 
-    def __init__(self, run: RunFolder, progress: Progress, said: Sequence[str] = ()):
+    def __init__(self, run: RunFolder, progress: Progress, warnings: Sequence[str] = ()):
         self.run, self.progress = run, progress
-        self.rank = _FirstRank(run, said)
+        self.rank = _FirstRank(run, warnings)
         self.metrics = _end_of(run, "metrics.jsonl")
         self.task = progress.add_task("starting", total=None, loss="-", rate="-", eta="-")
 
@@ -140,13 +140,13 @@ class _TerminalDisplay:
     def _update(self) -> None:
         state = self.run.read_state() or {}
         beat = read_json(self.run.heartbeats / "rank-0.json") or {}
-        shown: dict[str, Any] = {}
+        numbers: dict[str, Any] = {}
         for line in self.metrics.lines():
             with contextlib.suppress(ValueError):
-                shown.update(_fields(json.loads(line)))
+                numbers.update(_fields(json.loads(line)))
         step = max(int(state.get("step") or 0), int(beat.get("step") or 0))
         self.progress.update(
-            self.task, completed=step, total=state.get("total_steps"), description=_doing(state, beat), **shown
+            self.task, completed=step, total=state.get("total_steps"), description=_doing(state, beat), **numbers
         )
 
 
@@ -159,20 +159,20 @@ def _doing(state: dict[str, Any], beat: dict[str, Any]) -> str:
 
 def _fields(row: Any) -> dict[str, str]:
     """Texts of the bar's fields that a metrics row has."""
-    made: dict[str, str] = {}
+    texts: dict[str, str] = {}
     if not isinstance(row, dict):
-        return made
+        return texts
     if isinstance(row.get("loss"), int | float):
-        made["loss"] = f"{row['loss']:.4f}"
+        texts["loss"] = f"{row['loss']:.4f}"
     rate = row.get("recent_tokens_per_second", row.get("tokens_per_second"))
     if isinstance(rate, int | float):
-        made["rate"] = f"{rate:,.0f}"
+        texts["rate"] = f"{rate:,.0f}"
     if isinstance(row.get("eta_s"), int | float):
-        made["eta"] = _duration(row["eta_s"])
-    return made
+        texts["eta"] = _duration(row["eta_s"])
+    return texts
 
 
 def _duration(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
+    minutes, remainder = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{remainder:02}" if hours else f"{minutes}:{remainder:02}"

@@ -5,21 +5,23 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from app.accelerate_launch import launch_argv
 from app.hardware import Devices, find_gpus
-from app.launch.nodes import FIRST_PATIENCE, PATIENCE, Members
+from app.launch.nodes import FIRST_JOIN_TIMEOUT, JOIN_TIMEOUT, Nodes
 from app.launch.supervisor import POLL, Listener, RunSignals, supervise
 from app.runs.runs import last_checkpoint, saved_step
 from trainers.config.parse import Request, dump_yaml
 from trainers.run.device_locks import Held, Need, enqueue, give_up, try_take, who_has
+from trainers.run.ending import Ending
 from trainers.run.folder import Process, RunFolder, log_line, read_json, write_atomic
 from trainers.strategy.strategy import load_strategy
 
 QUEUE_POLL = 1.0
 """Seconds between two looks at the queue; each costs a few milliseconds, and many runs may wait."""
-CANCELLED = {"state": "stopped", "cause": "cancelled before it started"}
+CANCELLED = Ending("stopped", "cancelled before it started")
 
 
 def run_to_end(
@@ -55,8 +57,7 @@ def run_to_end(
             ending = attempts.to_end(share_gpus, resume_from, max_restarts)
             if not run.lost():
                 run.remove_unfinished()
-            ending = {key: value for key, value in ending.items() if value is not None or key == "cause"}
-            state = run.write_state(**{**ending, "ending": None})
+            state = run.write_state(**ending.published(), ending=None)
         except FileNotFoundError:
             if (lost := lost_state(run, attempts.doing)) is None:
                 raise
@@ -98,14 +99,14 @@ def need_of(devices: Devices) -> Need:
 
 
 def _hopeless(number: int, allowed: int, begun_at: int, reached: int, crashed_at: int) -> str:
-    """Why a run that has just fallen is not started again, in words; empty when it is, or was never to be.
+    """Why a run that has just crashed is not started again; empty when it is, or was never to be.
 
     Args:
         number: restarts so far.
         allowed: `max_restarts`.
         begun_at: step of the checkpoint that this attempt began with.
-        reached: step at which it fell.
-        crashed_at: step at which the attempt before it fell; -1 without one.
+        reached: step at which it crashed.
+        crashed_at: step at which the attempt before it crashed; -1 without one.
     """
     if not allowed:
         return ""
@@ -113,7 +114,7 @@ def _hopeless(number: int, allowed: int, begun_at: int, reached: int, crashed_at
         start = f"its checkpoint of step {begun_at}" if begun_at else "its start"
         return f"not restarted: it made no step beyond {start}"
     if reached == crashed_at:
-        return f"not restarted: the last 2 attempts fell at step {reached} alike"
+        return f"not restarted: the last 2 attempts crashed at the same step, {reached}"
     return f"gave up after {allowed} restart{'s' * (allowed > 1)}" if number == allowed else ""
 
 
@@ -137,8 +138,8 @@ def smaller_batch(run: RunFolder) -> str | None:
         return None
     config = config.model_copy(update={name: fits[0]})
     write_atomic(run.config, dump_yaml(config))
-    rest = "" if evaluates else f", {config.accumulation_steps(ranks)} times a step"
-    return f"out of memory on rank {note.get('rank')} with {name}={now}: again with {fits[0]}{rest}; " + (
+    times = "" if evaluates else f", {config.accumulation_steps(ranks)} times a step"
+    return f"out of memory on rank {note.get('rank')} with {name}={now}: again with {fits[0]}{times}; " + (
         "the result stays the same" if evaluates else f"the global batch of {config.global_batch_size} stays"
     )
 
@@ -152,7 +153,7 @@ def wait_for_slots(run: RunFolder, devices: Devices, on_event: Listener, look: C
         on_event: hears for whom it waits.
         look: called several times a second; when it is false, the wait is given up with None.
     """
-    need, said, looked = need_of(devices), "", -QUEUE_POLL
+    need, printed, looked = need_of(devices), "", -QUEUE_POLL
     ticket = enqueue(run.path, run.id, need)
     try:
         while look():
@@ -160,9 +161,9 @@ def wait_for_slots(run: RunFolder, devices: Devices, on_event: Listener, look: C
                 looked = time.monotonic()
                 if (held := try_take(ticket)) is not None:
                     return held
-                if (now := f"queued: {who_has(need) or 'another run is first'}") != said:
-                    said = now
-                    on_event("note", said)
+                if (now := f"queued: {who_has(need) or 'another run is first'}") != printed:
+                    printed = now
+                    on_event("note", printed)
             on_event("tick", "")
             time.sleep(POLL)
     finally:
@@ -177,11 +178,11 @@ class _Attempts:
         self.run, self.devices, self.env, self.on_event, self.signals = run, devices, env, on_event, signals
         self.doing = "waited for its turn"
 
-    def to_end(self, share_gpus: bool, resume_from: str | None, max_restarts: int) -> dict[str, Any]:
+    def to_end(self, share_gpus: bool, resume_from: str | None, max_restarts: int) -> Ending:
         """Waits for the slots, and launches; FileNotFoundError when the run folder is lost meanwhile."""
         held = Held({}) if share_gpus else self.wait()
         if held is None:
-            return dict(CANCELLED)
+            return CANCELLED
         with held:
             return self.go(held, resume_from, max_restarts)
 
@@ -197,68 +198,68 @@ class _Attempts:
         self.run.write_state(**queued, processes=[Process.of("supervisor").as_json()])
         return wait_for_slots(self.run, self.devices, self.on_event, look)
 
-    def go(self, held: Held, resume_from: str | None, max_restarts: int) -> dict[str, Any]:
-        """Launches until the run ends by itself, is stopped, or would only fall again.
+    def go(self, held: Held, resume_from: str | None, max_restarts: int) -> Ending:
+        """Launches until the run ends by itself, is stopped, or would only crash again.
 
-        One that made no step beyond its checkpoint, or fell at the very step of the one before, would.
+        A launch that made no step beyond its checkpoint, or crashed at the very step of the one before, would.
         """
         if self.run.stop_asked() is not None:
-            return dict(CANCELLED)
+            return CANCELLED
         crashed_at = -1
         for number in range(max_restarts + 1):
             begun_at = saved_step(self.run)
             source = resume_from if number == 0 else self._source(resume_from)
-            ending = self._launch_what_fits(held, source, PATIENCE if number else FIRST_PATIENCE)
+            ending = self._launch_what_fits(held, source, JOIN_TIMEOUT if number else FIRST_JOIN_TIMEOUT)
             self.run.refuse_lost()
-            if ending["state"] != "failed" or ending.get("permanent"):
+            if ending.state != "failed" or ending.retry == "never":
                 return ending
             if self.run.stop_asked() is not None:
-                return {**ending, "state": "stopped", "cause": f"stopped by request; before that: {ending['cause']}"}
+                return replace(ending, state="stopped", cause=f"stopped by request; before that: {ending.cause}")
             reached = self._step()
-            if why := _hopeless(number, max_restarts, begun_at, reached, crashed_at):
-                return {**ending, "cause": f"{ending['cause']}; {why}"}
+            if reason := _hopeless(number, max_restarts, begun_at, reached, crashed_at):
+                return replace(ending, cause=f"{ending.cause}; {reason}")
             crashed_at = reached
             if number < max_restarts:
-                self._note_restart(number + 1, max_restarts, str(ending["cause"]))
+                self._note_restart(number + 1, max_restarts, str(ending.cause))
         return ending
 
     def _source(self, resume_from: str | None) -> str | None:
         """Where a further attempt goes on: a copy of a checkpoint may be elsewhere when none is here."""
         return "auto" if last_checkpoint(self.run) else resume_from or "auto"
 
-    def _launch_what_fits(self, held: Held, source: str | None, patience: float) -> dict[str, Any]:
-        """One launch, and more where it only has to go on otherwise, which is no restart after a crash.
+    def _launch_what_fits(self, held: Held, source: str | None, timeout: float) -> Ending:
+        """One launch, and further ones that are no restart after a crash.
 
-        That is with smaller batches where memory ran out, and past a spike of the loss; each of them can come only so
-        often: a batch has an end, and every spike adds a step that is passed over.
+        Those have smaller batches where memory ran out, or skip the batches of a loss spike. Both come to an end: a
+        batch cannot be halved for ever, and every spike must add a step that is skipped.
         """
-        resume_from, passed_over = source, self.run.read_passed_over()
+        resume_from, skipped_steps = source, self.run.read_skipped_steps()
         while True:
-            ending = self._launch(held, source, patience)
+            ending = self._launch(held, source, timeout)
             self.run.refuse_lost()
-            if ending["state"] != "failed" or self.run.stop_asked() is not None:
+            if ending.state != "failed" or self.run.stop_asked() is not None:
                 return ending
-            before, passed_over = passed_over, self.run.read_passed_over()
-            went_back = bool(ending.pop("goes_back", None)) and len(passed_over) > len(before)
-            otherwise = str(ending["cause"]) if went_back else smaller_batch(self.run)
-            if otherwise is None:
+            before, skipped_steps = skipped_steps, self.run.read_skipped_steps()
+            rolled_back = ending.retry == "roll_back" and len(skipped_steps) > len(before)
+            change = ending.cause if rolled_back else smaller_batch(self.run)
+            if change is None:
                 return ending
-            self.on_event("note", otherwise)
+            self.on_event("note", change)
             source = self._source(resume_from)
 
-    def _launch(self, held: Held, source: str | None, patience: float) -> dict[str, Any]:
-        """One launch, to its end; the other machines have `patience` seconds to join it."""
+    def _launch(self, held: Held, source: str | None, timeout: float) -> Ending:
+        """One launch, to its end; the other machines have `timeout` seconds to join it."""
         self.doing = "trained"
         machines = self.devices.machines
         if machines is None:
-            members, argv = None, launch_argv(self.run, self.devices.num_processes, source)
+            nodes, argv = None, launch_argv(self.run, self.devices.num_processes, source)
         else:
-            members = Members(self.run, machines, source, patience)
-            argv = launch_argv(self.run, self.devices.num_processes, source, machines, patience)
+            nodes = Nodes(self.run, machines, source, timeout)
+            argv = launch_argv(self.run, self.devices.num_processes, source, machines, timeout)
             others = ", ".join(str(number) for number in range(1, machines.count))
-            self.on_event("note", f"machine 0: waiting up to {patience:g} s for the others to join: {others}")
+            self.on_event("note", f"machine 0: waiting up to {timeout:g} s for the others to join: {others}")
         return supervise(
-            self.run, argv, self.env, self.on_event, self.signals, descriptors=held.descriptors, members=members
+            self.run, argv, self.env, self.on_event, self.signals, descriptors=held.descriptors, nodes=nodes
         )
 
     def _note_restart(self, number: int, allowed: int, cause: str) -> None:

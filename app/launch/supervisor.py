@@ -13,22 +13,24 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import IO, Any
 
-from app.launch.exit_cause import cause_of, sharpened
-from app.launch.nodes import LINGER, Members
+from app.launch.exit_cause import cause_of, root_cause
+from app.launch.nodes import LINGER, Nodes
 from app.launch.process_tree import Descendants, adopting_orphans
 from app.runs.runs import saved_step
+from trainers.run.ending import Ending
 from trainers.run.folder import Process, RunFolder, log_line, now, read_json, secrets_in
 
 POLL = 0.2
 LOOK = 2.0
 """Seconds between two looks for new descendants: each reads every process of the machine."""
-EXIT_PATIENCE = 10.0
+EXIT_TIMEOUT = 10.0
 """Seconds for the ranks to end by themselves once their launcher is gone."""
-TEARDOWN_PATIENCE = 30.0
+TEARDOWN_TIMEOUT = 30.0
 """Seconds for the processes to end once the ranks have written an end state."""
-TERM_PATIENCE = 10.0
+TERM_TIMEOUT = 10.0
 """Seconds between SIGTERM and SIGKILL for what is left."""
 MAX_LINE = 65536
 
@@ -86,8 +88,8 @@ def supervise(
     signals: RunSignals,
     grace: float = 60.0,
     descriptors: Sequence[int] = (),
-    members: Members | None = None,
-) -> dict[str, Any]:
+    nodes: Nodes | None = None,
+) -> Ending:
     """Launches once, waits, and ends what is left.
 
     Args:
@@ -99,13 +101,13 @@ def supervise(
         signals: entered; those that come ask the ranks to save and stop.
         grace: seconds in which the ranks must end after a stop request; counted again whenever a heartbeat moves.
         descriptors: open files that the launcher inherits.
-        members: the other machines of the run; None for this one alone.
+        nodes: the other machines of the run; None for this one alone.
 
     Returns:
-        The ending, which is not published yet: `state`, `cause`, and what rank 0 added. No process of it lives.
+        How it ended, which is not published yet. No process of it lives.
     """
     with adopting_orphans():
-        return Supervision(run, argv, env, on_event, grace, signals, descriptors, members).go()
+        return Supervision(run, argv, env, on_event, grace, signals, descriptors, nodes).go()
 
 
 class Supervision:
@@ -126,9 +128,9 @@ class Supervision:
         grace: float,
         signals: RunSignals,
         descriptors: Sequence[int],
-        members: Members | None = None,
+        nodes: Nodes | None = None,
     ):
-        self.members, self.began = members, time.monotonic()
+        self.nodes, self.began = nodes, time.monotonic()
         self.run, self.argv, self.env, self.descriptors = run, argv, env, descriptors
         self.on_event, self.grace, self.signals = on_event, grace, signals
         self.descendants = Descendants()
@@ -139,9 +141,10 @@ class Supervision:
         self.beat_at = 0.0
         self.log_start = run.log.stat().st_size if run.log.exists() else 0
         self.overdue, self.look_at = False, 0.0
+        self.exit_status = 1
 
-    def go(self) -> dict[str, Any]:
-        """Launches and waits; returns the ending."""
+    def go(self) -> Ending:
+        """Launches and waits; returns how it ended."""
         self._announce()
         # The launcher would die of a SIGUSR1; the ranks unblock it. A supervisor handles it in its own loop.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
@@ -151,7 +154,7 @@ class Supervision:
                 stderr=subprocess.STDOUT, start_new_session=True, pass_fds=self.descriptors,
             )  # fmt: skip
         except OSError as error:
-            return {"state": "failed", "cause": f"the launcher could not be started: {error.strerror}"}
+            return Ending("failed", f"the launcher could not be started: {error.strerror}", retry="again")
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self.descendants.waited_for = launcher.pid
@@ -164,12 +167,13 @@ class Supervision:
                 self.on_event("tick", "")
                 time.sleep(POLL)
         finally:
-            self.descendants.end(TERM_PATIENCE)
+            self.descendants.end(TERM_TIMEOUT)
             launcher.wait()
             reader.join(5.0)
             self._dismiss()
         self.on_event("tick", "")
-        return self._ending(launcher.returncode)
+        self.exit_status = launcher.returncode
+        return self._ending()
 
     def _announce(self) -> None:
         """`starting`, with this process named, the attempt counted, and the step that it starts from."""
@@ -178,11 +182,10 @@ class Supervision:
         last = before.get("attempt")
         attempt, launch = (last if isinstance(last, int) else 0) + bool(before.get("launched_at")), now()
         self.run.write_state(
-            state="starting", cause=None, ending=None, permanent=None, goes_back=None,
-            attempt=attempt, step=saved_step(self.run),
+            state="starting", cause=None, ending=None, attempt=attempt, step=saved_step(self.run),
             processes=[Process.of("supervisor").as_json()],
             started_at=before.get("started_at") or launch, launched_at=launch, host=os.uname().nodename,
-            export_dir=None, machines=self.members.notice(launch) if self.members else None,
+            export_dir=None, machines=self.nodes.notice(launch) if self.nodes else None,
         )  # fmt: skip
 
     def _name(self, launcher: subprocess.Popen[bytes]) -> None:
@@ -221,20 +224,20 @@ class Supervision:
         if self.run.lost():  # what the ranks learn is of no use any more
             self.exit_at = self.exit_at or clock
         self._feel_pulse(clock)
-        early = self.stop_at is not None and self.members is not None and bool(self.members.missing())
-        if self.members and not ending and self.members.fallen():  # their ranks are gone; ours may wait for them
+        early = self.stop_at is not None and self.nodes is not None and bool(self.nodes.missing())
+        if self.nodes and not ending and self.nodes.crashed():  # their ranks are gone; ours may wait for them
             self.exit_at = self.exit_at or clock
         self.overdue = early or clock > self._deadline()
         return self.overdue
 
     def _dismiss(self) -> None:
-        """Tells the members that this launch is over, and waits until nothing of theirs lives."""
-        if self.members is None:
+        """Tells the nodes that this launch is over, and waits until nothing of theirs lives."""
+        if self.nodes is None:
             return
         with contextlib.suppress(OSError):
-            self.run.write_state(machines=self.members.notice(self.members.launch, over=True))
+            self.run.write_state(machines=self.nodes.notice(self.nodes.launch, over=True))
         deadline = time.monotonic() + LINGER
-        while not self.members.ended() and time.monotonic() < deadline:
+        while not self.nodes.ended() and time.monotonic() < deadline:
             self.signals.pass_on(self.run, self.on_event)
             self.on_event("tick", "")
             time.sleep(POLL)
@@ -242,9 +245,9 @@ class Supervision:
     def _deadline(self) -> float:
         limits = [float("inf")]
         if self.exit_at is not None:
-            limits.append(self.exit_at + EXIT_PATIENCE)
+            limits.append(self.exit_at + EXIT_TIMEOUT)
         if self.end_at is not None:
-            limits.append(self.end_at + TEARDOWN_PATIENCE)
+            limits.append(self.end_at + TEARDOWN_TIMEOUT)
         if self.stop_at is not None:
             limits.append(max(self.stop_at, self.beat_at) + self.grace)
         return min(limits)
@@ -252,7 +255,7 @@ class Supervision:
     def _feel_pulse(self, clock: float) -> None:
         """Notes when a rank last moved; that it writes its heartbeat only tells that it lives."""
         files = (read_json(path) or {} for path in sorted(self.run.heartbeats.glob("rank-*.json")))
-        beat = tuple((one.get("section"), one.get("step"), one.get("passed")) for one in files)
+        beat = tuple((status.get("section"), status.get("step"), status.get("passed")) for status in files)
         if beat != self.beat:
             self.beat, self.beat_at = beat, clock
 
@@ -265,25 +268,23 @@ class Supervision:
         except (KeyError, TypeError, AttributeError):
             return []
 
-    def _ending(self, status: int) -> dict[str, Any]:
-        """What rank 0 left word of, or what can be said in its place."""
-        ending = (self.run.read_state() or {}).get("ending")
-        if isinstance(ending, dict):
-            return {**ending, "cause": self._true_cause(ending, status)}
-        if self.members and self.stop_at is not None and self.members.missing():
-            return {"state": "stopped", "cause": "stopped before all machines had joined"}
-        if self.members and (known := self.members.ending(time.monotonic() - self.began)):
-            return known
+    def _ending(self) -> Ending:
+        """What rank 0 wrote, or what the log, the other machines and the stop request say in its place."""
+        written = (self.run.read_state() or {}).get("ending")
+        if isinstance(written, dict):
+            ending = Ending.from_json(written)
+            if ending.state != "failed":
+                return ending
+            # Rank 0 knows only what it met itself; the log shows whether another rank failed before it.
+            known = ending.cause and root_cause(ending.cause, self.run, self.log_start)
+            return replace(ending, cause=known or cause_of(self.run, self.log_start, self.exit_status))
+        if self.nodes and self.stop_at is not None and self.nodes.missing():
+            return Ending("stopped", "stopped before all machines had joined")
+        if self.nodes and (ending_of_nodes := self.nodes.ending(time.monotonic() - self.began)):
+            return ending_of_nodes
         if self.stop_at is not None and self.overdue:
             cause = f"the ranks did not end within {self.grace:g} s of the stop request and were ended"
-            return {"state": "stopped", "cause": cause}
-        asked = "stopped by request before its ranks could save" * (self.stop_at is not None)
-        cause = cause_of(self.run, self.log_start, status, asked)
-        return {"state": "stopped" if cause.startswith("stopped") else "failed", "cause": cause}
-
-    def _true_cause(self, ending: Mapping[str, Any], status: int) -> Any:
-        """Rank 0 knows only what it met itself; the log tells when another rank fell before it."""
-        said = ending.get("cause")
-        if ending.get("state") != "failed":
-            return said
-        return sharpened(said, self.run, self.log_start) if said else cause_of(self.run, self.log_start, status)
+            return Ending("stopped", cause)
+        if_stopped = "stopped by request before its ranks could save" * (self.stop_at is not None)
+        cause = cause_of(self.run, self.log_start, self.exit_status, if_stopped)
+        return Ending("stopped", cause) if cause == if_stopped else Ending("failed", cause, retry="again")

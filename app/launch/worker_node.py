@@ -14,13 +14,15 @@ from typing import Any
 
 from app.accelerate_launch import launch_argv
 from app.launch.job import Job, told
-from app.launch.nodes import FIRST_PATIENCE, PATIENCE, Word
+from app.launch.nodes import FIRST_JOIN_TIMEOUT, JOIN_TIMEOUT, NodeStatus
 from app.launch.process_tree import adopting_orphans
 from app.launch.restarts import lost_state, wait_for_slots
 from app.launch.supervisor import POLL, Listener, RunSignals, Supervision
 from app.runs.runs import true_state
-from trainers.config.options import ConfigError, TrainConfig, absolute_paths
-from trainers.config.parse import Request, read_yaml
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import TrainConfig, absolute_paths
+from trainers.config.parse import Request
+from trainers.config.yaml_file import read_yaml
 from trainers.run.device_locks import Held
 from trainers.run.folder import END_STATES, LIVE_STATES, log_line, read_json, register_outside
 
@@ -46,14 +48,14 @@ def join_to_end(job: Job, env: Mapping[str, str], on_event: Listener) -> dict[st
     job.run.keep()
     with job.run.hold(job.devices.machine_rank), RunSignals() as signals:
         register_outside(job.run, job.config.runs_dir)
-        return _Member(job, env, on_event, signals).go()
+        return _WorkerNode(job, env, on_event, signals).go()
 
 
-class _Member:
+class _WorkerNode:
     def __init__(self, job: Job, env: Mapping[str, str], on_event: Listener, signals: RunSignals):
         self.job, self.run, self.env, self.signals = job, job.run, env, signals
         self.name = f"machine {job.devices.machine_rank}"
-        self.word = Word(job.run, job.devices.machine_rank)
+        self.status_file = NodeStatus(job.run, job.devices.machine_rank)
         self.listener = on_event
         before = self.run.read_state() or {}
         # The launch that was joined last; an old one's end is not this run's.
@@ -115,16 +117,16 @@ class _Member:
         seen = (state.get("updated_at"), beat.get("time"))
         if seen != self.seen or state.get("state") == "queued":
             self.seen, self.seen_at = seen, time.monotonic()
-        if time.monotonic() - self.seen_at < FIRST_PATIENCE:
+        if time.monotonic() - self.seen_at < FIRST_JOIN_TIMEOUT:
             return ""
-        way = "start the same command there with --machine_rank 0, and look whether it sees this folder"
-        return f"{self.name} has heard nothing of machine 0 for {FIRST_PATIENCE:g} s; {way}"
+        remedy = "start the same command there with --machine_rank 0, and look whether it sees this folder"
+        return f"{self.name} has heard nothing of machine 0 for {FIRST_JOIN_TIMEOUT:g} s; {remedy}"
 
     def _join(self, state: Mapping[str, Any]) -> None:
         """Takes part in one launch, to its end."""
         launch, notice = str(state["launched_at"]), state.get("machines") or {}
         if mistakes := self._differences():
-            self.word.leave(launch, refused="; ".join(mistakes))
+            self.status_file.write(launch, refused="; ".join(mistakes))
             raise ConfigError(mistakes)
         self.held = self.held or self._wait_for_slots(launch)
         if self.held is None:
@@ -132,29 +134,29 @@ class _Member:
         self.joined, devices, self.doing = launch, self.job.devices, "trained"
         argv = launch_argv(
             self.run, devices.num_processes, notice.get("resume_from"), devices.machines,
-            float(notice.get("patience") or PATIENCE),
+            float(notice.get("timeout") or JOIN_TIMEOUT),
         )  # fmt: skip
         self.tell("note", f"joining attempt {state.get('attempt')}")
         part = _Part(self.run, argv, self.env, self.tell, 60.0, self.signals, self.held.descriptors)
-        part.join(self.word, launch, f"{self.name}: ")
+        part.join(self.status_file, launch, f"{self.name}: ")
         with adopting_orphans():
-            ended = part.go()
+            part.go()
         self.run.refuse_lost()
-        self.word.leave(launch, ended=ended.get("status", 1))
+        self.status_file.write(launch, ended=part.exit_status)
         self.seen_at, self.doing = time.monotonic(), "waited for machine 0"
 
     def _differences(self) -> list[str]:
         """What machine 0 trains and this one was not asked for; its files are what every rank reads."""
-        theirs, mine = absolute_paths(Request(config=str(self.run.config)).resolve()), self.job.config
-        halved = ("per_device_train_batch_size", "per_device_eval_batch_size") if mine.auto_find_batch_size else ()
+        theirs, ours = absolute_paths(Request(config=str(self.run.config)).resolve()), self.job.config
+        halved = ("per_device_train_batch_size", "per_device_eval_batch_size") if ours.auto_find_batch_size else ()
         names = [name for name in TrainConfig.model_fields if name not in (*_OWN, *halved)]
-        pairs = [(name, getattr(mine, name), getattr(theirs, name)) for name in names]
+        pairs = [(name, getattr(ours, name), getattr(theirs, name)) for name in names]
         file, own = read_yaml(self.run.accelerate), self.job.strategy.values
         pairs += [(name, own.get(name), file.get(name)) for name in sorted({*file, *own} - {"machine_rank"})]
         return [
-            f"{name}={told(here)}, and machine 0 was started with {told(there)}; type the same words on each machine"
-            for name, here, there in pairs
-            if here != there
+            f"{name}={told(local)}, and machine 0 was started with {told(there)}; type the same words on each machine"
+            for name, local, there in pairs
+            if local != there
         ]
 
     def _wait_for_slots(self, launch: str) -> Held | None:
@@ -177,19 +179,16 @@ def is_over(state: Mapping[str, Any], launch: Any) -> bool:
 class _Part(Supervision):
     """One launcher of a launch that machine 0 has announced."""
 
-    def join(self, word: Word, launch: str, mark: str) -> None:
-        self.word, self.launch, self.mark = word, launch, mark
+    def join(self, status_file: NodeStatus, launch: str, mark: str) -> None:
+        self.status_file, self.launch, self.mark = status_file, launch, mark
 
     def _announce(self) -> None:
-        self.word.leave(self.launch)
+        self.status_file.write(self.launch)
 
     def _name(self, launcher: subprocess.Popen[bytes]) -> None:
-        self.word.leave(self.launch, launcher.pid)
+        self.status_file.write(self.launch, launcher.pid)
 
     def _over(self, launcher: subprocess.Popen[bytes]) -> bool:
         if is_over(self.run.read_state() or {}, self.launch):
             self.exit_at = self.exit_at or time.monotonic()
         return super()._over(launcher)
-
-    def _ending(self, status: int) -> dict[str, Any]:
-        return {"status": status}

@@ -1,4 +1,4 @@
-"""`tunesmith plan`: the request, the count of the model in a program of its own, and the table."""
+"""`tunesmith plan`: reads the request, counts the model in a separate program, and shows the table."""
 
 from __future__ import annotations
 
@@ -12,18 +12,33 @@ from pathlib import Path
 from typing import Any
 
 from app.accelerate_launch import ROOT, launch_environment, module_argv, module_environment
+from app.command_line import DEVICES, Args, Verb
 from app.console import clean, number, report, report_json, show_table
 from app.hardware import Devices, choose_devices, cpu_count, find_gpus
-from app.launch.foreground import spinner, told_by
-from app.launch.job import Mistakes, Words, for_verb, named_preset, sort_words
-from app.plan.estimate import GIB, Candidate, Hardware, Row, best_first, candidate, case_of, plan_row, told_size
-from trainers.config.options import MACHINE_OPTIONS, ConfigError, TrainConfig, absolute_paths
-from trainers.config.parse import Request, dump_yaml, parse_request
+from app.launch.foreground import run_checker, spinner
+from app.launch.job import named_preset
+from app.plan.estimate import GIB, Candidate, Hardware, Row, best_first, candidate, case_of, parse_size, plan_row
+from trainers.config.command_line import option
+from trainers.config.mistakes import ConfigError, Mistake, Mistakes
+from trainers.config.options import MACHINE_OPTIONS, TrainConfig, absolute_paths
+from trainers.config.parse import dump_yaml
 from trainers.run import host_memory
 from trainers.strategy.mesh import MeshSizes
 from trainers.strategy.strategy import Strategy, load_strategy, strategy_names
 
-_OWN = ("gpu_memory", "link", "strategies")
+PLAN = Verb(
+    "plan",
+    "Estimate what `train` with the same arguments needs under each strategy: peak memory per GPU by use, "
+    "communication, pipeline bubble, and an upper bound on speed. Nothing is trained and no weights are read. "
+    "Exit status: 0 done, 2 invalid request.",
+    own={
+        "strategies": option("strategies", "<a,b,c>", "Strategy names or Accelerate YAMLs; default: all."),
+        "gpu_memory": option("gpu_memory", "<GiB>", "Plan for GPUs of this memory, --num_processes of them, in place "
+                             "of those that are here."),
+        "link": option("link", "<GB/s>", "Bandwidth per GPU; default: 25 (PCIe 4). NVLink: 200 or more."),
+    },
+    launch=DEVICES,
+)  # fmt: skip
 _USES = ("weights", "gradients", "optimizer", "gathered", "activations", "overhead")
 _HEADERS = ("strategy", "mesh", "micro-batch", "fits", "GiB", *_USES, "tokens/s at most", "sent GiB", "bubble")
 _EXPENDABLE = (
@@ -31,59 +46,54 @@ _EXPENDABLE = (
 )  # fmt: skip
 
 
-def plan_verb(words: Sequence[str]) -> int:
+def plan_verb(argv: Sequence[str]) -> int:
     """`tunesmith plan`.
 
     Returns:
-        The exit status: 0, whatever fits.
+        The exit status: 0, whether or not anything fits.
 
     Raises:
-        ConfigError: for a request that is wrong, or a model that cannot be had.
-        CheckBroke: when the count crashed.
+        ConfigError: if the request is wrong, or the model is not available.
+        CheckBroke: if the count crashed.
     """
-    sorted_words = sort_words(words)
-    if "help" in sorted_words.switches:
-        from app.plan.help import show_plan_help
-
-        show_plan_help()
+    args = PLAN.read(argv)
+    if args is None:
         return 0
-    config, hardware, strategies, names = _read(sorted_words)
+    config, hardware, strategies, names = _read(args)
     able, rows = _candidates(strategies, config, hardware)
-    with spinner("counting the model", "quiet" in sorted_words.switches):
+    with spinner("counting the model", "quiet" in args.switches):
         counted = count(config, hardware, able)
-    rows = best_first([*(plan_row(*one, counted, hardware) for one in able), *rows])
+    rows = best_first([*(plan_row(*candidate, counted, hardware) for candidate in able), *rows])
     document = _document(rows, config, hardware, counted)
-    if "json" in sorted_words.switches:
+    if "json" in args.switches:
         report_json(document)
     else:
         _show(rows, document, names, config)
     return 0
 
 
-def _read(words: Words) -> tuple[TrainConfig, Hardware, list[Strategy], dict[str, str]]:
-    """Config, hardware and strategies of a command line, and what the user calls each.
+def _read(args: Args) -> tuple[TrainConfig, Hardware, list[Strategy], dict[str, str]]:
+    """Config, hardware and strategies of a command line, and the user's name of each strategy.
 
     Raises:
         ConfigError: with every mistake at once.
     """
-    mistakes, request = Mistakes(), Request()
-    with mistakes:
-        request = parse_request(words.options)
-    own = {name: str(request.options.pop(name)) for name in _OWN if name in request.options}
-    request.preset = named_preset(words.names, request.preset, mistakes)
-    mistakes.lines += [f"--{name}: a plan is for the GPUs of one machine; leave it out" for name in MACHINE_OPTIONS
-                       if name in words.values]  # fmt: skip
-    mistakes.lines += [f"--{name} is for `tunesmith train`; leave it out" for name in ("check", "detach", "force")
-                       if name in words.switches]  # fmt: skip
-    if "strategy" in words.values:
-        mistakes.lines.append(f"--strategy {words.values['strategy']}: a plan has several; write --strategies a,b,c")
+    mistakes, request, own = Mistakes(), args.request, args.own
+    request.preset = named_preset(args.names, request.preset, mistakes)
+    mistakes += [Mistake(name, args.launch[name], ": a plan is for the GPUs of one machine", "leave it out")
+                 for name in MACHINE_OPTIONS if name in args.launch]  # fmt: skip
+    mistakes += [Mistake(f"--{name}", None, "is for `tunesmith train`", "leave it out")
+                 for name in ("check", "detach", "force") if name in args.switches]  # fmt: skip
+    if "strategy" in args.launch:
+        problem = ": a plan compares several"
+        mistakes.append(Mistake("strategy", args.launch["strategy"], problem, "use --strategies a,b,c"))
     config = hardware = None
     with mistakes:
         config = absolute_paths(request.resolve())
     with mistakes:
-        hardware = _hardware(words.values, own.get("gpu_memory"))
+        hardware = _hardware(args.launch, own.get("gpu_memory"))
     with mistakes:
-        link = told_size(own["link"], "link", "GB/s", 200) if "link" in own else None
+        link = parse_size(own["link"], "link", "GB/s", 200) if "link" in own else None
         hardware = replace(hardware, link=link) if hardware else None
     strategies: list[Strategy] = []
     names: dict[str, str] = {}
@@ -93,7 +103,6 @@ def _read(words: Words) -> tuple[TrainConfig, Hardware, list[Strategy], dict[str
             if strategies[-1].name in names:
                 raise ConfigError(f"strategies: two rows would be named {strategies[-1].name}; name it once")
             names[strategies[-1].name] = name.strip()
-    mistakes.lines = [for_verb(line, "plan", _OWN) for line in mistakes.lines]
     mistakes.refuse()
     if not (config and hardware):
         raise AssertionError("no mistake, and yet no config")
@@ -101,13 +110,14 @@ def _read(words: Words) -> tuple[TrainConfig, Hardware, list[Strategy], dict[str
 
 
 def _hardware(values: Mapping[str, str], gpu_memory: str | None) -> Hardware:
-    """What is planned for: this machine's GPUs or CPU, or GPUs of a memory that is told."""
+    """The hardware to plan for: this machine's GPUs or CPU, or GPUs with the given memory."""
     if gpu_memory is not None:
-        memory = told_size(gpu_memory, "gpu_memory", "GiB", 80) * GIB
+        memory = parse_size(gpu_memory, "gpu_memory", "GiB", 80) * GIB
         if "gpus" in values:
-            raise ConfigError(f"gpus={values['gpus']} with gpu_memory={gpu_memory}; write --num_processes, how many")
+            problem = f"with gpu_memory={gpu_memory}"
+            raise ConfigError.about("gpus", values["gpus"], problem, "use --num_processes, their number")
         count = choose_devices(None, values.get("num_processes"), []).num_processes
-        return Hardware("gpu", count if "num_processes" in values else 1, memory, here=False)
+        return Hardware("gpu", count if "num_processes" in values else 1, memory, is_local=False)
     devices = choose_devices(values.get("gpus"), values.get("num_processes"))
     if devices.gpu_ids:
         memories = [gpu.memory for gpu in find_gpus() if gpu.index in devices.gpu_ids]
@@ -122,35 +132,35 @@ def _host_memory() -> float:
 def _candidates(
     strategies: Sequence[Strategy], config: TrainConfig, hardware: Hardware
 ) -> tuple[list[Candidate], list[Row]]:
-    """What can be trained there, and rows for the strategies that cannot."""
+    """Candidates that can be trained, and rows for the strategies that cannot."""
     able: list[Candidate] = []
     rows: list[Row] = []
     for strategy in strategies:
         try:
             able.append(candidate(strategy, config, hardware))
         except ConfigError as error:
-            reason = "; ".join(error.mistakes).removeprefix(f"strategy {strategy.name}: ")
+            reason = "; ".join(str(replace(mistake, source="")) for mistake in error.mistakes)
             rows.append(Row(strategy.name, MeshSizes(dp_replicate=hardware.processes), reason=reason))
     return able, rows
 
 
 def count(config: TrainConfig, hardware: Hardware, able: Sequence[Candidate]) -> dict[str, Any]:
-    """What `trainers/tools/memory_estimate.py` counts of the model, on a device as one rank gets it.
+    """Runs `trainers/tools/memory_estimate.py` on the model, with the device of one rank.
 
     Raises:
-        ConfigError: when this machine or the model will not do.
-        CheckBroke: when the count crashed.
+        ConfigError: if this machine or the model is not suitable.
+        CheckBroke: if the count crashed.
     """
     env = module_environment({**os.environ, "OMP_NUM_THREADS": str(max(1, cpu_count() // hardware.processes))})
-    if hardware.gpu_ids or not hardware.here:
+    if hardware.gpu_ids or not hardware.is_local:
         env = launch_environment(Devices(list(hardware.gpu_ids[:1]), 1), env)
-    hidden = {} if hardware.here else {"CUDA_VISIBLE_DEVICES": ""}
-    cases = sorted({case_of(*one) for one in able})
+    hidden = {} if hardware.is_local else {"CUDA_VISIBLE_DEVICES": ""}
+    cases = sorted({case_of(*runnable) for runnable in able})
     with tempfile.TemporaryDirectory(prefix="tunesmith-") as folder:
         file = Path(folder) / "config.yaml"
         file.write_text(dump_yaml(config), encoding="utf-8")
-        words = ["--config", str(file), *(["--here"] if hardware.here else []), "--cases", *cases]
-        out = told_by(module_argv("trainers.tools.memory_estimate", words), {**env, **hidden}, ROOT)
+        counter_args = ["--config", str(file), *(["--here"] if hardware.is_local else []), "--cases", *cases]
+        out = run_checker(module_argv("trainers.tools.memory_estimate", counter_args), {**env, **hidden}, ROOT)
     return dict(json.loads(out.splitlines()[-1]))
 
 
@@ -163,24 +173,28 @@ def _document(
         "model": config.model_name_or_path, "method": config.method,
         "parameters": int(counted["whole"]["parameters"]),
         "devices": {"kind": hardware.kind, "count": hardware.processes, "memory_gib": hardware.memory / GIB,
-                    "flops_per_second": counted["flops_per_second"] if hardware.here else None},
+                    "flops_per_second": counted["flops_per_second"] if hardware.is_local else None},
         "global_batch_size": config.global_batch_size, "max_length": config.max_length,
-        "assumed": "; ".join([hardware.assumed(), *_ignored(config)]),
+        "assumed": "; ".join([hardware.assumed(), *_ignored(config, counted)]),
     }  # fmt: skip
 
 
-def _ignored(config: TrainConfig) -> list[str]:
-    """Choices that change memory or traffic, and not the plan."""
-    choices = {"activation_offloading": config.activation_offloading, "ddp_comm_hook": config.ddp_comm_hook != "none"}
+def _ignored(config: TrainConfig, counted: Mapping[str, Any]) -> list[str]:
+    """What affects memory, traffic or time and is not in the estimate."""
+    choices = {
+        "activation_offloading": config.activation_offloading,
+        "ddp_comm_hook": config.ddp_comm_hook != "none",
+        "the extra forward pass of load balancing (about a third more time)": counted["load_balancing"],
+    }
     return [f"{name} is not estimated" for name, chosen in choices.items() if chosen]
 
 
 def _show(rows: Sequence[Row], document: Mapping[str, Any], names: Mapping[str, str], config: TrainConfig) -> None:
-    """The table, the reasons, what was assumed and what to do, on stdout."""
+    """Prints the table, the reasons, the assumptions and the advice on stdout."""
     devices = document["devices"]
-    what = "processes on the CPU" if devices["kind"] == "cpu" else "GPUs"
+    devices_label = "processes on the CPU" if devices["kind"] == "cpu" else "GPUs"
     report(clean(f"{document['model']}, method={document['method']}, {document['parameters'] / 1e9:.2f}B parameters"))
-    report(f"{devices['count']} {what} of {devices['memory_gib']:.1f} GiB, global batches of "
+    report(f"{devices['count']} {devices_label} of {devices['memory_gib']:.1f} GiB, global batches of "
            f"{document['global_batch_size']} rows of {document['max_length']} tokens")  # fmt: skip
     report("")
     show_table(_HEADERS, [_cells(row) for row in rows if row.seconds is not None], _EXPENDABLE)
@@ -193,7 +207,7 @@ def _show(rows: Sequence[Row], document: Mapping[str, Any], names: Mapping[str, 
 
 
 def _advice(rows: Sequence[Row], names: Mapping[str, str], config: TrainConfig, processes: int) -> str:
-    """The last line: what to add to the words of `train`."""
+    """The last line: the arguments to add to `train`."""
     best = rows[0] if rows and rows[0].fits else None
     if best:
         same = best.micro_batch == config.per_device_train_batch_size

@@ -1,7 +1,7 @@
-"""Which strategy suits a model and these devices: memory, traffic and speed of each, estimated before anything runs.
+"""Estimates memory, traffic and speed of a model under each strategy before anything runs.
 
-Weights, gradients, optimizer state and traffic follow from the model's shape and the mesh. What a micro-batch needs is
-counted by `trainers/tools/memory_estimate.py`. The rest is assumed, and told in `ASSUMED`.
+Weights, gradients, optimizer state and traffic follow from the model's shape and the mesh. The memory of a micro-batch
+is counted by `trainers/tools/memory_estimate.py`. All else is assumed, as listed in `ASSUMED`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainers.config.options import ConfigError, TrainConfig
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import TrainConfig
 from trainers.strategy.mesh import MeshSizes
 from trainers.strategy.micro_batch import fit_micro_batch
 from trainers.strategy.pipeline_schedules import SCHEDULES, balance, bubble, in_flight, stages_of
@@ -19,42 +20,42 @@ from trainers.strategy.traffic import FP32, Shape, predicted, weight_terms
 
 GIB = 2**30
 ROOM = {"gpu": 0.92, "cpu": 0.5}
-"""Share of the memory that a plan may fill. Allocators leave gaps; that of a CPU most (`benchmarks/plan.py`)."""
+"""Fraction of memory that a plan may fill: allocators waste some, on a CPU most (`benchmarks/plan.py`)."""
 CUDA_GIB, NCCL_GIB = 1.0, 0.5
-"""What CUDA's context and libraries take of a GPU, and NCCL where there are several."""
+"""GiB that CUDA's context and libraries take on a GPU, and that NCCL takes if there are several GPUs."""
 LINKS = {"gpu": 25.0, "cpu": 1.0}
 """GB/s that a rank sends: PCIe 4 with 16 lanes, and gloo over loopback."""
 NOMINAL = 3e14
-"""FLOP/s of GPUs that are not here, for the order of the rows alone."""
+"""FLOP/s assumed for GPUs that are not on this machine; only used to order the rows."""
 ASSUMED = (
-    "every row is max_length long; {free:.0%} of the memory stays free for what the allocator wastes; {cuda}a rank "
-    "sends {link:g} GB/s (--link), gradients and gathered weights while it computes, but under ZeRO 1, ZeRO 2 and a "
-    "pipeline; tokens/s is what matrix products and sending alone would allow: `tunesmith bench` measures"
+    "every row is max_length long; {free:.0%} of the memory is reserved for allocator overhead; {cuda}a rank sends "
+    "{link:g} GB/s (--link), overlapping computation except under ZeRO 1, ZeRO 2 and pipelines; tokens/s is an upper "
+    "bound from matrix products and communication only: `tunesmith bench` measures it"
 )
 _ADAM, _ADAM_8BIT = 8.0, 2 + 8 / 256
 _LIVE, _BUCKET = 1e9, 5e8
-"""DeepSpeed's own `stage3_max_live_parameters` and `reduce_bucket_size`: elements."""
+"""DeepSpeed's defaults of `stage3_max_live_parameters` and `reduce_bucket_size`, in elements."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a plan is made for.
+    """The hardware that a plan is made for.
 
     Args:
         kind: `gpu` or `cpu`.
-        processes: one on each GPU.
-        memory: bytes that each may have.
-        gpu_ids: of this machine; empty for a CPU, and for GPUs elsewhere.
-        here: whether it is this machine, whose speed can be measured.
-        host: bytes of host memory, None where it is not known.
-        link: GB/s that a rank sends; None for those of `LINKS`.
+        processes: number of processes; one per GPU.
+        memory: bytes of memory per process.
+        gpu_ids: GPU ids of this machine; empty for a CPU, and for GPUs elsewhere.
+        is_local: whether it is this machine, whose speed can be measured.
+        host: bytes of host memory; None if unknown.
+        link: GB/s that a rank sends; None for the defaults in `LINKS`.
     """
 
     kind: str
     processes: int
     memory: float
     gpu_ids: tuple[int, ...] = ()
-    here: bool = True
+    is_local: bool = True
     host: float | None = None
     link: float | None = None
 
@@ -64,24 +65,27 @@ class Hardware:
         return self.link or LINKS[self.kind]
 
     def assumed(self) -> str:
-        """What a plan takes for granted."""
-        cuda = f"CUDA takes {CUDA_GIB} GiB of a GPU and NCCL {NCCL_GIB} more; " if self.kind == "gpu" else ""
+        """The assumptions of a plan."""
+        cuda = f"CUDA takes {CUDA_GIB} GiB per GPU and NCCL {NCCL_GIB} GiB more; " if self.kind == "gpu" else ""
         return ASSUMED.format(free=1 - ROOM[self.kind], cuda=cuda, link=self.speed)
 
 
 @dataclass
 class Row:
-    """One strategy: what it would need, or why it cannot be.
+    """The estimate for one strategy, or why it cannot be used.
 
     Args:
-        micro_batch: rows of a micro-batch on each rank.
-        memory: bytes on the fullest rank by use; None when it cannot be told.
-        host: bytes that rest in host memory instead.
-        fits: None when it cannot be told.
-        seconds: of a step.
+        strategy: its name.
+        sizes: its mesh.
+        micro_batch: rows per micro-batch on each rank.
+        memory: bytes on the fullest rank by use; None if unknown.
+        host: bytes offloaded to host memory or disk, per rank.
+        fits: whether it fits; None if unknown.
+        seconds: time of a step.
+        tokens_per_second: upper bound of the rate; None if unknown.
         sent: bytes that a rank sends in a step.
-        bubble: share of a step in which a pipeline's rank waits.
-        reason: why it does not fit or cannot be told, or what is not estimated.
+        bubble: fraction of a step in which a rank of a pipeline is idle.
+        reason: why it does not fit or is unknown, or what is not estimated.
     """
 
     strategy: str
@@ -98,7 +102,7 @@ class Row:
 
     @property
     def total(self) -> float:
-        """Bytes of all uses."""
+        """Bytes over all uses."""
         return sum(self.memory.values()) if self.memory else 0.0
 
     def as_json(self) -> dict[str, Any]:
@@ -115,15 +119,15 @@ class Row:
 
 @dataclass(frozen=True)
 class _Share:
-    """What tensor and pipeline parallelism leave a rank, whole.
+    """A rank's share of the model under tensor and pipeline parallelism, before data-parallel sharding.
 
     Args:
-        layers: how many.
-        buffers: stages' inputs and gradients that it receives, in micro-batches of a step.
-        trained: weights; `trained_layer` of one layer, `trained_outside` of embedding and head.
-        frozen: bytes, likewise.
+        layers: number of layers.
+        buffers: number of receive buffers for stage inputs and gradients, per micro-batch of a step.
+        trained: trained parameters; `trained_layer` in one layer, `trained_outside` in embedding and head.
+        frozen: bytes of frozen weights; `frozen_layer` and `frozen_outside` likewise.
         scales: bytes of the scales of 4-bit weights.
-        parameters: all of them.
+        parameters: all parameters.
     """
 
     layers: int
@@ -139,7 +143,7 @@ class _Share:
 
     @classmethod
     def of(cls, case: Mapping[str, Any], every: int, layers: int, ends: float, buffers: int) -> _Share:
-        """The share of a rank with so many layers of `every`, and that share of embedding and head."""
+        """The share of a rank with `layers` of `every` layers, and the fraction `ends` of embedding and head."""
         layer, frozen = case["trained_inside"] / every, case["frozen_inside"] / every
         outside, frozen_outside = case["trained_outside"] * ends, case["frozen_outside"] * ends
         parameters = (case["parameters"] - case["parameters_outside"]) * layers / every
@@ -150,30 +154,30 @@ class _Share:
 
 
 def _shares(strategy: Strategy, counted: Mapping[str, Any], case: Mapping[str, Any]) -> list[_Share]:
-    """The share of each rank, as `trainers/parallel/pipeline_split.py` cuts a pipeline; of one rank without any."""
-    every, ranks, schedule = counted["layers"], strategy.pp_size, strategy.pp_schedule
+    """The share of each rank of a pipeline, split as in `trainers/parallel/pipeline_split.py`; else a single share."""
+    layers, ranks, schedule = counted["layers"], strategy.pp_size, strategy.pp_schedule
     if ranks == 1:
-        return [_Share.of(case, every, every, 1.0, 0)]
+        return [_Share.of(case, layers, layers, 1.0, 0)]
     total = ranks * SCHEDULES[schedule].chunks
-    kept, found = balance(every, total, counted["layer_matmul"], counted["words"] * counted["hidden"]), []
+    layers_of_stage, shares = balance(layers, total, counted["layer_matmul"], counted["words"] * counted["hidden"]), []
     end = 1.0 if counted["tied"] else 0.5
     for rank in range(ranks):
         stages = stages_of(schedule, ranks, rank)
         ends = min(1.0, end * (0 in stages) + end * (total - 1 in stages))
         buffers = sum((stage > 0) + (stage < total - 1) for stage in stages)
-        found.append(_Share.of(case, every, sum(len(kept[stage]) for stage in stages), ends, buffers))
-    return found
+        shares.append(_Share.of(case, layers, sum(len(layers_of_stage[stage]) for stage in stages), ends, buffers))
+    return shares
 
 
 Candidate = tuple[Strategy, TrainConfig]
-"""A strategy resolved for its processes, and what it would train: the user's config, its micro-batch made to divide."""
+"""A strategy resolved for its processes, and the user's config with a micro-batch that divides the global batch."""
 
 
 def candidate(strategy: Strategy, config: TrainConfig, hardware: Hardware) -> Candidate:
-    """The strategy on these devices, with the largest micro-batch up to the user's that divides the global batch.
+    """A strategy on this hardware, with the largest micro-batch up to the user's that divides the global batch.
 
     Raises:
-        ConfigError: why it cannot train this there.
+        ConfigError: if the strategy cannot train the config on this hardware.
     """
     count = 1 if strategy.distributed_type == "NO" else hardware.processes
     resolved = resolve(strategy, count, config.mixed_precision, config.pp_size, config.pp_schedule)
@@ -184,20 +188,20 @@ def candidate(strategy: Strategy, config: TrainConfig, hardware: Hardware) -> Ca
 
 
 def case_of(strategy: Strategy, config: TrainConfig) -> str:
-    """What `trainers/tools/memory_estimate.py` has to count: `tp:cp:sp:stages:rows`."""
+    """The case that `trainers/tools/memory_estimate.py` counts, as `tp:cp:sp:stages:rows`."""
     sizes, stages = strategy.sizes, strategy.pp_size * SCHEDULES[strategy.pp_schedule].chunks
     stages = stages if strategy.pp_size > 1 else 1
     return f"{sizes.tp}:{sizes.cp}:{sizes.sp}:{stages}:{config.per_device_train_batch_size}"
 
 
 def plan_row(strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any], hardware: Hardware) -> Row:
-    """What a candidate would need.
+    """Estimates a candidate.
 
     Args:
-        strategy: as `candidate` has it, and
-        config: likewise.
-        counted: by `trainers/tools/memory_estimate.py`.
-        hardware: where.
+        strategy: the strategy, from `candidate`.
+        config: the config, from `candidate`.
+        counted: the counts of `trainers/tools/memory_estimate.py`.
+        hardware: the hardware to plan for.
     """
     case = counted["cases"][case_of(strategy, config)]
     row = Row(strategy.name, strategy.sizes, micro_batch=config.per_device_train_batch_size)
@@ -209,30 +213,34 @@ def plan_row(strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any]
         row.bubble = bubble(strategy.pp_schedule, strategy.pp_size, micro_batches)
     _estimate_time(row, strategy, config, counted, hardware)
     if case["layer"] is None:
-        row.reason = f"what a micro-batch needs cannot be counted: {case['why']}; measure it with `tunesmith bench`"
+        row.reason = f"the memory of a micro-batch cannot be counted: {case['why']}; measure it with `tunesmith bench`"
         return row
-    each = [_memory(strategy, config, counted, case, one, hardware) for one in _shares(strategy, counted, case)]
-    row.memory, row.host = max(each, key=lambda one: sum(one[0].values()))
-    _judge(row, strategy, hardware)
+    shares = _shares(strategy, counted, case)
+    by_rank = [_memory(strategy, config, counted, case, share, hardware) for share in shares]
+    row.memory, row.host = max(by_rank, key=lambda rank: sum(rank[0].values()))
+    _set_fits(row, strategy, hardware)
     return row
 
 
 def _tied_mistake(strategy: Strategy, counted: Mapping[str, Any]) -> str | None:
-    """What `trainers/parallel/pipeline.py` refuses once it has the model."""
+    """The refusal that `trainers/parallel/pipeline.py` raises once it has the model, if any."""
     both = SCHEDULES[strategy.pp_schedule].turns and strategy.pp_size > 1 and strategy.distributed_type == "FSDP"
     if not (both and counted["tied"] and counted["whole"]["trained_outside"]):
         return None
-    return f"pp_schedule={strategy.pp_schedule}: one rank has embedding and head, one weight that FSDP cuts; use 1f1b"
+    return (
+        f"pp_schedule={strategy.pp_schedule}: one rank has both embedding and head, a shared weight that FSDP shards; "
+        "use 1f1b"
+    )
 
 
-def _judge(row: Row, strategy: Strategy, hardware: Hardware) -> None:
-    """Says whether it fits, and where not why."""
+def _set_fits(row: Row, strategy: Strategy, hardware: Hardware) -> None:
+    """Sets whether the row fits, and if not, why."""
     memory = row.memory or {}
-    # Of a CPU's memory a run of one process has that of all.
+    # On a CPU, a run of one process may use the memory of all.
     room = (
         hardware.memory * ROOM[hardware.kind] * (hardware.processes / row.sizes.world if hardware.kind == "cpu" else 1)
     )
-    needed, place = row.host * row.sizes.world, "on NVMe" if strategy.offload == "nvme" else "in host memory"
+    needed, location = row.host * row.sizes.world, "to NVMe" if strategy.offload == "nvme" else "to host memory"
     row.fits = row.total <= room
     if not row.fits:
         largest = max(memory, key=lambda name: memory[name])
@@ -242,22 +250,24 @@ def _judge(row: Row, strategy: Strategy, hardware: Hardware) -> None:
         )
     elif hardware.host is not None and strategy.offload == "cpu" and needed > hardware.host:
         row.fits = False
-        row.reason = f"{needed / GIB:.1f} GiB rest in host memory, of which there are {hardware.host / GIB:.1f}"
+        row.reason = f"{needed / GIB:.1f} GiB are offloaded to host memory, which has {hardware.host / GIB:.1f} GiB"
     elif row.host:
-        row.reason = f"{row.host / GIB:.1f} GiB per process rest {place}; what that costs in time is not estimated"
+        row.reason = (
+            f"{row.host / GIB:.1f} GiB per process are offloaded {location}; the time this costs is not estimated"
+        )
 
 
 def _memory(
     strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any], case: Mapping[str, Any], share: _Share,
     hardware: Hardware,
 ) -> tuple[dict[str, float], float]:  # fmt: skip
-    """Bytes on a rank by use, and those that rest elsewhere."""
+    """Bytes on a rank by use, and bytes offloaded from it."""
     sizes, on_gpu = strategy.sizes, hardware.kind == "gpu"
     micro_batches = config.accumulation_steps(strategy.data_parallel_size)
     held = in_flight(strategy.pp_schedule, strategy.pp_size, micro_batches) if strategy.pp_size > 1 else 1
-    received = share.buffers * micro_batches * _slots(strategy, config) * counted["hidden"] * _carried(config)
+    received = share.buffers * micro_batches * _slots(strategy, config) * counted["hidden"] * _activation_bytes(config)
     memory = dict.fromkeys(("weights", "gradients", "optimizer"), 0.0)
-    resting = _resting(strategy, config, share)
+    resting = _persistent(strategy, config, share)
     away = sum(resting.pop(name) for name in _offloaded(strategy)) if on_gpu else 0.0
     around = CUDA_GIB * GIB + (NCCL_GIB * GIB if sizes.world > 1 else 0) if on_gpu else counted["process_bytes"]
     memory |= {**resting, "gathered": _gathered(strategy, config, counted, share, on_gpu),
@@ -267,47 +277,47 @@ def _memory(
 
 
 def _slots(strategy: Strategy, config: TrainConfig) -> int:
-    """Tokens of a micro-batch on a rank, its rows full."""
-    return -(-config.per_device_train_batch_size * config.max_length // strategy.sizes.parts)
+    """Token slots of a micro-batch on a rank."""
+    return -(-config.per_device_train_batch_size * config.max_length // strategy.sizes.sequence_shards)
 
 
-def _numbers(config: TrainConfig) -> tuple[float, float]:
-    """Bytes that a trained weight rests in, as its gradient does, and its optimizer state."""
+def _weight_and_state_bytes(config: TrainConfig) -> tuple[float, float]:
+    """Bytes of a trained weight (and of its gradient), and of its optimizer state."""
     weight = 4.0 if config.master_weights or config.method != "full" else 2.0
     return weight, _ADAM if config.optim == "adamw" else _ADAM_8BIT
 
 
-def _carried(config: TrainConfig) -> int:
-    """Bytes of a number that goes from layer to layer: the embedding's dtype."""
+def _activation_bytes(config: TrainConfig) -> int:
+    """Bytes of an activation passed between layers: those of the embedding's dtype."""
     half = config.mixed_precision != "no" and (config.method != "full" or not config.master_weights)
     return 2 if half else 4
 
 
-def _resting(strategy: Strategy, config: TrainConfig, share: _Share) -> dict[str, float]:
+def _persistent(strategy: Strategy, config: TrainConfig, share: _Share) -> dict[str, float]:
     """Bytes of weights, gradients and optimizer state between steps."""
-    weight, state = _numbers(config)
-    ways = _ways(strategy)
-    cut = {"weights": ways, "gradients": ways, "optimizer": ways}
+    weight, state = _weight_and_state_bytes(config)
+    shards = _shards(strategy)
+    divisor = {"weights": shards, "gradients": shards, "optimizer": shards}
     if strategy.distributed_type == "DEEPSPEED":
-        state += FP32  # it updates a flat copy
-        cut = {name: ways if strategy.zero_stage >= stage else 1
+        state += FP32  # DeepSpeed updates a flat fp32 copy
+        divisor = {name: shards if strategy.zero_stage >= stage else 1
                for name, stage in (("weights", 3), ("gradients", 2), ("optimizer", 1))}  # fmt: skip
     return {
-        "weights": (share.trained * weight + share.frozen) / cut["weights"] + share.scales,
-        "gradients": share.trained * weight / cut["gradients"],
-        "optimizer": share.trained * state / cut["optimizer"],
+        "weights": (share.trained * weight + share.frozen) / divisor["weights"] + share.scales,
+        "gradients": share.trained * weight / divisor["gradients"],
+        "optimizer": share.trained * state / divisor["optimizer"],
     }
 
 
-def _ways(strategy: Strategy) -> int:
-    """Ranks over which weights, gradients or states are cut."""
-    whole = strategy.distributed_type == "FSDP" and not strategy.sharded
-    cuts = strategy.distributed_type in ("FSDP", "DEEPSPEED") and not whole
-    return strategy.sizes.dp_shard * strategy.sizes.parts if cuts else 1
+def _shards(strategy: Strategy) -> int:
+    """Number of ranks over which weights, gradients or optimizer states are sharded."""
+    unsharded = strategy.distributed_type == "FSDP" and not strategy.sharded
+    cuts = strategy.distributed_type in ("FSDP", "DEEPSPEED") and not unsharded
+    return strategy.sizes.dp_shard * strategy.sizes.sequence_shards if cuts else 1
 
 
-def _keeps(strategy: Strategy) -> bool:
-    """Whether FSDP keeps what it has gathered until the backward pass."""
+def _keeps_gathered(strategy: Strategy) -> bool:
+    """Whether FSDP keeps gathered weights until the backward pass."""
     fsdp = strategy.fsdp
     if strategy.fsdp_version == 1:
         return fsdp.get("fsdp_sharding_strategy") == "SHARD_GRAD_OP"
@@ -317,38 +327,40 @@ def _keeps(strategy: Strategy) -> bool:
 def _gathered(
     strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any], share: _Share, on_gpu: bool
 ) -> float:
-    """Bytes of weights and gradients that are whole for a while, where they rest cut, and of DeepSpeed's buckets."""
-    weight, ways = _numbers(config)[0], _ways(strategy)
+    """Peak bytes of temporarily gathered weights and gradients, and of DeepSpeed's buckets."""
+    weight, shards = _weight_and_state_bytes(config)[0], _shards(strategy)
     every = share.trained * weight + share.frozen
     fetched = on_gpu and "weights" in _offloaded(strategy)
-    if ways == 1 and not fetched and strategy.distributed_type != "DEEPSPEED":
+    if shards == 1 and not fetched and strategy.distributed_type != "DEEPSPEED":
         return 0.0
     largest = max(share.trained_layer, share.trained_outside) * weight
+    # DeepSpeed: gradient buckets, and under ZeRO 3 the parameters that it keeps gathered.
     if strategy.distributed_type == "DEEPSPEED":
         bucket = _size(strategy, "reduce_bucket_size", _BUCKET, counted) * FP32
-        bucket = bucket if on_gpu else min(bucket, share.trained * FP32)  # a CPU has what was written to alone
+        bucket = bucket if on_gpu else min(bucket, share.trained * FP32)  # on a CPU, only pages that were written count
         if strategy.zero_stage < 3:
             bucket *= 2 if strategy.deepspeed_json.get("zero_optimization", {}).get("overlap_comm") is True else 1
             return bucket + (largest if strategy.zero_stage == 2 else 0.0)
         live = _size(strategy, "stage3_max_live_parameters", _LIVE, counted)
         again = every / strategy.second_copies if strategy.second_copies > 1 else 0.0
         return every * min(1.0, live / share.parameters) + largest + bucket + again
+    # FSDP: a pipeline stage stays gathered for the step; otherwise the root, two layers, and the largest gradient.
     if strategy.pp_size > 1:
         return every + share.trained * weight
-    if _keeps(strategy):
+    if _keeps_gathered(strategy):
         return every + largest
     outside = share.trained_outside * weight + share.frozen_outside
     return outside + 2 * (share.trained_layer * weight + share.frozen_layer) + largest
 
 
 def _size(strategy: Strategy, key: str, default: float, counted: Mapping[str, Any]) -> float:
-    """Elements, from the DeepSpeed JSON; `auto` as `trainers/parallel/zero.py` fills it in."""
+    """A size in elements from the DeepSpeed JSON; `auto` as `trainers/parallel/zero.py` resolves it."""
     value = strategy.deepspeed_json.get("zero_optimization", {}).get(key, default)
     return float(counted["hidden"] ** 2 if value == "auto" else value)
 
 
 def _offloaded(strategy: Strategy) -> list[str]:
-    """What does not rest on the device."""
+    """What is offloaded from the device."""
     weights = strategy.offload_of("param") != "none" and strategy.sharded
     states = strategy.offload_of("optimizer") != "none"
     return ["weights"] * weights + ["gradients", "optimizer"] * states
@@ -357,22 +369,24 @@ def _offloaded(strategy: Strategy) -> list[str]:
 def _estimate_time(
     row: Row, strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any], hardware: Hardware
 ) -> None:
-    """Sets what is sent, the time of a step and the rate, from full rows."""
+    """Sets traffic, step time and rate, assuming full rows."""
     sizes, kind = strategy.sizes, _traffic_of(strategy)
     micro_batches = config.accumulation_steps(strategy.data_parallel_size)
     chunks, step = SCHEDULES[strategy.pp_schedule].chunks, [(_slots(strategy, config),) * 2] * micro_batches
     shape = _shape(strategy, config, counted)
     row.sent = sum(part.wire for part in predicted(kind, sizes, chunks, shape, [step], 0))
     beside = sum(part.wire for part in weight_terms(kind, sizes, shape, 1, micro_batches))
+    # Compute time: 6 FLOPs per trained and 4 per frozen parameter and token, plus recomputed layers.
     trained, frozen = counted["matmul_trained"], counted["matmul_frozen"]
     repeats = config.gradient_checkpointing and not config.selective_checkpointing
     again = 2 * counted["layer_matmul"] * counted["layers"] if repeats else 0
     tokens = config.global_batch_size * config.max_length
-    devices = hardware.processes if hardware.kind == "cpu" else sizes.world  # a CPU's cores are shared out
+    devices = hardware.processes if hardware.kind == "cpu" else sizes.world  # processes share the cores of a CPU
     rate = (counted["flops_per_second"] or NOMINAL) * devices
     busy = tokens * (6 * trained + 4 * frozen + again) / rate / (1 - (row.bubble or 0.0))
+    # Communication time, overlapping computation where the strategy allows it.
     link = hardware.speed * 1e9
-    if sizes.pp > 1 or kind.startswith("ZERO"):  # they send gradients when all is computed
+    if sizes.pp > 1 or kind.startswith("ZERO"):  # these send gradients only after the backward pass
         row.seconds = busy + row.sent / link
     else:
         row.seconds = max(busy, beside / link) + (row.sent - beside) / link
@@ -381,52 +395,52 @@ def _estimate_time(
 
 
 def _traffic_of(strategy: Strategy) -> str:
-    """What `predicted` calls it; ZeRO 3 gathers as FSDP does, but for what it keeps."""
+    """The strategy's name for `predicted`; ZeRO 3 gathers as FSDP does, except for what it keeps."""
     if strategy.zero_stage:
         return "FSDP" if strategy.zero_stage == 3 else f"ZERO{strategy.zero_stage}"
     if strategy.distributed_type == "FSDP":
-        return "MULTI_GPU" if not strategy.sharded else "GRAD_OP" if _keeps(strategy) else "FSDP"
+        return "MULTI_GPU" if not strategy.sharded else "GRAD_OP" if _keeps_gathered(strategy) else "FSDP"
     return strategy.distributed_type
 
 
 def _shape(strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any]) -> Shape:
-    """The shape of which `predicted` estimates traffic; tied: two ranks of a pipeline tell each other a gradient."""
+    """The model's shape for `predicted`; `tied` if two ranks of a pipeline exchange a gradient."""
     case = counted["whole"]
     trained, parameters = case["trained_inside"] + case["trained_outside"], case["parameters"]
-    weight = _numbers(config)[0]
-    whole = trained * weight + case["frozen_inside"] + case["frozen_outside"]
+    weight = _weight_and_state_bytes(config)[0]
+    full_weights = trained * weight + case["frozen_inside"] + case["frozen_outside"]
     tied = counted["tied"] and case["trained_outside"] > 0 and not SCHEDULES[strategy.pp_schedule].turns
     return Shape(
         parameters, int(case["vectors"]), case["parameters_outside"], counted["layers"], counted["hidden"],
         counted["heads"], counted["key_heads"], counted["head_size"], counted["words"], tied,
-        trained=trained / parameters, gradient=weight, gathered=whole / parameters,
-        number=4 if config.mixed_precision == "no" else 2, carried=_carried(config),
+        trained=trained / parameters, gradient=weight, gathered=full_weights / parameters,
+        number=4 if config.mixed_precision == "no" else 2, carried=_activation_bytes(config),
     )  # fmt: skip
 
 
 def best_first(rows: Sequence[Row]) -> list[Row]:
-    """What fits, the fastest first and without the host's help; then what cannot be told, does not fit, cannot run."""
+    """Sorts rows: those that fit (without offload first, then by speed), unknown, too large, impossible."""
 
-    def place(row: Row) -> tuple[float, float]:
+    def sort_key(row: Row) -> tuple[float, float]:
         if row.fits:
             return (0.5 if row.host else 0), row.seconds or 0.0
         if row.seconds is None:
             return 3, 0.0
         return (1, row.seconds) if row.fits is None else (2, row.total)
 
-    return sorted(rows, key=place)
+    return sorted(rows, key=sort_key)
 
 
-def told_size(text: str, option: str, unit: str, example: int) -> float:
-    """A size from the command line.
+def parse_size(text: str, option: str, unit: str, example: int) -> float:
+    """Parses a size from the command line.
 
     Raises:
-        ConfigError: when it is none.
+        ConfigError: if it is not a positive number.
     """
     try:
         size = float(text)
     except ValueError:
         size = 0.0
     if not 0 < size <= 10_000:
-        raise ConfigError(f"{option}={text[:40]!r} is no size in {unit}; write e.g. --{option} {example}")
+        raise ConfigError(f"{option}={text[:40]!r} is not a size in {unit}; use e.g. --{option} {example}")
     return size

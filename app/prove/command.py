@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from app.console import report_json
-from app.launch.job import sort_words
-from app.prove.plan import make_plan
+from app.prove.plan import PROVE, make_plan
 from app.prove.proof import Proof
 from app.prove.report import show
 from app.prove.resume import ResumeProof
 
 
-def prove_verb(words: Sequence[str]) -> int:
+def prove_verb(argv: Sequence[str]) -> int:
     """`tunesmith prove`.
 
     Returns:
@@ -22,17 +21,13 @@ def prove_verb(words: Sequence[str]) -> int:
     Raises:
         ConfigError: for a request that is wrong; nothing is left behind then.
     """
-    resume = "--resume" in words
-    sorted_words = sort_words([word for word in words if word != "--resume"])
-    if "help" in sorted_words.switches:
-        from app.prove.help import show_prove_help
-
-        show_prove_help()
+    args = PROVE.read(argv)
+    if args is None:
         return 0
-    plan, quiet = make_plan(sorted_words), "quiet" in sorted_words.switches
-    proof = (ResumeProof if resume else Proof)(plan, words, quiet)
+    plan, quiet = make_plan(args), "quiet" in args.switches
+    proof = (ResumeProof if "resume" in args.own else Proof)(plan, argv, quiet)
     proof.run()
-    if "json" in sorted_words.switches:
+    if "json" in args.switches:
         report_json(proof.document)
     else:
         show(proof.document)

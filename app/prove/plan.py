@@ -17,11 +17,15 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
+from app.command_line import DEVICES, Args, Verb
 from app.console import shortened
 from app.hardware import CPU_PROCESSES, choose_devices
-from app.launch.job import Job, Words, told, train_job
-from trainers.config.options import MACHINE_OPTIONS, ConfigError, TrainConfig, unknown_option
-from trainers.config.parse import Request, parse_request, read_yaml
+from app.launch.job import Job, told, train_job
+from trainers.config.command_line import option, switch
+from trainers.config.mistakes import ConfigError, Mistake, Mistakes
+from trainers.config.options import MACHINE_OPTIONS, UNKNOWN, TrainConfig
+from trainers.config.parse import Request
+from trainers.config.yaml_file import read_yaml
 from trainers.run.folder import new_run_id
 from trainers.strategy.strategy import Strategy, cannot_run, load_strategy, resolve, strategy_names
 
@@ -42,7 +46,27 @@ SETTINGS = {
     "export_dtype": "float32", **SHORT_RUN,
 }  # fmt: skip
 _NUMBERS = ("mixed_precision", "lora_dropout", "tf32", "ddp_comm_hook", "torch_compile", "master_weights", "optim")
-_OWN = ("steps", "strategies", "layers")
+PROVE = Verb(
+    "prove",
+    "Train your model on your data under each strategy, and compare loss and gradient norm of every step "
+    f"with one process. It sets {', '.join(name for name in SETTINGS if name in TrainConfig.model_fields)} and "
+    "max_steps itself, and reports which of your options it overrides. Exit status: 0 all that could run passed, "
+    "1 a strategy failed, 130 interrupted, 2 invalid request.",
+    ("preset", f"Preset to start from; default: {PRESET}, when no model is named either."),
+    {
+        "strategies": option("strategies", "<a,b,c>", "Strategy names or Accelerate YAMLs; default: all."),
+        "steps": option("steps", "<int>", f"Number of steps per run; default: {STEPS}."),
+        "resume": switch("resume", "Save half-way under each strategy, and resume under every strategy from each "
+                         "checkpoint."),
+        "layers": option("layers", "<int>", "Keep only the first N decoder layers, so that the reference fits in one "
+                         "process."),
+        "control": option("control", "<none|mean-of-means>", "Train every row, but not the reference, with a known "
+                          "fault: the mean of the micro-batches' means. Then each row must differ; exit status 0 when "
+                          "the test saw the fault in all that ran; default: none."),
+    },
+    launch=DEVICES,
+    hidden={*SETTINGS, "max_steps"},
+)  # fmt: skip
 REFERENCE = "reference"
 """Folder of the run that all others are compared with."""
 
@@ -94,16 +118,14 @@ class Plan:
 _T = TypeVar("_T")
 
 
-class _Mistakes(list[str]):
-    """Collects what several checks refuse."""
+class _Mistakes(Mistakes):
+    """Also gives what the checks return."""
 
     def of(self, check: Callable[[], _T]) -> _T | None:
         """What the check returns; None when it refused."""
-        try:
+        with self:
             return check()
-        except ConfigError as error:
-            self.extend(line for line in error.mistakes if line not in self)
-            return None
+        return None
 
 
 @dataclass
@@ -127,37 +149,35 @@ class _Asked:
     def config(self) -> TrainConfig:
         """What `train` would make of the request."""
         preset = self.names[0] if self.names else self.request.preset
-        return Request(preset, self.request.config, options=self.request.options).resolve()
+        return replace(self.request, preset=preset).resolve()
 
     def job(self, devices: dict[str, str], changes: Mapping[str, str]) -> Job:
         """The training job with these changes."""
-        given = {"preset": self.request.preset, "config": self.request.config}
-        flags = {**{name: value for name, value in given.items() if value}, **self.request.options, **changes}
-        return train_job(Words(self.names, devices, set(), [f"--{name}={value}" for name, value in flags.items()]))
+        options = {**self.request.options, **changes}
+        return train_job(Args(self.names, devices, request=replace(self.request, options=options)))
 
 
-def _read(words: Words, mistakes: _Mistakes) -> _Asked:
-    request = mistakes.of(lambda: parse_request(words.options)) or Request()
-    own = {name: request.options.pop(name) for name in _OWN if name in request.options}
+def _read(args: Args, mistakes: _Mistakes) -> _Asked:
+    request = args.request
     config = Path(request.config) if request.config else None
     from_file = (mistakes.of(lambda: read_yaml(config)) if config else None) or {}
     chosen = {**from_file, **request.options}
-    named = words.names or request.preset or config or "model_name_or_path" in chosen
-    values = {name: value for name, value in words.values.items() if name != "strategy"}
-    return _Asked(words.names if named else [PRESET], values, request, own, chosen)
+    named = args.names or request.preset or config or "model_name_or_path" in chosen
+    launch = {name: value for name, value in args.launch.items() if name != "strategy"}
+    return _Asked(args.names if named else [PRESET], launch, request, args.own, chosen)
 
 
-def make_plan(words: Words) -> Plan:
+def make_plan(args: Args) -> Plan:
     """The plan that a command line asks for.
 
     Raises:
         ConfigError: with every mistake at once, or with the arithmetic when no batch suits all rows.
     """
     mistakes = _Mistakes()
-    asked = _read(words, mistakes)
+    asked = _read(args, mistakes)
     steps = mistakes.of(lambda: _count(asked.own.get("steps", STEPS), "steps", STEPS))
     settings = {**_known(SETTINGS), "max_steps": str(steps or STEPS), **(mistakes.of(lambda: _layers(asked)) or {})}
-    _refuse_others(words, asked, mistakes)
+    _refuse_others(args, asked, mistakes)
     config = mistakes.of(asked.config)
     entries = mistakes.of(lambda: _entries(asked, config.method if config else "full"))
     folder = mistakes.of(lambda: _folder(asked, config)) if config else None
@@ -165,7 +185,7 @@ def make_plan(words: Words) -> Plan:
     alone = {**settings, **places, "per_device_train_batch_size": "1"}
     first = mistakes.of(lambda: asked.job({"strategy": "single", "num_processes": "1"}, alone))
     if mistakes or not (steps and entries and config and folder and first):
-        raise ConfigError(_in_its_words(mistakes, asked, config, folder))
+        raise ConfigError(_for_prove(mistake, config, folder) for mistake in mistakes)
     plan = Plan(folder, steps, config.control, first, [])
     _fill(plan, asked, entries, settings, first.config)
     return plan
@@ -204,7 +224,7 @@ def _fill(plan: Plan, asked: _Asked, entries: list[_Entry], settings: dict[str, 
         except ConfigError as error:
             if entry.is_file:
                 raise
-            row.reason = "; ".join(error.mistakes)
+            row.reason = "; ".join(error.lines)
         else:
             row.warnings = _own_warnings(row.job.strategy)
 
@@ -215,32 +235,17 @@ def _own_warnings(strategy: Strategy) -> list[str]:
     return [f"outside the promise that the strategy never changes the model: {', '.join(outside)}"] if outside else []
 
 
-def _in_its_words(lines: list[str], asked: _Asked, config: TrainConfig | None, folder: Path | None) -> list[str]:
-    """Mistakes that speak of `train` or of the reference's folder, in terms of what the user wrote for `prove`."""
-    told_lines = []
-    for line in lines:
-        if line.startswith("unknown option ") or " is no option of the config" in line:
-            line = _unknown(line, asked)
-        if config and folder:
-            own = (
-                f"output_dir={shortened(str(folder))}"
-                if config.output_dir
-                else f"runs_dir={shortened(str(folder.parent))}"
-            )
-            line = line.replace(f"output_dir={shortened(str(folder / REFERENCE))}", own)
-            line = line.replace("choose another runs_dir", f"choose another {own.partition('=')[0]}")
-        told_lines.append(line)
-    return told_lines
-
-
-def _unknown(line: str, asked: _Asked) -> str:
-    name = line.removeprefix("unknown option ").partition("; ")[0]
-    if name in _OWN:  # a flag would have been taken, so that it stands in the config file
-        return f"{name} is no option of the config; write --{name} on the command line of `tunesmith prove`"
-    if name in asked.request.options:
-        known = [*_OWN, *(option for option in TrainConfig.model_fields if option != "max_steps")]
-        line = unknown_option(name, known)
-    return line.replace("`tunesmith train", "`tunesmith prove")
+def _for_prove(mistake: Mistake, config: TrainConfig | None, folder: Path | None) -> Mistake:
+    """A mistake of `train` in one of the runs, as one of the request for `prove`."""
+    if (
+        mistake.option in PROVE.own and mistake.problem == UNKNOWN
+    ):  # a flag would have been taken: the config file has it
+        way = f"write --{mistake.option} on the command line of `tunesmith prove`"
+        return Mistake(mistake.option, None, "is not an option of the config", way)
+    if config and folder and mistake.option == "output_dir" and str(mistake.value).startswith(shortened(str(folder))):
+        option, path = ("output_dir", folder) if config.output_dir else ("runs_dir", folder.parent)
+        return replace(mistake, option=option, value=shortened(str(path)))
+    return mistake
 
 
 def _known(options: Mapping[str, str]) -> dict[str, str]:
@@ -251,7 +256,8 @@ def _known(options: Mapping[str, str]) -> dict[str, str]:
 def _count(value: Any, name: str, example: int) -> int:
     text = str(value)
     if not (text.isascii() and text.isdigit() and 1 <= int(text) <= MOST_COUNT):
-        raise ConfigError(f"{name}={text!r} is no number of {name}; write 1 to {MOST_COUNT}, e.g. --{name} {example}")
+        way = f"write 1 to {MOST_COUNT}, e.g. --{name} {example}"
+        raise ConfigError.about(name, repr(text), f"is no number of {name}", way)
     return int(text)
 
 
@@ -260,20 +266,23 @@ def _layers(asked: _Asked) -> dict[str, str]:
     if "layers" not in asked.own:
         return {}
     if "num_hidden_layers" in asked.chosen:
-        raise ConfigError("--layers and num_hidden_layers are both given; they are the same, keep one")
+        raise ConfigError.about("--layers", None, "and num_hidden_layers are both given", "they are the same, keep one")
     return {"num_hidden_layers": str(_count(asked.own["layers"], "layers", 2))}
 
 
-def _refuse_others(words: Words, asked: _Asked, mistakes: _Mistakes) -> None:
+def _refuse_others(args: Args, asked: _Asked, mistakes: _Mistakes) -> None:
     """What `train` takes and `prove` decides by itself."""
-    if "strategy" in words.values:
-        mistakes.append(f"--strategy {words.values['strategy']}: prove takes several; write --strategies a,b,c")
-    others = [name for name in MACHINE_OPTIONS if name in words.values]
-    mistakes += [f"--{name} {words.values[name]}: prove runs on this machine alone; leave it out" for name in others]
+    if "strategy" in args.launch:
+        mistakes.append(Mistake("strategy", args.launch["strategy"], ": prove has several", "write --strategies a,b,c"))
+    others = [name for name in MACHINE_OPTIONS if name in args.launch]
+    here = ": prove runs on this machine alone"
+    mistakes += [Mistake(name, args.launch[name], here, "leave it out") for name in others]
     if asked.chosen.get("resume_from_checkpoint") is not None:
-        mistakes.append("resume_from_checkpoint: prove starts each run at its first step; leave it out")
-    if "check" in words.switches:
-        mistakes.append("prove has no --check; to check one run use `tunesmith train --check`")
+        mistakes.append(
+            Mistake("resume_from_checkpoint", None, ": prove starts each run at its first step", "leave it out")
+        )
+    if "check" in args.switches:
+        mistakes.append(Mistake("", None, "prove has no --check", "to check one run use `tunesmith train --check`"))
 
 
 def _folder(asked: _Asked, config: TrainConfig) -> Path:
@@ -292,9 +301,9 @@ def _folder(asked: _Asked, config: TrainConfig) -> Path:
     except OSError as error:
         option = "output_dir" if config.output_dir else "runs_dir"
         value = told(getattr(config, option))
-        raise ConfigError(f"{option}={value} cannot be used: {error.strerror}; choose another folder") from None
+        raise ConfigError.about(option, value, f"cannot be used: {error.strerror}", "choose another folder") from None
     if used:
-        raise ConfigError(f"output_dir={folder} holds other files; name a new folder for the report")
+        raise ConfigError.about("output_dir", folder, "holds other files", "name a new folder for the report")
     return folder
 
 
@@ -362,7 +371,8 @@ def _strategies(text: str, mistakes: _Mistakes) -> list[tuple[str, Strategy, int
     specs = strategy_names() if text == "all" else [word.strip() for word in text.split(",")]
     found: list[tuple[str, Strategy, int | None]] = []
     if "all" in specs:
-        mistakes.append(f"strategies={told(text)}: `all` cannot be combined; write --strategies all, or name each")
+        way = "write --strategies all, or name each"
+        mistakes.append(Mistake("strategies", told(text), ": `all` cannot be combined", way))
         specs = [spec for spec in specs if spec != "all"]
     for spec in specs:
         plain, colon, world = spec.rpartition(":")
@@ -371,7 +381,8 @@ def _strategies(text: str, mistakes: _Mistakes) -> list[tuple[str, Strategy, int
         if strategy and own:
             strategy = replace(strategy, name=f"{strategy.name}:{int(world)}")
         if strategy and strategy.name in [REFERENCE, *(other.name for _, other, _ in found)]:
-            mistakes.append(f"strategies={told(text)}: two runs would be named {strategy.name}; name it once")
+            problem = f": two runs would be named {strategy.name}"
+            mistakes.append(Mistake("strategies", told(text), problem, "name it once"))
         elif strategy:
             found.append((plain if own else spec, strategy, int(world) if own else None))
     return found
@@ -396,7 +407,7 @@ def _entry(spec: str, strategy: Strategy, ids: list[int], wanted: int | None, ow
     except ConfigError as error:
         if entry.is_file:
             raise
-        entry.reason = entry.reason or "; ".join(error.mistakes)
+        entry.reason = entry.reason or "; ".join(error.lines)
     return entry
 
 
@@ -456,12 +467,16 @@ def micro_batch(total: int, asked: int, sizes: Mapping[str, int], several: bool)
     if total % common:
         ranks = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
         nearest = max(1, round(total / common)) * common
-        raise ConfigError(
-            f"global_batch_size={total} does not divide by the data-parallel ranks of all rows ({ranks}; together "
-            f"{common}); use --global_batch_size {nearest}, or fewer --strategies"
+        raise ConfigError.about(
+            "global_batch_size",
+            total,
+            f"does not divide by the data-parallel ranks of all rows ({ranks}; together {common})",
+            f"use --global_batch_size {nearest}, or fewer --strategies",
         )
     if several and total < 2:
-        raise ConfigError("control=mean-of-means needs two micro-batches; use --global_batch_size 2 or more")
+        raise ConfigError.about(
+            "control", "mean-of-means", "needs two micro-batches", "use --global_batch_size 2 or more"
+        )
     most = min(asked, total // common, total // 2 if several else total)
     return next(size for size in range(most, 0, -1) if (total // common) % size == 0)
 

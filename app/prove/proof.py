@@ -25,7 +25,7 @@ from app.launch.supervisor import Listener
 from app.prove.plan import Plan, Row
 from app.prove.report import facts, verdict, write_report
 from app.runs.runs import metrics
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.run.folder import RunFolder, read_json, register_outside, unregister
 
 LOSS_TOLERANCE = 1e-5
@@ -206,7 +206,7 @@ class Proof:
         try:
             state = self._train(row.job, entry, f"{label} {row.strategy}")
         except ConfigError as error:
-            entry["reason"] = "; ".join(error.mistakes)
+            entry["reason"] = "; ".join(error.lines)
         except CheckBroke as error:
             entry |= {"passed": False, "reason": error.cause}
         else:

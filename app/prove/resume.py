@@ -18,7 +18,7 @@ from app.launch.job import Job
 from app.prove.plan import Plan, Row
 from app.prove.proof import Comparison, Curve, Proof, blank, compare, curve_of, failure
 from app.prove.report import facts, verdict
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.run.folder import RunFolder
 
 
@@ -31,7 +31,9 @@ class ResumeProof(Proof):
         if not self.middle:
             raise ConfigError("steps=1 has no middle to resume from; use --steps 2 or more")
         if plan.control != "none":
-            raise ConfigError(f"control={plan.control} is no fault of a resume; leave out --resume, or the control")
+            raise ConfigError.about(
+                "control", plan.control, "is no fault of a resume", "leave out --resume, or the control"
+            )
         method = plan.reference.config.method
         self.pairs = [(first, second) for first in plan.rows for second in plan.rows]
         self.rows = [_blank(first, second, method) for first, second in self.pairs]
@@ -101,7 +103,7 @@ class ResumeProof(Proof):
         try:
             return failure(self._train(job, entry, label, keep))
         except ConfigError as error:
-            return "; ".join(error.mistakes)
+            return "; ".join(error.lines)
         except CheckBroke as error:
             return error.cause
 

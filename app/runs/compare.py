@@ -1,4 +1,4 @@
-"""Several runs side by side: what differs in their settings, how they ended, and their curves on one axis."""
+"""Compares runs: settings that differ, final metrics, and the best run for each metric."""
 
 from __future__ import annotations
 
@@ -9,59 +9,59 @@ from typing import Any
 
 from app.runs.runs import config_values, gpu_ids, run_of_id, strategy_name, true_state, world_size
 from app.runs.metrics import Curves
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.run.folder import RunFolder
 
-MOST_RUNS = 8
+MAX_RUNS = 8
 FINAL = {
     "loss": "low", "eval_loss": "low", "eval_perplexity": "low", "eval_token_accuracy": "high", "step": "",
     "tokens": "", "elapsed_s": "low", "tokens_per_second": "high", "mfu": "high", "memory_gib": "low",
 }  # fmt: skip
-"""Metrics that are set side by side, and which end of each is the better one."""
+"""Metrics to compare, and whether a low or a high value is better."""
 
 
 def chosen_runs(names: Any, runs_dir: Path) -> tuple[list[RunFolder], list[str]]:
-    """The runs of comma-separated ids, each once, and a line for each that cannot be shown.
+    """The runs of comma-separated ids without duplicates, and an error for each id that cannot be shown.
 
     Args:
-        names: whatever a stranger sent.
+        names: untrusted input.
         runs_dir: folder of run folders.
     """
     text = names if isinstance(names, str) else ""
-    wanted = list(dict.fromkeys(name for name in text[:4000].split(",") if name))
-    runs, refused = [], []
-    for name in wanted[:MOST_RUNS]:
+    run_ids = list(dict.fromkeys(run_id for run_id in text[:4000].split(",") if run_id))
+    runs, errors = [], []
+    for run_id in run_ids[:MAX_RUNS]:
         try:
-            runs.append(run_of_id(name, runs_dir))
+            runs.append(run_of_id(run_id, runs_dir))
         except ConfigError as error:
-            refused += error.mistakes
-    if len(wanted) > MOST_RUNS:
-        refused.append(f"{len(wanted)} runs were named; at most {MOST_RUNS} are compared, the first ones")
-    return runs, refused
+            errors += error.lines
+    if len(run_ids) > MAX_RUNS:
+        errors.append(f"{len(run_ids)} runs were requested; only the first {MAX_RUNS} are compared")
+    return runs, errors
 
 
 def compare(runs: Sequence[RunFolder], curves: Curves) -> dict[str, Any]:
-    """Settings and final metrics.
+    """Settings and final metrics of several runs.
 
     Args:
         runs: at least one.
-        curves: keeps what was read of their metrics.
+        curves: cache of their metrics.
 
     Returns:
         `runs`: `id` and `state` of each; `settings`: a row `{name, values, differs}` per option; `metrics`: a row
-        `{name, values, best}` per metric that any run has, `best` being the index of the best run, or None where all
-        are alike or none is better.
+        `{name, values, best}` per metric that any run has; `best` is the index of the best run, None where all values
+        are equal or no direction is better.
     """
     values = [_settings(run) for run in runs]
-    names = list(dict.fromkeys(name for one in values for name in one))
+    names = list(dict.fromkeys(name for setting in values for name in setting))
     settings = []
     for name in names:
-        row = [one.get(name) for one in values]
+        row = [setting.get(name) for setting in values]
         settings.append({"name": name, "values": row, "differs": len({_plain(value) for value in row}) > 1})
-    newest = [curves.latest(run, patience=1.0) for run in runs]
+    newest = [curves.latest(run, seconds=1.0) for run in runs]
     metrics = []
     for name, better in FINAL.items():
-        numbers = [_number(one.get(name)) for one in newest]
+        numbers = [_number(latest.get(name)) for latest in newest]
         if any(number is not None for number in numbers):
             metrics.append({"name": name, "values": numbers, "best": _best(numbers, better)})
     states = [{"id": run.id, "state": str(true_state(run).get("state"))} for run in runs]

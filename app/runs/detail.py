@@ -1,4 +1,4 @@
-"""Everything that a run's page shows, as one document, and the next thing to do where a run waits or has ended."""
+"""Everything the page of a run shows, as one document, with the next thing to do when a run is queued or has ended."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from app.runs.runs import gpu_ids, strategy_name, true_state, world_size
 from app.runs.metrics import Curves
 from trainers.run.folder import LIVE_STATES, RunFolder, read_json
 
-MOST_TEXT = 1 << 18
-"""Bytes of a config that are shown."""
-_MOST_MANIFEST = 1 << 26
-_MOST_RANKS = 1024
+MAX_TEXT_BYTES = 1 << 18
+"""Bytes shown of a config."""
+_MAX_MANIFEST_BYTES = 1 << 26
+_MAX_RANKS = 1024
 _STEP = re.compile(r"step-(\d{1,15})")
 _ADVICE = (
     (r"out of memory|OutOfMemory",
@@ -28,43 +28,43 @@ _ADVICE = (
     (r"SIGKILL", "if memory ran out, lower per_device_train_batch_size or max_length"),
     (r"[Nn]o space left|disk|bytes free", "free space on that disk"),
     (r"[Rr]ead-only|Permission denied|nothing can be written", "make that folder writable"),
-    (r"not finite|loss (nan|inf)|gradient norm (nan|inf)", "lower learning_rate, or look at the rows that it names"),
+    (r"not finite|loss (nan|inf)|gradient norm (nan|inf)", "lower learning_rate, or inspect the rows named in it"),
 )  # fmt: skip
 
 View = dict[str, Any]
 
 
 def run_view(run: RunFolder, curves: Curves) -> View:
-    """What is known of a run now.
+    """The current view of a run.
 
     Args:
         run: the run.
-        curves: keeps what was read of its metrics.
+        curves: cache of its metrics.
 
     Returns:
         `id, state, cause, next` (a sentence, or empty), `actions` (see `app.runs.state.allowed`), `queue_place`;
         `phase`, `step`, `total_steps`, `progress` (0 to 1 or None), `attempt`, `started_at`, `updated_at`; from the
         newest row `loss`, `eval_loss`, `learning_rate`, `tokens_per_second`, `mfu`, `data_wait`, `eta_s` (live runs
-        alone), `tokens`, `elapsed_s`; `ranks` (`rank, step, section, time, memory_gib`), `strategy`, `world_size`,
+        only), `tokens`, `elapsed_s`; `ranks` (`rank, step, section, time, memory_gib`), `strategy`, `world_size`,
         `gpus`, `host`, `checkpoints`, `bad_checkpoints`, `export_dir` and `run_dir`.
     """
     state, newest = true_state(run), curves.latest(run)
     live = state.get("state") in LIVE_STATES
     ranks = _ranks(run, newest)
-    named = checkpoints(run)
+    saved = checkpoints(run)
     step, total = _count(state.get("step")), _count(state.get("total_steps"))
     first = ranks[0] if ranks else {}
     if live:
-        step = max((one for one in (step, _count(newest.get("step"))) if one is not None), default=None)
+        step = max((value for value in (step, _count(newest.get("step"))) if value is not None), default=None)
     values = ("loss", "eval_loss", "learning_rate", "mfu", "data_wait", "tokens", "elapsed_s")
-    place = _queue_place(run) if state.get("state") == "queued" else None
+    position = _queue_position(run) if state.get("state") == "queued" else None
     return {
         "id": run.id,
         "state": str(state.get("state")),
         "cause": str(state["cause"])[:2000] if state.get("cause") else "",
-        "next": next_step(run, state, named, place),
+        "next": next_step(run, state, saved, position),
         "actions": run_state.allowed(run),
-        "queue_place": place,
+        "queue_place": position,
         "phase": str(first.get("section") or "") if state.get("state") in ("running", "stopping") else "",
         "step": step,
         "total_steps": total,
@@ -80,7 +80,7 @@ def run_view(run: RunFolder, curves: Curves) -> View:
         "world_size": world_size(run),
         "gpus": gpu_ids(run),
         "host": _text(state.get("host")),
-        "checkpoints": named,
+        "checkpoints": saved,
         "bad_checkpoints": sorted(path.name for path in run.checkpoints.glob("bad-*"))[:100],
         "export_dir": _text(state.get("export_dir")),
         "run_dir": str(run.path),
@@ -100,31 +100,32 @@ def _text(value: Any) -> str:
     return value[:1000] if isinstance(value, str) else ""
 
 
-def _queue_place(run: RunFolder) -> int | None:
+def _queue_position(run: RunFolder) -> int | None:
     with contextlib.suppress(OSError):
-        return run_state.queue_place(run)
+        return run_state.queue_position(run)
     return None
 
 
 def _ranks(run: RunFolder, newest: View) -> list[View]:
-    """Where each rank is, by its heartbeat, and its memory, by the newest metrics row."""
+    """Step and section of each rank from its heartbeat, and its memory from the newest metrics row."""
     memory = newest.get("memory_gib_by_rank")
-    held = memory if isinstance(memory, list) else []
-    made: list[View] = []
+    memory_gib = memory if isinstance(memory, list) else []
+    ranks: list[View] = []
     for path in run.heartbeats.glob("rank-*.json"):
         name = path.stem.removeprefix("rank-")
-        if not (name.isascii() and name.isdigit() and len(name) <= 6) or len(made) >= _MOST_RANKS:
+        if not (name.isascii() and name.isdigit() and len(name) <= 6) or len(ranks) >= _MAX_RANKS:
             continue
-        beat, rank = read_json(path) or {}, int(name)
-        made.append({
-            "rank": rank, "step": _count(beat.get("step")), "section": _text(beat.get("section"))[:40],
-            "time": _text(beat.get("time"))[:40], "memory_gib": _number(held[rank]) if rank < len(held) else None,
+        heartbeat, rank = read_json(path) or {}, int(name)
+        ranks.append({
+            "rank": rank, "step": _count(heartbeat.get("step")), "section": _text(heartbeat.get("section"))[:40],
+            "time": _text(heartbeat.get("time"))[:40],
+            "memory_gib": _number(memory_gib[rank]) if rank < len(memory_gib) else None,
         })  # fmt: skip
-    beating = {one["rank"] for one in made}
-    for rank, gib in enumerate(held[:_MOST_RANKS]):
-        if rank not in beating:
-            made.append({"rank": rank, "step": None, "section": "", "time": "", "memory_gib": _number(gib)})
-    return sorted(made, key=lambda one: one["rank"])
+    reporting = {entry["rank"] for entry in ranks}
+    for rank, gib in enumerate(memory_gib[:_MAX_RANKS]):
+        if rank not in reporting:
+            ranks.append({"rank": rank, "step": None, "section": "", "time": "", "memory_gib": _number(gib)})
+    return sorted(ranks, key=lambda entry: entry["rank"])
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------------
@@ -132,11 +133,11 @@ def _ranks(run: RunFolder, newest: View) -> list[View]:
 
 def checkpoints(run: RunFolder) -> list[View]:
     """The published checkpoints, newest first: `name, step, bytes, saved_at, best`."""
-    found = {path: int(match[1]) for path in run.checkpoints.glob("step-*") if (match := _STEP.fullmatch(path.name))}
-    newest = max(found, key=lambda path: found[path], default=None)
+    steps = {path: int(match[1]) for path in run.checkpoints.glob("step-*") if (match := _STEP.fullmatch(path.name))}
+    newest = max(steps, key=lambda path: steps[path], default=None)
     best = _best_step(newest) if newest else None
     rows = [
-        {"name": path.name, "step": step, **_size_and_time(path), "best": step == best} for path, step in found.items()
+        {"name": path.name, "step": step, **_size_and_time(path), "best": step == best} for path, step in steps.items()
     ]
     return sorted(rows, key=lambda row: row["step"], reverse=True)
 
@@ -151,50 +152,50 @@ def _size_and_time(folder: Path) -> View:
 
 
 def _best_step(folder: Path) -> int | None:
-    """Step of the best evaluation so far, as the newest checkpoint tells it."""
+    """Step of the best evaluation so far, from the manifest of a checkpoint."""
     path = folder / "manifest.json"
-    seen = stamp(path)
-    return _best_in(path, seen) if seen and seen[2] <= _MOST_MANIFEST else None
+    manifest_stamp = stamp(path)
+    return _best_in(path, manifest_stamp) if manifest_stamp and manifest_stamp[2] <= _MAX_MANIFEST_BYTES else None
 
 
 @functools.lru_cache(maxsize=256)
-def _best_in(path: Path, seen: Any) -> int | None:
+def _best_in(path: Path, manifest_stamp: Any) -> int | None:
     progress = (read_json(path) or {}).get("progress")
     return _count(progress.get("best_step")) if isinstance(progress, dict) else None
 
 
-# -- texts -----------------------------------------------------------------------------------------------------------
+# -- files and advice ------------------------------------------------------------------------------------------------
 
 
 def run_files(run: RunFolder) -> dict[str, str]:
-    """The run's settings as text: `config`, `accelerate`, `command`; empty where there is none."""
+    """The settings files as text: `config`, `accelerate`, `command`; empty where a file is missing."""
     paths = {"config": run.config, "accelerate": run.accelerate, "command": run.command}
-    return {name: read_span(path, 0, MOST_TEXT)[0].decode("utf-8", "replace") for name, path in paths.items()}
+    return {name: read_span(path, 0, MAX_TEXT_BYTES)[0].decode("utf-8", "replace") for name, path in paths.items()}
 
 
-def next_step(run: RunFolder, state: View, saved: list[View], place: int | None) -> str:
-    """What to do now, with the command that does it; empty for a run that trains.
+def next_step(run: RunFolder, state: View, saved: list[View], position: int | None) -> str:
+    """What to do next, with the command for it; empty while the run trains.
 
     Args:
         run: the run.
         state: its true state.
         saved: its checkpoints, newest first.
-        place: its place in the queue, counted from 1.
+        position: its position in the queue, counted from 1.
     """
-    name, now = shlex.quote(str(run.path)), state.get("state")
-    if now == "queued":
-        where = f"It is number {place} in the queue" if place else "It waits in the queue"
-        return f"{where} and starts by itself when its devices are free. To take it out: tunesmith stop {name}"
-    if now == "stopping":
-        return "It ends after its current step."
-    if now == "done":
-        return f"Talk to it: tunesmith chat {name}"
-    if now in LIVE_STATES:
+    name, status = shlex.quote(str(run.path)), state.get("state")
+    if status == "queued":
+        waiting = f"Number {position} in the queue" if position else "Queued"
+        return f"{waiting}; starts by itself when its devices are free. To remove it: tunesmith stop {name}"
+    if status == "stopping":
+        return "Ends after the current step."
+    if status == "done":
+        return f"Chat with the model: tunesmith chat {name}"
+    if status in LIVE_STATES:
         return ""
     resume = f"tunesmith resume {name}"
-    from_step = f"from step {saved[0]['step']}" if saved else "from the start, as no checkpoint was saved"
-    if now == "stopped":
-        return f"To go on {from_step}: {resume}"
-    advice = next((said for word, said in _ADVICE if re.search(word, str(state.get("cause")))), "")
-    fix = f"First {advice}. " if advice else "The log's last error may tell more. "
-    return f"{fix}Then go on {from_step}: {resume}"
+    origin = f"from step {saved[0]['step']}" if saved else "from the start, as no checkpoint was saved"
+    if status == "stopped":
+        return f"To continue {origin}: {resume}"
+    advice = next((remedy for pattern, remedy in _ADVICE if re.search(pattern, str(state.get("cause")))), "")
+    fix = f"First {advice}. " if advice else "See the last error in the log. "
+    return f"{fix}Then continue {origin}: {resume}"

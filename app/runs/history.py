@@ -1,4 +1,4 @@
-"""The table of all runs: a row per run, kept between two looks for as long as its files do not change."""
+"""The table of all runs: one row per run, cached until its files change."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ import yaml
 
 from app.runs.safe_read import Stamp, open_regular, read_span, stamp
 from app.runs.runs import run_paths, true_state
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.run.folder import END_STATES, LIVE_STATES, STATES, RunFolder, read_json
 
 SPARKS = 40
-"""Most points of a loss sparkline."""
+"""Most points in a loss sparkline."""
 PAGE = 100
-"""Rows that a page of the table holds."""
-_WHOLE = 1 << 16
-_PIECE = 1 << 11
-_TAIL = 1 << 13
-_HEAD = 1 << 14
+"""Rows per page of the table."""
+_FULL_READ_BYTES = 1 << 16
+_SAMPLE_BYTES = 1 << 11
+_TAIL_BYTES = 1 << 13
+_HEAD_BYTES = 1 << 14
 _LOSS = re.compile(rb'^\{"step": (\d{1,15}),.*?"loss": (-?[0-9.]+(?:[eE][-+]?\d+)?)[,}]', re.MULTILINE)
 _ELAPSED = re.compile(rb'"elapsed_s": ([0-9.]+(?:e[-+]?\d+)?)[,}]')
 _GPUS = re.compile(r"^CUDA_VISIBLE_DEVICES=([0-9,]+) ")
@@ -42,7 +42,7 @@ Row = dict[str, Any]
 
 @dataclass
 class _Entry:
-    """A row and the files that it was made from; `fixed` is what a run never changes after its start."""
+    """A row and the stamps of its files; `fixed` holds the values that never change after the start of a run."""
 
     run: RunFolder
     stamps: tuple[Stamp | None, Stamp | None]
@@ -51,7 +51,7 @@ class _Entry:
 
 
 class History:
-    """The rows of all runs of a folder. One object serves a whole server; it may be used by several threads.
+    """The rows of all runs of a folder. One thread-safe object serves a whole server.
 
     Args:
         runs_dir: folder of run folders; registered runs elsewhere are listed too.
@@ -59,55 +59,55 @@ class History:
 
     def __init__(self, runs_dir: Path):
         self.runs_dir = runs_dir
-        self.known: dict[Path, _Entry] = {}
+        self.entries: dict[Path, _Entry] = {}
         self.lock = threading.Lock()
 
     def rows(self) -> list[Row]:
-        """A row per run, newest first; of runs with the same id the one in `runs_dir` alone.
+        """One row per run, newest first; of several runs with the same id, only the one in `runs_dir`.
 
         Keys: `id, state, cause, step, total_steps, progress` (0 to 1 or None), `preset, method, strategy, world_size,
         gpus, loss, sparkline` (at most `SPARKS` numbers), `started_at, ended_at, duration_s, run_dir`.
         """
         with self.lock:
-            found: dict[str, Row] = {}
-            known: dict[Path, _Entry] = {}
+            by_id: dict[str, Row] = {}
+            entries: dict[Path, _Entry] = {}
             for path in run_paths(self.runs_dir):
                 entry = self._entry(path)
                 if entry is not None:
-                    known[path] = entry
-                    found[path.name] = entry.row  # those of `runs_dir` come last
-            self.known = known
-            rows = [_aged(row) for row in found.values()]
+                    entries[path] = entry
+                    by_id[path.name] = entry.row  # those of `runs_dir` come last
+            self.entries = entries
+            rows = [_with_duration(row) for row in by_id.values()]
         return sorted(rows, key=lambda row: (row["started_at"], row["id"]), reverse=True)
 
     def _entry(self, path: Path) -> _Entry | None:
-        before = self.known.get(path)
-        run = before.run if before else RunFolder(path)
-        seen = stamp(run.state_file)
-        if seen is None:
+        previous = self.entries.get(path)
+        run = previous.run if previous else RunFolder(path)
+        state_stamp = stamp(run.state_file)
+        if state_stamp is None:
             return None
-        same = before is not None and before.stamps[0] == seen
-        if before and same and before.row["truly"] and before.row["state"] in END_STATES:
-            return before
-        stamps = (seen, stamp(run.metrics))
-        if before is None or before.stamps != stamps:
-            row = _row(run, before.fixed if before and same else None)
+        unchanged = previous is not None and previous.stamps[0] == state_stamp
+        if previous and unchanged and previous.row["truly"] and previous.row["state"] in END_STATES:
+            return previous
+        stamps = (state_stamp, stamp(run.metrics))
+        if previous is None or previous.stamps != stamps:
+            row = _read_row(run, previous.fixed if previous and unchanged else None)
             return None if row is None else _Entry(run, stamps, *row)
-        before.row.update(_standing(run))  # a live run may have died, which no file says
-        return before
+        previous.row.update(_state_fields(run))  # a live run may have died without any file changing
+        return previous
 
 
-def _row(run: RunFolder, fixed: Row | None) -> tuple[Row, Row] | None:
+def _read_row(run: RunFolder, fixed: Row | None) -> tuple[Row, Row] | None:
     if (read_json(run.state_file) or {}).get("state") not in STATES:
         return None
-    fixed = fixed or _fixed(run)
+    fixed = fixed or _fixed_fields(run)
     losses, last, elapsed = loss_curve(run.metrics)
-    row = {"id": run.id, **_standing(run), **fixed, "loss": last, "sparkline": losses, "trained_s": elapsed}
+    row = {"id": run.id, **_state_fields(run), **fixed, "loss": last, "sparkline": losses, "trained_s": elapsed}
     return row, fixed
 
 
-def _standing(run: RunFolder) -> Row:
-    """What the state file says, with every value of its type."""
+def _state_fields(run: RunFolder) -> Row:
+    """The values of the state file, each checked for its type."""
     written = read_json(run.state_file) or {}
     state = true_state(run) if written.get("state") in LIVE_STATES else written
     step, total = _count(state.get("step")), _count(state.get("total_steps"))
@@ -129,15 +129,15 @@ def _count(value: Any) -> int | None:
 
 
 def _time(value: Any) -> str:
-    """An ISO time, or an empty text for what is none."""
+    """The value if it is an ISO time, otherwise an empty string."""
     try:
         return datetime.fromisoformat(value).isoformat() if isinstance(value, str) else ""
     except ValueError:
         return ""
 
 
-def _aged(row: Row) -> Row:
-    """The row with its duration: wall time; of a resumed run the time trained, as it lay idle in between."""
+def _with_duration(row: Row) -> Row:
+    """Adds the duration: wall time, or for a resumed run the time it trained, without the pauses in between."""
     begun, ended = row["started_at"], row["ended_at"]
     duration = row["trained_s"]
     if row["attempt"] == 0 and begun:
@@ -151,28 +151,28 @@ def _aware(moment: datetime) -> datetime:
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
-def _fixed(run: RunFolder) -> Row:
-    """What is settled when a run starts. A thousand configs are looked at: of each the lines that are shown."""
+def _fixed_fields(run: RunFolder) -> Row:
+    """The values set when a run starts. Parses only the lines needed, as there may be a thousand configs."""
     config, accelerate = _text(run.config), _text(run.accelerate)
     first = accelerate.partition("\n")[0]
     gpus = _GPUS.match(_text(run.command))
-    world = _scalar(accelerate, "num_processes")
+    world_size = _scalar(accelerate, "num_processes")
     return {
-        "preset": _word(_scalar(config, "preset")),
-        "method": _word(_scalar(config, "method")),
+        "preset": _short_text(_scalar(config, "preset")),
+        "method": _short_text(_scalar(config, "method")),
         "strategy": first.removeprefix(_STRATEGY).strip()[:100] if first.startswith(_STRATEGY) else "",
-        "world_size": _count(world),
-        "gpus": [int(word) for word in gpus[1].split(",") if word][:64] if gpus else [],
+        "world_size": _count(world_size),
+        "gpus": [int(gpu) for gpu in gpus[1].split(",") if gpu][:64] if gpus else [],
         "run_dir": str(run.path),
     }
 
 
 def _text(path: Path) -> str:
-    return read_span(path, 0, _HEAD)[0].decode("utf-8", "replace")
+    return read_span(path, 0, _HEAD_BYTES)[0].decode("utf-8", "replace")
 
 
 def _scalar(text: str, key: str) -> Any:
-    """The value of a top-level `key: value` line; None when there is none."""
+    """The value of a top-level `key: value` line; None when there is no such line."""
     line = re.search(rf"^{key}: (.{{1,300}})$", text, re.MULTILINE)
     try:
         return yaml.load(line[1], Loader=_FAST_SAFE) if line else None  # noqa: S506 - a SafeLoader
@@ -180,48 +180,48 @@ def _scalar(text: str, key: str) -> Any:
         return None
 
 
-def _word(value: Any) -> str | None:
+def _short_text(value: Any) -> str | None:
     return None if value is None or isinstance(value, list | dict) else str(value)[:100]
 
 
-# -- the loss in a few points ----------------------------------------------------------------------------------------
+# -- sparkline -------------------------------------------------------------------------------------------------------
 
 
 def loss_curve(path: Path) -> tuple[list[float], float | None, float | None]:
     """The loss in at most `SPARKS` points, the last loss, and the seconds trained so far.
 
-    Of a large file some rows are read, evenly spread over it. Where steps were repeated the later ones count.
+    Samples rows evenly from a large file. Where steps were repeated after a resume, the later rows count.
     """
     points: list[tuple[bytes, ...]] = []
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
-            if size <= _WHOLE:
+            if size <= _FULL_READ_BYTES:
                 data = file.read(size)
                 points = _LOSS.findall(data)
             else:
                 for index in range(SPARKS - 1):
                     file.seek(index * size // (SPARKS - 1))
-                    if found := _LOSS.search(file.read(_PIECE)):
-                        points.append(found.groups())
-                file.seek(size - _TAIL)
-                data = file.read(_TAIL)
+                    if match := _LOSS.search(file.read(_SAMPLE_BYTES)):
+                        points.append(match.groups())
+                file.seek(size - _TAIL_BYTES)
+                data = file.read(_TAIL_BYTES)
                 points += _LOSS.findall(data)[-1:]
     except OSError:
         return [], None, None
-    kept: list[tuple[int, bytes]] = []
+    current: list[tuple[int, bytes]] = []
     for step, loss in points:
-        while kept and kept[-1][0] >= int(step):
-            kept.pop()
-        kept.append((int(step), loss))
-    losses = [value for _, loss in _spread(kept) if (value := _number(loss)) is not None]
+        while current and current[-1][0] >= int(step):
+            current.pop()
+        current.append((int(step), loss))
+    losses = [value for _, loss in _spread(current) if (value := _number(loss)) is not None]
     elapsed = _ELAPSED.findall(data)
     return losses, losses[-1] if losses else None, _number(elapsed[-1]) if elapsed else None
 
 
-def _number(word: bytes) -> float | None:
+def _number(text: bytes) -> float | None:
     try:
-        value = float(word)
+        value = float(text)
     except ValueError:
         return None
     return float(f"{value:.5g}") if math.isfinite(value) else None
@@ -233,72 +233,72 @@ def _spread(values: list[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
     return [values[round(index * (len(values) - 1) / (SPARKS - 1))] for index in range(SPARKS)]
 
 
-# -- what of it is shown ---------------------------------------------------------------------------------------------
+# -- selecting and paging --------------------------------------------------------------------------------------------
 
 
 def select(
-    rows: Iterable[Row], state: str = "", words: str = "", sort: str = "started_at", down: bool = True
+    rows: Iterable[Row], state: str = "", search: str = "", sort: str = "started_at", descending: bool = True
 ) -> list[Row]:
-    """The rows that are asked for, in the order that is asked for.
+    """Filters and sorts rows.
 
     Args:
         rows: from `History.rows`.
         state: one state; empty for all.
-        words: each must stand in the id, preset, method, strategy or cause, whatever its case.
+        search: words that must all appear in the id, preset, method, strategy, cause or state; case-insensitive.
         sort: one of `SORTS`; rows without a value come last.
-        down: largest, newest or last letter first.
+        descending: largest or newest first, or Z to A.
 
     Raises:
-        ConfigError: for a state or a sort that there is not.
+        ConfigError: for an unknown state or sort column.
     """
     if state and state not in STATES:
-        raise ConfigError(f"state={state[:50]!r} is no state of a run; use one of {', '.join(STATES)}")
+        raise ConfigError(f"state={state[:50]!r} is not a run state; use one of {', '.join(STATES)}")
     if sort not in SORTS:
-        raise ConfigError(f"sort={sort[:50]!r} is no column; use one of {', '.join(SORTS)}")
-    wanted = words.casefold().split()
-    kept = [row for row in rows if (not state or row["state"] == state) and _has_words(row, wanted)]
-    valued = [row for row in kept if row[sort] not in (None, "")]
-    valued.sort(key=lambda row: row[sort], reverse=down)
-    return valued + [row for row in kept if row[sort] in (None, "")]
+        raise ConfigError(f"sort={sort[:50]!r} is not a column; use one of {', '.join(SORTS)}")
+    terms = search.casefold().split()
+    matching = [row for row in rows if (not state or row["state"] == state) and _has_terms(row, terms)]
+    sortable = [row for row in matching if row[sort] not in (None, "")]
+    sortable.sort(key=lambda row: row[sort], reverse=descending)
+    return sortable + [row for row in matching if row[sort] in (None, "")]
 
 
-def _has_words(row: Row, wanted: Sequence[str]) -> bool:
-    if not wanted:
+def _has_terms(row: Row, terms: Sequence[str]) -> bool:
+    if not terms:
         return True
     keys = ("id", "preset", "method", "strategy", "cause", "state")
     text = " ".join(str(row[key]) for key in keys if row[key]).casefold()
-    return all(word in text for word in wanted)
+    return all(term in text for term in terms)
 
 
-def page(history: History, asked: Any) -> dict[str, Any]:
-    """What the table of a page shows.
+def page(history: History, query: Any) -> dict[str, Any]:
+    """One page of the table.
 
     Args:
         history: the rows.
-        asked: `state`, `words`, `sort`, `down`, `page` (from 0), and as `digest` what the caller shows already.
+        query: `state`, `words`, `sort`, `down`, `page` (from 0), and `digest` of what the caller already shows.
 
     Returns:
-        `digest` and `same: true` when nothing has changed, else also `rows` (at most `PAGE`), `total`, `page`, `pages`
-        and `counts` of all runs by state; `error` for a request that is wrong. A live run's `duration_s` is left out
-        of the comparison: `started_at` tells it.
+        `digest` and `same: true` when nothing has changed; otherwise also `rows` (at most `PAGE`), `total`, `page`,
+        `pages` and `counts` of all runs by state; `error` for an invalid query. The duration of a live run is left to
+        the page, which computes it from `started_at`, so that it does not change the digest.
     """
-    asked = asked if isinstance(asked, dict) else {}
-    words = {key: str(asked.get(key) or "")[:200] for key in ("state", "words", "sort", "digest")}
+    query = query if isinstance(query, dict) else {}
+    texts = {key: str(query.get(key) or "")[:200] for key in ("state", "words", "sort", "digest")}
     rows = history.rows()
     try:
         chosen = select(
-            rows, words["state"], words["words"], words["sort"] or "started_at", asked.get("down") is not False
+            rows, texts["state"], texts["words"], texts["sort"] or "started_at", query.get("down") is not False
         )
     except ConfigError as error:
         return {"error": str(error)}
     pages = max(1, math.ceil(len(chosen) / PAGE))
-    number = min(max(0, asked["page"] if isinstance(asked.get("page"), int) else 0), pages - 1)
-    shown = chosen[number * PAGE : (number + 1) * PAGE]
-    for row in shown:
+    number = min(max(0, query["page"] if isinstance(query.get("page"), int) else 0), pages - 1)
+    visible = chosen[number * PAGE : (number + 1) * PAGE]
+    for row in visible:
         if row["state"] in LIVE_STATES and row["attempt"] == 0:
             row["duration_s"] = None
             row["ended_at"] = ""
     counts = dict(Counter(row["state"] for row in rows))
-    answer = {"rows": shown, "total": len(chosen), "page": number, "pages": pages, "counts": counts}
+    answer = {"rows": visible, "total": len(chosen), "page": number, "pages": pages, "counts": counts}
     digest = hashlib.sha256(json.dumps(answer, sort_keys=True).encode()).hexdigest()[:16]
-    return {"digest": digest, "same": True} if digest == words["digest"] else {"digest": digest, **answer}
+    return {"digest": digest, "same": True} if digest == texts["digest"] else {"digest": digest, **answer}

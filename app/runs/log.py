@@ -1,6 +1,6 @@
-"""Pieces of a run's log by byte offset: the end first, older or newer ones on demand, and where the next error is.
+"""Reads a run's log by byte offset: its end first, older or newer chunks on demand, and searches it for errors or text.
 
-Every answer is bounded, whatever the log holds. Texts are plain: without ANSI codes and other control characters.
+Every answer is bounded in size, whatever the log contains. Text is returned without ANSI codes and control characters.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any, NamedTuple
 from app.console import clean
 from app.runs.safe_read import read_span, stamp
 from app.runs.runs import world_size
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.run.folder import RunFolder
 
-PIECE = 1 << 16
-"""Bytes of the log that one answer covers; more where a filter leaves most of them out."""
-LOOK = 1 << 20
-"""Bytes that one call looks through for a rank's lines, an error or a word."""
-LONGEST = 2000
-"""Letters of a line that are shown."""
-MOST_LINES = 1000
-RESTED = 2.0
-"""Seconds after which a line without an end is shown: its writer is gone or waits."""
+CHUNK_BYTES = 1 << 16
+"""Bytes of the log that one answer covers; more where a filter drops most of them."""
+SEARCH_BYTES = 1 << 20
+"""Bytes that one call searches for a rank's lines, an error or a text."""
+MAX_LINE_LENGTH = 2000
+"""Characters shown of a line."""
+MAX_LINES = 1000
+IDLE_SECONDS = 2.0
+"""Seconds after which a line without a line end is shown: its writer is gone or waiting."""
 _HEAD = re.compile(rb"^(\d{4}-\d\d-\d\dT[\d:.]+)\S* \[(launcher|rank (\d{1,6})|supervisor)\] ?")
 _ERROR = re.compile(
     rb"Traceback \(most recent call last\)|^(?:\[rank\d+\]: ?)?[A-Za-z_.]*[a-z](?:Error|Exception)\b"
@@ -36,213 +36,218 @@ _FRAME = re.compile(rb"^(?:\[rank\d+\]: ?)?\s*File \"[^\"]*\", line \d")
 
 
 class Line(NamedTuple):
-    """A line of a log: its offset, time, writer (`launcher`, a rank's number, or nothing), text, and what it tells."""
+    """A line of a log: byte offset, time, writer (`launcher`, `supervisor`, a rank or empty), text, whether an error."""
 
-    at: int
+    offset: int
     time: str
-    who: str
+    writer: str
     text: str
     error: bool
 
 
-def log_piece(run: RunFolder, asked: Any) -> dict[str, Any]:
-    """A piece of the log.
+def read_log(run: RunFolder, request: Any) -> dict[str, Any]:
+    """Reads a chunk of the log.
 
     Args:
         run: the run.
-        asked: one of `after` (offset: what follows it; -1, or more than a piece behind the end: the end), `before`
-            (offset: what stands ahead of it); and `who`: empty for all, `launcher`, or the number of a rank.
+        request: `after` (offset to read on from; -1 for the end of the log) or `before` (offset to read back from);
+            `follow` (with `after`: skip to the end when more than a chunk behind); `who`: empty for all writers,
+            `launcher`, `supervisor`, or a rank.
 
     Returns:
-        `lines` (of `Line`), `start` and `end` of the bytes that they cover, `size`
-        of the log, and `jumped` when the piece does not follow `after`.
+        `lines` (of `Line`), `start` and `end` of the bytes they cover, `size` of the log, and `jumped` when the chunk
+        does not directly follow `after`.
 
     Raises:
-        ConfigError: for an offset or a rank that is none.
+        ConfigError: for an invalid offset or writer.
     """
-    asked = asked if isinstance(asked, dict) else {}
-    who, found = _who(asked.get("who")), stamp(run.log)
-    size = found[2] if found else 0
-    if asked.get("before") is not None:
-        return _before(run.log, min(_offset(asked["before"], "before"), size), size, who) | {"jumped": False}
-    after = asked.get("after", -1)
-    if after == -1 or size < _offset(after, "after"):
-        return _before(run.log, size, size, who, last=True) | {"jumped": True}
-    piece = _after(run.log, after, size, who)
-    behind = size - piece["end"] > PIECE and asked.get("follow") is True
-    return _before(run.log, size, size, who, last=True) | {"jumped": True} if behind else piece | {"jumped": False}
+    request = request if isinstance(request, dict) else {}
+    writer, status = _parse_writer(request.get("who")), stamp(run.log)
+    size = status[2] if status else 0
+    if request.get("before") is not None:
+        return _read_before(run.log, min(_parse_offset(request["before"], "before"), size), size, writer) | {"jumped": False}
+    after = request.get("after", -1)
+    if after == -1 or size < _parse_offset(after, "after"):
+        return _read_before(run.log, size, size, writer, last=True) | {"jumped": True}
+    newer = _read_after(run.log, after, size, writer)
+    behind = size - newer["end"] > CHUNK_BYTES and request.get("follow") is True
+    return _read_before(run.log, size, size, writer, last=True) | {"jumped": True} if behind else newer | {"jumped": False}
 
 
-def _offset(value: Any, name: str) -> int:
+def _parse_offset(value: Any, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**53:
-        raise ConfigError(f"{name}={str(value)[:40]!r} is no place in a log; give a number of bytes, 0 or more")
+        raise ConfigError(f"{name}={str(value)[:40]!r} is not an offset in the log; give a number of bytes, 0 or more")
     return value
 
 
-def _who(value: Any) -> bytes | None:
+def _parse_writer(value: Any) -> bytes | None:
     if value in (None, ""):
         return None
     text = str(value)[:40]
     if text in ("launcher", "supervisor") or (text.isascii() and text.isdigit() and len(text) <= 6):
         return text.encode()
-    raise ConfigError(f"who={text!r} is no writer of a log; use launcher, or the number of a rank")
+    raise ConfigError(f"who={text!r} does not write to the log; use launcher, supervisor or the number of a rank")
 
 
-def _after(path: Path, offset: int, size: int, who: bytes | None) -> dict[str, Any]:
-    """Whole lines from an offset on, until a piece is full or enough was looked through."""
+def _read_after(path: Path, offset: int, size: int, writer: bytes | None) -> dict[str, Any]:
+    """Complete lines from an offset on, until a chunk is full or `SEARCH_BYTES` were searched."""
     lines: list[Line] = []
     start = end = offset
-    while end < size and end - start < LOOK and len(lines) < MOST_LINES:
-        data, _ = read_span(path, end, PIECE)
-        whole = _whole(path, data)
-        if not whole:
+    while end < size and end - start < SEARCH_BYTES and len(lines) < MAX_LINES:
+        data, _ = read_span(path, end, CHUNK_BYTES)
+        complete = _complete_lines(path, data)
+        if not complete:
             break
-        some = _lines(whole, end, who, MOST_LINES - len(lines))
-        lines += some[0]
-        end = some[1]
-        if who is None:
+        parsed, end = _parse_lines(complete, end, writer, MAX_LINES - len(lines))
+        lines += parsed
+        if writer is None:
             break
     return {"lines": lines, "start": start, "end": end, "size": size}
 
 
-def _whole(path: Path, data: bytes) -> bytes:
-    """The lines that have an end; a full piece of a line that is longer; and what a writer left that is gone."""
-    cut = data.rfind(b"\n") + 1
-    if cut == len(data) or len(data) == PIECE:
-        return data[: cut or PIECE]
-    changed = stamp(path)
-    rests = changed is not None and time.time() - changed[1] / 1e9 > RESTED
-    return data if rests else data[:cut]
+def _complete_lines(path: Path, data: bytes) -> bytes:
+    """The lines with a line end; a full chunk of a longer line; or an unfinished line whose writer is idle."""
+    end = data.rfind(b"\n") + 1
+    if end == len(data) or len(data) == CHUNK_BYTES:
+        return data[: end or CHUNK_BYTES]
+    status = stamp(path)
+    idle = status is not None and time.time() - status[1] / 1e9 > IDLE_SECONDS
+    return data if idle else data[:end]
 
 
-def _before(path: Path, end: int, size: int, who: bytes | None, last: bool = False) -> dict[str, Any]:
-    """Whole lines ahead of an offset. `last`: the offset is the log's end, where a line may be half written."""
+def _read_before(path: Path, end: int, size: int, writer: bytes | None, last: bool = False) -> dict[str, Any]:
+    """Complete lines before an offset. `last`: the offset is the end of the log, where a line may be half written."""
     lines: list[Line] = []
     start, stop = end, end
-    while start > 0 and stop - start < (LOOK if who else 1) and len(lines) < MOST_LINES:
-        begin = max(0, start - PIECE)
+    while start > 0 and stop - start < (SEARCH_BYTES if writer else 1) and len(lines) < MAX_LINES:
+        begin = max(0, start - CHUNK_BYTES)
         data, _ = read_span(path, begin, start - begin)
         skip = 0 if begin == 0 else data.find(b"\n") + 1
         if begin > 0 and skip == len(data):
-            skip = 0  # one line that is longer than a piece, or only its end
+            skip = 0  # one line that is longer than a chunk, or only its end
         data = data[skip:]
+        # At the end of the log, leave a line that is still being written to the next call.
         if last and not lines and start == end:
-            data = _whole(path, data) or data[:0]
+            data = _complete_lines(path, data) or data[:0]
             stop = begin + skip + len(data)
             end = stop
-        if who is None and data.count(b"\n") > MOST_LINES:
-            surplus = len(data.rsplit(b"\n", MOST_LINES + 1)[0]) + 1
+        # Without a filter, only the last MAX_LINES lines are needed: drop the others before parsing them.
+        if writer is None and data.count(b"\n") > MAX_LINES:
+            surplus = len(data.rsplit(b"\n", MAX_LINES + 1)[0]) + 1
             skip, data = skip + surplus, data[surplus:]
-        some, _ = _lines(data, begin + skip, who, None)
-        lines = some[-(MOST_LINES - len(lines)) :] + lines
+        parsed, _ = _parse_lines(data, begin + skip, writer, None)
+        lines = parsed[-(MAX_LINES - len(lines)) :] + lines
         start = begin + skip
-        if len(lines) >= MOST_LINES:
-            start = lines[0].at
+        if len(lines) >= MAX_LINES:
+            start = lines[0].offset
     return {"lines": lines, "start": start, "end": stop, "size": size}
 
 
-def _lines(data: bytes, offset: int, who: bytes | None, most: int | None) -> tuple[list[Line], int]:
-    """The lines of a piece that are of `who`, and the offset behind the last one that was looked at."""
+def _parse_lines(data: bytes, offset: int, writer: bytes | None, limit: int | None) -> tuple[list[Line], int]:
+    """The lines of `writer` in a chunk, and the offset after the last line parsed."""
     end = offset + len(data)
-    if who is not None and b" [" + who + b"] " not in data and b" [rank " + who + b"]" not in data:
+    if writer is not None and b" [" + writer + b"] " not in data and b" [rank " + writer + b"]" not in data:
         return [], end
-    made: list[Line] = []
-    for part in data.split(b"\n"):  # and not by carriage returns, which only draw over what stands before
-        if most is not None and len(made) >= most:
-            return made, offset
-        head = _HEAD.match(part)
-        ours = who is None or (head is not None and (head[3] or head[2]) == who)
-        if ours and (part or offset < end - 1):
-            made.append(_line(part, head, offset))
-        offset += len(part) + 1
-    return made, end
+    lines: list[Line] = []
+    for raw in data.split(b"\n"):  # not at carriage returns, which only overwrite the line (progress bars)
+        if limit is not None and len(lines) >= limit:
+            return lines, offset
+        head = _HEAD.match(raw)
+        selected = writer is None or (head is not None and (head[3] or head[2]) == writer)
+        if selected and (raw or offset < end - 1):
+            lines.append(_parse_line(raw, head, offset))
+        offset += len(raw) + 1
+    return lines, end
 
 
-def _line(raw: bytes, head: re.Match[bytes] | None, offset: int) -> Line:
-    text = (raw[head.end() :] if head else raw).rstrip(b"\r")
-    shown = text.rpartition(b"\r")[2]
-    words = clean(shown[: 4 * LONGEST].decode("utf-8", "replace"))
-    if len(words) > LONGEST or len(shown) > 4 * LONGEST:
-        words = f"{words[:LONGEST]} … ({len(shown):,} bytes in this line)"
-    when, who = (head[1].decode()[:19], (head[3] or head[2]).decode()) if head else ("", "")
-    return Line(offset, when, who, words, is_error(shown[:LONGEST]) or bool(_FRAME.search(shown[:LONGEST])))
+def _parse_line(raw: bytes, head: re.Match[bytes] | None, offset: int) -> Line:
+    content = (raw[head.end() :] if head else raw).rstrip(b"\r")
+    visible = content.rpartition(b"\r")[2]  # what a terminal would show of a line redrawn by carriage returns
+    text = clean(visible[: 4 * MAX_LINE_LENGTH].decode("utf-8", "replace"))
+    if len(text) > MAX_LINE_LENGTH or len(visible) > 4 * MAX_LINE_LENGTH:
+        text = f"{text[:MAX_LINE_LENGTH]} … ({len(visible):,} bytes in this line)"
+    when, writer = (head[1].decode()[:19], (head[3] or head[2]).decode()) if head else ("", "")
+    start = visible[:MAX_LINE_LENGTH]
+    return Line(offset, when, writer, text, is_error(start) or bool(_FRAME.search(start)))
 
 
 def is_error(text: bytes) -> bool:
-    """Whether a line, without its time and rank, tells of an error."""
+    """Whether a line, without its time and rank, reports an error."""
     return bool(_HINT.search(text) and _ERROR.search(text))
 
 
-def find_in_log(run: RunFolder, asked: Any) -> dict[str, Any]:
-    """The next or the previous line with an error, or with a text.
+def find_in_log(run: RunFolder, request: Any) -> dict[str, Any]:
+    """Finds the next or previous line with an error, or with a text.
 
     Args:
         run: the run.
-        asked: `start` (offset that the search begins at; within a line, after that one), `back` (towards the log's
-            start), `who` as in `log_piece`, and `words` (a text, whatever its case; empty for errors).
+        request: `start` (offset to search from; inside a line, the search begins after it), `back` (search towards the
+            start of the log), `who` as in `read_log`, and `words` (a text, case-insensitive; empty for errors).
 
     Returns:
-        `at`: offset of the line, or None; `searched`: the offset that the search came to; `more`: whether to call again
+        `at`: offset of the line, or None; `searched`: offset that the search reached; `more`: whether to call again
         from there.
 
     Raises:
-        ConfigError: for an offset or a rank that is none.
+        ConfigError: for an invalid offset or writer.
     """
-    asked = asked if isinstance(asked, dict) else {}
-    who, words = _who(asked.get("who")), str(asked.get("words") or "")[:200].lower().encode(errors="replace")
-    found = stamp(run.log)
-    size = found[2] if found else 0
-    start = min(_offset(asked.get("start", 0), "start"), size)
-    back = asked.get("back") is True
-    begin, end = (max(0, start - LOOK), start) if back else (max(0, start - 1), min(size, start + LOOK))
+    request = request if isinstance(request, dict) else {}
+    writer = _parse_writer(request.get("who"))
+    search = str(request.get("words") or "")[:200].lower().encode(errors="replace")
+    status = stamp(run.log)
+    size = status[2] if status else 0
+    start = min(_parse_offset(request.get("start", 0), "start"), size)
+    back = request.get("back") is True
+    begin, end = (max(0, start - SEARCH_BYTES), start) if back else (max(0, start - 1), min(size, start + SEARCH_BYTES))
     data, _ = read_span(run.log, begin, end - begin)
-    if begin > 0 and 0 < (cut := data.find(b"\n") + 1) < len(data):
-        data, begin = data[cut:], begin + cut
-    if not back and end < size and (cut := data.rfind(b"\n") + 1):
-        data, end = data[:cut], begin + cut
-    at = _match(data, who, words, back)
+    # Search complete lines only: trim the partial ones at both ends of the window.
+    if begin > 0 and 0 < (line_end := data.find(b"\n") + 1) < len(data):
+        data, begin = data[line_end:], begin + line_end
+    if not back and end < size and (line_end := data.rfind(b"\n") + 1):
+        data, end = data[:line_end], begin + line_end
+    match = _find_line(data, writer, search, back)
     return {
-        "at": None if at is None else begin + at,
+        "at": None if match is None else begin + match,
         "searched": begin if back else end,
-        "more": at is None and (begin > 0 if back else end < size),
+        "more": match is None and (begin > 0 if back else end < size),
     }
 
 
-def _match(data: bytes, who: bytes | None, words: bytes, back: bool) -> int | None:
-    """Place of the first (or last) line that is looked for."""
-    found = None
-    for place in _places(data, words):
-        begin = data.rfind(b"\n", 0, place) + 1
-        end = data.find(b"\n", place)
+def _find_line(data: bytes, writer: bytes | None, search: bytes, back: bool) -> int | None:
+    """Position of the first (`back`: last) line that matches."""
+    last = None
+    for position in _candidates(data, search):
+        begin = data.rfind(b"\n", 0, position) + 1
+        end = data.find(b"\n", position)
         raw = data[begin : end if end >= 0 else len(data)]
         head = _HEAD.match(raw)
-        if who is not None and (not head or (head[3] or head[2]) != who):
+        if writer is not None and (not head or (head[3] or head[2]) != writer):
             continue
-        if words or is_error(raw[head.end() if head else 0 :]):
+        if search or is_error(raw[head.end() if head else 0 :]):
             if not back:
                 return begin
-            found = begin
-    return found
+            last = begin
+    return last
 
 
-def _places(data: bytes, words: bytes) -> Any:
-    """Where a line may stand that is looked for, at most once per line."""
-    low, at = data.lower() if words else data, 0
+def _candidates(data: bytes, search: bytes) -> Any:
+    """Positions of possible matches, at most one per line."""
+    haystack, start = data.lower() if search else data, 0
     while True:
-        if words:
-            place = low.find(words, at)
+        if search:
+            position = haystack.find(search, start)
         else:
-            hint = _HINT.search(data, at)
-            place = hint.start() if hint else -1
-        if place < 0:
+            hint = _HINT.search(data, start)
+            position = hint.start() if hint else -1
+        if position < 0:
             return
-        yield place
-        end = data.find(b"\n", place)
+        yield position
+        end = data.find(b"\n", position)
         if end < 0:
             return
-        at = end + 1
+        start = end + 1
 
 
 def log_writers(run: RunFolder) -> list[int]:
-    """Numbers of the ranks that may have written to the log."""
+    """The ranks that may have written to the log."""
     return list(range(min(world_size(run) or 0, 1024)))

@@ -1,7 +1,7 @@
-"""A run's metrics as curves: read by byte offset, thinned to few points with their extremes kept.
+"""A run's metrics as curves: read incrementally by byte offset, downsampled to few points that keep their extremes.
 
-Order comes from step and attempt. A step that a later attempt repeated counts as that one logged it; what it replaced
-is kept apart.
+Rows are ordered by step and attempt. Where a later attempt repeated a step, its row counts, and the rows it replaced
+are returned separately.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from trainers.run.folder import RunFolder
 
 TRAIN = (
     "loss", "learning_rate", "grad_norm", "tokens_per_second", "trained_tokens_per_second", "mfu", "memory_gib",
-    "data_wait",
+    "data_wait", "aux_loss",
 )  # fmt: skip
 EVAL = ("eval_loss", "eval_perplexity", "eval_token_accuracy")
 AXES = ("tokens", "elapsed_s")
-POINTS = 400
+MAX_POINTS = 400
 """Most points of a curve."""
-MOST_REPLACED = 100
-"""Most points of a replaced piece."""
-MOST_PIECES = 20
-"""Most replaced pieces that are shown, the newest ones."""
-PATIENCE = 0.05
-"""Seconds of reading in one call; the next call goes on."""
-_BLOCK = 1 << 18
-_LONGEST_ROW = 1 << 20
-_TAIL = 1 << 14
-_CACHED_ROWS = 4_000_000
-_MOST_STEP = 2**53
+MAX_REPLACED_POINTS = 100
+"""Most points of the losses that one attempt had replaced."""
+MAX_REPLACED_RUNS = 20
+"""Most attempts whose replaced losses are shown, the newest first."""
+READ_SECONDS = 0.05
+"""Seconds that one call may read for; the next call continues."""
+_BLOCK_BYTES = 1 << 18
+_MAX_ROW_BYTES = 1 << 20
+_TAIL_BYTES = 1 << 14
+_MAX_CACHED_ROWS = 4_000_000
+_MAX_STEP = 2**53
 
 Values = dict[str, Any]
 
 
 class _Table:
-    """The numbers of one kind of row, as columns."""
+    """The numbers of one kind of row (training or evaluation), as columns."""
 
     def __init__(self, columns: tuple[str, ...]):
         self.columns = {name: array("d") for name in columns}
@@ -59,7 +59,7 @@ class _Table:
 
 
 def _finite(value: Any) -> float:
-    """The number, or NaN for what is none or has no place on a chart."""
+    """The value as a float; NaN where it is not a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     try:
@@ -70,57 +70,58 @@ def _finite(value: Any) -> float:
 
 
 @dataclass
-class _Run:
-    """What was read of one metrics file."""
+class _MetricsFile:
+    """What has been read of one metrics file."""
 
     inode: int = -1
-    replaced: int = 0
-    """How often the file was replaced or cut."""
+    replacements: int = 0
+    """How often the file was replaced or truncated."""
     offset: int = 0
     more: bool = False
     train: _Table = field(default_factory=lambda: _Table((*TRAIN, *AXES)))
     evals: _Table = field(default_factory=lambda: _Table(EVAL))
-    begins: dict[int, int] = field(default_factory=dict)
+    first_steps: dict[int, int] = field(default_factory=dict)
     """First step that each attempt logged."""
     latest: Values = field(default_factory=dict)
-    """Newest value of every metric, also those that are no numbers."""
-    told: tuple[str, int] = ("", -1)
-    """Token of the newest view, and how many rows it was made of."""
+    """Newest value of every metric, including those that are not numbers."""
+    last_view: tuple[str, int] = ("", -1)
+    """Token of the newest view, and the number of rows behind it."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def rows(self) -> int:
         return len(self.train.steps) + len(self.evals.steps)
 
-    def read_on(self, path: Path, patience: float) -> None:
-        """Takes in what was added, in whole rows; begins anew when the file was replaced or cut."""
-        found = stamp(path)
-        inode, size = (found[0], found[2]) if found else (-1, 0)
+    def read_new_rows(self, path: Path, seconds: float) -> None:
+        """Reads complete rows added since the last call; starts over when the file was replaced or truncated."""
+        status = stamp(path)
+        inode, size = (status[0], status[2]) if status else (-1, 0)
         if inode != self.inode or size < self.offset:
-            fresh = _Run(inode=inode)
-            self.inode, self.offset, self.train, self.evals = inode, 0, fresh.train, fresh.evals
-            self.begins, self.latest = fresh.begins, fresh.latest
-            self.replaced += 1
-        deadline = time.monotonic() + patience
+            fresh = _MetricsFile(inode=inode)
+            self.inode, self.offset = inode, 0
+            self.train, self.evals = fresh.train, fresh.evals
+            self.first_steps, self.latest = fresh.first_steps, fresh.latest
+            self.replacements += 1
+        deadline = time.monotonic() + seconds
         self.more = self.offset < size
         while self.more and time.monotonic() < deadline:
-            self.more = self._take(path) and self.offset < size
+            self.more = self._read_block(path) and self.offset < size
 
-    def _take(self, path: Path) -> bool:
-        """One block; False when it held no whole row yet."""
-        data, _ = read_span(path, self.offset, _BLOCK)
-        if b"\n" not in data and len(data) == _BLOCK:
-            data, _ = read_span(path, self.offset, _LONGEST_ROW)
+    def _read_block(self, path: Path) -> bool:
+        """Reads one block; False when it holds no complete row yet."""
+        data, _ = read_span(path, self.offset, _BLOCK_BYTES)
+        if b"\n" not in data and len(data) == _BLOCK_BYTES:
+            data, _ = read_span(path, self.offset, _MAX_ROW_BYTES)
         end = data.rfind(b"\n") + 1
         if end == 0:
-            self.offset += len(data) if len(data) == _LONGEST_ROW else 0  # no row is that long: it is skipped
-            return len(data) == _LONGEST_ROW
+            self.offset += len(data) if len(data) == _MAX_ROW_BYTES else 0  # no row is that long: skip it
+            return len(data) == _MAX_ROW_BYTES
         self.offset += end
         for line in data[:end].splitlines():
-            self.take_row(line)
+            self.add_row(line)
         return True
 
-    def take_row(self, line: bytes) -> None:
-        """One line of the file; what is no row is left out."""
+    def add_row(self, line: bytes) -> None:
+        """Adds one line of the file; ignores what is not a metrics row."""
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
@@ -128,7 +129,7 @@ class _Run:
         if not isinstance(row, dict) or not _is_count(row.get("step")):
             return
         attempt = row["attempt"] if _is_count(row.get("attempt")) else 0
-        self.begins[attempt] = min(self.begins.get(attempt, _MOST_STEP), row["step"])
+        self.first_steps[attempt] = min(self.first_steps.get(attempt, _MAX_STEP), row["step"])
         if any(name in row for name in TRAIN):
             self.train.add(row["step"], attempt, row)
         if any(name in row for name in EVAL):
@@ -137,137 +138,140 @@ class _Run:
 
 
 def _last_rows(path: Path, offset: int) -> Values:
-    found = stamp(path)
-    data, _ = read_span(path, max(offset, (found[2] if found else 0) - _TAIL), _TAIL)
-    tail = _Run()
+    status = stamp(path)
+    data, _ = read_span(path, max(offset, (status[2] if status else 0) - _TAIL_BYTES), _TAIL_BYTES)
+    tail = _MetricsFile()
     for line in data.splitlines():
-        tail.take_row(line)
+        tail.add_row(line)
     return tail.latest
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST_STEP
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_STEP
 
 
 class Curves:
-    """The curves of runs, with what was read kept between two looks. One object serves a whole server."""
+    """The curves of runs, cached between requests. One object serves a whole server."""
 
     def __init__(self) -> None:
-        self.runs: OrderedDict[Path, _Run] = OrderedDict()
+        self.files: OrderedDict[Path, _MetricsFile] = OrderedDict()
         self.lock = threading.Lock()
 
-    def _run(self, run: RunFolder) -> _Run:
+    def _file(self, run: RunFolder) -> _MetricsFile:
         with self.lock:
-            kept = self.runs.setdefault(run.path, _Run())
-            self.runs.move_to_end(run.path)
-            while len(self.runs) > 1 and sum(one.rows() for one in self.runs.values()) > _CACHED_ROWS:
-                self.runs.popitem(last=False)
-        return kept
+            file = self.files.setdefault(run.path, _MetricsFile())
+            self.files.move_to_end(run.path)
+            while len(self.files) > 1 and sum(other.rows() for other in self.files.values()) > _MAX_CACHED_ROWS:
+                self.files.popitem(last=False)
+        return file
 
-    def latest(self, run: RunFolder, patience: float = PATIENCE) -> Values:
-        """The newest value of every metric; of a large file that is not read yet, of its last rows."""
-        kept = self._run(run)
-        with kept.lock:
-            kept.read_on(run.metrics, patience)
-            return {**kept.latest, **(_last_rows(run.metrics, kept.offset) if kept.more else {})}
+    def latest(self, run: RunFolder, seconds: float = READ_SECONDS) -> Values:
+        """The newest value of every metric; taken from the last rows of a large file that is not fully read yet."""
+        file = self._file(run)
+        with file.lock:
+            file.read_new_rows(run.metrics, seconds)
+            return {**file.latest, **(_last_rows(run.metrics, file.offset) if file.more else {})}
 
-    def view(self, run: RunFolder, since: Any = None, patience: float = PATIENCE) -> Values:
-        """The curves, or what is new in them.
+    def view(self, run: RunFolder, since: Any = None, seconds: float = READ_SECONDS) -> Values:
+        """The curves, or only what changed in them.
 
         Args:
             run: the run.
             since: `token` of the view that the caller has.
-            patience: seconds of reading; what is left is read by the next call.
+            seconds: how long to read for; the next call reads the rest.
 
         Returns:
-            `token`; `rows` read so far, and `more` when there are others; `same: true` and nothing else when the
-            caller has it all. `width` in steps of a point; `attempts` (attempt and its first step).
-            `full`: whether all points follow; else those of steps from `cut` on, which
-            replace the caller's. `train` and `eval`: lists `step`, `tokens`, `elapsed_s`, and for each metric `mean`
-            (the mean of a point's steps) and, where a point is of several steps, `min` and `max`. `replaced`: a
-            list of `{attempt, step, loss}`.
+            `token`; `rows` read so far, and `more` where some are unread; `same: true` and nothing else when the caller
+            is up to date. `width` of a point in steps; `attempts` (attempt and its first step). `full`: whether all
+            points follow; otherwise those from step `cut` on, which replace the caller's. `train` and `eval`: lists
+            `step`, `tokens`, `elapsed_s`, and for each metric `mean` (over the steps of a point) and, where a point
+            covers several steps, `min` and `max`. `replaced`: a list of `{attempt, step, loss}`.
         """
-        kept = self._run(run)
-        with kept.lock:
-            kept.read_on(run.metrics, patience)
-            asked = str(since or "")[:100]
-            if (asked, kept.rows()) == kept.told:
-                return {"token": asked, "rows": kept.rows(), "more": kept.more, "same": True}
-            seen = _view(kept, asked)
-            kept.told = seen["token"], kept.rows()
-            return seen
+        file = self._file(run)
+        with file.lock:
+            file.read_new_rows(run.metrics, seconds)
+            token = str(since or "")[:100]
+            if (token, file.rows()) == file.last_view:
+                return {"token": token, "rows": file.rows(), "more": file.more, "same": True}
+            view = _view(file, token)
+            file.last_view = view["token"], file.rows()
+            return view
 
 
-def _view(kept: _Run, since: str) -> Values:
-    begins = sorted(kept.begins.items())
-    train, gone = _order(kept.train, begins)
-    evals, _ = _order(kept.evals, begins)
-    last = max((int(part["step"][-1]) for part in (train, evals) if len(part["step"])), default=0)
-    width = 1 << max(0, math.ceil(math.log2(max(1, last) / POINTS)))
-    generation = f"{kept.inode}.{kept.replaced}.{width}.{len(begins)}.{begins[-1][1] if begins else 0}"
-    before, _, shown = since.rpartition(".")
-    before = before.rpartition(".")[0]
-    cut = int(shown) if before == generation and shown.isascii() and shown.isdigit() else 0
-    cut = min(cut, last) // width * width
+def _view(file: _MetricsFile, since: str) -> Values:
+    first_steps = sorted(file.first_steps.items())
+    train, replaced = _split_replaced(file.train, first_steps)
+    evals, _ = _split_replaced(file.evals, first_steps)
+    last = max((int(columns["step"][-1]) for columns in (train, evals) if len(columns["step"])), default=0)
+    # A point covers a power of two of steps: as the run grows, existing points only ever merge in pairs.
+    # A point covers a power of two of steps: as the run grows, existing points only ever merge in pairs.
+    width = 1 << max(0, math.ceil(math.log2(max(1, last) / MAX_POINTS)))
+    generation = f"{file.inode}.{file.replacements}.{width}.{len(first_steps)}.{first_steps[-1][1] if first_steps else 0}"
+    # A token is `generation.rows.last`. Same generation: the caller keeps its points before the last one it has.
+    # A token is `generation.rows.last`. Same generation: the caller keeps its points before the last one it has.
+    known_generation, _, known_step = since.rpartition(".")
+    known_generation = known_generation.rpartition(".")[0]
+    start = int(known_step) if known_generation == generation and known_step.isascii() and known_step.isdigit() else 0
+    start = min(start, last) // width * width
     answer = {
-        "token": f"{generation}.{kept.rows()}.{last}",
-        "rows": kept.rows(),
-        "more": kept.more,
+        "token": f"{generation}.{file.rows()}.{last}",
+        "rows": file.rows(),
+        "more": file.more,
         "width": width,
-        "attempts": begins[-MOST_PIECES:],
-        "full": before != generation,
-        "cut": cut,
-        "train": _thin(_from(train, cut), width, TRAIN),
-        "eval": _thin(_with_axes(_from(evals, cut), train), width, EVAL),
+        "attempts": first_steps[-MAX_REPLACED_RUNS:],
+        "full": known_generation != generation,
+        "cut": start,
+        "train": _downsample(_from_step(train, start), width, TRAIN),
+        "eval": _downsample(_with_axes(_from_step(evals, start), train), width, EVAL),
     }
-    if before != generation:
-        answer["replaced"] = _pieces(gone)
+    if known_generation != generation:
+        answer["replaced"] = _replaced_losses(replaced)
     return answer
 
 
-def _order(table: _Table, begins: list[tuple[int, int]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The columns sorted by step: the rows that count, and those that a later attempt replaced."""
+def _split_replaced(table: _Table, first_steps: list[tuple[int, int]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The columns sorted by step: the current rows, and those that a later attempt replaced."""
     steps = np.array(table.steps, dtype=np.int64)
     attempts = np.array(table.attempts, dtype=np.int64)
-    limit = np.full(len(steps), _MOST_STEP)
-    for number, (attempt, _) in enumerate(begins):
-        later = [step for _, step in begins[number + 1 :]]
-        if later:
-            limit[attempts == attempt] = min(later)
-    columns = {"step": steps, "attempt": attempts, **{name: np.array(one) for name, one in table.columns.items()}}
-    stays = steps < limit
-    return _picked(columns, stays), _picked(columns, ~stays)
+    limit = np.full(len(steps), _MAX_STEP)
+    for number, (attempt, _) in enumerate(first_steps):
+        later_starts = [step for _, step in first_steps[number + 1 :]]
+        if later_starts:
+            limit[attempts == attempt] = min(later_starts)
+    columns = {"step": steps, "attempt": attempts, **{name: np.array(values) for name, values in table.columns.items()}}
+    current = steps < limit
+    return _select_sorted(columns, current), _select_sorted(columns, ~current)
 
 
-def _picked(columns: dict[str, Any], mask: Any) -> dict[str, Any]:
-    some = {name: column[mask] for name, column in columns.items()}
-    if np.all(some["step"][1:] >= some["step"][:-1]):
-        return some
-    order = np.lexsort((some["attempt"], some["step"]))
-    return {name: column[order] for name, column in some.items()}
+def _select_sorted(columns: dict[str, Any], mask: Any) -> dict[str, Any]:
+    selected = {name: column[mask] for name, column in columns.items()}
+    if np.all(selected["step"][1:] >= selected["step"][:-1]):
+        return selected
+    order = np.lexsort((selected["attempt"], selected["step"]))
+    return {name: column[order] for name, column in selected.items()}
 
 
-def _from(columns: dict[str, Any], cut: int) -> dict[str, Any]:
-    first = int(np.searchsorted(columns["step"], cut))
+def _from_step(columns: dict[str, Any], start: int) -> dict[str, Any]:
+    first = int(np.searchsorted(columns["step"], start))
     return {name: column[first:] for name, column in columns.items()}
 
 
 def _with_axes(evals: dict[str, Any], train: dict[str, Any]) -> dict[str, Any]:
-    """Evaluations with the tokens and seconds of the training row at their step."""
+    """Evaluations with tokens and seconds interpolated from the training rows."""
     if not len(train["step"]):
         return {**evals, **{axis: np.full(len(evals["step"]), np.nan) for axis in AXES}}
     return {**evals, **{axis: np.interp(evals["step"], train["step"], train[axis]) for axis in AXES}}
 
 
-def _thin(columns: dict[str, Any], width: int, names: tuple[str, ...]) -> Values:
-    """One point for every `width` steps that hold a row."""
+def _downsample(columns: dict[str, Any], width: int, names: tuple[str, ...]) -> Values:
+    """One point per `width` steps that contain a row."""
     steps = columns["step"]
     if not len(steps):
         return {"step": []}
-    marks = steps // width
-    starts = np.flatnonzero(np.concatenate(([True], marks[1:] != marks[:-1])))
+    buckets = steps // width
+    starts = np.flatnonzero(np.concatenate(([True], buckets[1:] != buckets[:-1])))
     ends = np.append(starts[1:], len(steps)) - 1
-    made: Values = {"step": steps[ends].tolist(), **{axis: _rounded(columns[axis][ends]) for axis in AXES}}
+    points: Values = {"step": steps[ends].tolist(), **{axis: _rounded(columns[axis][ends]) for axis in AXES}}
     for name in names:
         column = columns[name]
         known = np.isfinite(column)
@@ -276,24 +280,24 @@ def _thin(columns: dict[str, Any], width: int, names: tuple[str, ...]) -> Values
         counts = np.add.reduceat(known, starts, dtype=np.int64)
         sums = np.add.reduceat(np.where(known, column, 0.0), starts)
         mean = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
-        made[name] = {"mean": _rounded(mean)}
+        points[name] = {"mean": _rounded(mean)}
         if width > 1:
-            made[name] |= {
+            points[name] |= {
                 "min": _rounded(np.fmin.reduceat(column, starts)), "max": _rounded(np.fmax.reduceat(column, starts)),
             }  # fmt: skip
-    return made
+    return points
 
 
 def _rounded(values: Any) -> list[float | None]:
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
 
 
-def _pieces(gone: dict[str, Any]) -> list[Values]:
+def _replaced_losses(replaced: dict[str, Any]) -> list[Values]:
     """The losses that later attempts replaced, by attempt."""
-    made = []
-    for attempt in np.unique(gone["attempt"])[-MOST_PIECES:]:
-        mask = gone["attempt"] == attempt
-        steps, losses = gone["step"][mask], gone["loss"][mask]
-        picked = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), MOST_REPLACED)).astype(int))
-        made.append({"attempt": int(attempt), "step": steps[picked].tolist(), "loss": _rounded(losses[picked])})
-    return made
+    curves = []
+    for attempt in np.unique(replaced["attempt"])[-MAX_REPLACED_RUNS:]:
+        mask = replaced["attempt"] == attempt
+        steps, losses = replaced["step"][mask], replaced["loss"][mask]
+        indices = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), MAX_REPLACED_POINTS)).astype(int))
+        curves.append({"attempt": int(attempt), "step": steps[indices].tolist(), "loss": _rounded(losses[indices])})
+    return curves

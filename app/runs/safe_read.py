@@ -1,4 +1,4 @@
-"""Opens files of run folders for reading: regular ones only, and never through a link that leads elsewhere."""
+"""Opens files of run folders for reading: regular files only, never through a symbolic link."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 Stamp = tuple[int, int, int]
-"""Inode, time of change in ns, bytes: alike means that the content is too."""
+"""Inode, modification time in ns, size in bytes: equal stamps mean equal content."""
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """The file, open for reading bytes, unbuffered.
+    """Opens a file for reading bytes, unbuffered.
 
     Raises:
-        OSError: for no file, a link, a folder, a device or a pipe (which would block for ever).
+        OSError: for a missing file, a link, a folder, a device or a pipe (which would block forever).
     """
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -24,27 +24,21 @@ def open_regular(path: Path) -> BinaryIO:
     return open(handle, "rb", buffering=0)
 
 
-def read_span(path: Path, start: int, most: int) -> tuple[bytes, int]:
-    """A piece of a file, and the file's size; nothing and 0 where there is not a regular file.
-
-    Args:
-        path: the file.
-        start: byte to begin at.
-        most: bytes.
-    """
+def read_span(path: Path, start: int, max_bytes: int) -> tuple[bytes, int]:
+    """Reads at most `max_bytes` from byte `start`; returns them and the file's size, or `(b"", 0)` if not a regular file."""
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             file.seek(start)
-            return file.read(most), size
+            return file.read(max_bytes), size
     except OSError:
         return b"", 0
 
 
 def stamp(path: Path) -> Stamp | None:
-    """What tells a changed file from an unchanged one; None where there is none."""
+    """Changes whenever the file does; None when there is no file."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    return status.st_ino, status.st_mtime_ns, status.st_size

@@ -1,4 +1,4 @@
-"""What the state of a run allows, and its place in the queue."""
+"""The actions that a run's state allows, and its position in the queue."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trainers.run.folder import END_STATES, RunFolder
 
 
 def allowed(run: RunFolder) -> list[str]:
-    """The actions that a run's state allows, the likeliest first."""
+    """The actions that a run's state allows, most likely first."""
     state = true_state(run)["state"]
     if state == "queued":
         return ["cancel", "move_up", "move_down", "clone"]
@@ -18,6 +18,6 @@ def allowed(run: RunFolder) -> list[str]:
     return [*(["resume", "resume_changed"] if state != "done" else []), *exports, "clone", "rename", "delete"]
 
 
-def queue_place(run: RunFolder) -> int | None:
-    """Place in the queue, counted from 1; None when it does not wait."""
+def queue_position(run: RunFolder) -> int | None:
+    """Position in the queue, counted from 1; None when the run is not queued."""
     return device_locks.place_of(run.path)

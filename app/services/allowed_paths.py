@@ -1,4 +1,4 @@
-"""Which files a request may touch: every path in it must lead, links followed, into one of the allowed folders."""
+"""Restricts which files a request may touch: every path must resolve, links included, into an allowed folder."""
 
 from __future__ import annotations
 
@@ -11,85 +11,84 @@ from pathlib import Path
 from typing import Any
 
 from app.console import shortened
-from trainers.config.options import EMBEDDED, ConfigError, TrainConfig
-from trainers.config.parse import read_yaml
+from trainers.config.mistakes import ConfigError, Mistake
+from trainers.config.options import EMBEDDED, TrainConfig
+from trainers.config.yaml_file import read_yaml
 from trainers.strategy.strategy import deepspeed_paths, strategy_names
 
 INPUTS = ("model_name_or_path", "dataset_name", "eval_dataset_name", "chat_template")
 OUTPUTS = ("cache_dir", "runs_dir", "output_dir", "resume_from_checkpoint")
 STORES = ("s3", "gs", "az", "abfs", "hf")
-"""Where a page may send copies of checkpoints; other URLs of fsspec lead to this machine's files or to any host."""
-MOST_FILES = 10_000
-"""Entries of a folder that are looked at for links that lead out."""
+"""Object stores that a page may copy checkpoints to; other fsspec URLs reach local files or arbitrary hosts."""
+MAX_FILES = 10_000
+"""Most entries of a folder to check for links that point outside."""
 _HUB = {"model_name_or_path", "dataset_name", "eval_dataset_name"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _DATA = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".md")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 _ESCAPED = re.compile(r"%(2f|5c|2e|00)", re.IGNORECASE)
-_WILD = re.compile(r"[*?\[]")
+_WILDCARD = re.compile(r"[*?\[]")
 
 
 def check_paths(config: TrainConfig, roots: Sequence[Path]) -> None:
     """Refuses a config with a path outside the allowed folders.
 
     Raises:
-        ConfigError: a line for each option: its name, its value and the allowed folders.
+        ConfigError: with a line per option: its name, its value and the allowed folders.
     """
     if mistakes := path_mistakes(config.model_dump(include={*INPUTS, *OUTPUTS, "checkpoint_url"}), roots):
-        raise ConfigError(list(mistakes.values()))
+        raise ConfigError(mistakes)
 
 
-def path_mistakes(values: Mapping[str, Any], roots: Sequence[Path]) -> dict[str, str]:
-    """A line for each path-like option whose value is refused; other options are passed over.
+def path_mistakes(values: Mapping[str, Any], roots: Sequence[Path]) -> list[Mistake]:
+    """A mistake for each path option whose value is refused; ignores other options.
 
     Args:
-        values: values by option; None, an empty text and `none` name nothing.
-        roots: folders in which files may lie.
+        values: values by option; None, an empty text and `none` count as not set.
+        roots: allowed folders.
     """
-    found = {}
+    mistakes = []
     for name in (*INPUTS, *OUTPUTS):
         value = str(values.get(name) or "")
         if value.lower() not in ("", "none", "null") and (reason := _refused(name, value, roots)):
-            found[name] = f"{name}={shortened(value)} {reason}"
+            mistakes.append(Mistake(name, shortened(value), reason))
     url = str(values.get("checkpoint_url") or "")
     if url.lower() not in ("", "none", "null") and url.partition("://")[0].lower() not in STORES:
-        found["checkpoint_url"] = f"checkpoint_url={shortened(url)} is no object store; use {', '.join(STORES)}"
-    return found
+        mistakes.append(Mistake("checkpoint_url", shortened(url), "is not an object store", f"use {', '.join(STORES)}"))
+    return mistakes
 
 
-def strategy_mistake(name: str, roots: Sequence[Path]) -> str | None:
-    """Why a strategy's YAML, or the DeepSpeed JSON that it names, may not be read, or where that may not write.
-
-    None for those that ship.
-    """
+def strategy_mistake(name: str, roots: Sequence[Path]) -> Mistake | None:
+    """Why a strategy's YAML, or a path in its DeepSpeed JSON, is refused; None when allowed or shipped."""
     if name in strategy_names():
         return None
     if reason := path_refused(name, roots):
-        return f"strategy {shortened(name)} {reason}"
+        return Mistake("strategy", shortened(name), reason)
     try:
         inline = read_yaml(Path(name)).get("deepspeed_config")
     except ConfigError:
-        return None  # whoever reads it next says what is wrong with it
+        return None  # reported when the strategy is loaded
     file = inline.get("deepspeed_config_file") if isinstance(inline, dict) else None
     if not file:
         return None
-    shown = f"strategy {shortened(name)}: deepspeed_config_file={shortened(str(file))}"
+    source, option = f"strategy {shortened(name)}", "deepspeed_config_file"
     if reason := path_refused(str(file), roots):
-        return f"{shown} {reason}"
+        return Mistake(option, shortened(str(file)), reason, source=source)
     try:
         paths = deepspeed_paths(str(file))
     except ConfigError:
         return None  # as above
+    source = f"{source}: {option}={shortened(str(file))}"
     refused = ((key, path, path_refused(path, roots)) for key, path in paths.items())
-    return next((f"{shown}: {key}={shortened(path)} {reason}" for key, path, reason in refused if reason), None)
+    return next((Mistake(key, shortened(path), reason, source=source) for key, path, reason in refused if reason), None)
 
 
 def path_refused(value: str, roots: Sequence[Path]) -> str | None:
-    """Why a path is refused, as the rest of a line that begins with its name; None when it is allowed.
+    """Why a path is refused, to follow its name in a message; None when it is allowed.
 
     Args:
-        value: a path as a stranger wrote it; need not exist.
-        roots: folders in which it may lie.
+        value: an untrusted path; need not exist.
+        roots: allowed folders.
     """
     if _URL.match(value):
         return "is a URL; download it and give the file, or give a Hub id"
@@ -97,21 +96,21 @@ def path_refused(value: str, roots: Sequence[Path]) -> str | None:
         return "holds an escaped or invisible character; write the path as it is"
     path = Path(value)
     if ".." in re.split(r"[/\\]", value) or value.startswith("~"):
-        return "is refused: `..` and `~` are not read here; write the full path"
-    return None if _inside(path, roots) else _outside(roots)
+        return "is refused: `..` and `~` are not allowed here; write the full path"
+    return None if _is_inside(path, roots) else _outside(roots)
 
 
 def _outside(roots: Sequence[Path]) -> str:
-    return f"lies outside the allowed folders; use a path under {' or '.join(map(str, roots))}"
+    return f"is outside the allowed folders; use a path under {' or '.join(map(str, roots))}"
 
 
-def _inside(path: Path, roots: Sequence[Path]) -> bool:
-    """Whether the path, links followed, lies in one of the folders."""
+def _is_inside(path: Path, roots: Sequence[Path]) -> bool:
+    """Whether the path is in one of the folders once links are resolved."""
     try:
-        real = path.resolve()
-        circle = real.is_symlink()  # Python 3.13 leaves it as it is; those before it raise
-        return not circle and any(real.is_relative_to(root.resolve()) for root in roots)
-    except (OSError, ValueError, RuntimeError):  # such as a name of 300 letters, or links in a circle
+        resolved = path.resolve()
+        is_loop = resolved.is_symlink()  # Python 3.13 returns a loop unresolved, earlier versions raise
+        return not is_loop and any(resolved.is_relative_to(root.resolve()) for root in roots)
+    except (OSError, ValueError, RuntimeError):  # e.g. a name of 300 characters, or a loop of links
         return False
 
 
@@ -119,53 +118,57 @@ def _refused(name: str, value: str, roots: Sequence[Path]) -> str | None:
     if value == (EMBEDDED if name in _HUB else "auto" if name == "resume_from_checkpoint" else None):
         return None
     try:
-        there = os.path.lexists(value)
+        exists = os.path.lexists(value)
     except ValueError:
-        there = False
-    if name in _HUB and not there and _HUB_ID.fullmatch(value) and Path(value).suffix.lower() not in _DATA:
+        exists = False
+    if name in _HUB and not exists and _HUB_ID.fullmatch(value) and Path(value).suffix.lower() not in _DATA:
         return None
     if reason := path_refused(value, roots):
         return reason
     if name in OUTPUTS:
         return None
-    if not there and _WILD.search(value) and name.endswith("dataset_name"):
+    if not exists and _WILDCARD.search(value) and name.endswith("dataset_name"):
         return _glob_refused(value, roots)
-    if not there:
+    if not exists:
         return "does not exist; check the path"
     return _links_refused(Path(value), roots)
 
 
 def _glob_refused(pattern: str, roots: Sequence[Path]) -> str | None:
-    """Why a glob is refused; only its last part may be one, so that no look at it walks a whole disk."""
+    """Why a glob is refused; only its last part may have wildcards, so that expanding it never walks a whole disk."""
     folder, name = os.path.split(pattern)
-    if _WILD.search(folder) or "**" in name:
-        return "has a wildcard in a folder's name; name one folder, all data files below it are read"
-    matches = list(islice(glob.iglob(pattern), MOST_FILES + 1))
+    if _WILDCARD.search(folder) or "**" in name:
+        return "has a wildcard in a folder name; give one folder, and all data files below it are read"
+    matches = list(islice(glob.iglob(pattern), MAX_FILES + 1))
     return _each_refused(matches, roots) if matches else "matches no file; check the pattern"
 
 
 def _links_refused(path: Path, roots: Sequence[Path]) -> str | None:
-    """Why the files of a folder are refused: one of them is a link that leads out."""
-    return _each_refused(list(islice(_links(path), MOST_FILES + 1)), roots) if path.is_dir() else None
+    """Why a folder is refused: one of its files is a link that points outside the allowed folders."""
+    return _each_refused(list(islice(_links(path), MAX_FILES + 1)), roots) if path.is_dir() else None
 
 
 def _links(folder: Path) -> Iterator[str]:
-    """Every entry below a folder: the path of a link, an empty text for anything else."""
-    waiting = [str(folder)]
-    while waiting:
-        here = waiting.pop()
+    """Every entry below a folder: the path of a link, an empty string for anything else."""
+    pending = [str(folder)]
+    while pending:
+        directory = pending.pop()
         try:
-            entries = list(os.scandir(here))
+            entries = list(os.scandir(directory))
         except OSError:
             continue
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
-                waiting.append(entry.path)
+                pending.append(entry.path)
             yield entry.path if entry.is_symlink() else ""
 
 
 def _each_refused(paths: Sequence[str], roots: Sequence[Path]) -> str | None:
-    if len(paths) > MOST_FILES:
-        return f"holds more than {MOST_FILES:,} files, which are not looked through here; name a smaller folder"
-    outside = next((path for path in paths if path and not _inside(Path(path), roots)), None)
-    return f"holds {shortened(outside)}, which leads out of the allowed folders; copy that file" if outside else None
+    if len(paths) > MAX_FILES:
+        return f"holds more than {MAX_FILES:,} files, too many to check for links; give a smaller folder"
+    outside = next((path for path in paths if path and not _is_inside(Path(path), roots)), None)
+    return (
+        f"holds {shortened(outside)}, a link that points outside the allowed folders; copy the file instead"
+        if outside
+        else None
+    )

@@ -1,6 +1,6 @@
-"""Chat with what a run made: one model process at a time, which holds its GPU while it is loaded.
+"""Chat with a run's model: one model process at a time, which holds its GPU while loaded.
 
-Everything that a page or a flag sends is checked here; the models themselves are in `trainers/tools/chat.py`.
+Input from pages and flags is checked here; the models themselves run in `trainers/tools/chat.py`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from app.hardware import Gpu, find_gpus
 from app.runs.runs import find_run, list_runs, run_of_id
 from app.services.allowed_paths import path_mistakes
 from app.services.rpc_client import Worker, WorkerDied
-from trainers.config.options import EMBEDDED, ConfigError
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import EMBEDDED
 from trainers.run.device_locks import Held, Holder, Need, take_now, who_has
 from trainers.run.folder import RunFolder
 
 SIDES = ("tuned", "base")
-MOST_LETTERS = 100_000
-"""Of a whole conversation."""
-MOST_MESSAGES = 200
-MOST_RUNS = 200
-"""Runs that `choices` offers; older ones are named by their id."""
+MAX_CHARACTERS = 100_000
+"""Characters of a conversation."""
+MAX_MESSAGES = 200
+MAX_RUNS = 200
+"""Runs that `choices` offers; older ones can be entered by id."""
 IDLE_SECONDS = 600.0
 
 _ROLES = ("system", "user", "assistant")
@@ -44,49 +45,49 @@ _CHECKPOINT = re.compile(r"step-\d{8}", re.ASCII)
 
 @dataclass(frozen=True)
 class Option:
-    """One sampling option and its limits, both allowed."""
+    """One sampling option with its inclusive limits."""
 
     low: float
     high: float
     default: float
     help: str
-    whole: bool = False
+    integer: bool = False
 
 
 SAMPLING = {
-    "temperature": Option(0.0, 5.0, 0.0, "0 always takes the likeliest token; higher is more random."),
-    "top_p": Option(0.01, 1.0, 1.0, "Only the likeliest tokens that together have this probability; 1 for all."),
-    "top_k": Option(0, 1000, 0, "Only so many of the likeliest tokens; 0 for all.", whole=True),
-    "max_new_tokens": Option(1, 8192, 256, "Longest answer, in tokens.", whole=True),
+    "temperature": Option(0.0, 5.0, 0.0, "0 always picks the likeliest token; higher values are more random."),
+    "top_p": Option(0.01, 1.0, 1.0, "Sample from the likeliest tokens that together have this probability; 1 for all."),
+    "top_k": Option(0, 1000, 0, "Sample from this many of the likeliest tokens; 0 for all.", integer=True),
+    "max_new_tokens": Option(1, 8192, 256, "Longest answer, in tokens.", integer=True),
     "repetition_penalty": Option(0.5, 2.0, 1.0, "Above 1 makes repeated tokens less likely."),
-    "seed": Option(0, 2**32 - 1, 42, "The same seed gives the same answer again.", whole=True),
+    "seed": Option(0, 2**32 - 1, 42, "The same seed gives the same answer.", integer=True),
 }
 
 
-# -- checking what is asked ------------------------------------------------------------------------------------------
+# -- checking requests -----------------------------------------------------------------------------------------------
 
 
 def check_sampling(values: Mapping[str, Any] | None) -> dict[str, float]:
-    """Every sampling option, with its default where none is given.
+    """Checks sampling options and fills in defaults.
 
     Raises:
-        ConfigError: for unknown names and for values that are no numbers or out of range, a line each.
+        ConfigError: with a line for each unknown name, non-numeric value or value out of range.
     """
     if values is not None and not isinstance(values, Mapping):
-        raise ConfigError("sampling is no mapping; give values by name, such as {'temperature': 0.7}")
-    given, mistakes, result = dict(values or {}), [], {}
-    for name in given.keys() - SAMPLING.keys():
+        raise ConfigError("sampling is not a mapping; give values by name, such as {'temperature': 0.7}")
+    requested, mistakes, result = dict(values or {}), [], {}
+    for name in requested.keys() - SAMPLING.keys():
         mistakes.append(f"sampling has no {shortened(str(name))!r}; it has {', '.join(SAMPLING)}")
     for name, option in SAMPLING.items():
-        number = _number(given.get(name))
-        if given.get(name) is None:
+        number = _number(requested.get(name))
+        if requested.get(name) is None:
             number = option.default
-        if number is None or not option.low <= number <= option.high or (option.whole and number % 1):
-            kind = "a whole number" if option.whole else "a number"
-            shown = shortened(repr(given.get(name)))
-            mistakes.append(f"{name}={shown} is out of range; use {kind} from {option.low:g} to {option.high:.10g}")
+        if number is None or not option.low <= number <= option.high or (option.integer and number % 1):
+            kind = "a whole number" if option.integer else "a number"
+            quoted = shortened(repr(requested.get(name)))
+            mistakes.append(f"{name}={quoted} is out of range; use {kind} from {option.low:g} to {option.high:.10g}")
             continue
-        result[name] = int(number) if option.whole else number
+        result[name] = int(number) if option.integer else number
     if mistakes:
         raise ConfigError(mistakes)
     return result
@@ -103,54 +104,54 @@ def _number(value: Any) -> float | None:
 
 
 def check_messages(messages: Any, system: Any = "") -> list[dict[str, str]]:
-    """A conversation that ends with the user's turn, the system prompt first where there is one.
+    """Checks a conversation; returns it with the system prompt, if any, first.
 
     Args:
-        messages: a list of mappings with `role` and `content`; other keys are dropped.
+        messages: a list of mappings with `role` and `content`, the user's last; other keys are dropped.
         system: the system prompt; empty for none.
 
     Raises:
-        ConfigError: for anything else, and for more letters or messages than are read.
+        ConfigError: for anything else, and for more than `MAX_CHARACTERS` or `MAX_MESSAGES`.
     """
-    if not isinstance(messages, list) or not messages or len(messages) > MOST_MESSAGES:
-        raise ConfigError(f"messages is no list of 1 to {MOST_MESSAGES} messages; write one, or clear the chat")
+    if not isinstance(messages, list) or not messages or len(messages) > MAX_MESSAGES:
+        raise ConfigError(f"messages must be a list of 1 to {MAX_MESSAGES} messages; write one, or clear the chat")
     result = [{"role": "system", "content": _text(system, "system")}] if system else []
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
-            raise ConfigError(f"message {number + 1} has no role of {', '.join(_ROLES)}; clear the chat")
+            raise ConfigError(f"message {number + 1} has none of the roles {', '.join(_ROLES)}; clear the chat")
         if message["role"] == "system" and (number or system):
-            raise ConfigError(f"message {number + 1} is a second system prompt or not the first message; take it out")
+            raise ConfigError(f"message {number + 1} is a second system prompt, or not the first message; remove it")
         result.append({"role": message["role"], "content": _text(message.get("content"), f"message {number + 1}")})
     if result[-1]["role"] != "user" or not result[-1]["content"].strip():
         raise ConfigError("there is no message to answer; write one")
-    letters = sum(len(message["content"]) for message in result)
-    if letters > MOST_LETTERS:
-        raise ConfigError(f"the conversation has {letters:,} letters, at most {MOST_LETTERS:,} are read; clear it")
+    characters = sum(len(message["content"]) for message in result)
+    if characters > MAX_CHARACTERS:
+        raise ConfigError(f"the conversation has {characters:,} characters, more than {MAX_CHARACTERS:,}; clear it")
     return result
 
 
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
-        raise ConfigError(f"{name} is no text; write one")
+        raise ConfigError(f"{name} is not text; write a message")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise ConfigError(f"{name} holds half of a character; write it again") from None
+        raise ConfigError(f"{name} is not valid Unicode; enter it again") from None
     return value.replace("\x00", "")
 
 
 def weights_of(run: RunFolder) -> list[str]:
-    """What of a run can be chatted with: its export, its checkpoints, newest first, and other exports."""
+    """The weights of a run that can be loaded: its export, its checkpoints, newest first, and other exports."""
     checkpoints = [path.name for path in _folders(run.checkpoints) if _CHECKPOINT.fullmatch(path.name)]
     names = [path.name for path in _folders(run.path) if path.name == "model" or path.name.startswith("export-")]
     exports = [name for name in names if not name.endswith("-failed")]
-    made = [
+    loadable = [
         name
         for name in exports
         if any((run.path / name / file).is_file() for file in ("config.json", "adapter_config.json"))
     ]
-    own = [name for name in made if name == "model"]
-    return [*own, *sorted(checkpoints, reverse=True), *sorted(set(made) - set(own))]
+    own = [name for name in loadable if name == "model"]
+    return [*own, *sorted(checkpoints, reverse=True), *sorted(set(loadable) - set(own))]
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -162,12 +163,12 @@ def _folders(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class Target:
-    """What is loaded: a run's weights beside their base, or a base model alone.
+    """What to load: a run's weights and their base model, or a base model alone.
 
     Args:
         name: run id, or name of the base model.
         run: the run; None for a base model alone.
-        weights: name of a checkpoint or an export of the run.
+        weights: name of a checkpoint or export of the run.
         revision: of a base model on the Hub.
         device: `auto`, `cpu` or a GPU's index.
     """
@@ -179,7 +180,7 @@ class Target:
     device: str = "auto"
 
     def request(self) -> dict[str, Any]:
-        """What `trainers.tools.chat` loads."""
+        """The `load` request for `trainers.tools.chat`."""
         if self.run is not None:
             return {"run_dir": str(self.run.path.absolute()), "weights": self.weights}
         local = Path(os.path.expanduser(self.name))
@@ -194,10 +195,10 @@ class Chats:
 
     Args:
         runs_dir: folder of run folders.
-        roots: folders in which a base model may lie, for callers that are strangers; they name runs by id alone.
-            None: any path.
-        remote_code: whether model code may run, where a run or a base model asks for it.
-        idle: seconds without a question after which the process ends.
+        roots: folders that untrusted callers may load base models from; they may name runs only by id. None allows
+            any path.
+        remote_code: whether model code may run, where a run or a base model requires it.
+        idle: seconds without a request after which the process ends.
     """
 
     def __init__(
@@ -207,69 +208,73 @@ class Chats:
         remote_code: bool = False,
         idle: float = IDLE_SECONDS,
     ):
-        self.runs_dir, self.roots, self.remote_code, self.idle = runs_dir, roots, remote_code, idle
-        self._loading, self._changing = threading.Lock(), threading.RLock()
+        self.runs_dir = runs_dir
+        self.roots = roots
+        self.remote_code = remote_code
+        self.idle = idle
+        self._load_lock = threading.Lock()
+        self._state_lock = threading.RLock()
         self._worker: Worker | None = None
-        self._held: Held | None = None
+        self._gpu_lock: Held | None = None
         self._gpu: Gpu | None = None
         self._target: Target | None = None
         self._stage: str | None = None
-        self._about: dict[str, Any] | None = None
-        self._clock: threading.Timer | None = None
+        self._model_info: dict[str, Any] | None = None
+        self._idle_timer: threading.Timer | None = None
 
     def choices(self) -> list[dict[str, Any]]:
         """The newest runs that have weights: `name`, `run_dir`, `weights` (its export and checkpoints)."""
-        found = ((run, weights_of(run)) for run in list_runs(self.runs_dir))
-        rows = ({"name": run.id, "run_dir": str(run.path), "weights": names} for run, names in found if names)
-        return list(islice(rows, MOST_RUNS))
+        candidates = ((run, weights_of(run)) for run in list_runs(self.runs_dir))
+        rows = ({"name": run.id, "run_dir": str(run.path), "weights": names} for run, names in candidates if names)
+        return list(islice(rows, MAX_RUNS))
 
     def target(self, name: Any, weights: Any = None, device: Any = "auto", revision: Any = None) -> Target:
-        """What a request names.
+        """Resolves a request to a target.
 
         Args:
             name: a run; or `embedded`, a Hub id or a local folder for a base model alone.
-            weights: a checkpoint or export of the run; None or empty for its export, else its newest checkpoint.
-            device: `auto` (a free GPU, else the CPU where there is none), `cpu`, or a GPU's index.
+            weights: a checkpoint or export of the run; None or empty for its export, otherwise its newest checkpoint.
+            device: `auto` (a free GPU, or the CPU on a machine without GPUs), `cpu`, or a GPU's index.
             revision: branch, tag or commit of a base model on the Hub.
 
         Raises:
-            ConfigError: when there is no such thing, or it may not be read.
+            ConfigError: when it does not exist or may not be read.
         """
         if not isinstance(name, str) or not name.strip() or not name.isprintable() or len(name) > 1000:
-            raise ConfigError("no run is chosen; choose one, or name a base model such as `embedded`")
+            raise ConfigError("no run is selected; choose one, or enter a base model such as `embedded`")
         device = str(device or "auto")
         if device not in ("auto", "cpu") and not re.fullmatch(r"[0-9]{1,3}", device, re.ASCII):
             raise ConfigError(f"device={shortened(device)!r} is unknown; use auto, cpu or the index of a GPU")
         if revision and not (isinstance(revision, str) and _REVISION.fullmatch(revision)):
-            raise ConfigError(f"revision={shortened(str(revision))!r} is no branch, tag or commit; leave it out")
+            raise ConfigError(f"revision={shortened(str(revision))!r} is not a branch, tag or commit; omit it")
         run = None if self._is_model(name) else self._run(name)
         if run is None:
             if weights:
-                raise ConfigError(f"checkpoint={shortened(str(weights))!r}: {shortened(name)} is no run; leave it out")
+                raise ConfigError(f"checkpoint={shortened(str(weights))!r}: {shortened(name)} is not a run; omit it")
             return Target(name, None, None, revision or None, device)
         known = weights_of(run)
         if not known:
             raise ConfigError(f"run {run.id} has no checkpoint yet; wait for its first one, or choose another run")
         if weights and weights not in known:
-            shown = ", ".join(known[:8])
-            raise ConfigError(f"checkpoint={shortened(str(weights))!r} is not in run {run.id}; it has {shown}")
+            listed = ", ".join(known[:8])
+            raise ConfigError(f"checkpoint={shortened(str(weights))!r} is not in run {run.id}; it has {listed}")
         return Target(run.id, run, weights or known[0], None, device)
 
     def weights(self, name: Any) -> list[str]:
-        """What of a run can be loaded; nothing for a base model.
+        """The weights of a run that can be loaded; none for a base model.
 
         Raises:
-            ConfigError: when there is no such run.
+            ConfigError: for an unknown run.
         """
         if not isinstance(name, str) or self._is_model(name):
             return []
         return weights_of(self._run(name))
 
     def _is_model(self, name: str) -> bool:
-        """Whether the name is a base model and no run.
+        """Whether the name is a base model rather than a run.
 
         Raises:
-            ConfigError: for a folder that strangers may not read.
+            ConfigError: for a folder outside the allowed ones.
         """
         if name == EMBEDDED:
             return True
@@ -277,7 +282,7 @@ class Chats:
             return False
         if self.roots is not None:
             if mistakes := path_mistakes({"model_name_or_path": name}, self.roots):
-                raise ConfigError(list(mistakes.values()))
+                raise ConfigError(mistakes)
             return True
         folder = Path(os.path.expanduser(name))
         return (folder / "config.json").is_file() or (not folder.exists() and bool(_HUB_ID.fullmatch(name)))
@@ -286,64 +291,67 @@ class Chats:
         return find_run(name, self.runs_dir) if self.roots is None else run_of_id(name, self.runs_dir)
 
     def open(self, target: Target) -> Iterator[str]:
-        """Loads what is not loaded yet in place of what is, and tells each stage.
+        """Loads the target, replacing what is loaded, and yields each stage; does nothing if it is already loaded.
 
         Raises:
-            ConfigError: when it cannot be loaded, no GPU is free, or another request is under way.
+            ConfigError: when it cannot be loaded, no GPU is free, or another request is in progress.
             WorkerDied: when the process ends.
         """
-        if target == self._target and self._about is not None and self._worker is not None and self._worker.alive:
+        if target == self._target and self._model_info is not None and self._worker is not None and self._worker.alive:
             return
-        if not self._loading.acquire(blocking=False):
-            raise ConfigError("another model is being loaded; wait until it is there, or free it")
+        if not self._load_lock.acquire(blocking=False):
+            raise ConfigError("another model is being loaded; wait for it, or free it")
         try:
             if self._worker is not None and self._worker.busy:
-                raise ConfigError("the model that is loaded answers now; stop it, or wait for its end")
+                raise ConfigError("the loaded model is answering; stop it, or wait until it is done")
             self.free()
             yield from self._load(target)
         finally:
             self._stage = None
-            self._loading.release()
+            self._load_lock.release()
 
     def _load(self, target: Target) -> Iterator[str]:
-        yield self._note("starting a process")
-        gpu, held = _take_gpu(target)
+        yield self._set_stage("starting a process")
+        gpu, lock = _take_gpu(target)
         worker = None
         try:
             visible = {"CUDA_VISIBLE_DEVICES": gpu.uuid if gpu else ""}
-            worker = Worker("trainers.tools.chat", env=visible, pass_fds=held.descriptors if held else ())
-            with self._changing:
-                self._worker, self._held, self._gpu, self._target = worker, held, gpu, target
+            worker = Worker("trainers.tools.chat", env=visible, pass_fds=lock.descriptors if lock else ())
+            with self._state_lock:
+                self._worker = worker
+                self._gpu_lock = lock
+                self._gpu = gpu
+                self._target = target
             for document in worker.ask({"ask": "load", **target.request(), "remote_code": self.remote_code}):
                 if "loading" in document:
-                    yield self._note(document["loading"])
+                    yield self._set_stage(document["loading"])
                 if document.get("ready"):
-                    self._about = document
-            if self._about is None:
-                raise ConfigError("loading was stopped; load it again when you want to chat")
+                    self._model_info = document
+            if self._model_info is None:
+                raise ConfigError("loading was cancelled; load the model again to chat")
         except WorkerDied:
             if not worker or self._worker is not worker:
-                raise ConfigError("the model was freed while it was loaded; load it again to chat") from None
+                raise ConfigError("the model was freed while loading; load it again to chat") from None
             raise
         finally:
-            if self._about is None:
+            if self._model_info is None:
                 self.free()
-                if held is not None:
-                    held.close()
-        self._wind()
+                if lock is not None:
+                    lock.close()
+        self._restart_idle_timer()
 
-    def _note(self, stage: str) -> str:
+    def _set_stage(self, stage: str) -> str:
         self._stage = stage
         return stage
 
     def ask(
         self, messages: Any, side: Any = "tuned", sampling: Any = None, system: Any = "", plain: bool = False
     ) -> Iterator[dict[str, Any]]:
-        """Asks the loaded model: documents with `side` and a piece of `text`, and one with `answer` after each side.
+        """Streams the loaded model's answer: documents with `side` and new `text`, then one with `answer` per side.
 
         Args:
-            messages: the conversation, as `check_messages` takes it.
-            side: `base`, `tuned`, or `both`, one after the other.
+            messages: the conversation, see `check_messages`.
+            side: `base`, `tuned`, or `both` in turn.
             sampling: values by name; see `SAMPLING`.
             system: the system prompt.
             plain: complete the messages as plain text, without the chat template.
@@ -353,65 +361,65 @@ class Chats:
             WorkerDied: when the process ends.
         """
         request = {"messages": check_messages(messages, system), "sampling": check_sampling(sampling)}
-        worker, about = self._worker, self._about
+        worker, about = self._worker, self._model_info
         if worker is None or about is None:
             raise ConfigError("no model is loaded; choose a run and load it")
         sides = [name for name in SIDES if name in about["sides"]] if side == "both" else [side]
         if sides[0] not in about["sides"]:
-            raise ConfigError(f"side={shortened(str(side))!r} is not loaded; there is: {', '.join(about['sides'])}")
+            raise ConfigError(f"side={shortened(str(side))!r} is not loaded; loaded: {', '.join(about['sides'])}")
         try:
-            for one in sides:
-                for document in worker.ask({"ask": "answer", "side": one, "plain": bool(plain), **request}):
+            for name in sides:
+                for document in worker.ask({"ask": "answer", "side": name, "plain": bool(plain), **request}):
                     if document.get("cancelled"):
-                        yield {"side": one, "finish": "cancelled"}
+                        yield {"side": name, "finish": "cancelled"}
                         return
                     if not document.get("end"):
-                        yield {"side": one, **document}
+                        yield {"side": name, **document}
         except WorkerDied:
             if self._worker is not worker:
-                raise ConfigError("the model was freed while it answered; load it again to go on") from None
+                raise ConfigError("the model was freed while it answered; load it again to continue") from None
             self.free()
             raise
         finally:
-            self._wind()
+            self._restart_idle_timer()
 
     def stop(self) -> None:
-        """Ends the answer under way, if there is one."""
+        """Stops the current answer, if any."""
         if self._worker is not None:
             self._worker.cancel()
 
     def free(self) -> None:
-        """Ends the process and gives its GPU back; without one it does nothing."""
-        with self._changing:
-            worker, held, clock = self._worker, self._held, self._clock
-            self._worker = self._held = self._gpu = self._target = self._about = self._clock = None
-        if clock is not None:
-            clock.cancel()
+        """Ends the process, if any, and releases its GPU."""
+        with self._state_lock:
+            worker, lock, timer = self._worker, self._gpu_lock, self._idle_timer
+            self._worker = self._gpu_lock = self._gpu = self._target = self._model_info = self._idle_timer = None
+        if timer is not None:
+            timer.cancel()
         if worker is not None:
             worker.close()
-        if held is not None:
-            held.close()
+        if lock is not None:
+            lock.close()
 
-    def _wind(self) -> None:
-        """Starts the idle time anew."""
-        with self._changing:
-            if self._clock is not None:
-                self._clock.cancel()
+    def _restart_idle_timer(self) -> None:
+        """Frees the model after `idle` seconds from now, unless called again."""
+        with self._state_lock:
+            if self._idle_timer is not None:
+                self._idle_timer.cancel()
             if self._worker is not None:
-                self._clock = threading.Timer(self.idle, self._idle_over)
-                self._clock.daemon = True
-                self._clock.start()
+                self._idle_timer = threading.Timer(self.idle, self._free_if_idle)
+                self._idle_timer.daemon = True
+                self._idle_timer.start()
 
-    def _idle_over(self) -> None:
+    def _free_if_idle(self) -> None:
         if self._worker is not None and self._worker.busy:
-            self._wind()
+            self._restart_idle_timer()
         else:
             self.free()
 
     def state(self) -> dict[str, Any]:
         """What is loaded: `loaded`, `loading` (a stage or None), `name`, `weights`, `device`, `pid`, `busy`,
-        `memory_bytes` (of the process), `idle_seconds` (since the last answer), and what the process said of itself."""
-        worker, target, about, gpu = self._worker, self._target, self._about, self._gpu
+        `memory_bytes` (of the process), `idle_seconds` (since the last answer), and what the process reported."""
+        worker, target, about, gpu = self._worker, self._target, self._model_info, self._gpu
         if about is not None and worker is not None and not worker.alive:
             self.free()
             worker = target = about = gpu = None
@@ -419,7 +427,7 @@ class Chats:
         if worker is not None:
             with contextlib.suppress(psutil.Error):
                 memory = psutil.Process(worker.pid).memory_info().rss
-        said = {key: value for key, value in (about or {}).items() if key not in ("ready", "device", "end")}
+        details = {key: value for key, value in (about or {}).items() if key not in ("ready", "device", "end")}
         return {
             "loaded": about is not None,
             "loading": self._stage,
@@ -430,25 +438,25 @@ class Chats:
             "busy": bool(worker and worker.busy and about),
             "memory_bytes": memory,
             "idle_seconds": time.monotonic() - worker.last_used if worker else None,
-            **said,
+            **details,
         }
 
 
 def _take_gpu(target: Target) -> tuple[Gpu | None, Held | None]:
-    """The first free GPU of those that the target allows, locked; none for the CPU, which is shared with all runs.
+    """Locks the first free GPU that the target allows; `(None, None)` for the CPU, which needs no lock.
 
     Raises:
-        ConfigError: when each is held or waited for, or there is no such GPU.
+        ConfigError: when all of them are held or queued for, or there is no such GPU.
     """
-    found = find_gpus() if target.device != "cpu" else []
-    wanted = [gpu for gpu in found if target.device in ("auto", str(gpu.index))]
-    if not wanted and target.device not in ("auto", "cpu"):
-        here = ", ".join(str(gpu.index) for gpu in found) or "none"
-        raise ConfigError(f"device={target.device}: there is no such GPU (here: {here}); use auto or cpu")
-    for gpu in wanted:
+    gpus = find_gpus() if target.device != "cpu" else []
+    candidates = [gpu for gpu in gpus if target.device in ("auto", str(gpu.index))]
+    if not candidates and target.device not in ("auto", "cpu"):
+        available = ", ".join(str(gpu.index) for gpu in gpus) or "none"
+        raise ConfigError(f"device={target.device}: there is no such GPU (available: {available}); use auto or cpu")
+    for gpu in candidates:
         with contextlib.suppress(ConfigError):
             return gpu, take_now(Need((gpu.uuid,)), Holder(f"chat with {target.name}"))
-    if wanted:
-        who = who_has(Need(tuple(gpu.uuid for gpu in wanted))) or "queued runs wait for it"
-        raise ConfigError(f"no GPU is free for the chat: {who}; wait, stop that run, or use device cpu")
+    if candidates:
+        holder = who_has(Need(tuple(gpu.uuid for gpu in candidates))) or "queued runs wait for it"
+        raise ConfigError(f"no GPU is free for the chat: {holder}; wait, stop that run, or use device cpu")
     return None, None

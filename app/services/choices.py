@@ -1,12 +1,12 @@
-"""What a form offers beside the options: the strategies that can run here, and the GPUs with who holds each."""
+"""The choices of a form besides the options: strategies that can run here, and GPUs with their holders."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from app.hardware import Devices, find_gpus
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.run.device_locks import holders
 from trainers.strategy.strategy import Strategy, cannot_run, load_strategy, resolve, strategy_names
 
@@ -18,7 +18,7 @@ class StrategyChoice:
     Args:
         name: its name.
         summary: what it does, in a sentence.
-        reason: why it cannot run so; None when it can.
+        reason: why it cannot run here; None when it can.
     """
 
     name: str
@@ -32,11 +32,11 @@ class GpuChoice:
 
     Args:
         index: its id.
-        name: the maker's name.
+        name: the vendor's name.
         memory: bytes.
-        free: bytes that no process uses; None when that is not known.
+        free: bytes not in use; None when unknown.
         holder: name of the run that holds its lock; empty for none.
-        foreign: whether processes that are no run of ours use it.
+        foreign: whether processes that are not Tunesmith runs use it.
     """
 
     index: int
@@ -48,16 +48,18 @@ class GpuChoice:
 
 
 def strategy_choices(method: str, devices: Devices | None) -> list[StrategyChoice]:
-    """Every strategy that ships, with why it cannot run where that is so.
+    """Every shipped strategy, with the reason if it cannot run.
 
     Args:
-        method: what is trained.
-        devices: what it would run on; None looks at this machine's GPUs and at no number of processes.
+        method: `full`, `lora` or `qlora`.
+        devices: what it would run on; None checks only whether this machine has GPUs.
     """
     has_gpu = bool(devices.gpu_ids if devices else find_gpus())
     return [
-        StrategyChoice(one.name, one.summary, cannot_run(one, method, has_gpu) or _misfit(one, devices))
-        for one in _shipped()
+        StrategyChoice(
+            strategy.name, strategy.summary, cannot_run(strategy, method, has_gpu) or _misfit(strategy, devices)
+        )
+        for strategy in _shipped()
     ]
 
 
@@ -67,23 +69,23 @@ def _shipped() -> tuple[Strategy, ...]:
 
 
 def _misfit(strategy: Strategy, devices: Devices | None) -> str | None:
-    """Why the number of processes does not fit."""
+    """Why the strategy cannot run with this number of processes; None when it can."""
     try:
         if devices:
             resolve(strategy, devices.num_processes, "no")
     except ConfigError as error:
-        return error.mistakes[0].removeprefix(f"strategy {strategy.name}: ")
+        return str(replace(error.mistakes[0], source=""))
     return None
 
 
 def gpu_choices() -> list[GpuChoice]:
-    """The GPUs of this machine; empty without any."""
-    found = find_gpus()
-    held = holders() if found else {}
+    """The GPUs of this machine."""
+    gpus = find_gpus()
+    locks = holders() if gpus else {}
     return [
         GpuChoice(
-            gpu.index, gpu.name, gpu.memory, gpu.free, str(held.get(gpu.uuid, {}).get("run", "")),
-            gpu.in_use and gpu.uuid not in held,
+            gpu.index, gpu.name, gpu.memory, gpu.free, str(locks.get(gpu.uuid, {}).get("run", "")),
+            gpu.in_use and gpu.uuid not in locks,
         )
-        for gpu in found
+        for gpu in gpus
     ]  # fmt: skip

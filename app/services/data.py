@@ -1,6 +1,6 @@
-"""Data as a training would see it, for the Data page and `tunesmith data`: rows, packed rows and statistics.
+"""Data as training sees it, for the Data page and `tunesmith data`: rows, packed rows and statistics.
 
-The work is done by `trainers/tools/data_preview.py` in processes that are kept for the next look and closed when idle.
+`trainers/tools/data_preview.py` does the work, in processes that are reused and closed when idle.
 """
 
 from __future__ import annotations
@@ -22,28 +22,30 @@ from app.console import shortened
 from app.launch.job import Mistakes
 from app.runs.runs import run_of_id
 from app.services.allowed_paths import INPUTS, path_mistakes
-from app.services.fields import as_texts, fields
+from app.services.fields import as_texts
 from app.services.rpc_client import Worker, WorkerDied
-from trainers.config.options import ConfigError, TrainConfig, absolute_paths
+from trainers.config.fields import fields
+from trainers.config.mistakes import ConfigError, Mistake
+from trainers.config.options import TrainConfig, absolute_paths
 from trainers.config.parse import Request
 
 PROGRAM = "trainers.tools.data_preview"
 IDLE_SECONDS = 600.0
 ANSWER_SECONDS = 900.0
-"""For one page of rows: a tokenizer or data set may have to be fetched from the Hub first."""
+"""Timeout for one page of rows: the tokenizer or data set may have to be downloaded from the Hub first."""
 FIELDS = (
     "model_name_or_path", "dataset_name", "dataset_format", "columns", "chat_template", "assistant_only_loss",
     "max_length", "packing", "overlong",
 )  # fmt: skip
 """Options that the Data page shows."""
-COUNTED_AT_ONCE = 32 << 20
-"""Bytes of data up to which the whole of it is looked at without being asked."""
-_MOST_WAITING = 4
-_KEPT_JOBS = 32
+AUTO_COUNT_BYTES = 32 << 20
+"""Data sets up to this many bytes are counted automatically."""
+_MAX_RUNNING_JOBS = 4
+_MAX_JOBS = 32
 
 
-class _Kept:
-    """A worker that is started when it is needed, and closed when it has not been for a while."""
+class _IdleWorker:
+    """A worker that is started on demand and closed after `IDLE_SECONDS` without use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -57,18 +59,18 @@ class _Kept:
                 if self._worker:
                     self._worker.close()
                 self._worker = Worker(PROGRAM, env={"TOKENIZERS_PARALLELISM": "false"})
-                self._look_later()
+                self._schedule_idle_check()
             self._worker.last_used = time.monotonic()
             return self._worker
 
     def close(self) -> None:
-        """Ends it; the next look starts another."""
+        """Ends the worker; the next `get` starts another."""
         with self._lock:
             if self._worker:
                 self._worker.close()
             self._worker = None
 
-    def _look_later(self) -> None:
+    def _schedule_idle_check(self) -> None:
         timer = threading.Timer(IDLE_SECONDS, self._close_if_idle)
         timer.daemon = True
         timer.start()
@@ -78,69 +80,69 @@ class _Kept:
             if self._worker is None:
                 return
             if self._worker.busy or time.monotonic() - self._worker.last_used < IDLE_SECONDS:
-                self._look_later()
+                self._schedule_idle_check()
                 return
             self._worker.close()
             self._worker = None
 
 
-_pages, _counts = _Kept(), _Kept()  # apart, so that rows are shown while a large data set is counted
+_pages, _counts = _IdleWorker(), _IdleWorker()  # two, so that rows can be shown while a large data set is counted
 
 
 class DataView:
-    """A look at the data of one config.
+    """Reads the data of one config.
 
     Args:
-        config: validated; its paths have been checked by the caller.
+        config: validated; the caller has checked its paths.
     """
 
     def __init__(self, config: TrainConfig):
         self.config = config
 
     def rows(self, offset: int, count: int) -> dict[str, Any]:
-        """Some rows, as read and as trained; see `trainers.tools.data_preview.Preview.rows`.
+        """Rows as read and as trained; see `trainers.tools.data_preview.Preview.rows`.
 
         Raises:
             ConfigError: when data or tokenizer cannot be read.
-            WorkerDied: when the process that reads them has ended.
+            WorkerDied: when the process that reads them ends.
         """
         if not 0 <= offset <= 2**53 or not 1 <= count <= 1000:
-            raise ConfigError(f"rows {offset} to {offset + count} cannot be shown; give a row from 0 on")
-        return self._one({"ask": "rows", "offset": offset, "count": count})
+            raise ConfigError(f"rows {offset} to {offset + count} cannot be shown; give a row number of 0 or more")
+        return self._request({"ask": "rows", "offset": offset, "count": count})
 
     def packed(self, index: int) -> dict[str, Any]:
-        """One row of the batches, document by document; the whole data set is tokenised for it if it is small.
+        """One row of the batches, document by document; tokenizes the whole data set if it is small.
 
         Raises:
             ConfigError: when data or tokenizer cannot be read, there is no such row, or large data is not counted yet.
-            WorkerDied: when the process that reads them has ended.
+            WorkerDied: when the process that reads them ends.
         """
         job = statistics_job(statistics_key(self.config))
-        if (job is None or job.state != "done") and self.rows(0, 1)["bytes"] > COUNTED_AT_ONCE:
-            raise ConfigError("rows of the batches are known when the whole data set is counted; start its statistics")
-        return self._one({"ask": "packed", "index": index})
+        if (job is None or job.state != "done") and self.rows(0, 1)["bytes"] > AUTO_COUNT_BYTES:
+            raise ConfigError("batch rows are only known once the whole data set is counted; start the statistics")
+        return self._request({"ask": "packed", "index": index})
 
     def statistics(self) -> Iterator[dict[str, Any]]:
-        """What becomes of the whole data set: documents with `progress`, then one with `statistics`.
+        """Statistics of the whole data set: documents with `progress`, then one with `statistics`.
 
         Raises:
-            ConfigError: when data or tokenizer cannot be read, or nothing of the data can be trained.
-            WorkerDied: when the process that counts has ended.
+            ConfigError: when data or tokenizer cannot be read, or the data contains nothing to train on.
+            WorkerDied: when the process that counts ends.
         """
         return _pages.get().ask({"ask": "statistics", "config": self.config.model_dump()})
 
-    def _one(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def _request(self, request: Mapping[str, Any]) -> dict[str, Any]:
         answer = _pages.get().ask({**request, "config": self.config.model_dump()}, ANSWER_SECONDS)
         return next(document for document in list(answer) if "progress" not in document)
 
 
 def open_data(config: TrainConfig) -> DataView:
-    """A look at the data that a config trains on."""
+    """Opens the data that a config trains on."""
     return DataView(absolute_paths(config))
 
 
 def close_data() -> None:
-    """Ends the processes that look at data."""
+    """Ends the processes that read data."""
     _pages.close()
     _counts.close()
 
@@ -153,94 +155,97 @@ def data_config(
     roots: Sequence[Path] | None = None,
     remote_code: bool = False,
 ) -> TrainConfig:
-    """The config of a request that anybody may have sent.
+    """Validates an untrusted request; returns its config.
 
     Args:
-        values: text, number or boolean by option; a blank leaves what the preset or the run has.
+        values: text, number or boolean by option; blank keeps the value of the preset or the run.
         preset: its name.
         run_id: of a run in `runs_dir` to start from.
         runs_dir: folder of run folders.
-        roots: folders in which files may lie; None allows every path.
+        roots: folders that files may be in; None allows every path.
         remote_code: whether `trust_remote_code` may be on.
 
     Raises:
-        ConfigError: with every mistake at once.
+        ConfigError: with all mistakes at once.
     """
-    optional = {one.name for one in fields() if one.optional or one.kind in ("list", "map")}
+    optional = {option.name for option in fields() if option.optional or option.kind in ("list", "map")}
     texts = {name: text for name, text in as_texts(dict(values)).items() if text.strip() or name in optional}
     stored = str(_run_config(run_id, runs_dir)) if run_id and runs_dir else None
     name = as_texts({"preset": preset})["preset"] if preset else None
-    mistakes, asked = Mistakes(), dict[str, Any](texts)
-    with mistakes:
+    errors, requested = Mistakes(), dict[str, Any](texts)
+    with errors:
         config = Request(name, stored, options=dict(texts)).resolve()
-        asked = config.model_dump()
+        requested = config.model_dump()
     if roots is not None:
-        mistakes.lines += path_mistakes({one: asked.get(one) for one in (*INPUTS, "cache_dir")}, roots).values()
-    if asked.get("trust_remote_code") is True and not remote_code:
-        refused = "trust_remote_code=true is refused here; start the server with --trust_remote_code to allow it"
-        mistakes.lines.append(refused)
-    mistakes.refuse()
+        errors += path_mistakes({option: requested.get(option) for option in (*INPUTS, "cache_dir")}, roots)
+    if requested.get("trust_remote_code") is True and not remote_code:
+        mistake = Mistake(
+            "trust_remote_code", True, "is mistake here", "start the server with --trust_remote_code to allow it"
+        )
+        errors.append(mistake)
+    errors.refuse()
     return config
 
 
 def _run_config(run_id: str, runs_dir: Path) -> Path:
-    """The config of a run; from outside only ids are taken, no paths."""
+    """The config of a run; untrusted callers may give only ids, not paths."""
     return run_of_id(run_id, runs_dir).config
 
 
 def row_number(value: object) -> int:
-    """A row's number as a page or a script sends it.
+    """Parses a row number from a page or a script.
 
     Raises:
-        ConfigError: when it is no whole number from 0 on.
+        ConfigError: unless it is a whole number of 0 or more.
     """
     text = str(value if value is not None else 0).removesuffix(".0")
     if not (text.isascii() and text.isdigit() and len(text) <= 15):
-        raise ConfigError(f"row {shortened(text, 40)!r} is no row; give a whole number from 0 on")
+        raise ConfigError(f"row {shortened(text, 40)!r} is not a row number; give a whole number of 0 or more")
     return int(text)
 
 
-# -- statistics that go on when a page is closed ---------------------------------------------------------------------
+# -- statistics, which continue when a page is closed ----------------------------------------------------------------
 
 
 @dataclass
 class StatisticsJob:
-    """A count under way, or its result.
+    """A count in progress, or its result.
 
     Args:
         state: `waiting` for another count, `running`, `done`, `failed` or `cancelled`.
-        progress: `what`, rows `done` and rows in all as `total` (0 while that is not known).
+        progress: `what`, rows `done` and `total` rows (0 while unknown).
         statistics: the result; see `trainers.tools.data_preview.Preview.statistics`.
-        mistakes: why it failed, a line each.
+        mistakes: lines that say why it failed.
+        cancel_requested: set by `cancel_statistics`.
     """
 
     state: Literal["waiting", "running", "done", "failed", "cancelled"] = "waiting"
     progress: dict[str, Any] = field(default_factory=dict)
     statistics: dict[str, Any] | None = None
     mistakes: list[str] = field(default_factory=list)
-    unwanted: bool = False
+    cancel_requested: bool = False
 
 
 _jobs: OrderedDict[str, StatisticsJob] = OrderedDict()
 _jobs_lock = threading.Lock()
-# By what decides them; a few bytes for each data set that was counted.
+# Results by `_data_key`; a few bytes per counted data set.
 _rows: dict[str, int] = {}
 _notes: dict[str, list[str]] = {}
 
 
 def statistics_key(config: TrainConfig) -> str:
-    """What tells the statistics of a config with absolute paths from others."""
+    """A key that identifies the statistics of a config with absolute paths."""
     return hashlib.sha256(json.dumps(config.model_dump(), sort_keys=True).encode()).hexdigest()[:24]
 
 
 def start_statistics(config: TrainConfig) -> str:
-    """Counts a data set in the background; a count of the same that is under way is joined.
+    """Counts a data set in the background, or joins a running count of the same data.
 
     Returns:
-        The key under which `statistics_job` has it.
+        The key for `statistics_job`.
 
     Raises:
-        ConfigError: when too many are under way.
+        ConfigError: when too many counts are running.
     """
     config = absolute_paths(config)
     key, values = statistics_key(config), config.model_dump()
@@ -248,50 +253,50 @@ def start_statistics(config: TrainConfig) -> str:
         live = [name for name, job in _jobs.items() if job.state in ("waiting", "running")]
         if key in live:
             return key
-        if len(live) >= _MOST_WAITING:
-            raise ConfigError(f"{len(live)} data sets are being counted; wait, or cancel one of them")
+        if len(live) >= _MAX_RUNNING_JOBS:
+            raise ConfigError(f"{len(live)} data sets are being counted; wait, or cancel one")
         job = _jobs[key] = StatisticsJob()
         _jobs.move_to_end(key)
-        for old in [name for name in _jobs if name not in live][: max(0, len(_jobs) - _KEPT_JOBS)]:
+        for old in [name for name in _jobs if name not in live][: max(0, len(_jobs) - _MAX_JOBS)]:
             del _jobs[old]
     threading.Thread(target=_count, args=(job, values), daemon=True).start()
     return key
 
 
 def statistics_job(key: str) -> StatisticsJob | None:
-    """The count under a key; None when it is not known (any more)."""
+    """The count for a key; None if there is none, or no longer."""
     return _jobs.get(key)
 
 
 def cancel_statistics(key: str) -> None:
-    """Stops a count; nothing happens when it is over."""
+    """Stops a count; does nothing when it is over."""
     job = _jobs.get(key)
     if job:
-        job.unwanted = True
+        job.cancel_requested = True
         if job.state == "running":
             _counts.get().cancel()
 
 
 def known_rows(config: TrainConfig) -> int | None:
-    """Rows of the batches of an epoch, where they were counted since the data last changed; else None.
+    """Rows in the batches of an epoch, if counted since the data last changed; otherwise None.
 
-    Always None for a folder or a glob: whether a file in it changed would take a look at each.
+    Always None for a folder or a glob: detecting a change would mean checking each file in it.
     """
     key = _data_key(absolute_paths(config).model_dump())
     return _rows.get(key) if key else None
 
 
 def known_notes(config: TrainConfig) -> list[str]:
-    """What is to be known of the data, such as the fields that are not used; nothing where `known_rows` is None."""
+    """Notes on the data, such as unused fields; empty where `known_rows` is None."""
     key = _data_key(absolute_paths(config).model_dump())
     return _notes.get(key, []) if key else []
 
 
 def _data_key(values: Mapping[str, Any]) -> str | None:
-    """What decides how many rows there are: the options of data and tokenizer, the files' state, a split's seed."""
+    """A key of all that determines the number of rows: data and tokenizer options, state of the files, split seed."""
     if os.path.isdir(values["dataset_name"]) or any(mark in values["dataset_name"] for mark in "*?["):
         return None
-    deciding = {one.name: values[one.name] for one in fields() if one.section in ("model", "data")}
+    deciding = {option.name: values[option.name] for option in fields() if option.section in ("model", "data")}
     for name in ("attn_implementation", "num_hidden_layers", "random_init", "dataset_num_proc", "group_by_length"):
         del deciding[name]
     for name in ("dataset_name", "chat_template"):
@@ -309,7 +314,7 @@ def _count(job: StatisticsJob, values: dict[str, Any]) -> None:
         for document in worker.ask({"ask": "statistics", "config": values}):
             if job.state == "waiting":
                 job.state = "running"
-            if job.unwanted:
+            if job.cancel_requested:
                 worker.cancel()
             job.progress = document.get("progress", job.progress)
             job.statistics = document.get("statistics", job.statistics)
@@ -321,5 +326,5 @@ def _count(job: StatisticsJob, values: dict[str, Any]) -> None:
                 _notes[key] = list(job.statistics["notes"])
             job.state = "done"
     except (ConfigError, WorkerDied, OSError) as error:
-        job.mistakes = error.mistakes if isinstance(error, ConfigError) else str(error).splitlines()
+        job.mistakes = error.lines if isinstance(error, ConfigError) else str(error).splitlines()
         job.state = "failed"

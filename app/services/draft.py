@@ -1,6 +1,6 @@
-"""The draft that the Train and the Data page share: what was filled in, kept by the browser while one moves about.
+"""The draft shared by the Train and Data pages: the form's values, kept by the browser between pages.
 
-The browser's copy is as little to be trusted as any other value; what does not fit the form of today is left out.
+The browser's copy is untrusted input; values that do not fit the current form are dropped.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ from typing import Any
 
 from app.services.fields import as_texts, names
 from app.services.form import Choices
-from app.services.starting_values import differences, starting_values
-from trainers.config.options import ConfigError
-from trainers.config.parse import preset_names
+from app.services.starting_values import changed_texts, differences, starting_values
+from trainers.config.mistakes import ConfigError
+from trainers.config.presets import find_preset, preset_names
 
-LONGEST = 400_000
-"""Letters of a draft; all options at their longest are fewer."""
-_DEVICES = 1024
+MAX_LENGTH = 400_000
+"""Characters of a draft; all options at their longest take fewer."""
+_MAX_DEVICES = 1024
 
 
-def read_draft(text: object) -> Choices | None:
-    """The choices of a draft, or None for none.
+def read_draft(text: object, run_texts: Mapping[str, str] | None = None) -> Choices | None:
+    """Parses a draft; None if the text is not one.
 
     Args:
-        text: JSON as `tunesmithDraft` in `ui/static/draft.js` keeps it: `{preset, strategy, devices, options}`.
+        text: JSON as kept by `tunesmithDraft` in `ui/static/draft.js`: `{preset, strategy, devices, options}`.
+        run_texts: text of every option of the run that is resumed, where its form starts; None: from the preset.
     """
-    if not isinstance(text, str) or not 0 < len(text) <= LONGEST:
+    if not isinstance(text, str) or not 0 < len(text) <= MAX_LENGTH:
         return None
     try:
         draft = json.loads(text)
@@ -35,25 +36,32 @@ def read_draft(text: object) -> Choices | None:
         return None
     if not isinstance(draft, dict):
         return None
-    preset = draft.get("preset") if draft.get("preset") in preset_names() else None
+    options = draft["options"] if isinstance(draft.get("options"), dict) else {}
+    known = draft.get("preset") in preset_names()
+    preset = find_preset(draft["preset"], options.get("method")).name if known else None
     strategy = draft.get("strategy")
+    texts = _texts(options)
     return Choices(
         preset,
-        _differences(draft.get("options"), preset),
+        _differences(texts, preset) if run_texts is None else changed_texts(texts, run_texts),
         strategy if isinstance(strategy, str) and 0 < len(strategy) < 4096 else None,
         *_devices(draft.get("devices")),
     )
 
 
-def _differences(options: Any, preset: str | None) -> dict[str, str]:
+def _texts(options: Mapping[str, Any]) -> dict[str, str]:
     texts: dict[str, str] = {}
-    for name, value in options.items() if isinstance(options, dict) else ():
+    for name, value in options.items():
         if name in names() and name != "preset" and isinstance(value, str | bool):
             try:
                 texts.update(as_texts({name: value}))
             except ConfigError:
                 continue
-    # A page that has no field for a preset's evaluation data says nothing of them when it names others to train on.
+    return texts
+
+
+def _differences(texts: Mapping[str, str], preset: str | None) -> dict[str, str]:
+    # A page without fields for the evaluation data leaves them at the preset's when it names other training data.
     start = starting_values(preset)
     return {name: text for name, text in differences(texts, preset).items() if text != start[name]}
 
@@ -61,7 +69,7 @@ def _differences(options: Any, preset: str | None) -> dict[str, str]:
 def _devices(value: Any) -> tuple[tuple[int, ...], int | None]:
     """GPU ids, or a number of processes."""
     if isinstance(value, list):
-        return tuple(int(item) for item in value[:_DEVICES] if _is_count(item)), None
+        return tuple(int(item) for item in value[:_MAX_DEVICES] if _is_count(item)), None
     return (), int(value) if _is_count(value) else None
 
 
@@ -78,18 +86,18 @@ def write_draft(choices: Choices) -> str:
     })  # fmt: skip
 
 
-def with_data(draft: Choices | None, preset: str | None, shown: Mapping[str, Any]) -> Choices:
-    """A draft with the data options of the Data page; what else was changed by hand stays.
+def with_data(draft: Choices | None, preset: str | None, form_values: Mapping[str, Any]) -> Choices:
+    """Updates a draft with the data options of the Data page; keeps its other changes.
 
     Args:
-        draft: the one so far; None for none.
-        preset: the preset from now on; None keeps the draft's.
-        shown: text or boolean by data option.
+        draft: the current draft; None for none.
+        preset: the new preset; None keeps the draft's.
+        form_values: text or boolean by data option.
 
     Raises:
-        ConfigError: for an unknown preset, or a value that is no text.
+        ConfigError: for an unknown preset, or a value that is not text.
     """
-    before = draft or Choices(preset)
-    now = preset or before.preset
-    others = {name: text for name, text in before.values.items() if name not in shown}
-    return replace(before, preset=now, values={**others, **differences(shown, now)})
+    current = draft or Choices(preset)
+    new_preset = preset or current.preset
+    others = {name: text for name, text in current.values.items() if name not in form_values}
+    return replace(current, preset=new_preset, values={**others, **differences(form_values, new_preset)})

@@ -1,4 +1,4 @@
-"""Whether a run's memory is free, asked of the plan before anything is launched."""
+"""Checks before a launch whether the run is expected to fit into free memory, using the estimates of `plan`."""
 
 from __future__ import annotations
 
@@ -14,79 +14,81 @@ from app.launch.foreground import CheckBroke, where
 from app.launch.job import Job
 from app.plan.command import count
 from app.plan.estimate import GIB, Hardware, plan_row
-from trainers.config.options import EMBEDDED, ConfigError, TrainConfig
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.config.parse import dump_yaml
 from trainers.embedded import BASE_DIR
 from trainers.run import host_memory
 from trainers.run.device_locks import holders
 
-_SURE = 0.5
-"""Share of the free memory below which a generous bound needs no count."""
+_SAFE_SHARE = 0.5
+"""If a generous upper bound is below this share of the free memory, the model is not counted."""
 _PROCESS_BYTES = 1.5 * GIB
 _STATE_FACTOR = 8.0
-"""Bytes of weights, gradients and Adam's states for each byte of a base model in bf16."""
+"""Bytes of weights, gradients and Adam states per byte of a bf16 base model."""
 _LAYER_BYTES, _LOGIT_BYTES, _SCORE_BYTES = 100.0, 20.0, 16.0
-"""Bytes of activations, at most: for a token in a layer by its width, for a token by its vocabulary, for a score."""
-_KEPT = 64
+"""Upper bounds for activation bytes: per token, layer and unit of width; per logit; per attention score."""
+_MAX_VERDICTS = 64
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the plan says.
+    """Whether a run is expected to fit.
 
     Args:
-        fits: None where it cannot tell.
-        line: for the user when it does not fit; else empty.
+        fits: None when unknown.
+        line: message for the user when it does not fit; otherwise empty.
     """
 
     fits: bool | None
     line: str = ""
 
 
-class _Verdicts:
-    """Those of the last requests, so that a page need not count a model again."""
+class _VerdictCache:
+    """Verdicts of recent requests, so that a page does not count a model again."""
 
     def __init__(self) -> None:
-        self._lock, self._kept = threading.Lock(), OrderedDict[str, Verdict]()
+        self._lock = threading.Lock()
+        self._verdicts = OrderedDict[str, Verdict]()
 
     def get(self, key: str) -> Verdict | None:
         with self._lock:
-            return self._kept.get(key)
+            return self._verdicts.get(key)
 
     def put(self, key: str, verdict: Verdict) -> None:
         with self._lock:
-            self._kept[key] = verdict
-            while len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
+            self._verdicts[key] = verdict
+            while len(self._verdicts) > _MAX_VERDICTS:
+                self._verdicts.popitem(last=False)
 
 
-_VERDICTS = _Verdicts()
+_VERDICTS = _VerdictCache()
 
 
 def known_verdict(job: Job) -> Verdict | None:
-    """The verdict as far as it can be told at once; None while the model is not counted."""
+    """The verdict if it is available without counting the model; otherwise None."""
     if _surely_fits(job):
         return Verdict(True)
     return _VERDICTS.get(_key(job))
 
 
 def memory_verdict(job: Job) -> Verdict:
-    """The verdict, for which the model is counted where need be: some seconds.
+    """The verdict; counts the model if necessary, which takes some seconds.
 
-    What keeps the model from being counted is told by the pre-flight check.
+    If the model cannot be counted, the pre-flight check reports why.
     """
-    known = known_verdict(job)
-    if known is None:
-        known = _counted(job)
-        _VERDICTS.put(_key(job), known)
-    return known
+    verdict = known_verdict(job)
+    if verdict is None:
+        verdict = _count(job)
+        _VERDICTS.put(_key(job), verdict)
+    return verdict
 
 
-def _counted(job: Job) -> Verdict:
+def _count(job: Job) -> Verdict:
     memory, devices = free_memory(job), job.devices
     kind, machines = "gpu" if devices.gpu_ids else "cpu", devices.machines.count if devices.machines else 1
-    host = float(host_memory.available()) * machines  # the others are taken to have as much
-    planned = Hardware(kind, devices.num_processes, memory, here=False, host=host)
+    host = float(host_memory.available()) * machines  # assume that the other machines have as much
+    planned = Hardware(kind, devices.num_processes, memory, is_local=False, host=host)
     try:
         counted = count(job.config, planned, [(job.strategy, job.config)])
     except (ConfigError, CheckBroke):
@@ -94,44 +96,51 @@ def _counted(job: Job) -> Verdict:
     row = plan_row(job.strategy, job.config, counted, planned)
     if row.fits is not False:
         return Verdict(row.fits)
-    each = "each GPU" if devices.gpu_ids else "each process"
+    unit = "each GPU" if devices.gpu_ids else "each process"
     return Verdict(
         False,
         f"this run is not expected to fit: {row.strategy} on {where(job)} needs {row.reason} ({memory / GIB:.1f} GiB "
-        f"free for {each}); `tunesmith plan` shows what would fit",
+        f"free for {unit}); `tunesmith plan` shows what would fit",
     )
 
 
 def free_memory(job: Job) -> float:
-    """Bytes that each process may have now; GPUs that a run of ours holds are counted whole, as it is waited for."""
+    """Bytes free for each process; GPUs held by another run count as empty, since this run waits for it to end."""
     ids = job.devices.gpu_ids
     if not ids:
         return host_memory.available() / job.devices.local_processes
-    held = holders()
-    return float(min(gpu.memory if gpu.uuid in held else gpu.free for gpu in hardware.find_gpus() if gpu.index in ids))
+    holder_of = holders()
+    return float(
+        min(gpu.memory if gpu.uuid in holder_of else gpu.free for gpu in hardware.find_gpus() if gpu.index in ids)
+    )
 
 
 def _surely_fits(job: Job) -> bool:
-    """Whether a bound that is too high by far is below what is free; false where the model is not at hand."""
+    """Whether even a generous upper bound fits easily; False when the model is not a local folder."""
     config = job.config
     folder = BASE_DIR if config.model_name_or_path == EMBEDDED else Path(config.model_name_or_path)
     try:
         files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        shape = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        bound = _STATE_FACTOR * files + _activations(config, shape.get("text_config", shape)) + _PROCESS_BYTES
+        model_config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        bound = (
+            _STATE_FACTOR * files + _activations(config, model_config.get("text_config", model_config)) + _PROCESS_BYTES
+        )
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return False
-    return files > 0 and bound < _SURE * free_memory(job)
+    return files > 0 and bound < _SAFE_SHARE * free_memory(job)
 
 
-def _activations(config: TrainConfig, shape: dict[str, Any]) -> float:
+def _activations(config: TrainConfig, model_config: dict[str, Any]) -> float:
     rows = max(config.per_device_train_batch_size, config.per_device_eval_batch_size)
-    tokens, layers = rows * config.max_length, int(shape["num_hidden_layers"])
-    width = max(int(shape["hidden_size"]), int(shape.get("intermediate_size") or 0))
-    scores = tokens * config.max_length * int(shape["num_attention_heads"]) * layers
-    return tokens * (layers * width * _LAYER_BYTES + int(shape["vocab_size"]) * _LOGIT_BYTES) + scores * _SCORE_BYTES
+    tokens, layers = rows * config.max_length, int(model_config["num_hidden_layers"])
+    width = max(int(model_config["hidden_size"]), int(model_config.get("intermediate_size") or 0))
+    scores = tokens * config.max_length * int(model_config["num_attention_heads"]) * layers
+    return (
+        tokens * (layers * width * _LAYER_BYTES + int(model_config["vocab_size"]) * _LOGIT_BYTES)
+        + scores * _SCORE_BYTES
+    )
 
 
 def _key(job: Job) -> str:
-    """What the verdict hangs on; free memory in steps of a GiB."""
+    """A key of all that determines the verdict, with free memory in steps of 1 GiB."""
     return f"{dump_yaml(job.config)}{job.strategy.dump()}{job.devices}{free_memory(job) // GIB}"

@@ -1,6 +1,6 @@
-"""The form that goes on with a run: what differs from the run's config becomes the options of `tunesmith resume`.
+"""The form to resume a run: values that differ from the run's config become the options of `tunesmith resume`.
 
-Every guard is that of the command line; `force` is its `--force`.
+All checks are those of the command line; `force` is its `--force`.
 """
 
 from __future__ import annotations
@@ -11,24 +11,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.launch.job import Words, refuse_unresumable, resume_job
+from app.command_line import Args
+from app.launch.job import refuse_unresumable, resume_job
 from app.runs.runs import run_of_id
 from app.services.allowed_paths import path_mistakes, strategy_mistake
-from app.services.fields import fields, text_of
-from app.services.form import Choices, Preview, by_field, device_words, from_run, numbers_of, own_program
+from app.services.form import (
+    REMOTE_CODE,
+    Choices,
+    Preview,
+    by_field,
+    device_args,
+    from_run,
+    numbers_of,
+    tunesmith_program,
+)
 from app.services.starting_values import changed_texts
-from trainers.config.options import ConfigError, TrainConfig
+from trainers.config.fields import fields, text_of
+from trainers.config.mistakes import ConfigError, Mistake
+from trainers.config.options import TrainConfig
 from trainers.config.parse import Request, dump_yaml
 from trainers.run.folder import RunFolder
 
 
 @dataclass(frozen=True)
 class ResumeForm:
-    """A run that can go on, and what its form starts from.
+    """A run that can be resumed, and the initial values of its form.
 
     Args:
         run: the run, stopped or failed.
-        texts: text of every option, as in its config.
+        texts: text of every option in its config.
         choices: its preset, strategy and devices.
     """
 
@@ -41,7 +52,7 @@ def resume_form(run_id: object, runs_dir: Path) -> ResumeForm:
     """The form of a run by its id.
 
     Raises:
-        ConfigError: for an unknown run, one that is done or lives, or one whose config cannot be read.
+        ConfigError: for an unknown run, a run that is done or still live, or an unreadable config.
     """
     run = run_of_id(run_id, runs_dir)
     refuse_unresumable(run)
@@ -50,12 +61,12 @@ def resume_form(run_id: object, runs_dir: Path) -> ResumeForm:
 
 
 def _texts(config: TrainConfig) -> dict[str, str]:
-    return {one.name: text_of(getattr(config, one.name)) for one in fields()}
+    return {option.name: text_of(getattr(config, option.name)) for option in fields()}
 
 
 def resume_preview(
     form: ResumeForm,
-    shown: Mapping[str, Any],
+    form_values: Mapping[str, Any],
     strategy: str | None = None,
     gpus: Sequence[int | str] | None = None,
     num_processes: str | None = None,
@@ -63,44 +74,53 @@ def resume_preview(
     roots: Sequence[Path] | None = None,
     remote_code: bool = False,
 ) -> Preview:
-    """What going on with changed settings would do, with every mistake at once. Starts and writes nothing.
+    """What resuming with changed settings would do, with all mistakes at once. Starts and writes nothing.
 
     Args:
-        form: the run's form, read anew.
-        shown: text or boolean by option, as the form is filled.
+        form: the run's form, freshly read.
+        form_values: text or boolean by option, as filled in.
         strategy: name, or path of an Accelerate YAML; empty for the run's own.
-        gpus: ids; those of the last attempt are left to the resume.
+        gpus: ids; not passed on if equal to those of the last attempt.
         num_processes: processes on a machine without GPUs; likewise.
-        force: go on although the steps to come are others.
-        roots: folders in which files may lie; None allows every path. What the run has already is not asked again.
+        force: resume even if the remaining steps would differ.
+        roots: folders that files may be in; None allows every path. Unchanged paths of the run are not checked again.
         remote_code: whether `trust_remote_code` may be turned on.
     """
     try:
-        changed = changed_texts(shown, form.texts)
+        changed = changed_texts(form_values, form.texts)
     except ConfigError as error:
         return Preview(by_field(error.mistakes))
     launch = _launch(form.choices, strategy, gpus, num_processes)
-    refused = [] if roots is None else _outside(changed, launch, roots)
+    mistakes = [] if roots is None else _outside(changed, launch, roots)
     if changed.get("trust_remote_code") == "true" and not remote_code:
-        refused.append("trust_remote_code=true is refused here; only `tunesmith ui --trust_remote_code` allows it")
-    if refused:
-        return Preview(by_field(refused, strategy or ""))
-    options = [f"--{name}={text}" for name, text in changed.items()]
+        mistakes.append(REMOTE_CODE)
+    if mistakes:
+        return Preview(by_field(mistakes))
     switches = {"force"} if force else set()
     try:
-        job = resume_job(form.run, Words(values=launch, options=options, switches=switches))
+        args = Args(launch=launch, switches=switches, request=Request(options=dict(changed)))
+        job = resume_job(form.run, args)
     except ConfigError as error:
-        return Preview(by_field(error.mistakes, strategy or ""))
-    devices = device_words(job) if {"gpus", "num_processes"} & set(launch) else []
-    named = ["--strategy", launch["strategy"]] if "strategy" in launch else []
-    argv = [*own_program(), "resume", str(form.run.path), *named, *devices, *options, *["--force"] * force]
+        return Preview(by_field(error.mistakes))
+    devices = device_args(job) if {"gpus", "num_processes"} & set(launch) else []
+    strategy_args = ["--strategy", launch["strategy"]] if "strategy" in launch else []
+    options = [f"--{name}={text}" for name, text in changed.items()]
+    argv = [
+        *tunesmith_program(),
+        "resume",
+        str(form.run.path),
+        *strategy_args,
+        *devices,
+        *options,
+        *["--force"] * force,
+    ]
     return Preview({}, list(job.warnings), numbers_of(job), dump_yaml(job.config), shlex.join(argv), job, job.notes)
 
 
 def _launch(
     before: Choices, strategy: str | None, gpus: Sequence[int | str] | None, num_processes: str | None
 ) -> dict[str, str]:
-    """Strategy and devices where they are others than before; the resume keeps the rest as it was."""
+    """Strategy and devices, where changed; the resume keeps the others."""
     launch = {}
     if strategy and strategy != before.strategy:
         launch["strategy"] = strategy
@@ -111,7 +131,7 @@ def _launch(
     return launch
 
 
-def _outside(changed: Mapping[str, str], launch: Mapping[str, str], roots: Sequence[Path]) -> list[str]:
-    lines = [*path_mistakes(changed, roots).values()]
-    line = strategy_mistake(launch["strategy"], roots) if "strategy" in launch else None
-    return [*lines, line] if line else lines
+def _outside(changed: Mapping[str, str], launch: Mapping[str, str], roots: Sequence[Path]) -> list[Mistake]:
+    mistakes = path_mistakes(changed, roots)
+    outside = strategy_mistake(launch["strategy"], roots) if "strategy" in launch else None
+    return [*mistakes, outside] if outside else mistakes

@@ -1,6 +1,6 @@
-"""A program of `trainers` kept running in a process of its own, which answers one request after the other.
+"""Runs a program of `trainers` in a child process that answers requests one at a time.
 
-So the server and the command line show data and chat with models without importing torch. Its child's side is
+This lets the server and the command line show data and chat with models without importing torch. The child's side is
 `trainers/tools/rpc_server.py`.
 """
 
@@ -22,7 +22,7 @@ import psutil
 
 from app.accelerate_launch import ROOT, module_argv, module_environment
 from app.console import clean
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.run.log import without_secrets
 from trainers.run.process_limits import at_a_limit
 
@@ -32,7 +32,7 @@ _DRAIN_SECONDS = 10.0
 
 
 class WorkerDied(RuntimeError):
-    """The process has ended, or does not answer; the last lines of its standard error say why."""
+    """The process ended or did not answer; carries the last lines of its standard error."""
 
     def __init__(self, cause: str, lines: Sequence[str] = ()):
         self.lines = list(lines)
@@ -40,7 +40,7 @@ class WorkerDied(RuntimeError):
 
 
 class Worker:
-    """A running program; answers one caller at a time, the others wait."""
+    """A running program; serves one caller at a time while others wait."""
 
     def __init__(
         self,
@@ -52,25 +52,28 @@ class Worker:
         """Starts the process.
 
         Args:
-            module: such as `trainers.tools.data_preview`; it calls `trainers.tools.rpc_server.serve`.
-            arguments: its command line, which everybody on the machine can read: no secrets.
-            env: variables to set besides this process's.
-            pass_fds: descriptors that it inherits, such as those of GPU locks.
+            module: such as `trainers.tools.data_preview`; must call `trainers.tools.rpc_server.serve`.
+            arguments: its command line; no secrets, as every user of the machine can read it.
+            env: variables to set in addition to this process's.
+            pass_fds: descriptors it inherits, such as those of GPU locks.
 
         Raises:
-            OSError: when no process can be started.
+            OSError: when the process cannot be started.
         """
         self.module = module
         self._argv = module_argv(module, arguments)
         self._env = module_environment({**os.environ, **(env or {}), "PYTHONUNBUFFERED": "1"})
         self._fds = tuple(pass_fds)
-        self._turn, self._writing = threading.Lock(), threading.Lock()
+        self._request_lock = threading.Lock()
+        self._write_lock = threading.Lock()
         self._errors: deque[str] = deque(maxlen=_ERROR_LINES)
         self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._number, self._present, self._closed = 0, 0, False
+        self._number = 0
+        self._current = 0  # number of the request being answered; 0 for none
+        self._closed = False
         started: queue.SimpleQueue[subprocess.Popen[bytes] | OSError] = queue.SimpleQueue()
-        self._keeper = threading.Thread(target=self._keep, args=(started,), daemon=True)
-        self._keeper.start()
+        self._starter = threading.Thread(target=self._start, args=(started,), daemon=True)
+        self._starter.start()
         process = started.get()
         if isinstance(process, OSError):
             raise process
@@ -80,44 +83,44 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
+        """Whether the process is running."""
         return not self._closed and self._process.poll() is None
 
     @property
     def busy(self) -> bool:
-        """Whether an answer is under way."""
-        return self._turn.locked()
+        """Whether a request is being answered."""
+        return self._request_lock.locked()
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Pid of the process."""
         return self._process.pid
 
     def ask(self, request: Mapping[str, Any], timeout: float | None = None) -> Iterator[dict[str, Any]]:
-        """Sends a request and gives its answer, document by document; the last has `end`, and `cancelled` if it was.
+        """Sends a request and yields the documents of its answer; the last has `end`, and `cancelled` if cancelled.
 
-        A caller that stops reading cancels the rest.
+        If the caller stops iterating, the rest of the answer is cancelled.
 
         Args:
-            request: `ask` with the handler's name, and what that needs.
-            timeout: seconds to wait for each document; the process is ended when it takes longer.
+            request: `ask` with the handler's name, and its arguments.
+            timeout: seconds to wait for each document before the process is killed.
 
         Raises:
-            ConfigError: when the answer has `mistakes`.
+            ConfigError: when the answer contains `mistakes`.
             WorkerDied: when the process ends or takes too long.
         """
-        with self._turn:
+        with self._request_lock:
             self._number += 1
             number = self._number
             self._send({**request, "id": number})
-            self._present = number
+            self._current = number
             over = False
             try:
                 while not over:
                     document = self._next(number, timeout)
                     over = bool(document.get("end"))
                     if document.get("mistakes"):
-                        raise ConfigError(list(document["mistakes"]))
+                        raise ConfigError.from_json(document["mistakes"])
                     yield document
             except WorkerDied:
                 over = True
@@ -125,29 +128,29 @@ class Worker:
             finally:
                 if not over:
                     self._drain(number)
-                self._present = 0
+                self._current = 0
                 self.last_used = time.monotonic()
 
     def cancel(self) -> None:
-        """Stops the answer under way, if there is one; it ends with `cancelled`."""
-        if number := self._present:
+        """Cancels the current answer, if any; it then ends with `cancelled`."""
+        if number := self._current:
             with contextlib.suppress(WorkerDied):
                 self._send({"cancel": number})
 
     def close(self) -> None:
-        """Ends the process and all that it started; returns when they are gone."""
+        """Kills the process and all its children; returns when they are gone."""
         self._closed = True
-        family = self._family()
+        children = self._children()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        for process in family:
+        for process in children:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         self._process.wait()
-        psutil.wait_procs(family, timeout=5.0)
-        self._keeper.join(5.0)
+        psutil.wait_procs(children, timeout=5.0)
+        self._starter.join(5.0)
 
-    def _family(self) -> list[psutil.Process]:
+    def _children(self) -> list[psutil.Process]:
         try:
             return psutil.Process(self._process.pid).children(recursive=True)
         except psutil.Error:
@@ -156,7 +159,7 @@ class Worker:
     def _send(self, request: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
         try:
-            with self._writing:
+            with self._write_lock:
                 self._process.stdin.write(json.dumps(request).encode() + b"\n")
                 self._process.stdin.flush()
         except (OSError, ValueError):
@@ -168,7 +171,7 @@ class Worker:
                 document = self._answers.get(timeout=timeout)
             except queue.Empty:
                 self.close()
-                raise WorkerDied(f"{self.module} gave no answer within {timeout:g} s", self._last_lines()) from None
+                raise WorkerDied(f"{self.module} did not answer within {timeout:g} s", self._last_lines()) from None
             if document is None:
                 self._answers.put(None)
                 raise self._death()
@@ -176,7 +179,7 @@ class Worker:
                 return document
 
     def _drain(self, number: int) -> None:
-        """Cancels an answer that nobody reads to its end; a process that goes on with it is ended."""
+        """Cancels an abandoned answer and reads to its end; a process that does not stop in time is killed."""
         with contextlib.suppress(WorkerDied):
             self._send({"cancel": number})
             deadline = time.monotonic() + _DRAIN_SECONDS
@@ -184,20 +187,20 @@ class Worker:
                 pass
 
     def _death(self) -> WorkerDied:
-        self._keeper.join(5.0)
+        self._starter.join(5.0)
         status = self._process.poll()
         if not self._closed and status is not None and (excess := at_a_limit(status, "\n".join(self._errors))):
             return WorkerDied(f"the model's tokenizer or chat template {excess}; choose a model that you trust")
-        how = "has been closed" if self._closed else f"has died (exit status {status})"
-        return WorkerDied(f"{self.module} {how}", self._last_lines())
+        outcome = "has been closed" if self._closed else f"has died (exit status {status})"
+        return WorkerDied(f"{self.module} {outcome}", self._last_lines())
 
     def _last_lines(self) -> list[str]:
         return [without_secrets(clean(line)) for line in list(self._errors)]
 
-    def _keep(self, started: queue.SimpleQueue[subprocess.Popen[bytes] | OSError]) -> None:
-        """Starts the process and reads its standard error.
+    def _start(self, started: queue.SimpleQueue[subprocess.Popen[bytes] | OSError]) -> None:
+        """Starts the process and reads its standard error until it ends.
 
-        The process gets a signal when the thread that started it ends, so that thread must last as long as it does.
+        The process is signalled when the thread that started it ends, so this thread must outlive it.
         """
         try:
             process = subprocess.Popen(
@@ -216,6 +219,6 @@ class Worker:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            with contextlib.suppress(ValueError):  # a line cut short by the process's death
+            with contextlib.suppress(ValueError):  # a line truncated by the death of the process
                 self._answers.put(json.loads(line))
         self._answers.put(None)

@@ -1,4 +1,4 @@
-"""What a form starts from: a preset's values, without those that describe its data once others are named."""
+"""Initial values of a form: a preset's, without those that describe its data once other data is chosen."""
 
 from __future__ import annotations
 
@@ -6,103 +6,100 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from app.services.fields import as_texts, fields, text_of
+from app.services.fields import as_texts
+from trainers.config.fields import fields, text_of
 from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.config.own_data import without_preset_data
-from trainers.config.parse import preset_path, read_yaml
+from trainers.config.presets import find_preset
 from trainers.config.validation import build
 
 NAMING = ("dataset_name", "eval_dataset_name", "eval_share")
-"""The options that decide which others describe data that are not used; each may go by those before it."""
+"""Options that choose data; changing one drops the preset's options that describe its own data, later ones here too."""
 
 
 @lru_cache(maxsize=256)
 def base_config(preset: str | None) -> TrainConfig:
-    """The config of a preset, or of the defaults on the model and data that ship.
+    """The config of a preset, or without one of the defaults on the embedded model and data.
 
     Raises:
         ConfigError: for an unknown preset.
     """
     if preset:
-        return build({**_values(preset), "preset": preset})
+        entry = find_preset(preset)
+        return build({**entry.options, "preset": entry.name})
     return build({"model_name_or_path": EMBEDDED, "dataset_name": EMBEDDED})
 
 
-@lru_cache(maxsize=256)
-def _values(preset: str) -> dict[str, Any]:
-    return read_yaml(preset_path(preset))
-
-
-def starting_values(preset: str | None, shown: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Text of every option that a preset, or the default, gives; empty for what must be given.
+def starting_values(preset: str | None, form_values: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """Text of every option from a preset, or from the defaults; empty for required options.
 
     Args:
         preset: its name.
-        shown: texts of the form, of which `NAMING` count; without them the data are the preset's.
+        form_values: values of the form; only `NAMING` matters, and without them the data is the preset's.
 
     Raises:
-        ConfigError: for an unknown preset, or a value that is no text.
+        ConfigError: for an unknown preset, or a value that is not text.
     """
-    start = {one.name: text_of(getattr(base_config(preset), one.name)) for one in fields()}
+    start = {option.name: text_of(getattr(base_config(preset), option.name)) for option in fields()}
     if not preset:
-        return start | {one.name: "" for one in fields() if one.default is None}
-    _, gone = _named_data(preset, _texts(shown or {}))
-    return start | {one.name: one.default or "" for one in fields() if one.name in gone}
+        return start | {option.name: "" for option in fields() if option.default is None}
+    _, dropped = _choose_data(preset, _texts(form_values or {}))
+    return start | {option.name: option.default or "" for option in fields() if option.name in dropped}
 
 
-def _named_data(preset: str, texts: Mapping[str, str]) -> tuple[dict[str, str], set[str]]:
-    """Which of `NAMING` a form chose, and the preset's options that go with that."""
-    values, base, chosen, gone = _values(preset), base_config(preset), dict[str, str](), set[str]()
+def _choose_data(preset: str, texts: Mapping[str, str]) -> tuple[dict[str, str], set[str]]:
+    """The options of `NAMING` that a form changed, and the preset's options that this drops."""
+    values, base, chosen, dropped = find_preset(preset).options, base_config(preset), dict[str, str](), set[str]()
     for name in NAMING:
-        given = text_of(TrainConfig.model_fields[name].get_default() if name in gone else getattr(base, name))
-        if texts.get(name, given) not in (given, ""):
+        preset_text = text_of(TrainConfig.model_fields[name].get_default() if name in dropped else getattr(base, name))
+        if texts.get(name, preset_text) not in (preset_text, ""):
             chosen[name] = texts[name]
-            left, _ = without_preset_data(values, chosen, preset)
-            gone = (values.keys() - left.keys()) | (gone & set(NAMING))
-    return chosen, gone
+            remaining, _ = without_preset_data(values, chosen, preset)
+            dropped = (values.keys() - remaining.keys()) | (dropped & set(NAMING))
+    return chosen, dropped
 
 
-def differences(shown: Mapping[str, Any], preset: str | None) -> dict[str, str]:
-    """What a filled form says that its preset, or the default, does not.
+def differences(form_values: Mapping[str, Any], preset: str | None) -> dict[str, str]:
+    """The values of a form that differ from its preset, or from the defaults.
 
     Args:
-        shown: text or boolean by option; blanks around a text do not count.
+        form_values: text or boolean by option; surrounding blanks are ignored.
         preset: its name.
 
     Raises:
-        ConfigError: for an unknown preset, or a value that is no text.
+        ConfigError: for an unknown preset, or a value that is not text.
     """
-    return changed_texts(shown, starting_values(preset, shown))
+    return changed_texts(form_values, starting_values(preset, form_values))
 
 
-def changed_texts(shown: Mapping[str, Any], start: Mapping[str, str]) -> dict[str, str]:
-    """The fields whose text is another than at the start; a blank one means none where that is a value.
+def changed_texts(form_values: Mapping[str, Any], start: Mapping[str, str]) -> dict[str, str]:
+    """The fields whose text differs from the start; blank means `none` for an optional field.
 
     Raises:
-        ConfigError: for a value that is no text.
+        ConfigError: for a value that is not text.
     """
-    return {name: text for name, text in _texts(shown).items() if text != start.get(name)}
+    return {name: text for name, text in _texts(form_values).items() if text != start.get(name)}
 
 
-def _texts(shown: Mapping[str, Any]) -> dict[str, str]:
-    blank = {one.name: "none" if one.optional else "" for one in fields()}
-    return {name: text.strip() or blank.get(name, "") for name, text in as_texts(dict(shown)).items()}
+def _texts(form_values: Mapping[str, Any]) -> dict[str, str]:
+    blank = {option.name: "none" if option.optional else "" for option in fields()}
+    return {name: text.strip() or blank.get(name, "") for name, text in as_texts(dict(form_values)).items()}
 
 
-def follow_data(preset: str | None, before: Mapping[str, Any], shown: Mapping[str, Any]) -> dict[str, str]:
-    """New texts of the fields that still show what the form started from, now that it names other data.
+def follow_data(preset: str | None, before: Mapping[str, Any], form_values: Mapping[str, Any]) -> dict[str, str]:
+    """New texts for unchanged fields after the form chose other data.
 
     Args:
         preset: its name.
-        before: what the form named before, by `NAMING`.
-        shown: text or boolean by option, as the form is filled.
+        before: the previous values of `NAMING`.
+        form_values: text or boolean by option, as filled in.
 
     Raises:
-        ConfigError: for an unknown preset, or a value that is no text.
+        ConfigError: for an unknown preset, or a value that is not text.
     """
-    texts, old_texts = _texts(shown), _texts(before)
-    chosen = _named_data(preset, old_texts)[0] if preset else {}
-    named = {name: texts[name] for name in NAMING if name in texts}
-    named = {name: text for name, text in named.items() if name in chosen or text != old_texts.get(name)}
-    old, new = starting_values(preset, before), starting_values(preset, named)
+    texts, old_texts = _texts(form_values), _texts(before)
+    chosen = _choose_data(preset, old_texts)[0] if preset else {}
+    chosen_now = {name: texts[name] for name in NAMING if name in texts}
+    chosen_now = {name: text for name, text in chosen_now.items() if name in chosen or text != old_texts.get(name)}
+    old, new = starting_values(preset, before), starting_values(preset, chosen_now)
     return {name: new[name] for name, text in texts.items() if text == old.get(name) != new.get(name)}

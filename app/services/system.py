@@ -1,4 +1,4 @@
-"""What this machine has and how much of it is in use: GPUs, CPU, memory, disk, versions. Imports no torch."""
+"""This machine's hardware and its use: GPUs, CPU, memory, disk, versions. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.run import host_memory
 from trainers.run.device_locks import cpu_slots, holders
 
@@ -26,20 +26,20 @@ PACKAGES = (
 
 
 def machine(runs_dir: Path) -> dict[str, Any]:
-    """A picture of the machine, as JSON can hold it.
+    """The state of the machine, as JSON values.
 
     Args:
-        runs_dir: folder of run folders, whose disk is looked at; need not exist.
+        runs_dir: folder of run folders, whose disk is reported; need not exist.
 
     Returns:
-        `gpus` (see `gpus`), `cpu_slots` (`slot`, and who holds it), `lock_error` (None, or why the locks cannot be
-        read), `cpu` (`percent` of all cores lately, `per_core`, `load`), `memory` and `disk` (`used` and
-        `total`, bytes; the disk also `path`), `versions` (name to version, None where it is not installed).
+        `gpus` (see `gpus`), `cpu_slots` (`slot`, and its holder), `lock_error` (None, or why the locks cannot be
+        read), `cpu` (recent `percent` of all cores, `per_core`, `load`), `memory` and `disk` (`used` and
+        `total`, bytes; the disk also `path`), `versions` (name to version, None if not installed).
     """
-    held, error = _held()
-    slots = [{"slot": slot, **_holder(held.get(slot))} for slot in cpu_slots()]
+    holder_of, error = _read_holders()
+    slots = [{"slot": slot, **_holder(holder_of.get(slot))} for slot in cpu_slots()]
     return {
-        "gpus": [{**gpu, **_holder(held.get(str(gpu["uuid"])))} for gpu in gpus()],
+        "gpus": [{**gpu, **_holder(holder_of.get(str(gpu["uuid"])))} for gpu in gpus()],
         "cpu_slots": slots,
         "lock_error": error,
         "cpu": _cpu(),
@@ -49,7 +49,7 @@ def machine(runs_dir: Path) -> dict[str, Any]:
     }
 
 
-def _held() -> tuple[dict[str, dict[str, Any]], str | None]:
+def _read_holders() -> tuple[dict[str, dict[str, Any]], str | None]:
     try:
         return holders(), None
     except (ConfigError, OSError) as error:
@@ -57,37 +57,39 @@ def _held() -> tuple[dict[str, dict[str, Any]], str | None]:
 
 
 def _holder(entry: dict[str, Any] | None) -> dict[str, Any]:
-    """Who holds a slot: name of the run, its folder, and the process; each None for nobody."""
-    found = entry or {}
-    return {"held_by": found.get("run"), "run_dir": found.get("run_dir") or None, "pid": found.get("pid")}
+    """The holder of a slot: name of the run, its folder, and pid; each None when free."""
+    holder = entry or {}
+    return {"held_by": holder.get("run"), "run_dir": holder.get("run_dir") or None, "pid": holder.get("pid")}
 
 
 def _cpu() -> dict[str, Any]:
-    cores = _CORES.percent()
+    cores = _CORE_USAGE.percent()
     percent = sum(cores) / len(cores) if cores else 0.0
     return {"percent": percent, "per_core": cores, "load": list(psutil.getloadavg()), "name": _cpu_name()}
 
 
-class _Cores:
-    """How busy each core was between two looks; looks that follow each other too closely get the same answer."""
+class _CoreUsage:
+    """Use of each core since the previous sample; samples closer than `MIN_INTERVAL` return the same values."""
 
-    LEAST = 0.5
-    """Seconds between two looks that tell something."""
+    MIN_INTERVAL = 0.5
+    """Seconds between two meaningful samples."""
 
     def __init__(self) -> None:
-        self._lock, self._seen_at, self._percent = threading.Lock(), -math.inf, [0.0]
+        self._lock = threading.Lock()
+        self._sampled_at = -math.inf
+        self._percent = [0.0]
 
     def percent(self) -> list[float]:
         with self._lock:
             now = time.monotonic()
-            if now - self._seen_at > self.LEAST:
-                first = self._seen_at == -math.inf
+            if now - self._sampled_at > self.MIN_INTERVAL:
+                first = self._sampled_at == -math.inf
                 self._percent = psutil.cpu_percent(interval=0.1 if first else None, percpu=True)
-                self._seen_at = now
+                self._sampled_at = now
             return self._percent
 
 
-_CORES = _Cores()
+_CORE_USAGE = _CoreUsage()
 
 
 @functools.cache
@@ -106,10 +108,10 @@ def _memory() -> dict[str, int]:
 
 
 def _disk(folder: Path) -> dict[str, Any]:
-    """The disk of a folder, or of the nearest one above that exists."""
-    near = next((path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()), Path("/"))
+    """The disk of a folder, or of its nearest existing parent."""
+    existing = next((path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()), Path("/"))
     try:
-        disk = shutil.disk_usage(near)
+        disk = shutil.disk_usage(existing)
     except OSError:
         return {"path": str(folder), "used": None, "total": None}
     return {"path": str(folder), "used": disk.total - disk.free, "total": disk.total}
@@ -117,22 +119,26 @@ def _disk(folder: Path) -> dict[str, Any]:
 
 @functools.cache
 def versions() -> dict[str, str | None]:
-    """Versions of Python, of this package and of what it stands on; None for what is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    """Versions of Python, of this package and of its main dependencies; None if not installed."""
+    installed: dict[str, str | None] = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = None
-    found |= {"driver": _driver(), "system": f"{platform.system()} {platform.release()}", "interpreter": sys.executable}
-    return found
+            installed[name] = None
+    installed |= {
+        "driver": _driver(),
+        "system": f"{platform.system()} {platform.release()}",
+        "interpreter": sys.executable,
+    }
+    return installed
 
 
 # -- GPUs ------------------------------------------------------------------------------------------------------------
 
 
 def _nvml() -> Any:
-    """NVML, started; None without a driver."""
+    """NVML, initialized; None without a driver."""
     import pynvml
 
     try:
@@ -144,47 +150,46 @@ def _nvml() -> Any:
 
 def _driver() -> str | None:
     nvml = _nvml()
-    return _ask(nvml, nvml.nvmlSystemGetDriverVersion) if nvml else None
+    return _query(nvml, nvml.nvmlSystemGetDriverVersion) if nvml else None
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Every GPU of the machine, those that an outer CUDA_VISIBLE_DEVICES hides too.
+    """All GPUs of the machine, including those hidden by CUDA_VISIBLE_DEVICES.
 
     Returns:
-        For each `index`, `uuid`, `name`, and what it does now: `percent` of the time in use, `memory_used` and
-        `memory_total` (bytes), `temperature` (degrees Celsius), `power` and `power_limit` (watts); None for what it
-        does not tell.
+        For each `index`, `uuid`, `name`, and its current `percent` of time in use, `memory_used` and `memory_total`
+        (bytes), `temperature` (degrees Celsius), `power` and `power_limit` (watts); None for values it does not report.
     """
     nvml = _nvml()
-    count = _ask(nvml, nvml.nvmlDeviceGetCount) if nvml else None
-    found = [_gpu(nvml, index) for index in range(count or 0)]
-    return [gpu for gpu in found if gpu is not None]
+    count = _query(nvml, nvml.nvmlDeviceGetCount) if nvml else None
+    readings = [_gpu(nvml, index) for index in range(count or 0)]
+    return [gpu for gpu in readings if gpu is not None]
 
 
 def _gpu(nvml: Any, index: int) -> dict[str, Any] | None:
-    handle = _ask(nvml, nvml.nvmlDeviceGetHandleByIndex, index)
+    handle = _query(nvml, nvml.nvmlDeviceGetHandleByIndex, index)
     if handle is None:
         return None
-    memory = _ask(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
-    use = _ask(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
-    power = _ask(nvml, nvml.nvmlDeviceGetPowerUsage, handle)
-    limit = _ask(nvml, nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
+    memory = _query(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
+    use = _query(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
+    power = _query(nvml, nvml.nvmlDeviceGetPowerUsage, handle)
+    limit = _query(nvml, nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
     return {
         "index": index,
-        "uuid": str(_ask(nvml, nvml.nvmlDeviceGetUUID, handle)),
-        "name": str(_ask(nvml, nvml.nvmlDeviceGetName, handle)),
+        "uuid": str(_query(nvml, nvml.nvmlDeviceGetUUID, handle)),
+        "name": str(_query(nvml, nvml.nvmlDeviceGetName, handle)),
         "percent": None if use is None else int(use.gpu),
         "memory_used": None if memory is None else int(memory.used),
         "memory_total": None if memory is None else int(memory.total),
-        "temperature": _ask(nvml, nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
+        "temperature": _query(nvml, nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
         "power": None if power is None else power / 1000,
         "power_limit": None if limit is None else limit / 1000,
     }
 
 
-def _ask(nvml: Any, question: Callable[..., Any], *about: Any) -> Any:
-    """What NVML answers; None where the GPU cannot tell."""
+def _query(nvml: Any, query: Callable[..., Any], *args: Any) -> Any:
+    """The result of an NVML query; None where the GPU does not support it."""
     try:
-        return question(*about)
+        return query(*args)
     except nvml.NVMLError:
         return None

@@ -1,7 +1,7 @@
 """The embedded chat data set: rewrite a record in another format. Each answer can be checked exactly.
 
-`python -m benchmarks.embedded.chat_data --output DIR` writes the three splits, without `--output`
-over the shipped ones.
+`python -m benchmarks.embedded.chat_data --output DIR` writes the three splits; without `--output` it overwrites the
+shipped ones.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def make_row(rng: random.Random, split: Split) -> tuple[dict[str, Any], Record]:
     """One chat row and the record that it is about.
 
     Args:
-        rng: drawn from.
-        split: whose names are used.
+        rng: random number generator.
+        split: split whose names are used.
 
     Returns:
         The row, `{"messages": [user, assistant], "task": name}`, and its record.
@@ -72,7 +72,7 @@ def make_row(rng: random.Random, split: Split) -> tuple[dict[str, Any], Record]:
 
 
 def rows(split: Split, seed: int = SEED) -> Iterator[tuple[dict[str, Any], Record]]:
-    """All rows of a split with their records, no prompt twice."""
+    """All rows of a split with their records, without duplicate prompts."""
     rng = random.Random(f"{seed} {split}")
     seen: set[str] = set()
     while len(seen) < SIZES[split]:
@@ -84,7 +84,7 @@ def rows(split: Split, seed: int = SEED) -> Iterator[tuple[dict[str, Any], Recor
 
 
 def read_answer(task: str, text: str) -> Record:
-    """The record that an answer states; raises ValueError or xml's ParseError where it states none."""
+    """The record that an answer states; raises ValueError or xml's ParseError if there is none."""
     return read_xml(text) if task == "record_to_xml" else read_json(text)
 
 

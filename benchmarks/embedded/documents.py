@@ -1,6 +1,6 @@
-"""The pre-training text: an endless, seeded stream of short documents.
+"""The pre-training text: an infinite, seeded stream of short documents.
 
-They teach copying names between formats, and nothing about chat: no roles, no questions, no instructions.
+They teach copying names between formats, but nothing about chat: no roles, questions or instructions.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def _formats(rng: random.Random) -> str:
 
 
 def _pair(rng: random.Random) -> str:
-    """A sentence and its record: the hardest reading, so it gets documents of its own."""
+    """A sentence and its record: the hardest task, so it gets documents of its own."""
     record = make_record(rng, "train")
     return _prose(record, rng) + "\n\n" + rng.choice((to_json, to_json, to_xml, to_lines))(record)
 
 
 def _two_records(rng: random.Random) -> str:
-    """Two records, then both again in another format: which one to copy has to be found."""
+    """Two records, then both again in another format: the model must find which one to copy."""
     pair = [make_record(rng, "train"), make_record(rng, "train")]
     first, second = rng.sample((to_json, to_lines, to_sentence, to_xml), 2)
     return "\n\n".join([*map(first, pair), *map(second, pair)])
@@ -62,10 +62,10 @@ def _two_records(rng: random.Random) -> str:
 
 def _repeats(rng: random.Random) -> str:
     """Random words, the same line two or three times: pure copying."""
-    words = [make_word(rng, "train") for _ in range(rng.randint(3, 12))]
-    words += [str(rng.randint(0, 999)) for _ in range(rng.randint(0, 3))]
-    rng.shuffle(words)
-    return "\n".join([rng.choice((" ", ", ", " - ")).join(words)] * rng.choice((2, 2, 3)))
+    parts = [make_word(rng, "train") for _ in range(rng.randint(3, 12))]
+    parts += [str(rng.randint(0, 999)) for _ in range(rng.randint(0, 3))]
+    rng.shuffle(parts)
+    return "\n".join([rng.choice((" ", ", ", " - ")).join(parts)] * rng.choice((2, 2, 3)))
 
 
 def _dates(rng: random.Random) -> str:
@@ -100,10 +100,10 @@ _MAKERS: tuple[tuple[Callable[[random.Random], str], int], ...] = (
 
 
 def documents(seed: int) -> Iterator[str]:
-    """An endless stream of documents, names of the train split only.
+    """An infinite stream of documents, with names of the train split only.
 
     Args:
-        seed: of the stream; the same seed gives the same documents.
+        seed: the same seed gives the same documents.
 
     Yields:
         One document at a time, without separator.

@@ -1,4 +1,4 @@
-"""Makes the embedded base from nothing: tokenizer, chat template, weights, model card.
+"""Creates the embedded base from scratch: tokenizer, chat template, weights, model card.
 
 `python -m benchmarks.embedded.pretrain --output DIR` repeats the shipped recipe; the same versions on the same
 processor with the same number of threads give the same bytes (compare `weights_sha256` in `recipe.json`).
@@ -32,14 +32,14 @@ from trainers.embedded import BASE_DIR
 
 END, PAD = "<|end|>", "<|pad|>"
 OPTIMIZER, SCHEDULE = "Muon (matrices) and AdamW (the rest)", "linear warm-up, then a cosine to zero"
-# Names, single digits and line ends never merge with what surrounds them: a name has the same tokens in every
-# format, and a prompt ends on a token boundary whatever the answer begins with.
+# Names, single digits and newlines never merge with the text around them: a name has the same tokens in every format,
+# and a prompt ends on a token boundary whatever the answer starts with.
 _PIECES = r"\p{L}+|\p{N}|\n|[^\p{L}\p{N}\n]+"
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the weights. Rates per step, sizes in tokens unless named otherwise."""
+    """Everything that determines the weights. Rates are per step, sizes in tokens unless named otherwise."""
 
     seed: int = 1
     tokens: int = 8_000_000
@@ -57,12 +57,12 @@ class Recipe:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps that `tokens` buys."""
+        """Number of optimizer steps for `tokens` tokens."""
         return max(1, self.tokens // (self.rows_per_step * self.row_length))
 
 
 def train_tokenizer(recipe: Recipe) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained on the head of the document stream.
+    """Trains a byte-level BPE tokenizer on the start of the document stream.
 
     Returns:
         A fast tokenizer with the chat template; `<|end|>` ends documents and turns, `<|pad|>` only pads.
@@ -94,7 +94,7 @@ def train_tokenizer(recipe: Recipe) -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
-    """The base with freshly drawn fp32 weights (0.9M parameters)."""
+    """The base with random fp32 weights (0.9M parameters)."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -122,14 +122,14 @@ def token_rows(tokenizer: PreTrainedTokenizerFast, seed: int, length: int) -> It
         texts = list(itertools.islice(stream, 500))
         for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]:
             waiting += [*ids, end]
-        whole = len(waiting) // length
-        for row in range(whole):
+        complete = len(waiting) // length
+        for row in range(complete):
             yield waiting[row * length : (row + 1) * length]
-        waiting = waiting[whole * length :]
+        waiting = waiting[complete * length :]
 
 
 def row_loss(model: LlamaForCausalLM, rows: torch.Tensor) -> torch.Tensor:
-    """Mean next-token loss (nats) over rows of shape (batch, length)."""
+    """Mean next-token loss in nats; `rows` are `[batch, length]`."""
     logits = model(input_ids=rows, use_cache=False).logits[:, :-1]
     return functional.cross_entropy(logits.reshape(-1, logits.size(-1)), rows[:, 1:].reshape(-1))
 
@@ -146,7 +146,7 @@ def held_out_loss(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, r
 
 
 def learning_rate(step: int, recipe: Recipe) -> float:
-    """Linear warm-up, then a cosine to zero; `step` counts from 0."""
+    """Linear warm-up, then cosine decay to zero; `step` counts from 0."""
     if step < recipe.warmup_steps:
         return recipe.learning_rate * (step + 1) / recipe.warmup_steps
     done = (step - recipe.warmup_steps) / max(1, recipe.steps - recipe.warmup_steps)
@@ -154,14 +154,14 @@ def learning_rate(step: int, recipe: Recipe) -> float:
 
 
 def _optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices (copying appears in fewer tokens than with AdamW), AdamW for the rest."""
+    """Muon for the layers' matrices (learns to copy in fewer tokens than AdamW), AdamW for the other weights."""
     embedding = model.get_input_embeddings().weight
     matrices = [p for p in model.parameters() if p.ndim == 2 and p is not embedding]
-    rest = [embedding, *(p for p in model.parameters() if p.ndim == 1)]
+    others = [embedding, *(p for p in model.parameters() if p.ndim == 1)]
     decay, rate = recipe.weight_decay, recipe.learning_rate
     return [
         torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, lr=rate, weight_decay=0.0, betas=(0.9, recipe.beta2)),
+        torch.optim.AdamW(others, lr=rate, weight_decay=0.0, betas=(0.9, recipe.beta2)),
     ]
 
 
@@ -204,7 +204,7 @@ def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: R
 
 
 def describe(recipe: Recipe, model: LlamaForCausalLM, history: list[dict[str, float]]) -> dict[str, Any]:
-    """What `recipe.json` says: the recipe, its cost, its losses, the versions."""
+    """The contents of `recipe.json`: the recipe, its cost, its losses, the versions."""
     return {
         "recipe": asdict(recipe) | {"steps": recipe.steps, "schedule": SCHEDULE, "optimizer": OPTIMIZER},
         "parameters": model.num_parameters(),

@@ -171,9 +171,9 @@ def make_record(rng: random.Random, split: Split) -> Record:
 
 def names_in(text: str) -> set[str]:
     """The names in a text: its capitalised words, sentence openers left out."""
-    words = "".join(c if c.isalpha() else " " for c in text).split()
+    tokens = "".join(c if c.isalpha() else " " for c in text).split()
     openers = {"The", "It", "This"}
-    return {word for word in words if word[0].isupper() and word[1:].islower() and word not in openers}
+    return {word for word in tokens if word[0].isupper() and word[1:].islower() and word not in openers}
 
 
 def to_lines(record: Record) -> str:
@@ -197,8 +197,8 @@ def to_xml(record: Record) -> str:
 
 def _clauses(record: Record) -> tuple[str, str, list[str]]:
     kind = _BY_NAME[str(record["kind"])]
-    said = {field.key: field.clause for field in kind.fields}
-    return kind.name, str(record[kind.subject]), [said[k].format(v) for k, v in record.items() if k in said]
+    clauses = {field.key: field.clause for field in kind.fields}
+    return kind.name, str(record[kind.subject]), [clauses[k].format(v) for k, v in record.items() if k in clauses]
 
 
 def to_sentence(record: Record) -> str:

@@ -15,10 +15,12 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from tests.forked import Popen
+
 WIDE = (1440, 900)
 PHONE = (390, 844)
 SIZES = {"wide": WIDE, "phone": PHONE}
-PATIENCE = 120.0
+TIMEOUT = 120.0
 """Seconds that anything may take on a busy machine; nothing waits that long when all is well."""
 
 _STILL = """() => Promise.all(document.getAnimations()
@@ -60,7 +62,7 @@ class Served:
         root = str(Path(__file__).resolve().parents[2])
         began = time.monotonic()
         with open(self.folder / "ui.out", "wb") as out, open(self.folder / "ui.err", "wb") as err:
-            self.process = subprocess.Popen(
+            self.process = Popen(
                 argv, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
                 env={**os.environ, "PYTHONPATH": root, **own, **self.environment},
             )  # fmt: skip
@@ -81,7 +83,7 @@ class Served:
     def stop(self, sig: signal.Signals = signal.SIGTERM) -> int:
         """Sends it a signal, and waits for its exit status."""
         self.process.send_signal(sig)
-        return self.process.wait(timeout=PATIENCE)
+        return self.process.wait(timeout=TIMEOUT)
 
     def restart(self, sig: signal.Signals = signal.SIGTERM) -> None:
         """Ends it with a signal and starts it again on the same port."""
@@ -89,11 +91,11 @@ class Served:
         self.start()
 
 
-def wait_for(found: Callable[[], object], what: str, patience: float = PATIENCE) -> None:
+def wait_for(found: Callable[[], object], what: str, timeout: float = TIMEOUT) -> None:
     """Returns once `found()` is true; fails with `what` when that takes too long."""
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + timeout
     while not found():
-        assert time.monotonic() < deadline, f"waited {patience:.0f} s in vain for {what}"
+        assert time.monotonic() < deadline, f"waited {timeout:.0f} s in vain for {what}"
         time.sleep(0.05)
 
 
@@ -157,7 +159,7 @@ class Tabs:
         """
         width, height = SIZES[size]
         context = self.browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
-        context.set_default_timeout(1000 * PATIENCE)
+        context.set_default_timeout(1000 * TIMEOUT)
         page, url = context.new_page(), (server or self.server).url
         page.on("console", lambda line: self._hear(line.text) if line.type == "error" else None)
         page.on("pageerror", lambda error: self._hear(str(error)))

@@ -13,7 +13,7 @@ import pytest
 from gradio_client import Client  # type: ignore[import-untyped]
 from playwright.sync_api import Browser, Page, expect
 
-from tests.browser.conftest import PATIENCE, SIZES, Served, Tabs, axe, screenshot, wait_for
+from tests.browser.conftest import SIZES, TIMEOUT, Served, Tabs, axe, screenshot, wait_for
 from tests.launching import launch_well
 
 RUN, STEP = "five-steps", "step-00000005"
@@ -105,7 +105,7 @@ def test_the_process_is_freed_on_demand(tabs: Tabs) -> None:
     page.get_by_role("button", name="Load").click()
     status = page.locator("#chat-status")
     told = re.compile(r"process (\d+)")
-    expect(status).to_contain_text(told, timeout=1000 * PATIENCE)
+    expect(status).to_contain_text(told, timeout=1000 * TIMEOUT)
     found = told.search(status.inner_text())
     assert found
     process = psutil.Process(int(found[1]))
@@ -202,5 +202,5 @@ def test_a_chat_that_names_a_component_builds_none(chatting: Served) -> None:
             said += line
             if line.startswith("data:") and json.loads(line[5:])["msg"] == "process_completed":
                 break
-    assert "Base: refused, the value that was sent is not a conversation of plain text" in said
+    assert "Base: refused, the value is not a conversation of plain text" in said
     assert "root:" not in said

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.browser.conftest import PATIENCE, SIZES, Served, Tabs, axe, screenshot
+from tests.browser.conftest import SIZES, TIMEOUT, Served, Tabs, axe, screenshot
 
-expect.set_options(timeout=1000 * PATIENCE)
+expect.set_options(timeout=1000 * TIMEOUT)
 SHAPES = [(size, scheme) for size in SIZES for scheme in ("light", "dark")]
 HOSTILE = '</mark><img src=x onerror=alert(1)> ${1+1} {{2+2}} <script>alert(2)</script> & "fine"'
 
@@ -102,7 +102,7 @@ def test_a_count_is_cancelled(new_page: Tabs, server: Served) -> None:
     show(page)
     expect(page.locator("#data-statistics")).to_contain_text("press Count everything")
     page.get_by_label("rows of the batches").check()
-    expect(page.locator("#data-mistakes")).to_contain_text("start its statistics")
+    expect(page.locator("#data-mistakes")).to_contain_text("start the statistics")
     page.locator("#data-count").click()
     expect(page.locator("#data-statistics [role=meter]")).to_be_visible()
     page.locator("#data-cancel").click()

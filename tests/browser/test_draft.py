@@ -7,15 +7,15 @@ from collections.abc import Callable
 
 from playwright.sync_api import Page, expect
 
-from tests.browser.conftest import PATIENCE, Served, Tabs, axe, screenshot, wait_for
+from tests.browser.conftest import TIMEOUT, Served, Tabs, axe, screenshot, wait_for
 from tests.made_runs import made_run
-from trainers.config.parse import parse_yaml
 from trainers.config.validation import build
+from trainers.config.yaml_file import parse_yaml
 from trainers.run.compatibility import plain, versions
 from trainers.run.folder import RunFolder, write_json
 from trainers.run.manifest import FORMAT, seal
 
-expect.set_options(timeout=1000 * PATIENCE)
+expect.set_options(timeout=1000 * TIMEOUT)
 
 
 def value(page: Page, option: str) -> str:
@@ -125,12 +125,12 @@ def test_a_run_goes_on_with_changed_settings(serve: Callable[..., Served], new_p
     page = new_page("/run?run=mine", server=server)
     page.get_by_role("button", name="Resume with changes").click()
     page.wait_for_url("**/?resume=mine")
-    expect(page.locator("#train-resume")).to_contain_text("Going on with mine from step 20")
+    expect(page.locator("#train-resume")).to_contain_text("Resuming mine from step 20")
     expect(page.locator("#train-command")).to_contain_text(f"resume {run.path}")
     fill(page, "learning_rate", "1e-5")
     expect(page.locator("#opt-learning_rate .ts-field-error")).to_contain_text("--force")
     expect(page.locator("#launch")).to_be_disabled()
-    page.get_by_label("Go on all the same").check()
+    page.get_by_label("Resume anyway").check()
     expect(page.locator("#train-command")).to_contain_text("--learning_rate=1e-5 --force")
     expect(page.locator("#launch")).to_have_text("Resume")
     axe(page)

@@ -16,6 +16,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from tests.browser.conftest import SIZES, Served, Tabs, axe, screenshot, wait_for
+from tests.forked import BY_HAND
 
 PAGES = ("/", "/data", "/runs", "/run?run=none", "/compare", "/chat", "/system")
 SHAPES = [(size, scheme) for size in SIZES for scheme in ("light", "dark")]
@@ -31,7 +32,7 @@ _FOCUSED = """() => {
 @pytest.mark.parametrize("path", PAGES)
 def test_a_page_is_whole(new_page: Tabs, path: str, size: str, scheme: str) -> None:
     page = new_page(path, size, scheme)
-    expect(page.get_by_text("Looking", exact=False)).to_have_count(0)  # what is live has been drawn
+    expect(page.get_by_text("Loading…", exact=False)).to_have_count(0)  # what is live has been drawn
     name = path.strip("/").partition("?")[0] or "train"
     screenshot(page, f"{name}-{size}-{scheme}")
     assert page.locator("h1").count() == 1
@@ -85,7 +86,8 @@ def test_the_system_page_moves(new_page: Tabs) -> None:
 # -- start and end ---------------------------------------------------------------------------------------------------
 
 
-def test_it_starts_fast_and_without_torch(serve: Callable[..., Served]) -> None:
+def test_it_starts_fast_and_without_torch(serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(BY_HAND, "1")
     server = serve()
     times = psutil.Process(server.process.pid).cpu_times()
     code = "import gradio, os; print(sum(os.times()[:2]))"
@@ -118,7 +120,7 @@ def test_two_servers_start_side_by_side(serve: Callable[..., Served]) -> None:
 def test_a_port_that_is_taken_is_refused(server: Served, tmp_path: Path) -> None:
     status, said = _refused(tmp_path, "--port", str(server.port))
     assert status == 2
-    assert f"port={server.port} is taken" in said
+    assert f"port={server.port} is in use" in said
 
 
 def test_other_hosts_need_a_password(tmp_path: Path) -> None:

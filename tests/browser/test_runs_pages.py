@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,13 +12,14 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.browser.conftest import PATIENCE, Served, Tabs, axe, screenshot, wait_for
+from tests.browser.conftest import TIMEOUT, Served, Tabs, axe, screenshot, wait_for
+from tests.forked import Popen
 from tests.made_runs import add_checkpoint, log_lines, made_run
 from trainers.run.folder import Process, RunFolder, write_json
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 COMPARED = "/compare?runs=done-run,failed-run"
-expect.set_options(timeout=1000 * PATIENCE)
+expect.set_options(timeout=1000 * TIMEOUT)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_two_runs_are_chosen_and_compared(new_page: Tabs) -> None:
     legend = page.locator(".u-legend")
     expect(legend).to_contain_text("done-run")
     expect(legend).to_contain_text("failed-run")
-    page.get_by_label("Along").select_option("tokens")
+    page.get_by_label("X axis").select_option("tokens")
     expect(legend).to_contain_text("tokens")
     expect(page.get_by_role("region", name="Final metrics")).to_contain_text("Training loss")
 
@@ -172,11 +172,11 @@ def test_a_live_run_moves_in_two_tabs(new_page: Tabs, server: Served) -> None:
 def test_stopping_asks_the_run(new_page: Tabs, server: Served) -> None:
     page = new_page("/run?run=live-run")
     page.get_by_role("button", name="Stop without saving").click()
-    expect(page.get_by_text("What was trained since the last checkpoint is lost.")).to_be_visible()
-    page.get_by_role("button", name="Leave it").click()
+    expect(page.get_by_text("All progress since the last checkpoint is lost.")).to_be_visible()
+    page.get_by_role("button", name="Cancel").click()
     assert not RunFolder(server.runs_dir / "live-run").stop_request.exists()
     page.get_by_role("button", name="Stop and save").click()
-    expect(page.get_by_text("asked to save and stop")).to_be_visible()
+    expect(page.get_by_text("stop requested")).to_be_visible()
     assert RunFolder(server.runs_dir / "live-run").stop_request.exists()
 
 
@@ -192,7 +192,7 @@ def test_a_run_is_renamed_and_deleted(new_page: Tabs, server: Served) -> None:
     page.wait_for_url(re.compile("run=new-name"))
     expect(page.locator("h1")).to_contain_text("new-name")
     page.get_by_role("button", name="Delete").click()
-    expect(page.get_by_text(re.compile(r"new-name holds \d.* (KiB|MiB|B)"))).to_be_visible()
+    expect(page.get_by_text(re.compile(r"log of new-name \(\d.* (KiB|MiB|B)\)"))).to_be_visible()
     page.locator("#sure-delete").click()
     page.wait_for_url(re.compile("/runs"))
     assert not (server.runs_dir / "new-name").exists()
@@ -232,9 +232,7 @@ def test_a_real_run_is_watched_from_its_start(new_page: Tabs, server: Served) ->
     words = ["train", "tiny-lora", "--max_steps", "12", "--num_processes", "1", "--output_dir", "runs/real"]
     root = str(Path(__file__).resolve().parents[2])
     argv = [sys.executable, "-P", "-m", "app.cli", *words]
-    training = subprocess.Popen(
-        argv, cwd=server.folder, stdout=log, stderr=log, env={**os.environ, "PYTHONPATH": root, **own}
-    )
+    training = Popen(argv, cwd=server.folder, stdout=log, stderr=log, env={**os.environ, "PYTHONPATH": root, **own})
     try:
         page.get_by_role("link", name="real").click()
         page.wait_for_url(re.compile("run=real"))

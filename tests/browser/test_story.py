@@ -13,7 +13,7 @@ from gradio_client import Client  # type: ignore[import-untyped]
 from playwright.sync_api import Page, expect
 
 from app.runs.runs import last_checkpoint, processes_in, true_state
-from tests.browser.conftest import PATIENCE, Served, Tabs, screenshot, wait_for
+from tests.browser.conftest import TIMEOUT, Served, Tabs, screenshot, wait_for
 from trainers.run.folder import RunFolder
 
 LONG = 400.0
@@ -25,7 +25,7 @@ STEPS = 200
 @pytest.fixture(autouse=True)
 def patient() -> None:
     """A busy machine may take its time."""
-    expect.set_options(timeout=1000 * PATIENCE)
+    expect.set_options(timeout=1000 * TIMEOUT)
 
 
 def fill(page: Page, name: str, value: str) -> None:
@@ -47,7 +47,7 @@ def alive(run: RunFolder) -> list[int]:
 
 def started(page: Page, server: Served) -> RunFolder:
     """The run whose page has opened."""
-    page.wait_for_url(re.compile(r"/run\?run="), timeout=1000 * PATIENCE)
+    page.wait_for_url(re.compile(r"/run\?run="), timeout=1000 * TIMEOUT)
     (run_id,) = parse_qs(urlparse(page.url).query)["run"]
     return RunFolder(server.runs_dir / run_id)
 
@@ -58,7 +58,7 @@ def launch(new_page: Tabs, server: Served) -> tuple[Page, RunFolder]:
     expect(page.locator(".ts-verdict-good")).to_be_visible()
     page.locator("#opt-strategy input").click()
     page.get_by_role("option", name="fsdp2", exact=True).click()
-    for name, value in {"max_steps": str(STEPS), "max_length": "128", "global_batch_size": "32"}.items():
+    for name, value in {"max_steps": str(STEPS), "max_length": "128", "global_batch_size": "16"}.items():
         fill(page, name, value)
     fill(page, "save_steps", "1000")
     expect(page.locator("#train-command pre")).to_contain_text("--save_steps 1000")

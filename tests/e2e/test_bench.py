@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from tests import forked
 from tests.e2e.test_commands import TUNESMITH, tunesmith, wait_for
 from tests.launching import ROOT, environment
 
@@ -17,14 +18,14 @@ INJECT = ROOT / "tests" / "faults" / "inject"
 WORDS = ["bench", "tiny-full", "--num_processes", "2", "--max_train_samples", "300", "--json", "--settings"]
 
 
-def start(tmp_path: Path, *words: str, fault: str = "") -> tuple[subprocess.Popen[str], Path, Path]:
+def start(tmp_path: Path, *words: str, fault: str = "") -> tuple[forked.Popen, Path, Path]:
     """The verb, with the folder of its temporary files and the one in which it was typed, both empty."""
     temporary, home = tmp_path / "tmp", tmp_path / "home"
     temporary.mkdir()
     home.mkdir()
     own = {"XDG_STATE_HOME": str(tmp_path / "state"), "TMPDIR": str(temporary), "FAULT": fault}
     env = environment(PYTHONPATH=f"{INJECT}{os.pathsep}{ROOT}", CUDA_VISIBLE_DEVICES="", **own)
-    program = subprocess.Popen([*TUNESMITH, *WORDS, *words], cwd=home, env=env, stdout=subprocess.PIPE,
+    program = forked.Popen([*TUNESMITH, *WORDS, *words], cwd=home, env=env, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE, text=True)  # fmt: skip
     return program, temporary, home
 

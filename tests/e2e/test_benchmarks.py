@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks import data, gpu, plan, start, throughput
-from benchmarks.contenders import Bench, Broke, Case, Measured, cause_of
+from benchmarks.contenders import Bench, Case, Measured, RunFailed, cause_of
 from benchmarks.rows import Batches, batches_of, write_chat
 from trainers.config.options import TrainConfig
 from trainers.embedded import BASE_DIR
@@ -34,7 +34,7 @@ def test_other_work_is_no_comparison() -> None:
     case = Case("embedded", False, 1, warm=1, timed=2)
     own = Measured(100.0, 500.0, first_loss=3.0, last_loss=2.0)
     throughput.check_equal_work(case, {"tunesmith": own, "bare": replace(own, last_loss=2.00001)})
-    with pytest.raises(Broke, match=r"bare has loss 2\.001000 where tunesmith has 2\.000000"):
+    with pytest.raises(RunFailed, match=r"bare has loss 2\.001000 where tunesmith has 2\.000000"):
         throughput.check_equal_work(case, {"tunesmith": own, "bare": replace(own, last_loss=2.001)})
 
 

@@ -19,6 +19,7 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests import forked
 from tests.launching import ROOT, Finished, environment, flags, launch_well
 from tests.rounding import bound, relative, reordered
 from tests.shared import once
@@ -38,13 +39,13 @@ OPTIONS: dict[str, Any] = {
 
 def tunesmith(*words: str, cwd: Path, timeout: float = 500) -> subprocess.CompletedProcess[str]:
     env = environment(PYTHONPATH=str(ROOT), XDG_STATE_HOME=str(cwd / "state"))
-    return subprocess.run([*TUNESMITH, *words], cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
+    return forked.run([*TUNESMITH, *words], cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
 
 
-def start(run: RunFolder, cwd: Path, **changes: Any) -> subprocess.Popen[str]:
+def start(run: RunFolder, cwd: Path, **changes: Any) -> forked.Popen:
     env = environment(PYTHONPATH=str(ROOT), XDG_STATE_HOME=str(cwd / "state"))
     words = ["train", "tiny-lora", "--json", *flags({**OPTIONS, "output_dir": run.path, **changes})]
-    return subprocess.Popen([*TUNESMITH, *words], cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    return forked.Popen([*TUNESMITH, *words], cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                             text=True)  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from app.launch import actions
 from app.runs.runs import last_checkpoint
-from app.runs.state import allowed, queue_place
+from app.runs.state import allowed, queue_position
 from tests.detached import (
     SMALL,
     TUNESMITH,
@@ -92,14 +92,14 @@ def test_two_runs_at_once_a_queue_and_every_kind_of_stop(home: Path) -> None:
 
     ahead = device_locks.enqueue(home / "ahead", "ahead", Need(cpu_slots=1))
     third = detached(home, "third", 1, **ENDLESS)
-    assert (state_of(third), queue_place(third)) == ("queued", 2)
+    assert (state_of(third), queue_position(third)) == ("queued", 2)
     assert allowed(third) == ["cancel", "move_up", "move_down", "clone"]
     moved = tunesmith("runs", "move", "third", "-1", "--json", home=home)
     assert json.loads(moved.stdout) == {"id": "third", "place": 1}, moved.stderr
     device_locks.give_up(ahead)
     cancelled = tunesmith("stop", "third", "--json", home=home)
     assert cancelled.returncode == 0, cancelled.stderr
-    assert (ended(third)["cause"], queue_place(third)) == ("cancelled before it started", None)
+    assert (ended(third)["cause"], queue_position(third)) == ("cancelled before it started", None)
     assert not third.metrics.exists()
 
     discarded = tunesmith("stop", "second", "--no_save", "--json", home=home)

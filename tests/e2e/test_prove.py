@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests import forked
 from tests.e2e.test_commands import TUNESMITH, alive, steps_of, tunesmith, wait_for
 from tests.launching import ROOT, environment
 from trainers.run.folder import RunFolder
@@ -71,7 +72,7 @@ def test_the_mean_of_means_is_seen_in_a_model_that_was_cut(tmp_path: Path) -> No
 def test_ctrl_c_reports_what_was_done(tmp_path: Path) -> None:
     words = ["prove", *SMALL, "--strategies", "single", "--steps", "2000", "--output_dir", "report", "--json"]
     env = environment(PYTHONPATH=str(ROOT), XDG_STATE_HOME=str(tmp_path / "state"))
-    program = subprocess.Popen([*TUNESMITH, *words], cwd=tmp_path, env=env, stdout=subprocess.PIPE,
+    program = forked.Popen([*TUNESMITH, *words], cwd=tmp_path, env=env, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE, text=True)  # fmt: skip
     run = RunFolder(tmp_path / "report" / "reference")
     wait_for(lambda: steps_of(run) >= 2)

@@ -47,7 +47,7 @@ def test_silent_fallbacks_of_accelerate_are_refused(values: dict[str, Any], line
 
 def test_the_cpu_flag_is_refused(tmp_path: Path) -> None:
     """`--cpu --num_processes 2` starts one process in stock Accelerate."""
-    finished = launch(tmp_path / "run", 2, SHORT, launcher_flags=("--cpu",))
+    finished = launch(tmp_path / "run", 2, SHORT, launcher_flags=("--cpu",), by_hand=True)
     assert finished.status != 0
     assert "the launcher was given --cpu" in finished.output
 
@@ -55,7 +55,7 @@ def test_the_cpu_flag_is_refused(tmp_path: Path) -> None:
 def test_use_cpu_is_one_run_of_two_ranks(tmp_path: Path) -> None:
     """Stock Accelerate makes two independent runs of `MULTI_GPU` with `use_cpu: true`, both rank 0."""
     own = strategy_file(tmp_path, distributed_type="MULTI_GPU", num_processes=2, use_cpu=True)
-    finished = launch_well(tmp_path / "run", 2, SHORT, strategy=own)
+    finished = launch_well(tmp_path / "run", 2, SHORT, strategy=own, by_hand=True)
     ranks = [entry["rank"] for entry in finished.state["processes"] if entry["role"] == "rank"]
     assert ranks == [0, 1]
     assert "processes        2" in finished.output
@@ -70,16 +70,16 @@ from trainers.config.parse import Request
 from trainers.run.errors import TrainingError
 from trainers.strategy.mesh import Mesh, MeshSizes
 from trainers.parallel.ranks import Ranks
-from trainers.monitor.self_check import check, compare
+from trainers.monitor.self_check import compare, refuse_differences
 from trainers.strategy.strategy import load_strategy
 config = Request(preset="tiny-lora").resolve()
 made = Accelerator()  # without the adaptation
 ranks = Ranks(made.device)
 loss = build.module(config, True)
 mesh = Mesh(MeshSizes())
-backend, census = build.backend(config, load_strategy("ddp"), made, ranks, mesh, loss)
+backend, dtypes = build.backend(config, load_strategy("ddp"), made, ranks, mesh, loss)
 try:
-    check(compare(load_strategy("ddp"), config, made, mesh, backend, loss, census), ranks)
+    refuse_differences(compare(load_strategy("ddp"), config, made, mesh, backend, loss, dtypes), ranks)
 except TrainingError as error:
     sys.stdout.write(f"REFUSED {error}\\n")
 """
@@ -92,14 +92,14 @@ def test_the_self_check_stops_a_run_that_is_not_the_one_asked_for() -> None:
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=500, check=True, cwd=ROOT)
     refusals = [line for line in done.stdout.splitlines() if line.startswith("REFUSED")]
     assert len(refusals) == 2
-    assert all("processes: asked 2, got 1" in line for line in refusals)
-    assert all("wrapper: asked DistributedDataParallel, got none" in line for line in refusals)
+    assert all("processes: requested 2, got 1" in line for line in refusals)
+    assert all("wrapper: requested DistributedDataParallel, got none" in line for line in refusals)
 
 
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"preset": "tiny-lora", "lerning_rate": 1e-3}, "unknown option lerning_rate; did you mean learning_rate?"),
+        ({"preset": "tiny-lora", "lerning_rate": 1e-3}, "lerning_rate is not an option; did you mean learning_rate?"),
         ({"preset": "tiny-lora", "global_batch_size": 7}, "global_batch_size=7 does not divide"),
         ({"preset": "tiny-lora", "model_name_or_path": "/nowhere"}, "model_name_or_path=/nowhere"),
     ],
@@ -181,7 +181,7 @@ def test_the_command_pasted_into_a_terminal_is_the_same_run_again(tmp_path: Path
 
 def test_a_secret_of_the_environment_is_in_no_file(tmp_path: Path) -> None:
     secret = "hf_" + os.urandom(12).hex()
-    finished = launch_well(tmp_path / "run", 1, {**SHORT, "run_name": "quiet"}, HF_TOKEN=secret)
+    finished = launch_well(tmp_path / "run", 1, {**SHORT, "run_name": "quiet"}, by_hand=True, HF_TOKEN=secret)
     for path in finished.run.path.rglob("*"):
         assert not path.is_file() or secret.encode() not in path.read_bytes()
     assert secret not in finished.output
@@ -231,7 +231,7 @@ def test_a_build_that_was_killed_hangs_no_later_run(tmp_path: Path) -> None:
         shutil.copytree(built, cache)
     (cache / "deepspeed_shm_comm").mkdir(parents=True, exist_ok=True)
     (cache / "deepspeed_shm_comm" / "lock").touch()
-    launch_well(tmp_path / "run", 2, SHORT, strategy="zero1", timeout=500, XDG_CACHE_HOME=str(tmp_path))
+    launch_well(tmp_path / "run", 2, SHORT, strategy="zero1", by_hand=True, XDG_CACHE_HOME=str(tmp_path))
     assert not (cache / "deepspeed_shm_comm" / "lock").exists()
 
 
@@ -239,7 +239,7 @@ def test_a_rank_is_gone_as_soon_as_its_end_has_run() -> None:
     """What is registered for the end runs, what is printed is read; modules are not taken apart."""
     program = """
 import atexit
-from trainers.run.launch import leave
+from trainers.run.launch import exit_now
 class Apart:
     def __del__(self):
         print("taken apart")
@@ -252,8 +252,8 @@ print("printed", end=" ")
         end: subprocess.run(
             [sys.executable, "-c", program.replace("{end}", end)], cwd=ROOT, capture_output=True, text=True
         )
-        for end in ("leave(3)", "raise SystemExit(3)")
+        for end in ("exit_now(3)", "raise SystemExit(3)")
     }
     assert {done.returncode for done in ways.values()} == {3}
-    assert ways["leave(3)"].stdout == "printed registered\n"
+    assert ways["exit_now(3)"].stdout == "printed registered\n"
     assert ways["raise SystemExit(3)"].stdout == "printed registered\ntaken apart\n", "Python's own way does"

@@ -42,5 +42,5 @@ def test_changed_data_and_options_are_named_and_refused(home: Path) -> None:
     until(lambda: state_of(run) == "running" and step_of(run) > before)
     assert tunesmith("stop", "mine", home=home).returncode == 0
     log = run.log.read_text()
-    assert "warning: the data are not those that the checkpoint was saved with" in log
+    assert "warning: the data has changed since the checkpoint was saved" in log
     assert "warning: learning_rate=0.5, and 0.003" in log

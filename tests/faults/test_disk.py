@@ -47,7 +47,7 @@ def test_the_disk_is_full(left: int, home: Path, disk: SmallDisk, undisturbed: U
     if disk.kind == "limit":
         assert os.strerror(errno.EFBIG) in told(run)
     elif left:
-        said = re.search(r"has ([\d,]+) bytes free, a checkpoint needs ([\d,]+); make room", told(run))
+        said = re.search(r"has ([\d,]+) bytes free, a checkpoint needs ([\d,]+); free space", told(run))
         assert said, told(run)
         free, needed = (int(number.replace(",", "")) for number in said.groups())
         assert free <= left

@@ -6,7 +6,7 @@ import time
 import tracemalloc
 from pathlib import Path
 
-from app.runs.log import PIECE, log_piece
+from app.runs.log import CHUNK_BYTES, read_log
 from tests.detached import detached, ended
 from tests.faults.conftest import Note, Undisturbed
 from tests.faults.oracle import INTERVAL, OPTIONS, exact
@@ -47,8 +47,8 @@ def reads_quickly(run: RunFolder) -> None:
     try:
         for asked in ({}, {"who": "1"}, {"after": 0}, {"before": size // 2}, {"after": size // 2, "follow": True}):
             began = time.perf_counter()
-            assert log_piece(run, asked)["size"] == size
+            assert read_log(run, asked)["size"] == size
             assert time.perf_counter() - began < 2
-        assert tracemalloc.get_traced_memory()[1] < 64 * PIECE < size
+        assert tracemalloc.get_traced_memory()[1] < 64 * CHUNK_BYTES < size
     finally:
         tracemalloc.stop()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
+from subprocess import DEVNULL
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ import pytest
 from tests.detached import TUNESMITH, inside, pid_of, processes, saved, state_of, step_of, until
 from tests.faults.conftest import Note, Undisturbed
 from tests.faults.oracle import INTERVAL, OPTIONS, STEPS, clean, exact, replayed, told
+from tests.forked import Popen
 from tests.launching import ROOT, SCRIPT, flags, free_port
 from trainers.run.folder import RunFolder, read_json
 
@@ -25,7 +26,7 @@ class Machines:
 
     def __init__(self, home: Path):
         self.home, self.run, self.port = home, RunFolder(home / "runs" / "mine"), free_port()
-        self.typed: list[subprocess.Popen[bytes]] = []
+        self.typed: list[Popen] = []
 
     def place(self, machine: int) -> dict[str, str]:
         (self.home / f"machine-{machine}").mkdir(exist_ok=True)
@@ -37,7 +38,7 @@ class Machines:
         for machine in (1, 0):
             line = [*TUNESMITH, *words, "--machine_rank", str(machine), *flags(options)]
             with open(self.home / f"machine-{machine}.txt", "ab") as out:
-                made = subprocess.Popen(line, cwd=self.home, env=self.place(machine), stdout=out, stderr=out)
+                made = Popen(line, cwd=self.home, env=self.place(machine), stdout=out, stderr=out)
             self.typed.insert(0, made)
 
     def train(self, strategy: str = "ddp", **options: Any) -> None:
@@ -155,7 +156,7 @@ def test_two_plain_launchers(machines: Machines, undisturbed: Undisturbed) -> No
             str(SCRIPT),
             *flags({"preset": "tiny-lora", "output_dir": machines.run.path, **OPTIONS}),
         ]
-        made.append(subprocess.Popen(line, env=machines.place(machine), stdout=subprocess.DEVNULL))
+        made.append(Popen(line, env=machines.place(machine), stdout=DEVNULL))
     assert [one.wait(300) for one in made] == [0, 0]
     exact(machines.run, whole, replays=0)
     assert processes(machines.run.path) == []

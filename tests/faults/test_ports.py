@@ -12,6 +12,7 @@ import pytest
 from tests.detached import TUNESMITH, ended, inside, train_words
 from tests.faults.conftest import Note, Undisturbed
 from tests.faults.oracle import OPTIONS, exact
+from tests.forked import Popen
 from tests.launching import ROOT, SCRIPT, flags
 from trainers.run.folder import RunFolder
 
@@ -52,7 +53,7 @@ def test_two_runs_at_once_while_the_port_is_taken(
     runs = [RunFolder(home / "runs" / name) for name in ("first", "second")]
     fault.at()
     starts = [
-        subprocess.Popen(way(run, strategy), cwd=home, env=inside(home), stdout=subprocess.PIPE,
+        Popen(way(run, strategy), cwd=home, env=inside(home), stdout=subprocess.PIPE,
                          stderr=subprocess.STDOUT, text=True)
         for run in runs
     ]  # fmt: skip

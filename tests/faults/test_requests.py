@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.detached import (
     TUNESMITH,
     detached,
@@ -24,6 +25,7 @@ from tests.detached import (
 )
 from tests.faults.conftest import Note, Undisturbed
 from tests.faults.oracle import INTERVAL, OPTIONS, STEPS, clean, exact, note, replayed, told
+from tests.forked import Popen
 from tests.launching import ROOT, SCRIPT, flags
 from tests.parity.runs import mostly_long
 from trainers.run.folder import RunFolder
@@ -118,7 +120,7 @@ def test_ctrl_c_in_a_terminal(starts, times: int, home: Path, undisturbed: Undis
     """It goes to every process of the foreground group, and some people press it twice."""
     whole, fault = undisturbed("ddp"), noted(f"Ctrl-C, {starts.__name__}", "ddp")
     run = RunFolder(home / "runs" / "mine")
-    first = subprocess.Popen(
+    first = Popen(
         starts(run), cwd=home, env=inside(home), start_new_session=True,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
@@ -132,7 +134,7 @@ def test_ctrl_c_in_a_terminal(starts, times: int, home: Path, undisturbed: Undis
     assert (run.checkpoints / f"step-{state['step']:08d}").is_dir()
     assert "resume goes on from there" in told(run)
     clean(run)
-    again = subprocess.run(starts(run), cwd=home, env=inside(home), capture_output=True, text=True, timeout=120)
+    again = forked.run(starts(run), cwd=home, env=inside(home), capture_output=True, text=True, timeout=120)
     assert again.returncode == 0, again.stdout + again.stderr
     exact(run, whole, replays=0)
     fault.harmless(run)

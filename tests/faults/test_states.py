@@ -24,6 +24,7 @@ from tests.detached import (
 )
 from tests.faults.conftest import Note, Undisturbed
 from tests.faults.oracle import INTERVAL, OPTIONS, clean, exact, told
+from tests.forked import Popen
 from trainers.run.folder import END_STATES, LIVE_STATES, RunFolder
 
 _ORDER = {name: place for place, name in enumerate(LIVE_STATES)} | {name: len(LIVE_STATES) for name in END_STATES}
@@ -92,7 +93,7 @@ def watch(home: Path) -> Iterator[Watch]:
 
 def at_once(home: Path, *commands: list[str]) -> list[tuple[int, str]]:
     started = [
-        subprocess.Popen([*TUNESMITH, *words], cwd=home, env=inside(home), stdout=subprocess.PIPE,
+        Popen([*TUNESMITH, *words], cwd=home, env=inside(home), stdout=subprocess.PIPE,
                          stderr=subprocess.STDOUT, text=True)
         for words in commands
     ]  # fmt: skip

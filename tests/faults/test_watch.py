@@ -45,7 +45,7 @@ def test_a_rank_that_hangs_tells_where(strategy: str, home: Path, faulty: dict[s
     state = ended(run)
     fault.at()
     assert (state["state"], saved(run)) == ("failed", INTERVAL)
-    assert told(run).startswith(f"rank 1: RankHung: rank 1 hangs in data of step {at}; nothing has moved for ")
+    assert told(run).startswith(f"rank 1: RankHung: rank 1 hangs in data of step {at}; no progress for ")
     spoken = [line for line in run.log.read_text().splitlines() if "[rank 1]" in line]
     assert any("in never_ends" in line for line in spoken)
     clean(run)

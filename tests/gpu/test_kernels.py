@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trainers.config.validation import build
-from trainers.data.layout import DocumentLayout, use_documents
+from trainers.data.layout import AttentionMetadata, DocumentLayout
 from trainers.model import attention
 from trainers.model.attention import avoid_cudnn
 from trainers.model.attention_kernel import choose, trial
@@ -32,8 +32,7 @@ def test_a_leak_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = attention.sdpa
 
     def leaking(*inputs: object, **rest: object) -> object:
-        use_documents(None)
-        return whole(*inputs, **rest)  # type: ignore[arg-type]
+        return whole(*inputs[:-1], AttentionMetadata(), **rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(attention, "varlen", leaking)
     assert "its results are off" in str(trial("varlen", SHAPES[0], GPU, torch.bfloat16))
@@ -47,11 +46,8 @@ def test_no_gradient_is_nan_under_a_mask() -> None:
     query[..., 0], key[..., 0] = 1.0, -120 * size**0.5
     inputs = [one.to(GPU, torch.bfloat16).requires_grad_() for one in (query, key, value)]
     avoid_cudnn()
-    use_documents(DocumentLayout.of(np.array([0, 300, length]), 1).to(GPU))
-    try:
-        output, _ = attention.sdpa(torch.nn.Module(), *inputs, None)
-    finally:
-        use_documents(None)
+    metadata = AttentionMetadata(DocumentLayout.of(np.array([0, 300, length]), 1).to(GPU))
+    output, _ = attention.sdpa(torch.nn.Module(), *inputs, None, metadata)
     gradients = torch.autograd.grad(output.float().square().sum(), inputs)
     assert all(bool(one.isfinite().all()) for one in gradients)
 
@@ -59,16 +55,13 @@ def test_no_gradient_is_nan_under_a_mask() -> None:
 def test_compiled_varlen_is_not_made_anew_for_each_length() -> None:
     made = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, heads, 512, 64, generator=made).to(GPU, torch.bfloat16) for heads in (4, 2, 2))
-    compiled = torch.compile(lambda *three: attention.varlen(torch.nn.Module(), *three, None)[0])
+    compiled = torch.compile(lambda metadata, *three: attention.varlen(torch.nn.Module(), *three, None, metadata)[0])
     torch._dynamo.utils.counters.clear()
-    try:
-        for longest in (200, 256, 300, 350, 400):
-            use_documents(DocumentLayout.of(np.array([0, longest, 512]), 1).to(GPU))
-            found = compiled(query, key, value)
-            expected = attention.varlen(torch.nn.Module(), query, key, value, None)[0]
-            torch.testing.assert_close(found, expected)
-    finally:
-        use_documents(None)
+    for longest in (200, 256, 300, 350, 400):
+        metadata = AttentionMetadata(DocumentLayout.of(np.array([0, longest, 512]), 1).to(GPU))
+        found = compiled(metadata, query, key, value)
+        expected = attention.varlen(torch.nn.Module(), query, key, value, None, metadata)[0]
+        torch.testing.assert_close(found, expected)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 

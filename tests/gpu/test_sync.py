@@ -28,7 +28,7 @@ def _waits_allowed_again() -> Iterator[None]:
 @pytest.mark.parametrize("packing", [False, True], ids=["unpacked", "packed"])
 def test_micro_batches_never_make_the_host_wait(packing: bool, tmp_path: Path) -> None:
     with steps(tmp_path, 4, packing, refuse_waits) as made:
-        assert made.job.ranks.device.type == "cuda"
+        assert made.context.ranks.device.type == "cuda"
         for step in range(3):
             assert made.take(step).updated
 
@@ -36,6 +36,6 @@ def test_micro_batches_never_make_the_host_wait(packing: bool, tmp_path: Path) -
 def test_a_wait_in_a_micro_batch_would_be_seen(tmp_path: Path) -> None:
     with steps(tmp_path, 4, False, refuse_waits) as made:
         made.take(0)
-        made.job.backend.model.register_forward_hook(lambda module, inputs, output: print(output[0].item()))
+        made.context.backend.model.register_forward_hook(lambda module, inputs, output: print(output[0].item()))
         with pytest.raises(RuntimeError, match="synchronizing"):
             made.take(1)

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from tests.launching import Finished
+from tests.launching import Finished, launch_well
 from tests.parity import plain
-from tests.parity.runs import STEPS, config, launch_well, options
+from tests.parity.runs import STEPS, config, options
 from tests.shared import once
 from trainers.checkpoint.checkpoint import saved_tensors
 from trainers.config.options import TrainConfig

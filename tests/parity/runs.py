@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests import launching
-from tests.launching import Finished
+from tests.launching import Finished, launch_well
 from tests.parity.plain import Curve
 from tests.shared import once
 from trainers.config.options import TrainConfig
@@ -20,8 +19,6 @@ from trainers.config.validation import build
 from trainers.run.folder import RunFolder
 
 STEPS = 20
-launch = functools.partial(launching.launch, forked=True)
-launch_well = functools.partial(launching.launch_well, forked=True)
 long = pytest.mark.long
 
 
@@ -67,8 +64,8 @@ def config(method: str, packing: bool, **changes: Any) -> TrainConfig:
 @functools.cache
 def _run(processes: int, strategy: str | None, again: int, items: tuple[tuple[str, Any], ...]) -> Finished:
     def start(folder: Path) -> None:
-        begin = launching.launch_well if again else launch_well
-        finished = begin(folder / "run", processes, dict(items), strategy=strategy, timeout=600)
+        more = {"strategy": strategy, "by_hand": bool(again), "timeout": 600}
+        finished = launch_well(folder / "run", processes, dict(items), **more)
         (folder / "output").write_text(finished.output)
 
     what = json.dumps([processes, strategy, again, items], default=str)

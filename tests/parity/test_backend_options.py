@@ -12,14 +12,15 @@ import pytest
 import torch
 import yaml
 
+from tests.launching import launch, launch_well
 from tests.parity.checks import equal_after_resume, reference, resumed
-from tests.parity.runs import config, curve, launch, launch_well, long, mostly_long, options
-from trainers.config.options import ConfigError
+from tests.parity.runs import config, curve, long, mostly_long, options
+from trainers.config.mistakes import ConfigError
 from trainers.model.load import build_model
 from trainers.objectives.sft import SupervisedLoss
 from trainers.parallel.fsdp import _classes_by_size, _digests, _refuse_odd_adapters
 from trainers.parallel.ranks import Ranks
-from trainers.parallel.shards import WEIGHT, Shard, check_whole
+from trainers.parallel.shards import WEIGHT, Shard, check_coverage
 from trainers.run.errors import TrainingError
 
 FSDP2 = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_cpu_ram_efficient_loading": False}
@@ -135,9 +136,9 @@ def test_fsdp1_refuses_adapters_that_it_cannot_flatten(precision: str, fits: boo
 def test_weights_that_are_not_whole_are_seen() -> None:
     """Control: a rank that misses an element, and two that hold the same one."""
     ranks = Ranks(torch.device("cpu"))
-    check_whole([Shard("w", torch.Size([3]), 0, {WEIGHT: torch.zeros(3)})], ranks)
+    check_coverage([Shard("w", torch.Size([3]), 0, {WEIGHT: torch.zeros(3)})], ranks)
     with pytest.raises(TrainingError, match=r"w has 3 elements, the ranks hold \[2\] of them"):
-        check_whole([Shard("w", torch.Size([3]), 0, {WEIGHT: torch.zeros(2)})], ranks)
+        check_coverage([Shard("w", torch.Size([3]), 0, {WEIGHT: torch.zeros(2)})], ranks)
 
 
 def test_a_layer_that_is_not_there_is_named(tmp_path: Path) -> None:

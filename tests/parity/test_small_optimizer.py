@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.launching import Finished
+from tests.launching import Finished, launch_well
 from tests.parity.checks import equal_after_resume, same_bits, weights
-from tests.parity.runs import launch_well, mostly_long, options, run
+from tests.parity.runs import mostly_long, options, run
 from tests.parity.test_options import bf16_band, difference
 from trainers.strategy.strategy import load_strategy
 

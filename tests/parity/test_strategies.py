@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.launching import Finished
+from tests.launching import Finished, launch
 from tests.parity.checks import check_export, equal_after_resume, reference, resumed, same_bits, stock_loss
 from tests.parity.plain import LOSS_TOLERANCE, NORM_TOLERANCE
-from tests.parity.runs import STEPS, curve, launch, mostly_long, options, run
+from tests.parity.runs import STEPS, curve, mostly_long, options, run
 from tests.parity.test_options import bf16_band, difference
 from trainers.checkpoint.export import export_again
 from trainers.embedded import BASE_DIR
@@ -67,7 +67,7 @@ def test_what_was_asked_for_is_what_ran(name: str) -> None:
     sizes = strategy.sizes
     what, tp = ("Adam's share", 1) if strategy.zero_stage in (1, 2) else ("weights held", sizes.tp)
     if strategy.sharded or strategy.zero_stage or sizes.tp > 1:
-        assert re.search(rf"{what} +1/{sizes.dp_shard * sizes.parts * tp}\n", said)
+        assert re.search(rf"{what} +1/{sizes.dp_shard * sizes.sequence_shards * tp}\n", said)
     assert re.search(r"memory +rank 0 [\d.]+ -> [\d.]+ GiB; rank 1", said)
     if strategy.zero_stage:
         assert re.search(rf"ZeRO stage +{strategy.zero_stage}\n +offload +{strategy.offload}\n", said)

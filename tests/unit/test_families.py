@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.families import judge
 from tests.families import FAMILIES, Verdict, config_for, disagreement, save_small
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.model.load import build_model
 from trainers.strategy.strategy import load_strategy
 from trainers.tools.preflight import check
@@ -81,4 +81,4 @@ def test_adapters_that_do_not_fit_are_refused_by_the_check(
         check(config, load_strategy("single"), has_gpu=False)
     with pytest.raises(ConfigError) as late:
         build_model(config)
-    assert early.value.mistakes == late.value.mistakes
+    assert early.value.lines == late.value.lines

@@ -70,7 +70,7 @@ def test_accumulation_adds_no_host_sync(packing: bool, tmp_path: Path) -> None:
     found = {}
     for accumulation in (1, 8):
         with steps(tmp_path, accumulation, packing) as made:
-            assert made.job.plan.accumulation == accumulation
+            assert made.context.plan.accumulation == accumulation
             found[accumulation] = syncs_of_a_step(made)
     assert found[1] == found[8]
     assert found[1]["tolist"] == 1, "the one sync of the step, which this test must see"
@@ -98,7 +98,7 @@ def _after(wait: Any) -> Any:
 def test_a_host_sync_per_micro_batch_would_be_seen(wait: Any, name: str, tmp_path: Path) -> None:
     with steps(tmp_path, 8, packing=False) as made:
         before = syncs_of_a_step(made)
-        hook = made.job.backend.model.register_forward_hook(_after(wait))
+        hook = made.context.backend.model.register_forward_hook(_after(wait))
         after = syncs_of_a_step(made)
         hook.remove()
     assert after[name] - before[name] == 8

@@ -18,7 +18,7 @@ EMBEDDED = {"trainers.embedded", "trainers.embedded.BASE_DIR", "trainers.embedde
 FLOORS = (
     *("trainers.embedded", *SHARED, "trainers.data", "trainers.objectives", "trainers.model", "trainers.parallel"),
     *("trainers.checkpoint", "trainers.monitor", "trainers.tools", "trainers.build", "trainers.loop", "trainers.train"),
-    *("app.console", "app.typer_style", "app.reference", "app.hardware", "app.option_help", "app.accelerate_launch"),
+    *("app.console", "app.typer_style", "app.reference", "app.hardware", "app.command_line", "app.accelerate_launch"),
     *("app.runs", "app.launch", "app.plan", "app.prove", "app.bench", "app.services", "app.commands", "app.cli", "ui"),
 )
 """Every room, from the ground up: each imports only from those before it."""
@@ -143,3 +143,53 @@ def test_no_shell_and_no_pickle(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     for word in ("shell=True", "os.system(", "pickle.load", "torch.load(", "torch.save(", "trust_remote_code=True"):
         assert word not in text
+
+
+READERS_OF_TEXT = {
+    "startswith",
+    "endswith",
+    "removeprefix",
+    "removesuffix",
+    "partition",
+    "rpartition",
+    "split",
+    "replace",
+}
+
+
+def mistakes_read_as_text(tree: ast.AST) -> list[int]:
+    """Lines in which the sentences of a `ConfigError` are taken apart, one by one or joined."""
+    sentences: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.comprehension | ast.For) and ast.unparse(node.iter).endswith(".lines"):
+            sentences.add(ast.unparse(node.target))
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        owner, method = ast.unparse(node.func.value), node.func.attr
+        texts = [owner] if method in READERS_OF_TEXT else list(map(ast.unparse, node.args)) if owner == "re" else []
+        found += [node.lineno for text in texts if text in sentences or ".lines" in text or ".problem" in text]
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_mistake_is_found_by_its_parts(path: Path) -> None:
+    """Its option, value, problem and remedy are there; the sentence is for people."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    raises = "ConfigError" in {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    assert path.name == "mistakes.py" or not raises or not mistakes_read_as_text(tree)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        'error.lines[0].removeprefix("strategy ddp: ")',
+        '[line for line in error.lines if line.startswith("seed")]',
+        're.match(r"\\w+", "; ".join(error.lines))',
+        'mistake.problem.startswith("is ")',
+    ],
+)
+def test_a_mistake_read_as_text_would_be_seen(code: str) -> None:
+    assert mistakes_read_as_text(ast.parse(code))
+    assert not mistakes_read_as_text(ast.parse('[one.option.partition(".")[0] for one in error.mistakes]'))

@@ -13,22 +13,22 @@ from benchmarks.parallelism import (
     STRATEGIES,
     Measured,
     first_row,
+    format_bytes,
     head,
     line,
     measure,
     second_rows,
-    shown,
     sized,
 )  # fmt: skip
-from benchmarks.traffic import PAYLOAD, SILENT, Traffic, given, payload
-from trainers.config.options import ConfigError
+from benchmarks.traffic import PAYLOAD, SILENT, Traffic, payload, sent_bytes
+from trainers.config.mistakes import ConfigError
 from trainers.embedded import BASE_DIR
 from trainers.strategy.mesh import MeshSizes
 from trainers.strategy.strategy import load_strategy
 from trainers.strategy.traffic import Shape, predicted
 
 SHAPE = Shape(
-    parameters=1000, vectors=40, outside=330, layers=2, hidden=10, heads=4, key_heads=2, head_size=3, words=32,
+    parameters=1000, vectors=40, outside=330, layers=2, hidden=10, heads=4, key_heads=2, head_size=3, vocab_size=32,
     tied=True,
 )  # fmt: skip
 STEPS = [[[8, 5], [6, 4]], [[4, 3], [8, 8]], [[4, 2], [4, 4]]]
@@ -95,7 +95,7 @@ def test_every_strategy_is_there() -> None:
     [(0, "0"), (20, "20 B"), (1234, "1.23 kB"), (999_600, "1000 kB"), (3_543_552, "3.54 MB"), (2e9, "2 GB")],
 )
 def test_sizes_are_short(size: float, text: str) -> None:
-    assert shown(size) == text
+    assert format_bytes(size) == text
 
 
 def test_tables_have_a_cell_for_each_column() -> None:
@@ -119,7 +119,7 @@ def test_an_unknown_collective_stops_the_run(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delitem(PAYLOAD, "send")
     with pytest.raises(RuntimeError, match="has collectives send; add them to PAYLOAD"):
-        Traffic(tmp_path, 2).hear()
+        Traffic(tmp_path, 2).register()
 
 
 def test_a_payload_is_what_a_rank_gives() -> None:
@@ -127,15 +127,15 @@ def test_a_payload_is_what_a_rank_gives() -> None:
     assert payload([[small, large], small]) == 36
     group, alone = (1, 2), (0, 1)  # rank and size
 
-    def bytes_given(operator: str, *arguments: Any) -> int:
-        return given(operator, arguments, lambda one: one)
+    def bytes_sent(operator: str, *arguments: Any) -> int:
+        return sent_bytes(operator, arguments, lambda one: one)
 
-    assert bytes_given("_allgather_base_", torch.zeros(12), small, group) == 12
-    assert bytes_given("_reduce_scatter_base_", small, torch.zeros(12), group) == 48
-    assert bytes_given("broadcast_", [small], group, 1, 0) == 12
-    assert bytes_given("broadcast_", [small], group, 0, 0) == 0
-    assert bytes_given("allreduce_", [small], group) == 12
-    assert bytes_given("allreduce_", [small], alone) == 0
+    assert bytes_sent("_allgather_base_", torch.zeros(12), small, group) == 12
+    assert bytes_sent("_reduce_scatter_base_", small, torch.zeros(12), group) == 48
+    assert bytes_sent("broadcast_", [small], group, 1, 0) == 12
+    assert bytes_sent("broadcast_", [small], group, 0, 0) == 0
+    assert bytes_sent("allreduce_", [small], group) == 12
+    assert bytes_sent("allreduce_", [small], alone) == 0
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])

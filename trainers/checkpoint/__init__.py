@@ -1,1 +1,1 @@
-"""Checkpoints, their copies elsewhere, and exports."""
+"""Checkpoints, their remote copies, and exports."""

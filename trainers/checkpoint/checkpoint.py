@@ -1,8 +1,8 @@
 """Checkpoints: save, publish, prune, load. Safetensors and JSON only; no pickle is written or read.
 
-A checkpoint is a copy in memory first, which a thread then writes beside its final name, while training goes on; it is
-renamed when it is whole, and only then are older ones pruned. Tensors are keyed by the names that transformers and peft
-give them, so that any layout can read them.
+A checkpoint is first copied to host memory, then written by a thread under a temporary name while training continues.
+It is renamed once it is complete, and only then are older ones pruned. Tensors are keyed by their transformers or peft
+names, so that any layout can read them.
 """
 
 from __future__ import annotations
@@ -26,22 +26,24 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from trainers.checkpoint.remote import Mirror
+from trainers.checkpoint.remote import RemoteCopy
 from trainers.checkpoint.rng import random_state, set_random_state
-from trainers.parallel.backend import Backend, trained_names
+from trainers.config.mistakes import ConfigError
+from trainers.parallel.backend import Backend, trained_weights
 from trainers.parallel.ranks import Ranks
-from trainers.parallel.shards import WEIGHT, steps_of, wholes
+from trainers.parallel.shards import WEIGHT, gather_full_tensors, steps_of
 from trainers.run.compatibility import FORCE, changed_options, changed_versions, refusals
 from trainers.run.errors import TrainingError
 from trainers.run.folder import folder_identity, write_json
 from trainers.run.manifest import FORMAT, Origin, Progress, read_manifest, remove, seal, set_aside, sha256, sync, verify
 
+OTHER_BASE = "the base model's weights are not those that its adapters were trained on"
 _STATE = "optim.state."
 _BAD = (ValueError, KeyError, OSError, SafetensorError, RuntimeError)
 
 
-def kept_buffers(model: nn.Module) -> list[str]:
-    """Names of the buffers that a checkpoint keeps: those of the state dict, where all weights are trained."""
+def persistent_buffers(model: nn.Module) -> list[str]:
+    """Names of the buffers to save: those of the state dict if all weights are trained, otherwise none."""
     if not all(weight.requires_grad for weight in model.parameters()):
         return []
     persistent = set(model.state_dict(keep_vars=True))
@@ -49,28 +51,34 @@ def kept_buffers(model: nn.Module) -> list[str]:
 
 
 def base_digest(model: nn.Module) -> str:
-    """Digest of a sample of each frozen weight; empty where all are trained.
+    """sha256 of a sample of each frozen weight; empty if all weights are trained.
 
-    Rounded to bf16, so that the same base read in another compute dtype is the same; 4-bit weights are left out, whose
-    embeddings and norms tell one base from another.
+    Values are rounded to bf16, so that the digest does not depend on the compute dtype. 4-bit weights are left out:
+    embeddings and norms identify the base model.
     """
     digest = hashlib.sha256()
-    frozen = [(name, one) for name, one in model.named_parameters() if not one.requires_grad]
+    frozen = [(name, weight) for name, weight in model.named_parameters() if not weight.requires_grad]
     for name, weight in frozen:
         if weight.is_floating_point() and type(weight) is nn.Parameter:
             flat = weight.detach().reshape(-1)
-            some = flat[:: max(1, flat.numel() // 1024)].to(torch.bfloat16)
-            digest.update(f"{name} {list(weight.shape)}".encode() + some.view(torch.int16).numpy().tobytes())
+            sample = flat[:: max(1, flat.numel() // 1024)].to(torch.bfloat16)
+            digest.update(f"{name} {list(weight.shape)}".encode() + sample.view(torch.int16).numpy().tobytes())
     return digest.hexdigest() if frozen else ""
 
 
+def refuse_other_base(manifest: dict[str, Any], model: nn.Module) -> None:
+    """Raises ConfigError when the frozen weights of a model are not those that a checkpoint was trained on."""
+    if manifest["base"] != base_digest(model):
+        raise ConfigError(f"{OTHER_BASE}; restore them")
+
+
 def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What a checkpoint keeps of a model that nothing wraps: trained weights and some buffers."""
-    return dict(trained_names(model)) | {name: model.get_buffer(name) for name in kept_buffers(model)}
+    """The tensors of an unwrapped model that a checkpoint contains: trained weights and persistent buffers."""
+    return dict(trained_weights(model)) | {name: model.get_buffer(name) for name in persistent_buffers(model)}
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """In memory of its own on the CPU, so that training may go on."""
+    """A copy on the CPU, so that training can continue."""
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
@@ -80,9 +88,9 @@ class Pending:
 
     Args:
         temporary: the folder that it is written to.
-        progress: at its step.
-        needed: bytes of all ranks' tensors.
-        entry: what this rank's thread wrote, as the manifest names it.
+        progress: training progress at its step.
+        needed: bytes of the tensors of all ranks.
+        entry: this rank's entry in the manifest, set by the thread that writes.
     """
 
     temporary: Path
@@ -93,72 +101,82 @@ class Pending:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that was published: its step, its size, and how long the slowest rank wrote."""
+    """A published checkpoint.
+
+    Args:
+        step: its step.
+        bytes: size of its tensors.
+        write_seconds: time that the slowest rank took to write.
+    """
 
     step: int
     bytes: int
     write_seconds: float
 
     def line(self, stalled: float) -> str:
-        """What the log says; training stood still for `stalled` seconds."""
+        """The line of the log; training was blocked for `stalled` seconds."""
         return (
             f"saved the checkpoint of step {self.step}: {self.bytes:,} bytes in {self.write_seconds:.2f} s; "
-            f"training stood still for {stalled:.2f} s"
+            f"training was blocked for {stalled:.2f} s"
         )
 
     def row(self, stalled: float) -> dict[str, Any]:
-        """The row of the metrics file."""
+        """The row of the metrics file; training was blocked for `stalled` seconds."""
         size = {"checkpoint_bytes": self.bytes, "checkpoint_write_s": self.write_seconds}
         return {"step": self.step, **size, "checkpoint_stall_s": stalled}
 
 
 class Checkpoints:
-    """The checkpoints of one run, of which at most one is being written.
+    """The checkpoints of one run; at most one is being written at a time.
 
     Args:
         folder: `checkpoints/` of the run folder.
         ranks: the processes that save together.
-        origin: kept in every manifest.
-        limit: how many to keep besides the best one.
+        origin: provenance, recorded in every manifest.
+        limit: number of checkpoints to keep besides the best one; at least 2.
         attempt: number of this start of the run; part of the temporary name.
-        force: load although data, options or code have changed since a checkpoint was saved.
+        force: load even if data, options or code have changed since the checkpoint was saved.
 
-    `mirror`, on rank 0, gets a copy of each that is published.
+    `remote_copy`, set on rank 0, gets a copy of each published checkpoint.
     """
 
     def __init__(
         self, folder: Path, ranks: Ranks, origin: Origin, limit: int = 2, attempt: int = 0, force: bool = False
     ):
-        self.folder, self.ranks, self.origin = folder, ranks, origin
-        self.home = folder_identity(folder.parent)  # a run folder that is removed later is not to come back
-        self.limit, self.attempt, self.force = max(limit, 2), attempt, force
-        self.mirror: Mirror | None = None
+        self.folder = folder
+        self.ranks = ranks
+        self.origin = origin
+        self.home = folder_identity(folder.parent)  # a run folder that is removed later must not reappear
+        self.limit = max(limit, 2)
+        self.attempt = attempt
+        self.force = force
+        self.remote_copy: RemoteCopy | None = None
         self.pending: Pending | None = None
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step is."""
+        """The folder of the checkpoint of a step."""
         return self.folder / f"step-{step:08d}"
 
     def published(self) -> list[Path]:
-        """Whole checkpoints, oldest first."""
+        """Published checkpoints, oldest first."""
         return sorted(path for path in self.folder.glob("step-" + "[0-9]" * 8) if path.is_dir())
 
     def begin(self, backend: Backend, buffers: dict[str, torch.Tensor], progress: Progress) -> None:
-        """Takes a copy of everything at `progress.step` and begins to write it, in a thread. Collective.
+        """Copies everything to host memory at `progress.step` and starts writing it in a thread. Collective.
 
         Args:
-            backend: holds weights and optimizer state, in whatever layout.
-            buffers: those that `kept_buffers` names, the same on every rank.
-            progress: what is saved beside the tensors.
+            backend: holds weights and optimizer state, in any layout.
+            buffers: the buffers that `persistent_buffers` names, equal on every rank.
+            progress: training progress, saved in the manifest.
 
         Raises:
-            TrainingError: on every rank when one has no room; the checkpoints before it stand.
+            TrainingError: on every rank, if any rank lacks disk space; earlier checkpoints are unaffected.
         """
-        assert self.pending is None, "the one before is not finished"
+        assert self.pending is None, "the previous checkpoint is not finished"
         temporary = self.folder / f"{self.path(progress.step).name}.tmp-{self.attempt}"
         error = None
-        mine = self._share(backend, buffers)
-        needed = sum(self.ranks.gather(sum(one.numel() * one.element_size() for one in mine.values())))
+        tensors = self._share(backend, buffers)
+        needed = sum(self.ranks.gather(sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())))
         try:
             self._check_room(needed)
             temporary.mkdir(exist_ok=True)
@@ -167,101 +185,104 @@ class Checkpoints:
         self._agree(error, temporary, f"saving the checkpoint of step {progress.step}")
         entry: Future[dict[str, Any]] = Future()
         self.pending = Pending(temporary, progress, needed, entry)
-        Thread(target=self._write, args=(temporary, mine, needed, entry), name="checkpoint", daemon=True).start()
+        Thread(target=self._write, args=(temporary, tensors, needed, entry), name="checkpoint", daemon=True).start()
 
-    def written(self, patience: float = 0.0) -> bool:
-        """Whether this rank has nothing to write any more.
-
-        Args:
-            patience: seconds to wait for it.
-        """
-        return self.pending is None or not wait_for([self.pending.entry], patience).not_done
-
-    def copied(self, patience: float = 0.0) -> bool:
-        """Whether the mirror, if this rank has one, has all that was published.
+    def written(self, timeout: float = 0.0) -> bool:
+        """Whether this rank has finished writing.
 
         Args:
-            patience: seconds to wait for it.
+            timeout: seconds to wait for it.
         """
-        return self.mirror is None or self.mirror.copied(patience)
+        return self.pending is None or not wait_for([self.pending.entry], timeout).not_done
+
+    def copied(self, timeout: float = 0.0) -> bool:
+        """Whether the remote copy, if this rank has one, is up to date.
+
+        Args:
+            timeout: seconds to wait for it.
+        """
+        return self.remote_copy is None or self.remote_copy.copied(timeout)
 
     def finish(self) -> Saved | None:
-        """Publishes what was begun, once every rank has written its part; None when nothing was. Collective.
+        """Publishes the pending checkpoint once every rank has written its file; None if there is none. Collective.
 
         Raises:
-            TrainingError: on every rank when any could not write; the checkpoints before it stand.
+            TrainingError: on every rank, if any rank could not write; earlier checkpoints are unaffected.
         """
         if self.pending is None:
             return None
+        # Every rank has written its file, or all of them raise.
         pending, self.pending = self.pending, None
-        error, entry = pending.entry.exception(), dict[str, Any]()  # waits for it
-        if error is None:
-            entry = pending.entry.result()
+        error = pending.entry.exception()  # waits for the thread
+        entry = pending.entry.result() if error is None else {}
         step = pending.progress.step
         self._agree(error, pending.temporary, f"saving the checkpoint of step {step}")
+        # Rank 0 writes the manifest and renames the folder.
         entries = self.ranks.gather(entry)
         error = None
         if self.ranks.is_main:
             try:
                 self._publish(pending.temporary, self.path(step), pending.progress, entries)
             except OSError as problem:
-                error = self._told(problem, pending.needed)
+                error = self._explain_full_disk(problem, pending.needed)
         self.ranks.agree(error, f"publishing the checkpoint of step {step}")
-        return Saved(step, pending.needed, max(one["seconds"] for one in entries))
+        return Saved(step, pending.needed, max(entry["seconds"] for entry in entries))
 
-    def _agree(self, error: BaseException | None, temporary: Path, doing: str) -> None:
-        """Raises on every rank when any failed, what was written so far removed."""
+    def _agree(self, error: BaseException | None, temporary: Path, action: str) -> None:
+        """Raises on every rank if any of them failed, after removing what was written."""
         try:
-            self.ranks.agree(error, doing)
+            self.ranks.agree(error, action)
         except TrainingError:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
 
     def _share(self, backend: Backend, buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copies of the whole tensors that fall to this rank, on the CPU, and of its own random state. Collective."""
-        mine: dict[str, torch.Tensor] = {}
+        """The full tensors that this rank writes, copied to the CPU, and its random state. Collective."""
+        tensors: dict[str, torch.Tensor] = {}
         shards = backend.shards()
         steps = steps_of(shards, self.ranks)
-        for name, key, owner, whole in wholes(shards, steps, self.ranks):
-            if owner == self.ranks.rank and whole is not None:
-                mine[f"model.{name}" if key == WEIGHT else f"optim.state.{name}.{key}"] = _copy(whole)
+        for name, key, owner, tensor in gather_full_tensors(shards, steps, self.ranks):
+            if owner == self.ranks.rank and tensor is not None:
+                tensors[f"model.{name}" if key == WEIGHT else f"optim.state.{name}.{key}"] = _copy(tensor)
         if self.ranks.is_main:
-            mine |= {f"optim.state.{name}.step": torch.tensor(step) for name, step in steps.items()}
-            mine |= {f"model.{name}": _copy(buffer) for name, buffer in buffers.items()}
-        return mine | {f"{name}.{self.ranks.rank}": state for name, state in random_state().items()}
+            tensors |= {f"optim.state.{name}.step": torch.tensor(step) for name, step in steps.items()}
+            tensors |= {f"model.{name}": _copy(buffer) for name, buffer in buffers.items()}
+        return tensors | {f"{name}.{self.ranks.rank}": state for name, state in random_state().items()}
 
     def _check_room(self, needed: int) -> None:
         if folder_identity(self.folder.parent) != self.home:
             raise FileNotFoundError(errno.ENOENT, "the run folder was removed or replaced", str(self.folder.parent))
         self.folder.mkdir(exist_ok=True)
         if shutil.disk_usage(self.folder).free < needed * 1.01 + 2**20:
-            raise self._told(OSError(errno.ENOSPC, ""), needed)
+            raise self._explain_full_disk(OSError(errno.ENOSPC, ""), needed)
 
-    def _told(self, problem: Exception, needed: int) -> Exception:
-        """A full disk in words that tell what is missing."""
+    def _explain_full_disk(self, problem: Exception, needed: int) -> Exception:
+        """Turns a disk-full error into one that states the free and the needed bytes."""
         if getattr(problem, "errno", None) != errno.ENOSPC and f"os error {errno.ENOSPC}" not in str(problem):
             return problem
         free = shutil.disk_usage(self.folder).free
         return OSError(
             f"{self.folder} has {free:,} bytes free, a checkpoint needs {needed:,}; "
-            "make room, then resume from the last one"
+            "free space, then resume from the last one"
         )
 
     def _write(self, temporary: Path, tensors: dict[str, torch.Tensor], needed: int, entry: Future[Any]) -> None:
-        """Runs in a thread of its own; whatever goes wrong, the other ranks must hear of it."""
+        """Body of the writing thread; any error is passed on, so that all ranks agree on it."""
         try:
             began = time.perf_counter()
-            made = self._write_share(temporary, tensors)
-            entry.set_result({**made, "seconds": time.perf_counter() - began})
+            file_entry = self._write_share(temporary, tensors)
+            entry.set_result({**file_entry, "seconds": time.perf_counter() - began})
         except Exception as problem:
-            entry.set_exception(self._told(problem, needed))
+            entry.set_exception(self._explain_full_disk(problem, needed))
 
     def _write_share(self, temporary: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """Writes one file and tells what is in it: name, bytes, sha256, tensors."""
+        """Writes this rank's file; returns its manifest entry: name, bytes, sha256, tensors."""
         path = temporary / f"rank-{self.ranks.rank:05d}.safetensors"
         save_file(tensors, path)
         sync(path)
-        shapes = {name: {"shape": list(one.shape), "dtype": str(one.dtype)[6:]} for name, one in tensors.items()}
+        shapes = {
+            name: {"shape": list(tensor.shape), "dtype": str(tensor.dtype)[6:]} for name, tensor in tensors.items()
+        }
         return {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256(path), "tensors": shapes}
 
     def _publish(self, temporary: Path, final: Path, progress: Progress, entries: list[dict[str, Any]]) -> None:
@@ -279,90 +300,90 @@ class Checkpoints:
         write_json(temporary / "manifest.json", {**manifest, "seal": seal(manifest)})
         sync(temporary)
         if final.exists():
-            set_aside(final, "later")  # computed again after a resume from an older one
+            set_aside(final, "later")  # recomputed after a resume from an older checkpoint
         os.replace(temporary, final)
         sync(self.folder)
         self._prune(progress)
-        if self.mirror:
-            self.mirror.copy(final, progress.best_step)
+        if self.remote_copy:
+            self.remote_copy.copy(final, progress.best_step)
 
     def _prune(self, progress: Progress) -> None:
         best = self.path(progress.best_step) if progress.best_step is not None else None
-        in_use = [best, *(self.mirror.in_use() if self.mirror else [])]
+        in_use = [best, *(self.remote_copy.in_use() if self.remote_copy else [])]
         old = [path for path in self.published() if path not in in_use][: -self.limit]
         aside = [path for name in ("step-*.tmp-*", "later-step-*") for path in self.folder.glob(name)]
         for path in [*old, *aside]:
             remove(path)
 
     def newest(self) -> Path | None:
-        """The newest checkpoint that verifies, here or in the mirror; bad ones are set aside and reported. Collective.
+        """The newest checkpoint that verifies, local or remote; sets bad ones aside and reports them. Collective.
 
         Raises:
-            TrainingError: on every rank, when the mirror cannot be read.
+            TrainingError: on every rank, if the remote copies cannot be read.
         """
-        found, error = None, None
+        newest, error = None, None
         if self.ranks.is_main:
             for path in reversed(self.published()):
                 try:
                     verify(path)
-                    found = path
+                    newest = path
                     break
                 except (ValueError, OSError) as problem:
                     aside = set_aside(path, "bad")
                     print(f"checkpoint {path.name} is bad: {problem}; set aside as {aside.name}", flush=True)
-            error, found = self._newer_copy(found)
+            error, newest = self._newer_remote_copy(newest)
         self.ranks.agree(error, "looking for checkpoints")
-        found = self.ranks.broadcast(None if found is None else str(found))
-        return None if found is None else Path(found)
+        newest = self.ranks.broadcast(None if newest is None else str(newest))
+        return None if newest is None else Path(newest)
 
-    def _newer_copy(self, found: Path | None) -> tuple[TrainingError | None, Path | None]:
-        """A newer checkpoint from the mirror, if it has one, else the one that was found."""
-        if self.mirror is None:
-            return None, found
+    def _newer_remote_copy(self, newest: Path | None) -> tuple[TrainingError | None, Path | None]:
+        """A newer checkpoint from the remote copies, if there is one; otherwise `newest`."""
+        if self.remote_copy is None:
+            return None, newest
         try:
-            return None, self.mirror.fetch_newer(int(found.name[5:]) if found else -1, self.folder) or found
+            return None, self.remote_copy.fetch_newer(int(newest.name[5:]) if newest else -1, self.folder) or newest
         except TrainingError as problem:
-            return problem, found
+            return problem, newest
 
     def forget_after(self, step: int) -> None:
-        """Sets later checkpoints aside: they are of another future than the one that begins. Collective.
+        """Sets checkpoints after `step` aside, as training will compute those steps again. Collective.
 
         Raises:
-            TrainingError: on every rank, when the mirror cannot be reached.
+            TrainingError: on every rank, if the remote copies cannot be removed.
         """
         error = None
         if self.ranks.is_main:
             for path in [path for path in self.published() if path.name > self.path(step).name]:
                 set_aside(path, "later")
             try:
-                if self.mirror:
-                    self.mirror.drop_after(step)
+                if self.remote_copy:
+                    self.remote_copy.drop_after(step)
             except TrainingError as problem:
                 error = problem
         self.ranks.agree(error, "setting later checkpoints aside")
 
     def load(self, folder: Path, model: nn.Module) -> Progress:
-        """Puts the weights of a checkpoint into a model that nothing wraps yet. Collective.
+        """Loads the weights of a checkpoint into a model that is not wrapped yet. Collective.
 
         Raises:
-            TrainingError: on every rank, when the checkpoint is bad or belongs to another model.
+            TrainingError: on every rank, if the checkpoint is bad or belongs to another model.
         """
         error, progress = None, Progress()
         try:
             manifest = verify(folder) if self.ranks.is_main else read_manifest(folder)
             self._refuse_changes(manifest)
             load_weights(folder, model)
-            progress = Progress(**manifest["progress"])
+            progress = Progress.from_json(manifest["progress"])
         except _BAD as problem:
             error = problem
         self.ranks.agree(error, f"loading {folder}")
         return progress
 
     def restore(self, folder: Path, backend: Backend, seed: int) -> None:
-        """Puts its optimizer state and random generators into a run whose weights `load` has set. Collective.
+        """Restores optimizer state and random generators, after `load` has set the weights. Collective.
 
         Raises:
-            TrainingError: on every rank, when the checkpoint's optimizer state is not this optimizer's.
+            TrainingError: on every rank, if the optimizer state does not fit this optimizer.
         """
         error = None
         try:
@@ -373,16 +394,18 @@ class Checkpoints:
             error = problem
         self.ranks.agree(error, f"loading {folder}")
         self.forget_after(manifest["step"])
-        if self.mirror and folder.parent == self.folder and manifest["step"] not in self.mirror.known:
-            self.mirror.copy(folder, manifest["progress"]["best_step"])  # its attempt ended before it was copied
+        if self.remote_copy and folder.parent == self.folder and manifest["step"] not in self.remote_copy.known:
+            self.remote_copy.copy(
+                folder, manifest["progress"]["best_step"]
+            )  # the attempt that saved it ended before copying it
 
     def intact(self, step: int) -> bool:
-        """Whether the checkpoint of a step is here, or was fetched from the mirror, as it was written. Collective."""
+        """Whether the checkpoint of a step, downloaded if necessary, is exactly as written. Collective."""
         problem = None
         if self.ranks.is_main:
             try:
-                if self.mirror and not self.path(step).exists():
-                    self.mirror.fetch(step, self.folder)
+                if self.remote_copy and not self.path(step).exists():
+                    self.remote_copy.fetch(step, self.folder)
                 verify(self.path(step))
             except (ValueError, OSError, TrainingError) as error:
                 problem = str(error)
@@ -390,79 +413,78 @@ class Checkpoints:
         return self.ranks.broadcast(problem) is None
 
     def _refuse_changes(self, manifest: dict[str, Any]) -> None:
-        """Raises ValueError, naming what has changed since the checkpoint was saved."""
-        lines = refusals(manifest, self.origin.config, self.origin.versions, self.force)
+        """Raises `ValueError` listing what has changed since the checkpoint was saved."""
+        lines = list(map(str, refusals(manifest, self.origin.config, self.origin.versions, self.force)))
         if manifest["base"] != self.origin.base:
-            lines.append(
-                "the base model's weights are not those that its adapters were trained on; restore them, "
-                "or start a new run"
-            )
+            lines.append(f"{OTHER_BASE}; restore them, or start a new run")
         if manifest["data_fingerprint"] != self.origin.data_fingerprint and not self.force:
             lines.append(
-                "the data, its tokenizer or its options changed since it was saved, so its steps would be others; "
+                "the data, its tokenizer or its options changed since it was saved, so the batches would differ; "
                 f"restore them, or {FORCE}"
             )
         if lines:
             raise ValueError("; ".join(lines))
 
     def differences(self, folder: Path) -> list[str]:
-        """What options, versions and data are now beside what they were when a checkpoint was saved, a line each."""
+        """Options, versions and data that have changed since a checkpoint was saved, one line each."""
         manifest = read_manifest(folder)
         data = manifest["data_fingerprint"] != self.origin.data_fingerprint
         return [
-            *changed_options(manifest, self.origin.config).values(),
-            *changed_versions(manifest, self.origin.versions),
-            *(["the data are not those that the checkpoint was saved with"] if data else []),
+            *map(str, changed_options(manifest, self.origin.config)),
+            *map(str, changed_versions(manifest, self.origin.versions)),
+            *(["the data has changed since the checkpoint was saved"] if data else []),
         ]
 
     def _load_random_state(self, folder: Path, manifest: dict[str, Any], seed: int) -> None:
-        """The saved generators on the same number of ranks; derived from seed and step on another."""
+        """Restores the saved generators on the same number of ranks; otherwise seeds them from seed and step."""
         if manifest["world"] != self.ranks.world:
             set_seed((seed + 1_000_003 * (manifest["step"] + 1) + self.ranks.rank) % 2**32)
             return
-        ending = f".{self.ranks.rank}"
+        suffix = f".{self.ranks.rank}"
         states = {f"rng.{name}": tensor for name, tensor in _read(folder, "rng.")}
-        set_random_state({name.removesuffix(ending): one for name, one in states.items() if name.endswith(ending)})
+        set_random_state({name.removesuffix(suffix): state for name, state in states.items() if name.endswith(suffix)})
 
 
-def _read(folder: Path, prefix: str, ending: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor whose name starts with `prefix` and ends with `ending`, both taken off."""
+def _read(folder: Path, prefix: str, suffix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields tensors whose names start with `prefix` and end with `suffix`, with both removed from the name."""
     for file in sorted(read_manifest(folder)["files"]):
         with safe_open(folder / file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - a safetensors handle is no dict
-                if name.startswith(prefix) and name.endswith(ending):
-                    yield name.removeprefix(prefix).removesuffix(ending), tensors.get_tensor(name)
+            for name in tensors.keys():  # noqa: SIM118 - a safetensors handle is not a dict
+                if name.startswith(prefix) and name.endswith(suffix):
+                    yield name.removeprefix(prefix).removesuffix(suffix), tensors.get_tensor(name)
 
 
 def _load_optimizer(folder: Path, manifest: dict[str, Any], backend: Backend) -> None:
-    """Gives each weight of this rank its run of the optimizer state."""
+    """Fills each weight's optimizer state with this rank's span of the saved tensors."""
     state = {name.removeprefix(_STATE).rpartition(".")[::2] for name in manifest["tensors"] if name.startswith(_STATE)}
     steps = {name: float(value) for name, value in _read(folder, _STATE, ".step")}
     if not steps:
         return
-    backend.make_state(sorted({key for _, key in state} - {"step"}), steps)
+    backend.init_optimizer_state(sorted({key for _, key in state} - {"step"}), steps)
     shards = {shard.name: shard for shard in backend.shards()}
     for name, tensor in _read(folder, _STATE):
         weight, _, key = name.rpartition(".")
         if key != "step" and shards[weight].elements:
             shards[weight].fill(key, tensor)
-    backend.put_back(list(shards.values()))
+    backend.write_shards(list(shards.values()))
 
 
 def load_weights(folder: Path, model: nn.Module) -> None:
-    """Copies the weights of a checkpoint into a model that has the same ones.
+    """Copies the weights of a checkpoint into a model.
 
     Raises:
-        ValueError: naming a weight that only one of the two has, or whose shape differs.
+        ValueError: naming a weight that is missing on either side, or whose shape differs.
     """
     wanted = saved_tensors(model)
     with torch.no_grad():
         for name, tensor in _read(folder, "model."):
             if name not in wanted:
-                raise ValueError(f"{name} is in the checkpoint and not in the model; was it made by another config?")
+                raise ValueError(f"{name} is in the checkpoint but not in the model; was it saved with another config?")
             target = wanted.pop(name)
             if target.shape != tensor.shape:
-                raise ValueError(f"{name} is {list(tensor.shape)} there and {list(target.shape)} here")
+                raise ValueError(
+                    f"{name} has shape {list(tensor.shape)} in the checkpoint, {list(target.shape)} in the model"
+                )
             target.copy_(tensor)
     if wanted:
-        raise ValueError(f"{len(wanted)} weights are not in the checkpoint, among them {next(iter(wanted))}")
+        raise ValueError(f"{len(wanted)} weights are not in the checkpoint, including {next(iter(wanted))}")

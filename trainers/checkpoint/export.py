@@ -1,4 +1,4 @@
-"""Exports weights as transformers and peft expect them: adapter, merged or full, with tokenizer and model card.
+"""Exports weights in the formats of transformers and peft: adapter, merged or full, with tokenizer and model card.
 
 `python -m trainers.checkpoint.export --run RUN --output DIR --kind KIND [--checkpoint NAME]` exports again.
 KIND is adapter, merged or full.
@@ -19,9 +19,10 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from trainers.checkpoint.checkpoint import load_weights
+from trainers.checkpoint.checkpoint import load_weights, refuse_other_base
 from trainers.checkpoint.export_check import LoadedBack, Probe, held_dtype, load_back, sample, trainer_loss
-from trainers.config.options import ConfigError, TrainConfig
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import TrainConfig
 from trainers.config.parse import Request, dump_yaml
 from trainers.data.formats import RowError
 from trainers.data.prepare import load_tokenizer
@@ -32,12 +33,12 @@ from trainers.objectives.sft import inner_model
 from trainers.run.compatibility import versions
 from trainers.run.errors import TrainingError
 from trainers.run.folder import RunFolder, read_json
-from trainers.run.manifest import sync, verify
+from trainers.run.manifest import read_manifest, sync, verify
 from trainers.run.record import RunRecord
 
 SHARD_SIZE = "5GB"
 _SLOWEST = 5e6
-"""Bytes of weights a second that an export takes at least: a slow network disk, read and written a few times."""
+"""Lowest rate of an export in bytes of weights per second: a slow network disk, read and written a few times."""
 
 
 def export_kind(config: TrainConfig) -> str:
@@ -46,7 +47,7 @@ def export_kind(config: TrainConfig) -> str:
 
 
 def export_seconds(folder: Path, config: TrainConfig) -> float:
-    """Seconds that the export of a checkpoint may take at most: more for a large model, which is also loaded back."""
+    """Maximum seconds for the export of a checkpoint, by the size of the model, which is also loaded back."""
     files = [*folder.glob("*.safetensors"), *weight_files(config)]
     return sum(path.stat().st_size for path in files) / _SLOWEST
 
@@ -54,19 +55,20 @@ def export_seconds(folder: Path, config: TrainConfig) -> float:
 def export_checkpoint(
     folder: Path, config: TrainConfig, target: Path, kind: str, results: dict[str, Any], record: RunRecord | None
 ) -> LoadedBack:
-    """Exports the weights of a checkpoint, which any strategy may have written: the one way to an export.
+    """Exports the weights of a checkpoint that any strategy may have written. Every export goes through here.
 
-    The model is built anew on the CPU of one process, so that no strategy's wrapper is in its names or its tensors.
+    The model is rebuilt on the CPU of one process, so that no wrapper of a strategy affects its names or tensors.
 
     Raises:
-        TrainingError: when the export, loaded back, is not the model that was trained.
+        TrainingError: if the export, loaded back, is not the model that was trained.
     """
     return export(_trained(folder, config), config, target, kind, results, record)
 
 
 def _trained(folder: Path, config: TrainConfig) -> nn.Module:
-    """The model of a checkpoint. Only `export` holds it, so that it is gone before the export is loaded back."""
+    """The model of a checkpoint. Only `export` references it, so that it is freed before the export is loaded back."""
     model = build_model(config)
+    refuse_other_base(read_manifest(folder), model)
     load_weights(folder, model)
     return model
 
@@ -79,20 +81,20 @@ def export(
     results: dict[str, Any],
     record: RunRecord | None = None,
 ) -> LoadedBack:
-    """Writes a model folder that appears whole or not at all, and loads it back.
+    """Writes a model folder atomically, and checks it by loading it back.
 
     Args:
-        model: the unwrapped model with the trained weights, which are changed.
-        config: the run's config; it goes into the model card.
+        model: the unwrapped model with the trained weights; modified in place.
+        config: the run's config, which the model card includes.
         target: the folder to publish.
         kind: `adapter`, `merged` or `full`.
         results: last metrics, for the model card.
-        record: of the run that has the target in its folder, whose earlier export there is replaced; None elsewhere,
-            where the target must be new or empty.
+        record: record of the run if the target is in its folder, so that an earlier export is replaced; None if the
+            target is elsewhere, where it must be new or empty.
 
     Raises:
-        ConfigError: when the target holds what the run did not write.
-        TrainingError: when the loss of the export is not the trainer's; its folder is then `<target>-failed`.
+        ConfigError: if the target contains files that the run did not write.
+        TrainingError: if the loss of the export differs from the trainer's; its folder is then `<target>-failed`.
     """
     if record is not None:
         temporary = record.temporary(target.name)
@@ -119,14 +121,14 @@ def export(
         shutil.rmtree(temporary, ignore_errors=True)
     if checked.failed:
         raise TrainingError(
-            f"{checked}; it is not the model that was trained, and stays in {final.name}; the checkpoint is kept, and "
-            "`tunesmith export` tries again" + ("" if dtype == torch.float32 else ", such as with --dtype float32")
+            f"{checked}; it is not the trained model, and was left in {final.name}; the checkpoint is kept, so "
+            "retry with `tunesmith export`" + ("" if dtype == torch.float32 else ", for instance --dtype float32")
         )
     return checked
 
 
 def _failed(target: Path, record: RunRecord | None) -> Path:
-    """Where an export goes that is not the model that was trained."""
+    """The folder of an export that failed its check."""
     aside = target.with_name(f"{target.name}-failed")
     return aside if record is not None or not aside.exists() else Path(f"{aside}-{secrets.token_hex(4)}")
 
@@ -134,9 +136,9 @@ def _failed(target: Path, record: RunRecord | None) -> Path:
 def _write_model(
     model: Any, config: TrainConfig, folder: Path, kind: str, probes: list[Probe], tokenizer: Any, dtype: torch.dtype
 ) -> float:
-    """Weights, tokenizer and generation config; returns the loss of the model before it was merged and rounded."""
+    """Writes the model folder; returns the loss of the model before it is merged and rounded."""
     if kind == "merged":
-        # Merged in fp32, and rounded once after: a bf16 base would round a small adapter away.
+        # Merge in fp32 and round once afterwards: merging into a bf16 base would round a small adapter away.
         model = (_unquantised(model, config) if config.method == "qlora" else model).float()
     expected = trainer_loss(model, probes, held_dtype(config, kind))
     _write(model.merge_and_unload() if kind == "merged" else model, tokenizer, folder, kind, dtype)
@@ -148,7 +150,7 @@ def _export_dtype(config: TrainConfig) -> torch.dtype:
 
 
 def _write(model: Any, tokenizer: Any, folder: Path, kind: str, dtype: torch.dtype) -> None:
-    """Weights, tokenizer and generation config as transformers and peft write them."""
+    """Writes weights, tokenizer and generation config with transformers and peft."""
     base = inner_model(model)
     base.config.use_cache = True
     _cast(model, base, dtype, only_trained=kind == "adapter")
@@ -162,7 +164,7 @@ def _write(model: Any, tokenizer: Any, folder: Path, kind: str, dtype: torch.dty
 
 @torch.no_grad()
 def _cast(model: nn.Module, base: Any, dtype: torch.dtype, only_trained: bool) -> None:
-    """Rounds what is written to its dtype, weight by weight; what transformers always loads in fp32 stays so."""
+    """Casts the weights to export, one by one; weights that transformers always loads in fp32 are kept in fp32."""
     fp32 = set(getattr(base, "_keep_in_fp32_modules_strict", None) or ())
     if dtype == torch.float16:
         fp32 |= set(getattr(base, "_keep_in_fp32_modules", None) or ())
@@ -172,17 +174,17 @@ def _cast(model: nn.Module, base: Any, dtype: torch.dtype, only_trained: bool) -
 
 
 def stop_tokens(tokenizer: Any, generation_config: GenerationConfig) -> list[int]:
-    """Ids that end an answer: the base's own, the tokenizer's eos, and what ends the assistant's turn in its template.
+    """Ids that end a reply: the base model's own, the tokenizer's eos, and the end-of-turn token of the chat template.
 
-    A chat model would otherwise write the user's next turn as well.
+    Without the last, a chat model would go on to write the user's next turn.
     """
     own = generation_config.eos_token_id
-    found = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id, _turn_end(tokenizer)}
-    return sorted(found - {None})
+    ids = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id, _turn_end(tokenizer)}
+    return sorted(ids - {None})
 
 
 def _turn_end(tokenizer: Any) -> int | None:
-    """The token right after a reply in the chat template; None without a template, or where no single token is."""
+    """The token right after a reply in the chat template; None if there is no template or no such token."""
     if not tokenizer.chat_template:
         return None
     question, reply = "Is it one?", "It is one."
@@ -198,19 +200,19 @@ def _turn_end(tokenizer: Any) -> int | None:
 
 
 def _unquantised(model: Any, config: TrainConfig) -> nn.Module:
-    """The same adapters on the dequantised base; peft would merge into 4 bits and round most of them away."""
+    """The same adapters on the dequantised base; peft would merge into 4 bits, which rounds most of them away."""
     trained = {name: weight.detach().clone() for name, weight in model.named_parameters() if weight.requires_grad}
     plain = add_adapters(dequantise(model.unload()), config)
     with torch.no_grad():
         for name, weight in plain.named_parameters():
             if weight.requires_grad:
                 weight.copy_(trained.pop(name))
-    assert not trained, f"adapter weights without a place: {sorted(trained)}"
+    assert not trained, f"adapter weights missing in the dequantised model: {sorted(trained)}"
     return plain
 
 
 def model_card(config: TrainConfig, kind: str, results: dict[str, Any], checked: str = "") -> str:
-    """What the model is, what made it, how to load it, and what came of loading it back."""
+    """The model card: what the model is, how it was trained, how to load it, and the result of loading it back."""
     numbers = "\n".join(f"| {name} | {value} |" for name, value in results.items()) or "| none | |"
     packages = "\n".join(f"- {name} {number}" for name, number in versions().items())
     base = config.model_name_or_path
@@ -243,7 +245,7 @@ def model_card(config: TrainConfig, kind: str, results: dict[str, Any], checked:
 
 
 def _loading(config: TrainConfig, kind: str) -> str:
-    """The lines that load the export; an adapter of a quantised base belongs on the same 4 bits."""
+    """The code that loads the export; a QLoRA adapter needs the same 4-bit base."""
     if kind != "adapter":
         return "model = AutoModelForCausalLM.from_pretrained(folder)  # from transformers"
     if config.method == "lora":
@@ -259,7 +261,7 @@ model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype={dtype}, quantiza
 
 
 def main(argv: list[str]) -> int:
-    """Exports the weights of a finished run's checkpoint; returns the exit status."""
+    """Exports the weights of a run's checkpoint; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m trainers.checkpoint.export", description="Export a run's weights.")
     parser.add_argument("--run", required=True, help="run folder")
     parser.add_argument("--output", required=True, help="folder to write")
@@ -272,7 +274,8 @@ def main(argv: list[str]) -> int:
             RunFolder(arguments.run), Path(arguments.output), arguments.kind, arguments.checkpoint, arguments.dtype
         )
     except ConfigError as error:
-        print("\n".join(error.mistakes), file=sys.stderr)
+        print("\n".join(error.lines), file=sys.stderr)
+        print(json.dumps({"mistakes": error.as_json()}), flush=True)
         return 2
     except TrainingError as error:
         print(error, file=sys.stderr)
@@ -281,18 +284,18 @@ def main(argv: list[str]) -> int:
 
 
 def export_again(run: RunFolder, target: Path, kind: str, checkpoint: str | None, dtype: str | None = None) -> None:
-    """Exports the weights of a checkpoint.
+    """Exports the weights of a checkpoint of a run.
 
     Args:
         run: the run.
         target: the folder to write.
         kind: `adapter`, `merged` or `full`.
-        checkpoint: its name; None for the one that the run itself exports.
-        dtype: of the weights; None for the run's `export_dtype`.
+        checkpoint: its name; None for the one that the run itself would export.
+        dtype: dtype of the weights; None for the run's `export_dtype`.
 
     Raises:
-        TrainingError: when the export is not the model that was trained.
-        ConfigError: when run or checkpoint are not there or bad, or the kind does not fit the method.
+        TrainingError: if the export is not the model that was trained.
+        ConfigError: if the run or the checkpoint is missing or bad, or the kind does not fit the method.
     """
     config = Request(config=str(run.config)).resolve()
     config = config.model_copy(update={"export_dtype": dtype}) if dtype else config
@@ -303,9 +306,9 @@ def export_again(run: RunFolder, target: Path, kind: str, checkpoint: str | None
     if not names:
         raise ConfigError(f"run {run.id} has no checkpoint; it saves one every save_steps, and when it is stopped")
     if checkpoint and checkpoint not in names:
-        raise ConfigError(f"checkpoint {checkpoint} is not there; the run {run.id} has: {', '.join(names)}")
+        raise ConfigError(f"checkpoint {checkpoint} does not exist; run {run.id} has: {', '.join(names)}")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"--output {target} is not empty; name a new folder, so that nothing is written over")
+        raise ConfigError(f"--output {target} is not empty; use a new folder, so that nothing is overwritten")
     folder = run.checkpoints / (checkpoint or _chosen(run, names, config))
     try:
         manifest = verify(folder)
@@ -320,7 +323,7 @@ def export_again(run: RunFolder, target: Path, kind: str, checkpoint: str | None
 
 
 def _chosen(run: RunFolder, names: list[str], config: TrainConfig) -> str:
-    """The checkpoint that the run itself exports: the best one where it wants that, else the newest."""
+    """The checkpoint that the run itself exports: the best under `load_best_model_at_end`, otherwise the newest."""
     newest = read_json(run.checkpoints / names[-1] / "manifest.json") or {}
     best = (newest.get("progress") or {}).get("best_step") if config.load_best_model_at_end else None
     name = f"step-{best:08d}" if best is not None else names[-1]

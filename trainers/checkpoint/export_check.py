@@ -1,7 +1,7 @@
-"""Loads an export back with plain transformers or peft, and holds its loss against the trainer's.
+"""Loads an export back with plain transformers or peft, and compares its loss with the trainer's.
 
-One model at a time is in memory: the trainer's loss is taken before the export is written, and its model is let go
-before the export is read. Both compute in the same dtype, so that what differs is how the weights are stored.
+Only one model is in memory at a time: the trainer's loss is computed before the export is written, and its model is
+freed before the export is read. Both compute in the same dtype, so that only the storage of the weights differs.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ from trainers.run.host_memory import available
 
 TOKENS = 256
 EXACT = 1e-4
-"""How far the mean loss over `TOKENS` tokens may move in fp32, as a share of it (of 1 below 1): our attention sums in
-another order than transformers' does. In a narrower dtype it is two steps of that dtype."""
+"""Relative tolerance of the mean loss over `TOKENS` tokens in fp32 (absolute for losses below 1), as our attention sums
+in a different order from transformers'. In a narrower dtype, the tolerance is twice its epsilon."""
 
 
 @dataclass(frozen=True)
 class LoadedBack:
-    """What came of loading an export back.
+    """The result of loading an export back.
 
     Args:
-        dtype: of the exported weights, such as `bfloat16`.
-        tokens: trained ones, over which the losses are means.
-        trainer_loss: of the model that was exported.
-        loss: of the export; None when it was not compared.
-        limit: the largest difference that rounding to `dtype` explains.
-        problem: why it was not compared, or could not be loaded.
+        dtype: dtype of the exported weights, such as `bfloat16`.
+        tokens: number of trained tokens that the losses average over.
+        trainer_loss: loss of the model that was exported.
+        loss: loss of the export; None if it was not computed.
+        limit: largest difference that rounding to `dtype` explains.
+        problem: why the loss was not computed.
+        skipped: whether the export was not loaded for lack of memory.
     """
 
     dtype: str
@@ -56,7 +57,7 @@ class LoadedBack:
 
     @property
     def difference(self) -> float | None:
-        """Of the two losses; None when they were not compared."""
+        """Absolute difference of the two losses; None if they were not compared."""
         return None if self.loss is None else abs(self.loss - self.trainer_loss)
 
     @property
@@ -64,7 +65,7 @@ class LoadedBack:
         """Whether the export is not the model that was trained."""
         if self.skipped:
             return False
-        return self.difference is None or not self.difference <= self.limit  # NaN is no match
+        return self.difference is None or not self.difference <= self.limit  # NaN fails
 
     def __str__(self) -> str:
         if self.skipped:
@@ -79,11 +80,11 @@ class LoadedBack:
 
 @dataclass(frozen=True)
 class Probe:
-    """One document, or its beginning.
+    """A document, or its beginning, on which losses are compared.
 
     Args:
-        ids: `[1, length]`.
-        positions: `[trained]`, of the token before each trained one.
+        ids: `[1, length]` token ids.
+        positions: `[trained]` index of the token before each trained one.
     """
 
     ids: torch.Tensor
@@ -91,12 +92,12 @@ class Probe:
 
     @property
     def labels(self) -> torch.Tensor:
-        """`[trained]`, the trained tokens."""
+        """`[trained]` ids of the trained tokens."""
         return self.ids[0, self.positions + 1]
 
 
 def sample(config: TrainConfig, tokenizer: Any, text: str) -> list[Probe]:
-    """Some of the run's data, `TOKENS` tokens in all; some of a text where the data are gone."""
+    """Samples `TOKENS` tokens of the run's data, or of `text` if the data is gone."""
     data = cached(config, "eval" if config.has_evaluation() else "train")
     probes, room = [], TOKENS
     for index in range(0 if data is None else len(data)):
@@ -109,23 +110,25 @@ def sample(config: TrainConfig, tokenizer: Any, text: str) -> list[Probe]:
             break
     if probes:
         return probes
-    shape = load_shape(config).get_text_config()
-    longest = min(TOKENS, getattr(shape, "max_position_embeddings", None) or TOKENS)  # learned positions end there
+    model_config = load_shape(config).get_text_config()
+    longest = min(
+        TOKENS, getattr(model_config, "max_position_embeddings", None) or TOKENS
+    )  # learned positions are limited
     ids = torch.tensor(tokenizer(text[: 4 * TOKENS], add_special_tokens=False)["input_ids"][:longest])
     return [Probe(ids[None], torch.arange(len(ids) - 1))]
 
 
 def held_dtype(config: TrainConfig, kind: str) -> torch.dtype:
-    """Dtype of the weights, and of the sums, in which both models compute their loss."""
+    """Dtype in which both models hold their weights and compute the loss."""
     return torch.float32 if kind == "merged" else base_dtype(config)
 
 
 @torch.no_grad()
 def trainer_loss(model: nn.Module, probes: Sequence[Probe], compute: torch.dtype) -> float:
-    """Mean loss per trained token of the model that is about to be exported, by the code that trains."""
+    """Mean loss per trained token of the model before export, computed by the training code."""
     loss = SupervisedLoss(model, compute)
     before = loss.base.config._attn_implementation
-    if before in KERNELS.values():  # the others compute with the model's own, which may be no plain softmax
+    if before in KERNELS.values():  # others use the model's own attention, which may not be plain softmax
         loss.base.set_attn_implementation(KERNELS["eager"])
     was_training = model.training
     model.eval()
@@ -142,14 +145,14 @@ def trainer_loss(model: nn.Module, probes: Sequence[Probe], compute: torch.dtype
 def load_back(
     folder: Path, config: TrainConfig, kind: str, probes: Sequence[Probe], expected: float, dtype: torch.dtype
 ) -> LoadedBack:
-    """Loads an export as its users do, and compares.
+    """Loads an export as its users will, and compares its loss.
 
     Args:
         folder: the export.
         kind: `adapter`, `merged` or `full`.
-        probes: what `trainer_loss` was taken on.
-        expected: that loss.
-        dtype: of the exported weights.
+        probes: the samples that `trainer_loss` was computed on.
+        expected: the trainer's loss.
+        dtype: dtype of the exported weights.
     """
     gc.collect()
     compute = held_dtype(config, kind)
@@ -159,24 +162,24 @@ def load_back(
         needed, free = _bytes(folder, config, kind, compute), available()
         if needed > free:
             problem = (
-                f"which takes {needed / 2**30:.1f} GiB of memory where {free / 2**30:.1f} are free; "
-                "`tunesmith export` on a machine with more compares it"
+                f"which takes {needed / 2**30:.1f} GiB of memory where {free / 2**30:.1f} GiB are free; "
+                "run `tunesmith export` on a machine with more memory to check it"
             )
             return LoadedBack(*facts, None, limit, problem, skipped=True)
         model = _load(folder, config, kind, compute)
         loss = _stock_loss(model, probes, compute)
-    except Exception as error:  # whatever its users would meet
+    except Exception as error:  # any error that users of the export would get
         line = str(error).strip().partition("\n")[0][:300]
         return LoadedBack(*facts, None, limit, f"{type(error).__name__}: {line}")
     return LoadedBack(*facts, loss, limit)
 
 
 def largest_difference(expected: float, tokens: int, dtype: torch.dtype, compute: torch.dtype) -> float:
-    """How far rounding may move a mean loss over some tokens, each of which it moves by chance: of few ones further.
+    """The tolerance of a mean loss. Rounding errors are random, so it grows with 1/sqrt(tokens) below `TOKENS`.
 
-    Data with answers of one word give two or three trained tokens.
+    Data with one-word answers may have only two or three trained tokens.
     """
-    steps = [2 * torch.finfo(one).eps for one in (dtype, compute) if one != torch.float32]
+    steps = [2 * torch.finfo(narrow).eps for narrow in (dtype, compute) if narrow != torch.float32]
     return max([EXACT, *steps]) * max(1.0, abs(expected)) * math.sqrt(max(1.0, TOKENS / tokens))
 
 
@@ -185,7 +188,7 @@ def _trained_tokens(probes: Sequence[Probe]) -> int:
 
 
 def _bytes(folder: Path, config: TrainConfig, kind: str, compute: torch.dtype) -> int:
-    """Memory of the weights once they are loaded; of an adapter, the base's too."""
+    """Memory of the loaded weights in bytes, including the base of an adapter."""
     files = [*folder.glob("*.safetensors"), *(weight_files(config) if kind == "adapter" else [])]
     return sum(element_counts(files).values()) * compute.itemsize
 
@@ -198,7 +201,7 @@ def _load(folder: Path, config: TrainConfig, kind: str, compute: torch.dtype) ->
     if config.method == "qlora":
         settings |= loading_options(compute)
         settings["quantization_config"].bnb_4bit_use_double_quant = True
-    if config.num_hidden_layers is not None:  # the adapter is for the base that was cut
+    if config.num_hidden_layers is not None:  # the adapter fits the base with fewer layers
         settings["config"] = load_shape(config)
     base = AutoModelForCausalLM.from_pretrained(model_path(config), revision=config.model_revision, **settings)
     keep_compute_dtype(base)
@@ -207,7 +210,7 @@ def _load(folder: Path, config: TrainConfig, kind: str, compute: torch.dtype) ->
 
 @torch.no_grad()
 def _stock_loss(model: Any, probes: Sequence[Probe], compute: torch.dtype) -> float:
-    """Mean loss per trained token by the model's own forward pass."""
+    """Mean loss per trained token, computed by the model's own forward pass."""
     model.eval()
     total = 0.0
     with many_threads(), torch.autocast("cpu", compute, enabled=compute != torch.float32):

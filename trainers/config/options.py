@@ -6,14 +6,16 @@ How the options are read (flags, YAML, presets) is in `trainers/config/parse.py`
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
+from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+
+from trainers.config.mistakes import ConfigError, Mistake, nearest
 
 EMBEDDED = "embedded"
 FIXED_DATE = "2024-07-26"
@@ -24,15 +26,9 @@ COLUMN_ROLES = (
 )  # fmt: skip
 MACHINE_OPTIONS = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
 LAUNCH_OPTIONS = ("strategy", "gpus", "num_processes", *MACHINE_OPTIONS)
+UNKNOWN = "is not an option"
+"""The problem of a name that no option has."""
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
-
-
-class ConfigError(ValueError):
-    """One or more mistakes of the user, a line each: what, the value, the way out."""
-
-    def __init__(self, mistakes: str | list[str]):
-        self.mistakes = [mistakes] if isinstance(mistakes, str) else list(mistakes)
-        super().__init__("\n".join(self.mistakes))
 
 
 def _split_commas(value: Any) -> Any:
@@ -323,9 +319,12 @@ class TrainConfig(BaseModel):
         ways = [f"use {max(1, round(total / rows)) * rows}"]
         fits = [n for n in range(data_parallel_size, 0, -1) if total % (micro * n) == 0]
         ways += [f"{n} data-parallel rank{'s' * (n > 1)}" for n in fits[:1]]
-        raise ConfigError(
-            f"global_batch_size={total} does not divide by per_device_train_batch_size={micro} x "
-            f"{data_parallel_size} data-parallel ranks = {rows}; {', or '.join(ways)}"
+        raise ConfigError.about(
+            "global_batch_size",
+            total,
+            f"does not divide by per_device_train_batch_size={micro} x {data_parallel_size} data-parallel ranks "
+            f"= {rows}",
+            ", or ".join(ways),
         )
 
     def small_optimizer(self) -> bool:
@@ -341,16 +340,22 @@ class TrainConfig(BaseModel):
 
         bf16, which most runs train in, has its measured band too; `precision_lines` says so.
         """
-        rules = {
-            f"ddp_comm_hook={self.ddp_comm_hook}": self.ddp_comm_hook != "none",
-            f"lora_dropout={self.lora_dropout}": self.method != "full" and self.lora_dropout > 0,
-            f"optim={self.optim}": self.optim != "adamw",
-            "master_weights=false": not self.master_weights,
-            "tf32=true": self.tf32,
-            f"control={self.control} (a fault on purpose)": self.control != "none",
-            f"mixed_precision={self.mixed_precision} (its own measured band)": self.mixed_precision in ("fp16", "fp8"),
-        }
-        return [name for name, applies in rules.items() if applies]
+        choices = []
+        if self.ddp_comm_hook != "none":
+            choices.append(f"ddp_comm_hook={self.ddp_comm_hook}")
+        if self.method != "full" and self.lora_dropout > 0:
+            choices.append(f"lora_dropout={self.lora_dropout}")
+        if self.optim != "adamw":
+            choices.append(f"optim={self.optim}")
+        if not self.master_weights:
+            choices.append("master_weights=false")
+        if self.tf32:
+            choices.append("tf32=true")
+        if self.control != "none":
+            choices.append(f"control={self.control} (a fault on purpose)")
+        if self.mixed_precision in ("fp16", "fp8"):
+            choices.append(f"mixed_precision={self.mixed_precision} (its own measured band)")
+        return choices
 
 
 def precision_lines(config: TrainConfig) -> list[str]:
@@ -369,13 +374,19 @@ def sections() -> dict[str, dict[str, Any]]:
     return grouped
 
 
-def unknown_option(name: str, known: list[str] | None = None) -> str:
-    """The line for a name that no option has, with the nearest one."""
+def unknown_option(name: str, known: Iterable[str] | None = None, verb: str = "train") -> Mistake:
+    """The mistake for a name that no option has.
+
+    Args:
+        name: as given.
+        known: the names that there are; default: those of `TrainConfig`.
+        verb: whose help lists them.
+    """
     if name in LAUNCH_OPTIONS:
-        return f"{name} is no option of the config; write --{name} on the command line of `tunesmith train`"
-    near = difflib.get_close_matches(name, known or list(TrainConfig.model_fields), n=1, cutoff=0.6)
-    way = f"did you mean {near[0]}?" if near else "`tunesmith train --help` lists all options"
-    return f"unknown option {name}; {way}"
+        way = f"write --{name} on the command line of `tunesmith {verb}`"
+        return Mistake(name, None, "is not an option of the config", way)
+    way = nearest(name, known or TrainConfig.model_fields, f"`tunesmith {verb} --help` lists all options")
+    return Mistake(name, None, UNKNOWN, way)
 
 
 def absolute_paths(config: TrainConfig) -> TrainConfig:

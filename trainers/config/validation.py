@@ -6,14 +6,18 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trainers.config.options import COLUMN_ROLES, EMBEDDED, TRACKERS, ConfigError, TrainConfig, unknown_option
+from trainers.config.mistakes import ConfigError, Mistake
+from trainers.config.options import COLUMN_ROLES, EMBEDDED, TRACKERS, TrainConfig, unknown_option
+
+MISSING = "is missing"
+"""The problem of a required option that nobody gave."""
 
 
 def build(values: dict[str, Any]) -> TrainConfig:
     """A validated config from plain values.
 
     Raises:
-        ConfigError: with every mistake at once, a line each.
+        ConfigError: with every mistake at once.
     """
     try:
         config = TrainConfig.model_validate(values)
@@ -30,20 +34,20 @@ def build(values: dict[str, Any]) -> TrainConfig:
     return config
 
 
-def _explain(detail: dict[str, Any]) -> str:
-    """One line for one pydantic error: what, the value, the way out."""
+def _explain(detail: dict[str, Any]) -> Mistake:
+    """One pydantic error as a mistake."""
     name, value, context = str(detail["loc"][0]), detail["input"], detail.get("ctx", {})
     shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
     if detail["type"] == "extra_forbidden":
         return unknown_option(name)
     if detail["type"] == "missing":
-        return f"{name} is missing; give --{name} or pick a preset (`tunesmith presets`)"
+        return Mistake(name, None, MISSING, f"give --{name} or pick a preset (`tunesmith presets`)")
     if detail["type"] == "literal_error":
-        return f"{name}={shown} is not one of its values; use {context['expected']}"
+        return Mistake(name, shown, "is not one of its values", f"use {context['expected']}")
     field = TrainConfig.model_fields.get(name)
     extra: Any = field.json_schema_extra if field else {}
     unit = f" ({extra['unit']})" if extra.get("unit") else ""
-    return f"{name}={shown} is refused: {detail['msg'][0].lower()}{detail['msg'][1:]}{unit}; {_default_hint(name)}"
+    return Mistake(name, shown, f"is refused: {detail['msg'][0].lower()}{detail['msg'][1:]}{unit}", _default_hint(name))
 
 
 def _default_hint(name: str) -> str:
@@ -51,67 +55,63 @@ def _default_hint(name: str) -> str:
     return f"its default is {field.get_default()!r}" if not field.is_required() else "it must be given"
 
 
-def clashes(config: TrainConfig) -> list[str]:
-    """Options that cannot stand together, a line each."""
-    evaluates = config.has_evaluation()
-    rules = {
-        "load_best_model_at_end=true without evaluation data; set eval_dataset_name or eval_share": (
-            config.load_best_model_at_end and not evaluates
-        ),
-        "early_stopping_patience needs evaluations; set eval_steps, and eval_dataset_name or eval_share": (
-            config.early_stopping_patience is not None and not (evaluates and config.eval_steps)
-        ),
-        f"eval_dataset_name and eval_share={config.eval_share} are both set; keep one (eval_dataset_name=none)": (
-            config.eval_dataset_name is not None and config.eval_share > 0
-        ),
-        f"lr_scaling={config.lr_scaling} needs lr_scaling_batch_size, the batch that learning_rate was chosen for": (
-            config.lr_scaling != "none" and config.lr_scaling_batch_size is None
-        ),
-        f"loss_spike_factor={config.loss_spike_factor} would call every other loss a spike; use 2 or more, or 0": (
-            0 < config.loss_spike_factor <= 1
-        ),
-        f"checkpoint_url={config.checkpoint_url} is no URL such as s3://bucket/run; save_steps saves to output_dir": (
-            config.checkpoint_url is not None and "://" not in config.checkpoint_url
-        ),
-        "checkpoint_url holds credentials; leave them out and set them in the environment (AWS_ACCESS_KEY_ID, ...)": (
-            _holds_credentials(config.checkpoint_url)
-        ),
-        "resume_from_checkpoint holds credentials; leave them out and set them in the environment": (
-            _holds_credentials(config.resume_from_checkpoint)
-        ),
-        f"attn_implementation=varlen needs half precision, not mixed_precision={config.mixed_precision}; use auto": (
-            config.attn_implementation == "varlen" and config.mixed_precision == "no"
-        ),
-        "attn_implementation=documents has new shapes at each step, all compiled by torch_compile=true; use auto": (
-            config.attn_implementation == "documents" and config.torch_compile
-        ),
-        "merge_adapter=true with method=full: there is no adapter; leave it out": (
-            config.merge_adapter and config.method == "full"
-        ),
-        "random_init=true with method=lora would export adapters without a base; use method=full or merge_adapter": (
-            config.random_init and config.method == "lora" and not config.merge_adapter
-        ),
-        "random_init=true with method=qlora: there are no pretrained weights to quantise; use method=full": (
-            config.random_init and config.method == "qlora"
-        ),
-        f"mixed_precision=fp8 with method={config.method}: only trained linear layers compute in float8; use bf16": (
-            config.mixed_precision == "fp8" and config.method != "full"
-        ),
-        f"master_weights=false with method={config.method}: adapters are small, and stay in fp32; leave it out": (
-            not config.master_weights and config.method != "full"
-        ),
-        f"master_weights=false keeps weights in bf16, and mixed_precision={config.mixed_precision}; use bf16": (
-            not config.master_weights and config.mixed_precision != "bf16"
-        ),
-        "resume_from_checkpoint=auto needs output_dir, the run folder to resume (or `tunesmith resume RUN`)": (
-            config.resume_from_checkpoint == "auto" and config.output_dir is None
-        ),
-    }
-    found = [line for line, applies in rules.items() if applies]
+def clashes(config: TrainConfig) -> list[Mistake]:
+    """Options that cannot stand together."""
+    evaluates, method = config.has_evaluation(), config.method
+    rules: list[tuple[bool, str, object, str, str]] = [
+        (config.load_best_model_at_end and not evaluates,
+         "load_best_model_at_end", True, "without evaluation data", "set eval_dataset_name or eval_share"),
+        (config.early_stopping_patience is not None and not (evaluates and config.eval_steps),
+         "early_stopping_patience", None, "needs evaluations", "set eval_steps, and eval_dataset_name or eval_share"),
+        (config.eval_dataset_name is not None and config.eval_share > 0,
+         "eval_dataset_name", None, f"and eval_share={config.eval_share} are both set",
+         "keep one (eval_dataset_name=none)"),
+        (config.lr_scaling != "none" and config.lr_scaling_batch_size is None,
+         "lr_scaling", config.lr_scaling,
+         "needs lr_scaling_batch_size, the batch that learning_rate was chosen for", ""),
+        (0 < config.loss_spike_factor <= 1,
+         "loss_spike_factor", config.loss_spike_factor, "would call every other loss a spike", "use 2 or more, or 0"),
+        (config.checkpoint_url is not None and "://" not in config.checkpoint_url,
+         "checkpoint_url", config.checkpoint_url, "is no URL such as s3://bucket/run",
+         "save_steps saves to output_dir"),
+        (_holds_credentials(config.checkpoint_url),
+         "checkpoint_url", None, "holds credentials",
+         "leave them out and set them in the environment (AWS_ACCESS_KEY_ID, ...)"),
+        (_holds_credentials(config.resume_from_checkpoint),
+         "resume_from_checkpoint", None, "holds credentials", "leave them out and set them in the environment"),
+        (config.attn_implementation == "varlen" and config.mixed_precision == "no",
+         "attn_implementation", "varlen", f"needs half precision, not mixed_precision={config.mixed_precision}",
+         "use auto"),
+        (config.attn_implementation == "documents" and config.torch_compile,
+         "attn_implementation", "documents", "has new shapes at each step, all compiled by torch_compile=true",
+         "use auto"),
+        (config.merge_adapter and method == "full",
+         "merge_adapter", True, "with method=full: there is no adapter", "leave it out"),
+        (config.random_init and method == "lora" and not config.merge_adapter,
+         "random_init", True, "with method=lora would export adapters without a base",
+         "use method=full or merge_adapter"),
+        (config.random_init and method == "qlora",
+         "random_init", True, "with method=qlora: there are no pretrained weights to quantise", "use method=full"),
+        (config.mixed_precision == "fp8" and method != "full",
+         "mixed_precision", "fp8", f"with method={method}: only trained linear layers compute in float8", "use bf16"),
+        (not config.master_weights and method != "full",
+         "master_weights", False, f"with method={method}: adapters are small, and stay in fp32", "leave it out"),
+        (not config.master_weights and config.mixed_precision != "bf16",
+         "master_weights", False, f"keeps weights in bf16, and mixed_precision={config.mixed_precision}", "use bf16"),
+        (config.resume_from_checkpoint == "auto" and config.output_dir is None,
+         "resume_from_checkpoint", "auto", "needs output_dir, the run folder to resume (or `tunesmith resume RUN`)",
+         ""),
+    ]  # fmt: skip
     roles = [f"columns.{role}" for role in COLUMN_ROLES]
-    found += [unknown_option(f"columns.{role}", roles) for role in config.columns if role not in COLUMN_ROLES]
-    strange = [name for name in config.report_to if name not in TRACKERS]
-    return found + [f"report_to={name} is not a tracker; use {', '.join(TRACKERS)}" for name in strange]
+    return [
+        *(Mistake(name, value, problem, way) for applies, name, value, problem, way in rules if applies),
+        *(unknown_option(f"columns.{role}", roles) for role in config.columns if role not in COLUMN_ROLES),
+        *(
+            Mistake("report_to", name, "is not a tracker", f"use {', '.join(TRACKERS)}")
+            for name in config.report_to
+            if name not in TRACKERS
+        ),
+    ]
 
 
 def _holds_credentials(url: str | None) -> bool:

@@ -1,6 +1,6 @@
-"""The batch of step `s`: a pure function of (data, seed, `s`), then cut across data-parallel ranks.
+"""The batch of step `s`: a pure function of (data, seed, `s`), then split across data-parallel ranks.
 
-There is no loader state to save: any rank can compute any step's rows at any time.
+There is no data loader state to save: any rank can compute the rows of any step at any time.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from trainers.config.options import ConfigError, TrainConfig
-from trainers.data.layout import WHOLE, DocumentLayout, RowPart
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import TrainConfig
+from trainers.data.layout import FULL_SEQUENCE, DocumentLayout, SequenceShard
 from trainers.data.packing import pack
 
 if TYPE_CHECKING:  # the pre-flight check plans batches without waiting for torch
     import torch
 
-_GROUPED_BATCHES = 50  # global batches per length-sorted block: enough to save padding, few enough to stay shuffled
+_GROUPED_BATCHES = 50  # global batches per length-sorted block: enough to reduce padding, few enough to stay shuffled
 
 
 class Documents(Protocol):
@@ -35,14 +36,14 @@ class Documents(Protocol):
         """Token ids and the mask of trained tokens of one document."""
 
     def gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The same of several documents, one after another."""
+        """The same for several documents, concatenated."""
 
     def where(self, index: int) -> str:
         """File and line that a document came from."""
 
 
 _Row = tuple[np.ndarray, np.ndarray, list[int]]
-"""Token ids, which of them are trained, and the lengths of its documents."""
+"""Token ids, the mask of trained tokens, and the lengths of the row's documents."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,14 @@ class MicroBatch:
     """Tensors of one forward pass on one rank; the fields of `SupervisedLoss.forward`.
 
     Args:
-        real: `[batch, sequence]`, False for the padding of rows.
-        tokens: real input tokens in it.
-        slots: tokens with padding.
+        input_ids: `[batch, sequence]`.
+        position_ids: `[batch, sequence]` position of each token within its document.
+        documents: boundaries of the documents in packed rows; None without packing.
+        positions: `[labels]` flat index of each token that predicts a label.
+        labels: `[labels]` token ids to predict.
+        real: `[batch, sequence]`, False for padding.
+        tokens: number of real tokens in the full rows.
+        slots: number of tokens in the full rows, padding included.
     """
 
     input_ids: torch.Tensor
@@ -65,14 +71,17 @@ class MicroBatch:
     slots: int
 
     def inputs(self, device: torch.device, expert_weights: torch.Tensor | None = None) -> dict[str, Any]:
-        """The model's arguments on its device.
+        """The arguments of `SupervisedLoss.forward`, on a device.
 
         Args:
-            expert_weights: of a load-balancing loss, which goes by the real tokens too.
+            device: the device of the model.
+            expert_weights: weights of a load-balancing loss, which also needs the mask of real tokens.
         """
         names = ("input_ids", "position_ids", "documents", "positions", "labels")
         tensors = {name: getattr(self, name) for name in names}
-        moved = {name: None if one is None else one.to(device, non_blocking=True) for name, one in tensors.items()}
+        moved = {
+            name: None if tensor is None else tensor.to(device, non_blocking=True) for name, tensor in tensors.items()
+        }
         if expert_weights is None:
             return moved
         return {**moved, "real_tokens": self.real.to(device, non_blocking=True), "expert_weights": expert_weights}
@@ -83,35 +92,38 @@ class StepBatch:
     """One rank's share of one step.
 
     Args:
-        micro: its micro-batches, as many on every rank.
-        trained_tokens: trained tokens of the whole global batch, the divisor of the loss.
-        tokens: real tokens of the whole global batch.
-        squared_lengths: sum of the squared document lengths of the whole global batch, for counting FLOPs.
+        micro_batches: the rank's micro-batches; the same number on every rank.
+        trained_tokens: trained tokens in the global batch, the divisor of the loss.
+        tokens: real tokens in the global batch.
+        squared_lengths: sum of squared document lengths in the global batch, for counting FLOPs.
     """
 
-    micro: list[MicroBatch]
+    micro_batches: list[MicroBatch]
     trained_tokens: int
     tokens: int
     squared_lengths: int
 
 
 class Rows:
-    """Training rows: several documents each when packed, one each otherwise.
+    """Training rows: several documents per row if packed, otherwise one.
 
     Args:
         documents: the tokenised data.
-        max_length: tokens per row at most.
+        max_length: maximum tokens per row.
         packing: whether rows hold several documents.
-        pad_token_id: fills the rest of a row.
-        fixed_length: pad every row to `max_length` (for compiled models), not to the longest of its micro-batch.
-        part: of each row, that micro-batches hold; the layout of documents is that of whole rows.
+        pad_token_id: token id of padding.
+        fixed_length: pad every row to `max_length` (for compiled models), not to the longest in the micro-batch.
+        shard: the shard of each row that micro-batches hold; `documents` still describes full rows.
     """
 
     def __init__(
         self, documents: Documents, max_length: int, packing: bool, pad_token_id: int, fixed_length: bool = False,
-        part: RowPart = WHOLE,
+        shard: SequenceShard = FULL_SEQUENCE,
     ):  # fmt: skip
-        self.documents, self.packing, self.pad_token_id, self.part = documents, packing, pad_token_id, part
+        self.documents = documents
+        self.packing = packing
+        self.pad_token_id = pad_token_id
+        self.shard = shard
         self.fixed_length = max_length if fixed_length else None
         count = len(documents.lengths)
         if packing:
@@ -127,64 +139,69 @@ class Rows:
         return len(self.offsets) - 1
 
     def _sums(self, values: np.ndarray, power: int = 1) -> np.ndarray:
-        """One number for each row, of which none is empty."""
+        """`[rows]` sum of the values of each row's documents."""
         picked = values[self.members]
         picked **= power
         return np.add.reduceat(picked, self.offsets[:-1]) if len(picked) else np.zeros(0, dtype=np.int64)
 
-    def places(self, rows: np.ndarray) -> list[str]:
-        """File and line of each document in some rows."""
+    def locations(self, rows: np.ndarray) -> list[str]:
+        """File and line of each document in the given rows."""
         members = (self.members[self.offsets[row] : self.offsets[row + 1]] for row in rows)
         return [self.documents.where(int(member)) for group in members for member in group]
 
     def collate(self, rows: np.ndarray) -> MicroBatch:
-        """The tensors of some rows; without any, one row of weight zero, so that every rank does as many passes."""
+        """The tensors of the given rows; if empty, one row of weight zero, so that every rank does the same passes."""
         return self.collate_each([rows])[0]
 
     def collate_each(self, shares: Sequence[np.ndarray]) -> list[MicroBatch]:
-        """The tensors of several micro-batches, whose documents are read in one go."""
-        whole = self._rows([row for share in shares for row in share.tolist()])
+        """The tensors of several micro-batches; their documents are read at once."""
+        contents = self._rows([row for share in shares for row in share.tolist()])
         ends = np.cumsum([0, *map(len, shares)]).tolist()
-        return [self._micro_batch(whole[start:end]) for start, end in pairwise(ends)]
+        return [self._micro_batch(contents[start:end]) for start, end in pairwise(ends)]
 
     def _rows(self, rows: list[int]) -> list[_Row]:
-        """What is in some rows."""
+        """The contents of the given rows."""
         if not rows:
             return []
         members = [self.members[self.offsets[row] : self.offsets[row + 1]] for row in rows]
         together = np.concatenate(members)
         tokens, mask = self.documents.gather(together)
-        lengths, found, taken, first = self.documents.lengths[together].tolist(), [], 0, 0
-        for inside in members:
-            own = lengths[first : first + len(inside)]
-            run = slice(taken, taken + sum(own))
-            found.append((tokens[run], mask[run], own))
-            taken, first = run.stop, first + len(inside)
-        return found
+        lengths = self.documents.lengths[together].tolist()
+        contents, start, first = [], 0, 0
+        for in_row in members:
+            row_lengths = lengths[first : first + len(in_row)]
+            span = slice(start, start + sum(row_lengths))
+            contents.append((tokens[span], mask[span], row_lengths))
+            start, first = span.stop, first + len(in_row)
+        return contents
 
     def _micro_batch(self, content: list[_Row]) -> MicroBatch:
         import torch
 
         filled = [len(tokens) for tokens, _, _ in content]
-        width = self.part.padded(self.fixed_length or max(filled, default=1))
-        ids, trained, borders = self._laid_out(content, width)
+        width = self.shard.padded(self.fixed_length or max(filled, default=1))
+        ids, trained, borders = self._lay_out(content, width)
+        # Positions restart at each document; its first token is never a label.
         starts = np.array(borders)
         firsts, mask = starts[:-1], trained.reshape(-1)
-        mask[firsts] = False  # the first token of a document is predicted by nothing
-        place = (np.arange(ids.size) - firsts.repeat(starts[1:] - firsts)).reshape(ids.shape)
-        if self.packing:  # the padding of a row may be longer than any document, and than the model has positions for
-            place = np.minimum(place, max((max(lengths) for _, _, lengths in content), default=1) - 1)
+        mask[firsts] = False  # nothing predicts the first token of a document
+        position_ids = (np.arange(ids.size) - firsts.repeat(starts[1:] - firsts)).reshape(ids.shape)
+        if self.packing:  # the padding of a row may be longer than any document, and than the model's maximum position
+            position_ids = np.minimum(position_ids, max((max(lengths) for _, _, lengths in content), default=1) - 1)
         real = np.arange(width) < np.array(filled or [0])[:, None]
-        ids_here, place_here, real_here, positions, flat = self._part(ids, place, real, mask.nonzero()[0])
-        parts = (ids_here, place_here, positions, ids.reshape(-1)[flat], real_here)
-        ids_t, place_t, positions_t, labels, real_t = (torch.from_numpy(np.ascontiguousarray(part)) for part in parts)
         documents = DocumentLayout.of(starts, len(ids)) if self.packing else None
-        return MicroBatch(ids_t, place_t, documents, positions_t, labels, real_t, sum(filled), ids.size)
+        # Labels come from full rows; the inputs are cut to this rank's shard.
+        *arrays, trained_at = self._split(ids, position_ids, real, mask.nonzero()[0])
+        tensors = (torch.from_numpy(np.ascontiguousarray(array)) for array in (*arrays, ids.reshape(-1)[trained_at]))
+        local_ids, local_position_ids, local_real, positions, labels = tensors
+        return MicroBatch(
+            local_ids, local_position_ids, documents, positions, labels, local_real, sum(filled), ids.size
+        )
 
-    def _laid_out(self, content: list[_Row], width: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
-        """Ids and mask `[batch, width]`, and where in their flattened form each document starts, with the end.
+    def _lay_out(self, content: list[_Row], width: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        """Ids and mask `[batch, width]`, and where in the flattened batch each document starts, with the end.
 
-        The padding of a row is a document of its own. Rows and documents are tens: lists are quicker than arrays.
+        The padding of a row is a document of its own. Rows and documents are only tens: lists are faster than arrays.
         """
         shape = (max(len(content), 1), width)
         ids, trained = np.full(shape, self.pad_token_id, dtype=np.int64), np.zeros(shape, dtype=bool)
@@ -200,30 +217,28 @@ class Rows:
                 borders.append(at)
         return ids, trained, [*borders, ids.size]
 
-    def _part(
-        self, ids: np.ndarray, place: np.ndarray, real: np.ndarray, trained: np.ndarray
+    def _split(
+        self, ids: np.ndarray, position_ids: np.ndarray, real: np.ndarray, trained: np.ndarray
     ) -> tuple[np.ndarray, ...]:
-        """What of whole rows is this rank's: ids, places, real tokens, where predictions are made, and of which tokens.
+        """This rank's shard of full rows: the arrays, flat indices that predict, and flat indices of their labels.
 
         Args:
-            ids: `[batch, width]`.
-            place: `[batch, width]`.
-            real: `[batch, width]`.
-            trained: flat places of the tokens that are to be predicted.
+            ids, position_ids, real: `[batch, width]`.
+            trained: `[labels]` flat indices of the tokens to predict.
         """
-        if self.part.count == 1:
-            return ids, place, real, trained - 1, trained
-        width, columns = ids.shape[1], self.part.columns(ids.shape[1])
-        column_here = np.full(width, -1)
-        column_here[columns] = np.arange(len(columns))
-        row, before = np.divmod(trained - 1, width)  # the token whose successor is to be predicted
-        here = column_here[before] >= 0
-        positions = (row * len(columns) + column_here[before])[here]
-        return ids[:, columns], place[:, columns], real[:, columns], positions, trained[here]
+        if self.shard.count == 1:
+            return ids, position_ids, real, trained - 1, trained
+        width, columns = ids.shape[1], self.shard.columns(ids.shape[1])
+        local_column = np.full(width, -1)
+        local_column[columns] = np.arange(len(columns))
+        row, before = np.divmod(trained - 1, width)  # the token before predicts it
+        local = local_column[before] >= 0
+        positions = (row * len(columns) + local_column[before])[local]
+        return ids[:, columns], position_ids[:, columns], real[:, columns], positions, trained[local]
 
 
 class TrainPlan:
-    """Which rows each rank trains on at each step.
+    """Assigns rows to ranks at each step.
 
     Args:
         rows: the training rows.
@@ -231,18 +246,22 @@ class TrainPlan:
         data_parallel_size: ranks that share a global batch.
 
     Raises:
-        ConfigError: when the global batch does not divide, or is larger than the data.
+        ConfigError: if the global batch does not divide evenly, or is larger than the data.
     """
 
     def __init__(self, rows: Rows, config: TrainConfig, data_parallel_size: int):
-        self.rows, self.config, self.world = rows, config, data_parallel_size
+        self.rows = rows
+        self.config = config
+        self.world = data_parallel_size
         self.accumulation = config.accumulation_steps(data_parallel_size)
         size, kind = config.global_batch_size, "packed rows" if config.packing else "rows"
         if len(rows) < size:
-            way = ", or packing=false" if config.packing and len(rows.documents.lengths) >= size else ""
-            raise ConfigError(
-                f"global_batch_size={size} is larger than the data: {len(rows)} {kind} of "
-                f"{len(rows.documents.lengths)} documents; use {self._smaller(len(rows))}{way}"
+            alternative = ", or packing=false" if config.packing and len(rows.documents.lengths) >= size else ""
+            raise ConfigError.about(
+                "global_batch_size",
+                size,
+                f"is larger than the data: {len(rows)} {kind} of {len(rows.documents.lengths)} documents",
+                f"use {self._smaller(len(rows))}{alternative}",
             )
         self.steps_per_epoch = math.ceil(len(rows) / size)
         self.total_steps = config.max_steps or math.ceil(config.num_train_epochs * self.steps_per_epoch)
@@ -250,7 +269,7 @@ class TrainPlan:
         self._order = np.empty(0, dtype=np.int64)
 
     def _smaller(self, rows: int) -> str:
-        """Batch sizes that fit this many rows and divide."""
+        """Suggests batch sizes that divide evenly and fit this many rows."""
         micro = self.config.per_device_train_batch_size
         if rows >= micro * self.world:
             return f"global_batch_size={rows // (micro * self.world) * micro * self.world}"
@@ -269,7 +288,7 @@ class TrainPlan:
         return self._order
 
     def _grouped(self, order: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """Rows of like length in one batch, batches in random order, the partial batch last."""
+        """Orders rows so that batches have similar lengths; batches in random order, the partial one last."""
         size = self.config.global_batch_size
         block = size * _GROUPED_BATCHES
         blocks = [order[start : start + block] for start in range(0, len(order), block)]
@@ -279,10 +298,10 @@ class TrainPlan:
         return np.concatenate([batches[rng.permutation(full)].reshape(-1), ordered[full * size :]])
 
     def rows_of(self, step: int) -> np.ndarray:
-        """Row numbers of the global batch of `step`, counted from 0; fewer in an epoch's last one."""
-        epoch, place = divmod(step, self.steps_per_epoch)
+        """Row numbers of the global batch of `step`, from 0; the last batch of an epoch may be smaller."""
+        epoch, index = divmod(step, self.steps_per_epoch)
         size = self.config.global_batch_size
-        return self._order_of(epoch)[place * size : (place + 1) * size]
+        return self._order_of(epoch)[index * size : (index + 1) * size]
 
     def shares(self, step: int, rank: int) -> list[np.ndarray]:
         """Row numbers of each micro-batch of `rank` in the global batch of `step`; some may be empty."""
@@ -293,23 +312,23 @@ class TrainPlan:
     def batch(self, step: int, rank: int) -> StepBatch:
         """The share of `rank` in the global batch of `step`."""
         chosen, rows = self.rows_of(step), self.rows
-        micro = rows.collate_each(self.shares(step, rank))
+        micro_batches = rows.collate_each(self.shares(step, rank))
         counts = (int(values[chosen].sum()) for values in (rows.trained, rows.lengths, rows.squared_lengths))
-        return StepBatch(micro, *counts)
+        return StepBatch(micro_batches, *counts)
 
     def batches(self, rank: int, first_step: int) -> Generator[StepBatch]:
-        """The batches of `rank` from `first_step` on; the next one is made while the step in hand computes."""
+        """The batches of `rank` from `first_step` on; the next is prepared while the current step computes."""
         with ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
-            coming = pool.submit(self.batch, first_step, rank)
+            upcoming = pool.submit(self.batch, first_step, rank)
             for step in range(first_step, self.total_steps):
-                ready = coming.result()
+                ready = upcoming.result()
                 if step + 1 < self.total_steps:
-                    coming = pool.submit(self.batch, step + 1, rank)
+                    upcoming = pool.submit(self.batch, step + 1, rank)
                 yield ready
 
 
 def evaluation_batches(rows: Rows, batch_size: int, rank: int, world: int) -> Iterator[MicroBatch]:
-    """Every row once over all ranks, as many micro-batches on each, rows of weight zero filling the last."""
+    """Every row once over all ranks, in as many micro-batches on each; rows of weight zero fill the last one."""
     for start in range(0, len(rows), batch_size * world):
         first = start + rank * batch_size
         yield rows.collate(np.arange(first, min(first + batch_size, len(rows))))

@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from trainers.data.report import Report
-from trainers.data.tokenise import ARRAYS, Job
+from trainers.data.tokenise import ARRAYS, TokenizeTask
 
 FORMAT_VERSION = 3
 _BLOCK = 4 << 20  # bytes per checksum
-_CHECKED_BLOCKS = 256  # of each array; a larger one is checked in as many places, evenly spread
+_CHECKED_BLOCKS = 256  # of each array; of a larger array, this many blocks are checked, evenly spaced
 _META = "meta.json"
 
 
@@ -29,9 +29,9 @@ class TokenSet:
     Attributes:
         folder: The cache folder.
         fingerprint: sha256 of the data, the tokenizer and the options that made this; equal means equal documents.
-        report: What became of the rows.
-        lengths: Tokens of each document; int64.
-        trained: Trained tokens of each document; int64.
+        report: Counts of rows and tokens.
+        lengths: `[documents]` int64, tokens of each.
+        trained: `[documents]` int64, trained tokens of each.
     """
 
     def __init__(self, folder: Path, meta: dict[str, Any]):
@@ -42,8 +42,10 @@ class TokenSet:
         arrays = {name: _map(folder / name, dtype) for name, dtype in ARRAYS.items()}
         self.lengths: npt.NDArray[np.int64] = arrays["lengths"]
         self.trained: npt.NDArray[np.int64] = arrays["trained"]
-        self._input_ids, self._mask = arrays["input_ids"], arrays["mask"]
-        self._files, self._lines = arrays["files"], arrays["lines"]
+        self._input_ids = arrays["input_ids"]
+        self._mask = arrays["mask"]
+        self._files = arrays["files"]
+        self._lines = arrays["lines"]
 
     def largest_token_id(self) -> int:
         """The largest token id of all documents."""
@@ -51,17 +53,17 @@ class TokenSet:
 
     @cached_property
     def _starts(self) -> npt.NDArray[np.int64]:
-        """Where each document starts, and the end of the last; made when packing, which takes most, is done."""
+        """`[documents + 1]` starts of the documents, and the end; built after packing, which needs the most memory."""
         starts = np.zeros(len(self.lengths) + 1, dtype=np.int64)
         np.cumsum(self.lengths, out=starts[1:])
         return starts
 
     def rename_sources(self, dataset: str, names: list[str]) -> None:
-        """Gives the data the names that it has now; the cache knows it by content, wherever it was then.
+        """Sets the current names of the data: the cache identifies it by content, wherever it was stored then.
 
         Args:
-            dataset: As the user gave it.
-            names: Of the files, in their order.
+            dataset: Name as the user gave it.
+            names: Display names of the files, in order.
         """
         self.report.rename_sources(dataset, dict(zip(self._names, names, strict=True)))
         self._names = names
@@ -70,14 +72,16 @@ class TokenSet:
         return len(self.lengths)
 
     def document(self, index: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-        """Token ids of a document, and which of them are trained; read-only views, nothing is copied."""
+        """Token ids of a document, and the mask of trained tokens; read-only views."""
         start, end = self._starts[index], self._starts[index + 1]
         return self._input_ids[start:end], self._mask[start:end]
 
     def gather(self, indices: npt.NDArray[np.integer]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-        """Token ids of some documents, one after another, and which of them are trained; copies."""
-        runs = list(map(slice, self._starts[indices].tolist(), self._starts[indices + 1].tolist()))
-        return np.concatenate([self._input_ids[run] for run in runs]), np.concatenate([self._mask[run] for run in runs])
+        """Token ids of several documents, concatenated, and the mask of trained tokens; copies."""
+        spans = list(map(slice, self._starts[indices].tolist(), self._starts[indices + 1].tolist()))
+        return np.concatenate([self._input_ids[span] for span in spans]), np.concatenate(
+            [self._mask[span] for span in spans]
+        )
 
     def where(self, index: int) -> str:
         """`file:line` of the row that a document comes from."""
@@ -85,19 +89,19 @@ class TokenSet:
 
 
 def _map(path: Path, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """A file as an array. A plain array over the map: slicing a `np.memmap` itself costs ten times as much."""
+    """Memory-maps a file as a plain array: slicing a `np.memmap` itself costs ten times as much."""
     return np.asarray(np.memmap(path, dtype=dtype, mode="r")).view(np.ndarray)
 
 
 def open_cache(folder: Path, fingerprint: str) -> TokenSet | None:
-    """The documents in a folder, or None when it is missing, incomplete or damaged."""
+    """The documents in a folder, or None if it is missing, incomplete or damaged."""
     try:
         sealed = json.loads((folder / _META).read_text(encoding="utf-8"))
         meta = sealed["meta"]
         if sealed["sha256"] != _seal(meta) or meta["version"] != FORMAT_VERSION or meta["fingerprint"] != fingerprint:
             return None
-        whole = all(_intact(folder / name, meta["sizes"][name], meta["checksums"][name]) for name in ARRAYS)
-        return TokenSet(folder, meta) if whole else None
+        intact = all(_intact(folder / name, meta["sizes"][name], meta["checksums"][name]) for name in ARRAYS)
+        return TokenSet(folder, meta) if intact else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
@@ -107,7 +111,7 @@ def _seal(meta: dict[str, Any]) -> str:
 
 
 def _intact(path: Path, size: int, checksums: list[int]) -> bool:
-    """Whether a file has its size and its checksums."""
+    """Whether a file has the expected size and checksums."""
     if path.stat().st_size != size:
         return False
     step = max(1, len(checksums) // _CHECKED_BLOCKS)
@@ -120,30 +124,30 @@ def _intact(path: Path, size: int, checksums: list[int]) -> bool:
 
 
 class CacheWriter:
-    """Builds a cache folder out of sight; `publish` makes it appear whole, or not at all."""
+    """Builds a cache folder under a temporary name; `publish` moves it into place atomically."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.temporary = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
-        for left in folder.parent.glob(f"{folder.name}.tmp-*"):  # of a killed run: the caller holds the lock
-            shutil.rmtree(left, ignore_errors=True)
-        self.temporary.mkdir(parents=True, mode=0o700)  # what people said to each other is for its owner alone
+        for leftover in folder.parent.glob(f"{folder.name}.tmp-*"):  # of a killed run: the caller holds the lock
+            shutil.rmtree(leftover, ignore_errors=True)
+        self.temporary.mkdir(parents=True, mode=0o700)  # conversations may be private: readable by the owner only
         self._streams: dict[str, BinaryIO] = {name: (self.temporary / name).open("wb") for name in ARRAYS}
 
-    def append(self, job: Job) -> None:
-        """Takes over a job's part files."""
-        for name, path in job.paths().items():
+    def append(self, task: TokenizeTask) -> None:
+        """Appends the part files of a task, and removes them."""
+        for name, path in task.paths().items():
             with path.open("rb") as part:
                 shutil.copyfileobj(part, self._streams[name], _BLOCK)
             path.unlink()
 
     def publish(self, fingerprint: str, report: Report, names: list[str]) -> None:
-        """Writes the summary and renames the folder into place; a damaged one that stood there goes.
+        """Writes the metadata and renames the folder into place, replacing a damaged one.
 
         Args:
-            fingerprint: Of the data, tokenizer and options.
-            report: What became of the rows.
-            names: Of the files, as `where` shows them.
+            fingerprint: Fingerprint of the data, tokenizer and options.
+            report: Counts of rows and tokens.
+            names: Display names of the files, in order.
         """
         self._close()
         sums = {name: _checksums(self.temporary / name) for name in ARRAYS}

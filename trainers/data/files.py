@@ -1,4 +1,4 @@
-"""Which files, or which Hub data set, a `dataset_name` stands for. Imports no torch."""
+"""Resolves a `dataset_name` to files or a Hub data set. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainers.config.options import EMBEDDED, ConfigError, TrainConfig
-from trainers.data.folders import list_folder, of_split
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import EMBEDDED, TrainConfig
+from trainers.data.folders import files_of_split, list_folder
 
 KINDS = {
     ".jsonl": "jsonl",
@@ -26,7 +27,7 @@ KINDS = {
     ".txt": "text",
     ".md": "text",
 }
-HASHED_BYTES = 256 << 20  # data up to this size is known by its content, larger data by path, size and time
+HASHED_BYTES = 256 << 20  # data up to this size is identified by its content, larger data by path, size and time
 _HUB_ID = re.compile(r"^\w[\w.-]*(/\w[\w.-]*)?$")
 
 
@@ -36,8 +37,8 @@ class DataFile:
 
     Attributes:
         path: Absolute path; the Hub id for a Hub data set.
-        shown: The name in messages.
-        name: The name relative to the data set, the same wherever the data set lies.
+        display_name: The name in messages.
+        name: The name relative to the data set, independent of where the data set is stored.
         kind: `jsonl`, `json`, `csv`, `tsv`, `parquet`, `text` or `hub`.
         size: Bytes; rows for a Hub data set.
         config_name: Configuration of a Hub data set.
@@ -45,7 +46,7 @@ class DataFile:
     """
 
     path: str
-    shown: str
+    display_name: str
     name: str
     kind: str
     size: int
@@ -57,16 +58,16 @@ def resolve(config: TrainConfig, split: str) -> list[DataFile]:
     """The files of the `train` or `eval` data, in a fixed order.
 
     Raises:
-        ConfigError: when there is nothing there, or it cannot be read.
+        ConfigError: if the data does not exist or cannot be read.
     """
     return _resolve(config, split)[0]
 
 
 def ignored_files(config: TrainConfig, split: str) -> list[str]:
-    """The files beside those of `resolve` that are no data or of another split, each with the reason.
+    """The files that `resolve` ignores: not data, or of another split; each with the reason.
 
     Raises:
-        ConfigError: as `resolve`.
+        ConfigError: as for `resolve`.
     """
     return _resolve(config, split)[1]
 
@@ -91,10 +92,10 @@ def _resolve(config: TrainConfig, split: str) -> tuple[list[DataFile], list[str]
 
 
 def identity(files: list[DataFile]) -> list[list[str]]:
-    """What tells this data from any other: names with content hashes, or with path, size and time of large files.
+    """Identifies the data: name and content hash of each file, or path, size and time if the data is large.
 
     Raises:
-        ConfigError: when a file cannot be read.
+        ConfigError: if a file cannot be read.
     """
     local = [file for file in files if file.kind != "hub"]
     hashed = sum(file.size for file in local) <= HASHED_BYTES
@@ -112,13 +113,13 @@ def _identity(file: DataFile, hashed: bool) -> list[str]:
         with open(file.path, "rb") as stream:
             return [file.name, hashlib.file_digest(stream, "sha256").hexdigest()]
     except OSError as error:
-        raise unreadable(file.shown, error) from None
+        raise unreadable(file.display_name, error) from None
 
 
-def unreadable(shown: str, error: BaseException) -> ConfigError:
+def unreadable(display_name: str, error: BaseException) -> ConfigError:
     """The error for a file that cannot be read."""
     reason = getattr(error, "strerror", None) or str(error).partition("\n")[0][:200]
-    return ConfigError(f"cannot read {shown}: {reason}; check the file and its permissions")
+    return ConfigError(f"cannot read {display_name}: {reason}; check the file and its permissions")
 
 
 def _embedded(part: str, option: str) -> DataFile:
@@ -127,36 +128,40 @@ def _embedded(part: str, option: str) -> DataFile:
     path = DATA_DIR / f"{part}.jsonl"
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in DATA_DIR.glob("*.jsonl")))
-        raise ConfigError(f"{option}={part} is no split of the embedded data; use one of {known}")
+        raise ConfigError(f"{option}={part} is not a split of the embedded data; use one of {known}")
     return _file(path, f"embedded/{path.name}", path.name, option)
 
 
-def _file(path: Path, shown: str, name: str, option: str) -> DataFile:
-    """One file, checked: it exists, is a plain file, is readable, has a known ending."""
+def _file(path: Path, display_name: str, name: str, option: str) -> DataFile:
+    """One file, checked: it exists, is a regular file, is readable, has a known suffix."""
     if path.is_symlink() and not path.exists():
-        raise ConfigError(f"{option}: {shown} links to {os.readlink(path)}, which does not exist; repair the symlink")
+        raise ConfigError(
+            f"{option}: {display_name} links to {os.readlink(path)}, which does not exist; repair the symlink"
+        )
     kind = KINDS.get(path.suffix.lower())
     if kind is None:
         known = ", ".join(KINDS)
-        raise ConfigError(f"{option}: {shown} ends in {path.suffix or 'nothing'!r}; convert it to one of {known}")
+        raise ConfigError(
+            f"{option}: {display_name} ends in {path.suffix or 'nothing'!r}; convert it to one of {known}"
+        )
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"{option}: {shown} is not a plain file; copy the data into one")
+            raise ConfigError(f"{option}: {display_name} is not a regular file; copy the data into one")
         with path.open("rb"):
             pass
     except OSError as error:
-        raise unreadable(shown, error) from None
-    return DataFile(os.path.abspath(path), shown, name, kind, status.st_size)
+        raise unreadable(display_name, error) from None
+    return DataFile(os.path.abspath(path), display_name, name, kind, status.st_size)
 
 
 def _folder(folder: Path, option: str, split: str, split_option: str) -> tuple[list[DataFile], list[str]]:
-    """The data files of a split below a folder, and the names of what is no data or of another split."""
+    """The data files of a split below a folder, and the ignored files."""
     names, ignored = list_folder(folder, KINDS)
     if not names:
         there = f" and not {', '.join(ignored[:5])}" if ignored else ""
         raise ConfigError(f"{option}={folder} holds no data file; it needs files ending in {', '.join(KINDS)}{there}")
-    names, others = of_split(names, split, str(folder), split_option, explicit=False)
+    names, others = files_of_split(names, split, str(folder), split_option, explicit=False)
     return [_file(folder / name, str(folder / name), name, option) for name in names], [*others, *ignored]
 
 
@@ -166,7 +171,7 @@ def _glob(pattern: str, option: str, split: str, split_option: str) -> tuple[lis
         raise ConfigError(f"{option}={pattern} matches no file; check the pattern and the current folder")
     root = os.path.commonpath([path.absolute().parent for path in paths])
     by_name = {os.path.relpath(path.absolute(), root): path for path in paths}
-    names, others = of_split(list(by_name), split, pattern, split_option, explicit=True)
+    names, others = files_of_split(list(by_name), split, pattern, split_option, explicit=True)
     return [_file(by_name[name], str(by_name[name]), name, option) for name in names], others
 
 
@@ -179,11 +184,11 @@ def _looks_like_hub_id(name: str) -> bool:
 
 def _missing(name: str, path: Path, option: str) -> NoReturn:
     if "://" in name:
-        raise ConfigError(f"{option}={name} is a URL; download the data and give the file, or give a Hub id")
+        raise ConfigError(f"{option}={name} is a URL; download the data and pass the file, or pass a Hub id")
     folder = path.parent if path.parent.is_dir() else Path(".")
     near = difflib.get_close_matches(path.name, sorted(os.listdir(folder)), n=3, cutoff=0.6)
-    way = f"did you mean {' or '.join(str(folder / found) for found in near)}?" if near else "check the path"
-    raise ConfigError(f"{option}={name} does not exist; {way}")
+    remedy = f"did you mean {' or '.join(str(folder / match) for match in near)}?" if near else "check the path"
+    raise ConfigError(f"{option}={name} does not exist; {remedy}")
 
 
 def _hub_file(name: str, config_name: str | None, split: str, option: str) -> DataFile:
@@ -191,23 +196,23 @@ def _hub_file(name: str, config_name: str | None, split: str, option: str) -> Da
         rows = len(hub_rows(name, config_name, split))
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ConfigError(_hub_mistake(name, config_name, split, option, error)) from None
-    shown = f"{name}[{split}]"
-    return DataFile(name, shown, name, "hub", rows, config_name, split)
+    display_name = f"{name}[{split}]"
+    return DataFile(name, display_name, name, "hub", rows, config_name, split)
 
 
 def _hub_mistake(name: str, config_name: str | None, split: str, option: str, error: Exception) -> str:
-    kind, said = type(error).__name__, str(error).partition("\n")[0][:300]
-    if "gated" in said.lower():
+    kind, message = type(error).__name__, str(error).partition("\n")[0][:300]
+    if "gated" in message.lower():
         return f"{option}={name} is gated; accept its terms on the Hub, then set HF_TOKEN or run `hf auth login`"
-    if "offline" in (said + kind).lower() or isinstance(error, ConnectionError):
-        return f"{option}={name} cannot be fetched: the Hub is out of reach; go online once, or give a local file"
-    if "NotFound" in kind or "doesn't exist" in said or "cannot be accessed" in said:
+    if "offline" in (message + kind).lower() or isinstance(error, ConnectionError):
+        return f"{option}={name} cannot be downloaded: the Hub is unreachable; go online once, or pass a local file"
+    if "NotFound" in kind or "doesn't exist" in message or "cannot be accessed" in message:
         return (
-            f"{option}={name} is neither a file here nor a data set on the Hub that you may read; check the name, "
+            f"{option}={name} is neither a local file nor a data set on the Hub that you may read; check the name, "
             "or set HF_TOKEN (or run `hf auth login`) if it is private"
         )
     chosen = f"{name}, configuration {config_name or 'default'}, split {split}"
-    return f"{option}: cannot load {chosen}: {said}; set dataset_config_name and dataset_split (or eval_split)"
+    return f"{option}: cannot load {chosen}: {message}; set dataset_config_name and dataset_split (or eval_split)"
 
 
 @lru_cache(maxsize=4)

@@ -1,4 +1,4 @@
-"""Rows of every known format as one canonical `Document`. Imports no torch."""
+"""Converts rows of every known format to a canonical `Document`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainers.config.options import COLUMN_ROLES, ConfigError
+from trainers.config.mistakes import ConfigError, Mistake
+from trainers.config.options import COLUMN_ROLES
 from trainers.data.messages import (
     MEDIA,
     Fields,
@@ -14,8 +15,8 @@ from trainers.data.messages import (
     RowError,
     is_text_part,
     near,
+    parse_json_value,
     parse_messages,
-    parsed,
     refuse_media,
     text_of,
 )
@@ -23,7 +24,7 @@ from trainers.data.shards import ROW_BYTES
 
 __all__ = ["Document", "Message", "RowError", "canonical", "recognise", "unrecognised", "wanted_columns"]
 
-# What a format needs, and what it may also have; recognised in this order.
+# The columns each format needs, and those it may also have; formats are tried in this order.
 NEEDED: dict[str, tuple[str, ...]] = {
     "chat": ("messages",),
     "sharegpt": ("conversations",),
@@ -49,7 +50,7 @@ _SHAREGPT_ROLES = {
     "function_response": "tool",
     "tool_response": "tool",
 }
-# What the renderer itself gives a template.
+# Variables that the renderer itself passes to the template.
 _RESERVED = {
     "conversations", "messages", "tools", "documents", "chat_template", "return_assistant_tokens_mask",
     "continue_final_message", "add_generation_prompt",
@@ -61,14 +62,14 @@ class Document:
     """One training example: messages, or a prompt and its completion, or plain text.
 
     Attributes:
-        messages: Of a conversation.
-        untrained: How many messages at the start are context, whatever their role.
+        messages: Messages of a conversation.
+        untrained: Number of messages at the start that are context, whatever their role.
         prompt: Text that is not trained.
-        completion: Text that is; plain text is a completion without a prompt.
-        left_out: Indices of the assistant's messages that are not trained, beside those at the start.
-        variables: What the chat template gets beside the messages, such as `tools`.
-        unused: Paths of the row's fields that nobody reads, such as `messages[].id`.
-        optional: Path of each field that only some templates write, by its name in the template.
+        completion: Text that is trained; plain text is a completion without a prompt.
+        left_out: Indices of further assistant messages that are not trained.
+        variables: What the chat template gets besides the messages, such as `tools`.
+        unused: Paths of unused fields of the row, such as `messages[].id`.
+        optional: Template variable to path, for fields that only some templates write.
     """
 
     messages: tuple[Message, ...] = ()
@@ -82,15 +83,15 @@ class Document:
 
     @property
     def size(self) -> int:
-        """Characters."""
+        """Length in characters."""
         return len(self.prompt) + len(self.completion) + sum(len(message["content"]) for message in self.messages)
 
 
 def recognise(names: Iterable[str], columns: Mapping[str, str]) -> str | None:
-    """The format whose columns are all there, or None.
+    """The format whose columns are all present, or None.
 
     Args:
-        names: The row's columns.
+        names: Columns of the row.
         columns: `config.columns`, the user's column for each role; only formats with these roles are considered.
     """
     have = _roles(names, columns)
@@ -102,22 +103,24 @@ def recognise(names: Iterable[str], columns: Mapping[str, str]) -> str | None:
 
 def unrecognised(where: str, names: Sequence[str], columns: Mapping[str, str]) -> ConfigError:
     """The error for data whose columns belong to no format."""
-    shown = ", ".join(list(names)[:20]) or "none"
+    listed = ", ".join(list(names)[:20]) or "none"
     mapped = f" with columns={dict(columns)}" if columns else ""
-    lines = [f"{where}: the columns {shown}{mapped} belong to no known format"]
-    lost = [column for column in columns.values() if column not in names]
-    lines += [f"columns names {column!r}, which is not there{near(column, names)}" for column in lost]
+    mistakes: list[str | Mistake] = [f"{where}: the columns {listed}{mapped} belong to no known format"]
+    missing = [column for column in columns.values() if column not in names]
+    mistakes += [
+        Mistake("columns", None, f"names {column!r}, which is not there{near(column, names)}") for column in missing
+    ]
     known = "; ".join(f"{name}: {', '.join(needed)}" for name, needed in NEEDED.items())
-    return ConfigError([*lines, f"name yours with --columns role=column, such as prompt=question ({known})"])
+    return ConfigError([*mistakes, f"name yours with --columns role=column, such as prompt=question ({known})"])
 
 
 def wanted_columns(columns: Mapping[str, str]) -> list[str]:
-    """Every column that any format could use or would refuse."""
+    """Every column that some format uses or refuses."""
     return [*columns.values(), *(role for role in COLUMN_ROLES if role not in columns), *MEDIA]
 
 
 def canonical(row: Mapping[str, Any], format_name: str, columns: Mapping[str, str], chat: bool) -> Document:
-    """A row as a `Document`.
+    """Converts a row to a `Document`.
 
     Args:
         row: Columns and values.
@@ -126,7 +129,7 @@ def canonical(row: Mapping[str, Any], format_name: str, columns: Mapping[str, st
         chat: Whether there is a chat template; without one, instructions become plain prompts.
 
     Raises:
-        RowError: when the row does not fit the format.
+        RowError: if the row does not fit the format.
     """
     name = recognise(row, columns) if format_name == "auto" else format_name
     if name is None:
@@ -144,32 +147,32 @@ def canonical(row: Mapping[str, Any], format_name: str, columns: Mapping[str, st
         fields.add_unused(others)
     document = _BUILDERS[name](values, chat, fields)
     if document.size > ROW_BYTES:
-        raise RowError("row too large", f"over {ROW_BYTES:,} characters; cut it into several rows")
+        raise RowError("row too large", f"over {ROW_BYTES:,} characters; split it into several rows")
     return document
 
 
 def _roles(names: Iterable[str], columns: Mapping[str, str]) -> set[str]:
-    """The roles for which there is a column; a column that was given another role is not counted under its own name."""
+    """The roles for which there is a column; a column mapped to another role does not count under its own name."""
     have = set(names)
     own = {name for name in have if name in COLUMN_ROLES and name not in columns and name not in columns.values()}
     return own | {role for role, column in columns.items() if column in have}
 
 
-def _optional_text(value: Any, what: str) -> str:
-    return "" if value is None else text_of(value, what)
+def _optional_text(value: Any, location: str) -> str:
+    return "" if value is None else text_of(value, location)
 
 
 def _conversation(
     messages: list[Message], trained: list[bool], values: dict[str, Any], fields: Fields, untrained: int = 0
 ) -> Document:
-    """A document of messages and of what stands beside them in the row.
+    """A document of the messages and the row's other fields.
 
     Args:
-        messages: Of the row.
-        trained: Of each whether it may be trained.
+        messages: Messages of the row.
+        trained: Whether each of them may be trained.
         values: The row's values by role.
-        fields: What becomes of the row's other fields.
-        untrained: How many messages at the start are context.
+        fields: Collects the unused and optional fields.
+        untrained: Number of messages at the start that are context.
     """
     system = _optional_text(values.get("system"), "system")
     if system and messages[0]["role"] in ("system", "developer"):
@@ -202,11 +205,11 @@ def _says_something(message: Message) -> bool:
 
 
 def _variables(values: dict[str, Any], fields: Fields) -> dict[str, Any]:
-    """What a row gives the chat template beside the messages."""
+    """What a row passes to the chat template besides the messages."""
     variables: dict[str, Any] = {}
     options = values.get("chat_template_kwargs")
     if options is not None:
-        options = parsed(options, dict, "chat_template_kwargs")
+        options = parse_json_value(options, dict, "chat_template_kwargs")
         reserved = _RESERVED.intersection(options)
         if reserved:
             raise RowError("wrong type", f"chat_template_kwargs.{min(reserved)} is not for a row to set; leave it out")
@@ -217,21 +220,21 @@ def _variables(values: dict[str, Any], fields: Fields) -> dict[str, Any]:
     if tools and functions:
         fields.unused.add("functions")
     tools = [_as_tool(tool) for tool in tools or functions or []]
-    if tools:  # some templates write a head for a list of none
+    if tools:  # some templates write a header even for an empty list
         variables["tools"] = tools
     return variables
 
 
 def _as_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool as templates know it; a bare function is put into one."""
+    """A tool in the form that templates expect; a bare function is wrapped."""
     if "function" in tool or "name" not in tool:
         return tool
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
 
 
-def _tools(value: Any, what: str) -> list[dict[str, Any]]:
-    tools = parsed(value, list, what)
-    return [parsed(tool, dict, f"{what}[{index}]") for index, tool in enumerate(tools)]
+def _tools(value: Any, location: str) -> list[dict[str, Any]]:
+    tools = parse_json_value(value, list, location)
+    return [parse_json_value(tool, dict, f"{location}[{index}]") for index, tool in enumerate(tools)]
 
 
 def _from_chat(values: dict[str, Any], chat: bool, fields: Fields) -> Document:
@@ -247,27 +250,30 @@ def _from_sharegpt(values: dict[str, Any], chat: bool, fields: Fields) -> Docume
 
 
 def _from_alpaca(values: dict[str, Any], chat: bool, fields: Fields) -> Document:
-    instruction, given = text_of(values["instruction"], "instruction"), _optional_text(values["input"], "input")
+    instruction, input_text = text_of(values["instruction"], "instruction"), _optional_text(values["input"], "input")
     answer, system = _answer(values["output"], "output"), _optional_text(values["system"], "system")
     history = _turns(values["history"])
     if chat:
-        asked = f"{instruction}\n\n{given}" if given.strip() else instruction
-        messages = [*history, {"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+        question = f"{instruction}\n\n{input_text}" if input_text.strip() else instruction
+        messages = [*history, {"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         return _conversation(messages, [True] * len(messages), values, fields)
     if history:
-        raise RowError(
-            "wrong type", "history needs a chat template, which the model has not; give --chat_template FILE"
-        )
-    parts = [system, f"### Task\n{instruction}", f"### Input\n{given}" if given.strip() else "", "### Answer\n"]
+        raise RowError("wrong type", "history needs a chat template, which the model lacks; give --chat_template FILE")
+    parts = [
+        system,
+        f"### Task\n{instruction}",
+        f"### Input\n{input_text}" if input_text.strip() else "",
+        "### Answer\n",
+    ]
     return _plain("\n\n".join(part for part in parts if part), answer, fields)
 
 
 def _turns(value: Any) -> list[Message]:
     """Alpaca's `history`, `[[question, answer], ...]`, as messages."""
     messages = []
-    for index, turn in enumerate(parsed(value, list, "history") if value else []):
+    for index, turn in enumerate(parse_json_value(value, list, "history") if value else []):
         if not isinstance(turn, list | tuple) or len(turn) != 2:
-            raise RowError("wrong type", f"history[{index}] is no pair of a question and its answer")
+            raise RowError("wrong type", f"history[{index}] is not a pair of a question and its answer")
         messages.append({"role": "user", "content": text_of(turn[0], f"history[{index}][0]")})
         messages.append({"role": "assistant", "content": text_of(turn[1], f"history[{index}][1]")})
     return messages
@@ -276,9 +282,11 @@ def _turns(value: Any) -> list[Message]:
 def _from_prompt_completion(values: dict[str, Any], chat: bool, fields: Fields) -> Document:
     prompt, completion = values["prompt"], values["completion"]
     if isinstance(prompt, list) and isinstance(completion, list) and not all(map(is_text_part, prompt)):
-        asked, _ = parse_messages(prompt, "prompt", ("role", "content"), {}, fields)
+        prompt_messages, _ = parse_messages(prompt, "prompt", ("role", "content"), {}, fields)
         replies, trained = parse_messages(completion, "completion", ("role", "content"), {}, fields)
-        return _conversation([*asked, *replies], [True] * len(asked) + trained, values, fields, len(asked))
+        return _conversation(
+            [*prompt_messages, *replies], [True] * len(prompt_messages) + trained, values, fields, len(prompt_messages)
+        )
     fields.add_unused({role: values[role] for role in _OF_CHATS if role != "system"})
     system = _optional_text(values["system"], "system")
     before = f"{system}\n\n" if system else ""
@@ -293,10 +301,10 @@ def _plain(prompt: str, completion: str, fields: Fields) -> Document:
     return Document(prompt=prompt, completion=completion, unused=tuple(fields.unused))
 
 
-def _answer(value: Any, what: str, fields: Fields | None = None) -> str:
-    text = text_of(value, what, fields)
+def _answer(value: Any, location: str, fields: Fields | None = None) -> str:
+    text = text_of(value, location, fields)
     if not text.strip():
-        raise RowError("no trained token", f"{what} is empty")
+        raise RowError("no trained token", f"{location} is empty")
     return text
 
 

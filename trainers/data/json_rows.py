@@ -1,4 +1,4 @@
-"""Rows of JSONL files, and of `.json` files: lists, objects one after another, an object around a list of rows."""
+"""Rows of JSONL and `.json` files: lists, concatenated objects, or an object that wraps a list of rows."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.data.files import DataFile
 from trainers.data.formats import NEEDED
-from trainers.data.shards import ROW_BYTES, Bad, Item, Shard, content_end, large, lines
+from trainers.data.shards import ROW_BYTES, BadRow, Item, Shard, content_end, lines, too_large
 from trainers.data.strict_json import STRICT, DuplicateKey
 
 JSON_BYTES = 512 << 20
@@ -22,8 +22,8 @@ _COLON = re.compile(r"\s*:\s*")
 _LENIENT = json.JSONDecoder()
 
 
-def line_cuts(file: DataFile, shard_bytes: int) -> Iterator[Shard]:
-    """Shards of a JSONL file: like `group` over its lines, but counting newlines by the block."""
+def shard_lines(file: DataFile, shard_bytes: int) -> Iterator[Shard]:
+    """Shards of a JSONL file: as `group` over its lines would, but newlines are counted a block at a time."""
     with open(file.path, "rb") as stream:
         end = content_end(stream, file.size)
         start, line = 0, 1
@@ -44,44 +44,48 @@ def read_lines(shard: Shard, sample_by: str, wanted: list[str]) -> Iterator[Item
     """The rows of a JSONL shard."""
     with open(shard.file.path, "rb") as stream:
         for _, line, content in lines(stream, shard.start, shard.end, shard.line):
-            yield line, large() if content is None else parse_object(content)
+            yield line, too_large() if content is None else parse_object(content)
 
 
-def parse_object(content: bytes) -> dict[str, Any] | Bad:
+def parse_object(content: bytes) -> dict[str, Any] | BadRow:
     """One JSON object from UTF-8 bytes, or what is wrong with it."""
     if not content.strip():
-        return Bad("empty line", "a blank line between rows")
+        return BadRow("empty line", "a blank line between rows")
     try:
         value = STRICT.decode(content.decode("utf-8"))
     except UnicodeDecodeError as error:
-        return Bad("invalid UTF-8", f"byte {error.start + 1} is 0x{content[error.start]:02x}; save the file as UTF-8")
+        return BadRow(
+            "invalid UTF-8", f"byte {error.start + 1} is 0x{content[error.start]:02x}; save the file as UTF-8"
+        )
     except json.JSONDecodeError as error:
-        return Bad("broken JSON", f"{error.msg} at character {error.pos + 1}")
+        return BadRow("broken JSON", f"{error.msg} at character {error.pos + 1}")
     except DuplicateKey as error:
         return _duplicate_key(error)
     except RecursionError:
-        return Bad("nested too deeply", "JSON within JSON without end")
+        return BadRow("nested too deeply", "JSON within JSON without end")
     except ValueError as error:
-        return Bad("broken JSON", str(error)[:100])
+        return BadRow("broken JSON", str(error)[:100])
     return _object(value)
 
 
-def _duplicate_key(error: DuplicateKey) -> Bad:
-    return Bad("duplicate key", f"{str(error)[:100]!r} appears twice in one object; keep one of them")
+def _duplicate_key(error: DuplicateKey) -> BadRow:
+    return BadRow("duplicate key", f"{str(error)[:100]!r} appears twice in one object; keep one of them")
 
 
-def _object(value: Any) -> dict[str, Any] | Bad:
-    return value if isinstance(value, dict) else Bad("not an object", f"a JSON {type(value).__name__}; write {{...}}")
+def _object(value: Any) -> dict[str, Any] | BadRow:
+    return (
+        value if isinstance(value, dict) else BadRow("not an object", f"a JSON {type(value).__name__}; write {{...}}")
+    )
 
 
-def list_cuts(file: DataFile, shard_bytes: int, columns: Mapping[str, str]) -> Iterator[Shard]:
-    """Shards of a `.json` file, whose rows have these `columns`; the file is held whole meanwhile."""
+def shard_list(file: DataFile, shard_bytes: int, columns: Mapping[str, str]) -> Iterator[Shard]:
+    """Shards of a `.json` file whose rows have these `columns`; the whole file is held in memory meanwhile."""
     if _holds_json_lines(file):
-        yield from line_cuts(replace(file, kind="jsonl"), shard_bytes)
+        yield from shard_lines(replace(file, kind="jsonl"), shard_bytes)
         return
     if file.size > JSON_BYTES:
         raise ConfigError(
-            f"{file.shown} has {file.size:,} bytes and not one object per line, more than is read at once "
+            f"{file.display_name} has {file.size:,} bytes and not one object per line, more than is read at once "
             f"({JSON_BYTES:,}); save it as JSONL, one object per line"
         )
     with open(file.path, "rb") as stream:
@@ -89,25 +93,25 @@ def list_cuts(file: DataFile, shard_bytes: int, columns: Mapping[str, str]) -> I
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError:
-        yield Shard(file, 0, file.size, 1, 0, 1)  # the reader says what is wrong
+        yield Shard(file, 0, file.size, 1, 0, 1)  # the reader reports the error
         return
     shard: Shard | None = None
     rows = 0
     wrapper = _wrapper(text, columns)
-    beside = wrapper.siblings if wrapper else ()
+    siblings = wrapper.siblings if wrapper else ()
     for offset, line, in_list in _records(text, wrapper):
         if shard and offset - shard.start >= shard_bytes:
             yield replace(shard, end=offset, rows=rows)
-            shard, beside = None, ()
+            shard, siblings = None, ()
         if shard is None:
-            shard, rows = Shard(file, offset, offset, line, 0, 0, in_list=in_list, beside=beside), 0
+            shard, rows = Shard(file, offset, offset, line, 0, 0, in_list=in_list, siblings=siblings), 0
         rows += 1
     if shard:
         yield replace(shard, end=len(content), rows=rows)
 
 
 def _records(text: str, wrapper: _Wrapper | None) -> Iterator[tuple[int, int, bool]]:
-    """Offset and line of each row, and whether it is in a list; the first that cannot be read is the last."""
+    """Offset and line of each row, and whether it is in a list; stops after the first that cannot be parsed."""
     position = wrapper.start if wrapper else int(text.startswith("\ufeff"))
     offset, line, last = len(text[:position].encode()), 1 + text.count("\n", 0, position), position
     in_list = wrapper is not None
@@ -126,7 +130,7 @@ def _records(text: str, wrapper: _Wrapper | None) -> Iterator[tuple[int, int, bo
 
 
 def _next_row(text: str, position: int, in_list: bool) -> tuple[int, bool, bool]:
-    """Where the next row starts, whether it is in a list, and whether a list was closed on the way there."""
+    """Where the next row starts, whether it is in a list, and whether a list was closed before it."""
     closed = False
     while True:
         position = _BETWEEN.match(text, position).end()  # type: ignore[union-attr]
@@ -138,7 +142,7 @@ def _next_row(text: str, position: int, in_list: bool) -> tuple[int, bool, bool]
 
 
 def _holds_json_lines(file: DataFile) -> bool:
-    """Whether a `.json` file is JSONL in truth: its first line is an object and another line follows."""
+    """Whether a `.json` file is really JSONL: its first line is an object and another line follows."""
     with open(file.path, "rb") as stream:
         records = lines(stream, 0, content_end(stream, file.size), 1)
         first, second = next(records, None), next(records, None)
@@ -156,7 +160,7 @@ class _Wrapper(NamedTuple):
 
 
 def _wrapper(text: str, columns: Mapping[str, str]) -> _Wrapper | None:
-    """The object around the rows of a file that is one object and no row itself; None for every other file."""
+    """The object that wraps the rows, if the file is one object that is not itself a row; otherwise None."""
     begin = _BETWEEN.match(text, int(text.startswith("\ufeff"))).end()  # type: ignore[union-attr]
     if text[begin : begin + 1] != "{":
         return None
@@ -168,7 +172,7 @@ def _wrapper(text: str, columns: Mapping[str, str]) -> _Wrapper | None:
     if rows_key is None:
         return None
     position = begin + 1
-    while True:
+    while True:  # skip members up to the list of rows
         position = _BETWEEN.match(text, position).end()  # type: ignore[union-attr]
         key, position = _LENIENT.raw_decode(text, position)
         position = _COLON.match(text, position).end()  # type: ignore[union-attr]
@@ -181,18 +185,20 @@ _OF_ROWS = {role for needed in NEEDED.values() for role in needed}
 
 
 def _rows_key(value: dict[str, Any], columns: Mapping[str, str]) -> str | None:
-    """The key of the list of rows in an object around them; None when the object is a row itself.
+    """The key of the list of rows in the object that wraps them; None if the object is itself a row.
 
-    The columns that the user named decide; then those that a format needs; then whether there is one list of objects.
+    Decided by the columns that the user named, then by those that a format needs, then by a single list of objects.
     """
     lists = {key: items for key, items in value.items() if isinstance(items, list)}
     of_objects = [key for key, items in lists.items() if any(isinstance(item, dict) for item in items)]
-    named = set(columns.values())
-    if named:
-        if named.intersection(value):
+    column_names = set(columns.values())
+    if column_names:
+        if column_names.intersection(value):
             return None
         holders = [
-            key for key in of_objects if any(isinstance(item, dict) and named.intersection(item) for item in lists[key])
+            key
+            for key in of_objects
+            if any(isinstance(item, dict) and column_names.intersection(item) for item in lists[key])
         ]
         if len(holders) == 1:
             return holders[0]
@@ -211,7 +217,7 @@ def read_list(shard: Shard, sample_by: str, wanted: list[str]) -> Iterator[Item]
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         line = shard.line + content.count(b"\n", 0, error.start)
-        yield line, Bad("invalid UTF-8", f"byte 0x{content[error.start]:02x}; save the file as UTF-8")
+        yield line, BadRow("invalid UTF-8", f"byte 0x{content[error.start]:02x}; save the file as UTF-8")
         return
     position, line, in_list = int(text.startswith("\ufeff")), shard.line, shard.in_list
     while True:
@@ -224,22 +230,22 @@ def read_list(shard: Shard, sample_by: str, wanted: list[str]) -> Iterator[Item]
         line += text.count("\n", start, position)
 
 
-def _item(text: str, position: int, in_list: bool) -> tuple[dict[str, Any] | Bad, int]:
-    """The item at a position and where it ends; one whose end cannot be told ends where it starts."""
+def _item(text: str, position: int, in_list: bool) -> tuple[dict[str, Any] | BadRow, int]:
+    """The item at a position and where it ends (where it starts, if the end cannot be determined)."""
     try:
         value, end = STRICT.raw_decode(text, position)
-        return (large() if end - position > ROW_BYTES else _object(value)), end
+        return (too_large() if end - position > ROW_BYTES else _object(value)), end
     except DuplicateKey as error:
         bad = _duplicate_key(error)
     except RecursionError:
-        bad = Bad("nested too deeply", "JSON within JSON without end")
+        bad = BadRow("nested too deeply", "JSON within JSON without end")
     except json.JSONDecodeError as error:
-        bad = Bad("broken JSON", f"{error.msg} at {text[error.pos : error.pos + 20]!r}")
+        bad = BadRow("broken JSON", f"{error.msg} at {text[error.pos : error.pos + 20]!r}")
     except ValueError as error:
-        bad = Bad("broken JSON", str(error)[:100])
+        bad = BadRow("broken JSON", str(error)[:100])
     try:
         return bad, _LENIENT.raw_decode(text, position)[1]
     except (ValueError, RecursionError):
         if in_list and position == len(text):
-            return Bad("broken JSON", "the list has no end; is the file cut off?"), position
-        return Bad(bad.kind, f"{bad.detail}; {len(text) - position:,} characters from here on are not read"), position
+            return BadRow("broken JSON", "the list is not closed; is the file truncated?"), position
+        return BadRow(bad.kind, f"{bad.detail}; {len(text) - position:,} characters after it are not read"), position

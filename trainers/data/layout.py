@@ -1,8 +1,11 @@
-"""Where the documents of a packed micro-batch lie, in the forms that attention kernels ask for; parts of rows."""
+"""Document boundaries of a packed micro-batch in the forms attention kernels take, and sequence shards of its rows."""
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
@@ -16,23 +19,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DocumentLayout:
-    """The documents of a micro-batch; the padding at the end of a row counts as one.
+    """The documents of a micro-batch; the padding at the end of a row counts as a document.
 
     Args:
-        ids: `[batch, sequence]` document number of each token; tokens see earlier tokens of the same number.
-        borders: `[documents + 1]` int32, where each starts in the flattened batch.
-        longest: tokens of the longest.
-        places: `borders` in the host's memory.
+        ids: `[batch, sequence]` document number of each token; a token attends to earlier tokens of its own document.
+        borders: `[documents + 1]` int32, where each document starts in the flattened batch, and the end of the last.
+        longest: tokens of the longest document.
+        host_borders: `borders` in host memory.
     """
 
     ids: torch.Tensor
     borders: torch.Tensor
     longest: int
-    places: tuple[int, ...]
+    host_borders: tuple[int, ...]
 
     @classmethod
     def of(cls, borders: np.ndarray, rows: int) -> DocumentLayout:
-        """The layout of documents that fill `rows` rows of one length; no document goes on in the next row."""
+        """The layout of documents that fill `rows` rows of equal length; no document spans two rows."""
         import torch
 
         lengths = borders[1:] - borders[:-1]
@@ -41,30 +44,30 @@ class DocumentLayout:
 
     @cached_property
     def side_by_side(self) -> tuple[torch.Tensor, tuple[tuple[int, int], ...]]:
-        """`[batch * sequence]` slot of each token once documents of like length lie side by side; their groups.
+        """`[batch * sequence]` slot of each token once documents are grouped by length, and the groups.
 
-        Of each group the documents and the width, in the order of the slots. Made when a kernel first asks for it.
+        Each group is its number of documents and their width, in the order of the slots. Built on first use.
         """
         import torch
 
-        borders = np.array(self.places)
+        borders = np.array(self.host_borders)
         slots, buckets = _buckets(borders[1:] - borders[:-1])
         return torch.from_numpy(slots).to(self.ids.device), buckets
 
     def to(self, device: torch.device, non_blocking: bool = False) -> DocumentLayout:
-        """The same with its tensors there."""
+        """A copy whose tensors are on `device`."""
         moved = {name: getattr(self, name).to(device, non_blocking=non_blocking) for name in ("ids", "borders")}
         return replace(self, **moved)
 
 
 @dataclass(frozen=True)
-class RowPart:
-    """The part of every row that a rank has.
+class SequenceShard:
+    """The shard of every row that one rank holds.
 
     Args:
-        index: which of them, from 0.
-        count: parts of a row.
-        zigzag: two pieces a rank, one from either end, so that causal attention is as much work for each.
+        index: index of this shard, from 0.
+        count: shards of a row.
+        zigzag: each rank holds two chunks, one from either end, which balances the work of causal attention.
     """
 
     index: int = 0
@@ -72,12 +75,12 @@ class RowPart:
     zigzag: bool = False
 
     def padded(self, width: int) -> int:
-        """The next width that can be cut into equal parts."""
+        """The next width that divides into equal shards."""
         unit = self.count * (2 if self.zigzag and self.count > 1 else 1)
         return -(-width // unit) * unit
 
-    def runs(self, width: int) -> list[tuple[int, int]]:
-        """First and last-plus-one column of each piece, in order."""
+    def spans(self, width: int) -> list[tuple[int, int]]:
+        """`[start, end)` columns of each chunk, in order."""
         if not self.zigzag or self.count == 1:
             size = width // self.count
             return [(self.index * size, (self.index + 1) * size)]
@@ -85,59 +88,128 @@ class RowPart:
         return [(piece * size, (piece + 1) * size) for piece in (self.index, 2 * self.count - 1 - self.index)]
 
     def columns(self, width: int) -> np.ndarray:
-        """Every column, in order."""
-        return np.concatenate([np.arange(start, stop) for start, stop in self.runs(width)])
+        """The index of every column, in order."""
+        return np.concatenate([np.arange(start, stop) for start, stop in self.spans(width)])
 
 
-WHOLE = RowPart()
+FULL_SEQUENCE = SequenceShard()
 
 
-class CurrentDocuments:
-    """The documents of the present micro-batch, for attention; its masks are built once for all layers."""
-
-    def __init__(self) -> None:
-        self.layout: DocumentLayout | None = None
-        self.masks: dict[int | None, torch.Tensor] = {}
-        self.blocks: dict[tuple[int, int | None], BlockMask] = {}
-        self.over_ranks: Any = None
-        self.pieces: dict[int | None, Any] = {}
+OUR_KERNELS = "tunesmith_"
+"""What the names of our attention functions begin with."""
 
 
-current_documents = CurrentDocuments()
+class AttentionMetadata:
+    """What the tokens of a micro-batch may attend to; one for all layers, so that masks are built once.
 
-
-def use_documents(layout: DocumentLayout | None, over_ranks: Any = None) -> None:
-    """Sets what the next forward and backward pass may attend to.
+    No dataclass, as wrappers of modules look into those: FSDP would cast or move what lies inside.
 
     Args:
-        layout: the documents; tokens see earlier tokens of their own. None: each row is one document, padded on
+        layout: the documents; a token attends to earlier tokens of its own. None: each row is one document, padded on
             the right if at all.
-        over_ranks: how attention looks at the parts of rows on other ranks (`trainers/parallel/sequence.py`); None
-            where rows are whole.
+        over_ranks: attention across the sequence shards of other ranks (`trainers/parallel/sequence.py`); None if
+            rows are not sharded.
     """
-    current_documents.layout, current_documents.masks, current_documents.blocks = layout, {}, {}
-    current_documents.over_ranks, current_documents.pieces = over_ranks, {}
+
+    def __init__(self, layout: DocumentLayout | None = None, over_ranks: Any = None) -> None:
+        self.layout = layout
+        self.over_ranks = over_ranks
+        self.masks: dict[int | None, torch.Tensor] = {}
+        self.blocks: dict[tuple[int, int | None], BlockMask] = {}
+        self.pieces: dict[int | None, Any] = {}
+        self.as_argument = self.dropped = False
+
+
+class MetadataRoute:
+    """How the metadata of a micro-batch reaches the attention function of a model.
+
+    As an argument of the model call, `attention_metadata`, which transformers hands on. Where a family drops it on the
+    way (StableLM), by a global variable: no `ContextVar`, as autograd computes layers again in threads of its own. The
+    first forward pass, that of the probe, gives both and sees whether any layer went without the argument.
+
+    Args:
+        model: a transformers model.
+        decoder: called in place of `model` where the loss applies the head itself.
+    """
+
+    current: AttentionMetadata | None = None
+    """Of the pass in hand, for layers without the argument; all routes share it."""
+
+    def __init__(self, model: Any, decoder: Any):
+        self.config = model.config
+        self.by_argument: bool | None = None if _takes_any(model) and _takes_any(decoder) else False
+
+    @contextmanager
+    def hand_over(self, metadata: AttentionMetadata) -> Iterator[dict[str, AttentionMetadata]]:
+        """Yields the arguments for a model call, and makes `metadata` current where the model needs that.
+
+        It stays current after the call, for layers that are recomputed in the backward pass.
+        """
+        if not self._ours():
+            yield {}
+            return
+        self.take_up(metadata)
+        yield {} if self.by_argument is False else {"attention_metadata": metadata}
+        if self.by_argument is None and (metadata.as_argument or metadata.dropped):
+            self.by_argument = not metadata.dropped
+            self.take_up(metadata)
+
+    def take_up(self, metadata: AttentionMetadata) -> None:
+        """Makes `metadata` current where the model needs that: another micro-batch's may have been, in a pipeline."""
+        MetadataRoute.current = None if self.by_argument else metadata
+
+    def _ours(self) -> bool:
+        return str(self.config._attn_implementation).startswith(OUR_KERNELS)
+
+
+def _takes_any(module: Any) -> bool:
+    parameters = inspect.signature(module.forward).parameters.values()
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def received(argument: AttentionMetadata | None, compiling: bool) -> AttentionMetadata:
+    """The metadata of a call of attention, by either way.
+
+    Args:
+        argument: `attention_metadata` of the call.
+        compiling: a compiled block that is checkpointed may not change what lies outside, so that nothing is noted.
+
+    Raises:
+        RuntimeError: when it came by neither: tokens would see other documents.
+    """
+    metadata = MetadataRoute.current if argument is None else argument
+    if metadata is None:
+        raise RuntimeError(
+            "attention_metadata did not reach this attention layer; call the model through its loss, or with "
+            "attention_metadata=AttentionMetadata()"
+        )
+    if not compiling:
+        metadata.as_argument |= argument is not None
+        metadata.dropped |= argument is None
+    return metadata
 
 
 def _buckets(lengths: np.ndarray) -> tuple[np.ndarray, tuple[tuple[int, int], ...]]:
-    """Documents grouped by length, four groups to a doubling, each as wide as its longest.
+    """Groups documents by length, four groups per doubling, each as wide as its longest document.
 
     Args:
-        lengths: `[documents]`.
+        lengths: `[documents]` tokens of each.
 
     Returns:
-        `[tokens]` slot of each token, and documents and width of each group.
+        `[tokens]` slot of each token; number of documents and width of each group.
     """
-    sizes, groups = lengths.tolist(), dict[int, list[int]]()  # tens of them: lists are quicker than arrays
+    sizes, groups = lengths.tolist(), dict[int, list[int]]()  # only tens of them: lists are faster than arrays
     for document, size in enumerate(sizes):
         groups.setdefault(_group(size), []).append(document)
+    # Lay the groups out one after another, each document padded to the width of its group.
     first_slot, buckets, used = [0] * len(sizes), [], 0
     for _, members in sorted(groups.items()):
-        width = max(2, *(sizes[one] for one in members))  # one query alone is what kernels take for generating
-        for place, one in enumerate(members):
-            first_slot[one] = used + place * width
+        width = max(2, *(sizes[document] for document in members))  # kernels take a single query for generating
+        for index, document in enumerate(members):
+            first_slot[document] = used + index * width
         buckets.append((len(members), width))
         used += width * len(members)
+    # Slot of a token: the first slot of its document plus its position in the document.
     ends = lengths.cumsum()
     return np.arange(ends[-1]) + (np.array(first_slot) + lengths - ends).repeat(lengths), tuple(buckets)
 

@@ -1,9 +1,9 @@
-"""Tokenised data: found in the cache, or made once and found from then on. Imports no torch.
+"""Tokenised data: read from the cache, or tokenised once and cached. Imports no torch.
 
     files -> shards -> (in parallel) rows -> documents -> tokens and mask -> one memory-mapped folder
 
-The folder's name is the fingerprint of everything that decides its content. Callers that come at once, such as the
-ranks of a run, wait for the first one and then read what it made.
+The folder is named by the fingerprint of everything that determines its content. Concurrent callers, such as the ranks
+of a run, wait for the first one and then read its result.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Literal
 import numpy as np
 from filelock import FileLock, Timeout
 
-from trainers.config.options import ConfigError, TrainConfig
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import TrainConfig
 from trainers.data.cache import FORMAT_VERSION, CacheWriter, TokenSet, open_cache
 from trainers.data.files import DataFile, identity, ignored_files, resolve
 from trainers.data.formats import NEEDED, OPTIONAL, recognise, unrecognised
@@ -29,20 +30,20 @@ from trainers.data.report import TOO_LONG, Report
 from trainers.data.shards import SHARD_BYTES, Shard
 from trainers.data.sources import plan, read
 from trainers.data.template import Encoder, training_encoder
-from trainers.data.tokenise import Job, Options, Selection, row_hashes
+from trainers.data.tokenise import Options, Selection, TokenizeTask, row_hashes
 from trainers.data.tokenizer import load_tokenizer, tokenizer_folder, tokenizer_hash
 from trainers.data.workers import Pool
 
 __all__ = ["Report", "Split", "TokenSet", "cached", "data_fingerprint", "load_tokenizer", "prepare"]
 
 Split = Literal["train", "eval"]
-_HUB_ROW_BYTES = 1000  # a guess, to tell large Hub data from small
+_HUB_ROW_BYTES = 1000  # a rough estimate, to group rows into tasks of similar size
 _SNIFFED_ROWS = 100
 _EXACT_SHARE_ROWS = 50_000_000
 
 
 def prepare(config: TrainConfig, split: Split) -> TokenSet:
-    """The tokenised documents of one split, from the cache or made now.
+    """The tokenised documents of one split, from the cache if possible.
 
     Args:
         config: Data options, model name, and `seed` when `eval_share` holds rows out.
@@ -52,32 +53,32 @@ def prepare(config: TrainConfig, split: Split) -> TokenSet:
         The documents, memory-mapped, in the order of the data.
 
     Raises:
-        ConfigError: for data or a model that cannot be read, bad rows (unless `bad_rows=skip`), rows too long under
-            `overlong=refuse`, no room for the cache, or when nothing is left.
+        ConfigError: if the data or the model cannot be read, rows are bad (unless `bad_rows=skip`) or too long (under
+            `overlong=refuse`), the cache cannot be written, or no document is left.
     """
-    found = tokenised(config, split)
-    refuse_bad(found.report, config)
-    return found
+    token_set = tokenised(config, split)
+    refuse_bad(token_set.report, config)
+    return token_set
 
 
 def tokenised(config: TrainConfig, split: Split) -> TokenSet:
-    """Like `prepare`, but rows that training would refuse are left out and stand in the report."""
+    """Like `prepare`, but rows that training would refuse are left out and counted in the report."""
     if split == "eval" and not config.has_evaluation():
         raise ConfigError("there is no evaluation data; set eval_dataset_name or eval_share")
     files = resolve(config, split)
     fingerprint = data_fingerprint(config, split, files)
     folder = cache_dir(config) / fingerprint
-    found = open_cache(folder, fingerprint)
-    if found is None:
+    token_set = open_cache(folder, fingerprint)
+    if token_set is None:
         with _locked(folder, split):
-            found = open_cache(folder, fingerprint) or _build(config, split, files, folder, fingerprint)
-    found.rename_sources(_dataset(config, split), [file.shown for file in files])
-    found.report.ignored_files = ignored_files(config, split)
-    return found
+            token_set = open_cache(folder, fingerprint) or _build(config, split, files, folder, fingerprint)
+    token_set.rename_sources(_dataset(config, split), [file.display_name for file in files])
+    token_set.report.ignored_files = ignored_files(config, split)
+    return token_set
 
 
 def cached(config: TrainConfig, split: Split) -> TokenSet | None:
-    """The tokenised documents of one split where they are in the cache, and the data as they were; else None."""
+    """The tokenised documents of one split, if they are cached and the data is unchanged; otherwise None."""
     try:
         fingerprint = data_fingerprint(config, split)
     except ConfigError:
@@ -86,14 +87,14 @@ def cached(config: TrainConfig, split: Split) -> TokenSet | None:
 
 
 def data_fingerprint(config: TrainConfig, split: Split, files: list[DataFile] | None = None) -> str:
-    """sha256 of all that decides the tokens: the data, the tokenizer, the template, the options.
+    """sha256 of all that determines the tokens: the data, the tokenizer, the template, the options.
 
     Raises:
-        ConfigError: when the data or the tokenizer cannot be read.
+        ConfigError: if the data or the tokenizer cannot be read.
     """
     files = resolve(config, split) if files is None else files
     held_out = config.eval_share > 0
-    parts = {
+    ingredients = {
         "version": FORMAT_VERSION,
         "data": identity(files),
         "tokenizer": tokenizer_hash(tokenizer_folder(config), config),
@@ -103,7 +104,7 @@ def data_fingerprint(config: TrainConfig, split: Split, files: list[DataFile] | 
         "limit": _limit(config, split),
         "held_out": [split, config.eval_share, config.seed] if held_out else None,
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()
 
 
 def _limit(config: TrainConfig, split: Split) -> int | None:
@@ -111,7 +112,7 @@ def _limit(config: TrainConfig, split: Split) -> int | None:
 
 
 def cache_dir(config: TrainConfig) -> Path:
-    """The folder of what is made once and found from then on."""
+    """The cache folder of tokenised data."""
     if config.cache_dir is not None:
         return Path(config.cache_dir).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "tunesmith"
@@ -119,14 +120,14 @@ def cache_dir(config: TrainConfig) -> Path:
 
 @contextmanager
 def _locked(folder: Path, split: Split) -> Iterator[None]:
-    """Holds the lock of a cache folder; only its holder writes there."""
+    """Holds the lock of a cache folder, which only the holder may write to."""
     lock = FileLock(folder.with_name(folder.name + ".lock"))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            say(f"{split} data: waiting for another process that prepares it")
+            say(f"{split} data: waiting for another process to prepare it")
             lock.acquire()
     except OSError as error:
         reason = error.strerror or str(error)
@@ -142,18 +143,18 @@ def _build(config: TrainConfig, split: Split, files: list[DataFile], folder: Pat
     shards = plan(files, config.sample_by, SHARD_BYTES, config.columns)
     selection = selection_of(config, split, sum(shard.rows for shard in shards))
     formats = formats_of(config, shards)
-    every, shards = shards, _first_rows(shards, selection, _limit(config, split))
+    all_shards, shards = shards, _first_rows(shards, selection, _limit(config, split))
     encoder = training_encoder(config)
     options = options_of(config, encoder, selection)
     report = Report(_dataset(config, split), split, sorted(set(formats.values())), len(files))
-    report.left_out = _row_count(every, selection) - _row_count(shards, selection)
+    report.left_out = _row_count(all_shards, selection) - _row_count(shards, selection)
     try:
         writer = CacheWriter(folder)
         try:
-            jobs = _jobs(shards, files, formats, writer.temporary)
-            _tokenise(jobs, encoder, options, config, writer, report)
+            tasks = _tasks(shards, files, formats, writer.temporary)
+            _tokenise(tasks, encoder, options, config, writer, report)
             _refuse_nothing(report)
-            writer.publish(fingerprint, report, [file.shown for file in files])
+            writer.publish(fingerprint, report, [file.display_name for file in files])
         finally:
             writer.discard()
     except OSError as error:
@@ -161,14 +162,14 @@ def _build(config: TrainConfig, split: Split, files: list[DataFile], folder: Pat
         raise ConfigError(
             f"cannot write tokenised data to {folder.parent}: {reason}; free space there, or set cache_dir"
         ) from None
-    made = open_cache(folder, fingerprint)
-    if made is None:
+    token_set = open_cache(folder, fingerprint)
+    if token_set is None:
         raise ConfigError(f"tokenised data in {folder} cannot be read back; check the disk, or set cache_dir")
-    return made
+    return token_set
 
 
 def options_of(config: TrainConfig, encoder: Encoder, selection: Selection) -> Options:
-    """What decides how a row becomes documents."""
+    """The options that determine how rows become documents."""
     chat = encoder.options.chat_template is not None
     return Options(config.sample_by, config.columns, config.max_length, config.overlong, chat, selection)
 
@@ -178,11 +179,11 @@ def _dataset(config: TrainConfig, split: Split) -> str:
 
 
 def selection_of(config: TrainConfig, split: Split, rows: int) -> Selection:
-    """Which rows `eval_share` gives to this split: an exact share, at least one row for each side."""
+    """Selects the rows of this split by `eval_share`: an exact share, with at least one row on each side."""
     if not config.eval_share:
         return Selection()
     if rows < 2:
-        raise ConfigError(f"eval_share={config.eval_share} cannot hold out one of {rows} rows; add data")
+        raise ConfigError.about("eval_share", config.eval_share, f"cannot hold out one of {rows} rows", "add data")
     if rows > _EXACT_SHARE_ROWS:
         threshold = int(config.eval_share * 2**64)
     else:
@@ -192,16 +193,16 @@ def selection_of(config: TrainConfig, split: Split, rows: int) -> Selection:
 
 
 def formats_of(config: TrainConfig, shards: list[Shard]) -> dict[str, str]:
-    """The format of each file, by its first rows that can be read.
+    """Detects the format of each file from its first readable rows.
 
     Raises:
-        ConfigError: when a file has columns of no known format, or `columns` names roles that the format lacks.
+        ConfigError: if the columns of a file fit no known format, or `columns` names roles that the format lacks.
     """
     name = config.dataset_format
     if name != "auto":
-        strange = set(config.columns) - {*NEEDED[name], *OPTIONAL[name]}
-        if strange:
-            raise ConfigError(f"columns.{min(strange)} is no role of dataset_format={name}; leave it out")
+        unknown = set(config.columns) - {*NEEDED[name], *OPTIONAL[name]}
+        if unknown:
+            raise ConfigError(f"columns.{min(unknown)} is not a role of dataset_format={name}; leave it out")
         return {shard.file.path: name for shard in shards}
     formats: dict[str, str] = {}
     for shard in shards:
@@ -211,14 +212,14 @@ def formats_of(config: TrainConfig, shards: list[Shard]) -> dict[str, str]:
 
 
 def _sniff(shard: Shard, config: TrainConfig) -> str:
-    """The format of a file's first shard; `auto` (row by row) when none of its first rows can be read."""
+    """The format of a file, from its first shard; `auto` (row by row) if none of its first rows can be read."""
     first: tuple[str, list[str]] | None = None
     for count, (line, row) in enumerate(read(shard, config.sample_by)):
         if isinstance(row, dict):
-            found = recognise(row, config.columns)
-            if found:
-                return found
-            first = first or (f"{shard.file.shown}:{line}", list(row))
+            format_name = recognise(row, config.columns)
+            if format_name:
+                return format_name
+            first = first or (f"{shard.file.display_name}:{line}", list(row))
         if count == _SNIFFED_ROWS:
             break
     if first is None:
@@ -227,17 +228,17 @@ def _sniff(shard: Shard, config: TrainConfig) -> str:
 
 
 def _first_rows(shards: list[Shard], selection: Selection, limit: int | None) -> list[Shard]:
-    """The shards with the first `limit` rows of the split."""
+    """The shards that contain the first `limit` rows of the split."""
     if limit is None:
         return shards
-    kept: list[Shard] = []
+    selected: list[Shard] = []
     for shard in shards:
         chosen = np.flatnonzero(selection.choose(shard.first_row, shard.rows))
         if len(chosen) >= limit:
-            return [*kept, replace(shard, rows=int(chosen[limit - 1]) + 1)]
-        kept.append(shard)
+            return [*selected, replace(shard, rows=int(chosen[limit - 1]) + 1)]
+        selected.append(shard)
         limit -= len(chosen)
-    return kept
+    return selected
 
 
 def _row_count(shards: list[Shard], selection: Selection) -> int:
@@ -245,50 +246,51 @@ def _row_count(shards: list[Shard], selection: Selection) -> int:
     return sum(int(selection.choose(shard.first_row, shard.rows).sum()) for shard in shards)
 
 
-def _jobs(shards: list[Shard], files: list[DataFile], formats: dict[str, str], folder: Path) -> list[Job]:
-    """Shards in order, small ones together, each lot with its place for part files."""
+def _tasks(shards: list[Shard], files: list[DataFile], formats: dict[str, str], folder: Path) -> list[TokenizeTask]:
+    """Groups shards, in order, into tasks of about `SHARD_BYTES`, each with its own path for part files."""
     numbers = {file.path: number for number, file in enumerate(files)}
-    jobs: list[Job] = []
+    tasks: list[TokenizeTask] = []
     size = SHARD_BYTES
     for shard in shards:
         if size >= SHARD_BYTES:
-            jobs.append(Job([], str(folder / f"part-{len(jobs):06d}")))
+            tasks.append(TokenizeTask([], str(folder / f"part-{len(tasks):06d}")))
             size = 0
-        jobs[-1].shards.append((shard, numbers[shard.file.path], formats[shard.file.path]))
+        tasks[-1].shards.append((shard, numbers[shard.file.path], formats[shard.file.path]))
         size += _bytes(shard)
-    return jobs
+    return tasks
 
 
 def _bytes(shard: Shard) -> int:
-    """Roughly how much text a shard holds."""
+    """Approximate bytes of text in a shard."""
     return shard.rows * _HUB_ROW_BYTES if shard.file.kind in ("hub", "parquet") else shard.end - shard.start
 
 
 def _tokenise(
-    jobs: list[Job], encoder: Encoder, options: Options, config: TrainConfig, writer: CacheWriter, report: Report
+    tasks: list[TokenizeTask],
+    encoder: Encoder,
+    options: Options,
+    config: TrainConfig,
+    writer: CacheWriter,
+    report: Report,
 ) -> None:
-    """Runs the jobs in processes, and gathers what they made in the order of the data."""
-    processes = max(1, min(len(jobs), config.dataset_num_proc or _cores()))
-    total = sum(shard.rows for job in jobs for shard, _, _ in job.shards)
+    """Runs the tasks in worker processes and appends their results in the order of the data."""
+    processes = max(1, min(len(tasks), config.dataset_num_proc or _cores()))
+    total = sum(shard.rows for task in tasks for shard, _, _ in task.shards)
     with Progress(f"tokenising {report.split} data", total) as progress:
         model = config.model_name_or_path
         with Pool(processes, writer.temporary, encoder, options, model) as pool:
-            for job, part in pool.run(jobs, progress.add):
-                _gather(job, part, writer, report)
-
-
-def _gather(job: Job, part: Report, writer: CacheWriter, report: Report) -> None:
-    writer.append(job)
-    report.merge(part)
+            for task, task_report in pool.run(tasks, progress.add):
+                writer.append(task)
+                report.merge(task_report)
 
 
 def _cores() -> int:
-    """Cores that this process may use."""
+    """Number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _refuse_nothing(report: Report) -> None:
-    """Refuses data of which nothing is left, with the counts."""
+    """Raises `ConfigError` with the counts if no document is left."""
     if report.documents:
         return
     raise ConfigError(
@@ -302,11 +304,11 @@ def _refuse_nothing(report: Report) -> None:
 
 
 def refuse_bad(report: Report, config: TrainConfig) -> None:
-    """Refuses bad rows unless they are to be skipped, and rows too long if they are to be refused."""
+    """Raises `ConfigError` for bad rows under `bad_rows=refuse`, and for rows too long under `overlong=refuse`."""
     if report.bad and config.bad_rows == "refuse":
         raise ConfigError(report.refusal())
     long = report.bad_rows.get(TOO_LONG, 0)
     if long:
         listed = [line for line in report.bad_examples if f": {TOO_LONG}: " in line]
-        way = "raise max_length, or set overlong=truncate, drop or split"
-        raise ConfigError([*listed, f"{long:,} rows of {report.dataset} are {TOO_LONG}; {way}"])
+        remedy = "raise max_length, or set overlong=truncate, drop or split"
+        raise ConfigError([*listed, f"{long:,} rows of {report.dataset} are {TOO_LONG}; {remedy}"])

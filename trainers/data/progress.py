@@ -1,4 +1,4 @@
-"""Progress of long work on stderr: a bar on a terminal, a line every few seconds elsewhere."""
+"""Progress of long tasks on stderr: a bar on a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from typing import Any
 _SECONDS = 5.0
 _LISTENER_SECONDS = 0.3
 listeners: list[Callable[[str, int, int], None]] = []
-"""Called with what is being done, rows done and rows in all, a few times a second."""
+"""Called a few times a second with the task, the rows done and the total number of rows."""
 
 
 class Progress:
-    """Counts rows towards a total; silent for work that takes less than a few seconds without a terminal."""
+    """Counts rows towards a total; without a terminal, prints nothing for tasks of less than a few seconds."""
 
-    def __init__(self, what: str, total: int):
-        self.what, self.total, self.done = what, total, 0
-        self._started = self._said = self._told = time.monotonic()
+    def __init__(self, task: str, total: int):
+        self.task = task
+        self.total = total
+        self.done = 0
+        self._started = self._printed_at = self._notified_at = time.monotonic()
         self._bar: Any = None
         if sys.stderr.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(total=total, desc=what, unit=" rows", leave=False, delay=0.5)
+            self._bar = tqdm(total=total, desc=task, unit=" rows", leave=False, delay=0.5)
 
     def __enter__(self) -> Progress:
         return self
@@ -36,22 +38,22 @@ class Progress:
             self._bar.close()
 
     def add(self, rows: int) -> None:
-        """So many rows more are done."""
+        """Counts `rows` more rows as done."""
         self.done += rows
         now = time.monotonic()
-        if listeners and (now - self._told >= _LISTENER_SECONDS or self.done == self.total):
-            self._told = now
+        if listeners and (now - self._notified_at >= _LISTENER_SECONDS or self.done == self.total):
+            self._notified_at = now
             for listener in listeners:
-                listener(self.what, self.done, self.total)
+                listener(self.task, self.done, self.total)
         if self._bar is not None:
             self._bar.update(rows)
-        elif now - self._said >= _SECONDS:
-            self._said = now
+        elif now - self._printed_at >= _SECONDS:
+            self._printed_at = now
             rate = self.done / (now - self._started)
-            left = (self.total - self.done) / rate
-            say(f"{self.what}: {self.done:,} of {self.total:,} rows, {rate:,.0f} rows/s, {left:.0f} s left")
+            remaining = (self.total - self.done) / rate
+            say(f"{self.task}: {self.done:,} of {self.total:,} rows, {rate:,.0f} rows/s, {remaining:.0f} s left")
 
 
 def say(line: str) -> None:
-    """One line on stderr, at once."""
+    """Prints one line to stderr and flushes it."""
     print(line, file=sys.stderr, flush=True)

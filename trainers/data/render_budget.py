@@ -1,4 +1,4 @@
-"""Processor time that a chat template may take for all conversations together. Imports no torch."""
+"""Limit on the CPU time that a chat template may take over all conversations. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.data.formats import Document
 
 _GRACE_SECONDS = 5.0
@@ -15,7 +15,7 @@ _SECONDS_PER_CHARACTER = 1e-6
 
 
 class RenderBudget:
-    """Processor time that rendering may take: far more than a template needs for this many messages and characters."""
+    """CPU time allowed for rendering: far more than a template needs for this many messages and characters."""
 
     def __init__(self) -> None:
         self._allowed = _GRACE_SECONDS
@@ -24,10 +24,10 @@ class RenderBudget:
 
     @contextmanager
     def charge(self, document: Document) -> Iterator[None]:
-        """Counts the block as the rendering of a document.
+        """Charges the CPU time of the `with` block to the rendering of a document.
 
         Raises:
-            ConfigError: when the documents so far have taken too long.
+            ConfigError: if the documents so far took too long.
         """
         began = time.thread_time()
         try:

@@ -1,6 +1,6 @@
-"""Which characters of a rendered conversation each reply is, as the model generates it. Imports no torch.
+"""Finds the characters of each reply in a rendered conversation, as the model generates it. Imports no torch.
 
-From the template's own generation markers, or, without them, by rendering the conversation up to each reply.
+Uses the template's own generation markers, or, without them, renders the conversation up to each reply.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from trainers.data.training_template import INSTALL, trl_is_installed
 
 WAY_OUT = "give --chat_template FILE with {% generation %} markers, or set assistant_only_loss=false"
 _MOST_RENDERED = 5_000_000
-"""Messages that one conversation may be rendered as, over all its prefixes: 2,200 replies, half a minute."""
+"""Limit on the messages rendered for one conversation, over all its prefixes: 2,200 replies, half a minute."""
 
 
 class ReplySpans:
@@ -24,46 +24,48 @@ class ReplySpans:
         probe: Facts about the template.
         turn_ends: Texts of the tokens that may end a turn.
         with_empty_thoughts: Whether an empty thought that the template writes belongs to the reply.
-        variables: What the template gets beside the messages.
+        variables: What the template gets besides the messages.
     """
 
     def __init__(self, probe: TemplateProbe, turn_ends: Sequence[str], with_empty_thoughts: bool, variables: Variables):
-        self._probe, self._turn_ends = probe, tuple(turn_ends)
-        self._with_empty_thoughts, self._variables = with_empty_thoughts, variables
+        self._probe = probe
+        self._turn_ends = tuple(turn_ends)
+        self._with_empty_thoughts = with_empty_thoughts
+        self._variables = variables
 
     def marked(self, text: str, spans: list[Span], messages: list[Message]) -> dict[int, list[Span]]:
-        """The markers' spans of each reply by the index of its message, checked to hold its text.
+        """The marked spans of each reply, by the index of its message.
 
         Raises:
-            RowError: when they do not.
+            RowError: if the markers do not enclose the text of each reply.
         """
         replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         spans = _not_empty(spans)
         joined = _joined(spans)
-        if len(joined) == len(replies):
+        if len(joined) == len(replies):  # one marked span per reply
             grouped = [[span] for span in joined]
-        else:
+        else:  # count the spans of each reply, by rendering the conversation up to the next one
             ends = [*replies[1:], len(messages)]
             _refuse_long(ends[:-1])
             counts = [
                 len(_not_empty(self._probe.render(messages[:end], marked=True, variables=self._variables)[1]))
                 for end in ends[:-1]
             ]
-            cuts = [0, *counts, len(spans)]
-            grouped = [spans[start:end] for start, end in pairwise(cuts)]
-        for index, parts in zip(replies, grouped, strict=True):
-            enclosed = "".join(text[start:end] for start, end in parts)
-            if not parts or missing([messages[index]], (), enclosed):
+            bounds = [0, *counts, len(spans)]
+            grouped = [spans[start:end] for start, end in pairwise(bounds)]
+        for index, reply_spans in zip(replies, grouped, strict=True):
+            enclosed = "".join(text[start:end] for start, end in reply_spans)
+            if not reply_spans or missing([messages[index]], (), enclosed):
                 raise RowError(
                     "chat template", "its generation markers do not enclose each reply; repair --chat_template"
                 )
         return dict(zip(replies, map(_joined, grouped), strict=True))
 
     def by_turns(self, text: str, messages: list[Message], trained: Sequence[int]) -> dict[int, list[Span]]:
-        """The span of each reply that is trained, end-of-turn token included, by rendering the conversation up to it.
+        """The span of each trained reply, end-of-turn token included, found by rendering the conversation up to it.
 
         Raises:
-            RowError: when the template writes a turn differently once others follow, or there are too many turns.
+            RowError: if the template writes a turn differently once others follow, or if there are too many turns.
         """
         _refuse_long(trained)
         spans: dict[int, list[Span]] = {}
@@ -76,34 +78,34 @@ class ReplySpans:
         return spans
 
     def _head(self, text: str, messages: list[Message], index: int) -> str:
-        """What stands before a reply, generation prompt included."""
+        """The text before a reply, generation prompt included."""
         if index:
             return self._probe.render(messages[:index], prompt=True, variables=self._variables)[0]
-        # Before the first message there is only what the template writes by itself, such as a system prompt of its own.
+        # Before the first message there is only what the template itself writes, such as a default system prompt.
         prompt = self._probe.generation_prompt
         at = text.find(prompt) + len(prompt) if prompt in text else -1
         return text[: text.find(messages[0]["content"].strip(), max(0, at))] if at < 0 or not prompt else text[:at]
 
     def _why_unstable(self, text: str, messages: list[Message], index: int) -> str:
-        """Why a reply cannot be told from what stands before it."""
+        """Why a reply cannot be separated from the text before it."""
         before = [message for message in messages[:index] if message.get("reasoning_content")]
         if before:
-            why = " (it leaves the thoughts of earlier replies out)"
-        elif "<think>" in self._probe.generation_prompt and "</think>" not in self._probe.generation_prompt:
-            why = " (its generation prompt opens a thought that it does not write in earlier replies)"
+            reason = " (it leaves the thoughts of earlier replies out)"
+        elif self._probe.prompt_opens_thought:
+            reason = " (its generation prompt opens a thought that it does not write in earlier replies)"
         else:
-            why = ""
+            reason = ""
         trl = "" if trl_is_installed() else f"{INSTALL}, "
-        return f"it writes earlier turns differently later on{why}; {trl}{WAY_OUT}"
+        return f"it writes earlier turns differently later on{reason}; {trl}{WAY_OUT}"
 
     def _turn_end(self, text: str, head: str, messages: list[Message], index: int) -> int | None:
-        """Where the reply ends in the text, or None when it cannot be told."""
+        """Where the reply ends in the text; None if that cannot be determined."""
         last = index == len(messages) - 1
         up_to = text if last else self._probe.render(messages[: index + 1], variables=self._variables)[0]
         if text.startswith(up_to) and len(up_to) > len(head):
             trimmed = up_to.rstrip()
             return len(trimmed) if trimmed.endswith(self._turn_ends) else len(up_to)
-        # A last turn may be written differently from an earlier one (thoughts kept, a closing token): go by the reply.
+        # The last turn may differ from earlier ones (thoughts kept, a closing token): search for the reply.
         start = len(head) + len(text[len(head) :]) - len(text[len(head) :].lstrip())
         reply = messages[index]["content"].strip()
         if not text.startswith(reply, start):
@@ -114,10 +116,10 @@ class ReplySpans:
         return start + len(reply) + max(ends_at) if ends_at else None
 
     def generated(self, text: str, reply: list[Span]) -> list[Span]:
-        """The spans of a reply without an empty thought that the template writes, and with the stop token.
+        """The spans of a reply, without an empty thought written by the template, and with the stop token.
 
         Raises:
-            RowError: when the reply does not end with a token although replies do under this template.
+            RowError: if the reply does not end with a stop token although the template writes one.
         """
         start, end = reply[0]
         if not self._with_empty_thoughts:
@@ -125,18 +127,18 @@ class ReplySpans:
         spans = [(start, end), *reply[1:]]
         last, stop = spans[-1][0], self._probe.through_stop(text, spans[-1][1])
         if self._probe.knows_stop and not self._probe.stops(text, stop):
-            shown = tail(text[last:stop])
-            raise RowError("chat template", f"it ends a reply without a stop token ({shown}); repair --chat_template")
+            ending = tail(text[last:stop])
+            raise RowError("chat template", f"it ends a reply without a stop token ({ending}); repair --chat_template")
         return [*spans[:-1], (last, stop)]
 
 
 def _refuse_long(ends: Sequence[int]) -> None:
-    """Raises RowError when rendering a conversation up to each of these messages would take minutes."""
+    """Raises `RowError` if rendering a conversation up to each of these messages would take minutes."""
     if sum(ends) > _MOST_RENDERED:
         raise RowError(
             "row too large",
             f"{len(ends):,} replies in {max(ends) + 1:,} messages, and the chat template is rendered up to each; "
-            f"cut it into several rows, or {WAY_OUT}",
+            f"split it into several rows, or {WAY_OUT}",
         )
 
 
@@ -145,7 +147,7 @@ def _not_empty(spans: list[Span]) -> list[Span]:
 
 
 def _joined(spans: list[Span]) -> list[Span]:
-    """Spans of one reply, each one joined to the next where they touch."""
+    """Joins adjacent spans."""
     joined: list[Span] = []
     for start, end in spans:
         if joined and joined[-1][1] == start:
@@ -156,10 +158,10 @@ def _joined(spans: list[Span]) -> list[Span]:
 
 
 def name_message(messages: Sequence[Message], index: int) -> str:
-    """A message by its number, from 1, and its role."""
+    """Names a message by its number, from 1, and its role."""
     return f"message {index + 1} ({messages[index]['role']})"
 
 
 def tail(text: str, characters: int = 160) -> str:
-    """The end of a text, with its line ends shown as such."""
+    """The end of a text, with newlines escaped."""
     return repr(text) if len(text) <= characters else "… " + repr(text[-characters:])

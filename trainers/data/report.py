@@ -1,4 +1,4 @@
-"""What became of the rows of a data set: counts, and where the bad rows are. Imports no torch."""
+"""Counts what happened to the rows of a data set, and lists where the bad rows are. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from trainers.data.shards import Bad
+from trainers.data.shards import BadRow
 
 EXAMPLES = 20  # bad rows that are listed, per reason
 TOO_LONG = "too long"
-UNUSED_NAMES = 1000  # of fields that are counted by name; those after them are counted together
+UNUSED_NAMES = 1000  # fields counted by name; further ones are counted together
 _FURTHER = "further fields"
 _SHOWN_UNUSED = 20
 _SHOWN_FILES = 10
-MOST_DROPPED = 0.1  # share of rows from which dropping them is said before all else
+MOST_DROPPED = 0.1  # fraction of dropped rows above which the report starts with it
 
 
 @dataclass
@@ -31,17 +31,17 @@ class Report:
         documents: Documents kept (a split row makes several).
         bad_rows: Rows that cannot be used, by reason.
         bad_listed: `[file:line, reason, detail]` in the order of the data, at most `EXAMPLES` per reason.
-        unused: Rows by the field of theirs that nobody reads, such as `messages[].id`.
+        unused: Number of rows that have each unused field, such as `messages[].id`.
         truncated: Rows cut at `max_length`.
         dropped: Rows dropped: too long, or nothing trained left after the cut.
         split_rows: Rows cut into several documents.
         tokens: Tokens kept.
-        trained_tokens: Tokens that are trained, out of those kept.
+        trained_tokens: Tokens trained on, out of those kept.
         cut_tokens: Tokens lost by truncating, dropping and splitting.
         longest: Tokens of the longest row before any cut.
-        ignored_files: Files of the folder that are no data or of another split, with the reason.
+        ignored_files: Files of the folder that are not data or belong to another split, with the reason.
         left_out: Rows of the split that `max_train_samples` or `max_eval_samples` leaves out; they are not read.
-        template: Which chat template rendered conversations, and what it trains of a short one.
+        template: The chat template that rendered conversations, and what it trains in a short one.
     """
 
     dataset: str = ""
@@ -64,7 +64,7 @@ class Report:
     ignored_files: list[str] = field(default_factory=list)
     template: list[str] = field(default_factory=list)
 
-    def add_bad(self, where: str, bad: Bad) -> None:
+    def add_bad(self, where: str, bad: BadRow) -> None:
         """Counts a bad row, and lists it if it is among the first of its kind."""
         count = self.bad_rows.get(bad.kind, 0)
         self.bad_rows[bad.kind] = count + 1
@@ -72,14 +72,14 @@ class Report:
             self.bad_listed.append([_printable(where), bad.kind, _printable(bad.detail)[:300]])
 
     def add_unused(self, name: str, rows: int = 1) -> None:
-        """Counts rows with a field that nobody reads."""
+        """Counts rows with an unused field."""
         name = _printable(name)[:100]
         if name not in self.unused and len(self.unused) >= UNUSED_NAMES:
             name = _FURTHER
         self.unused[name] = self.unused.get(name, 0) + rows
 
     def rename_sources(self, dataset: str, names: dict[str, str]) -> None:
-        """Puts other names of the data set and of its files, by those that they had, wherever they stand."""
+        """Renames the data set, and its files (old name to new) in the list of bad rows."""
         self.dataset = dataset
         now = {_printable(old): _printable(new) for old, new in names.items()}
         for bad in self.bad_listed:
@@ -87,7 +87,7 @@ class Report:
             bad[0] = f"{now.get(file, file)}:{line}"
 
     def merge(self, other: Report) -> None:
-        """Adds the counts of the rows that follow."""
+        """Adds the report on the rows that follow."""
         listed = Counter(kind for _, kind, _ in self.bad_listed)
         for bad in other.bad_listed:
             if listed[bad[1]] < EXAMPLES:
@@ -122,17 +122,17 @@ class Report:
         return sum(self.bad_rows.values())
 
     def lines(self) -> list[str]:
-        """The few lines that a run prints: counts, what was cut, and where bad rows are."""
+        """The lines that a run prints: counts, what was shortened or dropped, and where bad rows are."""
         name = f"{self.split} data {self.dataset}"
         lines = [
             f"{name}: {self.documents:,} documents from {self.rows:,} rows in {self.files} file{'s'[: self.files != 1]}"
             f" ({', '.join(self.formats) or 'no known format'}), {self.tokens:,} tokens, "
             f"{self.trained_tokens:,} trained, longest row {self.longest:,} tokens"
         ]
-        cuts = {"truncated": self.truncated, "dropped": self.dropped, "split": self.split_rows}
-        if any(cuts.values()):
-            said = ", ".join(f"{count:,} rows {what}" for what, count in cuts.items() if count)
-            lines.append(f"{name}: {said}; {self.cut_tokens:,} tokens lost")
+        shortened = {"truncated": self.truncated, "dropped": self.dropped, "split": self.split_rows}
+        if any(shortened.values()):
+            summary = ", ".join(f"{count:,} rows {outcome}" for outcome, count in shortened.items() if count)
+            lines.append(f"{name}: {summary}; {self.cut_tokens:,} tokens lost")
         if self.left_out:
             lines.append(f"{name}: {self.left_out:,} rows left out by max_{self.split}_samples")
         lines += [f"{name}: {note}" for note in self.notes()]
@@ -143,7 +143,7 @@ class Report:
         return [*lines, *self.template]
 
     def notes(self) -> list[str]:
-        """What a user should know of the data whatever else is said of it."""
+        """What the user should always be told: many dropped rows, ignored files, unused fields."""
         notes = self.dropped_note()
         if self.ignored_files:
             listed = ", ".join(map(_printable, self.ignored_files[:_SHOWN_FILES]))
@@ -154,20 +154,20 @@ class Report:
         return notes
 
     def dropped_note(self) -> list[str]:
-        """One line when so many rows are dropped that it is hardly what was meant."""
+        """One line, if so many rows are dropped that it is probably a mistake."""
         if self.dropped <= MOST_DROPPED * self.rows:
             return []
         return [
-            f"{self.dropped:,} of {self.rows:,} rows are dropped: within max_length nothing of them is left to train "
-            f"(the longest has {self.longest:,} tokens); raise max_length, or set overlong=split"
+            f"{self.dropped:,} of {self.rows:,} rows are dropped: within max_length they have no trained token (the "
+            f"longest has {self.longest:,} tokens); raise max_length, or set overlong=split"
         ]
 
     def refusal(self) -> list[str]:
-        """The lines of the error for bad rows: the first ones, the total, the way out."""
+        """The lines of the error for bad rows: the first of them, the total, the remedy."""
         lines = self.bad_examples[:EXAMPLES]
-        rest = self.bad - len(lines)
+        unlisted = self.bad - len(lines)
         total = f"{self.bad:,} of {self.rows:,} rows of {self.dataset} cannot be used"
-        total += f" ({rest:,} more than listed)" if rest else ""
+        total += f" ({unlisted:,} more than listed)" if unlisted else ""
         return [*lines, f"{total}; repair them, or set bad_rows=skip to leave them out"]
 
     def to_json(self) -> dict[str, Any]:
@@ -176,13 +176,13 @@ class Report:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Report:
-        """The report that `to_json` gave."""
+        """The report that `to_json` wrote."""
         known = {item.name for item in fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in known})
 
 
 def _listed(unused: Mapping[str, int]) -> str:
-    """`foo`, 12,431 rows; `bar`, 3 rows: the fields of most rows first."""
+    """Formats unused fields as "`foo`, 12,431 rows; `bar`, 3 rows", most frequent first."""
     ordered = sorted(unused.items(), key=lambda item: (-item[1], item[0]))
     listed = [f"`{name}`, {count:,} row{'s'[: count != 1]}" for name, count in ordered[:_SHOWN_UNUSED]]
     more = len(ordered) - len(listed)
@@ -190,5 +190,5 @@ def _listed(unused: Mapping[str, int]) -> str:
 
 
 def _printable(text: str) -> str:
-    """Text without control characters, for terminals and logs."""
+    """Replaces control characters, for terminals and logs."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)

@@ -1,4 +1,4 @@
-"""A shard of a file, and the lines that JSONL, CSV and text are made of. Imports no torch."""
+"""A shard of a file, and line reading shared by JSONL, CSV and text. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ ROW_BYTES = 10_000_000
 BOM = b"\xef\xbb\xbf"
 
 
-class Bad(NamedTuple):
-    """What is wrong with a row: a kind to count by, and the detail."""
+class BadRow(NamedTuple):
+    """Why a row cannot be used: a kind to count by, and the detail."""
 
     kind: str
     detail: str
@@ -22,7 +22,7 @@ class Bad(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """A stretch of one file.
+    """A contiguous range of one file.
 
     Attributes:
         file: The file.
@@ -30,11 +30,11 @@ class Shard:
         end: Byte (or row) after the last.
         line: Number of the first line, from 1 (of the first row for Parquet and Hub data).
         first_row: Number of the first row within the whole data set, from 0.
-        rows: Items that `read` gives.
+        rows: Items that `read` yields.
         header: Column names of CSV and TSV.
-        delimiter: What stands between the columns of CSV and TSV.
-        in_list: Whether it starts within a list of a `.json` file.
-        beside: What an object around the list of rows holds beside it; of the first shard.
+        delimiter: Column separator of CSV and TSV.
+        in_list: Whether it starts inside a list of a `.json` file.
+        siblings: Other keys of the object that wraps the list of rows; set on the first shard only.
     """
 
     file: DataFile
@@ -46,28 +46,28 @@ class Shard:
     header: tuple[str, ...] = ()
     delimiter: str = ","
     in_list: bool = False
-    beside: tuple[str, ...] = ()
+    siblings: tuple[str, ...] = ()
 
 
-Item = tuple[int, dict[str, Any] | Bad]
+Item = tuple[int, dict[str, Any] | BadRow]
 Record = tuple[int, int, bytes | None]  # offset, line, content (None: too large)
 
 
 def content_end(stream: BinaryIO, size: int, blank: bytes = b" \t\r\n") -> int:
-    """Where the content ends: blank lines at the end of a file are no rows."""
+    """Offset where the content ends: blank lines at the end of a file are not rows."""
     end = size
     while end:
         start = max(0, end - 65536)
         stream.seek(start)
-        kept = len(stream.read(end - start).rstrip(blank))
-        if kept:
-            return start + kept
+        length = len(stream.read(end - start).rstrip(blank))
+        if length:
+            return start + length
         end = start
     return 0
 
 
 def lines(stream: BinaryIO, start: int, end: int, line: int) -> Iterator[Record]:
-    """Lines with their offsets; of a line over `ROW_BYTES` only the length is known. Never holds more than that."""
+    """Lines with their offsets; the content of a line over `ROW_BYTES` is None and is never held in memory."""
     stream.seek(start)
     offset = start
     while offset < end:
@@ -90,7 +90,7 @@ def lines(stream: BinaryIO, start: int, end: int, line: int) -> Iterator[Record]
 def group(
     file: DataFile, records: Iterable[Record], end: int, shard_bytes: int, header: tuple[str, ...] = ()
 ) -> Iterator[Shard]:
-    """Shards that start at records, each of at least `shard_bytes` except the last."""
+    """Groups records into shards of at least `shard_bytes` each, except the last."""
     start, first_line, rows = -1, 1, 0
     for offset, line, _ in records:
         if start < 0:
@@ -103,6 +103,6 @@ def group(
         yield Shard(file, start, end, first_line, 0, rows, header)
 
 
-def large() -> Bad:
-    """What is wrong with a row over `ROW_BYTES`."""
-    return Bad("row too large", f"over {ROW_BYTES:,} bytes; cut it into several rows")
+def too_large() -> BadRow:
+    """The `BadRow` for a row over `ROW_BYTES`."""
+    return BadRow("row too large", f"over {ROW_BYTES:,} bytes; split it into several rows")

@@ -1,4 +1,4 @@
-"""JSON whose objects hold each key once. Imports no torch."""
+"""JSON decoding that rejects duplicate keys. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class DuplicateKey(ValueError):
-    """An object that holds a key twice; its text is the key."""
+    """A key appears twice in one object; the message is the key."""
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -19,4 +19,4 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 STRICT = json.JSONDecoder(object_pairs_hook=_unique_keys)
-"""Of two members with one name `json` keeps the last and drops the other in silence; this raises `DuplicateKey`."""
+"""Raises `DuplicateKey`, where plain `json` silently keeps the last of two members with the same name."""

@@ -8,23 +8,23 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, BinaryIO
 
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.data.files import DataFile, hub_rows
-from trainers.data.shards import ROW_BYTES, Bad, Item, Shard, content_end, group, large, lines
+from trainers.data.shards import ROW_BYTES, BadRow, Item, Shard, content_end, group, lines, too_large
 
 HUB_ROWS = 10_000  # rows of a Hub data set per shard
-LOOKED_AT_LINES = 20
-TABLE_LINES = 100  # a field of fewer lines may well be a table of its own
+SNIFFED_LINES = 20
+TABLE_LINES = 100  # a field with fewer lines may well contain a table
 
 
 class _Lines:
-    """Lines for `csv.reader`, which knows of borders: where the record in hand began and where its second line is.
+    """Lines for `csv.reader` that track where the current record starts and where its second line starts.
 
     Args:
         stream: The file.
         start: First byte.
         end: Byte after the last.
-        line: Number of the first line.
+        line: Number of the first line, from 1.
     """
 
     def __init__(self, stream: BinaryIO, start: int, end: int, line: int):
@@ -34,12 +34,12 @@ class _Lines:
         self.count = 0
 
     def begin(self) -> tuple[int, int]:
-        """Offset and line of the record that comes next."""
+        """Offset and line of the next record."""
         self.count = 0
         return self.next_line
 
     def __iter__(self) -> Iterator[str]:
-        """The text is Latin-1 at this stage: one character per byte."""
+        """Yields lines decoded as Latin-1: one character per byte."""
         for _, number, content in self._lines:
             self.next_line = (self._stream.tell(), number + 1)
             self.count += 1
@@ -50,11 +50,11 @@ class _Lines:
 
 def _csv_records(
     stream: BinaryIO, start: int, end: int, line: int, delimiter: str, columns: int = 0
-) -> Iterator[tuple[int, int, list[str] | Bad]]:
-    """Rows of a CSV file with their offsets and lines, `columns` of them wide (0: as wide as the first).
+) -> Iterator[tuple[int, int, list[str] | BadRow]]:
+    """Rows of a CSV file with their offsets and lines, `columns` wide (0: as wide as the first).
 
-    A quote that is not closed costs the line in which it stands and no other: reading goes on in the line after it.
-    The same holds for one that a later row happens to close, which is told by the rows within (`_swallowed_rows`).
+    An unclosed quote invalidates only the line that contains it: reading resumes on the next line. The same holds for
+    a quote that a later row happens to close, which is detected by the rows within the field (`_swallowed_rows`).
     """
     csv.field_size_limit(ROW_BYTES)
     while True:
@@ -77,13 +77,13 @@ def _csv_records(
         start, line = source.second_line
 
 
-def _broken(error: str, count: int) -> Bad:
-    """What is wrong; in the same words wherever the file is cut, so without what only its later lines tell."""
+def _broken(error: str, count: int) -> BadRow:
+    """The `BadRow` for a parse error; does not depend on later lines, so that it is the same for any sharding."""
     if "new-line character" in error:
-        return Bad("broken CSV", "a carriage return within a line; end lines with a newline")
+        return BadRow("broken CSV", "a carriage return within a line; end lines with a newline")
     if "field limit" in error and count == 1:
-        return large()
-    return Bad(
+        return too_large()
+    return BadRow(
         "broken CSV",
         "a quoted field is never closed, or closed only after what looks like other rows, or holds a quote that is not "
         f"doubled, or over {ROW_BYTES:,} bytes; close it, double quotes within quotes, or save the data as JSONL",
@@ -91,10 +91,10 @@ def _broken(error: str, count: int) -> Bad:
 
 
 def _swallowed_rows(fields: list[str], delimiter: str, columns: int) -> bool:
-    """Whether most lines within a field are as wide as a row: then they are rows, and a quote was not closed.
+    """Whether most lines within a field are as wide as a row: they are rows then, after an unclosed quote.
 
-    In a file of one column nearly every line is that wide. There the lines of a text give themselves away by being
-    blank, or by a delimiter, which a row of one column has not; a few of them are enough.
+    In a file of one column nearly every line is that wide. There a few lines that are blank or contain a delimiter, as
+    a row of one column cannot, are enough to show that the field is text.
     """
     inner = [line for field in fields for line in field.split("\n")[1:-1]]
     alike = sum(line.count(delimiter) == columns - 1 and bool(line.strip()) for line in inner)
@@ -102,7 +102,7 @@ def _swallowed_rows(fields: list[str], delimiter: str, columns: int) -> bool:
 
 
 def _delimiter(stream: BinaryIO, end: int, kind: str) -> str:
-    """What stands between the columns: the usual of this kind of file, unless another makes a table of it and not that.
+    """The column separator: the usual one of this kind of file, unless only another one yields a table.
 
     Args:
         stream: The file.
@@ -111,15 +111,15 @@ def _delimiter(stream: BinaryIO, end: int, kind: str) -> str:
     """
     usual = "," if kind == "csv" else "\t"
     for delimiter in (usual, *(other for other in ",;\t|" if other != usual)):
-        rows = [fields for _, _, fields in islice(_csv_records(stream, 0, end, 1, delimiter), LOOKED_AT_LINES)]
-        widths = [0 if isinstance(fields, Bad) else len(fields) for fields in rows if fields]
+        rows = [fields for _, _, fields in islice(_csv_records(stream, 0, end, 1, delimiter), SNIFFED_LINES)]
+        widths = [0 if isinstance(fields, BadRow) else len(fields) for fields in rows if fields]
         if widths and widths[0] > 1 and 2 * widths.count(widths[0]) >= len(widths):
             return delimiter
     return usual
 
 
-def csv_cuts(file: DataFile, shard_bytes: int) -> Iterator[Shard]:
-    """Shards of a CSV or TSV file: it is parsed once for its borders, since a quoted field may hold newlines."""
+def shard_csv(file: DataFile, shard_bytes: int) -> Iterator[Shard]:
+    """Shards of a CSV or TSV file, which is parsed to find row boundaries, as a quoted field may contain newlines."""
     with open(file.path, "rb") as stream:
         end = content_end(stream, file.size, b"\r\n")
         delimiter = _delimiter(stream, end, file.kind)
@@ -127,14 +127,16 @@ def csv_cuts(file: DataFile, shard_bytes: int) -> Iterator[Shard]:
         first = next(records, None)
         if first is None:
             return
-        if isinstance(first[2], Bad):
-            raise ConfigError(f"{file.shown}: its first line is broken: {first[2].detail}")
+        if isinstance(first[2], BadRow):
+            raise ConfigError(f"{file.display_name}: its first line is broken: {first[2].detail}")
         try:
             header = tuple(name.encode("latin-1").decode("utf-8").strip() for name in first[2])
         except UnicodeDecodeError:
             header = ()
         if not header or len(set(header)) < len(header):
-            raise ConfigError(f"{file.shown}: its first line must be the column names, each once, in UTF-8; add it")
+            raise ConfigError(
+                f"{file.display_name}: its first line must be the column names, each once, in UTF-8; add it"
+            )
         shards = group(file, ((offset, line, None) for offset, line, _ in records), end, shard_bytes, header)
         yield from (replace(shard, delimiter=delimiter) for shard in shards)
 
@@ -145,26 +147,26 @@ def read_csv(shard: Shard, sample_by: str, wanted: list[str]) -> Iterator[Item]:
         columns = len(shard.header)
         records = _csv_records(stream, shard.start, shard.end, shard.line, shard.delimiter, columns)
         for _, line, fields in records:
-            yield line, fields if isinstance(fields, Bad) else _csv_row(fields, shard.header)
+            yield line, fields if isinstance(fields, BadRow) else _csv_row(fields, shard.header)
 
 
-def _csv_row(fields: list[str], header: tuple[str, ...]) -> dict[str, Any] | Bad:
+def _csv_row(fields: list[str], header: tuple[str, ...]) -> dict[str, Any] | BadRow:
     if not fields:
-        return Bad("empty line", "a blank line between rows")
+        return BadRow("empty line", "a blank line between rows")
     if len(fields) != len(header):
-        return Bad("wrong number of columns", f"{len(fields)} and not {len(header)}; check its quotes")
+        return BadRow("wrong number of columns", f"{len(fields)} and not {len(header)}; check its quotes")
     if sum(map(len, fields)) > ROW_BYTES:
-        return large()
+        return too_large()
     try:
         return {
             name: field if field.isascii() else field.encode("latin-1").decode("utf-8")
             for name, field in zip(header, fields, strict=True)
         }
     except UnicodeDecodeError as error:
-        return Bad("invalid UTF-8", f"byte 0x{error.object[error.start]:02x}; save the file as UTF-8")
+        return BadRow("invalid UTF-8", f"byte 0x{error.object[error.start]:02x}; save the file as UTF-8")
 
 
-def _even_cuts(file: DataFile, counts: Iterable[int]) -> Iterator[Shard]:
+def _row_shards(file: DataFile, counts: Iterable[int]) -> Iterator[Shard]:
     start = 0
     for count in counts:
         if count:
@@ -172,12 +174,12 @@ def _even_cuts(file: DataFile, counts: Iterable[int]) -> Iterator[Shard]:
         start += count
 
 
-def hub_cuts(file: DataFile) -> Iterator[Shard]:
+def shard_hub(file: DataFile) -> Iterator[Shard]:
     """Shards of `HUB_ROWS` rows."""
-    return _even_cuts(file, [min(HUB_ROWS, file.size - start) for start in range(0, file.size, HUB_ROWS)])
+    return _row_shards(file, [min(HUB_ROWS, file.size - start) for start in range(0, file.size, HUB_ROWS)])
 
 
-def parquet_cuts(file: DataFile, shard_bytes: int) -> Iterator[Shard]:
+def shard_parquet(file: DataFile, shard_bytes: int) -> Iterator[Shard]:
     """Shards of a Parquet file: row groups joined up to `shard_bytes`."""
     import pyarrow.parquet as pq
 
@@ -190,7 +192,7 @@ def parquet_cuts(file: DataFile, shard_bytes: int) -> Iterator[Shard]:
             size = 0
         counts[-1] += group.num_rows
         size += group.total_byte_size
-    return _even_cuts(file, counts)
+    return _row_shards(file, counts)
 
 
 def column_names(file: DataFile) -> list[str]:
@@ -204,13 +206,13 @@ def column_names(file: DataFile) -> list[str]:
 
 
 def columns_to_read(names: Iterable[str], wanted: Iterable[str]) -> list[str]:
-    """The wanted columns that are there; none of them when all are to be read."""
-    there = set(names)
-    return [name for name in dict.fromkeys(wanted) if name in there]
+    """The wanted columns that exist; an empty list means all columns are read."""
+    present = set(names)
+    return [name for name in dict.fromkeys(wanted) if name in present]
 
 
 def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """A row whose nested objects have no nulls: a table gives each of them the keys of all the others."""
+    """A row without nulls in its nested objects: a columnar file gives each object the keys of all others."""
     return {name: _stripped(value) if isinstance(value, list | dict) else value for name, value in row.items()}
 
 

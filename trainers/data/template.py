@@ -1,7 +1,7 @@
-"""Documents as tokens and a mask of the trained ones: chat template, spans, tokenizer. Imports no torch.
+"""Encodes documents as tokens with a mask of the trained ones: chat template, spans, tokenizer. Imports no torch.
 
-What is trained is found as stretches of characters in the rendered text, from the template's own generation markers or
-by rendering the conversation turn by turn, and carried over to tokens by the tokenizer's offsets.
+What is trained is found as spans of characters in the rendered text, from the template's own generation markers or by
+rendering the conversation turn by turn, and mapped to tokens by the tokenizer's offsets.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainers.config.options import FIXED_DATE, ConfigError, TrainConfig
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import FIXED_DATE, TrainConfig
 from trainers.data.formats import Document, Message, RowError
 from trainers.data.render_budget import RenderBudget
 from trainers.data.reply_spans import ReplySpans, name_message, tail
-from trainers.data.shards import ROW_BYTES, Bad
+from trainers.data.shards import ROW_BYTES, BadRow
 from trainers.data.template_probe import Span, TemplateProbe, missing
 from trainers.data.tokenizer import chosen_template, load_tokenizer, tokenizer_folder
 from trainers.data.training_template import INSTALL, MARKERS, stop_token_ids, trl_is_installed
 from trainers.run.process_limits import RENDER_BYTES, encoding_bytes, encoding_seconds, memory_limit, time_limit
 
 RENDER_SECONDS = 20.0
-_WAY_OUT = "give --chat_template FILE with {% generation %} markers, or set assistant_only_loss=false"
-# With these a template writes the thoughts of earlier replies too; it leaves them out of a chat.
+# With these, templates also write the thoughts of earlier replies, which they leave out by default.
 _THOUGHTS_OF_EARLIER_TURNS = {"preserve_thinking": True, "truncate_history_thinking": False, "clear_thinking": False}
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Tokens of one document, and which of them are trained (never the first: nothing precedes it)."""
+    """Tokens of one document, and the mask of trained ones (never the first: nothing predicts it)."""
 
     input_ids: npt.NDArray[np.int32]
     mask: npt.NDArray[np.bool_]
@@ -47,18 +47,18 @@ class Encoded:
 
 @dataclass(frozen=True)
 class EncoderOptions:
-    """All that encoding needs beside the tokenizer itself; plain values, so that another process can have them.
+    """All that encoding needs besides the tokenizer; plain values, so that they can be sent to another process.
 
     Attributes:
         chat_template: Jinja source, or None.
         special_tokens: Names and texts that the template may use, such as `eos_token`.
         turn_ends: Texts of the tokens that may end a turn.
-        prefix: Ids that the tokenizer puts before plain text.
-        suffix: Ids put after plain text: those of the tokenizer, else the end-of-sequence token.
+        prefix: Ids that the tokenizer prepends to plain text.
+        suffix: Ids appended to plain text: the tokenizer's own, or else the end-of-sequence token.
         assistant_only: Whether only the assistant's (or completion's) tokens are trained.
         origin: Where the template comes from, in a few words.
         thoughts: `keep`, `drop` or `train_empty`, as the option of that name.
-        date: The date (`2024-07-26`) that the template gets when it asks for today's.
+        date: The date (`2024-07-26`) that the template gets as today's.
         stops: Texts of the tokens at which the model stops generating.
     """
 
@@ -75,10 +75,10 @@ class EncoderOptions:
 
 
 class Encoder:
-    """Turns documents into tokens; made from a transformers tokenizer, or from what `save` wrote.
+    """Tokenises documents; created from a transformers tokenizer, or from what `save` wrote.
 
     Attributes:
-        may_die: whether a tokenizer or template that takes too much may end this process.
+        may_die: Whether a tokenizer or template that exceeds its limits may end this process.
     """
 
     def __init__(self, backend: Any, options: EncoderOptions):
@@ -97,10 +97,10 @@ class Encoder:
         Args:
             tokenizer: With the chat template to render with.
             assistant_only: Whether only the assistant's (or completion's) tokens are trained.
-            today: The date that the template gets when it asks for today's.
+            today: The date that the template gets as today's.
 
         Raises:
-            ConfigError: when the tokenizer has no end-of-sequence token.
+            ConfigError: if the tokenizer has no end-of-sequence token.
         """
         if tokenizer.eos_token_id is None:
             raise ConfigError(f"{tokenizer.name_or_path}: its tokenizer has no eos_token; add one to its config")
@@ -128,17 +128,17 @@ class Encoder:
 
     @classmethod
     def load(cls, folder: Path) -> Encoder:
-        """The encoder that `save` wrote; needs no transformers tokenizer, so that a process is ready sooner."""
+        """The encoder that `save` wrote; skips the transformers tokenizer, so that a process starts faster."""
         from tokenizers import Tokenizer
 
         options = json.loads((folder / "encoder.json").read_text(encoding="utf-8"))
         return cls(Tokenizer.from_file(str(folder / "tokenizer.json")), EncoderOptions(**options))
 
-    def encode(self, documents: Sequence[Document]) -> list[Encoded | Bad]:
-        """Tokens of each document, or why it has none; in order.
+    def encode(self, documents: Sequence[Document]) -> list[Encoded | BadRow]:
+        """Tokens of each document, or why it cannot be used; in order.
 
         Raises:
-            ConfigError: when there are conversations but no chat template, or the template does not end.
+            ConfigError: if there are conversations but no chat template, or the template does not terminate.
         """
         messages = sum(len(document.messages) for document in documents)
         with self._time_limit(sum(document.size for document in documents), messages), memory_limit(RENDER_BYTES):
@@ -152,7 +152,7 @@ class Encoder:
     def _time_limit(self, size: int, messages: int = 0) -> AbstractContextManager[None]:
         return time_limit(encoding_seconds(size, messages)) if self.may_die else nullcontext()
 
-    def _render(self, document: Document) -> _Rendered | Bad:
+    def _render(self, document: Document) -> _Rendered | BadRow:
         if not document.messages:
             start = len(document.prompt) if self.options.assistant_only else 0
             text = document.prompt + document.completion
@@ -171,11 +171,11 @@ class Encoder:
     # -- conversations
 
     def render(self, messages: list[Message], prompt: bool = False) -> str:
-        """A conversation as text, within limits of time and memory.
+        """Renders a conversation as text, within limits of time and memory.
 
         Raises:
-            RowError: when the template refuses these messages.
-            ConfigError: when it does not end, or takes too much memory.
+            RowError: if the template refuses these messages.
+            ConfigError: if it does not terminate, or takes too much memory.
         """
         with memory_limit(RENDER_BYTES):
             return self._apply(messages, prompt)[0]
@@ -191,7 +191,7 @@ class Encoder:
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """Whether the template knows contents as lists of parts alone, as those of vision models do."""
+        """Whether the template only accepts contents as lists of parts, as those of vision models do."""
         question = [{"role": "user", "content": "Qquestionq"}]
         self.__dict__["_takes_parts"] = False
         try:
@@ -207,7 +207,7 @@ class Encoder:
 
     @cached_property
     def proof(self) -> list[str]:
-        """What is trained of a short conversation, shown as text; nothing when all tokens are trained."""
+        """Lines that show what is trained in a short conversation; empty if all tokens are trained."""
         if not self.options.assistant_only:
             return []
         messages = ({"role": "user", "content": "A question"}, {"role": "assistant", "content": "A reply"})
@@ -229,6 +229,7 @@ class Encoder:
 
     def _render_chat(self, document: Document) -> _Rendered:
         self.rendered_chat = True
+        # Normalise roles and thoughts to what the template writes.
         known = self._known_roles(document.messages)
         messages = [self._probe.place_thought(message, self.options.thoughts) for message in known]
         replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -237,10 +238,12 @@ class Encoder:
         if any(messages[index].get("reasoning_content") for index in trained):
             variables = {**_THOUGHTS_OF_EARLIER_TURNS, **variables}
         self._refuse_unwritten(document)
+        # Train on all tokens.
         if not self.options.assistant_only:
             text = self._apply(messages, variables=variables)[0]
             self._refuse_lost(messages, replies, text, variables)
             return _Rendered(text, [(0, len(text))])
+        # Train on replies only: find their spans in the rendered text.
         _refuse_empty(messages, trained)
         text, marked = self._apply(messages, marked=self.markers, variables=variables)
         self._refuse_lost(messages, trained, text, variables)
@@ -249,11 +252,11 @@ class Encoder:
         return _Rendered(text, [span for index in trained for span in finder.generated(text, spans[index])])
 
     def writes(self, name: str) -> bool:
-        """Whether the chat template has anything to do with a field of this name."""
+        """Whether the source of the chat template mentions a field of this name."""
         return name in self._names
 
     def unwritten(self, document: Document) -> list[str]:
-        """Paths of the fields of a row that the chat template was given and does nothing with."""
+        """Paths of the fields of a row that the chat template gets but does not use."""
         return [path for name, path in document.optional.items() if not self.writes(name)]
 
     @cached_property
@@ -261,20 +264,20 @@ class Encoder:
         return frozenset(re.findall(r"\w+", self.options.chat_template or ""))
 
     def _known_roles(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages; a developer's are the system's where the template knows no developer."""
+        """The messages, with role `developer` as `system` if the template does not know `developer`."""
         if self.writes("developer"):
             return list(messages)
         return [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
 
     def _refuse_unwritten(self, document: Document) -> None:
-        """Refuses a row whose tools the template leaves out, or whose messages cannot be trained as it says.
+        """Refuses a row whose tools the template ignores, or whose untrained messages the options would train.
 
         Raises:
-            RowError: with what the template has no place for.
+            RowError: naming the field.
         """
         calls = any(message.get("tool_calls") for message in document.messages)
-        for name, there in (("tools", "tools" in document.variables), ("tool_calls", calls)):
-            if there and not self.writes(name):
+        for name, present in (("tools", "tools" in document.variables), ("tool_calls", calls)):
+            if present and not self.writes(name):
                 raise RowError(
                     "chat template", f"it has no place for {name}; give --chat_template FILE that writes them"
                 )
@@ -287,30 +290,38 @@ class Encoder:
     def _refuse_lost(
         self, messages: list[Message], trained: Collection[int], text: str, variables: Mapping[str, Any]
     ) -> None:
-        """Refuses a row of which the template leaves something out.
+        """Refuses a row if the template leaves out a part of it.
 
         Raises:
-            RowError: when a content or a tool call, or a thought that is to be trained, is not in the text.
+            RowError: if a content or a tool call, or a thought that should be trained, is not in the text.
         """
         lost = [
-            (index, what)
-            for index, what in self._probe.left_out(messages, variables)
-            if what != "thought" or index in trained
+            (index, element)
+            for index, element in self._probe.left_out(messages, variables)
+            if element != "thought" or index in trained
         ]
         lost += [(index, "content") for index in missing(messages, trained, text)]
-        for index, what in lost:
-            content = messages[index]["content"] if what == "content" else ""
+        for index, element in lost:
+            content = messages[index]["content"] if element == "content" else ""
             tagged = "</think>" in content and self.options.thoughts != "drop"
-            thought = what == "thought" or (tagged and self._probe.thought_in(content) is not None)
-            parts = {"thought": "the thought of ", "tool call": "a tool call of "}
-            part = parts["thought"] if thought else "the text around `</think>` of " if tagged else parts.get(what, "")
-            way = "set thoughts=drop to train without it, or " if thought else ""
-            detail = f"it leaves out {part}{name_message(messages, index)}; {way}{self._other_template()}"
+            thought = element == "thought" or (tagged and self._probe.thought_in(content) is not None)
+            descriptions = {"thought": "the thought of ", "tool call": "a tool call of "}
+            description = (
+                descriptions["thought"]
+                if thought
+                else "the text around `</think>` of "
+                if tagged
+                else descriptions.get(element, "")
+            )
+            # Where the prompt opens a thought, a reply without one is refused as well.
+            droppable = thought and (self.markers or not self._probe.prompt_opens_thought)
+            remedy = "set thoughts=drop to train without it, or " if droppable else ""
+            detail = f"it leaves out {description}{name_message(messages, index)}; {remedy}{self._other_template()}"
             raise RowError("chat template", detail)
 
     def _other_template(self) -> str:
-        way = "give --chat_template FILE that writes it"
-        return way if trl_is_installed() or self.markers else f"{way}, or {INSTALL}"
+        remedy = "give --chat_template FILE that writes it"
+        return remedy if trl_is_installed() or self.markers else f"{remedy}, or {INSTALL}"
 
     def _apply(
         self,
@@ -319,11 +330,11 @@ class Encoder:
         marked: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> tuple[str, list[Span]]:
-        """The rendered text, and what the generation markers enclose.
+        """The rendered text, and the spans that its generation markers enclose.
 
         Raises:
-            RowError: when the template refuses these messages.
-            ConfigError: when it does not end, or takes too much memory.
+            RowError: if the template refuses these messages.
+            ConfigError: if it does not terminate, or takes too much memory.
         """
         from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
@@ -332,7 +343,7 @@ class Encoder:
         values = {"date_string": date_string, **self.options.special_tokens, **(variables or {})}
         try:
             with _time_limit(RENDER_SECONDS):
-                # The compiled template is cached by its text, so the one that is rendered gets the date.
+                # Compiled templates are cached by their source, so this sets the date of the one rendered below.
                 _compile_jinja_template(self.options.chat_template).globals["strftime_now"] = today.strftime
                 texts, spans = render_jinja_template(
                     conversations=[conversation],
@@ -357,7 +368,7 @@ class Encoder:
             raise RowError("row too large", f"{len(texts[0]):,} characters once rendered")
         return texts[0], spans[0] if marked else []
 
-    def _masked(self, item: _Rendered, encoding: Any) -> Encoded | Bad:
+    def _masked(self, item: _Rendered, encoding: Any) -> Encoded | BadRow:
         ids = encoding.ids
         mask = np.zeros(len(ids), dtype=np.bool_)
         for start, end in item.spans:
@@ -373,7 +384,7 @@ class Encoder:
             mask = np.concatenate([np.zeros(len(before), np.bool_), mask, np.ones(len(after), np.bool_)])
         mask[:1] = False
         if not mask.any():
-            return Bad("no trained token", "nothing of it would be trained")
+            return BadRow("no trained token", "it has no trained token")
         return Encoded(np.asarray(ids, dtype=np.int32), mask)
 
 
@@ -385,11 +396,11 @@ class _Rendered:
 
 
 def _token_span(encoding: Any, start: int, end: int, length: int) -> Span:
-    """The tokens that hold characters `start` to `end`; characters without a token (dropped spaces) are passed over."""
+    """The tokens of characters `start` to `end`; skips characters without a token (dropped spaces)."""
     first = next((token for char in range(start, end) if (token := encoding.char_to_token(char)) is not None), None)
     if first is None:
         return 0, 0
-    # The end is where the next character's first token stands: a character may be made of several tokens.
+    # The span ends at the first token of the next character: one character may consist of several tokens.
     following = next((t for char in range(end, length) if (t := encoding.char_to_token(char)) is not None), None)
     if following is None:
         return first, len(encoding.ids)
@@ -402,10 +413,10 @@ def _in_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _refuse_empty(messages: Sequence[Message], trained: Sequence[int]) -> None:
-    """Refuses a row with a reply to train that says nothing: its end alone would be trained.
+    """Refuses a row with an empty trained reply: only its end-of-turn token would be trained.
 
     Raises:
-        RowError: with the message's number.
+        RowError: with the number of the message.
     """
     for index in trained:
         message = messages[index]
@@ -420,7 +431,7 @@ class _TooLong(BaseException):
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Ends the block after so much processor time; in a main thread only, no other can be stopped so."""
+    """Ends the block after `seconds` of CPU time; only in the main thread, as signals cannot interrupt others."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -438,14 +449,14 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
 
 def training_encoder(config: TrainConfig, tokenizer: Any | None = None) -> Encoder:
-    """The encoder that a run trains with: the chat template to train with, and the options that decide the mask.
+    """The encoder of a run, with its training chat template and the options that determine the mask.
 
     Args:
-        config: Its model, `chat_template`, `assistant_only_loss`, `thoughts` and `template_date` matter.
-        tokenizer: That of `load_tokenizer`, when it is there already.
+        config: The model, `chat_template`, `assistant_only_loss`, `thoughts` and `template_date` are used.
+        tokenizer: The result of `load_tokenizer`, if it is already loaded.
 
     Raises:
-        ConfigError: when the tokenizer cannot be loaded, or has no end-of-sequence token.
+        ConfigError: if the tokenizer cannot be loaded, or has no end-of-sequence token.
     """
     tokenizer = load_tokenizer(config) if tokenizer is None else tokenizer
     encoder = Encoder.of(tokenizer, config.assistant_only_loss)

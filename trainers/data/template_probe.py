@@ -1,7 +1,7 @@
-"""What a chat template does with a conversation, found by rendering short ones. Imports no torch.
+"""Finds out what a chat template does with a conversation, by rendering short ones. Imports no torch.
 
-A template is a program, so its text tells little. Stand-ins for the contents show what it writes, what it leaves out,
-how it opens and closes a thought, and how it ends a reply.
+A template is a program, so reading its source is not enough. Rendering placeholder contents shows what it writes, what
+it leaves out, how it opens and closes a thought, and how it ends a reply.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from trainers.data.formats import Message, RowError
 Span = tuple[int, int]
 Variables = Mapping[str, Any]
 Render = Callable[..., tuple[str, list[Span]]]
-"""`render(messages, prompt=False, marked=False, variables=None)`: the text, and what generation markers enclose; raises
-`RowError` when the template refuses the messages."""
+"""`render(messages, prompt=False, marked=False, variables=None)`: the text, and the spans that its generation markers
+enclose; raises `RowError` if the template refuses the messages."""
 
 _QUESTION, _ANSWER, _THOUGHT, _NEXT = "Qquestionq", "Aanswera", "Tthoughtt", "Nnextn"
 _OPENING = re.compile(r"(<[^<>\s]+>\w*)\s*$")
 _CLOSING = re.compile(r"^\s*(<[^<>\s]+>)")
 _OPEN, _CLOSE = "<think>", "</think>"
-_SWITCHES = re.compile(r"(?<!<)/(?:no_)?think")  # some templates obey these in what they are asked and leave them out
+_SWITCHES = re.compile(r"(?<!<)/(?:no_)?think")  # some templates obey these switches in user messages, and remove them
 _MOST_SHAPES = 10_000
 
 
@@ -39,13 +39,14 @@ class TemplateProbe:
     """
 
     def __init__(self, render: Render, source: str, special: Sequence[str], stops: Sequence[str]):
-        self.render, self._source = render, source
+        self.render = render
+        self._source = source
         self._special = sorted((text for text in special if text.strip()), key=len, reverse=True)
         self._stops = [text for text in stops if text.strip()]
         self._lost: dict[tuple[Any, ...], list[tuple[int, str]]] = {}
 
     def _text(self, *messages: Message, prompt: bool = False) -> str:
-        """The rendered text, or "" when the template refuses the messages."""
+        """The rendered text, or "" if the template refuses the messages."""
         try:
             return self.render(list(messages), prompt)[0]
         except RowError:
@@ -53,7 +54,7 @@ class TemplateProbe:
 
     @cached_property
     def generation_prompt(self) -> str:
-        """What the template writes to make the model reply."""
+        """What the template writes to prompt the model's reply."""
         question = {"role": "user", "content": _QUESTION}
         without, text = self._text(question), self._text(question, prompt=True)
         return text[len(without) :] if text.startswith(without) else ""
@@ -70,14 +71,19 @@ class TemplateProbe:
         """Whether it writes the `reasoning_content` of a reply."""
         return _THOUGHT in self._with_thought
 
+    @property
+    def prompt_opens_thought(self) -> bool:
+        """Whether the generation prompt begins a thought, which a reply without one would not go on with."""
+        return "<think>" in self.generation_prompt and "</think>" not in self.generation_prompt
+
     @cached_property
     def thinks_in_content(self) -> bool:
-        """Whether its model writes its thoughts between `<think>` tags, but the template only knows contents."""
+        """Whether the model writes its thoughts between `<think>` tags, but the template only reads `content`."""
         return not self.writes_thoughts and ("<think>" in self._source or "<think>" in self._special)
 
     @cached_property
     def _empty_thought(self) -> re.Pattern[str]:
-        """An empty thought at the start of a reply; its opening tag may be part of the generation prompt."""
+        """Matches an empty thought at the start of a reply; its opening tag may be part of the generation prompt."""
         tags = {("<think>", "</think>")}
         before, _, after = self._with_thought.partition(_THOUGHT)
         opening, closing = _OPENING.search(before), _CLOSING.search(after)
@@ -88,7 +94,7 @@ class TemplateProbe:
         return re.compile(rf"\s*(?:{'|'.join(pairs)})\s*")
 
     def after_empty_thought(self, text: str, start: int, end: int) -> int:
-        """Where a reply goes on that starts at `start` with an empty thought; `start` when it does not."""
+        """Where a reply continues after an empty thought at `start`; `start` if there is none."""
         match = self._empty_thought.match(text, start, end)
         if not match:
             return start
@@ -96,26 +102,28 @@ class TemplateProbe:
         return match.end() if opened or text[:start].rstrip().endswith(self._opening_tags) else start
 
     def place_thought(self, message: Message, thoughts: str) -> Message:
-        """A reply with its thought where the template writes it, once; or without it for `thoughts="drop"`.
+        """Moves the thought of a reply to where the template writes it, once; removes it for `thoughts="drop"`.
 
         Raises:
-            RowError: when there are two different thoughts.
+            RowError: if the reply has two different thoughts.
         """
         if message["role"] != "assistant":
             return message
         content, thought = message["content"], message.get("reasoning_content", "").strip()
         if _CLOSE not in content and "reasoning_content" not in message:
             return message
+        # Separate a thought inside the content, and check that it is the only one.
         parts = self.thought_in(content)
         if parts and (self.writes_thoughts or thoughts == "drop" or thought):
             inside, content = parts[0].strip(), parts[1].lstrip()
             if thought and inside and thought != inside:
                 raise RowError("two thoughts", "a reply has one in its content and another in its own field; keep one")
             thought = thought or inside
+        # Put it where the template reads it: in its own field, or between tags in the content.
         placed = {key: value for key, value in message.items() if key != "reasoning_content"}
         placed["content"] = content
         if _CLOSE in content and not parts and not thought and self.writes_thoughts:
-            return {**placed, "reasoning_content": ""}  # else the template looks for one in the content
+            return {**placed, "reasoning_content": ""}  # otherwise the template searches the content for one
         if not thought or thoughts == "drop":
             return placed
         if self.thinks_in_content:
@@ -123,10 +131,10 @@ class TemplateProbe:
         return {**placed, "reasoning_content": thought}
 
     def thought_in(self, content: str) -> tuple[str, str] | None:
-        """The thought that a reply starts with, and the rest of it; None when its tags are what it speaks of.
+        """The thought that a reply starts with, and the text after it; None if the tags are only mentioned.
 
-        The opening tag may be missing, as the generation prompt has written it. Then the thought ends with a closing
-        tag that has a line to itself, or under a template with such a prompt with any that is not quoted.
+        The opening tag may be missing, as the generation prompt may contain it. The closing tag must then be on a line
+        of its own, or, if the generation prompt does contain it, not be quoted.
         """
         before, closing, after = content.partition(_CLOSE)
         if not closing:
@@ -143,7 +151,7 @@ class TemplateProbe:
 
     @cached_property
     def _closings(self) -> list[str]:
-        """What it writes from the end of a reply up to its stop token: of a last reply, and of an earlier one."""
+        """The text from the end of a reply through its stop token, for a last reply and for an earlier one."""
         question, reply = {"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}
         after = self._text(question, reply).partition(_ANSWER)[2]
         last = self._up_to_special(after, self._stops) or self._up_to_special(after, self._special)
@@ -163,7 +171,7 @@ class TemplateProbe:
 
     @cached_property
     def stop_tokens(self) -> list[str]:
-        """Tokens that end a reply: first the one after a last reply, then those of the model's configuration."""
+        """Tokens that end a reply: the one after a last reply first, then those of the model's configuration."""
         return list(dict.fromkeys([*map(self._special_at_end, self._closings), *self._stops]))
 
     @cached_property
@@ -173,7 +181,7 @@ class TemplateProbe:
         return re.compile(rf"\s*(?:{'|'.join(map(re.escape, texts))})" if texts else r"(?!)")
 
     def through_stop(self, text: str, end: int) -> int:
-        """The end of a reply with its stop token taken in, where that follows and was left out."""
+        """The end of a reply, extended through its stop token if that follows."""
         before = text[max(0, end - 200) : end].rstrip()
         if before.endswith(tuple(self.stop_tokens)):
             return end
@@ -181,36 +189,42 @@ class TemplateProbe:
         return match.end() if match else end
 
     def stops(self, text: str, end: int) -> bool:
-        """Whether the text up to `end` closes with a token, so that a generation can end there."""
+        """Whether the text up to `end` ends with a special token, so that generation can stop there."""
         return text[max(0, end - 200) : end].rstrip().endswith((*self._special, *self.stop_tokens))
 
     @property
     def knows_stop(self) -> bool:
-        """Whether it ends a last reply with a token."""
+        """Whether the template ends a last reply with a stop token."""
         return bool(self._closings)
 
     # -- what it leaves out
 
     def left_out(self, messages: Sequence[Message], variables: Variables) -> list[tuple[int, str]]:
-        """Messages of which it writes nothing, by index, and what: `content`, `thought` or `tool call`.
+        """What the template leaves out: message index, and `content`, `thought` or `tool call`.
 
-        Asked with stand-ins, so that a short content is not found by chance elsewhere; once per shape of conversation.
+        Probed with placeholders, so that a short content does not match by chance elsewhere; cached by the shape of the
+        conversation.
         """
         values = (name if name == "tools" else f"{name}={value!r}" for name, value in variables.items())
         shape = (*(_shape(message) for message in messages), *sorted(values))
         if shape not in self._lost:
             if len(self._lost) >= _MOST_SHAPES:
                 self._lost.clear()
-            self._lost[shape] = self._ask(messages, variables)
+            self._lost[shape] = self._probe(messages, variables)
         return self._lost[shape]
 
-    def _ask(self, messages: Sequence[Message], variables: Variables) -> list[tuple[int, str]]:
+    def _probe(self, messages: Sequence[Message], variables: Variables) -> list[tuple[int, str]]:
         pairs = [_stand_in(message, index) for index, message in enumerate(messages)]
         try:
             text = self.render([message for message, _ in pairs], variables=variables)[0]
         except RowError:
-            return []  # the row itself was rendered; its contents will be looked for
-        return [(index, what) for index, (_, words) in enumerate(pairs) for what, word in words if word not in text]
+            return []  # the row itself was rendered; `missing` searches for its contents
+        return [
+            (index, element)
+            for index, (_, markers) in enumerate(pairs)
+            for element, marker in markers
+            if marker not in text
+        ]
 
 
 def _shape(message: Message) -> tuple[Any, ...]:
@@ -219,20 +233,20 @@ def _shape(message: Message) -> tuple[Any, ...]:
 
 
 def _stand_in(message: Message, index: int) -> tuple[Message, list[tuple[str, str]]]:
-    """The message with words that stand nowhere else, and those words."""
+    """The message with unique placeholders for its contents, and those placeholders."""
     copy: dict[str, Any] = dict(message)
-    words = []
+    markers = []
     if message["content"].strip():
         copy["content"] = f"Cc{index}c"
-        words.append(("content", copy["content"]))
+        markers.append(("content", copy["content"]))
     if message.get("reasoning_content"):
         copy["reasoning_content"] = f"Tt{index}t"
-        words.append(("thought", copy["reasoning_content"]))
+        markers.append(("thought", copy["reasoning_content"]))
     calls: Any = message.get("tool_calls") or []
     if calls:
         copy["tool_calls"] = [_call_in(call, f"{index}n{number}") for number, call in enumerate(calls)]
-        words += [("tool call", f"Kk{index}n{number}k") for number in range(len(calls))]
-    return copy, words
+        markers += [("tool call", f"Kk{index}n{number}k") for number in range(len(calls))]
+    return copy, markers
 
 
 def _call_in(call: Any, mark: str) -> Any:
@@ -245,7 +259,7 @@ def _call_in(call: Any, mark: str) -> Any:
 
 
 def missing(messages: Sequence[Message], trained: Collection[int], text: str) -> list[int]:
-    """Messages whose content does not stand in the text, as it is or escaped as JSON; by index.
+    """Indices of messages whose content is not in the text, verbatim or escaped as JSON.
 
     A thought in the content of a reply that is not trained may be left out.
     """

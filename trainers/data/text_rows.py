@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
 from trainers.data.files import DataFile
-from trainers.data.shards import BOM, ROW_BYTES, Bad, Item, Record, Shard, content_end, group, large, lines
+from trainers.data.shards import BOM, ROW_BYTES, BadRow, Item, Record, Shard, content_end, group, lines, too_large
 
 
 def _text_records(stream: BinaryIO, start: int, end: int, line: int, sample_by: str) -> Iterator[Record]:
@@ -19,26 +19,26 @@ def _text_records(stream: BinaryIO, start: int, end: int, line: int, sample_by: 
 
 
 def _paragraphs(records: Iterable[Record]) -> Iterator[Record]:
-    """Lines between blank lines as one record; not more than `ROW_BYTES` of it are held."""
-    held: list[bytes] = []
+    """Joins the lines between blank lines into one record, holding at most `ROW_BYTES` of it in memory."""
+    paragraph: list[bytes] = []
     first, number, size = 0, 0, 0
     for offset, line, content in records:
         if content is not None and not content.strip():
             if size:
-                yield first, number, b"".join(held) if size <= ROW_BYTES else None
-            held, size = [], 0
+                yield first, number, b"".join(paragraph) if size <= ROW_BYTES else None
+            paragraph, size = [], 0
             continue
         if not size:
             first, number = offset, line
         size += ROW_BYTES + 1 if content is None else len(content)
         if content is not None and size <= ROW_BYTES:
-            held.append(content)
+            paragraph.append(content)
     if size:
-        yield first, number, b"".join(held) if size <= ROW_BYTES else None
+        yield first, number, b"".join(paragraph) if size <= ROW_BYTES else None
 
 
-def cuts(file: DataFile, sample_by: str, shard_bytes: int) -> Iterator[Shard]:
-    """Shards of a text file, cut between documents."""
+def shard_text(file: DataFile, sample_by: str, shard_bytes: int) -> Iterator[Shard]:
+    """Shards of a text file, split between documents."""
     with open(file.path, "rb") as stream:
         end = content_end(stream, file.size)
         if end:
@@ -46,16 +46,16 @@ def cuts(file: DataFile, sample_by: str, shard_bytes: int) -> Iterator[Shard]:
             yield from group(file, _text_records(stream, 0, end, 1, sample_by), end, shard_bytes)
 
 
-def read(shard: Shard, sample_by: str, wanted: list[str]) -> Iterator[Item]:
+def read_text(shard: Shard, sample_by: str, wanted: list[str]) -> Iterator[Item]:
     """The documents of a text shard, each as a row with `text`."""
     with open(shard.file.path, "rb") as stream:
         for _, line, content in _text_records(stream, shard.start, shard.end, shard.line, sample_by):
-            yield line, large() if content is None else _text_row(content)
+            yield line, too_large() if content is None else _text_row(content)
 
 
-def _text_row(content: bytes) -> dict[str, Any] | Bad:
+def _text_row(content: bytes) -> dict[str, Any] | BadRow:
     try:
         text = content.removeprefix(BOM).decode("utf-8")
     except UnicodeDecodeError as error:
-        return Bad("invalid UTF-8", f"byte 0x{content[error.start]:02x}; save the file as UTF-8")
+        return BadRow("invalid UTF-8", f"byte 0x{content[error.start]:02x}; save the file as UTF-8")
     return {"text": text.replace("\r\n", "\n").rstrip("\r\n")}

@@ -1,4 +1,4 @@
-"""One job of tokenising: some shards in, token files and a report out. Runs in any process. Imports no torch."""
+"""One tokenising task: some shards in, token files and a report out. Runs in any process. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.data.files import DataFile
 from trainers.data.formats import Document, RowError, canonical, wanted_columns
 from trainers.data.report import TOO_LONG, Report
-from trainers.data.shards import Bad, Shard
+from trainers.data.shards import BadRow, Shard
 from trainers.data.sources import read, unread_columns
 from trainers.data.template import Encoded, Encoder
 
@@ -38,7 +38,7 @@ class Selection:
 
     Attributes:
         seed: Chooses the rows held out.
-        threshold: A row whose hash is below is held out; 0 when none is.
+        threshold: Rows whose hash is below it are held out; 0 holds out none.
         held_out: Whether this split is the held-out one.
     """
 
@@ -47,14 +47,14 @@ class Selection:
     held_out: bool = False
 
     def choose(self, first: int, rows: int) -> npt.NDArray[np.bool_]:
-        """For each of the rows from `first` on, whether it belongs to the split."""
+        """`[rows]` booleans: whether each row from `first` on belongs to the split."""
         if not self.threshold:
             return np.ones(rows, dtype=np.bool_)
         return (row_hashes(first, rows, self.seed) < np.uint64(self.threshold)) == self.held_out
 
 
 def row_hashes(first: int, rows: int, seed: int) -> npt.NDArray[np.uint64]:
-    """A well-mixed 64-bit number for each row, the same on every machine."""
+    """A 64-bit hash of each row's number (splitmix64), the same on every machine."""
     mixed = np.arange(first, first + rows, dtype=np.uint64)
     with np.errstate(over="ignore"):
         mixed += np.uint64(seed) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0x9E3779B97F4A7C15)
@@ -65,10 +65,10 @@ def row_hashes(first: int, rows: int, seed: int) -> npt.NDArray[np.uint64]:
 
 @dataclass(frozen=True)
 class Options:
-    """How rows become documents; the parts of the config that matter here.
+    """How rows become documents: the options that tokenising depends on.
 
     Attributes:
-        sample_by: What a document is in a text file.
+        sample_by: What makes a document in a text file: `line`, `paragraph` or `document`.
         columns: The user's column for each role.
         max_length: Longest document, in tokens.
         overlong: `truncate`, `drop`, `split` or `refuse`.
@@ -85,12 +85,12 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Job:
+class TokenizeTask:
     """Shards for one process, in order, and where its part files go.
 
     Attributes:
         shards: With the number of their file in the data set, and its format.
-        part: Path of the part files, without their endings.
+        part: Path of the part files, without their suffixes.
     """
 
     shards: list[tuple[Shard, int, str]]
@@ -101,14 +101,14 @@ class Job:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Job:
-        """The job that `to_json` gave."""
+    def from_json(cls, values: dict[str, Any]) -> TokenizeTask:
+        """The task that `to_json` wrote."""
         shards = []
         for shard, number, name in values["shards"]:
             file = DataFile(**shard.pop("file"))
             shards.append(
                 (
-                    Shard(file, **{**shard, "header": tuple(shard["header"]), "beside": tuple(shard["beside"])}),
+                    Shard(file, **{**shard, "header": tuple(shard["header"]), "siblings": tuple(shard["siblings"])}),
                     number,
                     name,
                 )
@@ -120,30 +120,32 @@ class Job:
         return {name: Path(f"{self.part}.{name}") for name in ARRAYS}
 
 
-def run_job(job: Job, encoder: Encoder, options: Options, progress: Callable[[int], None] | None = None) -> Report:
-    """Tokenises a job's shards into its part files (raw arrays), and reports.
+def run_task(
+    task: TokenizeTask, encoder: Encoder, options: Options, progress: Callable[[int], None] | None = None
+) -> Report:
+    """Tokenises the shards of a task into its part files (raw arrays), and reports on the rows.
 
     Args:
-        job: The shards, and where the part files go.
-        encoder: Makes tokens of documents.
+        task: The shards, and where the part files go.
+        encoder: Tokenises documents.
         options: How rows become documents.
-        progress: Called with the number of rows done since its last call.
+        progress: Called with the number of rows done since the last call.
 
     Raises:
-        ConfigError: when a file cannot be read or the template is of no use.
-        OSError: when the part files cannot be written.
+        ConfigError: if a file cannot be read, or the chat template cannot be used.
+        OSError: if the part files cannot be written.
     """
     report = Report()
     with ExitStack() as stack:
-        streams = {name: stack.enter_context(path.open("wb")) for name, path in job.paths().items()}
-        for shard, number, format_name in job.shards:
+        streams = {name: stack.enter_context(path.open("wb")) for name, path in task.paths().items()}
+        for shard, number, format_name in task.shards:
             for name in unread_columns(shard.file, wanted_columns(options.columns)):
                 report.add_unused(name, int(options.selection.choose(shard.first_row, shard.rows).sum()))
-            for name in shard.beside:
+            for name in shard.siblings:
                 report.add_unused(f"{name} (beside the list of rows)")
             for rows in _batches(shard, format_name, options):
-                kept = encode_rows(rows, shard.file.shown, encoder, options, report)
-                for name, values in _arrays(kept, number).items():
+                pieces = encode_rows(rows, shard.file.display_name, encoder, options, report)
+                for name, values in _arrays(pieces, number).items():
                     streams[name].write(values.tobytes())
                 if progress:
                     progress(len(rows))
@@ -151,11 +153,11 @@ def run_job(job: Job, encoder: Encoder, options: Options, progress: Callable[[in
     return report
 
 
-_Row = tuple[int, Document | Bad]
+_Row = tuple[int, Document | BadRow]
 
 
 def _batches(shard: Shard, format_name: str, options: Options) -> Iterator[list[_Row]]:
-    """The shard's documents with their lines, some hundred at a time."""
+    """The shard's documents with their line numbers, a few hundred at a time."""
     batch: list[_Row] = []
     size = 0
     chosen = options.selection.choose(shard.first_row, shard.rows).tolist()
@@ -165,18 +167,18 @@ def _batches(shard: Shard, format_name: str, options: Options) -> Iterator[list[
         read_rows += 1
         if not wanted:
             continue
-        document = item if isinstance(item, Bad) else document_of(item, format_name, options)
+        document = item if isinstance(item, BadRow) else document_of(item, format_name, options)
         batch.append((line, document))
         size += document.size if isinstance(document, Document) else 0
         if len(batch) == _BATCH or size > _BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0
     if read_rows != shard.rows:
-        raise ConfigError(f"{shard.file.shown} changed while it was read; start again when it is complete")
+        raise ConfigError(f"{shard.file.display_name} changed while it was read; start again when it is complete")
     yield batch
 
 
-def document_of(row: dict[str, Any], format_name: str, options: Options) -> Document | Bad:
+def document_of(row: dict[str, Any], format_name: str, options: Options) -> Document | BadRow:
     """A row as a document, or what is wrong with it."""
     try:
         return canonical(row, format_name, options.columns, options.chat)
@@ -187,15 +189,17 @@ def document_of(row: dict[str, Any], format_name: str, options: Options) -> Docu
 _Piece = tuple[int, Encoded]
 
 
-def encode_rows(rows: list[_Row], shown: str, encoder: Encoder, options: Options, report: Report) -> list[_Piece]:
-    """The rows' documents, cut to `max_length`, with their lines; what becomes of them is added to the report."""
-    kept: list[_Piece] = []
+def encode_rows(
+    rows: list[_Row], display_name: str, encoder: Encoder, options: Options, report: Report
+) -> list[_Piece]:
+    """Encodes rows, limits them to `max_length` tokens, and counts the outcome of each in the report."""
+    pieces: list[_Piece] = []
     report.rows += len(rows)
-    done = iter(encoder.encode([item for _, item in rows if isinstance(item, Document)]))
+    done = iter(encoder.encode([item for _, item in rows if isinstance(item, Document)]))  # bad rows are skipped
     for line, item in rows:
         encoded = next(done) if isinstance(item, Document) else item
-        if isinstance(encoded, Bad):
-            report.add_bad(f"{shown}:{line}", encoded)
+        if isinstance(encoded, BadRow):
+            report.add_bad(f"{display_name}:{line}", encoded)
             continue
         if isinstance(item, Document):
             for path in (*item.unused, *encoder.unwritten(item)):
@@ -203,15 +207,18 @@ def encode_rows(rows: list[_Row], shown: str, encoder: Encoder, options: Options
         report.longest = max(report.longest, len(encoded.input_ids))
         if options.overlong == "refuse" and len(encoded.input_ids) > options.max_length:
             detail = f"{len(encoded.input_ids):,} tokens, over max_length={options.max_length}"
-            report.add_bad(f"{shown}:{line}", Bad(TOO_LONG, detail))
+            report.add_bad(f"{display_name}:{line}", BadRow(TOO_LONG, detail))
             continue
-        kept += [(line, piece) for piece in fit(encoded, options.max_length, options.overlong, report)]
-    report.documents += len(kept)
-    return kept
+        pieces += [(line, piece) for piece in fit(encoded, options.max_length, options.overlong, report)]
+    report.documents += len(pieces)
+    return pieces
 
 
 def fit(encoded: Encoded, max_length: int, overlong: str, report: Report) -> list[Encoded]:
-    """A document in pieces of at most `max_length` tokens with something to train; what is lost is counted."""
+    """Splits, truncates or drops a document over `max_length`; counts the lost tokens.
+
+    Pieces without a trained token are dropped.
+    """
     length = len(encoded.input_ids)
     if length <= max_length:
         pieces = [encoded]
@@ -220,19 +227,19 @@ def fit(encoded: Encoded, max_length: int, overlong: str, report: Report) -> lis
         report.split_rows += 1
     else:
         pieces = [] if overlong == "drop" else [_piece(encoded, 0, max_length)]
-    kept = [piece for piece in pieces if piece.mask.any()]
-    tokens = sum(len(piece.input_ids) for piece in kept)
-    report.truncated += overlong == "truncate" and length > max_length and bool(kept)
-    report.dropped += not kept
+    trainable = [piece for piece in pieces if piece.mask.any()]
+    tokens = sum(len(piece.input_ids) for piece in trainable)
+    report.truncated += overlong == "truncate" and length > max_length and bool(trainable)
+    report.dropped += not trainable
     report.tokens += tokens
-    report.trained_tokens += sum(int(piece.mask.sum()) for piece in kept)
+    report.trained_tokens += sum(int(piece.mask.sum()) for piece in trainable)
     report.cut_tokens += length - tokens
-    return kept
+    return trainable
 
 
 def _piece(encoded: Encoded, start: int, end: int) -> Encoded:
     mask = encoded.mask[start:end].copy()
-    mask[:1] = False  # within its own piece nothing precedes it
+    mask[:1] = False  # nothing predicts the first token of a piece
     return Encoded(encoded.input_ids[start:end], mask)
 
 

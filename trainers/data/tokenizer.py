@@ -1,4 +1,4 @@
-"""The base model's tokenizer: where its files are, what tells it from others, how it is loaded. Imports no torch."""
+"""The base model's tokenizer: finding its files, hashing them, loading it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from trainers.config.options import EMBEDDED, ConfigError, TrainConfig
-from trainers.data.training_template import TrainingTemplate, as_kept, own_template, stop_token_ids, training_template
+from trainers.config.mistakes import ConfigError, Mistake
+from trainers.config.options import EMBEDDED, TrainConfig
+from trainers.data.training_template import TrainingTemplate, as_record, own_template, stop_token_ids, training_template
+from trainers.run.hub_errors import hub_mistake
 from trainers.run.import_path import child_environment
 from trainers.run.json_file import MAX_BYTES
 from trainers.run.process_limits import why_it_died
@@ -32,16 +34,16 @@ _FILES = (
     "generation_config.json",
 )
 _TEMPLATE_BYTES = 1_000_000
-_PROOF_SECONDS = 600.0  # by the clock, for a disk or network that hangs
+_PROOF_SECONDS = 600.0  # of wall time, for a disk or network that hangs
 _ROOT = Path(__file__).resolve().parents[2]
 _PAD_TOKENS = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>", "<|endoftext|>")
 
 
 def tokenizer_folder(config: TrainConfig) -> Path:
-    """The local folder with the tokenizer's files; from the Hub they are fetched once.
+    """The local folder with the tokenizer's files, downloaded from the Hub if necessary.
 
     Raises:
-        ConfigError: when the model is missing, gated or out of reach.
+        ConfigError: if the model is missing, gated or unreachable.
     """
     name = config.model_name_or_path
     if name == EMBEDDED:
@@ -52,9 +54,9 @@ def tokenizer_folder(config: TrainConfig) -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        raise ConfigError(f"model_name_or_path={name} is a file; give the folder that holds config.json")
+        raise ConfigError.about("model_name_or_path", name, "is a file", "pass the folder that holds config.json")
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or (path.parent.is_dir() and "/" in name):
-        raise ConfigError(f"model_name_or_path={name} does not exist; {_near(path)}")
+        raise ConfigError.about("model_name_or_path", name, "does not exist", f"{_near(path)}")
     return _fetch(name, config.model_revision, config.trust_remote_code)
 
 
@@ -67,34 +69,22 @@ def _near(path: Path) -> str:
 
 @lru_cache
 def _fetch(name: str, revision: str | None, remote_code: bool) -> Path:
-    """The tokenizer's files of a model on the Hub; asked for once per process."""
-    from huggingface_hub import errors, snapshot_download
+    """Downloads the tokenizer's files of a model on the Hub; cached per process."""
+    from huggingface_hub import snapshot_download
 
     code = ["*.py"] if remote_code else []
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=[*_FILES, "config.json", *code]))
-    except errors.GatedRepoError:
-        raise ConfigError(
-            f"model_name_or_path={name} is gated; accept its terms at https://huggingface.co/{name}, then set HF_TOKEN "
-            "or run `hf auth login`"
-        ) from None
-    except errors.RevisionNotFoundError:
-        raise ConfigError(f"model_revision={revision} is not there in {name}; leave it out") from None
-    except (errors.RepositoryNotFoundError, errors.HFValidationError):
-        raise ConfigError(
-            f"model_name_or_path={name} is neither a folder here nor a model on the Hub that you may read; check the "
-            "name, or set HF_TOKEN (or run `hf auth login`) if it is private"
-        ) from None
     except Exception as error:  # offline, timeouts, a full disk: in the exceptions of several libraries
-        said = str(error).partition("\n")[0][:200]
-        raise ConfigError(
-            f"model_name_or_path={name} is not on this machine and cannot be fetched ({type(error).__name__}: {said}); "
-            "go online once, or give a local folder"
-        ) from None
+        message = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+        problem = f"is not on this machine and cannot be downloaded ({message})"
+        remedy = "go online once, or pass a local folder"
+        unknown = Mistake("model_name_or_path", name, problem, remedy)
+        raise ConfigError(hub_mistake(name, revision, error) or unknown) from None
 
 
 def tokenizer_hash(folder: Path, config: TrainConfig) -> str:
-    """A sha256 over the tokenizer's files, the stop tokens and the chat template that is trained with, with its date.
+    """sha256 of the tokenizer's files, the stop tokens and the training chat template with its date.
 
     Raises:
         ConfigError: when a file cannot be read.
@@ -111,7 +101,7 @@ def tokenizer_hash(folder: Path, config: TrainConfig) -> str:
 
 
 def _tokenizer_files(folder: Path, remote_code: bool) -> Iterator[Path]:
-    """The regular files that make the tokenizer, in the order of their names."""
+    """The regular files of the tokenizer, sorted by name."""
     patterns = [*_FILES, *(["*.py"] if remote_code else [])]
     for path in sorted([*folder.glob("*"), *folder.glob("*/*")], key=str):
         name = str(path.relative_to(folder))
@@ -120,35 +110,38 @@ def _tokenizer_files(folder: Path, remote_code: bool) -> Iterator[Path]:
 
 
 def _check_files(folder: Path, name: str) -> None:
-    """Refuses what would block or fill the process that opens it.
+    """Refuses files that would block the process that opens them, or exhaust its memory.
 
     Raises:
-        ConfigError: for a pipe or a device, and for files that are too large to be a tokenizer's.
+        ConfigError: for a pipe or a device, and for files too large to be a tokenizer's.
     """
     for path in [*folder.glob("*"), *folder.glob("*/*")]:
         file = str(path.relative_to(folder))
         if not any(fnmatch.fnmatch(file, pattern) for pattern in (*_FILES, "config.json")):
             continue
         try:
-            found = path.stat()
+            status = path.stat()
         except OSError:
-            continue  # whoever needs it says so
-        if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
-            raise ConfigError(
-                f"model_name_or_path={name}: {file} is not a regular file; download or save the model again"
+            continue  # reported when it is opened
+        if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+            raise ConfigError.about(
+                "model_name_or_path", name, f": {file} is not a regular file", "download or save the model again"
             )
-        most = _TEMPLATE_BYTES if file.endswith(".jinja") else MAX_BYTES
-        if stat.S_ISREG(found.st_mode) and found.st_size > most:
-            raise ConfigError(
-                f"model_name_or_path={name}: {file} is larger than {most:,} bytes; download or save the model again"
+        limit = _TEMPLATE_BYTES if file.endswith(".jinja") else MAX_BYTES
+        if stat.S_ISREG(status.st_mode) and status.st_size > limit:
+            raise ConfigError.about(
+                "model_name_or_path",
+                name,
+                f": {file} is larger than {limit:,} bytes",
+                "download or save the model again",
             )
 
 
 def _prove(folder: Path, name: str) -> None:
-    """Has a process of its own load the tokenizer and encode a few words, once for its files as they are.
+    """Loads the tokenizer and encodes a sample in a separate process, once per state of its files.
 
     Raises:
-        ConfigError: when that process dies, or takes too long.
+        ConfigError: if that process dies or takes too long.
     """
     files = list(_tokenizer_files(folder, remote_code=False))
     _prove_once(folder, name, tuple((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files))
@@ -159,51 +152,53 @@ def _prove_once(folder: Path, name: str, files: tuple[tuple[str, int, int], ...]
     command = [sys.executable, "-P", "-m", "trainers.data.tokenizer_proof", str(folder)]
     environment = {**child_environment(os.environ, str(_ROOT)), "TOKENIZERS_PARALLELISM": "false"}
     try:
-        done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        result = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                               stderr=subprocess.PIPE, timeout=_PROOF_SECONDS, check=False)  # fmt: skip
-        died = why_it_died(done.returncode, done.stderr.decode("utf-8", "replace")) if done.returncode else ""
+        failure = why_it_died(result.returncode, result.stderr.decode("utf-8", "replace")) if result.returncode else ""
     except subprocess.TimeoutExpired:
-        died = f"does not load within {_PROOF_SECONDS:.0f} s"
-    if died:
+        failure = f"does not load within {_PROOF_SECONDS:.0f} s"
+    if failure:
         raise ConfigError(
-            f"the tokenizer of model_name_or_path={name} {died}; download the model again, or use one that you trust"
+            f"the tokenizer of model_name_or_path={name} {failure}; download the model again, or use one you trust"
         )
 
 
 def chosen_template(config: TrainConfig, own: str | None) -> TrainingTemplate:
-    """The template to train with, for a model whose own is `own`.
+    """The template to train with, for a model whose own template is `own`.
 
     Raises:
-        ConfigError: when the `chat_template` option's file cannot be read.
+        ConfigError: if the file of the `chat_template` option cannot be read.
     """
     file, file_text = config.chat_template, read_chat_template(config)
     return training_template(own, file, file_text, config.assistant_only_loss, config.output_dir)
 
 
-def kept_template(config: TrainConfig) -> dict[str, str | None]:
-    """What a run folder keeps of the template that the run trains with, so that it is resumed with the same one.
+def template_record(config: TrainConfig) -> dict[str, str | None]:
+    """The record of the training template that is saved in the run folder, so that the run resumes with the same one.
 
     Raises:
-        ConfigError: when the model or the `chat_template` option's file cannot be read.
+        ConfigError: if the model or the file of the `chat_template` option cannot be read.
     """
     own = own_template(tokenizer_folder(config))
-    return as_kept(own, chosen_template(config, own))
+    return as_record(own, chosen_template(config, own))
 
 
 def read_chat_template(config: TrainConfig) -> str | None:
-    """The text of the `chat_template` option's file, or None.
+    """The text of the file of the `chat_template` option, or None.
 
     Raises:
-        ConfigError: when it cannot be read, or is too large to be a template.
+        ConfigError: if it cannot be read, or is too large to be a template.
     """
     if config.chat_template is None:
         return None
     path = Path(config.chat_template).expanduser()
     try:
         if path.exists() and not path.is_file():
-            raise ConfigError(f"chat_template={path} is not a regular file; give a Jinja file")
+            raise ConfigError.about("chat_template", path, "is not a regular file", "give a Jinja file")
         if path.stat().st_size > _TEMPLATE_BYTES:
-            raise ConfigError(f"chat_template={path} is larger than {_TEMPLATE_BYTES:,} bytes; give a Jinja file")
+            raise ConfigError.about(
+                "chat_template", path, f"is larger than {_TEMPLATE_BYTES:,} bytes", "give a Jinja file"
+            )
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -211,19 +206,25 @@ def read_chat_template(config: TrainConfig) -> str | None:
 
 
 def load_tokenizer(config: TrainConfig) -> Any:
-    """The fast tokenizer of the base model, with the chat template of the config and a pad token.
+    """Loads the fast tokenizer of the base model, with the chat template of the config and a pad token.
 
-    The pad token is one that the vocabulary already has, so the embeddings never grow.
+    The pad token is taken from the existing vocabulary, so the embeddings never grow.
 
     Returns:
         A transformers tokenizer backed by the tokenizers library.
 
     Raises:
-        ConfigError: when the model is missing, gated, out of reach, or has no fast tokenizer, or when its tokenizer
-            takes too much time or memory.
+        ConfigError: if the model is missing, gated or unreachable, has no fast tokenizer, or its tokenizer takes too
+            much time or memory.
     """
     folder, name = tokenizer_folder(config), config.model_name_or_path
     _check_files(folder, name)
+    files = {path.name for path in _tokenizer_files(folder, config.trust_remote_code)}
+    if not any("chat_template" not in file for file in files - {"generation_config.json"}):
+        raise ConfigError(
+            f"model_name_or_path={name} has no tokenizer; it needs tokenizer.json, which `save_pretrained` of its "
+            "tokenizer writes"
+        )
     if not config.trust_remote_code or (folder / "tokenizer.json").is_file():
         _prove(folder, name)
     from transformers import AutoTokenizer
@@ -231,12 +232,13 @@ def load_tokenizer(config: TrainConfig) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # a hostile or broken folder can fail in any way
-        said = str(error).strip().partition("\n")[0][:200]
+        message = str(error).strip().partition("\n")[0][:200]
         raise ConfigError(
-            f"cannot load the tokenizer of model_name_or_path={name}: {said}; it needs tokenizer.json and config.json"
+            f"cannot load the tokenizer of model_name_or_path={name}: {message}; it needs tokenizer.json and "
+            "config.json"
         ) from None
     if not tokenizer.is_fast:
-        raise ConfigError(f"model_name_or_path={name} has only a slow tokenizer; convert it to tokenizer.json")
+        raise ConfigError.about("model_name_or_path", name, "has only a slow tokenizer", "convert it to tokenizer.json")
     tokenizer.name_or_path = name
     template = read_chat_template(config)
     if template is not None:

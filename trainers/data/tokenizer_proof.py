@@ -1,6 +1,6 @@
-"""The program that loads a tokenizer, and encodes a few words with it, before any other process does.
+"""Loads a tokenizer and encodes a sample with it in a process of its own, before any other process does.
 
-A broken or hostile one ends this process at its limits, not the one that needs it. Imports nothing that takes long.
+A broken or hostile tokenizer then hits the limits of this process, not of the one that needs it. Imports nothing slow.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _CONVERTER_BYTES = 16 << 30  # of address space: libraries that a conversion imp
 
 
 def main(folder: Path) -> None:
-    """Ends with status 0 when the tokenizer can be used, or fails in a way that any process can stand."""
+    """Exits with status 0 if the tokenizer works, or only raises an exception, which any process can handle."""
     expect_death()
     file = folder / "tokenizer.json"
     size = TOKENIZER_BYTES if file.is_file() else TOKENIZER_BYTES + _CONVERTER_BYTES
-    # What else goes wrong here goes wrong for the process that needs the tokenizer too, which says so.
+    # Any other error occurs again in the process that needs the tokenizer, and is reported there.
     with contextlib.suppress(Exception), memory_limit(size), time_limit(LOAD_SECONDS):
         try:
             _use(_load(file) if file.is_file() else _convert(folder))
@@ -40,7 +40,7 @@ def main(folder: Path) -> None:
 
 
 def _load(file: Path) -> Any:
-    """As transformers loads it: with the added tokens that stand in other files."""
+    """Loads it as transformers does, with the added tokens that other files list."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(file))

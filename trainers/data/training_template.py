@@ -1,10 +1,10 @@
-"""The chat template to train with: the user's file, TRL's training version of the model's own, or the model's own.
+"""Picks the training chat template: the user's file, TRL's training version of the model's own, or the model's own.
 
-Many models ship a template for chatting alone: it writes earlier turns without their thoughts, or does not mark what
-the model generates. TRL ships patched versions of such templates. They are read from its package data, without
-importing it, and found by the text of the model's own template. A run keeps what it trains with in its folder, and is
-resumed with that, whatever TRL there is by then. The tokenizer that is exported has the model's own template, as TRL's
-trainer leaves it: with that one the model is talked to. Imports no torch.
+Many models ship a template meant for inference: it drops the thoughts of earlier turns, or does not mark what the model
+generates. TRL ships patched versions of such templates. They are read from its package data without importing it, and
+looked up by the text of the model's own template. A run saves its training template in its folder and resumes with it,
+whatever version of TRL is installed by then. The exported tokenizer keeps the model's own template, as with TRL's
+trainer, because that is the one for inference. Imports no torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TrainingTemplate:
     """A chat template to train with.
 
     Attributes:
-        source: Jinja source, or None when there is no chat template.
+        source: Jinja source, or None if there is no chat template.
         origin: Where it comes from, in a few words.
     """
 
@@ -43,20 +43,20 @@ class TrainingTemplate:
 def training_template(
     own: str | None, file: str | None, file_text: str | None, assistant_only: bool, run_folder: str | None = None
 ) -> TrainingTemplate:
-    """The template to train with.
+    """Picks the template to train with.
 
     Args:
         own: Source of the model's own template, or None.
         file: The `chat_template` option, or None.
-        file_text: Source in that file; it is used as it is.
+        file_text: Contents of that file; used as they are.
         assistant_only: Whether only replies are trained; otherwise the model's own template is used.
-        run_folder: Of a run that may have begun, or None.
+        run_folder: Folder of a run that may have been started before, or None.
     """
     if file_text is not None:
         return TrainingTemplate(file_text, f"chat_template={file}")
     if own is not None and assistant_only and not MARKERS.search(own):
-        if run_folder and (kept := _kept(Path(run_folder).expanduser() / CHAT_TEMPLATE, own)):
-            return kept
+        if run_folder and (saved := _saved_template(Path(run_folder).expanduser() / CHAT_TEMPLATE, own)):
+            return saved
         name = _trl_names().get(own.strip())
         folder = _trl_folder()
         if name and folder:
@@ -65,8 +65,8 @@ def training_template(
     return TrainingTemplate(own, "the model's own")
 
 
-def as_kept(own: str | None, template: TrainingTemplate) -> dict[str, str | None]:
-    """What a run folder keeps of the template that the run trains with.
+def as_record(own: str | None, template: TrainingTemplate) -> dict[str, str | None]:
+    """The record of the training template that is saved in the run folder.
 
     Args:
         own: Source of the model's own template, or None.
@@ -75,15 +75,15 @@ def as_kept(own: str | None, template: TrainingTemplate) -> dict[str, str | None
     return {"origin": template.origin, "own_sha256": _digest(own or ""), "source": template.source}
 
 
-def _kept(path: Path, own: str) -> TrainingTemplate | None:
-    """The template that a run began with, if the model's own is still the same; None otherwise."""
+def _saved_template(path: Path, own: str) -> TrainingTemplate | None:
+    """The template that a run was started with, if the model's own has not changed since; None otherwise."""
     try:
-        kept = load_json(path)
+        record = load_json(path)
     except (OSError, ValueError):
         return None
-    if not isinstance(kept, dict) or kept.get("own_sha256") != _digest(own):
+    if not isinstance(record, dict) or record.get("own_sha256") != _digest(own):
         return None
-    source, origin = kept.get("source"), kept.get("origin")
+    source, origin = record.get("source"), record.get("origin")
     return TrainingTemplate(source, origin) if isinstance(source, str) and isinstance(origin, str) else None
 
 
@@ -108,7 +108,7 @@ def _trl_folder() -> Path | None:
 
 @lru_cache
 def _trl_names() -> dict[str, str]:
-    """The name of each template of which TRL has a training version, by its text."""
+    """Text to name of each template for which TRL has a training version."""
     folder = _trl_folder()
     if folder is None:
         return {}
@@ -118,14 +118,14 @@ def _trl_names() -> dict[str, str]:
 
 
 def own_template(folder: Path) -> str | None:
-    """The default chat template in a tokenizer's folder, as transformers finds it; None when there is none."""
+    """The default chat template in a tokenizer's folder, as transformers finds it, or None."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8", errors="replace")
     for name in ("chat_template.json", "tokenizer_config.json"):
-        found = _in_json(folder / name)
-        if found is not None:
-            return found
+        template = _in_json(folder / name)
+        if template is not None:
+            return template
     return None
 
 
@@ -133,16 +133,16 @@ def _in_json(path: Path) -> str | None:
     try:
         values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
     except (OSError, ValueError, RecursionError):
-        return None  # the tokenizer itself will not load either, and says so
+        return None  # loading the tokenizer fails too, and reports why
     template: Any = values.get("chat_template") if isinstance(values, dict) else None
     if isinstance(template, list):  # several, by name
-        named = [item for item in template if isinstance(item, dict)]
-        template = next((item.get("template") for item in named if item.get("name") == "default"), None)
+        entries = [item for item in template if isinstance(item, dict)]
+        template = next((item.get("template") for item in entries if item.get("name") == "default"), None)
     return template if isinstance(template, str) else None
 
 
 def stop_token_ids(folder: Path) -> list[int]:
-    """Ids at which the model's own configuration stops a generation."""
+    """Ids of the tokens at which the model's own configuration stops generation."""
     ids: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         path = folder / name

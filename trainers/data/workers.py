@@ -1,10 +1,10 @@
-"""Processes that tokenise: fresh interpreters that take jobs as JSON lines. Imports no torch.
+"""Worker processes that tokenise: fresh interpreters that take tasks as JSON lines. Imports no torch.
 
-All tokenising of data happens here, in however few processes: a tokenizer or template that takes too much time or
-memory ends its process, and the one that waits for it says so.
+All data is tokenised here, even with a single process: a tokenizer or template that takes too much time or memory ends
+its process, and the parent reports it.
 
-Not multiprocessing: its spawn imports the parent's main module again, which here would be the training script with all
-of torch. A worker ends when its standard input closes, so none outlives its parent by more than a job.
+Not multiprocessing: its spawn imports the parent's main module again, which would be the training script with all of
+torch. A worker exits when its standard input closes, so none outlives its parent by more than a task.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.data.report import Report
 from trainers.data.template import Encoder
-from trainers.data.tokenise import Job, Options, Selection, run_job
+from trainers.data.tokenise import Options, Selection, TokenizeTask, run_task
 from trainers.run.import_path import child_environment
 from trainers.run.process_limits import expect_death, why_it_died
 
@@ -39,9 +39,9 @@ class Pool:
     """Worker processes, started on entering the `with` block and ended on leaving it.
 
     Args:
-        processes: how many; one alone uses threads.
-        folder: for what they need.
-        encoder: makes tokens of documents.
+        processes: number of processes; a single one uses threads.
+        folder: folder for the files that workers read.
+        encoder: tokenises documents.
         options: how rows become documents.
         model: name of the model whose tokenizer it is, for messages.
     """
@@ -49,7 +49,9 @@ class Pool:
     def __init__(self, processes: int, folder: Path, encoder: Encoder, options: Options, model: str):
         encoder.save(folder)
         (folder / "options.json").write_text(json.dumps(asdict(options)), encoding="utf-8")
-        self._folder, self._processes, self._model = folder, processes, model
+        self._folder = folder
+        self._processes = processes
+        self._model = model
         self._errors: dict[int, Path] = {}
         self._rows: SimpleQueue[int] = SimpleQueue()
         self._threads = ThreadPoolExecutor(processes)
@@ -78,19 +80,21 @@ class Pool:
             if worker.stdout:
                 worker.stdout.close()
 
-    def run(self, jobs: Iterable[Job], progress: Callable[[int], None]) -> Iterator[tuple[Job, Report]]:
-        """Each job with its report, in the order given; a few jobs are under way ahead of it.
+    def run(
+        self, tasks: Iterable[TokenizeTask], progress: Callable[[int], None]
+    ) -> Iterator[tuple[TokenizeTask, Report]]:
+        """Yields each task with its report, in order; a few tasks run ahead.
 
         Args:
-            jobs: what to tokenise.
-            progress: called with the number of rows done since its last call.
+            tasks: what to tokenise.
+            progress: called with the number of rows done since the last call.
 
         Raises:
-            ConfigError: of the worker, or when a worker dies.
+            ConfigError: raised in a worker, or if a worker dies.
         """
-        pending: deque[tuple[Job, Future[Report]]] = deque()
-        for job in jobs:
-            pending.append((job, self._submit(job)))
+        pending: deque[tuple[TokenizeTask, Future[Report]]] = deque()
+        for task in tasks:
+            pending.append((task, self._submit(task)))
             if len(pending) >= 2 * self._processes:
                 first, future = pending.popleft()
                 yield first, self._wait(future, progress)
@@ -98,13 +102,13 @@ class Pool:
             first, future = pending.popleft()
             yield first, self._wait(future, progress)
 
-    def _submit(self, job: Job) -> Future[Report]:
-        future = self._threads.submit(self._run, job)
+    def _submit(self, task: TokenizeTask) -> Future[Report]:
+        future = self._threads.submit(self._run, task)
         future.add_done_callback(lambda _: self._rows.put(0))
         return future
 
     def _wait(self, future: Future[Report], progress: Callable[[int], None]) -> Report:
-        """The report of a job; rows that any worker has done meanwhile are told in this thread."""
+        """The report of a task; calls `progress`, in this thread, for rows that any worker finishes meanwhile."""
         while not (future.done() and self._rows.empty()):
             if rows := self._rows.get():
                 progress(rows)
@@ -119,20 +123,20 @@ class Pool:
         }
         command = [sys.executable, "-P", "-m", "trainers.data.workers", str(self._folder)]
         pipe = subprocess.PIPE
-        said = self._folder / f"errors-{len(self._all)}"
-        with said.open("wb") as errors:
+        errors_file = self._folder / f"errors-{len(self._all)}"
+        with errors_file.open("wb") as errors:
             worker = subprocess.Popen(
                 command, stdin=pipe, stdout=pipe, stderr=errors, env=environment, text=True, encoding="utf-8"
             )
-        self._errors[worker.pid] = said
+        self._errors[worker.pid] = errors_file
         return worker
 
-    def _run(self, job: Job) -> Report:
+    def _run(self, task: TokenizeTask) -> Report:
         worker = self._idle.get()
         answer = ""
         try:
             if worker.stdin and worker.stdout:
-                worker.stdin.write(json.dumps(job.to_json()) + "\n")
+                worker.stdin.write(json.dumps(task.to_json()) + "\n")
                 worker.stdin.flush()
                 while (answer := worker.stdout.readline()).startswith(_ROWS):
                     self._rows.put(int(answer.removeprefix(_ROWS)))
@@ -143,24 +147,24 @@ class Pool:
             raise ConfigError(self._death(worker))
         values = json.loads(answer)
         if "mistakes" in values:
-            raise ConfigError(values["mistakes"])
+            raise ConfigError.from_json(values["mistakes"])
         return Report.from_json(values)
 
     def _death(self, worker: subprocess.Popen[str]) -> str:
         status = worker.wait()
         errors = self._errors[worker.pid].read_text(encoding="utf-8", errors="replace")
-        way = f"; or set dataset_num_proc below {self._processes}" if self._processes > 1 else ""
+        hint = f"; or set dataset_num_proc below {self._processes}" if self._processes > 1 else ""
         return (
             f"the tokenizer or chat template of model_name_or_path={self._model} {why_it_died(status, errors)} "
-            f"on a few rows; use a model that you trust, or another --chat_template FILE{way}"
+            f"on a few rows; use a model you trust, or another --chat_template FILE{hint}"
         )
 
 
 def main(folder: Path) -> None:
-    """Serves jobs from standard input until it closes."""
+    """Runs tasks from standard input until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends its workers
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever a library prints must not end up among the answers
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
     expect_death()
     encoder = Encoder.load(folder)
     encoder.may_die = True
@@ -172,17 +176,18 @@ def main(folder: Path) -> None:
         answers.flush()
 
     for line in sys.stdin:
-        job = Job.from_json(json.loads(line))
-        write(json.dumps(_answer(job, encoder, chosen, lambda rows: write(f"{_ROWS}{rows}"))))
+        task = TokenizeTask.from_json(json.loads(line))
+        write(json.dumps(_answer(task, encoder, chosen, lambda rows: write(f"{_ROWS}{rows}"))))
 
 
-def _answer(job: Job, encoder: Encoder, options: Options, progress: Callable[[int], None]) -> dict[str, Any]:
+def _answer(task: TokenizeTask, encoder: Encoder, options: Options, progress: Callable[[int], None]) -> dict[str, Any]:
     try:
-        return run_job(job, encoder, options, progress).to_json()
+        return run_task(task, encoder, options, progress).to_json()
     except ConfigError as error:
-        return {"mistakes": error.mistakes}
+        return {"mistakes": error.as_json()}
     except OSError as error:
-        return {"mistakes": [f"cannot write {job.part}: {error.strerror}; free space, or set cache_dir"]}
+        mistake = f"cannot write {task.part}: {error.strerror}; free space, or set cache_dir"
+        return {"mistakes": ConfigError(mistake).as_json()}
 
 
 if __name__ == "__main__":

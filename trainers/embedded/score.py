@@ -1,7 +1,7 @@
 """Loss and exact match of models on the embedded chat data.
 
 `python -m trainers.embedded.score --model DIR [--model DIR2 ...]` prints one JSON document, a list with one
-entry per model. A DIR is a whole model or a peft adapter.
+entry per model. A DIR is a full model or a peft adapter.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ MAX_NEW_TOKENS = 96  # the longest expected answer has 63
 
 
 def load_rows(split: str, limit: int | None = None) -> list[Row]:
-    """The rows of a shipped split (`train`, `eval` or `test`), the first `limit` of them."""
+    """The first `limit` rows of a shipped split (`train`, `eval` or `test`)."""
     lines = (DATA_DIR / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines[:limit]]
 
 
 def load_model(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model in fp32 with its tokenizer, from a full model folder or an adapter folder.
+    """Loads a model in fp32 with its tokenizer, from a full model folder or an adapter folder.
 
     Args:
-        path: where an `adapter_config.json` lies in it, the base that it names is loaded below the adapter;
-            the tokenizer comes from `path` where it has one, else from the base.
+        path: if it contains an `adapter_config.json`, the adapter is loaded on the base that this names. The
+            tokenizer comes from `path` if it has one, otherwise from the base.
     """
     adapter = path / "adapter_config.json"
     base: str | Path = path
@@ -62,7 +62,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], 
 def chat_loss(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: list[Row], batch_size: int = 50
 ) -> float:
-    """Sum of the losses of the assistant's tokens / their number, in nats, over all rows."""
+    """Mean loss per assistant token over all rows, in nats."""
     total, count = 0.0, 0
     for start in range(0, len(rows), batch_size):
         chats = [row["messages"] for row in rows[start : start + batch_size]]
@@ -81,7 +81,7 @@ def chat_loss(
 def answers(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: list[Row], batch_size: int = 200
 ) -> list[str]:
-    """Greedy answers to the rows' prompts (every message but the last), cut at the end-of-turn token."""
+    """Greedy answers to the rows' prompts (all messages but the last), up to the end-of-turn token."""
     texts: list[str] = []
     for start in range(0, len(rows), batch_size):
         chats = [row["messages"][:-1] for row in rows[start : start + batch_size]]
@@ -103,7 +103,7 @@ def answers(
 
 
 def exact_match(expected: list[str], got: list[str]) -> float:
-    """The share of answers equal to what was expected, character for character (0 to 1)."""
+    """Fraction of answers that equal the expected ones, character for character."""
     if len(expected) != len(got):
         raise ValueError(f"{len(expected)} expected answers, {len(got)} answers")
     return sum(e == g for e, g in zip(expected, got, strict=True)) / max(1, len(expected))
@@ -125,7 +125,7 @@ def score(
     got = answers(model, tokenizer, rows)
     loss = chat_loss(model, tokenizer, load_rows("eval"))
     model.train(was_training)
-    shown = [
+    examples = [
         {"prompt": row["messages"][0]["content"], "expected": e, "answer": g}
         for row, e, g in zip(rows[:samples], expected, got, strict=False)
     ]
@@ -133,7 +133,7 @@ def score(
         "eval_loss": loss,
         "exact_match": exact_match(expected, got),
         "seconds": round(time.monotonic() - started, 2),
-        "samples": shown,
+        "samples": examples,
     }
 
 
@@ -142,9 +142,9 @@ def score_model(path: str | Path, split: str = "test", limit: int | None = None,
 
     Args:
         path: a model folder or a peft adapter folder.
-        split: whose prompts are answered for `exact_match`; `eval_loss` is always over the whole eval split.
-        limit: answer only the first so many prompts.
-        samples: how many prompts to return with their answers.
+        split: split whose prompts are answered for `exact_match`; `eval_loss` always covers the full eval split.
+        limit: answer only the first `limit` prompts.
+        samples: number of prompts to return with their answers.
 
     Returns:
         `model`, `eval_loss` (nats per assistant token), `exact_match` (0 to 1), `seconds` (without loading),
@@ -157,7 +157,7 @@ def score_model(path: str | Path, split: str = "test", limit: int | None = None,
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description="Score models on the embedded chat data; prints JSON.")
-    parser.add_argument("--model", action="append", help="model or adapter folder, repeatable; else the base")
+    parser.add_argument("--model", action="append", help="model or adapter folder, repeatable; default: the base")
     parser.add_argument("--split", choices=("train", "eval", "test"), default="test")
     parser.add_argument("--limit", type=int)
     parser.add_argument("--samples", type=int, default=3)

@@ -15,13 +15,15 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
-from trainers.data.layout import current_documents
+from trainers.data.layout import OUR_KERNELS, AttentionMetadata, received
 
 if TYPE_CHECKING:  # it takes its time to import
     from torch.nn.attention.flex_attention import BlockMask
 
 # transformers takes any name with `sdpa` in it for its own, and asks the model whether it may be used.
-KERNELS = {name: f"tunesmith_{name}" for name in ("varlen", "flex", "documents", "eager")} | {"sdpa": "tunesmith_fused"}
+KERNELS = {name: OUR_KERNELS + name for name in ("varlen", "flex", "documents", "eager")} | {
+    "sdpa": f"{OUR_KERNELS}fused"
+}
 
 
 def avoid_cudnn() -> None:
@@ -32,13 +34,13 @@ def avoid_cudnn() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def _mask(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+def _mask(metadata: AttentionMetadata, length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
     """`[batch or 1, 1, query, key]`, True where a query may look; None for plain causal attention."""
-    ids = None if current_documents.layout is None else current_documents.layout.ids
+    ids = None if metadata.layout is None else metadata.layout.ids
     if ids is None and (window is None or window >= length):
         return None
-    if window in current_documents.masks:
-        return current_documents.masks[window]
+    if window in metadata.masks:
+        return metadata.masks[window]
     place = torch.arange(length, device=device)
     allowed = place[:, None] >= place[None, :]
     if window is not None:
@@ -47,7 +49,7 @@ def _mask(length: int, window: int | None, device: torch.device) -> torch.Tensor
     if ids is not None:
         allowed = allowed & (ids[:, :, None] == ids[:, None, :])
     if not torch.compiler.is_compiling():  # a compiled block that is checkpointed may not change what lies outside
-        current_documents.masks[window] = allowed[:, None]
+        metadata.masks[window] = allowed[:, None]
     return allowed[:, None]
 
 
@@ -65,8 +67,9 @@ def _plain(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def sdpa(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **rest: Any
-) -> tuple[torch.Tensor, None]:
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
+    metadata: AttentionMetadata, **rest: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
     """PyTorch's fused attention under the document mask: any device and dtype, one shape for all micro-batches.
 
     Args:
@@ -76,7 +79,7 @@ def sdpa(
         `[batch, sequence, heads, head size]` and None for the weights.
     """
     _refuse_unknown(attention_mask, rest)
-    mask = _mask(query.shape[2], rest.get("sliding_window"), query.device)
+    mask = _mask(metadata, query.shape[2], rest.get("sliding_window"), query.device)
     return sdpa_attention_forward(module, query, key, value, mask, is_causal=True, **_plain(rest))
 
 
@@ -108,15 +111,16 @@ class _Gather(torch.autograd.Function):
 
 
 def documents(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **rest: Any
-) -> tuple[torch.Tensor, None]:
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
+    metadata: AttentionMetadata, **rest: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
     """PyTorch's fused attention on each document by itself, those of like length side by side. Shapes as in `sdpa`.
 
     The work grows with the squares of the documents' lengths and not of the rows'.
     """
-    layout, window = current_documents.layout, rest.get("sliding_window")
+    layout, window = metadata.layout, rest.get("sliding_window")
     if layout is None or (window is not None and window < layout.longest):
-        return sdpa(module, query, key, value, attention_mask, **rest)
+        return sdpa(module, query, key, value, attention_mask, metadata, **rest)
     _refuse_unknown(attention_mask, rest)
     slots, buckets = layout.side_by_side
     sizes = [count * width for count, width in buckets]
@@ -136,14 +140,15 @@ def _rows(heads: torch.Tensor) -> torch.Tensor:
 
 
 def varlen(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **rest: Any
-) -> tuple[torch.Tensor, None]:
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
+    metadata: AttentionMetadata, **rest: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Flash attention over documents of any length: NVIDIA GPUs, bf16 or fp16. Shapes as in `sdpa`."""
     from torch.nn.attention.varlen import varlen_attn
 
-    layout, window = current_documents.layout, rest.get("sliding_window")
+    layout, window = metadata.layout, rest.get("sliding_window")
     if layout is None:
-        return sdpa(module, query, key, value, attention_mask, **rest)
+        return sdpa(module, query, key, value, attention_mask, metadata, **rest)
     _refuse_unknown(attention_mask, rest)
     # Autocast does not know this kernel, and norms of queries and keys leave them in fp32.
     queries, keys, values = (_rows(one).to(value.dtype) for one in (query, key, value))
@@ -160,14 +165,15 @@ def varlen(
 
 
 def flex(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **rest: Any
-) -> tuple[torch.Tensor, None]:
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
+    metadata: AttentionMetadata, **rest: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Attention compiled for the documents' blocks and a softcap, if any: NVIDIA GPUs. Shapes as in `sdpa`."""
     from torch.nn.attention.flex_attention import flex_attention
 
     _refuse_unknown(attention_mask, rest, softcap=True)
     cap: Any = rest.get("softcap")
-    blocks = _blocks(query.shape[2], rest.get("sliding_window"), query)
+    blocks = _blocks(metadata, query.shape[2], rest.get("sliding_window"), query)
 
     def capped(score: torch.Tensor, *place: torch.Tensor) -> torch.Tensor:
         return cap * torch.tanh(score / cap)
@@ -189,30 +195,31 @@ def _compiled_flex() -> Any:
     return torch.compile(flex_attention)
 
 
-def _blocks(length: int, window: int | None, like: torch.Tensor) -> BlockMask:
-    """Which blocks of queries and keys meet at all, for the micro-batch in hand."""
+def _blocks(metadata: AttentionMetadata, length: int, window: int | None, like: torch.Tensor) -> BlockMask:
+    """Which blocks of queries and keys meet at all."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    ids = None if current_documents.layout is None else current_documents.layout.ids
+    ids = None if metadata.layout is None else metadata.layout.ids
 
     def allowed(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         seen = query >= key
         seen = seen if window is None else seen & (query - key < window)
         return seen if ids is None else seen & (ids[batch, query] == ids[batch, key])
 
-    if (length, window) not in current_documents.blocks:
+    if (length, window) not in metadata.blocks:
         rows = None if ids is None else ids.shape[0]
-        current_documents.blocks[length, window] = create_block_mask(allowed, rows, None, length, length, like.device)
-    return current_documents.blocks[length, window]
+        metadata.blocks[length, window] = create_block_mask(allowed, rows, None, length, length, like.device)
+    return metadata.blocks[length, window]
 
 
 def eager(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **rest: Any
-) -> tuple[torch.Tensor, None]:
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
+    metadata: AttentionMetadata, **rest: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
     """The same in plain matrix products, softmax in fp32; honours a softcap. Shapes as in `sdpa`."""
     _refuse_unknown(attention_mask, rest, softcap=True)
     length = query.shape[2]
-    mask = _mask(length, rest.get("sliding_window"), query.device)
+    mask = _mask(metadata, length, rest.get("sliding_window"), query.device)
     return _products(module, query, key, value, mask, **rest), None
 
 
@@ -249,20 +256,22 @@ def attend_masked(
     return sdpa_attention_forward(module, query, key, value, mask, is_causal=True, **_plain(rest))[0]
 
 
-def _on_parts_too(kernel: Any) -> Any:
-    """The kernel, and where each rank has a part of the rows, the way over the ranks to it."""
+def attention_function(kernel: Any) -> Any:
+    """A kernel as transformers calls it: with its metadata, and over the ranks where each has a part of the rows."""
 
     @wraps(kernel)
     def attend(
-        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **rest: Any
-    ) -> tuple[torch.Tensor, None]:
-        if current_documents.over_ranks is None:
-            return kernel(module, query, key, value, attention_mask, **rest)
+        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
+        attention_metadata: AttentionMetadata | None = None, **rest: Any,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        metadata = received(attention_metadata, torch.compiler.is_compiling())
+        if metadata.over_ranks is None:
+            return kernel(module, query, key, value, attention_mask, metadata, **rest)
         _refuse_unknown(attention_mask, rest, softcap=kernel in (eager, flex))
-        return current_documents.over_ranks.attend(kernel, current_documents, module, query, key, value, **rest)
+        return metadata.over_ranks.attend(kernel, metadata, module, query, key, value, **rest)
 
     return attend
 
 
 for _name, _kernel in (("varlen", varlen), ("flex", flex), ("documents", documents), ("sdpa", sdpa), ("eager", eager)):
-    AttentionInterface.register(KERNELS[_name], _on_parts_too(_kernel))
+    AttentionInterface.register(KERNELS[_name], attention_function(_kernel))

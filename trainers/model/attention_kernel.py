@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainers.config.options import ConfigError, TrainConfig
-from trainers.data.layout import DocumentLayout, use_documents
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import TrainConfig
+from trainers.data.layout import AttentionMetadata, DocumentLayout
 from trainers.model import attention
 
 _TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
@@ -32,11 +33,13 @@ def choose(config: TrainConfig, shape: Any, device: torch.device, compute: torch
     if getattr(shape, "num_attention_heads", None) is None:  # there is nothing to try; the probe looks at the model
         if asked in ("auto", "sdpa", "eager"):
             return "sdpa" if asked == "auto" else asked
-        raise ConfigError(f"attn_implementation={asked}: {shape.model_type} models have no attention heads; use auto")
+        raise ConfigError.about(
+            "attn_implementation", asked, f": {shape.model_type} models have no attention heads", "use auto"
+        )
     if asked != "auto":
         problem = _unfit(asked, shape, device, compute) or trial(asked, shape, device, compute)
         if problem:
-            raise ConfigError(f"attn_implementation={asked}: {problem}; use auto")
+            raise ConfigError.about("attn_implementation", asked, f": {problem}", "use auto")
         return asked
     if _softcap(shape):
         return "eager"
@@ -91,15 +94,14 @@ def trial(kernel: str, shape: Any, device: torch.device, compute: torch.dtype) -
     length = sum(_LENGTHS)
     tensors = [torch.randn(2, count, length, size, generator=made) for count in (heads, keys, keys)]
     borders = np.cumsum([0, *_LENGTHS, *_LENGTHS[::-1]])
-    use_documents(DocumentLayout.of(borders, 2).to(device))
+    metadata = AttentionMetadata(DocumentLayout.of(borders, 2).to(device))
     tf32, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, False  # fp32 is the measure
     try:
-        expected = _outcome("eager", tensors, device, torch.float32)
-        found = _outcome(kernel, tensors, device, compute)
+        expected = _outcome("eager", tensors, metadata, device, torch.float32)
+        found = _outcome(kernel, tensors, metadata, device, compute)
     except (RuntimeError, ValueError, TypeError, ImportError) as error:  # other devices and versions of torch
         return f"it fails on this device: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
     finally:
-        use_documents(None)
         torch.backends.cuda.matmul.allow_tf32 = tf32
     errors = [float((one - other).norm() / other.norm()) for one, other in zip(found, expected, strict=True)]
     if max(errors) <= _TOLERANCE[compute]:
@@ -107,11 +109,13 @@ def trial(kernel: str, shape: Any, device: torch.device, compute: torch.dtype) -
     return f"its results are off by {max(errors):.1e} on this device, where {_TOLERANCE[compute]:.0e} is allowed"
 
 
-def _outcome(kernel: str, tensors: list[torch.Tensor], device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+def _outcome(
+    kernel: str, tensors: list[torch.Tensor], metadata: AttentionMetadata, device: torch.device, dtype: torch.dtype
+) -> list[torch.Tensor]:
     """Output and gradients of query, key and value, in fp32 on the CPU."""
     module: Any = nn.Module()
     query, key, value = (one.to(device, dtype).requires_grad_() for one in tensors)
     module.num_key_value_groups = query.shape[1] // key.shape[1]
-    output, _ = getattr(attention, kernel)(module, query, key, value, None)
+    output, _ = getattr(attention, kernel)(module, query, key, value, None, metadata)
     gradients = torch.autograd.grad(output.float().square().sum(), (query, key, value))
     return [one.detach().float().cpu() for one in (output, *gradients)]

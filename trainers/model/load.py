@@ -10,7 +10,7 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -22,20 +22,25 @@ from safetensors import safe_open
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, find_adapter_config_file
 
-from trainers.config.options import EMBEDDED, ConfigError, TrainConfig
+from trainers.config.mistakes import ConfigError, Mistake
+from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.embedded import BASE_DIR
 from trainers.model.attention import KERNELS
 from trainers.model.experts import router_names
 from trainers.model.probe import in_one_line
-from trainers.model.quantization import finish, loading_options, many_threads, refuse_unfit
+from trainers.model.quantization import finish, loading_options, many_threads, settle_quantisation
 from trainers.model.rotary import choose_by_document
 from trainers.model.small_model import choose_attention
 from trainers.objectives.load_balancing import refuse_load_balancing
+from trainers.run.hub_errors import hub_mistake
+from trainers.run.weight_headers import ADAPTER_AS_MODEL
 
-_PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
+_PACKABLE_LAYERS = {"full_attention", "sliding_attention", "mlp", "moe"}
 _STORED = {"F64": torch.float32, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+Shapes = Mapping[str, Sequence[int]]
+"""Sizes of tensors by name."""
 _COMPUTE = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
@@ -95,26 +100,37 @@ def _where(config: TrainConfig) -> dict[str, Any]:
     return {"revision": config.model_revision, "trust_remote_code": config.trust_remote_code}
 
 
-def load_shape(config: TrainConfig) -> Any:
+def load_shape(config: TrainConfig, published: Mapping[str, Any] | None = None) -> Any:
     """The base model's transformers config, changed as training wants it.
 
+    Args:
+        published: what is known of its config.json, which is then not read.
+
     Raises:
-        ConfigError: when it is missing, gated or damaged, or the architecture cannot be packed or quantised.
+        ConfigError: when it is missing, gated, damaged or an adapter, or cannot be packed or quantised.
     """
     try:
-        shape = AutoConfig.from_pretrained(model_path(config), **_where(config))
+        adapter = None if published else find_adapter_config_file(model_path(config), revision=config.model_revision)
+        if published:
+            shape = AutoConfig.for_model(**published)
+        else:
+            shape = None if adapter else AutoConfig.from_pretrained(model_path(config), **_where(config))
     except OSError as error:
-        raise ConfigError(explain_load_error(config, error)) from None
+        raise ConfigError(load_mistake(config, error)) from None
     except Exception as error:  # each family checks its sizes in a way of its own
-        raise ConfigError(
-            f"model_name_or_path={config.model_name_or_path}: its config.json describes no model "
-            f"({in_one_line(error)}); correct it, or download the model again"
+        raise ConfigError.about(
+            "model_name_or_path",
+            config.model_name_or_path,
+            f": its config.json describes no model ({in_one_line(error)})",
+            "correct it, or download the model again",
         ) from None
+    if adapter:  # transformers would load the base that it names in place of the model
+        raise ConfigError.about("model_name_or_path", config.model_name_or_path, ADAPTER_AS_MODEL)
     _refuse_other_tasks(config, shape)
     _keep_layers(config, shape)
     _check_layers(config, shape)
     refuse_load_balancing(config, shape)
-    _check_quantisation(config, shape)
+    settle_quantisation(config, shape)
     _drop_dropout(shape)
     return shape
 
@@ -140,8 +156,8 @@ def load_base(config: TrainConfig) -> PreTrainedModel:
                 model, report = AutoModelForCausalLM.from_pretrained(
                     model_path(config), config=shape, use_safetensors=True, **where, **settings
                 )
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
-            raise ConfigError(explain_load_error(config, error)) from None
+        except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+            raise ConfigError(load_mistake(config, error)) from None
         for line in fit_lines(config, report):
             _say(line)
     if config.method == "qlora":
@@ -160,14 +176,14 @@ def check_attention(config: TrainConfig, shape: Any) -> str:
     try:
         attention = choose_attention(shape, config.packing)
     except ConfigError as error:
-        raise ConfigError(
-            [f"model_name_or_path={config.model_name_or_path}: {line}" for line in error.mistakes]
-        ) from None
+        raise ConfigError([f"model_name_or_path={config.model_name_or_path}: {line}" for line in error.lines]) from None
     if attention in KERNELS.values() or config.attn_implementation == "auto":
         return attention
-    raise ConfigError(
-        f"attn_implementation={config.attn_implementation}: {shape.model_type} models take no attention but their own; "
-        "use auto"
+    raise ConfigError.about(
+        "attn_implementation",
+        config.attn_implementation,
+        f": {shape.model_type} models take no attention but their own",
+        "use auto",
     )
 
 
@@ -194,16 +210,36 @@ def fit_lines(config: TrainConfig, report: dict[str, Any]) -> list[str]:
     if errors := report.get("error_msgs"):
         mistakes.append(str(errors[0]).partition("\n")[0][:200])
     if mistakes:
-        raise ConfigError(
-            f"model_name_or_path={config.model_name_or_path}: {'; '.join(mistakes)}; what is missing would be random: "
-            "download the model again, or correct its config.json"
+        raise ConfigError.about(
+            "model_name_or_path",
+            config.model_name_or_path,
+            f": {'; '.join(mistakes)}",
+            "what is missing would be random: download the model again, or correct its config.json",
         )
     if unexpected and config.num_hidden_layers is None:
         return [f"not used, as the model has no place for them: {_named(unexpected)}"]
     return []
 
 
-def _named(names: list[str]) -> str:
+def misfits(expected: Shapes, shapes: Shapes) -> list[str]:
+    """A line for each kind of difference between the weights that a model needs and those that were saved.
+
+    Args:
+        expected: shapes of the model's, by name.
+        shapes: of those that were saved.
+    """
+    missing, unexpected = sorted(expected.keys() - shapes.keys()), sorted(shapes.keys() - expected.keys())
+    differing = sorted(name for name in expected.keys() & shapes.keys() if list(expected[name]) != list(shapes[name]))
+    lines = [f"weights that the model needs are not in it: {_named(missing)}"] if missing else []
+    lines += [f"the model has no place for {_named(unexpected)}"] if unexpected else []
+    if differing:
+        sizes = ["x".join(map(str, each[differing[0]])) for each in (shapes, expected)]
+        others = f" (so are {len(differing) - 1} others)" if len(differing) > 1 else ""
+        lines.append(f"{differing[0]} is {sizes[0]} in it and {sizes[1]} in the model{others}")
+    return lines
+
+
+def _named(names: Sequence[str]) -> str:
     """Three names, and how many more there are."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
@@ -221,12 +257,14 @@ def silent_weights(base: nn.Module) -> list[nn.Parameter]:
     return [weight for weight in base.parameters() if id(weight) not in spoken]
 
 
-def explain_load_error(config: TrainConfig, error: Exception) -> str:
-    """One line for a model that could not be loaded: what, the value, the way out."""
-    first = str(error).strip().partition("\n")[0][:300]
-    return (
-        f"model_name_or_path={config.model_name_or_path} cannot be loaded: {first}; check the name or folder, "
-        "and for a gated model set HF_TOKEN after accepting its terms on the Hub"
+def load_mistake(config: TrainConfig, error: Exception) -> Mistake:
+    """What is wrong with a model that could not be loaded."""
+    path, revision = model_path(config), config.model_revision
+    if not Path(path).is_dir() and (mistake := hub_mistake(path, revision, error)):
+        return mistake
+    problem = f"cannot be loaded: {str(error).strip().partition(chr(10))[0][:300]}"
+    return Mistake(
+        "model_name_or_path", config.model_name_or_path, problem, "check its name and files, or download it again"
     )
 
 
@@ -236,8 +274,8 @@ def _keep_layers(config: TrainConfig, shape: Any) -> None:
     if wanted is None:
         return
     if wanted > text.num_hidden_layers:
-        raise ConfigError(
-            f"num_hidden_layers={wanted}: {config.model_name_or_path} has {text.num_hidden_layers}; use fewer"
+        raise ConfigError.about(
+            "num_hidden_layers", wanted, f": {config.model_name_or_path} has {text.num_hidden_layers}", "use fewer"
         )
     text.num_hidden_layers = wanted
     if getattr(text, "layer_types", None):
@@ -292,21 +330,12 @@ def _check_layers(config: TrainConfig, shape: Any) -> None:
         )
     if config.packing and not layers <= _PACKABLE_LAYERS:
         kinds = ", ".join(sorted(layers - _PACKABLE_LAYERS))
-        raise ConfigError(
-            f"packing=true with {shape.model_type}, whose {kinds} layers carry state across documents; "
-            "use packing=false"
+        raise ConfigError.about(
+            "packing",
+            True,
+            f"with {shape.model_type}, whose {kinds} layers carry state across documents",
+            "use packing=false",
         )
-
-
-def _check_quantisation(config: TrainConfig, shape: Any) -> None:
-    if config.method != "qlora":
-        return
-    if getattr(shape, "quantization_config", None) is not None:
-        raise ConfigError(
-            f"model_name_or_path={config.model_name_or_path} is quantised already; name the model that it was made of, "
-            "which method=qlora quantises"
-        )
-    refuse_unfit(shape, config.trust_remote_code)
 
 
 def build_model(config: TrainConfig) -> nn.Module:
@@ -368,9 +397,11 @@ def add_adapters(base: PreTrainedModel, config: TrainConfig) -> nn.Module:
         got = []
     missing = [name for name in targets if name != "all-linear" and not any(_ends(one, name) for one in got)]
     if missing or not got:
-        raise ConfigError(
-            f"lora_target_modules={','.join(missing or targets)} fits no module of {config.model_name_or_path}; "
-            f"use all-linear, or some of {', '.join(names)}"
+        raise ConfigError.about(
+            "lora_target_modules",
+            ",".join(missing or targets),
+            f"fits no module of {config.model_name_or_path}",
+            f"use all-linear, or some of {', '.join(names)}",
         )
     _refuse_merging_tied(config, base, got)
     return model
@@ -406,9 +437,11 @@ def _refuse_merging_tied(config: TrainConfig, base: Any, targeted: list[str]) ->
         return
     tied = [name for name, part in base.named_modules() if part is head or part is embedding]
     if any(_ends(target, name.rpartition(".")[2]) for name in tied for target in targeted):
-        raise ConfigError(
-            "merge_adapter=true with an adapter on tied embeddings would change both of them; "
-            "leave lm_head and the embedding out of lora_target_modules, or export the adapter"
+        raise ConfigError.about(
+            "merge_adapter",
+            True,
+            "with an adapter on tied embeddings would change both of them",
+            "leave lm_head and the embedding out of lora_target_modules, or export the adapter",
         )
 
 
@@ -427,8 +460,8 @@ def compiled_blocks(base: PreTrainedModel) -> nn.ModuleList:
     decoder: Any = base.get_decoder()
     blocks: nn.ModuleList | None = getattr(decoder, "layers", None)
     if blocks is None:
-        raise ConfigError(
-            f"torch_compile=true: {base.config.model_type} has no list of layers; use torch_compile=false"
+        raise ConfigError.about(
+            "torch_compile", True, f": {base.config.model_type} has no list of layers", "use torch_compile=false"
         )
     return blocks
 

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainers.config.options import ConfigError
-from trainers.data.layout import DocumentLayout, use_documents
+from trainers.config.mistakes import ConfigError
+from trainers.data.layout import DocumentLayout, MetadataRoute
 from trainers.model.attention import KERNELS
 
 _LENGTH, _HALF = 12, 6
@@ -61,7 +61,13 @@ def probe_rows(vocabulary: int, device: torch.device) -> torch.Tensor:
 
 @torch.no_grad()
 def check_model_computes(
-    wrapped: nn.Module, base: Any, packing: bool, device: torch.device, compute: torch.dtype, stock: bool = True
+    wrapped: nn.Module,
+    base: Any,
+    packing: bool,
+    device: torch.device,
+    compute: torch.dtype,
+    stock: bool = True,
+    splits_rows: bool = False,
 ) -> None:
     """Runs the probe at the start of a run.
 
@@ -71,19 +77,25 @@ def check_model_computes(
         packing: several documents to a row.
         compute: dtype of matrix products.
         stock: compare with the model's own forward pass too; it needs a `SupervisedLoss` in `wrapped`, with all layers.
+        splits_rows: whether ranks share each row (cp, sp), which needs what packing does: all of a token's looks back
+            go through our attention.
 
     Raises:
         ConfigError: when tokens see what they must not, when loss or hidden states are not those of the model's own
             forward pass, or when the model cannot run through our attention at all; with the way out.
     """
+    packed = packing or splits_rows
     wrapped.eval()
     try:
         with torch.compiler.set_stance("force_eager"):  # no graph for a shape that never comes again
-            own = own_pass(wrapped, base, packing, device) if stock else None
-            compare(our_pass(wrapped, base, packing, device), own, base.config.model_type, packing, compute)
+            own = own_pass(wrapped, base, packed, device) if stock else None
+            compare(our_pass(wrapped, base, packed, device), own, base.config.model_type, packed, compute)
     except ProbeError as error:
         under = "" if type(wrapped).__name__ == "SupervisedLoss" else f" (under {type(wrapped).__name__})"
-        remedy = ("packing=false, " if packing else "") + "another model" + (" or strategy" if under else "")
+        if splits_rows:
+            remedy = "a strategy without cp and sp, or another model"
+        else:
+            remedy = ("packing=false, " if packing else "") + "another model" + (" or strategy" if under else "")
         raise ConfigError(f"{error}{under}; use {remedy}") from None
     finally:
         wrapped.train()
@@ -122,9 +134,9 @@ def our_pass(wrapped: nn.Module, base: Any, packing: bool, device: torch.device)
     except _FAILURES as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        raise ProbeError(f"{base.config.model_type} models cannot be trained here: {in_one_line(error)}") from None
+        raise ProbeError(f"{base.config.model_type} models fail in a training step: {in_one_line(error)}") from None
     finally:
-        use_documents(None)  # the next pass of whoever built the model has none of these
+        MetadataRoute.current = None  # whoever calls the model next has none of these documents
     return ForwardPass(seen[0], float(total) / len(labels))
 
 
@@ -196,7 +208,10 @@ def refuse_encoder(kind: str, own: ForwardPass, compute: torch.dtype) -> None:
     rows = own.hidden.reshape(4, -1, length, own.hidden.shape[-1])
     # The first changed token lies in the middle or at the start of a document, the second at its end.
     after = (rows[1] - rows[0]).abs().amax(-1)[-1, _HALF % length + 1 :].max()
-    before = (rows[2] - rows[0]).abs().amax(-1)[-1, : length - 1].max()
+    last = (rows[2] - rows[0]).abs().amax(-1)[-1]
+    if last[length - 1] == 0:  # XLM counts padding tokens to know a row's length, wherever they stand
+        raise ProbeError(f"{kind} models leave out the last token of a row in which their padding token stands")
+    before = last[: length - 1].max()
     if not before <= _LEAK[compute] * after:
         raise ProbeError(
             f"{kind} models read a text in both directions (their config.json does not say is_decoder=true), "

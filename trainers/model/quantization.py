@@ -12,7 +12,7 @@ mean nothing as numbers, so nothing may cast them. The scales are no parameters:
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import TrainConfig
+
+_DEQUANTISED = ("mxfp4", "fp8")
+"""Methods of quantisation whose weights transformers can give back in the compute dtype."""
 
 SCALES_BLOCK = 256
 
@@ -40,6 +44,47 @@ def loading_options(dtype: torch.dtype) -> dict[str, Any]:
         bnb_4bit_quant_storage=dtype,
     )
     return {"quantization_config": quantisation, "device_map": {"": "cpu"}}
+
+
+def settle_quantisation(config: TrainConfig, shape: Any) -> None:
+    """Has transformers dequantise a base that is stored in few bits, where it can; refuses any other.
+
+    Args:
+        shape: the base model's transformers config, which is changed.
+
+    Raises:
+        ConfigError: for a base that would not be trained as what it is, or that bitsandbytes cannot quantise.
+    """
+    if config.random_init:
+        for name in {"quantization_config", "compression_config"} & shape.__dict__.keys():
+            delattr(shape, name)
+    stored = getattr(shape, "quantization_config", None)
+    if config.method != "qlora" and stored and stored.get("quant_method") in _DEQUANTISED:
+        # By itself transformers does this only where the GPU or an optional package is missing.
+        shape.quantization_config = {**stored, "dequantize": True}
+    refuse_quantised(config, shape)
+    if config.method == "qlora":
+        refuse_unfit(shape, config.trust_remote_code)
+
+
+def refuse_quantised(config: TrainConfig, shape: Any, dtypes: Iterable[str] = ()) -> None:
+    """Raises ConfigError for a base stored in 8 bits or less, unless its weights are dequantised as they are loaded.
+
+    Args:
+        shape: the base model's transformers config.
+        dtypes: of the weights in its files, as safetensors spells them.
+    """
+    stored = getattr(shape, "quantization_config", getattr(shape, "compression_config", None))
+    narrow = sorted({dtype for dtype in dtypes if dtype.startswith(("F8_", "F4"))})
+    if (stored is None and not narrow) or (stored and stored.get("dequantize")):
+        return
+    how = (stored or {}).get("quant_method") or ", ".join(narrow) or "by an unknown method"
+    raise ConfigError.about(
+        "model_name_or_path",
+        config.model_name_or_path,
+        f"is quantised already ({how}) and cannot be trained with method={config.method}",
+        "use the model that it was made from, or an unquantised copy",
+    )
 
 
 def refuse_unfit(shape: Any, trust_remote_code: bool) -> None:
@@ -64,14 +109,20 @@ def refuse_unfit(shape: Any, trust_remote_code: bool) -> None:
         odd = isinstance(part, nn.Linear) and (part.in_features % 2 or part.weight.numel() % 8)
         if odd and part is not head:
             size = f"{part.out_features} x {part.in_features}"
-            raise ConfigError(
-                f"method=qlora: {shape.model_type} has a linear layer of {size}, which nf4 does not fit; use lora"
+            raise ConfigError.about(
+                "method",
+                "qlora",
+                f": {shape.model_type} has a linear layer of {size}, which nf4 does not fit",
+                "use lora",
             )
     # A router or a short convolution may stay as it is; transposed layers would be exported the wrong way round.
     if outside > total / 10 or "Conv1D" in kinds:
-        raise ConfigError(
-            f"method=qlora: {outside / total:.0%} of the weights of {shape.model_type} are in "
-            f"{', '.join(sorted(kinds))}, which cannot be quantised; use method=lora, or another model"
+        raise ConfigError.about(
+            "method",
+            "qlora",
+            f": {outside / total:.0%} of the weights of {shape.model_type} are in {', '.join(sorted(kinds))}, "
+            "which cannot be quantised",
+            "use method=lora, or another model",
         )
 
 

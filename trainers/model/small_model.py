@@ -15,8 +15,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 
-from trainers.config.options import ConfigError
-from trainers.model.attention import KERNELS, eager
+from trainers.config.mistakes import ConfigError
+from trainers.model.attention import KERNELS, attention_function, eager
 from trainers.model.probe import (
     ForwardPass,
     ProbeError,
@@ -40,10 +40,10 @@ _SIZES: dict[int, tuple[str, ...]] = {
     4: ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads",
         "encoder_attention_heads", "num_decoder_attention_heads", "num_encoder_attention_heads", "num_experts",
         "num_local_experts", "n_routed_experts", "moe_num_experts", "rotary_dim", "sliding_window",
-        "attention_chunk_size", "linear_num_value_heads"),
+        "attention_chunk_size", "linear_num_value_heads", "linear_num_heads"),
     8: ("head_dim", "dim_head", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "state_size", "ssm_state_size",
         "hidden_size_per_layer_input", "mamba_n_heads", "mamba_d_head", "mamba_num_heads", "mamba_head_dim",
-        "linear_key_head_dim", "linear_value_head_dim", "mamba_d_state"),
+        "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "mamba_d_state"),
     16: ("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size", "q_lora_rank",
          "kv_lora_rank", "mamba_chunk_size", "chunk_size"),
     32: ("hidden_size", "n_embd", "d_model", "dim", "emb_dim", "word_embed_proj_dim", "embedding_size",
@@ -141,7 +141,7 @@ def choose_attention(model_config: Any, packing: bool) -> str:
     if unpacked and not packing:
         return unpacked[0]
     if unpacked:
-        raise ConfigError(f"packing=true: {problem}; use packing=false")
+        raise ConfigError.about("packing", True, f": {problem}", "use packing=false")
     raise ConfigError(f"{problem}; use another model")
 
 
@@ -220,11 +220,11 @@ def _own_pass(model: Any, packing: bool) -> ForwardPass:
 def _problem(config: Any, reference: Any, attention: str, packing: bool, expected: ForwardPass) -> str | None:
     """Why a small model cannot be trained with an attention; None when it can."""
     kind, ours = config.model_type, attention in KERNELS.values()
-    calls: list[int] = []
+    calls, attend = list[int](), attention_function(eager)
 
     def counted(*tensors: Any, **options: Any) -> Any:
         calls.append(1)
-        return eager(*tensors, **options)
+        return attend(*tensors, **options)
 
     AttentionInterface.register(_COUNTED, counted)
     try:

@@ -1,7 +1,7 @@
 """Numbers gone wrong: a loss or gradient that is not finite, and a loss far above those before it.
 
-Every rank sees the same numbers and decides alike; the loop acts on what is found here. What was passed over is kept in
-each checkpoint (`Progress`), so that a run that goes on from one passes over the same steps.
+Every rank sees the same numbers and decides alike; the loop acts on what is found here. Each checkpoint holds the steps
+that were skipped (`Progress`), so that a run that resumes from it skips them too.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ MOST_IN_A_ROW = 10
 """Updates skipped one after the other, after which the run is beyond help."""
 
 
-class Spike(NamedTuple):
+class LossSpike(NamedTuple):
     """A loss far above those before it.
 
     Args:
-        passed_over: the steps (from 1) whose batches the next attempt passes over.
+        skipped_steps: the steps (from 1) whose batches the next attempt skips.
         description: which loss, and how far above.
     """
 
-    passed_over: list[int]
+    skipped_steps: list[int]
     description: str
 
 
@@ -64,30 +64,30 @@ def origin(plan: TrainPlan, step: int, finite: list[tuple[int, bool]]) -> str:
     wrong = [rank for rank, (_, good) in enumerate(finite) if not good] or list(range(len(finite)))
     whose = f"rank {wrong[0]}" if len(wrong) == 1 else f"ranks {', '.join(map(str, wrong))}"
     shares = sorted({finite[rank][0] for rank in wrong})  # ranks that cut layers or rows have the same ones
-    places = [place for share in shares for rows in plan.shares(step, share) for place in plan.rows.places(rows)]
+    places = [place for share in shares for rows in plan.shares(step, share) for place in plan.rows.locations(rows)]
     more = f" and {len(places) - 6} more" if len(places) > 6 else ""
     return f"{whose}, in the batch from {', '.join(places[:6])}{more}"
 
 
-def pass_over(progress: Progress, step: int) -> None:
-    """Notes that the update of a step (from 1) was skipped.
+def record_skipped_step(progress: Progress, step: int) -> None:
+    """Records that the update of a step (from 1) was skipped.
 
     Raises:
         TrainingError: when too many were, one after the other.
     """
-    progress.passed_over = sorted({*progress.passed_over, step})
-    if set(range(step - MOST_IN_A_ROW + 1, step + 1)) <= set(progress.passed_over):
+    progress.skipped_steps = sorted({*progress.skipped_steps, step})
+    if set(range(step - MOST_IN_A_ROW + 1, step + 1)) <= set(progress.skipped_steps):
         raise TrainingError(
             f"step {step}: the {MOST_IN_A_ROW}th update in a row that was skipped; lower learning_rate, "
-            "or go on from an earlier checkpoint with --resume_from_checkpoint"
+            "or resume from an earlier checkpoint with --resume_from_checkpoint"
         )
 
 
-def detect_spike(progress: Progress, loss: float, factor: float) -> Spike | None:
-    """Holds the loss of `progress.step` against those before it, and remembers it where it is no spike.
+def detect_loss_spike(progress: Progress, loss: float, factor: float) -> LossSpike | None:
+    """Compares the loss of `progress.step` with those before it, and remembers it where it is no spike.
 
-    A bad batch shows in its own loss, and the update that it brought in the next one's: so the run is to go back to a
-    checkpoint before both, and to pass over both.
+    A bad batch shows in its own loss, and the update that it caused shows in the next one: so the run rolls back to a
+    checkpoint before both, and skips both.
 
     Args:
         factor: `loss_spike_factor`; 0 for no check.
@@ -98,8 +98,8 @@ def detect_spike(progress: Progress, loss: float, factor: float) -> Spike | None
     if len(recent) < LEAST or loss <= factor * statistics.median(recent):
         progress.recent_losses = [*recent, loss][-WINDOW:]
         return None
-    return Spike(
-        sorted({*progress.passed_over, *range(max(step - 1, 1), step + 1)}),
+    return LossSpike(
+        sorted({*progress.skipped_steps, *range(max(step - 1, 1), step + 1)}),
         f"loss {loss:.4g} is {loss / statistics.median(recent):.1f} times the median of the last "
         f"{len(recent)} (loss_spike_factor={factor:g})",
     )

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import psutil
 import torch
 
-# Dense bf16/fp16 peak in FLOP/s from the vendors' data sheets; a device that is not here has no MFU.
+# Dense bf16/fp16 peak in FLOP/s from the vendors' data sheets; MFU is not reported for other devices.
 _PEAKS = {
     "H100 80GB HBM3": 989e12,
     "H100 PCIe": 756e12,
@@ -31,16 +31,16 @@ _PEAKS = {
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Matrix throughput of a device in FLOP/s; None where it is not known."""
+    """Peak matrix throughput of a device in FLOP/s, or None if unknown."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
-    words = re.split(r"[\s-]", torch.cuda.get_device_name(device))
-    return next((peak for known, peak in _PEAKS.items() if set(known.split()) <= set(words)), None)
+    name_parts = re.split(r"[\s-]", torch.cuda.get_device_name(device))
+    return next((peak for known, peak in _PEAKS.items() if set(known.split()) <= set(name_parts)), None)
 
 
-def attention_width(shape: Any) -> int:
-    """Attention heads times their size, over all layers of a model's config; 0 where it does not tell."""
-    text = shape.get_text_config() if hasattr(shape, "get_text_config") else shape
+def attention_width(model_config: Any) -> int:
+    """Attention heads times head size, summed over layers; 0 if the model's config does not say."""
+    text = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
     heads, layers = getattr(text, "num_attention_heads", None), getattr(text, "num_hidden_layers", None)
     hidden = getattr(text, "hidden_size", 0)
     size = getattr(text, "head_dim", None)
@@ -48,20 +48,21 @@ def attention_width(shape: Any) -> int:
 
 
 def step_flops(tokens: int, matmul_parameters: tuple[int, int], attention_width: int, squared_lengths: float) -> float:
-    """Model FLOPs of one step: recomputation is not counted.
+    """Model FLOPs of one step, without recomputation.
 
     Args:
         tokens: real tokens.
-        matmul_parameters: trained and frozen ones; 6 FLOPs per trained one and token, 4 per frozen one.
-        attention_width: heads times their size, over all layers.
-        squared_lengths: sum of squared document lengths; causal attention does half of the square.
+        matmul_parameters: trained and frozen parameters in matrix products; per token, 6 FLOPs for each trained and 4
+            for each frozen one.
+        attention_width: heads times head size, summed over layers.
+        squared_lengths: sum of squared document lengths; causal attention computes half of each square.
     """
     trained, frozen = matmul_parameters
     return tokens * (6 * trained + 4 * frozen) + 6 * attention_width * squared_lengths
 
 
 def memory_gib(device: torch.device) -> float:
-    """Peak memory of this rank since the last call on a GPU, resident memory now on a CPU; in GiB."""
+    """Memory of this rank in GiB: on a GPU the peak since the last call, on a CPU the current resident set."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -77,38 +78,42 @@ class Window:
 
     def reset(self) -> None:
         """Starts a new window."""
-        self.began, self.paused, self.waited = time.perf_counter(), 0.0, 0.0
+        self.began = time.perf_counter()
+        self.paused = 0.0
+        self.waited = 0.0
         self.steps = self.tokens = self.trained = 0
         self.flops = 0.0
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Time in here is waiting for data."""
+        """Counts the time of the `with` block as waiting for data."""
         began = time.perf_counter()
         yield
         self.waited += time.perf_counter() - began
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Time in here is no training."""
+        """Excludes the time of the `with` block from training time."""
         began = time.perf_counter()
         yield
         self.paused += time.perf_counter() - began
 
     def count(self, tokens: int, trained: int, flops: float) -> None:
-        """One step done; the arguments are of the whole global batch."""
-        self.steps, self.tokens, self.trained = self.steps + 1, self.tokens + tokens, self.trained + trained
+        """Counts one step; the arguments cover the full global batch."""
+        self.steps += 1
+        self.tokens += tokens
+        self.trained += trained
         self.flops += flops
 
     def seconds(self) -> float:
-        """Training time in the window."""
+        """Training time in the window, in seconds."""
         return max(time.perf_counter() - self.began - self.paused, 1e-9)
 
     def rates(self, peak: float | None) -> dict[str, float | None]:
         """Rates of the window.
 
         Args:
-            peak: FLOP/s of all devices together, None where it is not known.
+            peak: FLOP/s of all devices together, or None if unknown.
         """
         seconds = self.seconds()
         return {
@@ -120,45 +125,45 @@ class Window:
 
 
 class RecentPace:
-    """Time of a step and rate over the last logged windows, without the slowest and quickest of them.
+    """Trimmed mean of step time and token rate over the last logged windows.
 
-    A window alone tells little: one save, one neighbour on the machine or one compilation makes it many times as long.
+    A single window is unreliable: a save, another process on the machine or a compilation makes it many times longer.
     """
 
     WINDOWS = 50
     TRIMMED = 0.1
-    """Share of the windows that is left out at either end; at least one, of three or more."""
+    """Fraction of windows trimmed at each end; at least one if there are three or more."""
 
     def __init__(self) -> None:
         self._step_seconds = deque[float](maxlen=self.WINDOWS)
         self._rates = deque[float](maxlen=self.WINDOWS)
 
     def add(self, window: Window) -> None:
-        """Takes a window in, when it is logged."""
+        """Adds a window when it is logged."""
         seconds = window.seconds()
         self._step_seconds.append(seconds / max(window.steps, 1))
         self._rates.append(window.tokens / seconds)
 
     @property
     def step_seconds(self) -> float:
-        """Of a step to come."""
+        """Expected seconds per step."""
         return _trimmed_mean(self._step_seconds, self.TRIMMED)
 
     @property
     def tokens_per_second(self) -> float:
-        """Real tokens of all ranks."""
+        """Real tokens per second over all ranks."""
         return _trimmed_mean(self._rates, self.TRIMMED)
 
 
 def _trimmed_mean(values: Iterable[float], share: float) -> float:
     ordered = sorted(values)
-    cut = max(1, round(share * len(ordered))) if len(ordered) > 2 else 0
-    kept = ordered[cut : len(ordered) - cut]
-    return sum(kept) / len(kept)
+    trim = max(1, round(share * len(ordered))) if len(ordered) > 2 else 0
+    trimmed = ordered[trim : len(ordered) - trim]
+    return sum(trimmed) / len(trimmed)
 
 
 class MetricsFile:
-    """Appends rows to `metrics.jsonl`; each is on disk as one whole line. Only rank 0 has one.
+    """Appends rows to `metrics.jsonl`, one complete line each. Rank 0 only.
 
     Args:
         path: the file.
@@ -168,18 +173,21 @@ class MetricsFile:
     def __init__(self, path: Path, attempt: int):
         self.attempt = attempt
         _mend_last_line(path)
-        self.file: TextIO = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
+        self.file: TextIO = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open for the duration of the run
 
     def write(self, row: dict[str, Any]) -> None:
-        """One row; numbers that JSON has no word for become null."""
-        whole = {"step": row["step"], "attempt": self.attempt, **row}
-        clean = {key: None if isinstance(one, float) and not math.isfinite(one) else one for key, one in whole.items()}
+        """Appends one row; non-finite numbers become null."""
+        full_row = {"step": row["step"], "attempt": self.attempt, **row}
+        clean = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in full_row.items()
+        }
         self.file.write(json.dumps(clean) + "\n")
         self.file.flush()
 
 
 def _mend_last_line(path: Path) -> None:
-    """A kill or a full disk may have cut the last row: a part of one is taken out, a whole one gets its end."""
+    """Repairs a last row cut off by a kill or a full disk: completes its newline, or removes it if it is partial."""
     if not path.exists():
         return
     with open(path, "rb+") as file:

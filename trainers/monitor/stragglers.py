@@ -1,7 +1,7 @@
-"""Which rank is slow: each one's time in work that waits for no other, compared over the ranks.
+"""Detects slow ranks by comparing the time that each spends in local work, which waits for no other rank.
 
-In a step all ranks take the same time, since the quick ones wait for the slow. What tells them apart is what needs no
-other: the wait for data, the first forward pass where the strategy cuts no weights, and a small product of matrices.
+All ranks take the same time for a step, since fast ranks wait for slow ones. They differ in local work: the wait for
+data, the first forward pass (if the strategy does not shard weights), and a small matrix product.
 """
 
 from __future__ import annotations
@@ -9,67 +9,72 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
 
 SLOW = 1.5
-"""Times the median of the others from which a rank is called slow."""
+"""A rank is slow above this multiple of the median of the others."""
 SHARE = 0.05
-"""Share of the training time that it must cost."""
-LEAST_SECONDS, LEAST_LOOKS = 5.0, 5
-"""Training time and logged rows that a verdict is of: less is noise."""
+"""Minimum slowdown, as a fraction of training time."""
+LEAST_SECONDS, LEAST_ROWS = 5.0, 5
+"""Minimum training time (seconds) and logged rows for a verdict; anything less is noise."""
 LEAST_PRODUCT = 2e-4
-"""Seconds by which a slow product is slower at least: what is less is the clock's."""
+"""Minimum difference in seconds between matrix products; anything less is below the clock's resolution."""
 _SIZE = 256
 
 
-class Taken(NamedTuple):
-    """What a rank measured since the last verdict.
+class Sample(NamedTuple):
+    """Measurements of one rank since the last verdict.
 
     Args:
         training: seconds of training.
-        alone: seconds of them in work that waits for no other rank.
-        product: seconds for all products of matrices.
-        looks: logged rows.
+        local: seconds of it in work that waits for no other rank.
+        product: seconds of all matrix products.
+        rows: number of logged rows.
     """
 
     training: float = 0.0
-    alone: float = 0.0
+    local: float = 0.0
     product: float = 0.0
-    looks: int = 0
+    rows: int = 0
 
 
-class Pace:
-    """Measures this rank, and compares it with the others.
+class Stragglers:
+    """Measures this rank and compares it with the others.
 
     Args:
-        device: where it computes.
-        alone_in_forward: whether the first forward pass of a step waits for no other rank.
+        device: device of the matrix product.
+        local_forward: whether the first forward pass of a step waits for no other rank.
     """
 
-    def __init__(self, device: torch.device, alone_in_forward: bool):
-        self.alone_in_forward = alone_in_forward and device.type == "cpu"  # on a GPU a pass only queues kernels
+    def __init__(self, device: torch.device, local_forward: bool):
+        self.local_forward = local_forward and device.type == "cpu"  # on a GPU, a forward pass only queues kernels
         self.matrix = torch.ones(_SIZE, _SIZE, device=device)
-        self.taken = Taken()
+        self.measured = Sample()
 
     @contextmanager
-    def alone(self, counts: bool = True) -> Iterator[None]:
-        """Time in here waits for no other rank."""
+    def local_work(self) -> Iterator[None]:
+        """Around work that waits for no other rank."""
         began = time.perf_counter()
         yield
-        if counts:
-            self.taken = self.taken._replace(alone=self.taken.alone + time.perf_counter() - began)
+        self.measured = self.measured._replace(local=self.measured.local + time.perf_counter() - began)
 
-    def look(self, training: float) -> Taken:
-        """What was measured since the last verdict, `training` more seconds of training included."""
-        before = self.taken
-        self.taken = Taken(before.training + training, before.alone, before.product + self._product(), before.looks + 1)
-        return self.taken
+    def first_forward(self) -> AbstractContextManager[None]:
+        """Around the first forward pass of a step."""
+        return self.local_work() if self.local_forward else nullcontext()
+
+    def sample(self, training: float) -> Sample:
+        """Adds `training` seconds of training and a matrix product; returns the measurements since the last verdict."""
+        before = self.measured
+        self.measured = Sample(
+            before.training + training, before.local, before.product + self._product(), before.rows + 1
+        )
+        return self.measured
 
     def _product(self) -> float:
-        """Seconds for a small product of matrices, once the device has done what was queued before."""
+        """Seconds of a small matrix product, measured after the device has finished its queued work."""
         (self.matrix @ self.matrix)[0, 0].item()
         began = time.perf_counter()
         for _ in range(4):
@@ -77,33 +82,33 @@ class Pace:
         product[0, 0].item()
         return time.perf_counter() - began
 
-    def verdict(self, taken: list[Taken]) -> dict[int, float]:
-        """Each slow rank, and how many times the median of the others it took; begins anew where there is a verdict.
+    def verdict(self, samples: list[Sample]) -> dict[int, float]:
+        """Slow ranks with their slowdown, or empty if there is too little data; otherwise starts a new measurement.
 
         Args:
-            taken: what `look` gave on each rank, alike on all.
+            samples: the results of `sample` of all ranks, the same on every rank.
         """
-        if taken[0].training < LEAST_SECONDS or taken[0].looks < LEAST_LOOKS:
+        if samples[0].training < LEAST_SECONDS or samples[0].rows < LEAST_ROWS:
             return {}
-        self.taken = Taken()
-        return slow_ranks(taken)
+        self.measured = Sample()
+        return slow_ranks(samples)
 
 
-def slow_ranks(taken: list[Taken]) -> dict[int, float]:
-    """Each slow rank, and how many times the median of the others it took."""
-    found: dict[int, float] = {}
-    for values, least in (([one.alone for one in taken], SHARE * taken[0].training),
-                          ([one.product for one in taken], LEAST_PRODUCT * taken[0].looks)):  # fmt: skip
+def slow_ranks(samples: list[Sample]) -> dict[int, float]:
+    """Slow ranks, and their time as a multiple of the median of the others."""
+    ratios: dict[int, float] = {}
+    for values, least in (([sample.local for sample in samples], SHARE * samples[0].training),
+                          ([sample.product for sample in samples], LEAST_PRODUCT * samples[0].rows)):  # fmt: skip
         for rank, value in enumerate(values):
             others = statistics.median(values[:rank] + values[rank + 1 :] or [0.0])
             if others > 0 and value > SLOW * others and value - others > least:
-                found[rank] = max(found.get(rank, 0.0), value / others)
-    return found
+                ratios[rank] = max(ratios.get(rank, 0.0), value / others)
+    return ratios
 
 
 def slow_warning(rank: int, ratio: float) -> str:
-    """The line that names a slow rank, which takes `ratio` times as long as the others."""
+    """The warning about a slow rank that takes `ratio` times as long as the others."""
     return (
-        f"warning: rank {rank} is slow: what it does alone takes {ratio:.1f} times as long as on the others, which "
-        "wait for it; look at what else runs there, its clock and its temperature"
+        f"warning: rank {rank} is slow: its local work takes {ratio:.1f} times as long as on the others, which wait "
+        "for it; check for other processes there, its clock speed and its temperature"
     )

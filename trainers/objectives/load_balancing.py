@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from trainers.config.options import ConfigError, TrainConfig
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import TrainConfig
 from trainers.data.batches import StepBatch
 
 # Families whose own forward pass has this loss; tests/unit/objectives/test_load_balancing.py compares each with it.
@@ -123,8 +124,9 @@ def count_routing(
     """
     counted = torch.zeros((), dtype=torch.float64, device=device)
     with _same_random_numbers(device):  # the pass with gradients routes alike, under dropout too
-        for micro in batch.micro:
-            counts, _ = model(**micro.inputs(device), real_tokens=micro.real.to(device, non_blocking=True))
+        for micro_batch in batch.micro_batches:
+            real = micro_batch.real.to(device, non_blocking=True)
+            counts, _ = model(**micro_batch.inputs(device), real_tokens=real)
             counted = counted + counts
     term, weights = balancing.weigh(all_reduce(counted if contributes else torch.zeros_like(counted)))
     # The caller divides the loss by the trained tokens.
@@ -150,9 +152,11 @@ def refuse_load_balancing(config: TrainConfig, model_config: Any) -> None:
     if text_config.model_type not in FAMILIES or own_code:
         raise ConfigError(f"{model_config.model_type}: its {asks}, which is not supported for this model; {way}")
     if config.torch_compile:
-        raise ConfigError(
-            f"torch_compile=true with {model_config.model_type}, whose {asks}: compiled layers do not give their "
-            f"router logits; use torch_compile=false, or {way}"
+        raise ConfigError.about(
+            "torch_compile",
+            True,
+            f"with {model_config.model_type}, whose {asks}: compiled layers do not give their router logits",
+            f"use torch_compile=false, or {way}",
         )
 
 

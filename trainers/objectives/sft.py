@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from trainers.data.layout import DocumentLayout, use_documents
+from trainers.data.layout import AttentionMetadata, DocumentLayout, MetadataRoute
 from trainers.objectives.load_balancing import LoadBalancing, weighed_probabilities
 
 # 32M fp32 logits (128 MiB) at once; it depends on the vocabulary alone, so that all strategies chunk alike.
@@ -51,21 +51,24 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         bias_gradient = torch.zeros_like(bias, dtype=torch.float32) if head_needs and bias is not None else None
         size = max(64, LOGITS_PER_CHUNK // weight.shape[0])
         for start in range(0, hidden.shape[0], size):
-            rows, wanted = hidden[start : start + size], labels[start : start + size, None]
+            # The head, its scale and its cap, in fp32, for as many tokens as there is room for.
+            rows, targets = hidden[start : start + size], labels[start : start + size, None]
             logits = rows @ compute.t()
             logits = logits.float() if bias is None else logits.float() + bias.float()
             logits = logits * scale if scale != 1.0 else logits
             capped = torch.tanh(logits / cap) if cap is not None else None
             logits = capped * cap if capped is not None and cap is not None else logits
-            total = logits.logsumexp(-1, keepdim=True)
-            loss += (total - logits.gather(1, wanted)).sum()
+            log_sum = logits.logsumexp(-1, keepdim=True)
+            loss += (log_sum - logits.gather(1, targets)).sum()
             if not want_gradients:
-                correct += (logits.argmax(-1, keepdim=True) == wanted).sum()
+                correct += (logits.argmax(-1, keepdim=True) == targets).sum()
                 continue
-            gradient = (logits - total).exp_()
-            gradient.scatter_add_(1, wanted, torch.full_like(total, -1.0))
+            # d loss / d logits = softmax - one-hot, back through cap and scale.
+            gradient = (logits - log_sum).exp_()
+            gradient.scatter_add_(1, targets, torch.full_like(log_sum, -1.0))
             gradient = gradient * (1 - capped**2) if capped is not None else gradient
             gradient = gradient * scale if scale != 1.0 else gradient
+            # The gradients of the head, and of what goes into it.
             if bias_gradient is not None:
                 bias_gradient += gradient.sum(0)
             gradient = gradient.to(hidden.dtype)
@@ -80,8 +83,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
         factor = upstream[0].float()  # rounded to bf16 it would scale the gradient wrongly by up to 0.4 %
-        parts = ctx.gradients
-        hidden, weight, bias = (None if one is None else scaled(one, factor) for one in parts)
+        hidden, weight, bias = (None if grad is None else scaled(grad, factor) for grad in ctx.gradients)
         del ctx.gradients
         return hidden, weight, bias, None, None, None
 
@@ -149,11 +151,12 @@ class SupervisedLoss(nn.Module):
         text = self.base.config.get_text_config()  # of a model with a vision tower, its language part
         self.chunked = text.model_type in LINEAR_HEADS and isinstance(head, nn.Linear)
         self.rule = _head_rule(text)
+        self.route = MetadataRoute(self.base, self.base.get_decoder() if self.chunked else self.base)
         self.balancing = LoadBalancing.of(text)
-        adapted: list[Any] = [one for one in self.model.modules() if hasattr(one, "cast_input_dtype_enabled")]
+        adapted: list[Any] = [layer for layer in self.model.modules() if hasattr(layer, "cast_input_dtype_enabled")]
         for layer in adapted if compute != torch.float32 else ():
             layer.cast_input_dtype_enabled = False  # peft would make an fp32 copy of each input, which autocast undoes
-        # Tensor parallelism, where it is used, puts its own here (`trainers.parallel.tensor.cut`).
+        # Tensor parallelism, where it is used, puts its own here (`trainers.parallel.tensor.split_model`).
         self.tensor: Any = None
         self.cross_entropy: Callable[..., tuple[torch.Tensor, torch.Tensor]] = linear_cross_entropy
 
@@ -198,21 +201,20 @@ class SupervisedLoss(nn.Module):
             Loss (fp32 scalar, a sum) and tokens predicted right (int64 scalar; 0 while gradients are on). The gradients
             are those of the loss and the load-balancing loss. To count the routing: counts in place of the loss.
         """
-        use_documents(documents, self.over_ranks)
         half = self.compute != torch.float32
         # The cache would keep a half copy of every weight to the end of the pass, whoever had cut them.
         with torch.autocast(input_ids.device.type, self.compute, enabled=half, cache_enabled=False):
             if own_forward and self.tensor is None:
-                return self._own_forward({"input_ids": input_ids}, positions, labels)
-            if not self.chunked:
-                inputs = {"input_ids": input_ids}
+                return self._own_forward({"input_ids": input_ids, "use_cache": False}, positions, labels)
+            with self.route.hand_over(AttentionMetadata(documents, self.over_ranks)) as more:
+                inputs: dict[str, Any] = {"input_ids": input_ids, "use_cache": False, **more}
                 # Of whole rows, models count the tokens themselves: some from 0, RoBERTa from the padding token's id.
-                if documents is not None or self.over_ranks is not None:
+                if self.chunked or documents is not None or self.over_ranks is not None:
                     inputs["position_ids"] = position_ids
-                return self._own_forward(inputs, positions, labels, real_tokens, expert_weights)
-            decoder = self.base.get_decoder()
-            with self._resting(input_ids.device):
-                hidden = decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+                if not self.chunked:
+                    return self._own_forward(inputs, positions, labels, real_tokens, expert_weights)
+                with self._resting(input_ids.device):
+                    hidden = self.base.get_decoder()(**inputs).last_hidden_state
             picked = hidden.flatten(0, 1).index_select(0, positions).to(self.compute)
         head = self.base.get_output_embeddings()
         with torch.autocast(input_ids.device.type, enabled=False):  # fp16's Accelerator has one around all this
@@ -225,19 +227,19 @@ class SupervisedLoss(nn.Module):
 
     def _own_forward(
         self,
-        inputs: dict[str, torch.Tensor],
+        inputs: dict[str, Any],
         positions: torch.Tensor,
         labels: torch.Tensor,
         real: torch.Tensor | None = None,
         expert_weights: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.balancing is not None:
-            inputs = {**inputs, "output_router_logits": real is not None}  # type: ignore[dict-item]
+            inputs = {**inputs, "output_router_logits": real is not None}
         if self.balancing is not None and real is not None and expert_weights is None:
-            routed = self.base.get_decoder()(**inputs, use_cache=False).router_logits
+            routed = self.base.get_decoder()(**inputs).router_logits
             return self.balancing.count(routed, real), labels.new_zeros(())
         with self._resting(positions.device):
-            output = self.model(**inputs, use_cache=False)
+            output = self.model(**inputs)
         picked = output.logits.flatten(0, 1).index_select(0, positions).float()
         correct = (picked.detach().argmax(-1) == labels).sum()
         loss = functional.cross_entropy(picked, labels, reduction="sum")

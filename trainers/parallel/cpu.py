@@ -16,8 +16,8 @@ from accelerate.utils import DistributedType
 
 def needs_adaptation() -> bool:
     """Whether this run is on the CPU, because nothing else is there or because it was asked for."""
-    asked = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes")
-    return asked or not torch.accelerator.is_available()
+    wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes")
+    return wants_cpu or not torch.accelerator.is_available()
 
 
 def adapt_to_cpu() -> None:

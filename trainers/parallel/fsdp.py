@@ -1,7 +1,7 @@
-"""FSDP 1 and 2 (and HSDP): weights, gradients and optimizer state cut across the ranks.
+"""FSDP 1 and 2 (and HSDP): weights, gradients and optimizer state sharded over the ranks.
 
 No mixed-precision policy is given to them: parameters and reductions are fp32, and the compute dtype is autocast's,
-as under every other strategy. Gradients are reduced at every micro-batch, so that they stay cut too.
+as under every other strategy. Gradients are reduced at every micro-batch, so that they stay sharded too.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,26 +17,27 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
-from trainers.config.options import ConfigError, TrainConfig
-from trainers.parallel.backend import trained_names, whole_elements
-from trainers.parallel.norm import clip
-from trainers.parallel.optimizer import build_optimizer, empty_state, parameter_groups, put_back, state_vectors
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import TrainConfig
+from trainers.parallel.backend import Backend, total_numel, trained_weights
+from trainers.parallel.norm import clip_grad_norm
+from trainers.parallel.optimizer import build_optimizer, parameter_groups
 from trainers.parallel.ranks import Ranks
-from trainers.parallel.shards import WEIGHT, Shard, local_part
+from trainers.parallel.shards import local_part
 from trainers.run.errors import TrainingError
 from trainers.strategy.mesh import Mesh
 
 _WRAPPER = "_fsdp_wrapped_module."  # FSDP 1 puts it into names
 
 
-class FullySharded:
+class FullySharded(Backend):
     """`fsdp1`, `fsdp2`, `hsdp` and their kin.
 
     Args:
         loss: the module that computes the loss; its `.model` is the transformers or peft model.
         accelerator: wraps it as its Accelerate file says.
         ranks: all processes of the run.
-        mesh: this rank's place among them.
+        mesh: of all of them.
 
     Raises:
         ConfigError: when FSDP cannot wrap the model so; see `wrapped_classes`.
@@ -45,102 +45,58 @@ class FullySharded:
     """
 
     def __init__(self, loss: Any, config: TrainConfig, accelerator: Any, ranks: Ranks, mesh: Mesh):
-        self.mesh = mesh
+        self.device = ranks.device
         plugin = accelerator.state.fsdp_plugin
         self.version = 2 if accelerator.is_fsdp2 else 1
-        self.shapes = {name: weight.shape for name, weight in trained_names(loss.model)}
-        self.tensor = getattr(loss, "tensor", None)  # what tensor parallelism left this rank
+        self.shapes = {name: weight.shape for name, weight in trained_weights(loss.model)}
+        self.tensor = getattr(loss, "tensor", None)
         _set_wrap_policy(plugin, loss, self.version)
-        self.whole = whole_elements(loss.model, self.tensor)
+        self.total_numel = total_numel(loss.model, self.tensor)
         digests = _digests(loss.model.named_parameters()) if plugin.cpu_ram_efficient_loading and ranks.is_main else {}
         if self.version == 2:
-            optimizer = build_optimizer(parameter_groups(trained_names(loss.model), self.shapes, config), config)
+            optimizer = build_optimizer(parameter_groups(trained_weights(loss.model), self.shapes, config), config)
             self.model, wrapped = accelerator.prepare(loss, optimizer)
             self.optimizer = wrapped.optimizer
-            self.trained = trained_names(loss.model)
+            self.trained = trained_weights(loss.model)
         else:
             self.model = accelerator.prepare(loss)
-            self.trained = [(_plain(name), one) for name, one in self.model.named_parameters() if one.requires_grad]
+            self.trained = [(_plain(name), weight) for name, weight in trained_weights(self.model)]
             self.optimizer = build_optimizer(parameter_groups(self.trained, self.shapes, config), config)
         if plugin.cpu_ram_efficient_loading:
             _verify(self.model, digests, ranks)
-        # Counted before any forward pass: after one without gradients FSDP leaves the root's weights whole.
-        self.here = sum(local_part(weight).numel() for weight in self.model.parameters())
-        self.starts = self._starts(ranks)
-
-    def _starts(self, ranks: Ranks) -> dict[str, int]:
-        """Index of this rank's first element in each flattened weight: the sizes on the ranks before it, added up."""
+        # Counted before any forward pass: after one without gradients FSDP leaves the root's weights gathered.
+        self.local_numel = sum(local_part(weight).numel() for weight in self.model.parameters())
+        shard_ranks = distributed.get_process_group_ranks(self._shard_group())
+        self.primary = shard_ranks[0] == 0 if mesh.device_mesh is None else mesh.index("dp_replicate") == 0
+        # The sizes on the ranks before this one, added up, say where its span of a weight starts.
         sizes = ranks.gather({name: local_part(weight).numel() for name, weight in self.trained})
-        group = distributed.get_process_group_ranks(self._shard_group())
-        before = group[: group.index(ranks.rank)]
-        replicated = {name for name, shape in self.shapes.items() if sizes[ranks.rank][name] == shape.numel()}
-        self.primary = group[0] == 0 if self.mesh.device_mesh is None else self.mesh.index("dp_replicate") == 0
-        return {
-            name: 0 if name in replicated else sum(sizes[rank][name] for rank in before) for name in sizes[ranks.rank]
+        before = shard_ranks[: shard_ranks.index(ranks.rank)]
+        self.starts = {
+            name: sum(sizes[rank][name] for rank in before)
+            for name, numel in sizes[ranks.rank].items()
+            if numel < self.shapes[name].numel()
         }
 
     def _shard_group(self) -> Any:
-        """The ranks that together hold one whole weight."""
+        """The ranks that together hold one full weight."""
         if self.version == 1:
             return self.model.process_group
         weight: Any = self.trained[0][1]
         return weight.device_mesh.get_group(weight.device_mesh.ndim - 1)
 
-    def drop(self) -> None:
-        """See `Backend`."""
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def held(self) -> tuple[int, int, int]:
+    def local_and_total_numel(self) -> tuple[int, int, int]:
         """See `Backend`; frozen weights too."""
-        ways = self.tensor.size if self.tensor else 1
-        return self.here, self.whole, ways * distributed.get_world_size(self._shard_group())
+        tensor_ranks = self.tensor.size if self.tensor else 1
+        return self.local_numel, self.total_numel, tensor_ranks * distributed.get_world_size(self._shard_group())
 
-    def accumulate(self, last: bool) -> AbstractContextManager[Any]:
-        """Nothing to hold back: whole gradients would not fit."""
-        return nullcontext()
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """See `Backend`."""
-        loss.backward()
-
-    def clip(self, limit: float) -> torch.Tensor:
+    def clip_grad_norm(self, limit: float) -> torch.Tensor:
         """See `Backend`."""
         if self.version == 1:
             return self.model.clip_grad_norm_(limit)
         if self.tensor is not None:
-            return clip(self.trained, self.tensor.cuts, self.tensor.group, limit)
+            return clip_grad_norm(self.trained, self.tensor.slices, self.tensor.group, limit)
         norm = nn.utils.clip_grad_norm_([weight for _, weight in self.trained], limit)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-    def step(self) -> None:
-        """See `Backend`."""
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def shards(self) -> list[Shard]:
-        """See `Backend`."""
-        return [self._shard(name, weight) for name, weight in self.trained]
-
-    def _shard(self, name: str, weight: nn.Parameter) -> Shard:
-        state = self.optimizer.state.get(weight, {})
-        step = float(state["step"]) if "step" in state else None
-        held = {WEIGHT: local_part(weight).reshape(-1), **state_vectors(state)}
-        cut = self.tensor.cuts.get(name) if self.tensor else None
-        if cut is not None:
-            return Shard(name, cut.shape, self.starts[name], held, step, self.primary, cut.box)
-        primary = self.primary and (self.tensor is None or self.tensor.rank == 0)
-        return Shard(name, self.shapes[name], self.starts[name], held, step, primary)
-
-    def put_back(self, shards: list[Shard]) -> None:
-        """See `Backend`."""
-        for (_, weight), shard in zip(self.trained, shards, strict=True):
-            put_back(self.optimizer.state.get(weight, {}), shard.tensors)
-
-    def make_state(self, keys: Iterable[str], steps: dict[str, float]) -> None:
-        """See `Backend`."""
-        for name, weight in self.trained:
-            if name in steps:
-                self.optimizer.state[weight] = empty_state(self.optimizer, weight, keys, steps[name])
 
 
 def _plain(name: str) -> str:
@@ -153,8 +109,8 @@ def _set_wrap_policy(plugin: Any, loss: Any, version: int) -> None:
     loss._no_split_modules = _layer_classes(loss)
     by_size = plugin.auto_wrap_policy is size_based_auto_wrap_policy
     wraps = by_size or plugin.auto_wrap_policy is transformer_auto_wrap_policy
-    named = plugin.transformer_cls_names_to_wrap or []
-    classes = wrapped_classes(loss, version, named, wraps, plugin.min_num_params if by_size else None)
+    names = plugin.transformer_cls_names_to_wrap or []
+    classes = wrapped_classes(loss, version, names, wraps, plugin.min_num_params if by_size else None)
     if by_size:
         plugin.transformer_cls_names_to_wrap = classes
         plugin.auto_wrap_policy = transformer_auto_wrap_policy if classes else None
@@ -172,18 +128,18 @@ def refuse_wrap(loss: Any, fsdp_config: dict[str, Any]) -> None:
         fsdp_config: of that file.
     """
     policy = fsdp_config["fsdp_auto_wrap_policy"]
-    named = fsdp_config.get("fsdp_transformer_layer_cls_to_wrap")
+    names = fsdp_config.get("fsdp_transformer_layer_cls_to_wrap")
     least = fsdp_config["fsdp_min_num_params"] if policy == "SIZE_BASED_WRAP" else None
     # Accelerate splits the names so.
-    wrapped_classes(loss, fsdp_config["fsdp_version"], named.split(",") if named else [], policy != "NO_WRAP", least)
+    wrapped_classes(loss, fsdp_config["fsdp_version"], names.split(",") if names else [], policy != "NO_WRAP", least)
 
 
-def wrapped_classes(loss: Any, version: int, named: Sequence[str], wraps: bool, least: int | None) -> list[str]:
+def wrapped_classes(loss: Any, version: int, names: Sequence[str], wraps: bool, least: int | None) -> list[str]:
     """The classes of which each instance is a unit of FSDP; empty for one unit of all.
 
     Args:
         version: of FSDP.
-        named: `fsdp_transformer_layer_cls_to_wrap`.
+        names: `fsdp_transformer_layer_cls_to_wrap`.
         wraps: whether `fsdp_auto_wrap_policy` asks for units at all.
         least: `fsdp_min_num_params`, where that decides.
 
@@ -191,12 +147,12 @@ def wrapped_classes(loss: Any, version: int, named: Sequence[str], wraps: bool, 
         ConfigError: when a class is not in the model, none is known, or FSDP 1 cannot flatten an adapter.
     """
     kind, own = loss.base.config.model_type, _layer_classes(loss)
-    if missing := sorted(set(named) - {type(module).__name__ for module in loss.modules()}):
+    if missing := sorted(set(names) - {type(module).__name__ for module in loss.modules()}):
         raise ConfigError(
             f"fsdp_transformer_layer_cls_to_wrap={','.join(missing)} is no layer of {kind}; "
             f"its own are {', '.join(own) or 'not known'}"
         )
-    classes = _classes_by_size(loss, own, least) if least is not None else list(named) or own
+    classes = _classes_by_size(loss, own, least) if least is not None else list(names) or own
     if not wraps or (least is not None and not classes):
         return []
     if not classes:
@@ -239,9 +195,10 @@ def _numel(part: nn.Module) -> int:
 def _refuse_odd_adapters(loss: nn.Module) -> None:
     """Adapters that FSDP 1 cannot flatten: on fused experts, and, in a dtype of their own, on embeddings."""
     mixed = len({weight.dtype for weight in loss.parameters()}) > 1
-    for name, part in loss.named_modules():
-        kind = type(part).__name__
-        odd = [one for one in part.parameters(recurse=False) if one.requires_grad] and not isinstance(part, nn.Linear)
+    for name, module in loss.named_modules():
+        kind = type(module).__name__
+        trained = any(weight.requires_grad for weight in module.parameters(recurse=False))
+        odd = trained and not isinstance(module, nn.Linear)
         if kind == "ParamWrapper" or (mixed and odd):
             raise ConfigError(
                 f"fsdp1 cannot cut the adapter at {_plain(name)} ({kind}); use --strategy fsdp2, or leave that module "
@@ -264,7 +221,7 @@ def _digests(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
     }
 
 
-def _whole_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _full_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Every weight put together again on every rank, a unit at a time. Collective."""
     if not isinstance(model, FullyShardedDataParallel):
         for name, weight in model.named_parameters():
@@ -280,7 +237,7 @@ def _whole_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _verify(model: nn.Module, expected: dict[str, str], ranks: Ranks) -> None:
     """Compares the weights that every rank now shares with those that rank 0 loaded, bit for bit."""
-    got = {name: digest for name, digest in _digests(_whole_weights(model)).items() if ranks.is_main}
+    got = {name: digest for name, digest in _digests(_full_weights(model)).items() if ranks.is_main}
     wrong = sorted(name for name in expected if got.get(name) != expected[name])
     problem = TrainingError(f"{len(wrong)} weights differ from the file, such as {wrong[0]}") if wrong else None
     ranks.agree(problem, "RAM-efficient loading")

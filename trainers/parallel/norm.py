@@ -1,4 +1,4 @@
-"""The gradient norm of a model of which each tensor-parallel rank has a part, cut again by FSDP 2 or not."""
+"""The gradient norm of a model of which each tensor-parallel rank has a part, sharded by FSDP 2 or not."""
 
 from __future__ import annotations
 
@@ -14,27 +14,33 @@ from trainers.parallel.shards import local_part
 
 
 @torch.no_grad()
-def global_norm(gradients: Iterable[tuple[str, torch.Tensor]], cuts: Container[str], group: Any) -> torch.Tensor:
-    """Norm over every element of the whole model once. Collective over `group` and, with DTensors, over FSDP's group.
+def global_norm(gradients: Iterable[tuple[str, torch.Tensor]], sliced: Container[str], group: Any) -> torch.Tensor:
+    """Norm over every element of the full model once. Collective over `group` and, with DTensors, over FSDP's group.
 
     Args:
         gradients: by the name of the weight; plain tensors or DTensors of FSDP 2.
-        cuts: names of the weights of which each rank of `group` has a part; the others are alike on all of them.
+        sliced: names of the weights of which each rank of `group` has a part; the others are alike on all of them.
         group: the tensor-parallel ranks; None for none.
 
     Returns:
         An fp32 scalar, the same on every rank that shares the model. No value is read by the host.
     """
-    found = list(gradients)
-    meshes = [(one.device_mesh, _shard_dim(one)) for _, one in found if isinstance(one, DTensor)]
+    gradients = list(gradients)
+    device = gradients[0][1].device if gradients else None
+    # Squares of [those that are sliced, those that are alike], for plain tensors and for what FSDP 2 shards.
     plain, sharded = (
-        torch.stack([_squares([one for name, one in found if _is_sharded(one) is way and (name in cuts) is cut], found)
-                     for cut in (True, False)])
-        for way in (False, True)
+        torch.stack([
+            _squares([grad for name, grad in gradients if _is_sharded(grad) is by_fsdp and (name in sliced) is part],
+                     device)
+            for part in (True, False)
+        ])
+        for by_fsdp in (False, True)
     )  # fmt: skip
-    spread = next(((mesh, dim) for mesh, dim in meshes if dim is not None), None)
-    if spread is not None:
-        distributed.all_reduce(sharded, group=spread[0].get_group(spread[1]))
+    for _, grad in gradients:
+        if isinstance(grad, DTensor) and (dim := _shard_dim(grad)) is not None:
+            distributed.all_reduce(sharded, group=grad.device_mesh.get_group(dim))
+            break
+    # Then the tensor-parallel ranks add what each has a part of, and count once what is alike on them.
     parts, alike = (plain + sharded).unbind()
     parts = parts.clone()
     if group is not None:
@@ -43,7 +49,9 @@ def global_norm(gradients: Iterable[tuple[str, torch.Tensor]], cuts: Container[s
 
 
 @torch.no_grad()
-def clip(weights: Iterable[tuple[str, nn.Parameter]], cuts: Container[str], group: Any, limit: float) -> torch.Tensor:
+def clip_grad_norm(
+    weights: Iterable[tuple[str, nn.Parameter]], sliced: Container[str], group: Any, limit: float
+) -> torch.Tensor:
     """Clips gradients to a global norm, as `torch.nn.utils.clip_grad_norm_` does; arguments as in `global_norm`.
 
     Args:
@@ -53,15 +61,15 @@ def clip(weights: Iterable[tuple[str, nn.Parameter]], cuts: Container[str], grou
         The norm before.
     """
     gradients = [(name, weight.grad) for name, weight in weights if weight.grad is not None]
-    norm = global_norm(gradients, cuts, group)
+    norm = global_norm(gradients, sliced, group)
     if math.isfinite(limit) and gradients:
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_([local_part(one) for _, one in gradients], factor)
+        torch._foreach_mul_([local_part(grad) for _, grad in gradients], factor)
     return norm
 
 
 def _shard_dim(tensor: DTensor) -> int | None:
-    """The dimension of the mesh along which a tensor is cut."""
+    """The dimension of the mesh along which a tensor is sharded."""
     return next((dim for dim, placement in enumerate(tensor.placements) if placement.is_shard()), None)
 
 
@@ -69,10 +77,9 @@ def _is_sharded(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, DTensor) and _shard_dim(tensor) is not None
 
 
-def _squares(tensors: list[torch.Tensor], found: list[tuple[str, torch.Tensor]]) -> torch.Tensor:
-    """The sum of squares of what is here, in fp32 at least."""
+def _squares(tensors: list[torch.Tensor], device: torch.device | None) -> torch.Tensor:
+    """The sum of squares of what this rank has, in fp32 at least."""
     if not tensors:
-        device = found[0][1].device if found else None
         return torch.zeros((), dtype=torch.float32, device=device)
-    norms = torch._foreach_norm([local_part(one) for one in tensors], 2, torch.float32)
+    norms = torch._foreach_norm([local_part(tensor) for tensor in tensors], 2, torch.float32)
     return torch.stack(list(norms)).square().sum()

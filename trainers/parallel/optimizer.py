@@ -132,59 +132,55 @@ class SmallAdamW(torch.optim.Optimizer):
         self._chance: dict[torch.device, torch.Generator] = {}
 
     def empty_state(self, weight: torch.Tensor, keys: Iterable[str], step: float) -> dict[str, Any]:
-        """Noughts for each key, `[elements here]`, as they rest, and the count of updates, on the CPU."""
-        here = local_part(weight)
-        small = not self.eight_bit or here.numel() < SMALLEST
-        kept = {
-            key: torch.zeros(here.numel(), device=here.device)
-            if small
-            else Codes(here.numel(), key == "exp_avg", here.device)
-            for key in keys
-        }
-        return {"step": torch.tensor(step), **kept}
+        """Zeros for each key, `[elements of this rank]`, as they are stored, and the count of updates, on the CPU."""
+        local = local_part(weight)
+        size, device = local.numel(), local.device
+        if self.eight_bit and size >= SMALLEST:
+            return {"step": torch.tensor(step), **{key: Codes(size, key == "exp_avg", device) for key in keys}}
+        return {"step": torch.tensor(step), **{key: torch.zeros(size, device=device) for key in keys}}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Updates every weight that has a gradient."""
         assert closure is None
-        owned = [(group, weight) for group in self.param_groups for weight in group["params"]]
-        for place, (group, weight) in enumerate(owned):
+        weights = [(group, weight) for group in self.param_groups for weight in group["params"]]
+        for index, (group, weight) in enumerate(weights):
             if weight.grad is None:
                 continue
             state = self.state[weight]
             if not state:
                 state.update(self.empty_state(weight, KEYS, 0.0))
             state["step"] += 1
-            self._update(local_part(weight).view(-1), local_part(weight.grad).reshape(-1), state, group, place)
+            self._update(local_part(weight).view(-1), local_part(weight.grad).reshape(-1), state, group, index)
 
     def _update(
-        self, weight: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any], place: int
+        self, weight: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any], index: int
     ) -> None:
         """One weight, a chunk at a time."""
         (beta1, beta2), rate, step = group["betas"], group["lr"], float(state["step"])
         size = rate / (1 - beta1**step)
         root = (1 - beta2**step) ** 0.5
-        chance = self._seeded(weight.device, place, int(step))
+        chance = self._seeded(weight.device, index, int(step))
         for start in range(0, weight.numel(), CHUNK):
-            here = slice(start, min(start + CHUNK, weight.numel()))
-            slope = gradient[here].float()
-            mean, square = (_read(state[key], here) for key in KEYS)
+            chunk = slice(start, min(start + CHUNK, weight.numel()))
+            slope = gradient[chunk].float()
+            mean, square = (_read(state[key], chunk) for key in KEYS)
             mean = mean.lerp_(slope, 1 - beta1)
             square = square.mul_(beta2).addcmul_(slope, slope, value=1 - beta2)
-            value = weight[here].float().mul_(1 - rate * group["weight_decay"])
+            value = weight[chunk].float().mul_(1 - rate * group["weight_decay"])
             value.addcdiv_(mean, (square.sqrt() / root).add_(group["eps"]), value=-size)
-            weight[here] = value if weight.dtype == torch.float32 else rounded_by_chance(value, chance)
+            weight[chunk] = value if weight.dtype == torch.float32 else rounded_by_chance(value, chance)
             for key, new in zip(KEYS, (mean, square), strict=True):
                 if isinstance(state[key], Codes):
                     state[key].write(new, start, chance)
 
-    def _seeded(self, device: torch.device, place: int, step: int) -> torch.Generator:
+    def _seeded(self, device: torch.device, index: int, step: int) -> torch.Generator:
         chance = self._chance.setdefault(device, torch.Generator(device))
-        return chance.manual_seed(crc32(f"{self.seed} {step} {place}".encode()))  # a CPU's takes 32 bits
+        return chance.manual_seed(crc32(f"{self.seed} {step} {index}".encode()))  # a CPU's takes 32 bits
 
 
 def empty_state(optimizer: Any, weight: torch.Tensor, keys: Iterable[str], step: float) -> dict[str, Any]:
-    """Noughts for each key, and the count of updates as the optimizer keeps it.
+    """Zeros for each key, and the count of updates as the optimizer keeps it.
 
     Args:
         optimizer: one of `build_optimizer`, in Accelerate's wrapper or not.
@@ -197,24 +193,24 @@ def empty_state(optimizer: Any, weight: torch.Tensor, keys: Iterable[str], step:
 
 
 def state_vectors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """What a weight's state holds here, as `[elements here]` fp32 vectors: views, but copies on the CPU of `Codes`."""
+    """What this rank has of a weight's state, as `[elements]` fp32 vectors: views, but copies on the CPU of `Codes`."""
     return {
-        key: kept.read().cpu() if isinstance(kept, Codes) else local_part(kept).reshape(-1)
-        for key, kept in state.items()
+        key: value.read().cpu() if isinstance(value, Codes) else local_part(value).reshape(-1)
+        for key, value in state.items()
         if key != "step"
     }
 
 
-def put_back(state: dict[str, Any], vectors: dict[str, torch.Tensor]) -> None:
+def write_state_vectors(state: dict[str, Any], vectors: dict[str, torch.Tensor]) -> None:
     """Makes what was written to `state_vectors` count where they are copies."""
-    for key, kept in state.items():
-        if isinstance(kept, Codes):
-            kept.write(vectors[key].to(kept.codes.device))
+    for key, value in state.items():
+        if isinstance(value, Codes):
+            value.write(vectors[key].to(value.codes.device))
 
 
-def _read(kept: torch.Tensor | Codes, here: slice) -> torch.Tensor:
+def _read(values: torch.Tensor | Codes, chunk: slice) -> torch.Tensor:
     """Numbers to be changed in place; those of `Codes` are written back."""
-    return kept.read(here.start, here.stop) if isinstance(kept, Codes) else kept[here]
+    return values.read(chunk.start, chunk.stop) if isinstance(values, Codes) else values[chunk]
 
 
 def rounded_by_chance(values: torch.Tensor, chance: torch.Generator) -> torch.Tensor:

@@ -2,15 +2,16 @@
 
 The schedules are torch's. Every rank of a pipeline makes the same micro-batches from the plan, so that only hidden
 states and their gradients travel. They travel flattened, in buffers with room for the largest micro-batch so far, and
-each stage cuts its micro-batch out of them: whatever the widths, it computes the shapes that one process computes.
+each stage takes its micro-batch out of them: whatever the widths, it computes the shapes that one process computes.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,10 +23,18 @@ from torch.distributed.pipelining import PipelineStage
 
 from trainers.config.options import TrainConfig
 from trainers.data.batches import MicroBatch
-from trainers.data.layout import use_documents
+from trainers.parallel.backend import Backend, Beat, no_beat
 from trainers.parallel.norm import global_norm
-from trainers.parallel.optimizer import build_optimizer, empty_state, parameter_groups, put_back, state_vectors
-from trainers.parallel.pipeline_split import Absent, Chunk, Part, PipelineStages, Work, cut, refuse_tied_shards
+from trainers.parallel.optimizer import build_optimizer, parameter_groups
+from trainers.parallel.pipeline_split import (
+    Absent,
+    Chunk,
+    LocalStages,
+    PipelineStages,
+    Work,
+    refuse_tied_shards,
+    split_model,
+)
 from trainers.parallel.shards import WEIGHT, Shard, local_part
 from trainers.run.errors import TrainingError
 from trainers.strategy.mesh import Mesh
@@ -65,9 +74,9 @@ class Busy:
         for began, ended in self.events:
             ended.synchronize()
             self.passed += began.elapsed_time(ended) / 1000
-        found, self.passed = self.passed, 0.0
+        seconds, self.passed = self.passed, 0.0
         self.events.clear()
-        return found
+        return seconds
 
 
 class Stage(PipelineStage):
@@ -76,39 +85,39 @@ class Stage(PipelineStage):
     submod: Chunk
     busy: Busy
 
-    def forward_one_chunk(self, fwd_chunk_id: int, *rest: Any, **more: Any) -> Any:
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """See torch."""
         self.submod.take_up(fwd_chunk_id, "forward")
         with self.busy.computing():
-            return super().forward_one_chunk(fwd_chunk_id, *rest, **more)
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *rest: Any, **more: Any) -> Any:
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """See torch."""
         self.submod.take_up(bwd_chunk_id, "backward")
         with self.busy.computing():
-            return super().backward_one_chunk(bwd_chunk_id, *rest, **more)
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *rest: Any, **more: Any) -> Any:
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """See torch."""
         self.submod.take_up(bwd_chunk_id, "backward")
         with self.busy.computing():
-            return super().backward_weight_one_chunk(bwd_chunk_id, *rest, **more)
+            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
-class Pipelined:
-    """A `Backend`, whose steps are whole: `run` takes all micro-batches of one.
+class Pipelined(Backend):
+    """A pipeline, whose schedule says which micro-batch of a step is computed when.
 
     Args:
-        loss: the `SupervisedLoss` on the CPU, with its weights, cut by tensor parallelism or not; it is cut in place.
+        loss: the `SupervisedLoss` on the CPU, with its weights; it is split in place.
         device: of this rank.
         group: the ranks of this pipeline, first stage first.
         schedule: one of `SCHEDULES`.
         replicas: the ranks with the same stages, over which gradients are averaged; None without.
-        shards: the mesh over which FSDP 2 cuts the stages and averages their gradients, `[shard]` or
+        shard_mesh: over which FSDP 2 shards the stages and averages their gradients, `[shard]` or
             `[replicate, shard]`; None without. It goes in place of `replicas`.
 
     Raises:
-        ConfigError: when the model cannot be cut so.
+        ConfigError: when the model cannot be split into such stages.
     """
 
     def __init__(
@@ -119,32 +128,30 @@ class Pipelined:
         group: ProcessGroup,
         schedule: str = "1f1b",
         replicas: ProcessGroup | None = None,
-        shards: DeviceMesh | None = None,
+        shard_mesh: DeviceMesh | None = None,
     ):
         self.device, self.group, self.schedule, self.replicas = device, group, schedule, replicas
         self.ranks, self.rank = distributed.get_world_size(group), distributed.get_rank(group)
-        self.tensor = loss.tensor  # what tensor parallelism left this rank
+        self.tensor, self.shard_mesh = loss.tensor, shard_mesh
         self.work, self.busy = Work(), Busy(device)
-        if shards is not None:
+        if shard_mesh is not None:
             refuse_tied_shards(loss, schedule)
-        self.part: Part = cut(loss, schedule, self.ranks, self.rank, self.work)
+        self.local: LocalStages = split_model(loss, schedule, self.ranks, self.rank, self.work)
         gc.collect()  # the layers of other ranks are in cycles
-        self.trained, self.shapes, self.tied = self.part.trained, self.part.shapes, self.part.tied
-        self.total = self.ranks * len(self.part.chunks)
-        self.model: nn.Module = PipelineStages(loss, self.part.chunks, self.part.hidden_size, self.part.dtype).to(
-            device
-        )
-        self.dtype = self._carried_dtype()
-        self.mesh = shards
-        if shards is not None:
-            self.trained = _shard_stages(self.part, shards)
-        # Counted before any forward pass: after one FSDP may leave weights whole.
-        self.here = sum(local_part(weight).numel() for weight in self.model.parameters())
-        self.optimizer: Any = build_optimizer(parameter_groups(self.trained, self.shapes, config), config)
-        self.last_rank = rank_of(schedule, self.ranks, self.total - 1)
+        self.trained, self.shapes, self.tied = self.local.trained, self.local.shapes, self.local.tied
+        self.stages = self.ranks * len(self.local.chunks)
+        self.model = PipelineStages(loss, self.local.chunks, self.local.hidden_size, self.local.dtype).to(device)
+        self.dtype = self._activation_dtype()
+        if shard_mesh is not None:
+            self.trained = _shard_stages(self.local, shard_mesh)
+        # Counted before any forward pass: after one FSDP may leave weights gathered.
+        self.local_numel = sum(local_part(weight).numel() for weight in self.model.parameters())
+        self.optimizer = build_optimizer(parameter_groups(self.trained, self.shapes, config), config)
+        self.last_rank = self._rank_of(self.stages - 1)
+        self.starts = {name: self._start(weight) for name, weight in self.trained}
         self.primary = replicas is None or distributed.get_rank(replicas) == 0
-        if shards is not None:
-            self.primary = shards.ndim == 1 or shards.get_local_rank(0) == 0
+        if shard_mesh is not None:
+            self.primary = shard_mesh.ndim == 1 or shard_mesh.get_local_rank(0) == 0
         self._schedule: Any = None
         self._made = (0, 0)
 
@@ -154,61 +161,55 @@ class Pipelined:
 
         Args:
             mesh: with `pp` of more than 1.
-            loss, config, device, schedule: as above; `loss` is cut by tensor parallelism already, where there is any.
+            loss, config, device, schedule: as above; `loss` is split by tensor parallelism already, where there is any.
 
         Raises:
             ConfigError: as above.
         """
-        group, shards = mesh.group("pp"), None
+        group, shard_mesh = mesh.group("pp"), None
         assert group is not None
         assert mesh.device_mesh is not None
         if mesh.sizes.dp_shard > 1:
             names = ("dp_replicate", "dp_shard_cp") if mesh.sizes.dp_replicate > 1 else ("dp_shard_cp",)
-            shards = mesh.device_mesh[names]
-        replicas = mesh.group("averaged") if shards is None else None
-        return cls(loss, config, device, group, schedule, replicas, shards)
+            shard_mesh = mesh.device_mesh[names]
+        replicas = mesh.group("grad_group") if shard_mesh is None else None
+        return cls(loss, config, device, group, schedule, replicas, shard_mesh)
 
     @torch.no_grad()
-    def _carried_dtype(self) -> torch.dtype:
+    def _activation_dtype(self) -> torch.dtype:
         """Dtype of the hidden states between stages: what a stage makes of the embedding's. Collective."""
-        use_documents(None)
-        chunk = self.part.chunks[0]
-        place = torch.arange(2, device=self.device)[None]
-        start = (
-            place if chunk.first else torch.zeros(1, 2, self.part.hidden_size, device=self.device).to(self.part.dtype)
-        )
+        chunk = self.local.chunks[0]
+        positions = torch.arange(2, device=self.device)[None]
+        hidden = torch.zeros(1, 2, self.local.hidden_size, device=self.device, dtype=self.local.dtype)
         half = chunk.compute != torch.float32
         with torch.autocast(self.device.type, chunk.compute, enabled=half, cache_enabled=False):
-            mine = chunk.run(start, place).dtype
-        found: list[Any] = [None] * self.ranks
-        distributed.all_gather_object(found, mine, group=self.group)
-        return found[0]
+            dtype = chunk.run(positions if chunk.first else hidden, positions).dtype
+        by_rank: list[Any] = [None] * self.ranks
+        distributed.all_gather_object(by_rank, dtype, group=self.group)
+        return by_rank[0]
 
-    def run(
+    def forward_backward(
         self,
-        micros: Sequence[MicroBatch],
+        micro_batches: Sequence[MicroBatch],
         shares: Sequence[float],
-        beat: Callable[[str], None] = lambda section: None,
+        beat: Beat = no_beat,
+        first_forward: AbstractContextManager[Any] | None = None,
+        expert_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Forward and backward of one step; the gradients are those of the average over `replicas`. Collective.
-
-        Args:
-            micros: the micro-batches of the step, the same on every rank of the pipeline.
-            shares: what each one's summed loss is multiplied with.
-            beat: told `forward`, `backward` and `all-reduce` as they begin, for the heartbeat.
-
-        Returns:
-            The summed loss (fp32 scalar), not multiplied, alike on every rank of the pipeline.
+        """See `Backend`; collective. The loss is alike on every rank of the pipeline, and so are the micro-batches.
 
         Raises:
             TrainingError: when the schedule cannot take so many micro-batches.
         """
-        self._make_room(len(micros), max(micro.input_ids.numel() for micro in micros))
+        assert expert_weights is None, "a mixture of experts cannot be split into stages"
+        self._make_room(len(micro_batches), max(micro_batch.input_ids.numel() for micro_batch in micro_batches))
         self.work.beat = beat
-        self.work.take([micro.inputs(self.device) for micro in micros], shares, self.device)
-        numbers = torch.arange(len(micros), device=self.device)
+        inputs = [micro_batch.inputs(self.device) for micro_batch in micro_batches]
+        self.work.take(inputs, shares, self.device)
+        # Only the numbers of the micro-batches go through the schedule: each stage has their tensors.
+        numbers = torch.arange(len(micro_batches), device=self.device)
         self._schedule.step(numbers, target=numbers, losses=[], return_outputs=False)
-        self.work.micros = []
+        self.work.micro_batches = []
         beat("all-reduce")
         self._average()
         self._sum_tied()
@@ -223,17 +224,17 @@ class Pipelined:
         if mistake := micro_batch_mistake(self.schedule, self.ranks, count):
             raise TrainingError(mistake)
         self._schedule = None  # its buffers go first
-        shape = (self.work.room, self.part.hidden_size)
-        carried = torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
+        shape = (self.work.room, self.local.hidden_size)
+        activations = torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
         number = torch.empty(1, dtype=torch.long, device="meta")
         score = torch.empty(1, device="meta", requires_grad=True)
         stages = [
             Stage(
-                chunk, stage, self.total, self.device, group=self.group,
-                input_args=(number if stage == 0 else carried,),
-                output_args=(score if stage == self.total - 1 else carried,),
+                chunk, stage, self.stages, self.device, group=self.group,
+                input_args=(number if stage == 0 else activations,),
+                output_args=(score if stage == self.stages - 1 else activations,),
             )
-            for stage, chunk in zip(self.part.stages, self.part.chunks, strict=True)
+            for stage, chunk in zip(self.local.stages, self.local.chunks, strict=True)
         ]  # fmt: skip
         for stage in stages:
             stage.busy = self.busy
@@ -244,44 +245,43 @@ class Pipelined:
         self._made = (count, self.work.room)
 
     @torch.no_grad()
-    def evaluate(
-        self, micros: Iterable[MicroBatch], beat: Callable[[str], None] = lambda section: None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Summed loss (fp64 scalar) and tokens predicted right (fp64 scalar), alike on every rank of it. Collective.
+    def evaluate(self, micro_batches: Iterable[MicroBatch], beat: Beat = no_beat) -> torch.Tensor:
+        """See `Backend`; collective, and alike on every rank of the pipeline.
 
         Each micro-batch goes through all stages before a rank takes the next; with one stage per rank, the ranks work
         at different ones meanwhile.
         """
         sums, sent = torch.zeros(2, dtype=torch.float64, device=self.device), list[Any]()
-        for micro in micros:
+        for micro_batch in micro_batches:
             beat("evaluation")
-            self.work.room = max(self.work.room, micro.input_ids.numel())
-            self.work.take([micro.inputs(self.device)], [1.0], self.device)
-            carried = torch.zeros(1, device=self.device)
-            for stage, chunk in zip(self.part.stages, self.part.chunks, strict=True):
-                if stage > 0 and not self._here(stage - 1):
-                    carried = torch.empty(self.work.room, self.part.hidden_size, dtype=self.dtype, device=self.device)
-                    distributed.recv(carried, group=self.group, group_src=self._rank_of(stage - 1))
+            self.work.room = max(self.work.room, micro_batch.input_ids.numel())
+            self.work.take([micro_batch.inputs(self.device)], [1.0], self.device)
+            activations = torch.zeros(1, device=self.device)
+            for stage, chunk in zip(self.local.stages, self.local.chunks, strict=True):
+                if stage > 0 and not self._is_local(stage - 1):
+                    shape = (self.work.room, self.local.hidden_size)
+                    activations = torch.empty(shape, dtype=self.dtype, device=self.device)
+                    distributed.recv(activations, group=self.group, group_src=self._rank_of(stage - 1))
                 chunk.take_up(0, "evaluation")
-                carried = chunk(carried)
-                if stage < self.total - 1 and not self._here(stage + 1):
-                    work = distributed.isend(carried, group=self.group, group_dst=self._rank_of(stage + 1))
-                    sent.append((work, carried))
+                activations = chunk(activations)
+                if stage < self.stages - 1 and not self._is_local(stage + 1):
+                    work = distributed.isend(activations, group=self.group, group_dst=self._rank_of(stage + 1))
+                    sent.append((work, activations))
             sums += torch.stack([self.work.loss.double(), self.work.correct.double()])
             while len(sent) > self.ranks:
                 sent.pop(0)[0].wait()
         for work, _ in sent:
             work.wait()
-        for part in self.model.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
         distributed.all_reduce(sums, group=self.group)
-        return sums[0], sums[1]
+        return sums
 
     def _rank_of(self, stage: int) -> int:
         return rank_of(self.schedule, self.ranks, stage)
 
-    def _here(self, stage: int) -> bool:
+    def _is_local(self, stage: int) -> bool:
         return self._rank_of(stage) == self.rank
 
     def _gradients(self) -> Iterator[torch.Tensor]:
@@ -295,13 +295,13 @@ class Pipelined:
             return
         count, bucket = distributed.get_world_size(self.replicas), list[torch.Tensor]()
         for gradient in [*self._gradients(), None]:
-            fits = gradient is not None and sum(one.numel() for one in [*bucket, gradient]) <= BUCKET
+            fits = gradient is not None and sum(grad.numel() for grad in [*bucket, gradient]) <= BUCKET
             if bucket and (not fits or gradient is None or gradient.dtype != bucket[0].dtype):
-                flat = torch.cat([one.reshape(-1) for one in bucket])
+                flat = torch.cat([grad.reshape(-1) for grad in bucket])
                 distributed.all_reduce(flat, group=self.replicas)
-                parts = flat.div_(count).split([one.numel() for one in bucket])
-                for one, part in zip(bucket, parts, strict=True):
-                    one.copy_(part.view_as(one))
+                means = flat.div_(count).split([grad.numel() for grad in bucket])
+                for grad, mean in zip(bucket, means, strict=True):
+                    grad.copy_(mean.view_as(grad))
                 bucket = []
             if gradient is not None:
                 bucket.append(gradient)
@@ -314,112 +314,79 @@ class Pipelined:
         ends = {0, self.last_rank}
         if self.tied is None or len(ends) == 1 or self.rank not in ends:
             return
-        whole = dict(self.trained)[self.tied].grad
-        assert whole is not None
-        mine = local_part(whole)
-        other, peer = torch.empty_like(mine), (ends - {self.rank}).pop()
+        gradient = dict(self.trained)[self.tied].grad
+        assert gradient is not None
+        local = local_part(gradient)
+        other, peer = torch.empty_like(local), (ends - {self.rank}).pop()
         works = distributed.batch_isend_irecv([
-            distributed.P2POp(distributed.isend, mine, group=self.group, group_peer=peer),
+            distributed.P2POp(distributed.isend, local, group=self.group, group_peer=peer),
             distributed.P2POp(distributed.irecv, other, group=self.group, group_peer=peer),
         ])  # fmt: skip
         for work in works:
             work.wait()
-        mine += other
+        local += other
 
     def _owns(self, name: str) -> bool:
-        """Whether a weight held here counts here: a tied one does on the first rank."""
+        """Whether this rank answers for a weight that it has: for a tied one the first rank does."""
         return name != self.tied or self.rank == 0
 
-    def clip(self, limit: float) -> torch.Tensor:
+    def clip_grad_norm(self, limit: float) -> torch.Tensor:
         """See `Backend`; over all ranks of the pipeline."""
-        cuts, group = (self.tensor.cuts, self.tensor.group) if self.tensor else ({}, None)
-        counted = [(name, one.grad) for name, one in self.trained if one.grad is not None and self._owns(name)]
-        squared = global_norm(counted, cuts, group).double() ** 2
+        sliced, group = (self.tensor.slices, self.tensor.group) if self.tensor else ({}, None)
+        owned = [(name, weight.grad) for name, weight in self.trained if weight.grad is not None and self._owns(name)]
+        squared = global_norm(owned, sliced, group).double() ** 2
         distributed.all_reduce(squared, group=self.group)
-        total = squared.sqrt().float()
-        factor = (limit / (total + 1e-6)).clamp(max=1.0)  # as torch's own does, without asking the device
+        norm = squared.sqrt().float()
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch's own does, without asking the device
         for gradient in self._gradients():
             local_part(gradient).mul_(factor)
-        return total
+        return norm
 
-    def idle(self, seconds: float) -> float:
-        """The share of some training time in which the ranks of this pipeline waited, of those that it had. Collective.
-
-        Args:
-            seconds: since it was last asked.
-        """
+    def extra_metrics(self, seconds: float) -> dict[str, float]:
+        """`bubble`: the share of the time in which the ranks of this pipeline waited. Collective."""
         busy: list[Any] = [None] * self.ranks
         distributed.all_gather_object(busy, self.busy.seconds(), group=self.group)
-        return measured_bubble(busy, seconds)
+        return {"bubble": measured_bubble(busy, seconds)}
 
-    def step(self) -> None:
-        """See `Backend`."""
-        self.optimizer.step()
-        self.drop()
-
-    def drop(self) -> None:
-        """See `Backend`."""
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def held(self) -> tuple[int, int, int]:
+    def local_and_total_numel(self) -> tuple[int, int, int]:
         """See `Backend`; of the stages here, whose sizes differ, and frozen weights too."""
-        cuts = 1 if self.mesh is None else self.mesh.size(self.mesh.ndim - 1)
-        return self.here, self.part.whole, cuts * (self.tensor.size if self.tensor else 1)
+        shard_ranks = 1 if self.shard_mesh is None else self.shard_mesh.size(self.shard_mesh.ndim - 1)
+        return self.local_numel, self.local.total_numel, shard_ranks * (self.tensor.size if self.tensor else 1)
 
     def shards(self) -> list[Shard]:
         """See `Backend`; of a weight on another rank, none of its elements."""
-        here = dict(self.trained)
-        return [self._shard(name, here.get(name)) for name in self.shapes]
+        shards = {name: self._weight_shard(name, weight) for name, weight in self.trained}
+        for name in self.shapes.keys() - shards:
+            nothing = torch.empty(0, dtype=self.local.dtypes[name], device=self.device)
+            shards[name] = Shard(name, self.shapes[name], 0, {WEIGHT: nothing})
+        return [shards[name] for name in self.shapes]
 
-    def _shard(self, name: str, weight: nn.Parameter | None) -> Shard:
-        if weight is None:
-            nothing = torch.empty(0, dtype=self.part.dtypes[name], device=self.device)
-            return Shard(name, self.shapes[name], 0, {WEIGHT: nothing})
-        state = self.optimizer.state.get(weight, {})
-        step = float(state["step"]) if "step" in state else None
-        held = {WEIGHT: local_part(weight).reshape(-1), **state_vectors(state)}
-        cut = self.tensor.cuts.get(name) if self.tensor else None
-        primary = (
-            self.primary and self._owns(name) and (cut is not None or self.tensor is None or self.tensor.rank == 0)
-        )
-        box = cut.box if cut is not None else ()
-        return Shard(name, self.shapes[name], self._start(weight), held, step, primary, box)
+    def _shard(self, name: str, start: int, tensors: dict[str, torch.Tensor], step: float | None) -> Shard:
+        shard = super()._shard(name, start, tensors, step)
+        return shard if self._owns(name) else replace(shard, primary=False)
 
     def _start(self, weight: nn.Parameter) -> int:
-        """Index of this rank's first element: FSDP 2 cuts weights into runs of whole rows."""
-        if self.mesh is None:
+        """Index of this rank's first element: FSDP 2 shards weights by rows."""
+        if self.shard_mesh is None:
             return 0
-        rows, place = weight.shape[0], self.mesh.get_local_rank(self.mesh.ndim - 1)
-        each = -(-rows // self.mesh.size(self.mesh.ndim - 1))
-        return min(place * each, rows) * (weight.numel() // rows)
-
-    def put_back(self, shards: list[Shard]) -> None:
-        """See `Backend`."""
-        here = dict(self.trained)
-        for shard in shards:
-            if shard.name in here:
-                put_back(self.optimizer.state.get(here[shard.name], {}), shard.tensors)
-
-    def make_state(self, keys: Iterable[str], steps: dict[str, float]) -> None:
-        """See `Backend`."""
-        for name, weight in self.trained:
-            if name in steps:
-                self.optimizer.state[weight] = empty_state(self.optimizer, weight, keys, steps[name])
+        rows, index = weight.shape[0], self.shard_mesh.get_local_rank(self.shard_mesh.ndim - 1)
+        each = -(-rows // self.shard_mesh.size(self.shard_mesh.ndim - 1))
+        return min(index * each, rows) * (weight.numel() // rows)
 
 
-def _shard_stages(part: Part, mesh: DeviceMesh) -> list[tuple[str, nn.Parameter]]:
-    """Cuts the weights of each layer, and of what is beside the layers, over a mesh; returns the trained ones anew."""
-    places = {
+def _shard_stages(local: LocalStages, mesh: DeviceMesh) -> list[tuple[str, nn.Parameter]]:
+    """Shards the weights of each layer, and of what is beside the layers, over a mesh; returns the new trained ones."""
+    owners = {
         id(weight): (module, name)
-        for chunk in part.chunks
+        for chunk in local.chunks
         for module in chunk.modules()
         for name, weight in module.named_parameters(recurse=False)
     }
-    before = [(name, places[id(weight)]) for name, weight in part.trained]
-    for chunk in part.chunks:
-        # A stage is whole from its first micro-batch to its last: each would gather it again.
+    trained = [(name, owners[id(weight)]) for name, weight in local.trained]
+    for chunk in local.chunks:
+        # A stage stays gathered from its first micro-batch to its last: each would gather it again.
         for layer in chunk.decoder.layers:
             if not isinstance(layer, Absent):
                 fully_shard(layer, mesh=mesh, reshard_after_forward=False)
         fully_shard(chunk, mesh=mesh, reshard_after_forward=False)
-    return [(name, getattr(module, attribute)) for name, (module, attribute) in before]
+    return [(name, getattr(module, attribute)) for name, (module, attribute) in trained]

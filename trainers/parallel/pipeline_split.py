@@ -1,4 +1,4 @@
-"""Cuts a model into pipeline stages, whose weights keep the names that transformers and peft gave them.
+"""Splits a model into pipeline stages, whose weights keep the names that transformers and peft gave them.
 
 What a rank does not hold is replaced by modules without weights. A stage is a shallow copy of the decoder in which the
 layers of all other stages only hand on the hidden states, so that the decoder's own forward pass is the stage's.
@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from trainers.config.options import ConfigError
-from trainers.data.layout import DocumentLayout, use_documents
+from trainers.config.mistakes import ConfigError
+from trainers.data.layout import AttentionMetadata, DocumentLayout
 from trainers.model.load import matmul_parameters
 from trainers.objectives.sft import LINEAR_HEADS
 from trainers.strategy.pipeline_schedules import SCHEDULES, balance, stages_of
@@ -31,7 +31,7 @@ class Absent(nn.Module):
         super().__init__()
         self.attention_type = kind  # some decoders look there for the mask
 
-    def forward(self, hidden: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """`hidden` as it is."""
         return hidden
 
@@ -41,7 +41,7 @@ class Work:
     """The step in hand, which all stages of a rank look at.
 
     Args:
-        micros: its micro-batches' tensors, on the device.
+        micro_batches: their tensors, on the device.
         shares: what each one's summed loss is multiplied with before its gradients are taken.
         room: tokens that the buffers between stages have place for.
         beat: told `forward` and `backward` as they begin.
@@ -49,16 +49,16 @@ class Work:
         correct: tokens predicted right, counted without gradients only.
     """
 
-    micros: list[dict[str, Any]] = field(default_factory=list)
+    micro_batches: list[dict[str, Any]] = field(default_factory=list)
     shares: Sequence[float] = ()
     room: int = 0
     beat: Callable[[str], None] = lambda section: None
     loss: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
     correct: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
 
-    def take(self, micros: list[dict[str, Any]], shares: Sequence[float], device: torch.device) -> None:
+    def take(self, micro_batches: list[dict[str, Any]], shares: Sequence[float], device: torch.device) -> None:
         """A new step."""
-        self.micros, self.shares = micros, shares
+        self.micro_batches, self.shares = micro_batches, shares
         self.loss = torch.zeros((), device=device)
         self.correct = torch.zeros((), dtype=torch.int64, device=device)
 
@@ -80,7 +80,7 @@ class Chunk(nn.Module):
     """One stage.
 
     Args:
-        loss: the `SupervisedLoss` whose model is cut.
+        loss: the `SupervisedLoss` whose model is split.
         decoder: the stage's copy of it.
         head: the output head, on the last stage.
         first: takes token ids in place of hidden states.
@@ -93,35 +93,38 @@ class Chunk(nn.Module):
         self.compute: torch.dtype = loss.compute
         self.source = [loss]  # in a list, so that torch does not take it for a part of the stage
         self.number = 0
+        self.metadata = AttentionMetadata()
 
     def take_up(self, number: int, section: str) -> None:
         """Sets the documents of a micro-batch: another one's may be in hand, and checkpointed layers run again."""
         self.number = number
         self.work.beat(section)
-        use_documents(self.work.micros[number]["documents"], self.source[0].over_ranks)
+        loss = self.source[0]
+        self.metadata = AttentionMetadata(self.work.micro_batches[number]["documents"], loss.over_ranks)
+        loss.route.take_up(self.metadata)
 
-    def forward(self, carried: torch.Tensor) -> torch.Tensor:
+    def forward(self, activations: torch.Tensor) -> torch.Tensor:
         """The stage's part of the micro-batch that was taken up.
 
         Args:
-            carried: `[room, hidden size]`, the hidden states of the flattened micro-batch, then anything; the first
+            activations: `[room, hidden size]`, the hidden states of the flattened micro-batch, then anything; the first
                 stage reads token ids instead.
 
         Returns:
             The same of the next stage; of the last one the scaled loss, fp32 `[1]`.
         """
-        micro = self.work.micros[self.number]
-        rows, width = micro["input_ids"].shape
+        micro_batch = self.work.micro_batches[self.number]
+        rows, width = micro_batch["input_ids"].shape
         half = self.compute != torch.float32
-        with torch.autocast(carried.device.type, self.compute, enabled=half, cache_enabled=False):
-            start = micro["input_ids"] if self.first else carried[: rows * width].unflatten(0, (rows, width))
-            with self.source[0]._resting(micro["input_ids"].device):
-                hidden = self.run(start, micro["position_ids"])
+        with torch.autocast(activations.device.type, self.compute, enabled=half, cache_enabled=False):
+            start = micro_batch["input_ids"] if self.first else activations[: rows * width].unflatten(0, (rows, width))
+            with self.source[0]._resting(micro_batch["input_ids"].device):
+                hidden = self.run(start, micro_batch["position_ids"])
             if self.head is None:
                 hidden = hidden.flatten(0, 1)
                 return functional.pad(hidden, (0, 0, 0, self.work.room - len(hidden)))
-            picked = hidden.flatten(0, 1).index_select(0, micro["positions"]).to(self.compute)
-        return self.score(picked, micro["labels"], self.work.shares[self.number])
+            picked = hidden.flatten(0, 1).index_select(0, micro_batch["positions"]).to(self.compute)
+        return self.score(picked, micro_batch["labels"], self.work.shares[self.number])
 
     def run(self, start: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """Through the stage's layers.
@@ -130,8 +133,11 @@ class Chunk(nn.Module):
             start: `[batch, sequence]` token ids, or `[batch, sequence, hidden size]` hidden states.
         """
         inputs = {"input_ids": start} if self.first and not start.is_floating_point() else {"inputs_embeds": start}
-        found: torch.Tensor = self.decoder(**inputs, position_ids=position_ids, use_cache=False).last_hidden_state
-        return found
+        with self.source[0].route.hand_over(self.metadata) as more:
+            hidden: torch.Tensor = self.decoder(
+                **inputs, **more, position_ids=position_ids, use_cache=False
+            ).last_hidden_state
+        return hidden
 
     def score(self, picked: torch.Tensor, labels: torch.Tensor, share: float) -> torch.Tensor:
         """The loss; the head's gradients are taken at once, so that no micro-batch waits with them until its backward.
@@ -156,18 +162,17 @@ class Chunk(nn.Module):
 
 
 @dataclass(frozen=True)
-class Part:
-    """A rank's part of a model.
+class LocalStages:
+    """The stages of a rank.
 
     Args:
-        chunks: its stages, in order; numbers in `stages`.
-        shapes: of every trained weight of the whole model, by name; `dtypes` likewise.
-        trained: the trained weights here, by the same names.
+        chunks: the stages, in order; numbers in `stages`.
+        shapes: of every trained weight of the full model, by name; `dtypes` likewise.
+        trained: the trained weights of this rank, by the same names.
         tied: name of the weight that the first and the last stage both hold, None without.
         hidden_size: of the hidden states between stages.
-        whole: elements of these stages' weights, of which tensor parallelism may have left this rank fewer.
-        matmul: elements in matrix products of the whole model, (trained, frozen).
-        kept: layers of each stage of the pipeline.
+        total_numel: elements of these stages' weights, of which tensor parallelism may have left this rank fewer.
+        layers: of each stage of the pipeline.
     """
 
     chunks: list[Chunk]
@@ -178,49 +183,50 @@ class Part:
     tied: str | None
     hidden_size: int
     dtype: torch.dtype
-    whole: int
-    matmul: tuple[int, int]
-    kept: list[range]
+    total_numel: int
+    layers: list[range]
 
 
-def cut(loss: Any, schedule: str, ranks: int, rank: int, work: Work) -> Part:
-    """Cuts the model of a `SupervisedLoss` in place and returns this rank's part.
+def split_model(loss: Any, schedule: str, ranks: int, rank: int, work: Work) -> LocalStages:
+    """Splits the model of a `SupervisedLoss` in place and returns this rank's stages.
 
     Args:
-        loss: with its weights, cut by tensor parallelism or not, before anything wraps it.
+        loss: with its weights, split by tensor parallelism or not, before anything wraps it.
         ranks: of one pipeline.
         rank: within it.
 
     Raises:
-        ConfigError: when the model cannot be cut so.
+        ConfigError: when the model cannot be split so.
     """
     base, model = loss.base, loss.model
     decoder, head, embedding = base.get_decoder(), base.get_output_embeddings(), base.get_input_embeddings()
-    kept = split_layers(loss, schedule, ranks)
-    stages, total = stages_of(schedule, ranks, rank), len(kept)
-    cuts = loss.tensor.cuts if loss.tensor else {}
-    whole = {name: cuts[name].shape if name in cuts else one.shape for name, one in model.named_parameters()}
-    shapes = {name: whole[name] for name, one in model.named_parameters() if one.requires_grad}
-    dtypes = {name: one.dtype for name, one in model.named_parameters() if one.requires_grad}
-    named, matmul, tied = list(model.named_parameters()), matmul_parameters(model), tied_weight(loss)
-    dtype = embedding.weight.dtype
+    layers = split_layers(loss, schedule, ranks)
+    stages, total = stages_of(schedule, ranks, rank), len(layers)
+    # What the full model has is noted while it is all there; names stay, while its modules go.
+    slices = loss.tensor.slices if loss.tensor else {}
+    weights, tied, dtype = list(model.named_parameters()), tied_weight(loss), embedding.weight.dtype
+    full_shapes = {name: slices.get(name, weight).shape for name, weight in weights}
+    shapes = {name: full_shapes[name] for name, weight in weights if weight.requires_grad}
+    dtypes = {name: weight.dtype for name, weight in weights if weight.requires_grad}
+    # Each stage is a copy of the decoder that shares the weights of its layers.
     chunks = []
     for stage in stages:
-        part = _stage(decoder, kept[stage], embedding, first=stage == 0, last=stage == total - 1)
-        chunks.append(Chunk(loss, part, head if stage == total - 1 else None, stage == 0, work))
-    mine = {layer for stage in stages for layer in kept[stage]}
-    for layer in set(range(len(decoder.layers))) - mine:
+        first, last = stage == 0, stage == total - 1
+        copied = _stage(decoder, layers[stage], embedding, first, last)
+        chunks.append(Chunk(loss, copied, head if last else None, first, work))
+    # Then the model itself lets go of what no stage of this rank has.
+    for layer in set(range(len(decoder.layers))) - {layer for stage in stages for layer in layers[stage]}:
         decoder.layers[layer] = Absent()
     if 0 not in stages:
         _replace(decoder, embedding)
     if total - 1 not in stages:
         _replace(base, head)
         _replace(decoder, _norm(decoder))
-    here = {id(one) for one in model.parameters()}
-    trained = [(name, one) for name, one in named if one.requires_grad and id(one) in here]
-    held = sum(whole[name].numel() for name, one in named if id(one) in here)
+    local = {id(weight) for weight in model.parameters()}
+    trained = [(name, weight) for name, weight in weights if weight.requires_grad and id(weight) in local]
+    total_numel = sum(full_shapes[name].numel() for name, weight in weights if id(weight) in local)
     size = int(base.config.get_text_config().hidden_size)
-    return Part(chunks, stages, shapes, dtypes, trained, tied, size, dtype, held, matmul, kept)
+    return LocalStages(chunks, stages, shapes, dtypes, trained, tied, size, dtype, total_numel, layers)
 
 
 def split_layers(loss: Any, schedule: str, ranks: int) -> list[range]:
@@ -234,7 +240,7 @@ def split_layers(loss: Any, schedule: str, ranks: int) -> list[range]:
         ConfigError: when the model has no layers that can be split so, or too few.
     """
     decoder, head = loss.base.get_decoder(), loss.base.get_output_embeddings()
-    _refuse_unfit(loss, decoder, head)
+    _refuse_unsplittable_layers(loss, decoder, head)
     layer_cost, head_cost = sum(matmul_parameters(decoder.layers[0])), head.in_features * head.out_features
     try:
         return balance(len(decoder.layers), ranks * SCHEDULES[schedule].chunks, layer_cost, head_cost)
@@ -262,18 +268,29 @@ def refuse_tied_shards(loss: Any, schedule: str) -> None:
         )
 
 
-def _refuse_unfit(loss: Any, decoder: Any, head: Any) -> None:
+def refuse_unsplittable_family(kind: str) -> None:
+    """Raises ConfigError for a `model_type` whose models have no pipeline stages here."""
+    if kind not in LINEAR_HEADS:
+        raise _unsplittable(kind)
+
+
+def _unsplittable(kind: str) -> ConfigError:
+    known = ", ".join(sorted(LINEAR_HEADS))
+    return ConfigError(
+        f"{kind} models cannot be split into pipeline stages here; use another strategy, or a model of {known}"
+    )
+
+
+def _refuse_unsplittable_layers(loss: Any, decoder: Any, head: Any) -> None:
     kind = loss.base.config.get_text_config().model_type
-    if not isinstance(head, nn.Linear) and kind in LINEAR_HEADS:
+    refuse_unsplittable_family(kind)
+    if not isinstance(head, nn.Linear):
         raise ConfigError(
             "pipeline stages need the plain output head; leave lm_head out of lora_target_modules, or use another "
             "strategy"
         )
     if not loss.chunked or not isinstance(getattr(decoder, "layers", None), nn.ModuleList) or _norm(decoder) is None:
-        known = ", ".join(sorted(LINEAR_HEADS))
-        raise ConfigError(
-            f"{kind} models cannot be cut into pipeline stages here; use another strategy, or a model of {known}"
-        )
+        raise _unsplittable(kind)
 
 
 def _stage(decoder: Any, layers: range, embedding: nn.Module, first: bool, last: bool) -> Any:
@@ -281,8 +298,8 @@ def _stage(decoder: Any, layers: range, embedding: nn.Module, first: bool, last:
     part = copy.copy(decoder)
     part._modules = dict(decoder._modules)
     part.layers = nn.ModuleList(
-        one if number in layers else Absent(getattr(one, "attention_type", None))
-        for number, one in enumerate(decoder.layers)
+        layer if index in layers else Absent(getattr(layer, "attention_type", None))
+        for index, layer in enumerate(decoder.layers)
     )
     if not last:
         _replace(part, _norm(decoder))
@@ -302,8 +319,8 @@ def _norm(decoder: Any) -> nn.Module | None:
 
 
 def _replace(parent: Any, child: Any) -> None:
-    for name, one in list(parent._modules.items()):
-        if one is child:
+    for name, module in list(parent._modules.items()):
+        if module is child:
             setattr(parent, name, Absent())
 
 
@@ -311,7 +328,7 @@ class PipelineStages(nn.Module):
     """A rank's stages, each on stand-in hidden states, for looks at the model that send nothing.
 
     Args:
-        loss: the module that was cut; its weights have their names from it.
+        loss: the module that was split; its weights have their names from it.
         dtype: of the hidden states.
     """
 

@@ -45,21 +45,20 @@ class Ranks:
         """Rank 0's small object on every rank."""
         if not self.grouped:
             return value
-        box = [value]
-        distributed.broadcast_object_list(box, src=0, device=self.device)
-        return box[0]
+        values = [value]
+        distributed.broadcast_object_list(values, src=0, device=self.device)
+        return values[0]
 
     def agree(self, error: BaseException | None, doing: str) -> None:
         """Raises on all ranks when any failed, so that none is left waiting in a collective.
 
         Raises:
-            TrainingError: naming the ranks and what they said.
+            TrainingError: naming the ranks and their errors.
         """
-        mine = None if error is None else str(error) or type(error).__name__
-        failures = {rank: text for rank, text in enumerate(self.gather(mine)) if text is not None}
+        message = None if error is None else str(error) or type(error).__name__
+        failures = [f"rank {rank}: {text}" for rank, text in enumerate(self.gather(message)) if text is not None]
         if failures:
-            said = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
-            raise TrainingError(f"{doing} failed: {said}") from error
+            raise TrainingError(f"{doing} failed: {'; '.join(failures)}") from error
 
     def close(self) -> None:
         """Leaves the process group in order: nobody goes while another still talks."""

@@ -1,4 +1,4 @@
-"""Rows cut over ranks: each rank has a part of every row, and attention alone looks at the others.
+"""Rows split over ranks: each rank has a part of every row, and attention alone looks at the others.
 
 Ulysses (`sp`) changes the parts of rows for parts of the heads and back, after https://arxiv.org/abs/2309.14509, so
 that any kernel sees whole rows. Context parallelism (`cp`) gathers keys and values, which costs no heads, and attends
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import distributed
 
-from trainers.config.options import ConfigError
-from trainers.data.layout import DocumentLayout, RowPart
+from trainers.config.mistakes import ConfigError
+from trainers.data.layout import AttentionMetadata, DocumentLayout, SequenceShard
 from trainers.model.attention import attend_masked
 from trainers.model.small_model import packing_problem
 from trainers.strategy.mesh import Mesh, MeshSizes, heads_mistake
@@ -43,16 +43,16 @@ class _Exchange(torch.autograd.Function):
         return received, None
 
 
-class _Gather(torch.autograd.Function):
+class _GatherSequence(torch.autograd.Function):
     """The parts of all ranks, `[ranks, ...]`; each rank's gradient is summed over the ranks, in fp32."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: Any) -> torch.Tensor:
         ctx.group, ctx.dtype = group, part.dtype
         size = distributed.get_world_size(group)
-        whole = part.new_empty(size * len(part), *part.shape[1:])
-        distributed.all_gather_into_tensor(whole, part.contiguous(), group=group)
-        return whole.unflatten(0, (size, len(part)))
+        parts = part.new_empty(size * len(part), *part.shape[1:])
+        distributed.all_gather_into_tensor(parts, part.contiguous(), group=group)
+        return parts.unflatten(0, (size, len(part)))
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
@@ -74,16 +74,16 @@ class Ulysses:
         self.group, self.size = group, distributed.get_world_size(group)
 
     def attend(
-        self, kernel: Kernel, current: Any, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-        **rest: Any,
+        self, kernel: Kernel, metadata: AttentionMetadata, module: Any,
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
         """Shapes as those of a kernel, with this rank's part of the sequence."""
         repeats = lcm(key.shape[1], self.size) // key.shape[1]  # fewer key heads than ranks
         if repeats > 1:
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-        query, key, value = (self._to_heads(one) for one in (query, key, value))
-        found, _ = kernel(_stand_in(module, query, key), query, key, value, None, **rest)
-        return self._to_rows(found), None
+        query, key, value = (self._to_heads(states) for states in (query, key, value))
+        attended, _ = kernel(_stand_in(module, query, key), query, key, value, None, metadata, **kwargs)
+        return self._to_rows(attended), None
 
     def _to_heads(self, rows: torch.Tensor) -> torch.Tensor:
         """`[batch, heads, part, size]` to `[batch, heads / ranks, sequence, size]`."""
@@ -108,19 +108,19 @@ class ContextParallel:
         self.rank = distributed.get_rank(group)
 
     def attend(
-        self, kernel: Kernel, current: Any, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-        **rest: Any,
+        self, kernel: Kernel, metadata: AttentionMetadata, module: Any,
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
         """Shapes as those of a kernel, with this rank's part of the sequence."""
-        key, value = self._whole(torch.stack([key.to(value.dtype), value])).unbind()
-        stand_in, window = _stand_in(module, query, key), rest.get("sliding_window")
-        if window not in current.pieces:
-            current.pieces[window] = list(self._pieces(current.layout, key.shape[2], window, key.device))
+        key, value = self._gathered(torch.stack([key.to(value.dtype), value])).unbind()
+        stand_in, window = _stand_in(module, query, key), kwargs.get("sliding_window")
+        if window not in metadata.pieces:
+            metadata.pieces[window] = list(self._pieces(metadata.layout, key.shape[2], window, key.device))
         lines = []
-        for rows, line in current.pieces[window]:
+        for rows, line in metadata.pieces[window]:
             parts = [
                 attend_masked(kernel, stand_in, query[rows, :, start:stop], key[rows, :, first:last],
-                              value[rows, :, first:last], allowed, **rest)
+                              value[rows, :, first:last], allowed, **kwargs)
                 for start, stop, first, last, allowed in line
             ]  # fmt: skip
             lines.append(torch.cat(parts, 1))
@@ -130,24 +130,24 @@ class ContextParallel:
         self, layout: DocumentLayout | None, length: int, window: int | None, device: torch.device
     ) -> Iterator[tuple[slice, list[Any]]]:
         """Of each row, or of all that are alike: the `pieces` of its documents, each with its mask."""
-        runs = RowPart(self.rank, self.size, True).runs(length)
+        spans = SequenceShard(self.rank, self.size, True).spans(length)
         for rows, borders in _lines(layout, length):
             yield (
                 rows,
                 [
                     (*piece, _causal(piece[1] - piece[0], piece[3] - piece[2], window, device))
-                    for piece in pieces(borders, runs, window)
+                    for piece in pieces(borders, spans, window)
                 ],
             )
 
-    def _whole(self, part: torch.Tensor) -> torch.Tensor:
+    def _gathered(self, part: torch.Tensor) -> torch.Tensor:
         """`[2, batch, heads, part, size]` of all ranks, in the order of the rows."""
         length = part.shape[3] * self.size
         order = torch.cat(
-            [torch.from_numpy(RowPart(rank, self.size, True).columns(length)) for rank in range(self.size)]
+            [torch.from_numpy(SequenceShard(rank, self.size, True).columns(length)) for rank in range(self.size)]
         )
-        whole = _Gather.apply(part, self.group).movedim(0, 3).flatten(3, 4)
-        return whole.index_select(3, order.argsort().to(part.device))
+        gathered = _GatherSequence.apply(part, self.group).movedim(0, 3).flatten(3, 4)
+        return gathered.index_select(3, order.argsort().to(part.device))
 
 
 def _stand_in(module: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
@@ -160,31 +160,31 @@ def _lines(layout: DocumentLayout | None, length: int) -> Iterator[tuple[slice, 
     if layout is None:
         yield slice(None), [0, length]
         return
-    borders = layout.places
+    borders = layout.host_borders
     for row in range(len(layout.ids)):
         inside = [border - row * length for border in borders if row * length <= border <= (row + 1) * length]
         yield slice(row, row + 1), inside
 
 
-def pieces(borders: list[int], runs: list[tuple[int, int]], window: int | None) -> Iterator[tuple[int, int, int, int]]:
+def pieces(borders: list[int], spans: list[tuple[int, int]], window: int | None) -> Iterator[tuple[int, int, int, int]]:
     """Queries of one document that this rank has, and the keys that any of them may look at.
 
     Args:
         borders: where the documents of a row begin, and the end of the last.
-        runs: this rank's columns of the row.
+        spans: this rank's columns of the row.
         window: keys that a query sees at most, itself included.
 
     Yields:
         first and last-plus-one query in this rank's part, first and last-plus-one key in the row.
     """
     done = 0
-    for run_start, run_stop in runs:
+    for span_start, span_stop in spans:
         for start, stop in pairwise(borders):
-            first, last = max(start, run_start), min(stop, run_stop)
+            first, last = max(start, span_start), min(stop, span_stop)
             if first < last:
-                here = done + first - run_start
-                yield here, here + last - first, start if window is None else max(start, first - window + 1), last
-        done += run_stop - run_start
+                query = done + first - span_start
+                yield query, query + last - first, start if window is None else max(start, first - window + 1), last
+        done += span_stop - span_start
 
 
 def _causal(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor | None:
@@ -195,9 +195,9 @@ def _causal(queries: int, keys: int, window: int | None, device: torch.device) -
     return ahead <= 0 if window is None else (ahead <= 0) & (ahead > -window)
 
 
-def row_part(mesh: Mesh) -> RowPart:
-    """The part of every row that this rank has."""
-    return RowPart(mesh.part, mesh.sizes.parts, mesh.sizes.cp > 1)
+def sequence_shard(mesh: Mesh) -> SequenceShard:
+    """The shard of every row that this rank has."""
+    return SequenceShard(mesh.sequence_shard, mesh.sizes.sequence_shards, mesh.sizes.cp > 1)
 
 
 def over_ranks(mesh: Mesh) -> Ulysses | ContextParallel | None:
@@ -207,34 +207,33 @@ def over_ranks(mesh: Mesh) -> Ulysses | ContextParallel | None:
     return ContextParallel(mesh.group("cp")) if mesh.sizes.cp > 1 else None
 
 
-def refuse_unfit(shape: Any, sizes: MeshSizes) -> None:
-    """Raises ConfigError for a model whose rows cannot be cut, or whose heads Ulysses cannot share out.
+def refuse_unsplittable_rows(model_config: Any, sizes: MeshSizes) -> None:
+    """Raises ConfigError for a model whose rows cannot be split, or whose heads Ulysses cannot share out.
 
     Args:
-        shape: the config of the language model.
+        model_config: of the language model.
     """
-    if sizes.parts == 1:
+    if sizes.sequence_shards == 1:
         return
-    way = "use a strategy without sp and cp"
-    if getattr(shape, "num_attention_heads", None) is None:
+    kind, remedy = model_config.model_type, "use a strategy without sp and cp"
+    if getattr(model_config, "num_attention_heads", None) is None:
         raise ConfigError(
-            f"{sizes}: {shape.model_type} has no attention heads, and attention alone looks at the other parts of a "
-            f"row; {way}"
+            f"{sizes}: {kind} has no attention heads, and attention alone looks at the other parts of a row; {remedy}"
         )
-    other = set(getattr(shape, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    rope = str(getattr(shape, "rope_parameters", None) or getattr(shape, "rope_scaling", None))
+    other = set(getattr(model_config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    rope = str(getattr(model_config, "rope_parameters", None) or getattr(model_config, "rope_scaling", None))
     if other:
         raise ConfigError(
-            f"{sizes}: {shape.model_type} has {', '.join(sorted(other))} layers, which carry state from one part of a "
-            f"row to the next; {way}"
+            f"{sizes}: {kind} has {', '.join(sorted(other))} layers, which carry state from one part of a "
+            f"row to the next; {remedy}"
         )
     if "longrope" in rope or "dynamic" in rope:
         raise ConfigError(
-            f"{sizes}: {shape.model_type} chooses its rotary frequencies by the longest position that a rank sees, and "
-            f"each sees another; {way}"
+            f"{sizes}: {kind} chooses its rotary frequencies by the longest position that a rank sees, and "
+            f"each sees another; {remedy}"
         )
-    if mistake := heads_mistake(sizes, int(shape.num_attention_heads), shape.model_type):
+    if mistake := heads_mistake(sizes, int(model_config.num_attention_heads), kind):
         raise ConfigError(mistake)
     # A part of a row is attended to like packed documents: by our kernels alone, which hide what is elsewhere.
-    if problem := packing_problem(shape):
-        raise ConfigError(f"{sizes}: {problem}; {way}")
+    if problem := packing_problem(model_config):
+        raise ConfigError(f"{sizes}: {problem}; {remedy}")

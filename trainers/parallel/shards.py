@@ -1,8 +1,8 @@
-"""The part of each trained weight that this rank holds, whatever sharded it; how the whole is put together for a save.
+"""The shard of each trained weight that this rank holds, whatever made it; how full tensors are gathered for a save.
 
-Tensor parallelism leaves a rank one rectangle of a weight; every backend then cuts that, read as one long vector, into
-runs of consecutive elements. A `Shard` is one such run, so that a checkpoint can be written from any layout and read
-into any other without knowing which ones they are.
+Tensor parallelism leaves a rank one rectangle of a weight; every backend then splits that, read as one long vector,
+into spans of consecutive elements. A `Shard` is one such span, so that a checkpoint can be written from any layout and
+read into any other without knowing which ones they are.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """The rectangle of a weight that this rank has of it, before a backend cuts it again.
+class TensorSlice:
+    """The rectangle of a weight that tensor parallelism leaves this rank, before a backend splits it again.
 
     Args:
-        shape: of the whole weight.
-        box: a slice with start and stop for each dimension.
+        shape: of the full weight.
+        slices: with start and stop, one for each dimension.
     """
 
     shape: torch.Size
-    box: tuple[slice, ...]
+    slices: tuple[slice, ...]
 
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's run of one trained weight.
+    """This rank's span of one trained weight.
 
     Args:
         name: the weight's name in transformers and peft.
-        shape: of the whole weight.
+        shape: of the full weight.
         start: index of the first element held here in the flattened weight, or in its flattened rectangle.
         tensors: `[elements here]` vectors that share the layout: the weight (`WEIGHT`) and the optimizer's
-            (`exp_avg`, ...). They are views: writing to them changes model and optimizer (see `Backend.put_back`).
+            (`exp_avg`, ...). They are views: writing to them changes model and optimizer (see `Backend.write_shards`).
         step: the optimizer's count of updates of this weight, None before the first.
-        primary: False where another rank holds the same run.
-        box: the rectangle of the whole weight that the run lies in, a slice for each dimension; empty: all of it.
+        primary: False where another rank holds the same span.
+        slices: the rectangle of the full weight that the span lies in, a slice for each dimension; empty: all of it.
     """
 
     name: str
@@ -61,11 +61,11 @@ class Shard:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     step: float | None = None
     primary: bool = True
-    box: tuple[slice, ...] = ()
+    slices: tuple[slice, ...] = ()
 
     @property
     def numel(self) -> int:
-        """Elements of the whole weight."""
+        """Elements of the full weight."""
         return self.shape.numel()
 
     @property
@@ -74,57 +74,57 @@ class Shard:
         return self.tensors[WEIGHT].numel()
 
     def copied(self) -> Shard:
-        """The same run with tensors of its own, in CPU memory."""
+        """The same span with tensors of its own, in CPU memory."""
         return replace(self, tensors={key: tensor.detach().cpu().clone() for key, tensor in self.tensors.items()})
 
     def take(self, other: Shard) -> None:
-        """Copies the tensors of another shard of the same run into this one's."""
+        """Copies the tensors of another shard of the same span into this one's."""
         for key, tensor in self.tensors.items():
             tensor.copy_(other.tensors[key])
 
-    def fill(self, key: str, whole: torch.Tensor) -> None:
-        """Takes this rank's run out of a whole tensor."""
-        here = self.tensors[key]
-        rectangle = whole.reshape(self.shape)[self.box] if self.box else whole
-        here.copy_(rectangle.reshape(-1)[self.start : self.start + here.numel()])
+    def fill(self, key: str, full: torch.Tensor) -> None:
+        """Takes this rank's span out of a full tensor."""
+        span = self.tensors[key]
+        rectangle = full.reshape(self.shape)[self.slices] if self.slices else full
+        span.copy_(rectangle.reshape(-1)[self.start : self.start + span.numel()])
 
-    def put(self, run: torch.Tensor, whole: torch.Tensor) -> None:
-        """Writes a run that lies as this one does into a whole flattened tensor of zeros."""
-        if not self.box:
-            whole[self.start : self.start + run.numel()] = run
+    def put(self, span: torch.Tensor, full: torch.Tensor) -> None:
+        """Writes a span that lies as this one does into a full flattened tensor of zeros."""
+        if not self.slices:
+            full[self.start : self.start + span.numel()] = span
             return
-        rectangle = whole.view(self.shape)[self.box]
-        flat = whole.new_zeros(rectangle.numel())
-        flat[self.start : self.start + run.numel()] = run
+        rectangle = full.view(self.shape)[self.slices]
+        flat = full.new_zeros(rectangle.numel())
+        flat[self.start : self.start + span.numel()] = span
         rectangle.copy_(flat.view(rectangle.shape))
 
 
 _Piece = tuple[tuple[tuple[int, int], ...], int, int]
-"""Borders of a rectangle, first element of a run in it, and the one after its last."""
+"""Borders of a rectangle, first element of a span in it, and the element after its last."""
 
 
-def check_whole(shards: list[Shard], ranks: Ranks) -> None:
+def check_coverage(shards: list[Shard], ranks: Ranks) -> None:
     """Every element of every weight is on exactly one rank, replicas apart: what a checkpoint relies on. Collective.
 
     Raises:
         TrainingError: naming a weight of which there is too little or too much.
     """
-    everywhere = ranks.gather({one.name: _piece(one) for one in shards})
-    for one in shards:
-        pieces = [pieces[one.name] for pieces in everywhere]
-        held = [0 if piece is None else piece[2] - piece[1] for piece in pieces]
-        if held == [one.numel] * ranks.world:
+    everywhere = ranks.gather({shard.name: _piece(shard) for shard in shards})
+    for shard in shards:
+        by_rank = [pieces[shard.name] for pieces in everywhere]
+        counts = [0 if piece is None else piece[2] - piece[1] for piece in by_rank]
+        if counts == [shard.numel] * ranks.world:
             continue
-        some = [piece for piece in pieces if piece is not None and piece[2] > piece[1]]
-        if sum(held) != one.numel or any(_overlap(a, b) for a, b in combinations(some, 2)):
-            raise TrainingError(f"{one.name} has {one.numel} elements, the ranks hold {held} of them")
+        pieces = [piece for piece in by_rank if piece is not None and piece[2] > piece[1]]
+        if sum(counts) != shard.numel or any(_overlap(a, b) for a, b in combinations(pieces, 2)):
+            raise TrainingError(f"{shard.name} has {shard.numel} elements, the ranks hold {counts} of them")
 
 
-def _piece(one: Shard) -> _Piece | None:
+def _piece(shard: Shard) -> _Piece | None:
     """What this rank answers for."""
-    box = one.box or tuple(slice(0, size) for size in one.shape)
-    borders = tuple((side.start, side.stop) for side in box)
-    return (borders, one.start, one.start + one.elements) if one.primary else None
+    slices = shard.slices or tuple(slice(0, size) for size in shard.shape)
+    borders = tuple((side.start, side.stop) for side in slices)
+    return (borders, shard.start, shard.start + shard.elements) if shard.primary else None
 
 
 def _overlap(a: _Piece, b: _Piece) -> bool:
@@ -135,40 +135,41 @@ def _overlap(a: _Piece, b: _Piece) -> bool:
 
 def steps_of(shards: list[Shard], ranks: Ranks) -> dict[str, float]:
     """The update count of every weight that the optimizer has a state for. Collective."""
-    mine = {one.name: one.step for one in shards if one.step is not None and one.elements}
-    return {name: step for part in ranks.gather(mine) for name, step in part.items()}
+    local = {shard.name: shard.step for shard in shards if shard.step is not None and shard.elements}
+    return {name: step for steps in ranks.gather(local) for name, step in steps.items()}
 
 
-def wholes(
+def gather_full_tensors(
     shards: list[Shard], steps: dict[str, float], ranks: Ranks
 ) -> Iterator[tuple[str, str, int, torch.Tensor | None]]:
-    """Every tensor of the weights and of their optimizer state, put together on one rank each. Collective.
+    """Every tensor of the weights and of their optimizer state, each gathered on one rank. Collective.
 
     Yields:
-        weight name, key, owning rank, and the whole tensor on its owner (None elsewhere). One whole tensor
-        is in memory at a time.
+        weight name, key, owning rank, and the full tensor on its owner (None elsewhere). One full tensor is in memory
+        at a time.
     """
-    keys = sorted(set().union(*ranks.gather({key for one in shards for key in one.tensors if key != WEIGHT})))
-    split = ranks.gather([one.name for one in shards if one.elements < one.numel])
-    scattered = set().union(*split)
-    number = 0
-    for one in sorted(shards, key=lambda one: one.name):
-        for key in [WEIGHT, *(keys if one.name in steps else [])]:
-            owner, number = number % ranks.world, number + 1
-            if one.name not in scattered:
-                whole = one.tensors[key].reshape(one.shape) if ranks.rank == owner else None
-            else:
-                whole = _put_together(one, key, owner, ranks)
-            yield one.name, key, owner, whole
+    # A rank may hold nothing of a weight, and so know neither the keys of its state nor that it is sharded.
+    keys = sorted(set().union(*ranks.gather({key for shard in shards for key in shard.tensors if key != WEIGHT})))
+    sharded = set().union(*ranks.gather([shard.name for shard in shards if shard.elements < shard.numel]))
+    # All ranks go through the tensors in one order, and the owner changes with each, so that all write as much.
+    index = 0
+    for shard in sorted(shards, key=lambda shard: shard.name):
+        for key in [WEIGHT, *(keys if shard.name in steps else [])]:
+            owner, index = index % ranks.world, index + 1
+            if shard.name in sharded:
+                full = _gather_full_tensor(shard, key, owner, ranks)
+            else:  # whoever owns it holds all of it
+                full = shard.tensors[key].reshape(shard.shape) if ranks.rank == owner else None
+            yield shard.name, key, owner, full
 
 
-def _put_together(one: Shard, key: str, owner: int, ranks: Ranks) -> torch.Tensor | None:
-    """Sums the runs, each in its place among zeros, as integers: the bits come over as they are."""
-    here = one.tensors.get(key)
-    dtype = one.tensors[WEIGHT].dtype if key == WEIGHT else torch.float32
+def _gather_full_tensor(shard: Shard, key: str, owner: int, ranks: Ranks) -> torch.Tensor | None:
+    """Sums the spans, each in its place among zeros, as integers: the bits come over as they are."""
+    span = shard.tensors.get(key)
+    dtype = shard.tensors[WEIGHT].dtype if key == WEIGHT else torch.float32
     bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype]
-    buffer = torch.zeros(one.numel, dtype=torch.int32, device=ranks.device)
-    if here is not None and one.primary:
-        one.put(here.detach().to(ranks.device).view(bits), buffer)
+    buffer = torch.zeros(shard.numel, dtype=torch.int32, device=ranks.device)
+    if span is not None and shard.primary:
+        shard.put(span.detach().to(ranks.device).view(bits), buffer)
     distributed.reduce(buffer, owner)
-    return buffer.to(bits).view(dtype).reshape(one.shape) if ranks.rank == owner else None
+    return buffer.to(bits).view(dtype).reshape(shard.shape) if ranks.rank == owner else None

@@ -1,4 +1,4 @@
-"""Cross-entropy of a head that is cut by words: no rank ever has all logits of a token."""
+"""Cross-entropy of a head whose vocabulary is split over ranks: no rank ever has all logits of a token."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         want_gradients: bool,
         part: tuple[Any, int, int],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        (scale, cap), (group, start, words) = rule, part
+        (scale, cap), (group, start, vocab_size) = rule, part
         compute = weight.to(hidden.dtype)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=hidden.device)
@@ -36,33 +36,39 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         head_needs = want_gradients and ctx.needs_input_grad[1]
         weight_gradient = torch.zeros_like(weight, dtype=wide) if head_needs else None
         bias_gradient = torch.zeros_like(bias, dtype=wide) if head_needs and bias is not None else None
-        size = max(64, sft.LOGITS_PER_CHUNK // words)  # by the whole vocabulary, so that all strategies chunk alike
+        size = max(64, sft.LOGITS_PER_CHUNK // vocab_size)  # by the full vocabulary, so that all strategies chunk alike
         for begin in range(0, hidden.shape[0], size):
-            rows, wanted = hidden[begin : begin + size], labels[begin : begin + size, None] - start
+            rows, targets = hidden[begin : begin + size], labels[begin : begin + size, None] - start
             logits = (rows @ compute.t()).to(wide)
             logits = logits if bias is None else logits + bias.to(wide)
             logits = logits * scale if scale != 1.0 else logits
             capped = torch.tanh(logits / cap) if cap is not None else None
             logits = capped * cap if capped is not None and cap is not None else logits
-            best, best_here = logits.max(-1, keepdim=True)
-            top = best.clone()
+
+            # The largest logit of all ranks first, so that no exponential overflows.
+            largest, largest_index = logits.max(-1, keepdim=True)
+            top = largest.clone()
             distributed.all_reduce(top, distributed.ReduceOp.MAX, group)
-            elsewhere = (wanted < 0) | (wanted >= logits.shape[1])
-            wanted = wanted.masked_fill(elsewhere, 0)
+
+            # Then the sum of exponentials, and the target's logit, which one rank alone has.
+            elsewhere = (targets < 0) | (targets >= logits.shape[1])
+            targets = targets.masked_fill(elsewhere, 0)
             odds = (logits - top).exp_()
-            target = (logits.gather(1, wanted) - top).masked_fill(elsewhere, 0.0)
+            target = (logits.gather(1, targets) - top).masked_fill(elsewhere, 0.0)
             sums = torch.cat([odds.sum(-1, keepdim=True), target], 1)
             distributed.all_reduce(sums, group=group)
             total, target = sums.split(1, 1)
             loss += (total.log() - target).sum()
             if not want_gradients:
                 # Of several largest the first one counts, as for one process.
-                first = torch.where(best == top, best_here + start, words)
+                first = torch.where(largest == top, largest_index + start, vocab_size)
                 distributed.all_reduce(first, distributed.ReduceOp.MIN, group)
                 correct += (first == labels[begin : begin + size, None]).sum()
                 continue
+
+            # d loss / d logits = softmax - one-hot, back through cap and scale.
             gradient = odds.div_(total)
-            gradient.scatter_add_(1, wanted, elsewhere.to(wide) - 1.0)
+            gradient.scatter_add_(1, targets, elsewhere.to(wide) - 1.0)
             gradient = gradient * (1 - capped**2) if capped is not None else gradient
             gradient = gradient * scale if scale != 1.0 else gradient
             if bias_gradient is not None:
@@ -72,6 +78,8 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
                 hidden_gradient[begin : begin + size] = gradient @ compute
             if weight_gradient is not None:
                 weight_gradient += gradient.t() @ rows
+
+        # Each rank has the part of the input's gradient that its words give.
         if hidden_gradient is not None:
             distributed.all_reduce(hidden_gradient, group=group)
         ctx.gradients = (hidden_gradient, weight_gradient, bias_gradient)
@@ -80,10 +88,9 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
-        parts = ctx.gradients
         wide = torch.promote_types(upstream[0].dtype, torch.float32)
         factor = upstream[0].to(wide)
-        hidden, weight, bias = (None if one is None else sft.scaled(one, factor) for one in parts)
+        hidden, weight, bias = (None if grad is None else sft.scaled(grad, factor) for grad in ctx.gradients)
         del ctx.gradients
         return hidden, weight, bias, None, None, None, None
 
@@ -98,25 +105,25 @@ def vocabulary_cross_entropy(
     *,
     group: Any,
     start: int,
-    words: int,
+    vocab_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`linear_cross_entropy` of a head of which each rank of a group has consecutive words. Collective.
 
     Args:
         hidden: `[tokens, hidden size]`, the same on every rank of the group.
-        weight: `[words here, hidden size]`, in its master dtype.
-        bias: `[words here]` or None.
+        weight: `[words of this rank, hidden size]`, in its master dtype.
+        bias: `[words of this rank]` or None.
         labels: `[tokens]`, every one a trained token, the same on every rank.
         scale: factor on the logits.
         cap: softcap of the logits, None for none.
         group: the ranks that share the vocabulary.
         start: the first word of this rank.
-        words: in the whole vocabulary.
+        vocab_size: words in the full vocabulary.
 
     Returns:
         The summed loss (scalar, fp32 or wider) and the number of tokens predicted right (counted without gradients
-        only), the same on every rank. The gradient of `hidden` is whole.
+        only), the same on every rank. The gradient of `hidden` is summed over the ranks.
     """
     want = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    part = (group, start, words)
+    part = (group, start, vocab_size)
     return _VocabularyCrossEntropy.apply(hidden, weight, bias, labels, (scale, cap), want, part)

@@ -1,7 +1,7 @@
 """DeepSpeed ZeRO 1, 2 and 3, with its offload, over all ranks or over those with one part of the weights.
 
 The engine keeps the parameters in fp32 and gets its compute dtype from autocast, as every other strategy does. It
-clips and updates in one call, `step`, and skips the update by itself when the gradient norm is not finite.
+takes the norm, clips and updates in one call, `step`, so the norm is handed in, and with it whether to update.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import atexit
 import errno
 import functools
 import hashlib
+import math
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -24,38 +25,39 @@ from filelock import FileLock, Timeout
 from torch import distributed
 
 from trainers.config.options import TrainConfig
-from trainers.parallel.backend import trained_names, whole_elements
+from trainers.parallel.backend import Backend, total_numel, trained_weights
 from trainers.parallel.optimizer import build_optimizer, parameter_groups
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.shards import WEIGHT, Shard
 from trainers.run.errors import TrainingError
-from trainers.strategy.deepspeed_schema import drop_idle
+from trainers.strategy.deepspeed_rules import drop_without_effect
 from trainers.strategy.mesh import Mesh
 
 ASYNC_IO = "AsyncIOBuilder"
 
 
-class Zero:
+class Zero(Backend):
     """`zero1`, `zero2`, `zero3` and their offload.
 
     Args:
         loss: the module that computes the loss; its `.model` is the transformers or peft model.
         accelerator: wraps it as its Accelerate file says.
         ranks: all processes of the run.
-        mesh: this rank's place among them.
+        mesh: of all of them.
     """
 
     def __init__(self, loss: Any, config: TrainConfig, accelerator: Any, ranks: Ranks, mesh: Mesh):
-        self.ranks, self.trained = ranks, trained_names(loss.model)
+        self.ranks, self.device, self.trained = ranks, ranks.device, trained_weights(loss.model)
         self.shapes = {name: weight.shape for name, weight in self.trained}
-        self.tensor = getattr(loss, "tensor", None)  # what tensor parallelism left this rank
-        self.whole = whole_elements(loss.model, self.tensor)
+        self.tensor = getattr(loss, "tensor", None)
+        self.primary = True
+        self.total_numel = total_numel(loss.model, self.tensor)
         groups = TensorGroups(mesh) if self.tensor else None
-        self.place = groups.get_data_parallel_rank() if groups else ranks.rank
+        self.shard_index = groups.get_data_parallel_rank() if groups else ranks.rank
         settings = accelerator.deepspeed_plugin.deepspeed_config
         hidden = int(loss.base.config.get_text_config().hidden_size)
-        self.ways = mesh.sizes.averaged
-        _fill(settings, config, self.ways, hidden)
+        self.grad_group_size = mesh.sizes.grad_group_size
+        _fill(settings, config, self.grad_group_size, hidden)
         self.stage = int(settings["zero_optimization"]["stage"])
         by_decay = parameter_groups(self.trained, self.shapes, config)
         if "optimizer" in settings:
@@ -70,14 +72,14 @@ class Zero:
             _use_new_profile_file(settings)
         weight: Any
         for name, weight in self.trained:
-            weight.model_parallel = self.tensor is not None and name in self.tensor.cuts  # counted on every rank
-        with _told(groups):
+            weight.model_parallel = self.tensor is not None and name in self.tensor.slices  # counted on every rank
+        with _initialized_over(groups):
             self.model, _ = accelerator.prepare(loss, optimizer)
         self.optimizer = self.model.optimizer
         self._check_layout()
 
     def _check_layout(self) -> None:
-        """Each fp32 run equals its place in the working weight: DeepSpeed's own account of its layout is not enough.
+        """Each fp32 span equals its part of the working weight: DeepSpeed's own account of its layout is not enough.
 
         Raises:
             TrainingError: on every rank, naming a weight; its checkpoints would be scrambled.
@@ -91,13 +93,13 @@ class Zero:
         problem = TrainingError(f"{wrong} is not where DeepSpeed says; change its settings") if wrong else None
         self.ranks.agree(problem, "checking the layout of the weights")
 
-    def held(self) -> tuple[int, int, int]:
+    def local_and_total_numel(self) -> tuple[int, int, int]:
         """See `Backend`; all weights under ZeRO 3; the optimizer's of what tensor parallelism left under 1 and 2."""
         if self.stage == 3:
             weights: list[Any] = list(self.model.module.parameters())
-            return sum(one.ds_tensor.numel() for one in weights), self.whole, self.ranks.world
+            return sum(weight.ds_tensor.numel() for weight in weights), self.total_numel, self.ranks.world
         left = sum(shape.numel() for shape in self.shapes.values())
-        return sum(one.elements for one in self.shards()), left, self.ways
+        return sum(shard.elements for shard in self.shards()), left, self.grad_group_size
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         """Tells the engine where a step ends; its own count of micro-batches is left at one."""
@@ -108,37 +110,53 @@ class Zero:
         """See `Backend`."""
         self.model.backward(loss, scale_wrt_gas=False)
 
-    def clip(self, limit: float) -> torch.Tensor:
-        """See `Backend`; it updates too, as DeepSpeed does both at once, except with a norm that is not finite."""
-        self.model.step()
-        skipped = getattr(self.optimizer, "overflow", False)
-        norm = float("inf") if skipped else self.model.get_global_grad_norm()
-        return torch.as_tensor(norm, dtype=torch.float32, device=self.ranks.device)
+    def clip_grad_norm(self, limit: float) -> torch.Tensor:
+        """See `Backend`; DeepSpeed clips in its own step, to the limit in its settings."""
+        from deepspeed.runtime.utils import combine_grad_norm_groups
+
+        optimizer = self.optimizer
+        if self.stage == 3:
+            self.norms = optimizer._get_norm_groups()  # -1 for one that is not finite
+            norm = combine_grad_norm_groups(self.norms)
+        else:
+            optimizer._wait_for_offload_copies()
+            norm = optimizer.scaled_global_norm()
+            self.norms = [norm]
+        return norm.to(self.device, torch.float32)
 
     def step(self) -> None:
-        """Done in `clip`."""
+        """See `Backend`."""
+        self._engine_step(self.norms)
 
-    def drop(self) -> None:
-        """Done in `clip`."""
+    def skip_step(self) -> None:
+        """See `Backend`; DeepSpeed drops the gradients by itself when their norm is not finite."""
+        self._engine_step([math.inf])
+
+    def _engine_step(self, norms: list[Any]) -> None:
+        """DeepSpeed's step, which would compute the norm once more, and update or not as it finds it: it gets ours."""
+        name, norm = ("_get_norm_groups", norms) if self.stage == 3 else ("scaled_global_norm", norms[0])
+        setattr(self.optimizer, name, lambda: norm)
+        self.model.step()
+        delattr(self.optimizer, name)
 
     def shards(self) -> list[Shard]:
         """See `Backend`; copies, where the optimizer's state rests on NVMe."""
-        cut = self._third if self.stage == 3 else self._flat
         if not self.on_disk():
-            return [cut(name, weight) for name, weight in self.trained]
+            return [self._weight_shard(name, weight) for name, weight in self.trained]
+        # A sub-group's flat tensors are empty while it rests on NVMe: its shards are copied while it is in memory.
         copies: dict[str, Shard] = {}
         for number in self.on_disk():
             with self._in_memory(number, keep=False):
-                copies |= {name: cut(name, weight).copied() for name, weight in self._trained_in(number)}
-        return [copies.get(name) or cut(name, weight) for name, weight in self.trained]
+                copies |= {name: self._weight_shard(name, weight).copied() for name, weight in self._trained_in(number)}
+        return [copies.get(name) or self._weight_shard(name, weight) for name, weight in self.trained]
 
-    def put_back(self, shards: list[Shard]) -> None:
+    def write_shards(self, shards: list[Shard]) -> None:
         """See `Backend`."""
-        given = {shard.name: shard for shard in shards}
+        written = {shard.name: shard for shard in shards}
         for number in self.on_disk():
             with self._in_memory(number, keep=True):
                 for name, weight in self._trained_in(number):
-                    self._third(name, weight).take(given[name])
+                    self._weight_shard(name, weight).take(written[name])
 
     def on_disk(self) -> list[int]:
         """The sub-groups of weights whose optimizer state rests on NVMe; their flat tensors are empty meanwhile."""
@@ -160,26 +178,30 @@ class Zero:
             optimizer.optimizer_swapper.writeback_optimizer_state_and_gradients(flat, keep, False)
 
     def _trained_in(self, number: int) -> list[tuple[str, Any]]:
-        position = self.optimizer.grad_position
-        return [(name, one) for name, one in self.trained if position[self.optimizer.get_param_id(one)][0] == number]
+        return [(name, weight) for name, weight in self.trained if self._position(weight)[0] == number]
 
-    def _flat(self, name: str, weight: Any) -> Shard:
-        """ZeRO 1 and 2: the weight's fragment of this rank's flat fp32 partition."""
+    def _position(self, weight: Any) -> tuple[int, int, int]:
+        """ZeRO 3: a weight's sub-group, its first element in that group's flat tensor, its elements with padding."""
+        position: tuple[int, int, int] = self.optimizer.grad_position[self.optimizer.get_param_id(weight)]
+        return position
+
+    def _weight_shard(self, name: str, weight: Any) -> Shard:
+        optimizer = self.optimizer
+        if self.stage == 3:  # an equal span on every rank, the last ones padded
+            group, offset, padded = self._position(weight)
+            start = min(self.shard_index * padded, self.shapes[name].numel())
+            count = min(padded, self.shapes[name].numel() - start)
+            return self._flat_shard(name, optimizer.fp32_partitioned_groups_flat[group], offset, count, start)
+        # 1 and 2: the fragment of the weight in this rank's flat fp32 partition, if any
         mapping = weight._hp_mapping
         if mapping is None:
             return self._shard(name, 0, {WEIGHT: torch.empty(0)}, None)
-        there, here = mapping.lp_fragment_address, mapping.hp_fragment_address
-        flat = self.optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
-        return self._cut(name, flat, here.start, there.numel, there.start)
+        in_weight, in_flat = mapping.lp_fragment_address, mapping.hp_fragment_address
+        flat = optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
+        return self._flat_shard(name, flat, in_flat.start, in_weight.numel, in_weight.start)
 
-    def _third(self, name: str, weight: Any) -> Shard:
-        """ZeRO 3: an equal run on every rank, the last ones padded."""
-        group, offset, padded = self.optimizer.grad_position[self.optimizer.get_param_id(weight)]
-        start = min(self.place * padded, self.shapes[name].numel())
-        count = min(padded, self.shapes[name].numel() - start)
-        return self._cut(name, self.optimizer.fp32_partitioned_groups_flat[group], offset, count, start)
-
-    def _cut(self, name: str, flat: torch.Tensor, offset: int, count: int, start: int) -> Shard:
+    def _flat_shard(self, name: str, flat: torch.Tensor, offset: int, count: int, start: int) -> Shard:
+        """What lies at `offset` of a flat tensor and its optimizer state: of a weight, from its element `start` on."""
         state = self.optimizer.optimizer.state.get(flat, {})
         tensors = {
             key: value.reshape(-1).narrow(0, offset, count)
@@ -190,46 +212,35 @@ class Zero:
         weight = flat.detach().reshape(-1).narrow(0, offset, count)
         return self._shard(name, start, {WEIGHT: weight, **tensors}, step)
 
-    def _shard(self, name: str, start: int, tensors: dict[str, torch.Tensor], step: float | None) -> Shard:
-        """A run of a weight, or of what tensor parallelism left of it."""
-        cut = self.tensor.cuts.get(name) if self.tensor else None
-        if cut is not None:
-            return Shard(name, cut.shape, start, tensors, step, True, cut.box)
-        return Shard(name, self.shapes[name], start, tensors, step, self.tensor is None or self.tensor.rank == 0)
-
-    def make_state(self, keys: Iterable[str], steps: dict[str, float]) -> None:
+    def init_optimizer_state(self, keys: Sequence[str], steps: dict[str, float]) -> None:
         """See `Backend`; a flat partition has one count of updates for all weights in it."""
-        inner, keys = self.optimizer.optimizer, list(keys)
-        counts = type(inner).__module__.startswith("deepspeed")  # they count in plain integers
-        step = max(steps.values())
-        for number, flat in enumerate(self._flats()):
+        inner = self.optimizer.optimizer
+        plain_count = type(inner).__module__.startswith("deepspeed")  # they count in plain integers
+        updates = max(steps.values())
+        flats = "fp32_partitioned_groups_flat" if self.stage == 3 else "single_partition_of_fp32_groups"
+        for number, flat in enumerate(getattr(self.optimizer, flats)):
             with self._in_memory(number, keep=True) if number in self.on_disk() else nullcontext():
-                count = int(step) if counts else torch.tensor(step, dtype=torch.float32, device=flat.device)
+                step = int(updates) if plain_count else torch.tensor(updates, dtype=torch.float32, device=flat.device)
                 zeros = {key: torch.zeros_like(flat, requires_grad=False) for key in keys}
-                inner.state[flat] = {"step": count, **zeros}
-
-    def _flats(self) -> list[torch.Tensor]:
-        if self.stage == 3:
-            return list(self.optimizer.fp32_partitioned_groups_flat)
-        return list(self.optimizer.single_partition_of_fp32_groups)
+                inner.state[flat] = {"step": step, **zeros}
 
 
 class TensorGroups:
     """The groups of a tensor-parallel model, by the names under which DeepSpeed asks for them (Megatron's `mpu`).
 
     Args:
-        mesh: this rank's place.
+        mesh: of all ranks.
     """
 
     def __init__(self, mesh: Mesh):
-        self.tensor, self.data = mesh.group("tp"), mesh.group("averaged")
+        self.tensor, self.data = mesh.group("tp"), mesh.group("grad_group")
 
     def get_model_parallel_group(self) -> Any:
-        """The ranks that share each cut weight."""
+        """The ranks that share each weight that is split."""
         return self.tensor
 
     def get_model_parallel_rank(self) -> int:
-        """This rank's place among them."""
+        """This rank's index among them."""
         return distributed.get_rank(self.tensor)
 
     def get_model_parallel_world_size(self) -> int:
@@ -237,11 +248,11 @@ class TensorGroups:
         return distributed.get_world_size(self.tensor)
 
     def get_data_parallel_group(self) -> Any:
-        """The ranks with the same part of the weights, over which gradients are averaged and ZeRO cuts."""
+        """The ranks with the same part of the weights, over which gradients are averaged and ZeRO shards."""
         return self.data
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's place among them."""
+        """This rank's index among them."""
         return distributed.get_rank(self.data)
 
     def get_data_parallel_world_size(self) -> int:
@@ -254,7 +265,7 @@ class TensorGroups:
 
 
 @contextmanager
-def _told(groups: TensorGroups | None) -> Iterator[None]:
+def _initialized_over(groups: TensorGroups | None) -> Iterator[None]:
     """Within it DeepSpeed is started with these groups, for which Accelerate has no word; None: over all ranks."""
     import deepspeed
 
@@ -284,7 +295,7 @@ def _fill(settings: dict[str, Any], config: TrainConfig, world: int, hidden: int
     )
     for name in ("bf16", "fp16"):
         settings[name] = {"enabled": False}
-    drop_idle(settings)
+    drop_without_effect(settings)
     zero = settings["zero_optimization"]
     sizes = {
         "reduce_bucket_size": hidden * hidden,
@@ -298,8 +309,8 @@ def _fill(settings: dict[str, Any], config: TrainConfig, world: int, hidden: int
         "eps": config.adam_epsilon,
         "weight_decay": config.weight_decay,
     }
-    chosen = settings.get("optimizer", {}).get("params", {})
-    chosen.update({name: auto[name] for name, value in chosen.items() if value == "auto" and name in auto})
+    params = settings.get("optimizer", {}).get("params", {})
+    params.update({name: auto[name] for name, value in params.items() if value == "auto" and name in auto})
 
 
 def _optimizer_device(settings: dict[str, Any]) -> str:
@@ -308,8 +319,8 @@ def _optimizer_device(settings: dict[str, Any]) -> str:
 
 def _builders(settings: dict[str, Any]) -> list[str]:
     """DeepSpeed's builders of the Adam that it will use (none for torch's), and of what reaches NVMe."""
-    device, chosen = _optimizer_device(settings), settings.get("optimizer", {})
-    own = str(chosen.get("type", "none")).lower() in ("adam", "adamw") and not chosen["params"].get("torch_adam")
+    device, optimizer = _optimizer_device(settings), settings.get("optimizer", {})
+    own = str(optimizer.get("type", "none")).lower() in ("adam", "adamw") and not optimizer["params"].get("torch_adam")
     if device == "nvme":
         return ["CPUAdamBuilder", ASYNC_IO]
     return ["CPUAdamBuilder"] if device == "cpu" else ["FusedAdamBuilder"] if own else []
@@ -330,13 +341,13 @@ def _own_swap_folder(settings: dict[str, Any]) -> FileLock | None:
     if _optimizer_device(settings) != "nvme":
         return None
     section = settings["zero_optimization"]["offload_optimizer"]
-    place = Path(section["nvme_path"])
+    disk = Path(section["nvme_path"])
     try:
-        place.mkdir(parents=True, exist_ok=True)
+        disk.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise TrainingError(f"nvme_path={place} cannot be used: {error.strerror}; name a folder on that disk") from None
-    with FileLock(place / "tunesmith.lock"):
-        for old in place.glob("tunesmith-*/"):
+        raise TrainingError(f"nvme_path={disk} cannot be used: {error.strerror}; name a folder on that disk") from None
+    with FileLock(disk / "tunesmith.lock"):
+        for old in disk.glob("tunesmith-*/"):
             if not (old / "lock").is_file():
                 continue  # a folder of the user's
             try:
@@ -344,7 +355,7 @@ def _own_swap_folder(settings: dict[str, Any]) -> FileLock | None:
             except Timeout:
                 continue
             shutil.rmtree(old, ignore_errors=True)
-        folder = Path(tempfile.mkdtemp(prefix="tunesmith-", dir=place))
+        folder = Path(tempfile.mkdtemp(prefix="tunesmith-", dir=disk))
         lock = FileLock(folder / "lock")
         lock.acquire()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -361,10 +372,13 @@ def _use_new_profile_file(settings: dict[str, Any]) -> None:
     section = settings.get("flops_profiler") or {}
     if not section.get("enabled") or not section.get("output_file"):
         return
-    named = Path(section["output_file"]).absolute()
+    wanted = Path(section["output_file"]).absolute()
     try:
-        named.parent.mkdir(parents=True, exist_ok=True)
-        for path in (named, *(named.with_name(f"{named.stem}-{number}{named.suffix}") for number in range(1, 1000))):
+        wanted.parent.mkdir(parents=True, exist_ok=True)
+        for path in (
+            wanted,
+            *(wanted.with_name(f"{wanted.stem}-{number}{wanted.suffix}") for number in range(1, 1000)),
+        ):
             with suppress(FileExistsError):
                 os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
                 break
@@ -372,10 +386,10 @@ def _use_new_profile_file(settings: dict[str, Any]) -> None:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
     except OSError as error:
         raise TrainingError(
-            f"flops_profiler.output_file={named} cannot be made: {error.strerror}; name a new file"
+            f"flops_profiler.output_file={wanted} cannot be made: {error.strerror}; name a new file"
         ) from None
-    if path != named:
-        print(f"flops_profiler.output_file={named} is there already; the profile goes to {path}", flush=True)
+    if path != wanted:
+        print(f"flops_profiler.output_file={wanted} is there already; the profile goes to {path}", flush=True)
     section["output_file"] = str(path)
 
 

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from trainers.config.fields import text_of
+from trainers.config.mistakes import Mistake
 from trainers.config.options import TrainConfig
 from trainers.run.folder import RunFolder
 from trainers.run.manifest import read_manifest
@@ -43,12 +46,12 @@ STRUCTURE = ("method", "lora_r", "lora_target_modules", "num_hidden_layers")
 def versions() -> dict[str, str]:
     """What decides a result besides the config: versions of the packages, and of this one with its code's digest."""
     names = [*PACKAGES, *(name for name in EXTRAS if importlib.util.find_spec(name) is not None)]
-    found = {name: version(name).partition("+")[0] for name in names}  # +cpu, +cu128: builds of one version
+    versions = {name: version(name).partition("+")[0] for name in names}  # +cpu, +cu128: builds of one version
     try:
         own = version("tunesmith")
     except PackageNotFoundError:
         own = "not installed"
-    return {"tunesmith": f"{own} ({code_digest()})", **found}
+    return {"tunesmith": f"{own} ({code_digest()})", **versions}
 
 
 def code_digest() -> str:
@@ -59,21 +62,21 @@ def code_digest() -> str:
     return digest.hexdigest()[:10]
 
 
-def changed_options(manifest: dict[str, Any], config: dict[str, Any]) -> dict[str, str]:
-    """Each option that has another value than when the checkpoint was saved, and a line that says so."""
+def changed_options(manifest: dict[str, Any], config: dict[str, Any]) -> list[Mistake]:
+    """Each option that has another value than when the checkpoint was saved."""
     then, step = manifest["config"], manifest["step"]
-    return {
-        name: f"{name}={_told(config[name])}, and {_told(then[name])} when the checkpoint of step {step} was saved"
-        for name in config
-        if name in then and then[name] != config[name] and name not in PLACES
-    }
+    return [
+        Mistake(name, text_of(value), f", and {text_of(then[name])} when the checkpoint of step {step} was saved")
+        for name, value in config.items()
+        if name in then and then[name] != value and name not in PLACES
+    ]
 
 
-def changed_versions(manifest: dict[str, Any], installed: dict[str, str]) -> list[str]:
-    """A line for each package of another version."""
+def changed_versions(manifest: dict[str, Any], installed: dict[str, str]) -> list[Mistake]:
+    """Each package of another version."""
     then, step = manifest["versions"], manifest["step"]
     return [
-        f"{name} is {number}, and was {then[name]} when the checkpoint of step {step} was saved"
+        Mistake("", None, f"{name} is {number}, and was {then[name]} when the checkpoint of step {step} was saved")
         for name, number in installed.items()
         if name in then and then[name] != number
     ]
@@ -81,8 +84,8 @@ def changed_versions(manifest: dict[str, Any], installed: dict[str, str]) -> lis
 
 def refusals(
     manifest: dict[str, Any], config: dict[str, Any], installed: dict[str, str], force: bool = False
-) -> list[str]:
-    """The changes with which a run must not go on from a checkpoint, a line each, with the way out.
+) -> list[Mistake]:
+    """The changes with which a run must not go on from a checkpoint, with the way out.
 
     Args:
         manifest: of the checkpoint.
@@ -91,17 +94,34 @@ def refusals(
         force: let pass all but what its tensors do not fit.
     """
     changed = changed_options(manifest, config)
-    lines = [f"{line}; its tensors do not fit: start a new run" for name, line in changed.items() if name in STRUCTURE]
+    misfits = [
+        replace(change, remedy="its tensors do not fit: start a new run")
+        for change in changed
+        if change.option in STRUCTURE
+    ]
     if force:
-        return lines
+        return misfits
     pass_by = {*FREE, *STRUCTURE, *(LENGTH if _rate_is_free_of_length(config) else ())}
-    way = f"the steps to come would be others: put it back, or {FORCE}"
-    others = [line for name, line in changed.items() if name not in pass_by] + changed_versions(manifest, installed)
-    return lines + [f"{line}; {way}" for line in others]
+    remedy = f"the steps to come would be others: put it back, or {FORCE}"
+    others = [change for change in changed if change.option not in pass_by] + changed_versions(manifest, installed)
+    return misfits + [replace(change, remedy=remedy) for change in others]
 
 
-def changes_since_save(run: RunFolder, config: TrainConfig, source: str | None) -> list[str]:
-    """A line for each change that the checkpoint to go on from cannot follow; the data is looked at by the ranks.
+def checkpoint_to_resume(source: str | None, run_dir: Path | None) -> Path | None:
+    """The folder that a run goes on from as far as this machine can tell; None for none, and for a URL.
+
+    Args:
+        source: `auto` for the newest of the run, a checkpoint's path or URL, or None.
+        run_dir: of the run; None where it is not known.
+    """
+    if source == "auto":
+        checkpoints = RunFolder(run_dir).checkpoints if run_dir else None
+        return max(checkpoints.glob("step-" + "[0-9]" * 8), default=None) if checkpoints else None
+    return None if source is None or "://" in source else Path(source).expanduser()
+
+
+def changes_since_save(run: RunFolder, config: TrainConfig, source: str | None) -> list[Mistake]:
+    """Each change that the checkpoint to go on from cannot follow; the data is looked at by the ranks.
 
     It comes before anything is written: a `config.yaml` that its checkpoints do not fit fails every later resume too.
 
@@ -110,13 +130,11 @@ def changes_since_save(run: RunFolder, config: TrainConfig, source: str | None) 
         config: its options now.
         source: `auto`, a checkpoint's path, or None for a start at step 0.
     """
-    if source == "auto":
-        newest = max(run.checkpoints.glob("step-" + "[0-9]" * 8), default=None)
-        source = str(newest) if newest else None
-    if source is None:
+    folder = checkpoint_to_resume(source, run.path)
+    if folder is None:
         return []
     try:
-        manifest = read_manifest(Path(source).expanduser())
+        manifest = read_manifest(folder)
     except ValueError:
         return []  # the ranks say what is wrong with it, and may take the one before
     return refusals(manifest, plain(config), versions(), config.force_resume)
@@ -130,10 +148,3 @@ def plain(config: TrainConfig) -> dict[str, Any]:
 def _rate_is_free_of_length(config: dict[str, Any]) -> bool:
     warms_up_by_share = bool(config["warmup_ratio"]) and not config["warmup_steps"]
     return config["lr_scheduler_type"] in ("constant", "inverse_sqrt") and not warms_up_by_share
-
-
-def _told(value: Any) -> str:
-    """A value as one would write it on the command line."""
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "none"}[value]
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.run.folder import Process, read_json, state_folder
 
 CPU = "cpu-"
@@ -101,8 +101,8 @@ def _mutex() -> Iterator[None]:
         _queue().mkdir(parents=True, exist_ok=True)
         file = open(_locks() / ".mutex", "w", encoding="utf-8")  # noqa: SIM115 - entered below
     except OSError as error:
-        way = "make it writable, or set XDG_STATE_HOME to a folder that is"
-        raise ConfigError(f"{state_folder()} cannot be written: {error.strerror}; {way}") from None
+        remedy = "make it writable, or set XDG_STATE_HOME to a folder that is"
+        raise ConfigError(f"{state_folder()} cannot be written: {error.strerror}; {remedy}") from None
     with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -140,16 +140,16 @@ def _is_held(slot: str) -> bool:
 
 def _lock_all(need: Need, holder: Holder) -> Held | None:
     """Locks everything that is needed, or nothing."""
-    named = list(need.gpus)
+    devices = list(need.gpus)
     if need.cpu_slots:
         every = cpu_slots()
         free = [slot for slot in every if not _is_held(slot)]
         count = min(need.cpu_slots, len(every))
         if len(free) < count:
             return None
-        named += free[:count]
+        devices += free[:count]
     held = Held({})
-    for slot in named:
+    for slot in devices:
         file = _try_lock(slot, holder)
         if file is None:
             held.close()
@@ -165,18 +165,18 @@ def holders() -> dict[str, dict[str, Any]]:
         return {slot: read_json(_locks() / f"{slot}.lock") or {"run": "?"} for slot in names if _is_held(slot)}
 
 
-def take_now(need: Need, holder: Holder, patience: float = 0.0) -> Held:
+def take_now(need: Need, holder: Holder, timeout: float = 0.0) -> Held:
     """Takes slots for what cannot be queued. Those that tickets wait for are not taken.
 
     Args:
         need: the slots.
         holder: for whom.
-        patience: seconds to try; the last processes of a run that was killed may need some to end.
+        timeout: seconds to try; the last processes of a run that was killed may need some to end.
 
     Raises:
         ConfigError: when one is held or waited for, with the name of who has it.
     """
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + timeout
     while True:
         with _mutex():
             waited_for = any(_clash(ticket.need, need) for ticket in live_tickets())
@@ -186,13 +186,13 @@ def take_now(need: Need, holder: Holder, patience: float = 0.0) -> Held:
         time.sleep(0.1)
     if held is None:
         raise ConfigError(
-            f"{told(need)} cannot be taken: {who_has(need) or 'a queued run waits for it'}; wait for its end, "
+            f"{describe_need(need)} cannot be taken: {who_has(need) or 'a queued run waits for it'}; wait for its end, "
             "queue this one with `tunesmith train --detach`, or pass --share_gpus true"
         )
     return held
 
 
-def told(need: Need) -> str:
+def describe_need(need: Need) -> str:
     """`GPU-1a2b…, GPU-3c4d…` or `2 CPU slots`."""
     if need.gpus:
         return ", ".join(gpu[:12] for gpu in need.gpus)
@@ -220,24 +220,24 @@ class Ticket:
         name: run id.
         run_dir: the run folder.
         need: what it waits for.
-        place: its order; lower goes first.
+        position: its order; lower goes first.
         owner: the process that waits.
     """
 
     name: str
     run_dir: str
     need: Need
-    place: int
+    position: int
     owner: Process
 
     @property
     def path(self) -> Path:
         return _queue() / f"{self.owner.pid}-{self.owner.started:.2f}.json"
 
-    def write(self, place: int) -> None:
-        """Puts it into the queue folder at `place`; called under the mutex."""
+    def write(self, position: int) -> None:
+        """Writes it to the queue folder at `position`; called under the mutex."""
         need = {"gpus": list(self.need.gpus), "cpu_slots": self.need.cpu_slots}
-        entry = {"name": self.name, "run_dir": self.run_dir, "need": need, "place": place}
+        entry = {"name": self.name, "run_dir": self.run_dir, "need": need, "place": position}
         self.path.write_text(json.dumps({**entry, "owner": self.owner.as_json()}), encoding="utf-8")
 
 
@@ -255,8 +255,8 @@ def _read_ticket(path: Path) -> Ticket | None:
 
 def _tickets() -> list[Ticket]:
     """The tickets, first in the queue first; the owner of one may be dead."""
-    found = [ticket for path in _queue().glob("*.json") if (ticket := _read_ticket(path)) is not None]
-    return sorted(found, key=lambda ticket: (ticket.place, ticket.owner.started, ticket.owner.pid))
+    read = [ticket for path in _queue().glob("*.json") if (ticket := _read_ticket(path)) is not None]
+    return sorted(read, key=lambda ticket: (ticket.position, ticket.owner.started, ticket.owner.pid))
 
 
 def live_tickets() -> list[Ticket]:
@@ -270,9 +270,9 @@ def live_tickets() -> list[Ticket]:
     return tickets
 
 
-def _clash(one: Need, two: Need) -> bool:
+def _clash(first: Need, two: Need) -> bool:
     """Whether both want the same; CPU slots are alike, so two that want some always do."""
-    return bool(set(one.gpus) & set(two.gpus)) or (one.cpu_slots > 0 and two.cpu_slots > 0)
+    return bool(set(first.gpus) & set(two.gpus)) or (first.cpu_slots > 0 and two.cpu_slots > 0)
 
 
 def enqueue(run_dir: Path, name: str, need: Need) -> Ticket:
@@ -284,7 +284,7 @@ def enqueue(run_dir: Path, name: str, need: Need) -> Ticket:
 
 
 def _end_of(tickets: Sequence[Ticket]) -> int:
-    return max((ticket.place for ticket in tickets), default=0) + 1
+    return max((ticket.position for ticket in tickets), default=0) + 1
 
 
 def try_take(ticket: Ticket) -> Held | None:
@@ -327,11 +327,11 @@ def move(run_dir: Path, places: int) -> int:
     """
     with _mutex():
         tickets = live_tickets()
-        here = _place_of(run_dir, tickets)
-        if here is None:
+        index = _place_of(run_dir, tickets)
+        if index is None:
             raise ConfigError(f"run {run_dir.name} does not wait in the queue; `tunesmith runs list` tells its state")
-        there = min(max(here + places, 0), len(tickets) - 1)
-        tickets.insert(there, tickets.pop(here))
+        there = min(max(index + places, 0), len(tickets) - 1)
+        tickets.insert(there, tickets.pop(index))
         for number, ticket in enumerate(tickets, start=1):
             ticket.write(number)
         return there + 1
@@ -340,8 +340,8 @@ def move(run_dir: Path, places: int) -> int:
 def place_of(run_dir: Path) -> int | None:
     """A run's place in the queue, counted from 1; None when it does not wait."""
     with _mutex():
-        here = _place_of(run_dir, live_tickets())
-    return None if here is None else here + 1
+        index = _place_of(run_dir, live_tickets())
+    return None if index is None else index + 1
 
 
 def _place_of(run_dir: Path, tickets: Sequence[Ticket]) -> int | None:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from trainers.config.options import ConfigError, TrainConfig
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import TrainConfig
 from trainers.run.weight_headers import Headers, base_folder, read_headers
 
 _LOG_BYTES = 2_000_000
@@ -71,15 +72,19 @@ def bytes_needed(config: TrainConfig, tensors: list[Tensor], steps: int | None) 
         steps: of the run; None where they are not known yet, so that one checkpoint is counted.
     """
     limit = config.num_hidden_layers
-    kept = [one for one in tensors if limit is None or (one.layer() or 0) < limit]
-    adapters = _adapter_weights(config, kept)
-    every = sum(math.prod(one.shape) for one in kept if one.is_text)
+    present = [tensor for tensor in tensors if limit is None or (tensor.layer() or 0) < limit]
+    adapters = _adapter_weights(config, present)
+    every = sum(math.prod(tensor.shape) for tensor in present if tensor.is_text)
     trained = every if config.method == "full" else adapters
     weight = 4.0 if config.master_weights or config.method != "full" else 2.0
     state = _ADAM_BYTES if config.optim == "adamw" else _ADAM_8BIT_BYTES
     checkpoint = trained * (weight + state)
-    whole = config.method == "full" or config.merge_adapter
-    export = sum(math.prod(one.shape) * _export_bytes(config, one) for one in kept) if whole else 4 * adapters
+    full_model = config.method == "full" or config.merge_adapter
+    export = (
+        sum(math.prod(tensor.shape) * _export_bytes(config, tensor) for tensor in present)
+        if full_model
+        else 4 * adapters
+    )
     return _LOG_BYTES + math.ceil(_checkpoints(config, steps) * checkpoint + export)
 
 
@@ -94,8 +99,10 @@ def _adapter_weights(config: TrainConfig, tensors: list[Tensor]) -> int:
     """Weights of the adapters on matrices of decoder layers."""
     ends = tuple(f"{name}.weight" for name in config.lora_target_modules)
     everywhere = config.lora_target_modules == ["all-linear"]
-    matrices = [one for one in tensors if len(one.shape) == 2 and one.is_text and one.layer() is not None]
-    return sum(config.lora_r * sum(one.shape) for one in matrices if everywhere or one.name.endswith(ends))
+    matrices = [
+        tensor for tensor in tensors if len(tensor.shape) == 2 and tensor.is_text and tensor.layer() is not None
+    ]
+    return sum(config.lora_r * sum(matrix.shape) for matrix in matrices if everywhere or matrix.name.endswith(ends))
 
 
 def _export_bytes(config: TrainConfig, tensor: Tensor) -> int:
@@ -125,7 +132,10 @@ def check_room(config: TrainConfig, tensors: list[Tensor], folder: Path, steps: 
     free, needed = disk.f_bavail * disk.f_frsize, bytes_needed(config, tensors, steps) - _written(folder)
     if free < needed:
         count = _checkpoints(config, steps)
-        raise ConfigError(
-            f"output_dir={folder}: this run needs at least {needed:,} bytes, for {count} checkpoint{'s' * (count > 1)} "
-            f"and the export, and {free:,} are free; free some, or choose another runs_dir"
+        raise ConfigError.about(
+            "output_dir",
+            folder,
+            f": this run needs at least {needed:,} bytes, for {count} checkpoint{'s' * (count > 1)} and the "
+            f"export, and {free:,} are free",
+            "free some, or choose another folder",
         )

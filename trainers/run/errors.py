@@ -5,5 +5,5 @@ class TrainingError(RuntimeError):
     """The run cannot go on; the message says why and what to do, in one sentence."""
 
 
-class GoBack(TrainingError):
-    """This attempt ends on every rank, and the next one goes on otherwise from an earlier checkpoint."""
+class RollBack(TrainingError):
+    """A loss spike: every rank ends, and the next launch goes on from an earlier checkpoint without its batches."""

@@ -12,16 +12,18 @@ import re
 import secrets
 import shutil
 import socket
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
 import psutil
 
-from trainers.config.options import ConfigError, TrainConfig
+from trainers.config.mistakes import ConfigError, Mistake
+from trainers.config.options import TrainConfig
+from trainers.run.ending import Ending
 from trainers.run.json_file import load_json
-from trainers.run.log import log_line, secrets_in
+from trainers.run.log import log_line, secrets_in, without_secrets
 from trainers.run.record import CHAT_TEMPLATE, RunRecord, not_regular
 
 __all__ = [
@@ -88,10 +90,10 @@ def new_run_id(name: str, started: float, number: int) -> str:
 def folder_identity(path: Path) -> tuple[int, int] | None:
     """What tells a folder from another one at its path: device and inode; None when none is there."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ class RunFolder:
         self.stop_request = self.path / "stop"
         self.save_request = self.path / "save"
         self.out_of_memory = self.heartbeats / "out-of-memory.json"
-        self.passed_over = self.path / "passed_over.json"
+        self.skipped_steps = self.path / "passed_over.json"
         self.chat_template = self.path / CHAT_TEMPLATE
         self.lock = self.path / ".lock"
         self.record = RunRecord(self.path)
@@ -178,9 +180,9 @@ class RunFolder:
 
     def lost(self) -> str | None:
         """What became of the folder that was kept, such as `removed`; None while it is here."""
-        if self._identity is None or (found := folder_identity(self.path)) == self._identity:
+        if self._identity is None or (current := folder_identity(self.path)) == self._identity:
             return None
-        return "removed" if found is None else "replaced by another"
+        return "removed" if current is None else "replaced by another"
 
     def refuse_lost(self) -> None:
         """Raises FileNotFoundError when the folder that was kept is no longer here."""
@@ -208,16 +210,16 @@ class RunFolder:
             self.heartbeats.mkdir(exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
         except OSError as error:
-            raise ConfigError(
-                f"output_dir={self.path} cannot be made: {error.strerror}; choose another output_dir or runs_dir"
+            raise ConfigError.about(
+                "output_dir", self.path, f"cannot be made: {error.strerror}", "choose another folder"
             ) from None
 
     def refuse_used(self) -> None:
         """Raises ConfigError when a run is here already, which must be resumed and not written over, or other files."""
         self.refuse_foreign()
         if self.exists():
-            raise ConfigError(
-                f"output_dir={self.path} holds a run; resume it with resume_from_checkpoint=auto, or use another"
+            raise ConfigError.about(
+                "output_dir", self.path, "holds a run", "resume it with resume_from_checkpoint=auto, or use another"
             )
 
     def refuse_foreign(self) -> None:
@@ -229,8 +231,8 @@ class RunFolder:
         if names and not self._began():
             listed = ", ".join(name if len(name) <= 40 else f"{name[:39]}…" for name in names[:3])
             listed += f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise ConfigError(
-                f"output_dir={self.path} is not empty and holds no run: {listed}; name a new or an empty folder"
+            raise ConfigError.about(
+                "output_dir", self.path, f"is not empty and holds no run: {listed}", "name a new or an empty folder"
             )
         if name := not_regular(self.path):
             raise ConfigError(f"{self.path / name} is not a regular file or folder; remove it")
@@ -241,14 +243,18 @@ class RunFolder:
         if not (self.path / name).exists():
             self.record.enter([f"{name}/"])
 
-    def mistakes_in(self, config: TrainConfig) -> list[str]:
+    def mistakes_in(self, config: TrainConfig) -> list[Mistake]:
         """A line when the base model lies in this folder, where the export would replace it."""
         base = os.path.expanduser(config.model_name_or_path)
         if not os.path.exists(base) or not Path(base).resolve().is_relative_to(self.path.resolve()):
             return []
         return [
-            f"model_name_or_path={config.model_name_or_path} lies in output_dir={self.path}, to which the run "
-            "exports; name another output_dir"
+            Mistake(
+                "model_name_or_path",
+                config.model_name_or_path,
+                f"lies in output_dir={self.path}, to which the run exports",
+                "name another output_dir",
+            )
         ]
 
     def machine_file(self, machine: int) -> Path:
@@ -275,23 +281,26 @@ class RunFolder:
         return file
 
     def note_failure(self, rank: int, cause: str) -> None:
-        """Leaves word of why a rank other than 0 fell, for rank 0, which writes the state."""
-        self._leave_word(self.heartbeats / f"rank-{rank}.json", rank=rank, section="failed", cause=cause)
+        """Records why a non-zero rank failed; rank 0 copies it into the state file."""
+        path = self.heartbeats / f"rank-{rank}.json"
+        self._write_note(path, rank=rank, section="failed", cause=without_secrets(cause))
 
     def note_out_of_memory(self, rank: int) -> None:
-        """Leaves word that memory ran out on a rank, and in which section: a smaller batch may fit."""
+        """Records that memory ran out on a rank, and in which section: a smaller batch may fit."""
         beat = read_json(self.heartbeats / f"rank-{rank}.json") or {}
-        self._leave_word(self.out_of_memory, rank=rank, section=beat.get("section"))
+        self._write_note(self.out_of_memory, rank=rank, section=beat.get("section"))
 
-    def _leave_word(self, path: Path, **facts: Any) -> None:
+    def _write_note(self, path: Path, **facts: Any) -> None:
         with contextlib.suppress(FileNotFoundError):  # the run folder was removed, and is not to come back
             self.refuse_lost()
             write_json(path, {**facts, "time": now()})
 
     def noted_failure(self) -> str | None:
-        """What a fallen rank left word of."""
+        """What `note_failure` recorded, with the rank that failed; None without one."""
         notes = (read_json(path) or {} for path in sorted(self.heartbeats.glob("rank-*.json")))
-        return next((f"rank {one['rank']}: {one['cause']}" for one in notes if one.get("section") == "failed"), None)
+        return next(
+            (f"rank {note['rank']}: {note['cause']}" for note in notes if note.get("section") == "failed"), None
+        )
 
     def read_state(self) -> dict[str, Any] | None:
         """What the state file says, unchecked; None when there is none."""
@@ -312,27 +321,30 @@ class RunFolder:
         write_json(self.state_file, state)
         return state
 
-    def end(self, state: str, cause: str | None, by_supervisor: bool, **more: Any) -> None:
-        """How the run ended, from its rank 0.
+    def end(self, ending: Ending, by_supervisor: bool) -> None:
+        """Writes how the run ended, on its rank 0.
 
         A supervisor publishes it once no process lives and the GPUs are free: till then it is the key `ending`, and a
         run that came to its end by itself is not said to be stopping.
 
         Args:
-            state: an end state.
-            cause: why, in one sentence.
+            ending: its cause is written without secrets.
             by_supervisor: whether the run was started by one; when that is dead, the end is published here.
-            more: further keys, such as `step` and `export_dir`.
         """
-        ending = {"state": state, "cause": cause, **more}
-        supervised = by_supervisor and any(one.role == "supervisor" and one.alive() for one in self.processes())
-        waiting = {"ending": ending} if state == "done" else {"state": "stopping", "ending": ending}
-        self.write_state(**(waiting if supervised else ending))
+        ending = replace(ending, cause=ending.cause and without_secrets(ending.cause))
+        if not by_supervisor or not any(
+            process.role == "supervisor" and process.alive() for process in self.processes()
+        ):
+            self.write_state(**ending.published())
+        elif ending.state == "done":
+            self.write_state(ending=ending.as_json())
+        else:
+            self.write_state(state="stopping", ending=ending.as_json())
 
     def processes(self) -> list[Process]:
         """The processes that the state file names."""
-        named = (self.read_state() or {}).get("processes") or []
-        return [Process(**entry) for entry in named]
+        entries = (self.read_state() or {}).get("processes") or []
+        return [Process(**entry) for entry in entries]
 
     def ask_stop(self, save: bool = True) -> None:
         """Asks the ranks to stop at the next step; asking twice is the same.
@@ -361,14 +373,14 @@ class RunFolder:
         for path in self.checkpoints.glob("step-*.tmp-*"):
             shutil.rmtree(path, ignore_errors=True)
 
-    def write_passed_over(self, steps: list[int]) -> None:
-        """Leaves word for the attempt to come of the steps (from 1) whose batches it must not train on."""
+    def write_skipped_steps(self, steps: list[int]) -> None:
+        """Records the steps (from 1) whose batches the next attempt must not train on."""
         self.refuse_lost()
-        write_json(self.passed_over, {"steps": steps})
+        write_json(self.skipped_steps, {"steps": steps})
 
-    def read_passed_over(self) -> list[int]:
-        """What `write_passed_over` left."""
-        steps = (read_json(self.passed_over) or {}).get("steps")
+    def read_skipped_steps(self) -> list[int]:
+        """What `write_skipped_steps` recorded; empty without a record."""
+        steps = (read_json(self.skipped_steps) or {}).get("steps")
         return [step for step in steps if isinstance(step, int)] if isinstance(steps, list) else []
 
     def ask_save(self) -> None:
@@ -378,10 +390,10 @@ class RunFolder:
 
     def take_save_request(self) -> bool:
         """Whether a save was asked for since the last look. For rank 0 alone."""
-        asked = self.save_request.exists() and not self.lost()
-        if asked:
+        requested = self.save_request.exists() and not self.lost()
+        if requested:
             self.save_request.unlink(missing_ok=True)
-        return asked
+        return requested
 
 
 def state_folder() -> Path:

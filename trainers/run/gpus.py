@@ -51,12 +51,12 @@ def find_gpus() -> list[Gpu]:
     except pynvml.NVMLError:
         return []
     try:
-        found = [_describe(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        gpus = [_describe(index) for index in range(pynvml.nvmlDeviceGetCount())]
     except pynvml.NVMLError:
         return []
     finally:
         pynvml.nvmlShutdown()
-    return visible(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return visible(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def _describe(index: int) -> Gpu:
@@ -70,7 +70,7 @@ def _describe(index: int) -> Gpu:
     return Gpu(index, uuid, name, int(memory.total), int(memory.used), busy)
 
 
-def visible(found: Sequence[Gpu], variable: str | None) -> list[Gpu]:
+def visible(gpus: Sequence[Gpu], variable: str | None) -> list[Gpu]:
     """The GPUs that CUDA_VISIBLE_DEVICES leaves; like CUDA it reads the list up to its first bad entry.
 
     Args:
@@ -78,14 +78,14 @@ def visible(found: Sequence[Gpu], variable: str | None) -> list[Gpu]:
         variable: the variable's value: indices or (the beginnings of) UUIDs; None when it is not set.
     """
     if variable is None:
-        return list(found)
-    kept: list[Gpu] = []
+        return list(gpus)
+    selected: list[Gpu] = []
     for word in (part.strip() for part in variable.split(",")):
-        match = [gpu for gpu in found if word == str(gpu.index) or (word[:4] == "GPU-" and gpu.uuid.startswith(word))]
-        if len(match) != 1 or match[0] in kept:
+        match = [gpu for gpu in gpus if word == str(gpu.index) or (word[:4] == "GPU-" and gpu.uuid.startswith(word))]
+        if len(match) != 1 or match[0] in selected:
             break
-        kept += match
-    return kept
+        selected += match
+    return selected
 
 
 def gpu_count() -> int:
@@ -98,7 +98,7 @@ def gpu_count() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return total
-    return min(total, len([one for one in visible.split(",") if one.strip() not in ("", "-1")]))
+    return min(total, len([index for index in visible.split(",") if index.strip() not in ("", "-1")]))
 
 
 def capability() -> tuple[int, int]:
@@ -106,6 +106,6 @@ def capability() -> tuple[int, int]:
     try:
         pynvml.nvmlInit()
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return min((tuple(pynvml.nvmlDeviceGetCudaComputeCapability(one)) for one in handles), default=(0, 0))
+        return min((tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)) for handle in handles), default=(0, 0))
     except pynvml.NVMLError:
         return (0, 0)

@@ -25,7 +25,7 @@ def total(root: Path = Path("/")) -> int:
 
 def _groups(root: Path) -> list[tuple[int, int]]:
     """Limit and use of the groups that this process is in, and of those around them: version 1 and 2."""
-    found = []
+    limits = []
     with contextlib.suppress(OSError, ValueError):
         for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)
@@ -39,8 +39,8 @@ def _groups(root: Path) -> list[tuple[int, int]]:
             # In a container the group's own path may not be there: its root is then the group.
             for folder in (inner, *inner.parents):
                 if folder.is_relative_to(base) and (group := _group(folder, *names)) is not None:
-                    found.append(group)
-    return found
+                    limits.append(group)
+    return limits
 
 
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")

@@ -17,8 +17,8 @@ def child_environment(outer: Mapping[str, str], root: str | None = None) -> dict
         outer: environment to extend.
         root: folder to import from before any other.
     """
-    named = [path for path in outer.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(path)]
-    paths = os.pathsep.join([*([root] if root else []), *named])
+    absolute = [path for path in outer.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(path)]
+    paths = os.pathsep.join([*([root] if root else []), *absolute])
     environment = {name: value for name, value in outer.items() if name != "PYTHONPATH"}
     return {**environment, "PYTHONSAFEPATH": "1", **({"PYTHONPATH": paths} if paths else {})}
 

@@ -15,7 +15,8 @@ from typing import NoReturn
 
 import psutil
 
-from trainers.config.options import ConfigError, TrainConfig, absolute_paths
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import TrainConfig, absolute_paths
 from trainers.config.parse import dump_yaml
 from trainers.run.folder import Process, RunFolder, new_run_id, write_atomic
 from trainers.strategy.strategy import Strategy, from_launcher, resolve
@@ -79,7 +80,7 @@ def check_one_root() -> None:
             continue
         spec = find_spec(name)
         places = list(spec.submodule_search_locations or []) if spec else []
-        roots = {Path(place).resolve().parent for place in places}
+        roots = {Path(location).resolve().parent for location in places}
         if roots and ROOT not in roots:
             raise ConfigError(
                 f"{name} comes from {roots.pop()} and trainers from {ROOT}; "
@@ -102,10 +103,9 @@ def open_run(config: TrainConfig, launch: Launch) -> RunFolder:
     used = run.exists()
     # On another machine than the first, whose ranks decide alone: they may have written their first state already.
     other = os.environ.get("GROUP_RANK", "0") != "0"
-    mine = (
-        launch.supervised or other or any(one.role == "launcher" and one == launch.launcher for one in run.processes())
-    )
-    if used and not mine and not _resumes(config, run):
+    launchers = [process for process in run.processes() if process.role == "launcher"]
+    our_launch = launch.supervised or other or launch.launcher in launchers
+    if used and not our_launch and not _resumes(config, run):
         run.refuse_used()
     if mistakes := run.mistakes_in(config):
         raise ConfigError(mistakes)
@@ -149,18 +149,18 @@ def write_run_files(run: RunFolder, config: TrainConfig, strategy: Strategy) -> 
 
 def asked_strategy(launch: Launch, config: TrainConfig) -> Strategy:
     """The launcher's strategy, resolved with the config's precision."""
-    given = launch.strategy
-    return resolve(given, given.num_processes, config.mixed_precision, config.pp_size, config.pp_schedule)
+    strategy = launch.strategy
+    return resolve(strategy, strategy.num_processes, config.mixed_precision, config.pp_size, config.pp_schedule)
 
 
-def give_way(seconds: float = 30.0) -> None:
+def wait_for_rank0(seconds: float = 30.0) -> None:
     """Lets rank 0, which meets the same error, report it: waits until the launcher ends this rank."""
     if rank_of_environment() > 0:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         signal.sigtimedwait([signal.SIGTERM], seconds)
 
 
-def leave(status: int) -> NoReturn:
+def exit_now(status: int) -> NoReturn:
     """Ends this process, once all that is registered for its end has run.
 
     Python's own way out takes thousands of modules apart first: one to four seconds in which the run is not over.

@@ -34,7 +34,7 @@ def without_secrets(text: str) -> str:
     return text
 
 
-def log_line(who: str, text: str, hidden: Sequence[str] = ()) -> str:
+def log_line(source: str, text: str, hidden: Sequence[str] = ()) -> str:
     """One line of `log.txt`: time, who printed it (`rank 0`, `launcher`), text with secrets taken out.
 
     Args:
@@ -45,10 +45,10 @@ def log_line(who: str, text: str, hidden: Sequence[str] = ()) -> str:
     text = text.rstrip("\r\n").rpartition("\r")[2]
     for value in hidden:
         text = text.replace(value, "***")
-    return f"{datetime.now(UTC).isoformat(timespec='milliseconds')} [{who}] {text}\n"
+    return f"{datetime.now(UTC).isoformat(timespec='milliseconds')} [{source}] {text}\n"
 
 
-def start_tee(log: Path, who: str, echo: bool) -> TextIO:
+def start_tee(log: Path, source: str, echo: bool) -> TextIO:
     """From now on everything that this process prints goes to `log` too.
 
     Args:
@@ -60,7 +60,7 @@ def start_tee(log: Path, who: str, echo: bool) -> TextIO:
         The standard error from before, for progress bars, which have no place in a log.
     """
     before = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="replace")
-    command = [sys.executable, "-I", "-S", str(Path(__file__).resolve()), str(log), who, "echo" if echo else "quiet"]
+    command = [sys.executable, "-I", "-S", str(Path(__file__).resolve()), str(log), source, "echo" if echo else "quiet"]
     # A session of its own: a signal to the rank's process group must not end the copying first.
     tee = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     assert tee.stdin is not None
@@ -74,14 +74,14 @@ def start_tee(log: Path, who: str, echo: bool) -> TextIO:
     return before
 
 
-def main(log: str, who: str, echo: str) -> None:
+def main(log: str, source: str, echo: str) -> None:
     """Copies standard input until it ends; signals are for the rank, not for its log."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     hidden = secrets_in(os.environ)
     handle = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     while line := sys.stdin.buffer.readline(LONGEST_LINE):
-        text = log_line(who, line.decode("utf-8", "replace"), hidden)
+        text = log_line(source, line.decode("utf-8", "replace"), hidden)
         with contextlib.suppress(OSError):  # a full disk must not end the run through its log
             os.write(handle, text.encode())
         if echo == "echo":

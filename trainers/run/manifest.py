@@ -28,7 +28,7 @@ class Progress:
         best_step, best_score, best_results: the best evaluation so far.
         stale_evaluations: evaluations since the best one.
         loss_scale: state of fp16's gradient scaler.
-        passed_over: steps (from 1) without an update: their numbers, or their batches, were bad.
+        skipped_steps: steps (from 1) without an update: their numbers, or their batches, were bad.
         recent_losses: those that the next one is held against.
     """
 
@@ -40,8 +40,13 @@ class Progress:
     best_results: dict[str, float] = field(default_factory=dict)
     stale_evaluations: int = 0
     loss_scale: dict[str, Any] | None = None
-    passed_over: list[int] = field(default_factory=list)
+    skipped_steps: list[int] = field(default_factory=list)
     recent_losses: list[float] = field(default_factory=list)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Progress:
+        """Reads what a manifest holds; in older ones `skipped_steps` is called `passed_over`."""
+        return cls(**{"skipped_steps" if name == "passed_over" else name: value for name, value in values.items()})
 
 
 @dataclass(frozen=True)
@@ -118,8 +123,8 @@ def verify(folder: Path) -> dict[str, Any]:
         ValueError: naming the first file that is missing, of another size, or of another content.
     """
     manifest = read_manifest(folder)
-    named = re.fullmatch(r"step-(\d{8})(\.tmp-\w+)?", folder.name)
-    if named and int(named[1]) != manifest["step"]:
+    match = re.fullmatch(r"step-(\d{8})(\.tmp-\w+)?", folder.name)
+    if match and int(match[1]) != manifest["step"]:
         raise ValueError(f"it is named after another step than that of its manifest, {manifest['step']}")
     for name, expected in manifest["files"].items():
         path = folder / name

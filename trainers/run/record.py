@@ -16,7 +16,7 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path, PurePath
 
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 
 RECORD = ".written.jsonl"
 CHAT_TEMPLATE = "chat_template.json"
@@ -157,29 +157,29 @@ def not_regular(folder: Path) -> str | None:
 
 def _files_below(folder: Path) -> list[tuple[str, str]]:
     """Folder and name of everything below that is no folder; a link to a folder is one of them, and not followed."""
-    found = []
+    paths = []
     for base, folders, files in os.walk(folder):
         links = [name for name in folders if os.path.islink(os.path.join(base, name))]
-        found += [(base, name) for name in (*files, *links)]
-    return found
+        paths += [(base, name) for name in (*files, *links)]
+    return paths
 
 
 def _is_fixed(path: PurePath) -> bool:
     """Whether a file is one that every run may write, or what is left of one that was being written."""
     top, name = path.parts[0], path.name
     half = _HALF_WRITTEN.fullmatch(name)
-    whole = half[1] if half else name
+    original = half[1] if half else name
     if len(path.parts) == 1:
-        return whole in FILES
+        return original in FILES
     if top == "heartbeat":
-        return len(path.parts) == 2 and bool(_HEARTBEAT.fullmatch(whole))
+        return len(path.parts) == 2 and bool(_HEARTBEAT.fullmatch(original))
     if top != "checkpoints":
         return False
     if _UNFINISHED.fullmatch(path.parts[1]):
         return True
     if not _CHECKPOINT.fullmatch(path.parts[1]):
         return False
-    return len(path.parts) == 2 or (len(path.parts) == 3 and bool(_CHECKPOINT_FILE.fullmatch(whole)))
+    return len(path.parts) == 2 or (len(path.parts) == 3 and bool(_CHECKPOINT_FILE.fullmatch(original)))
 
 
 def _is_entered(path: PurePath, entries: set[str]) -> bool:
@@ -191,4 +191,4 @@ def _is_own_folder(path: PurePath, entries: set[str]) -> bool:
     if path.parts[0] == "checkpoints" and len(path.parts) > 1:
         return bool(_CHECKPOINT.fullmatch(path.parts[1]) or _UNFINISHED.fullmatch(path.parts[1]))
     below = f"{path}/"
-    return str(path) in FOLDERS or _is_entered(path / "x", entries) or any(one.startswith(below) for one in entries)
+    return str(path) in FOLDERS or _is_entered(path / "x", entries) or any(entry.startswith(below) for entry in entries)

@@ -7,12 +7,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-from trainers.config.options import EMBEDDED, ConfigError, TrainConfig
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.embedded import BASE_DIR
 from trainers.run.json_file import MAX_BYTES, load_json, open_file, parse_json
 
 Headers = dict[str, tuple[str, list[int]]]
 """Name to dtype, as safetensors writes it, and shape."""
+ADAPTER_AS_MODEL = "holds an adapter, not a full model; merge it, use its base model, or resume the run that trained it"
+"""The problem with such a folder, as a part of a Mistake."""
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
@@ -32,12 +35,12 @@ def read_header(path: Path) -> dict[str, Any]:
     try:
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         ends = [entry["data_offsets"] for entry in entries.values()]
-        whole = all(0 <= start <= end for start, end in ends) and max(end for _, end in ends) + 8 + length == size
-        whole = whole and all(isinstance(entry["dtype"], str) and math.prod(entry["shape"]) >= 0
+        valid = all(0 <= start <= end for start, end in ends) and max(end for _, end in ends) + 8 + length == size
+        valid = valid and all(isinstance(entry["dtype"], str) and math.prod(entry["shape"]) >= 0
                               for entry in entries.values())  # fmt: skip
     except (ValueError, KeyError, TypeError, AttributeError):
-        whole = False
-    if not whole:
+        valid = False
+    if not valid:
         raise ValueError(f"{path.name} is damaged or cut short")
     return entries
 
@@ -51,8 +54,11 @@ def read_headers(folder: Path) -> Headers:
     try:
         entries = [entry for path in _files(folder) for entry in read_header(path).items()]
     except _DAMAGE as error:
-        raise ConfigError(
-            f"model_name_or_path={folder}: its weight files are not whole ({error}); download or save the model again"
+        raise ConfigError.about(
+            "model_name_or_path",
+            folder,
+            f": its weight files are not whole ({error})",
+            "download or save the model again",
         ) from None
     return {name: (entry["dtype"], entry["shape"]) for name, entry in entries}
 
@@ -78,8 +84,8 @@ def cached_folder(config: TrainConfig) -> Path | None:
 
     name, revision = config.model_name_or_path, config.model_revision
     try:
-        found = try_to_load_from_cache(name, "config.json", revision=revision)
-        folder = Path(found).parent if isinstance(found, str) else None
+        cached = try_to_load_from_cache(name, "config.json", revision=revision)
+        folder = Path(cached).parent if isinstance(cached, str) else None
         files = _files(folder) if folder is not None else []
     except _DAMAGE:  # a name that the Hub does not allow, or an index that is not whole
         return None
@@ -87,11 +93,26 @@ def cached_folder(config: TrainConfig) -> Path | None:
 
 
 def hub_headers(config: TrainConfig) -> Headers | None:
-    """Headers of weight files on the Hub, of which nothing else is fetched; None where that does not work."""
-    from huggingface_hub import HfApi
+    """Headers of weight files on the Hub, of which nothing else is fetched; None where the Hub does not answer.
 
+    Raises:
+        ConfigError: when a file is damaged, or one that the index names is not there.
+    """
+    from huggingface_hub import HfApi, errors
+
+    name = config.model_name_or_path
     try:
-        files = HfApi().get_safetensors_metadata(config.model_name_or_path, revision=config.model_revision)
+        files = HfApi().get_safetensors_metadata(name, revision=config.model_revision)
+    except (errors.SafetensorsParsingError, errors.EntryNotFoundError, ValueError, TypeError, AttributeError) as error:
+        if isinstance(error, errors.LocalEntryNotFoundError):  # the index was not fetched
+            return None
+        problem = str(error).strip().partition("\n")[0][:200]
+        if isinstance(error, errors.RemoteEntryNotFoundError):
+            problem = f"{str(error.response.url).rpartition('/')[2]} is missing"
+        raise ConfigError(
+            f"model_name_or_path={name}: its weight files on the Hub are not whole ({problem}); use another "
+            "revision or model"
+        ) from None
     except Exception:  # no network shows itself in the exceptions of several libraries; the start reads the files
         return None
     return {

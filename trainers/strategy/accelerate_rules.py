@@ -6,36 +6,34 @@ What single keys may hold is in `trainers/strategy/accelerate_schema.py`, what a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError, Mistake
 from trainers.strategy.accelerate_schema import (
-    DEEPSPEED,
-    FLAGS_ONLY,
-    FSDP,
-    MEGATRON_WAY,
+    MEGATRON_PROBLEM,
     NOT_BESIDE_FILE,
-    ONLY_FSDP1,
-    ONLY_FSDP2,
-    PARALLELISM,
-    TOP,
-    key_mistakes,
+    SECTIONS,
+    AccelerateConfig,
+    DeepSpeedConfig,
+    FsdpConfig,
 )
-from trainers.strategy.deepspeed_schema import JSON, json_mistakes, read_json, zero_plus
-from trainers.strategy.mesh import AXES, combination_mistakes, data_axis, fitted
+from trainers.strategy.deepspeed_rules import parse_json, read_json
+from trainers.strategy.deepspeed_schema import ZeroOptimization
+from trainers.strategy.mesh import AXES, MeshSizes, combination_mistakes, data_axis, fitted, size_option
+from trainers.strategy.schema import parse, shortened
 
 TYPES = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
+MESH_TYPES = ("FSDP", "MULTI_GPU", "DEEPSPEED")
+_TYPES_OF = {"fsdp_config": ("FSDP",), "deepspeed_config": ("DEEPSPEED",), "parallelism_config": MESH_TYPES}
 SCALED_TYPES = ("NO", "MULTI_GPU")  # the ones under which the training script scales the loss for fp16
-FP16_WAY = "mixed_precision=fp16 needs loss scaling, which is only done under single and ddp; use bf16"
-_SECTIONS = {
-    "fsdp_config": (FSDP, ("FSDP",)),
-    "deepspeed_config": (DEEPSPEED, ("DEEPSPEED",)),
-    "parallelism_config": (PARALLELISM, ("FSDP", "MULTI_GPU", "DEEPSPEED")),
-}
+FP16_UNSCALED = Mistake(
+    "mixed_precision", "fp16", "needs loss scaling, which is only done under single and ddp", "use bf16"
+)
 
 
-def check(values: dict[str, Any], pp_size: int = 1) -> list[str]:
-    """Every mistake in an Accelerate config, a line each; those of single keys hide those of the whole.
+def check(values: dict[str, Any], pp_size: int = 1) -> list[Mistake]:
+    """Every mistake in an Accelerate config; those of single keys hide those of the whole.
 
     Reads the DeepSpeed JSON that the config names.
 
@@ -43,287 +41,267 @@ def check(values: dict[str, Any], pp_size: int = 1) -> list[str]:
         values: as they were read.
         pp_size: pipeline stages, for which Accelerate has no key.
     """
-    mistakes = [
-        f"{key} is a flag of `accelerate launch` and no key of its YAML; pass --{key} {values[key]}"
-        for key in FLAGS_ONLY
-        if key in values
-    ]
-    mistakes += key_mistakes({key: value for key, value in values.items() if key not in FLAGS_ONLY}, TOP, "")
-    for name, (keys, _) in _SECTIONS.items():
-        section = values.get(name)
-        if isinstance(section, dict):
-            misplaced = _json_keys(section) if name == "deepspeed_config" else {}
-            mistakes += misplaced.values()
-            mistakes += key_mistakes({key: section[key] for key in section if key not in misplaced}, keys, name)
-    return mistakes or _check_whole(values, pp_size)
-
-
-def _json_keys(inline: dict[str, Any]) -> dict[str, str]:
-    """A line for each key of a DeepSpeed JSON that was written into the YAML, where Accelerate passes over it."""
-    return {
-        key: f"deepspeed_config.{key} is a key of a DeepSpeed JSON, and Accelerate ignores it here; "
-        "write it into a JSON file and name that in deepspeed_config_file"
-        for key in inline
-        if key in JSON and key not in DEEPSPEED
-    }
-
-
-def _check_whole(values: dict[str, Any], pp_size: int) -> list[str]:
-    kind = values.get("distributed_type")
-    mistakes = _check_common(values)
-    for name, (_, kinds) in _SECTIONS.items():
-        if values.get(name) and kind in TYPES and kind not in kinds:
-            mistakes.append(f"{name} under distributed_type={kind} is ignored; write {kinds[0]}, or remove {name}")
+    try:
+        config = parse(AccelerateConfig, values)
+    except ConfigError as error:
+        return error.mistakes
+    kind = config.distributed_type
+    mistakes = [*_type_mistakes(config), *_process_mistakes(config), *_precision_mistakes(config)]
     if kind == "FSDP":
-        mistakes += _check_fsdp(values, values.get("fsdp_config") or {})
-    if kind in _SECTIONS["parallelism_config"][1] or (kind in TYPES and pp_size > 1):
-        mistakes += _check_mesh(values, pp_size)
+        mistakes += _fsdp_mistakes(config)
+    if kind in MESH_TYPES or (kind in TYPES and pp_size > 1):
+        mistakes += _mesh_mistakes(config, mesh_sizes(values), pp_size)
     if kind == "DEEPSPEED":
-        mistakes += _check_deepspeed(values, values.get("deepspeed_config") or {})
+        mistakes += _deepspeed_mistakes(config)
     return mistakes
-
-
-def _check_common(values: dict[str, Any]) -> list[str]:
-    kind, processes = values.get("distributed_type"), values.get("num_processes")
-    machines, precision = values.get("num_machines") or 1, values.get("mixed_precision")
-    rank, port = values.get("machine_rank") or 0, values.get("main_process_port")
-    rules = {
-        f"distributed_type is missing; write 'NO', {', '.join(TYPES[1:])}": kind is None,
-        "distributed_type=MULTI_CPU starts one process without mpirun; write MULTI_GPU, which runs on gloo here": (
-            kind == "MULTI_CPU"
-        ),
-        f"distributed_type={kind} is not supported; use {', '.join(TYPES)}": (
-            kind not in (None, "MULTI_CPU", "MEGATRON_LM", *TYPES)
-        ),
-        f"distributed_type=MEGATRON_LM: {MEGATRON_WAY}": kind == "MEGATRON_LM",
-        "num_processes is missing; write how many processes the run has": processes is None,
-        f"num_processes={processes} must be at least 1": processes is not None and processes < 1,
-        f"distributed_type='NO' is one process, num_processes={processes}; write MULTI_GPU or num_processes: 1": (
-            kind == "NO" and (processes or 1) > 1
-        ),
-        f"distributed_type=MULTI_GPU with num_processes={processes}; write 'NO', or at least 2 processes": (
-            kind == "MULTI_GPU" and processes == 1
-        ),
-        f"num_processes={processes} does not divide by num_machines={machines}; use as many on each machine": (
-            bool(processes) and (machines < 1 or (processes or 1) % max(machines, 1) != 0)
-        ),
-        f"machine_rank={rank} with num_machines={machines}: ranks count from 0, so that the last one is "
-        f"{machines} - 1 = {machines - 1}; write 0 to {machines - 1}": machines >= 1 and not 0 <= rank < machines,
-        f"main_process_port={port!r} is no port; write a whole number, as 29500": (
-            isinstance(port, str) and not (port.isascii() and port.isdigit())
-        ),
-        f"compute_environment={values.get('compute_environment')} is not supported; write LOCAL_MACHINE": (
-            values.get("compute_environment") not in (None, "LOCAL_MACHINE")
-        ),
-        f"mixed_precision={precision} is no precision; use no, fp16 or bf16": (
-            precision not in (None, "no", "fp16", "bf16", "fp8")
-        ),
-        "mixed_precision=fp8 is chosen in the config; remove it and pass --mixed_precision fp8": precision == "fp8",
-        FP16_WAY: precision == "fp16" and kind in TYPES and kind not in SCALED_TYPES,
-        "tpu_use_cluster=true is not supported; remove it": bool(values.get("tpu_use_cluster")),
-    }
-    return [line for line, applies in rules.items() if applies]
-
-
-def _check_fsdp(values: dict[str, Any], fsdp: dict[str, Any]) -> list[str]:
-    if not fsdp:
-        return ["distributed_type=FSDP without fsdp_config; write one, as in accelerate_configs/fsdp2.yaml"]
-    version, policy = fsdp.get("fsdp_version"), fsdp.get("fsdp_auto_wrap_policy")
-    rules = {
-        "fsdp_config.fsdp_version is missing, and Accelerate would take 1; write 2 (or 1)": version is None,
-        "fsdp_config.fsdp_auto_wrap_policy is missing, and the whole model would be gathered at once; "
-        "write TRANSFORMER_BASED_WRAP (or NO_WRAP if that is meant)": policy is None,
-        "fsdp_config.fsdp_cpu_ram_efficient_loading is missing, and `accelerate launch` would take true; "
-        "write false, or true to load on rank 0 alone": "fsdp_cpu_ram_efficient_loading" not in fsdp,
-        "fsdp_config.fsdp_auto_wrap_policy=SIZE_BASED_WRAP needs a size; write fsdp_min_num_params": (
-            policy == "SIZE_BASED_WRAP" and "fsdp_min_num_params" not in fsdp
-        ),
-        f"fsdp_config.fsdp_min_num_params is ignored under {policy}; remove it, or write SIZE_BASED_WRAP": (
-            policy in ("TRANSFORMER_BASED_WRAP", "NO_WRAP") and "fsdp_min_num_params" in fsdp
-        ),
-        f"fsdp_config.fsdp_transformer_layer_cls_to_wrap is ignored under {policy}; "
-        "remove it, or write TRANSFORMER_BASED_WRAP": (
-            policy in ("SIZE_BASED_WRAP", "NO_WRAP") and "fsdp_transformer_layer_cls_to_wrap" in fsdp
-        ),
-    }
-    mistakes = [line for line, applies in rules.items() if applies]
-    mistakes += _other_version(fsdp, 2, ONLY_FSDP1) + _check_reshard2(fsdp) if version == 2 else []
-    return mistakes + (_check_reshard1(fsdp) + _check_fsdp1(values, fsdp) if version == 1 else [])
-
-
-def _check_reshard2(fsdp: dict[str, Any]) -> list[str]:
-    """Version 2 takes a flag; Accelerate stops at the words of version 1."""
-    value = fsdp.get("fsdp_reshard_after_forward")
-    if not isinstance(value, str):
-        return []
-    way = {"FULL_SHARD": "write true", "SHARD_GRAD_OP": "write false"}.get(value, "write true or false, or use hsdp")
-    return [f"fsdp_config.fsdp_reshard_after_forward={value} is a word of fsdp_version=1; {way}"]
-
-
-def _check_reshard1(fsdp: dict[str, Any]) -> list[str]:
-    """Version 1 never reads the key, as the launcher always sets a sharding strategy; the same word is harmless."""
-    value, sharding = fsdp.get("fsdp_reshard_after_forward"), fsdp.get("fsdp_sharding_strategy", "FULL_SHARD")
-    if not isinstance(value, str):
-        return _other_version(fsdp, 1, ONLY_FSDP2)
-    line = f"fsdp_config.fsdp_reshard_after_forward={value} is ignored under fsdp_version=1"
-    return [f"{line}; write fsdp_sharding_strategy: {value}"] if value != sharding else []
-
-
-def _other_version(fsdp: dict[str, Any], version: int, other: dict[str, str]) -> list[str]:
-    """Keys of the other FSDP version, which Accelerate passes over."""
-    return [
-        f"fsdp_config.{key} is ignored under fsdp_version={version}; "
-        + (f"write {instead}" if instead else "remove the line")
-        for key, instead in other.items()
-        if key in fsdp
-    ]
-
-
-def _check_fsdp1(values: dict[str, Any], fsdp: dict[str, Any]) -> list[str]:
-    sharding, processes = fsdp.get("fsdp_sharding_strategy", "FULL_SHARD"), values.get("num_processes")
-    rules = {
-        "fsdp_config.fsdp_use_orig_params=false cannot hold frozen beside trained weights, nor say their names; "
-        "write true": fsdp.get("fsdp_use_orig_params") is False,
-        "fsdp_config.fsdp_cpu_ram_efficient_loading=true with fsdp_sync_module_states=false: "
-        "only rank 0 would have the weights; write fsdp_sync_module_states: true": (
-            fsdp.get("fsdp_cpu_ram_efficient_loading") is True and fsdp.get("fsdp_sync_module_states") is False
-        ),
-        f"fsdp_config.fsdp_sharding_strategy={sharding} takes its groups from the machines, and this is one; "
-        "use the hsdp strategy": "HYBRID" in sharding and (values.get("num_machines") or 1) < 2,
-        f"fsdp_version=1 with num_processes=1 turns {sharding} into NO_SHARD; use fsdp_version: 2, or single": (
-            processes == 1 and sharding != "NO_SHARD"
-        ),
-    }
-    return [line for line, applies in rules.items() if applies]
 
 
 def mesh_sizes(values: dict[str, Any]) -> dict[str, int]:
     """Sizes of the device mesh by axis, but for pp, as written; empty when the config has none."""
     written = values.get("parallelism_config") or {}
-    return {axis: int(written[key]) for axis in AXES if (key := axis_key(axis)) in written}
+    return {axis: int(written[key]) for axis in AXES if (key := size_option(axis)) in written}
 
 
-def axis_key(axis: str) -> str:
-    """Accelerate's key for the size of an axis of its mesh."""
-    return f"parallelism_config_{axis}_size"
-
-
-def _check_mesh(values: dict[str, Any], pp_size: int) -> list[str]:
-    written, processes, kind = mesh_sizes(values), values.get("num_processes"), str(values["distributed_type"])
-    if (not written and pp_size == 1) or processes is None:
-        return []
-    stages = {"pp": pp_size} if pp_size > 1 else {}
-    sizes = fitted(stages | (written or {data_axis(kind): -1}), processes)
-    if isinstance(sizes, str):
-        return [f"parallelism_config: {sizes}" if written else sizes]
-    mistakes = [f"parallelism_config: {line}" for line in combination_mistakes(kind, sizes)]
-    for axis in ("cp", "sp"):
-        given = values.get("parallelism_config") or {}
-        how = [key for key in given if key.startswith(f"parallelism_config_{axis}_")]
-        mistakes += [
-            f"{key}: rows are cut by the training script, which keeps packed documents apart, and not by Accelerate; "
-            "remove the line"
-            for key in how
-            if getattr(sizes, axis) > 1 and not key.endswith("_size")
-        ]
-    if kind == "FSDP" and (values.get("fsdp_config") or {}).get("fsdp_version") == 1:
-        mistakes.append("parallelism_config needs fsdp_version: 2; under 1 Accelerate builds no mesh")
-    if sizes.tp > 1 and (values.get("fsdp_config") or {}).get("fsdp_cpu_ram_efficient_loading"):
-        mistakes.append(
-            f"fsdp_config.fsdp_cpu_ram_efficient_loading=true with tp={sizes.tp}: each rank keeps its part of every "
-            "matrix, and needs the weights; write false"
-        )
-    fsdp = values.get("fsdp_config") or {}
-    if pp_size > 1:
-        wanted = {
-            "fsdp_offload_params": False, "fsdp_cpu_ram_efficient_loading": False, "fsdp_reshard_after_forward": False,
-            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        }  # fmt: skip
-        mistakes += [
-            f"fsdp_config.{key}={fsdp[key]} with pp={pp_size}: a stage's layers are cut one by one and stay gathered "
-            f"for a step; write {str(value).lower() if value is False else value}, as in pp_fsdp2"
-            for key, value in wanted.items()
-            if key in fsdp and fsdp[key] != value
-        ]
-    if kind == "FSDP" and pp_size > 1 and sizes.parts > 1:
-        mistakes.append(f"{sizes} under FSDP is not proved; use MULTI_GPU, or leave out pp")
-    if kind in ("FSDP", "DEEPSPEED") and (written or pp_size > 1) and sizes.dp_shard * sizes.parts < 2:
-        mistakes.append(
-            f"parallelism_config_dp_shard_size={sizes.dp_shard} leaves nothing to shard over; write at least 2"
-        )
-    return mistakes
-
-
-def _check_deepspeed(values: dict[str, Any], inline: dict[str, Any]) -> list[str]:
-    if not inline:
-        return ["distributed_type=DEEPSPEED without deepspeed_config; write one, as in accelerate_configs/zero2.yaml"]
-    machines = values.get("num_machines") or 1
-    mistakes = []
-    if machines > 1 and "deepspeed_multinode_launcher" not in inline:
-        mistakes.append(
-            f"num_machines={machines} would start DeepSpeed's own launcher (pdsh); "
-            "write deepspeed_multinode_launcher: standard in deepspeed_config"
-        )
-    file = inline.get("deepspeed_config_file")
-    stage = inline.get("zero_stage")
-    if file is not None:
-        mistakes += _beside_file(values, inline)
-        try:
-            content = read_json(file)
-        except ConfigError as error:
-            return mistakes + error.mistakes
-        mistakes += json_mistakes(content)
-        zero = {} if mistakes else content.get("zero_optimization") or {}
-        part, processes = zero.get("zero_hpz_partition_size", 1), values.get("num_processes")
-        if processes and processes % part:
-            mistakes.append(
-                f"zero_hpz_partition_size={part} does not divide num_processes={processes}; "
-                "write how many processes a machine has"
-            )
-        if (plus := zero_plus(zero)) and mesh_sizes(values).get("tp", 1) > 1:
-            line = "DeepSpeed takes its groups from all ranks, and not from those of tp; remove it"
-            mistakes.append(f"{' and '.join(plus)}: {line}")
-        stage = (content.get("zero_optimization") or {}).get("stage") if not mistakes else None
+def _type_mistakes(config: AccelerateConfig) -> Iterator[Mistake]:
+    option, kind = "distributed_type", config.distributed_type
+    if kind is None:
+        yield Mistake(option, None, "is missing", f"write 'NO', {', '.join(TYPES[1:])}")
+    elif kind == "MULTI_CPU":
+        yield Mistake(option, kind, "starts one process without mpirun", "write MULTI_GPU, which runs on gloo here")
+    elif kind == "MEGATRON_LM":
+        yield Mistake(option, kind, f": {MEGATRON_PROBLEM}", "use --strategy 3d")
+    elif kind not in TYPES:
+        yield Mistake(option, shortened(kind), "is not supported", f"use {', '.join(TYPES)}")
     else:
-        mistakes += _check_inline(inline)
-    if stage == 3 and inline.get("zero3_init_flag"):  # Accelerate puts it off by itself under the other stages
-        mistakes.append(
-            "deepspeed_config.zero3_init_flag=True is refused: weights come from one place and never from sharded "
-            "init; write false, and for a model larger than memory use fsdp2 with fsdp_cpu_ram_efficient_loading"
+        for name in SECTIONS:
+            if getattr(config, name) and kind not in _TYPES_OF[name]:
+                remedy = f"write {_TYPES_OF[name][0]}, or remove {name}"
+                yield Mistake(name, None, f"under distributed_type={kind} is ignored", remedy)
+
+
+def _process_mistakes(config: AccelerateConfig) -> Iterator[Mistake]:
+    kind, processes = config.distributed_type, config.num_processes
+    machines, rank = config.num_machines or 1, config.machine_rank or 0
+    if processes is None:
+        yield Mistake("num_processes", None, "is missing", "write how many processes the run has")
+    elif kind == "NO" and processes > 1:
+        problem = f"is one process, num_processes={processes}"
+        yield Mistake("distributed_type", "'NO'", problem, "write MULTI_GPU or num_processes: 1")
+    elif kind == "MULTI_GPU" and processes == 1:
+        yield Mistake("distributed_type", kind, "with num_processes=1", "write 'NO', or at least 2 processes")
+    if processes and processes % machines:
+        problem = f"does not divide by num_machines={machines}"
+        yield Mistake("num_processes", processes, problem, "use as many on each machine")
+    if rank >= machines:
+        problem = (
+            f"with num_machines={machines}: ranks count from 0, so that the last one is {machines} - 1 = {machines - 1}"
         )
-    if stage == 3 and "zero3_init_flag" not in inline:
-        # Without the key DeepSpeedPlugin takes true under stage 3, and each rank would build its share by itself.
-        mistakes.append("deepspeed_config.zero3_init_flag is missing, and Accelerate would take true; write false")
-    return mistakes
+        yield Mistake("machine_rank", rank, problem, f"write 0 to {machines - 1}")
 
 
-def _beside_file(values: dict[str, Any], inline: dict[str, Any]) -> list[str]:
-    mistakes = [
-        f"deepspeed_config.{key} beside deepspeed_config_file is refused by Accelerate; write it into the JSON"
-        for key in NOT_BESIDE_FILE
-        if key in inline
-    ]
-    if values.get("mixed_precision") is not None:
-        mistakes.append(
-            f"mixed_precision={values['mixed_precision']} beside deepspeed_config_file is refused by Accelerate; "
-            "remove it from the YAML and say it in the config"
-        )
-    return mistakes
+def _precision_mistakes(config: AccelerateConfig) -> Iterator[Mistake]:
+    option, precision = "mixed_precision", config.mixed_precision
+    if precision == "fp8":
+        yield Mistake(option, precision, "is chosen in the config", "remove it and pass --mixed_precision fp8")
+    elif precision not in (None, "no", "fp16", "bf16"):
+        yield Mistake(option, shortened(precision), "is no precision", "use no, fp16 or bf16")
+    elif precision == "fp16" and config.distributed_type in TYPES and config.distributed_type not in SCALED_TYPES:
+        yield FP16_UNSCALED
 
 
-def _check_inline(inline: dict[str, Any]) -> list[str]:
-    stage, param = inline.get("zero_stage"), inline.get("offload_param_device", "none")
-    rules = {
-        "deepspeed_config.zero_stage is missing, and Accelerate would take 2; write 1, 2 or 3": stage is None,
-        f"deepspeed_config.offload_param_device={param} needs zero_stage: 3, not {stage}; remove it, or write 3": (
-            param != "none" and stage in (1, 2)
-        ),
+def _fsdp_mistakes(config: AccelerateConfig) -> Iterator[Mistake]:
+    fsdp = config.fsdp_config
+    if fsdp is None:
+        problem = "without fsdp_config"
+        yield Mistake("distributed_type", "FSDP", problem, "write one, as in accelerate_configs/fsdp2.yaml")
+        return
+    if fsdp.fsdp_version is None:
+        problem = "is missing, and Accelerate would take 1"
+        yield Mistake("fsdp_config.fsdp_version", None, problem, "write 2 (or 1)")
+    if fsdp.fsdp_cpu_ram_efficient_loading is None:
+        problem = "is missing, and `accelerate launch` would take true"
+        remedy = "write false, or true to load on rank 0 alone"
+        yield Mistake("fsdp_config.fsdp_cpu_ram_efficient_loading", None, problem, remedy)
+    yield from _wrap_mistakes(fsdp)
+    if fsdp.fsdp_version == 1:
+        yield from _fsdp1_mistakes(config, fsdp)
+    elif fsdp.fsdp_version == 2:
+        yield from _fsdp2_mistakes(fsdp)
+
+
+def _wrap_mistakes(fsdp: FsdpConfig) -> Iterator[Mistake]:
+    option, policy = "fsdp_config.fsdp_auto_wrap_policy", fsdp.fsdp_auto_wrap_policy
+    if policy is None:
+        problem = "is missing, and the whole model would be gathered at once"
+        yield Mistake(option, None, problem, "write TRANSFORMER_BASED_WRAP (or NO_WRAP if that is meant)")
+        return
+    by_size, by_class = policy == "SIZE_BASED_WRAP", policy == "TRANSFORMER_BASED_WRAP"
+    if by_size and fsdp.fsdp_min_num_params is None:
+        yield Mistake(option, policy, "needs a size", "write fsdp_min_num_params")
+    ignored = f"is ignored under {policy}"
+    if not by_size and fsdp.fsdp_min_num_params is not None:
+        yield Mistake("fsdp_config.fsdp_min_num_params", None, ignored, "remove it, or write SIZE_BASED_WRAP")
+    if not by_class and fsdp.fsdp_transformer_layer_cls_to_wrap is not None:
+        option = "fsdp_config.fsdp_transformer_layer_cls_to_wrap"
+        yield Mistake(option, None, ignored, "remove it, or write TRANSFORMER_BASED_WRAP")
+
+
+ONLY_FSDP1 = {
+    "fsdp_sharding_strategy": "write fsdp_reshard_after_forward: true (FULL_SHARD) or false (SHARD_GRAD_OP)",
+    "fsdp_use_orig_params": "remove the line",
+    "fsdp_sync_module_states": "remove the line",
+    "fsdp_backward_prefetch": "remove the line",
+    "fsdp_forward_prefetch": "remove the line",
+}
+"""Keys that version 2 ignores in silence, and the way out."""
+
+
+def _fsdp2_mistakes(fsdp: FsdpConfig) -> Iterator[Mistake]:
+    for key, remedy in ONLY_FSDP1.items():
+        if getattr(fsdp, key) is not None:
+            yield Mistake(f"fsdp_config.{key}", None, "is ignored under fsdp_version=2", remedy)
+    reshard = fsdp.fsdp_reshard_after_forward
+    if isinstance(reshard, str):  # Accelerate stops at the words of version 1
+        flags = {"FULL_SHARD": "write true", "SHARD_GRAD_OP": "write false"}
+        remedy = flags.get(reshard, "write true or false, or use hsdp")
+        yield Mistake("fsdp_config.fsdp_reshard_after_forward", reshard, "is a word of fsdp_version=1", remedy)
+
+
+def _fsdp1_mistakes(config: AccelerateConfig, fsdp: FsdpConfig) -> Iterator[Mistake]:
+    sharding, reshard = fsdp.fsdp_sharding_strategy or "FULL_SHARD", fsdp.fsdp_reshard_after_forward
+    # Version 1 never reads the key, as the launcher always sets a sharding strategy; the same word is harmless.
+    if reshard is not None and reshard != sharding:
+        word = reshard if isinstance(reshard, str) else None
+        remedy = f"write fsdp_sharding_strategy: {word or 'FULL_SHARD (true) or SHARD_GRAD_OP (false)'}"
+        yield Mistake("fsdp_config.fsdp_reshard_after_forward", word, "is ignored under fsdp_version=1", remedy)
+    if fsdp.fsdp_use_orig_params is False:
+        problem = "cannot hold frozen beside trained weights, nor say their names"
+        yield Mistake("fsdp_config.fsdp_use_orig_params", False, problem, "write true")
+    if fsdp.fsdp_cpu_ram_efficient_loading and fsdp.fsdp_sync_module_states is False:
+        problem = "with fsdp_sync_module_states=false: only rank 0 would have the weights"
+        remedy = "write fsdp_sync_module_states: true"
+        yield Mistake("fsdp_config.fsdp_cpu_ram_efficient_loading", True, problem, remedy)
+    if "HYBRID" in sharding and (config.num_machines or 1) < 2:
+        problem = "takes its groups from the machines, and this is one"
+        yield Mistake("fsdp_config.fsdp_sharding_strategy", sharding, problem, "use the hsdp strategy")
+    if config.num_processes == 1 and sharding != "NO_SHARD":
+        problem = f"with num_processes=1 turns {sharding} into NO_SHARD"
+        yield Mistake("fsdp_config.fsdp_version", 1, problem, "use fsdp_version: 2, or single")
+
+
+def _mesh_mistakes(config: AccelerateConfig, written: dict[str, int], pp_size: int) -> Iterator[Mistake]:
+    kind, fsdp = str(config.distributed_type), config.fsdp_config or FsdpConfig()
+    if (not written and pp_size == 1) or config.num_processes is None:
+        return
+    stages = {"pp": pp_size} if pp_size > 1 else {}
+    try:
+        sizes = fitted(stages | (written or {data_axis(kind): -1}), config.num_processes)
+    except ConfigError as error:
+        yield from error.mistakes
+        return
+    yield from combination_mistakes(kind, sizes)
+    for axis in ("cp", "sp"):
+        keys = config.parallelism_config.model_fields_set if config.parallelism_config else ()
+        for key in sorted(keys):
+            if getattr(sizes, axis) > 1 and key.startswith(f"parallelism_config_{axis}_") and key != size_option(axis):
+                problem = (
+                    ": rows are split by the training script, which keeps packed documents apart, and not by Accelerate"
+                )
+                yield Mistake(key, None, problem, "remove the line")
+    if kind == "FSDP" and fsdp.fsdp_version == 1:
+        yield Mistake("parallelism_config", None, "needs fsdp_version: 2", "under 1 Accelerate builds no mesh")
+    if sizes.tp > 1 and fsdp.fsdp_cpu_ram_efficient_loading:
+        problem = f"with tp={sizes.tp}: each rank keeps its part of every matrix, and needs the weights"
+        yield Mistake("fsdp_config.fsdp_cpu_ram_efficient_loading", True, problem, "write false")
+    if pp_size > 1:
+        yield from _stage_mistakes(kind, fsdp, sizes)
+    if kind in ("FSDP", "DEEPSPEED") and sizes.dp_shard * sizes.sequence_shards < 2:
+        yield Mistake(size_option("dp_shard"), sizes.dp_shard, "leaves nothing to shard over", "write at least 2")
+
+
+def _stage_mistakes(kind: str, fsdp: FsdpConfig, sizes: MeshSizes) -> Iterator[Mistake]:
+    required = {
+        "fsdp_offload_params": False,
+        "fsdp_cpu_ram_efficient_loading": False,
+        "fsdp_reshard_after_forward": False,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
     }
-    mistakes = [line for line, applies in rules.items() if applies]
-    for what in ("optimizer", "param"):
-        if inline.get(f"offload_{what}_device") == "nvme" or f"offload_{what}_nvme_path" in inline:
-            mistakes.append(
-                f"deepspeed_config.offload_{what}_device=nvme: `accelerate launch` does not pass the nvme path on; "
-                f"write a DeepSpeed JSON with zero_optimization.offload_{what} and name it in deepspeed_config_file"
+    for key, value in required.items():
+        if getattr(fsdp, key) not in (None, value):
+            problem = f"with pp={sizes.pp}: a stage's layers are sharded one by one and stay gathered for a step"
+            remedy = f"write {value or 'false'}, as in pp_fsdp2"
+            yield Mistake(f"fsdp_config.{key}", getattr(fsdp, key), problem, remedy)
+    if kind == "FSDP" and sizes.sequence_shards > 1:
+        yield Mistake("", None, f"{sizes} under FSDP is not proved", "use MULTI_GPU, or leave out pp")
+
+
+def _deepspeed_mistakes(config: AccelerateConfig) -> Iterator[Mistake]:
+    section, machines = config.deepspeed_config, config.num_machines or 1
+    if section is None:
+        problem = "without deepspeed_config"
+        yield Mistake("distributed_type", "DEEPSPEED", problem, "write one, as in accelerate_configs/zero2.yaml")
+        return
+    if machines > 1 and section.deepspeed_multinode_launcher is None:
+        problem = "would start DeepSpeed's own launcher (pdsh)"
+        remedy = "write deepspeed_multinode_launcher: standard in deepspeed_config"
+        yield Mistake("num_machines", machines, problem, remedy)
+    if section.deepspeed_config_file is None:
+        yield from _inline_mistakes(section)
+        stage = section.zero_stage
+    else:
+        yield from _beside_file(config, section)
+        try:
+            zero = parse_json(read_json(section.deepspeed_config_file)).zero_optimization or ZeroOptimization()
+        except ConfigError as error:
+            yield from error.mistakes
+            return
+        yield from _zero_plus_plus_mistakes(config, zero)
+        stage = zero.stage
+    option = "deepspeed_config.zero3_init_flag"
+    if stage == 3 and section.zero3_init_flag:  # Accelerate puts it off by itself under the other stages
+        problem = "is refused: weights come from one place and never from sharded init"
+        remedy = "write false, and for a model larger than memory use fsdp2 with fsdp_cpu_ram_efficient_loading"
+        yield Mistake(option, True, problem, remedy)
+    if stage == 3 and section.zero3_init_flag is None:
+        # Without the key DeepSpeedPlugin takes true under stage 3, and each rank would build its share by itself.
+        yield Mistake(option, None, "is missing, and Accelerate would take true", "write false")
+
+
+def _inline_mistakes(section: DeepSpeedConfig) -> Iterator[Mistake]:
+    stage = section.zero_stage
+    if stage is None:
+        problem = "is missing, and Accelerate would take 2"
+        yield Mistake("deepspeed_config.zero_stage", None, problem, "write 1, 2 or 3")
+    elif stage != 3 and section.offload_param_device != "none":
+        problem = f"needs zero_stage: 3, not {stage}"
+        option = "deepspeed_config.offload_param_device"
+        yield Mistake(option, section.offload_param_device, problem, "remove it, or write 3")
+    for part in ("optimizer", "param"):
+        device, path = (getattr(section, f"offload_{part}_{key}") for key in ("device", "nvme_path"))
+        if device == "nvme" or path is not None:
+            remedy = (
+                f"write a DeepSpeed JSON with zero_optimization.offload_{part} and name it in deepspeed_config_file"
             )
-    return mistakes
+            problem = ": `accelerate launch` does not pass the nvme path on"
+            yield Mistake(f"deepspeed_config.offload_{part}_device", "nvme", problem, remedy)
+
+
+def _beside_file(config: AccelerateConfig, section: DeepSpeedConfig) -> Iterator[Mistake]:
+    problem = "beside deepspeed_config_file is refused by Accelerate"
+    for key in NOT_BESIDE_FILE:
+        if key in section.model_fields_set:
+            yield Mistake(f"deepspeed_config.{key}", None, problem, "write it into the JSON")
+    if config.mixed_precision is not None:
+        remedy = "remove it from the YAML and say it in the config"
+        yield Mistake("mixed_precision", config.mixed_precision, problem, remedy)
+
+
+def _zero_plus_plus_mistakes(config: AccelerateConfig, zero: ZeroOptimization) -> Iterator[Mistake]:
+    copies, processes = zero.zero_hpz_partition_size, config.num_processes
+    if processes and processes % copies:
+        problem = f"does not divide num_processes={processes}"
+        yield Mistake("zero_hpz_partition_size", copies, problem, "write how many processes a machine has")
+    mesh = config.parallelism_config
+    if zero.zero_plus_plus and mesh and (mesh.parallelism_config_tp_size or 1) > 1:
+        problem = ": DeepSpeed takes its groups from all ranks, and not from those of tp"
+        yield Mistake(" and ".join(zero.zero_plus_plus), None, problem, "remove it")

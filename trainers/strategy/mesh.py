@@ -13,6 +13,8 @@ from itertools import combinations
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from trainers.config.mistakes import ConfigError, Mistake
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -34,7 +36,7 @@ BACKENDS = {
 }
 """The axes that each `distributed_type` goes with."""
 APART = {
-    frozenset({"cp", "sp"}): "both cut the rows; use one of them",
+    frozenset({"cp", "sp"}): "both cut the rows",
 }
 """Pairs of axes that do not go together, and why."""
 
@@ -66,13 +68,13 @@ class MeshSizes:
         return self.dp_replicate * self.dp_shard
 
     @property
-    def averaged(self) -> int:
+    def grad_group_size(self) -> int:
         """Processes over which gradients are averaged: those with different rows or different parts of a row."""
         return self.data * self.cp * self.sp
 
     @property
-    def parts(self) -> int:
-        """Parts that each row is cut into."""
+    def sequence_shards(self) -> int:
+        """Shards that each row is split into."""
         return self.cp * self.sp
 
     def __str__(self) -> str:
@@ -80,25 +82,32 @@ class MeshSizes:
         return " x ".join(used) or "1"
 
 
-def fitted(asked: Mapping[str, int], processes: int) -> MeshSizes | str:
-    """The sizes for a number of processes, or what is wrong with them.
+def fitted(sizes: Mapping[str, int], processes: int) -> MeshSizes:
+    """The sizes for a number of processes.
 
     Args:
         asked: sizes by axis; those left out are 1, one of them may be -1 for the rest.
+        processes: of the run.
+
+    Raises:
+        ConfigError: when two are -1, one is below 1, or their product is not the number of processes.
     """
-    open_axes = [axis for axis, size in asked.items() if size == -1]
+    option = "pp_size" if sizes.get("pp", 1) > 1 else "parallelism_config"
+    open_axes = [axis for axis, size in sizes.items() if size == -1]
     if len(open_axes) > 1:
-        return f"{' and '.join(open_axes)} are both -1, the rest; write -1 once"
-    if bad := [f"{axis}={size}" for axis, size in asked.items() if size < 1 and size != -1]:
-        return f"{', '.join(bad)} is no size; write at least 1, or -1 for the rest"
-    fixed = {axis: size for axis, size in asked.items() if size != -1}
-    made = prod(fixed.values())
-    rest, over = divmod(processes, made)
-    if over or (not open_axes and rest != 1):
-        shown = " x ".join(f"{axis} {size}" for axis, size in fixed.items())
-        way = "use a multiple of that" if open_axes else "make them equal, or write -1 for one size, the rest"
-        return f"{shown} = {made}, but num_processes={processes}; {way}"
-    return MeshSizes(**fixed, **dict.fromkeys(open_axes, rest))
+        raise ConfigError(Mistake(option, None, f": {' and '.join(open_axes)} are both -1, the rest", "write -1 once"))
+    if bad := [f"{axis}={size}" for axis, size in sizes.items() if size < 1 and size != -1]:
+        raise ConfigError(
+            Mistake(option, None, f": {', '.join(bad)} is no size", "write at least 1, or -1 for the rest")
+        )
+    fixed = {axis: size for axis, size in sizes.items() if size != -1}
+    product = prod(fixed.values())
+    replicas, remainder = divmod(processes, product)
+    if remainder or (not open_axes and replicas != 1):
+        factors = " x ".join(f"{axis} {size}" for axis, size in fixed.items() if size > 1 or axis != "pp")
+        remedy = "use a multiple of that" if open_axes else "make them equal, or write -1 for one size, the rest"
+        raise ConfigError(Mistake(option, None, f": {factors} = {product}, but num_processes={processes}", remedy))
+    return MeshSizes(**fixed, **dict.fromkeys(open_axes, replicas))
 
 
 def data_axis(kind: str) -> str:
@@ -106,18 +115,25 @@ def data_axis(kind: str) -> str:
     return "dp_replicate" if kind == "MULTI_GPU" else "dp_shard"
 
 
-def combination_mistakes(kind: str, sizes: MeshSizes) -> list[str]:
-    """Axes that do not go with a `distributed_type` or with each other, a line each."""
-    used = [axis for axis, size in sizes.by_axis.items() if size > 1]
-    lines = [
-        f"{axis}={getattr(sizes, axis)} does not go with distributed_type={kind}; use {_kinds(axis)}"
-        for axis in used
+def size_option(axis: str) -> str:
+    """The option, or Accelerate's key, for the size of an axis."""
+    return "pp_size" if axis == "pp" else f"parallelism_config_{axis}_size"
+
+
+def combination_mistakes(kind: str, sizes: MeshSizes) -> list[Mistake]:
+    """Axes that do not go with a `distributed_type` or with each other."""
+    used = {axis: size for axis, size in sizes.by_axis.items() if size > 1}
+    mistakes = [
+        Mistake(size_option(axis), size, f"does not go with distributed_type={kind}", f"use {_kinds(axis)}")
+        for axis, size in used.items()
         if axis not in BACKENDS[kind]
     ]
     for pair in combinations(used, 2):
         if reason := APART.get(frozenset(pair)):
-            lines.append(f"{pair[0]} and {pair[1]}: {reason}")
-    return lines
+            mistakes.append(
+                Mistake("parallelism_config", None, f": {pair[0]} and {pair[1]} {reason}", "use one of them")
+            )
+    return mistakes
 
 
 def heads_mistake(sizes: MeshSizes, heads: int, model_type: str) -> str | None:
@@ -147,9 +163,9 @@ def matrix() -> str:
     return "\n".join(lines)
 
 
-def _apart(one: str, other: str) -> bool:
-    together = any({one, other} <= axes for axes in BACKENDS.values())
-    return not together or frozenset({one, other}) in APART
+def _apart(first: str, other: str) -> bool:
+    together = any({first, other} <= axes for axes in BACKENDS.values())
+    return not together or frozenset({first, other}) in APART
 
 
 class Mesh:
@@ -163,26 +179,26 @@ class Mesh:
 
     def __init__(self, sizes: MeshSizes, rank: int = 0, device_type: str | None = None):
         self.sizes, self.rank, self.device_mesh = sizes, rank, None
-        self._place: dict[str, int] = {}
+        self._index: dict[str, int] = {}
         for axis in reversed(AXES):
-            rank, self._place[axis] = divmod(rank, getattr(sizes, axis))
+            rank, self._index[axis] = divmod(rank, getattr(sizes, axis))
         if device_type is not None:
             self.device_mesh = _device_mesh(sizes, device_type)
 
     def index(self, axis: str) -> int:
-        """This process's place along an axis, from 0."""
-        return self._place[axis]
+        """This process's index along an axis, from 0."""
+        return self._index[axis]
 
     def group(self, axis: str) -> ProcessGroup | None:
         """The processes that differ from this one along an axis alone; None where it is not used.
 
         Args:
-            axis: one of `AXES`, or `averaged`: all over which gradients are averaged.
+            axis: one of `AXES`, or `grad_group`: all over which gradients are averaged.
         """
         if self.device_mesh is None or (axis in AXES and getattr(self.sizes, axis) == 1):
             return None
-        found: ProcessGroup = self.device_mesh[axis].get_group()
-        return found
+        group: ProcessGroup = self.device_mesh[axis].get_group()
+        return group
 
     @property
     def data_rank(self) -> int:
@@ -190,18 +206,18 @@ class Mesh:
         return self.index("dp_replicate") * self.sizes.dp_shard + self.index("dp_shard")
 
     @property
-    def part(self) -> int:
-        """Which part of each row is this process's."""
+    def sequence_shard(self) -> int:
+        """Which shard of each row is this process's."""
         return self.index("cp") * self.sizes.sp + self.index("sp")
 
     @property
-    def counts(self) -> bool:
-        """Whether this process's loss counts: others of its tensor group and its pipeline have the very same."""
+    def contributes_loss(self) -> bool:
+        """Whether this process's loss is added up: others of its tensor group and its pipeline have the very same."""
         return self.index("tp") == self.index("pp") == 0
 
 
 def _device_mesh(sizes: MeshSizes, device_type: str) -> Any:
-    """torch's mesh of the axes that are used; `dp_shard_cp` is what FSDP cuts over, `averaged` what DDP averages over.
+    """torch's mesh of the axes that are used; FSDP shards over `dp_shard_cp`, DDP averages over `grad_group`.
 
     Names that are alike in Accelerate, which takes FSDP's from here.
     """
@@ -212,7 +228,7 @@ def _device_mesh(sizes: MeshSizes, device_type: str) -> Any:
     mesh = init_device_mesh(device_type, tuple(getattr(sizes, axis) for axis in used), mesh_dim_names=tuple(used))
     for name, parts in (
         ("dp_shard_cp", ("dp_shard", "cp", "sp")),
-        ("averaged", ("dp_replicate", "dp_shard", "cp", "sp")),
+        ("grad_group", ("dp_replicate", "dp_shard", "cp", "sp")),
     ):
         if axes := tuple(axis for axis in parts if axis in used):
             mesh[axes]._flatten(name)

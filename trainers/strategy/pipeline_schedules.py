@@ -36,8 +36,8 @@ SCHEDULES = {
 
 def rank_of(schedule: str, ranks: int, stage: int) -> int:
     """The rank, within its pipeline, that holds a stage."""
-    around, place = divmod(stage, ranks)
-    return ranks - 1 - place if SCHEDULES[schedule].turns and around % 2 else place
+    around, index = divmod(stage, ranks)
+    return ranks - 1 - index if SCHEDULES[schedule].turns and around % 2 else index
 
 
 def stages_of(schedule: str, ranks: int, rank: int) -> list[int]:

@@ -18,13 +18,17 @@ from typing import Any
 
 import yaml
 
-from trainers.config.options import MACHINE_OPTIONS, ConfigError, TrainConfig, unknown_option
-from trainers.config.parse import preset_strategies, read_yaml
-from trainers.strategy.accelerate_rules import FP16_WAY, SCALED_TYPES, axis_key, check, mesh_sizes
-from trainers.strategy.accelerate_schema import DEEPSPEED, FSDP, MAX_PROCESSES, TOP, unread_choices
-from trainers.strategy.deepspeed_schema import JSON, QUANTISED, leaves_parity, nested_paths, read_json
-from trainers.strategy.mesh import MeshSizes, combination_mistakes, data_axis, fitted
+from trainers.config.mistakes import ConfigError, Mistake, nearest
+from trainers.config.options import MACHINE_OPTIONS, TrainConfig
+from trainers.config.presets import find_preset
+from trainers.config.yaml_file import read_yaml
+from trainers.strategy.accelerate_rules import FP16_UNSCALED, SCALED_TYPES, check, mesh_sizes
+from trainers.strategy.accelerate_schema import AccelerateConfig
+from trainers.strategy.deepspeed_rules import SOURCE, leaves_parity, output_paths, read_json
+from trainers.strategy.deepspeed_schema import QUANTIZED, DeepSpeedJson
+from trainers.strategy.mesh import MeshSizes, combination_mistakes, data_axis, fitted, size_option
 from trainers.strategy.pipeline_schedules import SCHEDULES, micro_batch_mistake
+from trainers.strategy.schema import MAX_PROCESSES, ignored_keys
 
 HEADER = "# strategy: "  # begins the copy of an Accelerate file that a run keeps
 STRATEGIES_DIR = Path(__file__).resolve().parents[2] / "accelerate_configs"
@@ -64,9 +68,7 @@ class Strategy:
     @property
     def sizes(self) -> MeshSizes:
         """The mesh of all its processes; without one in the file they are all data-parallel."""
-        found = fitted(_asked(self.values, self.pp_size), self.num_processes)
-        assert isinstance(found, MeshSizes), found  # the file was checked
-        return found
+        return fitted(_asked(self.values, self.pp_size), self.num_processes)
 
     @property
     def has_mesh(self) -> bool:
@@ -120,11 +122,11 @@ class Strategy:
         devices = {self.offload_of("optimizer"), self.offload_of("param")}
         return next((device for device in ("nvme", "cpu") if device in devices), "none")
 
-    def offload_of(self, what: str) -> str:
+    def offload_of(self, target: str) -> str:
         """The same of `param` or of `optimizer`, with which go the gradients."""
         zero = self.deepspeed_json.get("zero_optimization", {})
-        devices = {str(self.deepspeed.get(f"offload_{what}_device", "none")),
-                   str((zero.get(f"offload_{what}") or {}).get("device", "none"))}  # fmt: skip
+        devices = {str(self.deepspeed.get(f"offload_{target}_device", "none")),
+                   str((zero.get(f"offload_{target}") or {}).get("device", "none"))}  # fmt: skip
         devices |= {"cpu"} if self.fsdp.get("fsdp_offload_params") else set()
         return next((device for device in ("nvme", "cpu") if device in devices), "none")
 
@@ -151,27 +153,26 @@ class Strategy:
     def cautions(self, config: TrainConfig) -> list[str]:
         """What is allowed and slow, such as the axes that speak most across machines; options that do nothing."""
         machines, sizes = int(self.values.get("num_machines") or 1), self.sizes
+        lines = []
+        if config.pp_schedule and sizes.pp == 1:
+            lines.append(f"pp_schedule={config.pp_schedule} is ignored: there is one stage")
+        if sizes.pp > 1 and config.ddp_bucket_cap_mb != TrainConfig.model_fields["ddp_bucket_cap_mb"].default:
+            lines.append("ddp_bucket_cap_mb is ignored: a pipeline sums its gradients itself")
+        if sizes.pp > 1 and "fsdp_transformer_layer_cls_to_wrap" in self.fsdp:
+            lines.append(
+                "fsdp_config.fsdp_transformer_layer_cls_to_wrap is ignored: "
+                "each layer of a stage is sharded by itself; remove the line"
+            )
+        lines += ignored_keys(AccelerateConfig, self.values)
+        lines += [f"{SOURCE}: {line}" for line in ignored_keys(DeepSpeedJson, self.deepspeed_json)]
         local = self.num_processes // machines
         inner = {"tp": sizes.tp, "sp": sizes.sp * sizes.tp, "cp": sizes.cp * sizes.sp * sizes.tp}
-        idle = {
-            f"pp_schedule={config.pp_schedule} is ignored: there is one stage": config.pp_schedule and sizes.pp == 1,
-            "ddp_bucket_cap_mb is ignored: a pipeline sums its gradients itself": (
-                sizes.pp > 1 and config.ddp_bucket_cap_mb != TrainConfig.model_fields["ddp_bucket_cap_mb"].default
-            ),
-        }
-        across = [
+        return lines + [
             f"{axis}={getattr(sizes, axis)} goes across machines of {local} processes each, and speaks in every layer; "
             "keep it inside a machine and let pp or the data-parallel axes go across"
             for axis, span in inner.items()
             if machines > 1 and getattr(sizes, axis) > 1 and local % span
         ]
-        return [line for line, applies in idle.items() if applies] + self._unread() + across
-
-    def _unread(self) -> list[str]:
-        """Choices of its files that nothing acts on."""
-        lines = unread_choices(self.values, TOP) + unread_choices(self.fsdp, FSDP, "fsdp_config")
-        lines += unread_choices(self.deepspeed, DEEPSPEED, "deepspeed_config")
-        return lines + [f"DeepSpeed JSON: {line}" for line in unread_choices(self.deepspeed_json, JSON)]
 
     def dump(self) -> str:
         """The YAML that Accelerate gets, the strategy's name in its first line."""
@@ -225,7 +226,7 @@ def default_strategy(num_processes: int, preset: str | None = None) -> str:
 
     Args:
         num_processes: of the run.
-        preset: whose header names strategies for numbers of GPUs; None on a CPU and without one.
+        preset: whose file names strategies for numbers of GPUs; None on a CPU and without one.
 
     Returns:
         What the preset names for so many GPUs, or the nearest number below, or where that holds it nowhere, above;
@@ -233,9 +234,10 @@ def default_strategy(num_processes: int, preset: str | None = None) -> str:
     """
     if num_processes == 1:
         return "single"
-    listed = [entry for entry in preset_strategies(preset) if entry.names and entry.gpus > 1] if preset else []
-    below = [entry.names[0] for entry in listed if entry.gpus <= num_processes]
-    return below[-1] if below else listed[0].names[0] if listed else "ddp"
+    gpus = find_preset(preset).gpus if preset else {}
+    best = {count: entry.strategies[0] for count, entry in gpus.items() if count > 1 and entry.strategies}
+    below = [name for count, name in best.items() if count <= num_processes]
+    return below[-1] if below else next(iter(best.values()), "ddp")
 
 
 def load_strategy(name_or_path: str) -> Strategy:
@@ -248,15 +250,18 @@ def load_strategy(name_or_path: str) -> Strategy:
     if name_or_path not in strategy_names():
         path = Path(os.path.expanduser(name_or_path))
         if path.suffix not in (".yaml", ".yml"):
-            way = unknown_option(name_or_path, strategy_names()).partition("; ")[2]
             listed = f"use one of {', '.join(strategy_names())}, or the path of an Accelerate YAML"
-            raise ConfigError(f"unknown strategy {name_or_path!r}; {way if way.startswith('did') else listed}")
-    values = _absolute_json(read_yaml(path))
+            remedy = nearest(name_or_path, strategy_names(), listed)
+            raise ConfigError.about("strategy", repr(name_or_path), "is unknown", remedy)
+    try:
+        values = _absolute_json(read_yaml(path))
+    except ConfigError as error:
+        raise ConfigError.about("strategy", name_or_path, f": {error}") from None
     text = path.read_text(encoding="utf-8")
     pipeline, mistakes = _pipeline(text)
     mistakes += check(values, int(pipeline.get("pp_size", 1)))
     if mistakes:
-        raise ConfigError([f"{path.name}: {mistake}" for mistake in mistakes])
+        raise ConfigError(mistakes, path.name)
     if isinstance(values.get("main_process_port"), str):  # Accelerate's look at whether it is free takes a number only
         values["main_process_port"] = int(values["main_process_port"])
     file = (values.get("deepspeed_config") or {}).get("deepspeed_config_file")
@@ -270,27 +275,27 @@ def load_strategy(name_or_path: str) -> Strategy:
 
 
 def deepspeed_paths(file: str) -> dict[str, str]:
-    """The paths that a DeepSpeed JSON names, to which DeepSpeed writes, by their dotted keys.
+    """The paths to which a DeepSpeed JSON lets DeepSpeed write, by their dotted keys.
 
     Raises:
         ConfigError: when it cannot be read.
     """
-    return nested_paths(read_json(file))
+    return output_paths(read_json(file))
 
 
-def _pipeline(text: str) -> tuple[dict[str, Any], list[str]]:
+def _pipeline(text: str) -> tuple[dict[str, Any], list[Mistake]]:
     """`pp_size` and `pp_schedule` from the comment lines that say them, and what is wrong with them."""
-    found, mistakes = dict[str, Any](), []
+    options, mistakes = dict[str, Any](), []
     for name, value in re.findall(
         r"^[ \t]*#+[ \t]*(pp_size|pp_schedule)[ \t]*[:=][ \t]*(.*?)[ \t]*$", text, re.MULTILINE
     ):
         if name == "pp_schedule" and value not in SCHEDULES:
-            mistakes.append(f"# pp_schedule: {value} is no schedule; use {', '.join(SCHEDULES)}")
+            mistakes.append(Mistake(name, value, "is no schedule", f"use {', '.join(SCHEDULES)}"))
         elif name == "pp_size" and not (re.fullmatch("[0-9]{1,9}", value) and 0 < int(value) <= MAX_PROCESSES):
-            mistakes.append(f"# pp_size: {value[:80]} is no number of stages; write 1 to {MAX_PROCESSES}")
+            mistakes.append(Mistake(name, value[:80], "is no number of stages", f"write 1 to {MAX_PROCESSES}"))
         else:
-            found[name] = int(value) if name == "pp_size" else value
-    return found, mistakes
+            options[name] = int(value) if name == "pp_size" else value
+    return options, mistakes
 
 
 def _asked(values: dict[str, Any], pp_size: int) -> dict[str, int]:
@@ -303,8 +308,8 @@ def _absolute_json(values: dict[str, Any]) -> dict[str, Any]:
     inline = values.get("deepspeed_config")
     if not isinstance(inline, dict) or not isinstance(file := inline.get("deepspeed_config_file"), str):
         return values
-    whole = str(Path(os.path.expanduser(file)).absolute())
-    return {**values, "deepspeed_config": {**inline, "deepspeed_config_file": whole}}
+    path = str(Path(os.path.expanduser(file)).absolute())
+    return {**values, "deepspeed_config": {**inline, "deepspeed_config_file": path}}
 
 
 def cannot_run(strategy: Strategy, method: str, has_gpu: bool, small_optimizer: bool = False) -> str | None:
@@ -316,34 +321,31 @@ def cannot_run(strategy: Strategy, method: str, has_gpu: bool, small_optimizer: 
         has_gpu: whether the run would be on GPUs.
         small_optimizer: whether weights or Adam's states are to be kept in less than fp32.
     """
-    kind, offloads = strategy.distributed_type, strategy.offload != "none"
-    deepspeed, quantised = kind == "DEEPSPEED", method == "qlora"
+    deepspeed, offloads = strategy.distributed_type == "DEEPSPEED", strategy.offload != "none"
+    if deepspeed and not _has("deepspeed"):
+        return 'DeepSpeed is not installed; `pip install "tunesmith[deepspeed]"`'
+    if strategy.fsdp and offloads and not has_gpu:
+        return "fsdp_offload_params=true uses pinned memory, which needs an accelerator, and there is none; use fsdp2"
+    if strategy.fsdp_version == 1 and strategy.fsdp.get("fsdp_sync_module_states", True) and not has_gpu:
+        return "fsdp_sync_module_states=true needs an accelerator, and there is none; write false, or use fsdp2"
     zero = strategy.deepspeed_json.get("zero_optimization", {})
-    messages = [key for key in QUANTISED if zero.get(key) is True]
-    spreads = "use --strategy single, ddp, fsdp2, hsdp, zero1 or zero2, or method=lora"
-    reasons = {
-        'DeepSpeed is not installed; `pip install "tunesmith[deepspeed]"`': deepspeed and not _has("deepspeed"),
-        "fsdp_offload_params=true uses pinned memory, which needs an accelerator, and there is none; use fsdp2": (
-            kind == "FSDP" and offloads and not has_gpu
-        ),
-        "fsdp_sync_module_states=true needs an accelerator, and there is none; write false, or use fsdp2": (
-            strategy.fsdp_version == 1 and strategy.fsdp.get("fsdp_sync_module_states", True) and not has_gpu
-        ),
-        f"{' and '.join(messages)} of ZeRO++ needs DeepSpeed's CUDA kernels, and there is no GPU; remove it from the "
-        "DeepSpeed JSON": bool(messages) and not has_gpu,
-        "DeepSpeed builds what it needs on a CPU with a C++ compiler, and there is none; install g++": (
-            deepspeed and (offloads or not has_gpu) and not (shutil.which("c++") or shutil.which("g++"))
-        ),
-        f"method=qlora: FSDP 1 would put 4-bit and fp32 weights into one flat tensor; {spreads}": (
-            quantised and strategy.fsdp_version == 1
-        ),
-        "DeepSpeed keeps weights and Adam's states itself, in fp32; leave out optim=adamw_8bit and "
-        "master_weights=false, or use --strategy fsdp2": deepspeed and small_optimizer,
-        f"method=qlora: ZeRO 3 would cut and cast 4-bit weights as if they were numbers; {spreads}": (
-            quantised and strategy.zero_stage == 3
-        ),
-    }
-    return next((reason for reason, applies in reasons.items() if applies), None)
+    quantized = [key for key in QUANTIZED if zero.get(key) is True]
+    if quantized and not has_gpu:
+        problem = f"{' and '.join(quantized)} of ZeRO++ needs DeepSpeed's CUDA kernels, and there is no GPU"
+        return f"{problem}; remove it from the DeepSpeed JSON"
+    if deepspeed and (offloads or not has_gpu) and not (shutil.which("c++") or shutil.which("g++")):
+        return "DeepSpeed builds what it needs on a CPU with a C++ compiler, and there is none; install g++"
+    remedy = "use --strategy single, ddp, fsdp2, hsdp, zero1 or zero2, or method=lora"
+    if method == "qlora" and strategy.fsdp_version == 1:
+        return f"method=qlora: FSDP 1 would put 4-bit and fp32 weights into one flat tensor; {remedy}"
+    if deepspeed and small_optimizer:
+        return (
+            "DeepSpeed keeps weights and Adam's states itself, in fp32; leave out optim=adamw_8bit and "
+            "master_weights=false, or use --strategy fsdp2"
+        )
+    if method == "qlora" and strategy.zero_stage == 3:
+        return f"method=qlora: ZeRO 3 would cut and cast 4-bit weights as if they were numbers; {remedy}"
+    return None
 
 
 def refusal(strategy: Strategy, config: TrainConfig, has_gpu: bool) -> str | None:
@@ -363,7 +365,7 @@ def refusal(strategy: Strategy, config: TrainConfig, has_gpu: bool) -> str | Non
         )
     micro_batches, sizes = config.accumulation_steps(strategy.data_parallel_size), strategy.sizes
     # With torch 2.11, compiled layers that tp has cut get no gradient at all.
-    if config.torch_compile and sizes.tp * sizes.pp * sizes.parts > 1:
+    if config.torch_compile and sizes.tp * sizes.pp * sizes.sequence_shards > 1:
         return f"torch_compile=true is not proved with {sizes}; leave it out, or use a strategy without tp, pp, cp, sp"
     return micro_batch_mistake(strategy.pp_schedule, strategy.pp_size, micro_batches) if strategy.pp_size > 1 else None
 
@@ -398,40 +400,42 @@ def resolve(
     mistakes = _fit_mesh(values, num_processes, stages) or check(values, stages)
     written = strategy.values.get("mixed_precision")
     if written not in (None, "no", mixed_precision):
-        mistakes.append(
-            f"it says mixed_precision={written} and the config {mixed_precision}; "
-            f"pass --mixed_precision {written} or take it out of the YAML"
+        problem, remedy = (
+            f"and the config {mixed_precision}",
+            f"pass --mixed_precision {written} or take it out of the YAML",
         )
+        mistakes.append(Mistake("mixed_precision", written, f"in the file {problem}", remedy))
     cut = mesh_sizes(values).get("tp", 1) > 1 or stages > 1  # each rank would find other gradients to be infinite
     if mixed_precision == "fp16" and (cut or strategy.distributed_type not in SCALED_TYPES):
-        mistakes.append(FP16_WAY)
+        mistakes.append(FP16_UNSCALED)
     if mistakes:
-        raise ConfigError([f"strategy {strategy.name}: {mistake}" for mistake in mistakes])
+        raise ConfigError(mistakes, f"strategy {strategy.name}")
     if not strategy.deepspeed.get("deepspeed_config_file"):  # Accelerate refuses the key beside a DeepSpeed JSON
         values["mixed_precision"] = "fp16" if mixed_precision == "fp16" else "no"
     return replace(strategy, values=values, **pipeline)
 
 
-def _fit_mesh(values: dict[str, Any], num_processes: int, pp_size: int) -> list[str]:
+def _fit_mesh(values: dict[str, Any], num_processes: int, pp_size: int) -> list[Mistake]:
     """Sets the mesh in `values` to the processes: the axis that takes the rest follows them, others stay as written."""
-    asked, kind = _asked(values, pp_size), str(values["distributed_type"])
+    requested, kind = _asked(values, pp_size), str(values["distributed_type"])
     if pp_size > 1 and (mistakes := combination_mistakes(kind, MeshSizes(pp=pp_size))):
         return mistakes
-    if asked == {"pp": 1, data_axis(kind): -1}:
+    if requested == {"pp": 1, data_axis(kind): -1}:
         return []
-    free = next((axis for axis, size in asked.items() if size == -1), data_axis(kind))
-    kept = {axis: size for axis, size in asked.items() if axis != free}
-    made, shown = prod(kept.values()), " x ".join(f"{axis} {size}" for axis, size in kept.items() if size > 1)
-    rest, over = divmod(num_processes, made)
-    written = [axis for axis in kept if axis != "pp"]
-    own = f"or write {' and '.join(axis_key(axis) for axis in written)} into a YAML of your own"
+    free = next((axis for axis, size in requested.items() if size == -1), data_axis(kind))
+    fixed = {axis: size for axis, size in requested.items() if axis != free}
+    product, factors = prod(fixed.values()), " x ".join(f"{axis} {size}" for axis, size in fixed.items() if size > 1)
+    quotient, remainder = divmod(num_processes, product)
+    written = [axis for axis in fixed if axis != "pp"]
+    own = f"or write {' and '.join(size_option(axis) for axis in written)} into a YAML of your own"
     own = own if written else "or another pp_size"
-    if over or not rest:
-        return [f"num_processes={num_processes} / {shown} leaves {over}; use a multiple of {made}, {own}"]
-    if free == "dp_shard" and rest * asked.get("cp", 1) * asked.get("sp", 1) < 2:
-        line = f"num_processes={num_processes} / {shown} = {rest}, nothing to shard over"
-        return [f"{line}; use at least {2 * made}, {own}"]
-    sizes = {axis_key(axis): size for axis, size in {**kept, free: rest}.items() if axis != "pp"}
+    if remainder or not quotient:
+        problem, remedy = f"/ {factors} leaves {remainder}", f"use a multiple of {product}, {own}"
+        return [Mistake("num_processes", num_processes, problem, remedy)]
+    if free == "dp_shard" and quotient * requested.get("cp", 1) * requested.get("sp", 1) < 2:
+        problem, remedy = f"/ {factors} = {quotient}, nothing to shard over", f"use at least {2 * product}, {own}"
+        return [Mistake("num_processes", num_processes, problem, remedy)]
+    sizes = {size_option(axis): size for axis, size in {**fixed, free: quotient}.items() if axis != "pp"}
     if "parallelism_config" in values:
         values["parallelism_config"] = {**values["parallelism_config"], **sizes}
     return []
@@ -461,8 +465,8 @@ def from_launcher(argv: Sequence[str], script: str) -> Strategy:
         ConfigError: without `--config_file`, or with flags that would change the strategy behind the file's back.
     """
     ends = [index for index, word in enumerate(argv) if Path(word).name == script]
-    words = [word for word in argv[: ends[0]] if word.startswith("--")] if ends else []
-    if not any(word.partition("=")[0] == "--config_file" for word in words):
+    given_flags = [word for word in argv[: ends[0]] if word.startswith("--")] if ends else []
+    if not any(word.partition("=")[0] == "--config_file" for word in given_flags):
         raise ConfigError(f"the launcher got no --config_file, so a cached default would decide; {_LAUNCH_WAY}")
     first = next(index for index, word in enumerate(argv) if word.startswith("--"))
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -474,16 +478,16 @@ def from_launcher(argv: Sequence[str], script: str) -> Strategy:
     for name in _SWITCHES:
         parser.add_argument(f"--{name}", action="store_true")
     try:
-        known, rest = parser.parse_known_args(list(argv[first : ends[0]]))
+        known, unparsed = parser.parse_known_args(list(argv[first : ends[0]]))
     except argparse.ArgumentError as error:
         raise ConfigError(f"the launcher's flags cannot be read: {error}; {_LAUNCH_WAY}") from None
-    if rest:
-        flags = " ".join(rest)
+    if unparsed:
+        flags = " ".join(unparsed)
         raise ConfigError(f"the launcher was given {flags}; the Accelerate file alone decides; write it there")
     strategy = load_strategy(known.config_file)
-    given = {name: getattr(known, name) for name in _COUNTS if getattr(known, name) is not None}
-    values = {**strategy.values, **given}
+    counts = {name: getattr(known, name) for name in _COUNTS if getattr(known, name) is not None}
+    values = {**strategy.values, **counts}
     mistakes = check(values, strategy.pp_size)
     if mistakes:
-        raise ConfigError([f"with the launcher's flags: {mistake}" for mistake in mistakes])
+        raise ConfigError(mistakes, "with the launcher's flags")
     return replace(strategy, values=values)

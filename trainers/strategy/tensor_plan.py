@@ -30,12 +30,12 @@ def refusals(config: Any, tp_size: int) -> list[str]:
     """
     if tp_size == 1:
         return []
-    asked, kind = f"tp_size={tp_size}", config.model_type
+    option, kind = f"tp_size={tp_size}", config.model_type
     plan = layer_plan(config)
     if not plan:
-        return [f"{asked}: transformers has no tensor-parallel plan for {kind}; {_OTHER_WAY}"]
+        return [f"{option}: transformers has no tensor-parallel plan for {kind}; {_OTHER_WAY}"]
     if strange := sorted(set(plan.values()) - BY_HEADS - GATHERED):
-        return [f"{asked}: the plan of {kind} has {', '.join(strange)}, which is not supported; {_OTHER_WAY}"]
+        return [f"{option}: the plan of {kind} has {', '.join(strange)}, which is not supported; {_OTHER_WAY}"]
     heads = config.num_attention_heads
     sizes = {
         "{} attention heads": heads,
@@ -45,4 +45,6 @@ def refusals(config: Any, tp_size: int) -> list[str]:
     common = gcd(*sizes.values())
     ways = [str(size) for size in range(1, common + 1) if common % size == 0]
     use = " or ".join([", ".join(ways[:-1]), ways[-1]] if len(ways) > 1 else ways)
-    return [f"{asked}: {kind} has {what.format(size)}; use {use}" for what, size in sizes.items() if size % tp_size]
+    return [
+        f"{option}: {kind} has {problem.format(size)}; use {use}" for problem, size in sizes.items() if size % tp_size
+    ]

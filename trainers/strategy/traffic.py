@@ -38,7 +38,7 @@ class Shape:
     heads: int
     key_heads: int
     head_size: int
-    words: int
+    vocab_size: int
     tied: bool
     trained: float = 1.0
     gradient: float = FP32
@@ -51,9 +51,9 @@ class Shape:
         """The shape of a transformers model, all of it trained in fp32."""
         weights, config = dict(model.named_parameters()), model.config.get_text_config()
         return cls(
-            sum(one.numel() for one in weights.values()),
-            sum(one.numel() for one in weights.values() if one.ndim == 1),
-            sum(one.numel() for name, one in weights.items() if ".layers." not in name),
+            sum(weight.numel() for weight in weights.values()),
+            sum(weight.numel() for weight in weights.values() if weight.ndim == 1),
+            sum(weight.numel() for name, weight in weights.items() if ".layers." not in name),
             config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.num_key_value_heads,
             getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads, config.vocab_size,
             bool(config.tie_word_embeddings),
@@ -61,9 +61,9 @@ class Shape:
 
     def held(self, sizes: MeshSizes) -> float:
         """Parameters that tensor and pipeline parallelism leave a rank, before FSDP; the mean over ranks."""
-        whole = (self.parameters - self.vectors) / sizes.tp + self.vectors
-        twice = self.words * self.hidden / sizes.tp if self.tied and sizes.pp > 1 else 0
-        return (whole + twice) / sizes.pp
+        full = (self.parameters - self.vectors) / sizes.tp + self.vectors
+        twice = self.vocab_size * self.hidden / sizes.tp if self.tied and sizes.pp > 1 else 0
+        return (full + twice) / sizes.pp
 
 
 @dataclass(frozen=True)
@@ -72,21 +72,21 @@ class Term:
 
     Args:
         collective: as the counted ones are called.
-        words: the formula.
+        formula: how it follows from the sizes.
         bytes: given by a rank in all steps; the mean over the ranks of a pipeline.
         wire: bytes that a rank then sends, in the best algorithm there is.
     """
 
     collective: str
-    words: str
+    formula: str
     bytes: float
     wire: float = 0.0
 
 
-def term(collective: str, words: str, given: float, ways: int) -> Term:
+def term(collective: str, formula: str, size: float, ways: int) -> Term:
     """A part of a step's traffic among `ways` ranks."""
     shares = {"all-reduce": 2 * (ways - 1) / ways, "all-gather": ways - 1, "send": 1.0}
-    return Term(collective, words, given, given * shares.get(collective, (ways - 1) / ways))
+    return Term(collective, formula, size, size * shares.get(collective, (ways - 1) / ways))
 
 
 def predicted(
@@ -101,21 +101,21 @@ def predicted(
     """
     counted = steps[warm:]
     micros = [micro for step in counted for micro in step]
-    found = weight_terms(kind, sizes, shape, len(counted), len(micros))
-    found += _tensor(sizes, shape, micros) + _rows(sizes, shape, micros)
+    terms = weight_terms(kind, sizes, shape, len(counted), len(micros))
+    terms += _tensor(sizes, shape, micros) + _rows(sizes, shape, micros)
     if sizes.pp > 1:
-        found += _pipeline(kind, sizes, chunks, shape, steps, warm)
-    return [_together([part for part in found if part.collective == one]) for one in _in_order(found)]
+        terms += _pipeline(kind, sizes, chunks, shape, steps, warm)
+    return [_together([part for part in terms if part.collective == collective]) for collective in _in_order(terms)]
 
 
 def _in_order(terms: Sequence[Term]) -> list[str]:
-    return list(dict.fromkeys(one.collective for one in terms))
+    return list(dict.fromkeys(term.collective for term in terms))
 
 
 def _together(terms: Sequence[Term]) -> Term:
     """One term for those of one collective."""
-    words = " + ".join(one.words for one in terms)
-    return Term(terms[0].collective, words, sum(one.bytes for one in terms), sum(one.wire for one in terms))
+    formula = " + ".join(term.formula for term in terms)
+    return Term(terms[0].collective, formula, sum(term.bytes for term in terms), sum(term.wire for term in terms))
 
 
 def weight_terms(kind: str, sizes: MeshSizes, shape: Shape, steps: int, micros: int) -> list[Term]:
@@ -124,27 +124,29 @@ def weight_terms(kind: str, sizes: MeshSizes, shape: Shape, steps: int, micros: 
     FSDP keeps what is outside the layers from forward to backward, and of a pipeline's stages, reduced once in a step,
     all.
     """
-    ways, copies = sizes.dp_shard * sizes.parts, sizes.dp_replicate
-    reduced, whole = shape.held(sizes) * shape.trained * shape.gradient, shape.held(sizes) * shape.gathered
+    ways, copies = sizes.dp_shard * sizes.sequence_shards, sizes.dp_replicate
+    reduced, full = shape.held(sizes) * shape.trained * shape.gradient, shape.held(sizes) * shape.gathered
     if kind.startswith("ZERO"):
         return _zero(int(kind[-1]), reduced, ways, steps, micros)
     if kind not in ("FSDP", "GRAD_OP"):
-        return [term("all-reduce", "weights", reduced * steps, sizes.averaged)] if sizes.averaged > 1 else []
+        return (
+            [term("all-reduce", "weights", reduced * steps, sizes.grad_group_size)] if sizes.grad_group_size > 1 else []
+        )
     if sizes.pp > 1:
-        gathered, what, times, how = whole, "weights", steps, ""
+        gathered, quantity, times, how = full, "weights", steps, ""
     elif kind == "GRAD_OP":
-        gathered, what, times, how = whole, "weights", micros, " per micro-batch"
+        gathered, quantity, times, how = full, "weights", micros, " per micro-batch"
     else:
         outside = (shape.outside - shape.hidden) / sizes.tp + shape.hidden
-        gathered, what = 2 * whole - outside * shape.gathered, "(weights + those of layers)"
+        gathered, quantity = 2 * full - outside * shape.gathered, "(weights + those of layers)"
         times, how = micros, " per micro-batch"
-    found = [
-        term("all-gather", f"{what} / shards{how}", gathered / ways * times, ways),
+    terms = [
+        term("all-gather", f"{quantity} / shards{how}", gathered / ways * times, ways),
         term("reduce-scatter", f"weights{how}", reduced * times, ways),
     ]
     if sizes.dp_replicate > 1:
-        found.append(term("all-reduce", f"weights / shards{how}", reduced / ways * times, copies))
-    return found
+        terms.append(term("all-reduce", f"weights / shards{how}", reduced / ways * times, copies))
+    return terms
 
 
 def _zero(stage: int, held: float, ways: int, steps: int, micros: int) -> list[Term]:
@@ -162,27 +164,27 @@ def _tensor(sizes: MeshSizes, shape: Shape, micros: Sequence[Micro]) -> list[Ter
     """Two sums forward and two backward in each layer, one behind the embedding; the loss: two sums and a gradient."""
     if sizes.tp == 1:
         return []
-    slots, trained = (sum(micro[place] for micro in micros) for place in (0, 1))
+    slots, trained = (sum(micro[column] for micro in micros) for column in (0, 1))
     activations = slots * shape.hidden * (2 * shape.layers * (shape.number + shape.carried) + shape.carried)
     loss = trained * (shape.hidden + 3) * FP32
-    words = "(4 x layers + 1) x activations + trained tokens x (hidden + 3)"
-    return [term("all-reduce", words, (activations + loss) / sizes.pp, sizes.tp)]
+    formula = "(4 x layers + 1) x activations + trained tokens x (hidden + 3)"
+    return [term("all-reduce", formula, (activations + loss) / sizes.pp, sizes.tp)]
 
 
 def _rows(sizes: MeshSizes, shape: Shape, micros: Sequence[Micro]) -> list[Term]:
     """In attention: heads for parts of rows and back (sp), or keys and values gathered, their gradients summed (cp)."""
-    slots, found = sum(micro[0] for micro in micros), list[Term]()
+    slots, terms = sum(micro[0] for micro in micros), list[Term]()
     vector = slots * shape.head_size * shape.number
     heads, key_heads = shape.heads // sizes.tp, shape.key_heads // sizes.tp
     if sizes.sp > 1:
         exchanged = 2 * heads + 2 * lcm(key_heads, sizes.sp)
-        words = "2 x layers x (Q + K + V + output)"
-        found.append(term("all-to-all", words, 2 * shape.layers * exchanged * vector / sizes.pp, sizes.sp))
+        formula = "2 x layers x (Q + K + V + output)"
+        terms.append(term("all-to-all", formula, 2 * shape.layers * exchanged * vector / sizes.pp, sizes.sp))
     if sizes.cp > 1:
         both = shape.layers * 2 * key_heads * vector / sizes.pp
-        found.append(term("all-gather", "layers x (K + V)", both, sizes.cp))
-        found.append(term("reduce-scatter", "cp x layers x (K + V)", sizes.cp * both / shape.number * FP32, sizes.cp))
-    return found
+        terms.append(term("all-gather", "layers x (K + V)", both, sizes.cp))
+        terms.append(term("reduce-scatter", "cp x layers x (K + V)", sizes.cp * both / shape.number * FP32, sizes.cp))
+    return terms
 
 
 def _pipeline(
@@ -197,9 +199,9 @@ def _pipeline(
         room = max(room, *(micro[0] for micro in step))
         elements += len(step) * room * shape.hidden if number >= warm else 0
     borders = sizes.pp * chunks - 1
-    words, sent = "2 x borders x hidden states per micro-batch", 2.0 * borders * elements * shape.carried
+    formula, sent = "2 x borders x hidden states per micro-batch", 2.0 * borders * elements * shape.carried
     if shape.tied:
         shards = sizes.dp_shard if kind in ("FSDP", "GRAD_OP") else 1
-        words += ", 2 x tied weight" + (" / shards" if shards > 1 else "")
-        sent += 2 * shape.words * shape.hidden * shape.gradient / sizes.tp / shards * (len(steps) - warm)
-    return [term("send", f"({words}) / stages' ranks", sent / sizes.pp, 2)]
+        formula += ", 2 x tied weight" + (" / shards" if shards > 1 else "")
+        sent += 2 * shape.vocab_size * shape.hidden * shape.gradient / sizes.tp / shards * (len(steps) - warm)
+    return [term("send", f"({formula}) / stages' ranks", sent / sizes.pp, 2)]

@@ -1,7 +1,7 @@
-"""The chat's program: a base model and what a run made of it, loaded once, that answer conversations token by token.
+"""The chat program: loads a base model and a run's fine-tuned model once, and streams their answers token by token.
 
 Run by `app/services/chat.py` through `app/services/rpc_client.py`.
-Safetensors only; no pickle is read and no model code runs unless told.
+Reads safetensors only, no pickle, and runs no model code unless allowed.
 """
 
 from __future__ import annotations
@@ -17,31 +17,32 @@ from typing import Any
 import torch
 from accelerate.utils import set_seed
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from transformers import GenerationConfig, StoppingCriteria, TextIteratorStreamer
 
-from trainers.checkpoint.checkpoint import base_digest, load_weights
-from trainers.config.options import ConfigError, TrainConfig
+from trainers.checkpoint.checkpoint import load_weights, refuse_other_base
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import TrainConfig
 from trainers.config.parse import Request
 from trainers.data.formats import RowError
 from trainers.data.template import Encoder
 from trainers.data.tokenizer import load_tokenizer
 from trainers.model.attention import avoid_cudnn
-from trainers.model.load import add_adapters, compute_dtype, load_base
+from trainers.model.load import add_adapters, compute_dtype, load_base, model_path
 from trainers.run.folder import RunFolder
 from trainers.run.manifest import verify
 from trainers.tools.rpc_server import serve
 
-_ADAPTER = "adapter_model.safetensors"
+_ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+_BAD = (ValueError, KeyError, OSError, RuntimeError, SafetensorError)
 
 
 class Models:
-    """A base and maybe a tuned model on one device; they share the base's weights where the tuned one is an adapter.
+    """A base model and optionally a tuned one on one device; an adapter shares the weights of its base.
 
     Args:
-        config: of the run, or of the base model alone.
-        base: the base model; None where `tuned` is an adapter on it.
-        tuned: what a run made of it; None for the base alone.
+        config: config of the run, or of the base model alone.
+        base: the base model; None if `tuned` is an adapter on it.
+        tuned: the fine-tuned model; None for the base alone.
     """
 
     def __init__(self, config: TrainConfig, base: Any | None, tuned: Any | None):
@@ -49,7 +50,8 @@ class Models:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.tokenizer = load_tokenizer(config)
         self.encoder = Encoder.of(self.tokenizer, assistant_only=False, today=date.today().isoformat())
-        self.base, self.tuned = base, tuned
+        self.base = base
+        self.tuned = tuned
         self.ends: set[int] = set()
         for model in (base, tuned):
             if model is not None:
@@ -59,13 +61,13 @@ class Models:
 
     def _ready(self, model: Any) -> None:
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-        # Only transformers' own kernels know a cache of keys and values; its fused one knows no softcap.
+        # Only transformers' own kernels support a KV cache, and its fused kernel does not support softcap.
         capped = getattr(inner.config.get_text_config(), "attn_logit_softcapping", None) is not None
         inner.set_attn_implementation("eager" if capped else "sdpa")
         inner.config.use_cache = True
         ends = inner.generation_config.eos_token_id if inner.generation_config is not None else None
         self.ends |= {self.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
-        # What else the files say (beams, penalties) is not what was asked for.
+        # Ignore the other settings of the files (beams, penalties): they were not requested.
         inner.generation_config = GenerationConfig(
             eos_token_id=sorted(self.ends), pad_token_id=self.tokenizer.pad_token_id
         )
@@ -73,25 +75,25 @@ class Models:
         model.to(self.device)
 
     def sides(self) -> list[str]:
-        """What can be asked: `base`, `tuned` or both."""
+        """The models that can answer: `base`, `tuned` or both."""
         return ["base", "tuned"] if self.tuned is not None else ["base"]
 
     def side(self, name: str) -> tuple[Any, AbstractContextManager[Any]]:
-        """The model of a side, and what must be entered while it answers."""
+        """The model of a side, and the context manager to enter while it generates."""
         if name == "base" and self.base is None:
             assert self.tuned is not None
             return self.tuned, self.tuned.disable_adapter()
         return (self.base if name == "base" else self.tuned), nullcontext()
 
     def prompt(self, messages: list[dict[str, str]], plain: bool) -> list[int]:
-        """Tokens of a conversation that waits for an answer.
+        """Tokens of a conversation, ready for generation.
 
         Args:
             messages: with `role` and `content`.
-            plain: join the messages as plain text; so it is too where the tokenizer has no chat template.
+            plain: join the messages as plain text; always the case if the tokenizer has no chat template.
 
         Raises:
-            ConfigError: when the chat template refuses them or does not end, or they do not fit the context.
+            ConfigError: if the chat template refuses them or does not terminate, or they do not fit the context.
         """
         if plain or self.encoder.options.chat_template is None:
             text = "\n".join(message["content"] for message in messages)
@@ -122,24 +124,26 @@ class Models:
 
 
 def _read(config: TrainConfig, request: dict[str, Any]) -> Generator[dict[str, Any], None, tuple[Any, Any]]:
-    """Reads the models on the CPU, telling each stage; returns the base and the tuned one, as `Models` takes them."""
+    """Reads the models on the CPU, yielding each stage; returns `base` and `tuned` as `Models` takes them."""
     run_dir = request.get("run_dir")
     weights = _weights(RunFolder(run_dir), str(request["weights"])) if run_dir else None
     yield {"loading": f"reading {config.model_name_or_path}"}
     if weights is None:
         return load_base(_frozen(config)), None
-    if _is_adapter(config, weights):
+    if not _is_checkpoint(weights) and any((weights / name).exists() for name in _ADAPTER):
+        return None, _exported_adapter(config, weights)
+    if _is_checkpoint(weights) and config.method != "full":
         tuned = add_adapters(load_base(config), config)
         yield {"loading": f"reading the adapter of {weights.name}"}
         _fill(tuned, weights)
         return None, tuned
     base = load_base(_frozen(config)).to(compute_dtype(config))
     yield {"loading": f"reading {weights.name}"}
-    return base, _whole(config, weights)
+    return base, _full_model(config, weights)
 
 
 def _config(request: dict[str, Any]) -> TrainConfig:
-    """The run's config, or one that names a base model alone; model code runs only where both say so."""
+    """The run's config, or one for a base model alone; model code runs only if both config and request allow it."""
     if request.get("run_dir"):
         config = Request(config=str(RunFolder(request["run_dir"]).config)).resolve()
         remote_code = config.trust_remote_code and bool(request.get("remote_code"))
@@ -153,7 +157,7 @@ def _config(request: dict[str, Any]) -> TrainConfig:
             mixed_precision="bf16" if bf16 else "no",
         )
         remote_code = bool(request.get("remote_code"))
-    # Such products are slow on a CPU, or missing.
+    # fp16 matrix products are slow on a CPU, or unsupported.
     slow = config.mixed_precision == "fp16" and not torch.cuda.is_available()
     precision = "no" if slow else config.mixed_precision
     changes = {"trust_remote_code": remote_code, "mixed_precision": precision, "gradient_checkpointing": False}
@@ -161,12 +165,12 @@ def _config(request: dict[str, Any]) -> TrainConfig:
 
 
 def _frozen(config: TrainConfig) -> TrainConfig:
-    """The same base kept in the compute dtype, as a frozen one is; random weights keep the dtype they are drawn in."""
+    """The config with the base kept in the compute dtype, as if frozen; random weights keep their initial dtype."""
     return config if config.random_init else config.model_copy(update={"method": "lora"})
 
 
 def _weights(run: RunFolder, name: str) -> Path:
-    """The folder of a checkpoint or an export, its name checked again."""
+    """The folder of a checkpoint or an export; checks its name again."""
     folder = (run.checkpoints if name.startswith("step-") else run.path) / name
     if (
         not name
@@ -174,7 +178,7 @@ def _weights(run: RunFolder, name: str) -> Path:
         or not folder.is_dir()
         or not folder.resolve().is_relative_to(run.path.resolve())
     ):
-        raise ConfigError(f"checkpoint {name[:80]!r} is not there in run {run.id}; choose another")
+        raise ConfigError(f"checkpoint {name[:80]!r} does not exist in run {run.id}; choose another")
     return folder
 
 
@@ -182,31 +186,32 @@ def _is_checkpoint(weights: Path) -> bool:
     return weights.name.startswith("step-")
 
 
-def _is_adapter(config: TrainConfig, weights: Path) -> bool:
-    return config.method != "full" if _is_checkpoint(weights) else (weights / "adapter_config.json").is_file()
+def _exported_adapter(config: TrainConfig, weights: Path) -> Any:
+    """The base with an exported adapter, which is looked at before the base is read."""
+    from trainers.model.adapter import Adapter
+
+    try:
+        adapter = Adapter.read(weights, model_path(config))
+        return adapter.attach(load_base(config))
+    except ConfigError:
+        raise
+    except _BAD as error:
+        raise _bad(weights, error) from None
 
 
 def _fill(model: Any, weights: Path) -> None:
-    """Gives adapters their trained weights."""
-    from peft import set_peft_model_state_dict
-
+    """Loads the trained weights of a checkpoint into adapters on their base."""
     try:
-        if _is_checkpoint(weights):
-            manifest = verify(weights)
-            if manifest["base"] != base_digest(model):
-                raise ValueError("the base model's weights are not those that its adapters were trained on")
-            load_weights(weights, model)
-            return
-        result = set_peft_model_state_dict(model, load_file(weights / _ADAPTER))
-    except (ValueError, KeyError, OSError, RuntimeError, SafetensorError) as error:
+        refuse_other_base(verify(weights), model)
+        load_weights(weights, model)
+    except ConfigError:
+        raise
+    except _BAD as error:
         raise _bad(weights, error) from None
-    missing = [name for name in result.missing_keys if "lora_" in name] + list(result.unexpected_keys)
-    if missing:
-        raise _bad(weights, f"{missing[0]} is not in both the adapter and the model")
 
 
-def _whole(config: TrainConfig, weights: Path) -> Any:
-    """A model of whole weights in the compute dtype, from a checkpoint or an export."""
+def _full_model(config: TrainConfig, weights: Path) -> Any:
+    """A fully fine-tuned model in the compute dtype, from a checkpoint or an export."""
     if not _is_checkpoint(weights):
         own: dict[str, Any] = {"model_name_or_path": str(weights), "model_revision": None, "random_init": False}
         return load_base(_frozen(config.model_copy(update={**own, "num_hidden_layers": None})))
@@ -214,30 +219,32 @@ def _whole(config: TrainConfig, weights: Path) -> Any:
     try:
         verify(weights)
         load_weights(weights, model)
-    except (ValueError, KeyError, OSError, RuntimeError, SafetensorError) as error:
+    except _BAD as error:
         raise _bad(weights, error) from None
     return model
 
 
-def _bad(weights: Path, why: object) -> ConfigError:
-    return ConfigError(f"{weights.name} cannot be loaded: {str(why).partition(chr(10))[0][:300]}; choose another one")
+def _bad(weights: Path, reason: object) -> ConfigError:
+    return ConfigError(
+        f"{weights.name} cannot be loaded: {str(reason).partition(chr(10))[0][:300]}; choose another one"
+    )
 
 
 # -- answering -------------------------------------------------------------------------------------------------------
 
 
 class _Stop(StoppingCriteria):
-    """Ends the generation when nobody waits for it any more."""
+    """Stops the generation once its answer is no longer wanted."""
 
     def __init__(self) -> None:
-        self.asked = threading.Event()
+        self.requested = threading.Event()
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **rest: Any) -> Any:
-        return torch.full((len(input_ids),), self.asked.is_set(), device=input_ids.device, dtype=torch.bool)
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
+        return torch.full((len(input_ids),), self.requested.is_set(), device=input_ids.device, dtype=torch.bool)
 
 
 def sampling_options(sampling: dict[str, Any]) -> dict[str, Any]:
-    """What `generate` takes; temperature 0 is greedy. `top_k` 0 takes every token into account."""
+    """Arguments of `generate`. Temperature 0 is greedy decoding; `top_k` 0 considers every token."""
     shared = {"repetition_penalty": float(sampling["repetition_penalty"]), "use_cache": True}
     if not sampling["temperature"]:
         return {**shared, "do_sample": False}
@@ -246,11 +253,12 @@ def sampling_options(sampling: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Generation(threading.Thread):
-    """One call of `generate`; its pieces come out of `streamer`, which ends even when it fails."""
+    """One call of `generate`; its text comes out of `streamer`, which ends even if the call fails."""
 
     def __init__(self, models: Models, model: Any, prompt: list[int], sampling: dict[str, Any]):
         super().__init__(daemon=True)
-        self.model, self.stop = model, _Stop()
+        self.model = model
+        self.stop = _Stop()
         self.streamer = TextIteratorStreamer(models.tokenizer, skip_prompt=True, skip_special_tokens=True)
         ids = torch.tensor([prompt], device=models.device)
         room = (models.context or 2**31) - len(prompt)
@@ -267,26 +275,26 @@ class _Generation(threading.Thread):
         try:
             result = self.model.generate(**self.arguments, streamer=self.streamer, stopping_criteria=[self.stop])
             self.tokens = result[0, self.arguments["input_ids"].shape[1] :].tolist()
-        except Exception as error:  # it is raised again in the main thread
+        except Exception as error:  # raised again in the main thread
             self.error = error
             self.streamer.on_finalized_text("", stream_end=True)
 
 
 class Chat:
-    """The program's handlers, and the models that they share."""
+    """The request handlers, and the models that they share."""
 
     def __init__(self) -> None:
         self.models: Models | None = None
 
     def load(self, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Loads what the request names, telling each stage; the last document describes what is there.
+        """Loads the models of a request, yielding each stage; the last document describes the loaded models.
 
         Args:
             request: `run_dir` with `weights` (`step-00000120`, or the name of an export such as `model`), or `model`
                 with `revision`; `remote_code`.
 
         Raises:
-            ConfigError: when files are missing, damaged, or of another model, or the memory does not suffice.
+            ConfigError: if files are missing, damaged or of another model, or memory is insufficient.
         """
         started, config = time.monotonic(), _config(request)
         try:
@@ -294,7 +302,7 @@ class Chat:
             yield {"loading": "moving to the GPU" if torch.cuda.is_available() else "getting ready"}
             self.models = models = Models(config, base, tuned)
         except torch.OutOfMemoryError:
-            raise ConfigError("the model does not fit the GPU's memory; choose another device, or the CPU") from None
+            raise ConfigError("the model does not fit in GPU memory; choose another device, or the CPU") from None
         on_gpu = models.device.type == "cuda"
         yield {
             "ready": True,
@@ -308,13 +316,13 @@ class Chat:
         }
 
     def answer(self, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """One answer: documents with its pieces in `text`, and a last one with the whole and its numbers.
+        """Generates one answer: yields pieces of `text`, then a document with the full answer and its statistics.
 
         Args:
             request: `side`, `messages`, `plain`, and `sampling` with every value.
 
         Raises:
-            ConfigError: when nothing is loaded, or the conversation cannot be answered.
+            ConfigError: if nothing is loaded, or the conversation cannot be answered.
         """
         models, side, started = self.models, request["side"], time.monotonic()
         if models is None or side not in models.sides():
@@ -328,18 +336,18 @@ class Chat:
             try:
                 yield from ({"text": piece} for piece in generation.streamer if piece)
             finally:
-                generation.stop.asked.set()
+                generation.stop.requested.set()
                 generation.join()
         if isinstance(generation.error, torch.OutOfMemoryError):
             torch.cuda.empty_cache()
-            raise ConfigError(f"the GPU's memory does not hold {len(prompt):,} tokens and an answer; clear the chat")
+            raise ConfigError(f"{len(prompt):,} tokens and an answer do not fit in GPU memory; clear the chat")
         if generation.error is not None:
             raise generation.error
         yield _summary(models, generation.tokens, len(prompt), time.monotonic() - started)
 
 
 def _summary(models: Models, tokens: list[int], prompt_tokens: int, seconds: float) -> dict[str, Any]:
-    """The whole answer and its numbers."""
+    """The full answer and its statistics."""
     return {
         "answer": models.tokenizer.decode(tokens, skip_special_tokens=True),
         "finish": "eos" if tokens and tokens[-1] in models.ends else "length",

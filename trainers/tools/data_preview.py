@@ -1,6 +1,6 @@
-"""Shows data as it will be trained: rows as they are read, packed rows, and what becomes of the whole data set.
+"""Shows data as it will be trained: rows as read, packed rows, and statistics of the full data set.
 
-The program behind `app/services/data.py`; it tokenises with the code, and into the cache, of a training.
+The program behind `app/services/data.py`; it tokenises with the same code, and into the same cache, as training.
 Imports no torch.
 """
 
@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainers.config.options import EMBEDDED, ConfigError, TrainConfig
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.config.validation import build
 from trainers.data.batches import Rows, TrainPlan
 from trainers.data.files import DataFile, resolve
@@ -25,22 +26,24 @@ from trainers.data.formats import wanted_columns
 from trainers.data.prepare import TokenSet, formats_of, load_tokenizer, options_of, refuse_bad, selection_of, tokenised
 from trainers.data.progress import listeners
 from trainers.data.report import Report
-from trainers.data.shards import SHARD_BYTES, Bad, Shard
-from trainers.data.sources import cut, read
+from trainers.data.shards import SHARD_BYTES, BadRow, Shard
+from trainers.data.sources import iter_shards, read
 from trainers.data.template import training_encoder
 from trainers.data.tokenise import Selection, document_of, encode_rows
 from trainers.data.tokenizer import read_chat_template
 from trainers.run.process_limits import encoding_bytes, encoding_seconds, expect_death, memory_limit, time_limit
-from trainers.tools.rpc_server import serve, tell
+from trainers.tools.rpc_server import send, serve
 
 HUB_ROW_BYTES = 1000
-PAGE_BYTES = 1 << 20  # a page is read out of shards of this size
+PAGE_BYTES = 1 << 20  # shard size for reading a page
 MOST_ROWS = 50
 SHOWN_TOKENS = 4_000
 RAW_CHARACTERS = 4_000
 BINS = 40
-_COUNTED_BYTES = 256 << 20  # held-out rows are told apart in data up to this size, which must be counted for it
-_KEPT = 4  # data sets
+_COUNTED_BYTES = (
+    256 << 20
+)  # which rows are held out is shown for data up to this size, as it requires counting all rows
+_MOST_PREVIEWS = 4  # data sets
 
 Segment = dict[str, Any]
 
@@ -49,7 +52,7 @@ class Preview:
     """One data set under one config.
 
     Args:
-        config: its data options and its tokenizer matter.
+        config: its data options and tokenizer are used.
     """
 
     def __init__(self, config: TrainConfig):
@@ -57,45 +60,45 @@ class Preview:
         self.files = resolve(config, "train")
         self.tokenizer = load_tokenizer(config)
         self.encoder = training_encoder(config, self.tokenizer)
-        self.encoder.may_die = True  # this process may end; the one that asks says so and starts another
+        self.encoder.may_die = True  # this process may end; its parent reports that and starts another
         self.options = options_of(config, self.encoder, Selection())
-        self._cuts = cut(self.files, config.sample_by, PAGE_BYTES, config.columns)
+        self._shard_iterator = iter_shards(self.files, config.sample_by, PAGE_BYTES, config.columns)
         self._shards: list[Shard] = []
-        self._all_cut = False
+        self._all_sharded = False
         self._formats: dict[str, str] = {}
         self._packed: Rows | None = None
         self._tokens: TokenSet | None = None
 
     def rows(self, offset: int, count: int) -> dict[str, Any]:
-        """Some rows as they are read and as they are trained; only the files' beginnings up to them are looked through.
+        """Some rows, as read and as trained; files are scanned only up to them.
 
         Args:
-            offset: rows before the first one, over all files.
-            count: rows, at most `MOST_ROWS`.
+            offset: number of rows before the first one, over all files.
+            count: number of rows, at most `MOST_ROWS`.
 
         Returns:
-            `rows`, `offset`, `total` (None until all files have been looked through), `bytes` of all files (a guess
-            for Hub data).
+            `rows`, `offset`, `total` (None until all files have been scanned), `bytes` of all files (an estimate for
+            Hub data).
         """
         selection = self._selection()
-        shown = []
+        rows = []
         for shard, number, line, item in self._items(offset, min(count, MOST_ROWS)):
             row = self._row(shard, number, line, item)
             if row["status"] != "bad":
                 row["use"] = self._use(number, selection)
-            shown.append(row)
-        if not shown:
+            rows.append(row)
+        if not rows:
             self._advance(offset + 1)
-        total = self._shards[-1].first_row + self._shards[-1].rows if self._all_cut else None
+        total = self._shards[-1].first_row + self._shards[-1].rows if self._all_sharded else None
         size = sum(file.size * (HUB_ROW_BYTES if file.kind == "hub" else 1) for file in self.files)
-        return {"rows": shown, "offset": offset, "total": total, "bytes": size}
+        return {"rows": rows, "offset": offset, "total": total, "bytes": size}
 
     def _advance(self, row: int) -> None:
-        """Cuts files until a row is in one of the shards, or all are cut."""
-        while not self._all_cut and (not self._shards or self._shards[-1].first_row + self._shards[-1].rows <= row):
-            shard = next(self._cuts, None)
+        """Scans files until a row is in one of the shards, or all are scanned."""
+        while not self._all_sharded and (not self._shards or self._shards[-1].first_row + self._shards[-1].rows <= row):
+            shard = next(self._shard_iterator, None)
             if shard is None:
-                self._all_cut = True
+                self._all_sharded = True
             else:
                 self._shards.append(shard)
 
@@ -103,31 +106,31 @@ class Preview:
         """Rows with their shard, their number and their line."""
         self._advance(offset)
         firsts = [shard.first_row for shard in self._shards]
-        place = max(0, int(np.searchsorted(firsts, offset, side="right")) - 1)
+        index = max(0, int(np.searchsorted(firsts, offset, side="right")) - 1)
         number = offset
         while number < offset + count:
             self._advance(number)
-            if place >= len(self._shards):
+            if index >= len(self._shards):
                 return
-            shard = self._shards[place]
+            shard = self._shards[index]
             items = read(shard, self.config.sample_by, wanted_columns(self.config.columns))
             start = number - shard.first_row
             for line, item in islice(items, start, start + offset + count - number):
                 yield shard, number, line, item
                 number += 1
             if number < min(offset + count, shard.first_row + shard.rows):
-                raise ConfigError(f"{shard.file.shown} changed while it was read; look again when it is complete")
-            place += 1
+                raise ConfigError(f"{shard.file.display_name} changed while it was read; try again when it is complete")
+            index += 1
 
     def _row(self, shard: Shard, number: int, line: int, item: Any) -> dict[str, Any]:
         options, report = self.options, Report()
-        raw = item if isinstance(item, Bad) else document_of(item, self._format(shard.file), options)
-        pieces = encode_rows([(line, raw)], shard.file.shown, self.encoder, options, report)
-        shown = [self.segments(piece.input_ids, piece.mask) for _, piece in pieces]
+        raw = item if isinstance(item, BadRow) else document_of(item, self._format(shard.file), options)
+        pieces = encode_rows([(line, raw)], shard.file.display_name, self.encoder, options, report)
+        documents = [self.segments(piece.input_ids, piece.mask) for _, piece in pieces]
         return {
             "number": number,
-            "where": f"{shard.file.shown}:{line}",
-            "raw": "" if isinstance(item, Bad) else _raw(item),
+            "where": f"{shard.file.display_name}:{line}",
+            "raw": "" if isinstance(item, BadRow) else _raw(item),
             "status": _status(report),
             "use": "train",
             "unused": sorted(report.unused),
@@ -135,27 +138,27 @@ class Preview:
             "tokens": report.longest,
             "kept_tokens": report.tokens,
             "trained_tokens": report.trained_tokens,
-            "documents": shown,
+            "documents": documents,
         }
 
     def _format(self, file: DataFile) -> str:
         if file.path not in self._formats:
-            # As large as the shard that training looks at.
-            first = next(cut([file], self.config.sample_by, SHARD_BYTES, self.config.columns))
+            # As large as the shard in which training detects the format.
+            first = next(iter_shards([file], self.config.sample_by, SHARD_BYTES, self.config.columns))
             self._formats.update(formats_of(self.config, [first]))
         return self._formats[file.path]
 
     def _selection(self) -> Selection | None:
-        """Which rows are held out for evaluation; None where that cannot be told without counting large files."""
+        """Which rows are held out for evaluation; None if that requires counting the rows of large files."""
         if not self.config.eval_share:
             return Selection()
-        if not self._all_cut and sum(file.size for file in self.files) > _COUNTED_BYTES:
+        if not self._all_sharded and sum(file.size for file in self.files) > _COUNTED_BYTES:
             return None
         self._advance(2**62)
         return selection_of(self.config, "train", self._shards[-1].first_row + self._shards[-1].rows)
 
     def _use(self, number: int, selection: Selection | None) -> str:
-        """What a row is used for: `train`, `eval`, `none` when it is beyond `max_train_samples`, or `unknown`."""
+        """How a row is used: `train`, `eval`, `none` (beyond `max_train_samples`) or `unknown`."""
         if selection is None:
             return "unknown"
         if not selection.choose(number, 1)[0]:
@@ -166,14 +169,14 @@ class Preview:
         return "train" if int(selection.choose(0, number).sum()) < limit else "none"
 
     def segments(self, ids: npt.NDArray[np.int32], mask: npt.NDArray[np.bool_]) -> dict[str, Any]:
-        """A document as stretches of text that are trained or not.
+        """Splits a document into segments of text that are trained or not.
 
         Args:
-            ids: its tokens.
-            mask: which of them are trained.
+            ids: `[tokens]` token ids.
+            mask: `[tokens]` True for trained tokens.
 
         Returns:
-            `segments` of `text`, `trained` and `tokens`; `tokens` of the document; `hidden` tokens that are not shown.
+            `segments` with `text`, `trained` and `tokens`; `tokens` of the document; number of `hidden` tokens.
         """
         ends = [*(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
         segments: list[Segment] = []
@@ -181,11 +184,11 @@ class Preview:
         for end in ends:
             stop = min(end, SHOWN_TOKENS)
             if stop > start:
-                # What the tokens add to the text before them: some tokenizers write a first token without its blank.
+                # Decode with the text before: some tokenizers drop the leading space of the first token.
                 text = self._decode(ids[:stop])
                 if stop < len(ids):
-                    text = text.rstrip("\ufffd")  # half a character is shown with its other half
-                at = len(before) if text.startswith(before) else _common(before, text)
+                    text = text.rstrip("\ufffd")  # a partial character is shown with the next segment
+                at = len(before) if text.startswith(before) else _common_prefix(before, text)
                 segments.append({"text": text[at:], "trained": bool(mask[start]), "tokens": stop - start})
                 start, before = stop, text
         return {"segments": segments, "tokens": len(ids), "hidden": len(ids) - start}
@@ -196,13 +199,13 @@ class Preview:
         return str(text)
 
     def tokens(self) -> TokenSet:
-        """The tokenised data of a training, from the cache or made now."""
+        """The tokenised training data, from the cache if possible."""
         if self._tokens is None:
             self._tokens = tokenised(self.config, "train")
         return self._tokens
 
     def training_rows(self) -> Rows:
-        """The rows that batches are made of: packed, or one document each."""
+        """The rows of the batches: packed, or one document each."""
         if self._packed is None:
             self._packed = Rows(self.tokens(), self.config.max_length, self.config.packing, 0)
         return self._packed
@@ -211,11 +214,11 @@ class Preview:
         """One row of the batches, document by document.
 
         Raises:
-            ConfigError: when there is no such row.
+            ConfigError: if there is no such row.
         """
         rows = self.training_rows()
         if not 0 <= index < len(rows):
-            raise ConfigError(f"row {index} is not there; the data makes the rows 0 to {len(rows) - 1}")
+            raise ConfigError(f"row {index} does not exist; the data has rows 0 to {len(rows) - 1}")
         documents, position = [], 0
         for member in rows.members[rows.offsets[index] : rows.offsets[index + 1]]:
             ids, mask = rows.documents.document(int(member))
@@ -228,7 +231,7 @@ class Preview:
         }  # fmt: skip
 
     def statistics(self) -> dict[str, Any]:
-        """What becomes of the whole data set: counts, shares, lengths, packing, bad rows, steps."""
+        """Statistics of the full data set: counts, shares, lengths, packing, bad rows, steps."""
         data, rows = self.tokens(), self.training_rows()
         report = data.report
         slots = len(rows) * self.config.max_length
@@ -238,7 +241,7 @@ class Preview:
             plan = TrainPlan(rows, self.config, 1)
             steps = {"steps_per_epoch": plan.steps_per_epoch, "total_steps": plan.total_steps}
         except ConfigError as error:
-            mistakes += [*report.dropped_note(), *error.mistakes]
+            mistakes += [*report.dropped_note(), *error.lines]
         return {
             **report.to_json(),
             "notes": report.notes(),
@@ -259,10 +262,10 @@ class Preview:
 
 
 def histogram(lengths: npt.NDArray[np.int64]) -> list[dict[str, int]]:
-    """Documents by length: at most `BINS` bins of one width, each with its shortest and longest length and its count.
+    """Histogram of document lengths: at most `BINS` bins of equal width, each with its bounds and its count.
 
     Args:
-        lengths: tokens of each document; not empty.
+        lengths: `[documents]` tokens of each; not empty.
     """
     shortest = int(lengths.min())
     width = -(-(int(lengths.max()) - shortest + 1) // BINS)
@@ -273,21 +276,21 @@ def histogram(lengths: npt.NDArray[np.int64]) -> list[dict[str, int]]:
     ]
 
 
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0
+def _share(count: int, total: int) -> float:
+    return count / total if total else 0.0
 
 
 def _mistakes(check: Callable[[], None]) -> list[str]:
     try:
         check()
     except ConfigError as error:
-        return error.mistakes
+        return error.lines
     return []
 
 
-def _common(one: str, other: str) -> int:
-    """How many letters at their beginnings are the same."""
-    return next((at for at, letter in enumerate(one) if letter != other[at : at + 1]), len(one))
+def _common_prefix(first: str, second: str) -> int:
+    """Length of the common prefix of two strings."""
+    return next((at for at, letter in enumerate(first) if letter != second[at : at + 1]), len(first))
 
 
 def _status(report: Report) -> str:
@@ -297,45 +300,45 @@ def _status(report: Report) -> str:
 
 def _raw(row: dict[str, Any]) -> str:
     text = json.dumps(row, ensure_ascii=False, default=str)
-    text = text.encode("utf-8", "replace").decode("utf-8")  # half a surrogate pair cannot be shown
+    text = text.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate cannot be displayed
     return text if len(text) <= RAW_CHARACTERS else text[:RAW_CHARACTERS] + "…"
 
 
 class _Previews:
-    """The data sets that were last asked for."""
+    """The most recently used previews."""
 
     def __init__(self) -> None:
-        self.kept: OrderedDict[str, Preview] = OrderedDict()
+        self.previews: OrderedDict[str, Preview] = OrderedDict()
 
     @contextmanager
     def of(self, values: dict[str, Any]) -> Iterator[Preview]:
-        """The preview of a config; made anew when its files have changed, and after an answer that broke off."""
+        """The preview of a config; rebuilt if its files have changed, or if an earlier answer failed."""
         config = build(values)
         key = json.dumps([values, _stamps(resolve(config, "train")), read_chat_template(config)], sort_keys=True)
-        if key not in self.kept:
-            self.kept[key] = Preview(config)
-        self.kept.move_to_end(key)
-        while len(self.kept) > _KEPT:
-            self.kept.popitem(last=False)
+        if key not in self.previews:
+            self.previews[key] = Preview(config)
+        self.previews.move_to_end(key)
+        while len(self.previews) > _MOST_PREVIEWS:
+            self.previews.popitem(last=False)
         try:
-            yield self.kept[key]
+            yield self.previews[key]
         except BaseException:
-            self.kept.pop(key, None)
+            self.previews.pop(key, None)
             raise
 
 
 def _stamps(files: Sequence[DataFile]) -> list[list[Any]]:
-    """What changes when a file does."""
+    """Values that change whenever a file does."""
     return [[file.path, file.size, 0 if file.kind == "hub" else os.stat(file.path).st_mtime_ns] for file in files]
 
 
 def main() -> None:
-    """Answers `rows`, `packed` and `statistics` until standard input ends."""
+    """Answers `rows`, `packed` and `statistics` requests until standard input closes."""
     expect_death()
-    # All that is imported for a tokenizer: a cancel must not break off an import.
+    # Import everything that a tokenizer needs first: a cancel must not interrupt an import.
     load_tokenizer(build({"model_name_or_path": EMBEDDED, "dataset_name": EMBEDDED}))
     previews = _Previews()
-    listeners.append(lambda what, done, total: tell({"progress": {"what": what, "done": done, "total": total}}))
+    listeners.append(lambda task, done, total: send({"progress": {"what": task, "done": done, "total": total}}))
 
     def rows(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
         with previews.of(request["config"]) as preview:

@@ -1,4 +1,5 @@
 """What a model weighs, counted with torch's fake tensors: no weights are loaded, no memory is taken for them.
+The config of a model that has presets ships with them; that of another is read from its folder or the Hub.
 
     python -m trainers.tools.memory_estimate --config FILE --cases 1:1:1:1:8 2:1:1:1:8 --here
 
@@ -27,9 +28,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from trainers.config.options import ConfigError, TrainConfig
-from trainers.config.parse import read_yaml
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import TrainConfig
+from trainers.config.presets import published_config
 from trainers.config.validation import build
+from trainers.config.yaml_file import read_yaml
 from trainers.model.attention import KERNELS
 from trainers.model.load import (
     add_adapters,
@@ -40,10 +43,13 @@ from trainers.model.load import (
     silent_weights,
     use_checkpointing,
 )  # fmt: skip
-from trainers.objectives.sft import LINEAR_HEADS, SupervisedLoss
-from trainers.parallel.sequence import refuse_unfit
+from trainers.objectives.load_balancing import LoadBalancing
+from trainers.objectives.sft import SupervisedLoss
+from trainers.parallel.pipeline_split import refuse_unsplittable_family
+from trainers.parallel.sequence import refuse_unsplittable_rows
 from trainers.run.gpus import gpu_count
 from trainers.strategy.mesh import MeshSizes
+from trainers.strategy.pipeline_schedules import balance
 from trainers.strategy.tensor_plan import refusals
 from trainers.tools.preflight import check_model, machine_mistakes
 
@@ -211,18 +217,17 @@ def _quantised(model: Any) -> list[torch.Tensor]:
 
 
 def refused(shape: Any, sizes: MeshSizes, stages: int) -> str | None:
-    """Why a model cannot be cut so, None where it can."""
+    """Why a model cannot be split so, None where it can."""
     text = shape.get_text_config()
     if lines := refusals(text, sizes.tp):
         return "; ".join(lines)
     try:
-        refuse_unfit(text, sizes)
-    except ConfigError as error:
-        return "; ".join(error.mistakes)
-    if stages > text.num_hidden_layers:
-        return f"{stages} stages for {text.num_hidden_layers} layers; use a smaller pp_size or another schedule"
-    if stages > 1 and text.model_type not in LINEAR_HEADS:
-        return f"{text.model_type} models cannot be cut into pipeline stages; use another strategy"
+        refuse_unsplittable_rows(text, sizes)
+        if stages > 1:
+            refuse_unsplittable_family(text.model_type)
+            balance(text.num_hidden_layers, stages, 1.0, 0.0)
+    except ValueError as error:  # as ConfigError is
+        return str(error).replace("\n", "; ")
     return None
 
 
@@ -292,7 +297,7 @@ def weigh(config: TrainConfig, shape: Any, cases: list[str], here: bool) -> dict
         "all_linear": trained + frozen > 0.9 * (matrices - text.vocab_size * text.hidden_size),
         "layer_matmul": sum(matmul_parameters(layers[0])) if layers is not None else 0,
         "flops_per_second": speed(text.hidden_size, config) if here and config.mixed_precision != "fp8" else None,
-        "process_bytes": resting, "whole": weights(config, model),
+        "load_balancing": LoadBalancing.of(text) is not None, "process_bytes": resting, "whole": weights(config, model),
         "cases": {name: case(config, shape, name) for name in cases},
     }  # fmt: skip
 
@@ -307,11 +312,14 @@ def main(words: list[str]) -> int:
     config = build(read_yaml(asked.config))
     try:
         mistakes = machine_mistakes(config, gpu_count() > 0) if asked.here else []
-        if mistakes := mistakes + check_model(config.model_copy(update={"random_init": True})):  # weights: not needed
+        published = published_config(config.model_name_or_path) if config.model_revision is None else None
+        if published is None:
+            mistakes += check_model(config.model_copy(update={"random_init": True}))  # weights: not needed
+        if mistakes:
             raise ConfigError(mistakes)
-        print(json.dumps(weigh(config, load_shape(config), asked.cases, asked.here)), flush=True)
+        print(json.dumps(weigh(config, load_shape(config, published), asked.cases, asked.here)), flush=True)
     except ConfigError as error:
-        print("\n".join(["mistakes:", *error.mistakes]), file=sys.stderr, flush=True)
+        print(json.dumps({"mistakes": error.as_json()}), flush=True)
         return 2
     return 0
 

@@ -8,7 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from trainers.config.options import ConfigError, TrainConfig
+from trainers.checkpoint.checkpoint import saved_tensors
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import TrainConfig
 from trainers.data.prepare import load_tokenizer
 from trainers.model.fp8 import convert
 from trainers.model.load import (
@@ -19,14 +21,17 @@ from trainers.model.load import (
     compute_dtype,
     fit_lines,
     load_shape,
+    misfits,
     own_code,
+    silent_weights,
 )
 from trainers.model.probe import in_one_line
+from trainers.model.quantization import refuse_quantised
 from trainers.objectives.sft import SupervisedLoss
 from trainers.parallel.fsdp import refuse_wrap
 from trainers.parallel.pipeline_split import refuse_tied_shards, split_layers
-from trainers.parallel.sequence import refuse_unfit
-from trainers.parallel.tensor import cut
+from trainers.parallel.sequence import refuse_unsplittable_rows
+from trainers.parallel.tensor import split_model
 from trainers.run.weight_headers import Headers
 from trainers.strategy.strategy import Strategy
 from trainers.strategy.tensor_plan import refusals
@@ -51,6 +56,8 @@ def inspect_model(config: TrainConfig, headers: Headers | None, strategy: Strate
             weights in the files are not those that it needs, or the strategy cannot split it.
     """
     model_config = load_shape(config)
+    if not config.random_init:
+        refuse_quantised(config, model_config, [dtype for dtype, _ in (headers or {}).values()])
     tokenizer = load_tokenizer(config)
     found = {"vocab_size": model_config.get_text_config().vocab_size, "pad_token_id": tokenizer.pad_token_id}
     _refuse_sizes(model_config, strategy)
@@ -73,7 +80,7 @@ def inspect_model(config: TrainConfig, headers: Headers | None, strategy: Strate
 def _refuse_sizes(model_config: Any, strategy: Strategy) -> None:
     """Raises ConfigError when the config alone tells that rows or matrices cannot be split over the mesh."""
     text, sizes = model_config.get_text_config(), strategy.sizes
-    refuse_unfit(text, sizes)
+    refuse_unsplittable_rows(text, sizes)
     if mistakes := refusals(text, sizes.tp):
         raise ConfigError(mistakes)
 
@@ -91,7 +98,7 @@ def refuse_split(config: TrainConfig, model: Any, strategy: Strategy) -> None:
     if config.mixed_precision == "fp8":
         convert(model)
     loss, sizes = SupervisedLoss(model, compute_dtype(config)), strategy.sizes
-    cut(loss, None, 0, sizes.tp, first=True)
+    split_model(loss, None, 0, sizes.tp, first=True)
     if config.torch_compile:
         compiled_blocks(loss.base)
     if sizes.pp > 1:
@@ -100,6 +107,27 @@ def refuse_split(config: TrainConfig, model: Any, strategy: Strategy) -> None:
         split_layers(loss, strategy.pp_schedule, sizes.pp)
     elif strategy.distributed_type == "FSDP":
         refuse_wrap(loss, strategy.fsdp)
+
+
+def checkpoint_misfits(config: TrainConfig, manifest: dict[str, Any]) -> list[str]:
+    """How the weights that a checkpoint's manifest names differ from those that the model would be trained with.
+
+    Raises:
+        ConfigError: when there is no such model.
+    """
+    model_config = load_shape(config)
+    if own_code(config, model_config):
+        return []
+    model = check_empty(config, model_config)
+    for weight in silent_weights(model):
+        weight.requires_grad_(False)
+    if config.method != "full":
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            model = add_adapters(model, config)
+    expected = {name: list(tensor.shape) for name, tensor in saved_tensors(model).items()}
+    shapes = {name.removeprefix("model."): entry["shape"] for name, entry in manifest["tensors"].items()
+              if name.startswith("model.")}  # fmt: skip
+    return misfits(expected, shapes)
 
 
 def check_empty(config: TrainConfig, model_config: Any) -> Any:
@@ -112,13 +140,15 @@ def check_empty(config: TrainConfig, model_config: Any) -> Any:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(model_config, dtype=base_dtype(config))
     except ImportError as error:
-        raise ConfigError(
-            f"model_name_or_path={config.model_name_or_path} needs a package that is missing: {in_one_line(error)}"
+        raise ConfigError.about(
+            "model_name_or_path", config.model_name_or_path, f"needs a package that is missing: {in_one_line(error)}"
         ) from None
     except Exception as error:  # families raise what they like
-        raise ConfigError(
-            f"model_name_or_path={config.model_name_or_path}: its config.json describes no model that can be built "
-            f"({in_one_line(error)}); correct it, or download the model again"
+        raise ConfigError.about(
+            "model_name_or_path",
+            config.model_name_or_path,
+            f": its config.json describes no model that can be built ({in_one_line(error)})",
+            "correct it, or download the model again",
         ) from None
 
 

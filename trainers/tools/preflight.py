@@ -1,6 +1,6 @@
-"""What can go wrong before any process is launched: model, data, arithmetic, precision, trackers.
+"""Checks a run before any process is launched: model, data, arithmetic, precision, trackers.
 
-It tokenises the data too, so that the ranks find it in the cache. Imports no torch.
+Also tokenises the data, so that the ranks find it in the cache. Imports no torch.
 """
 
 from __future__ import annotations
@@ -13,32 +13,45 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainers.config.options import ConfigError, TrainConfig
+from trainers.config.mistakes import ConfigError, Mistake
+from trainers.config.options import TrainConfig
 from trainers.data.batches import Rows, TrainPlan
-from trainers.data.layout import WHOLE, RowPart
+from trainers.data.layout import FULL_SEQUENCE, SequenceShard
 from trainers.data.prepare import TokenSet, cache_dir, prepare
 from trainers.data.tokenizer import tokenizer_hash
-from trainers.run.compatibility import versions
+from trainers.run.compatibility import checkpoint_to_resume, versions
 from trainers.run.disk import check_room, tensors_of
 from trainers.run.folder import read_json, write_json
 from trainers.run.gpus import LEAST_CAPABILITY, capability
+from trainers.run.hub_errors import hub_mistake
 from trainers.run.json_file import load_json
-from trainers.run.weight_headers import Headers, base_folder, cached_folder, hub_headers, read_header, read_headers
+from trainers.run.manifest import read_manifest
+from trainers.run.weight_headers import (
+    ADAPTER_AS_MODEL,
+    Headers,
+    base_folder,
+    cached_folder,
+    hub_headers,
+    read_header,
+    read_headers,
+)
 from trainers.strategy.strategy import Strategy
 
+HUB_SECONDS = 20.0
+_CONFIG = "config.json"
+_UNREAD = "the headers of the weight files could not be read from the Hub; the start of the run checks them"
 _MODEL_OPTIONS = ("packing", "method", "num_hidden_layers", "random_init", "trust_remote_code", "attn_implementation",
                   "mixed_precision", "torch_compile", "lora_target_modules", "merge_adapter")  # fmt: skip
 
 
 def check(config: TrainConfig, strategy: Strategy, has_gpu: bool, run_dir: Path | None = None) -> list[str]:
-    """The lines that tell what would be trained.
+    """Checks a run; returns lines that describe what would be trained.
 
     Args:
         config: the validated config.
-        strategy: for all its processes.
-        has_gpu: whether the run will be on GPUs.
-        run_dir: where it would write, so that the room on that disk is looked at, and of a run that is resumed the chat
-            template that it began with.
+        strategy: resolved for all processes.
+        has_gpu: whether the run uses GPUs.
+        run_dir: the run folder, to check its disk space and, if the run is resumed, to use its saved chat template.
 
     Raises:
         ConfigError: with every mistake that can be found without loading weights.
@@ -52,6 +65,7 @@ def check(config: TrainConfig, strategy: Strategy, has_gpu: bool, run_dir: Path 
     headers = _headers(config, local)
     model = _inspected(config, local, None if config.random_init else headers, strategy)
     config = config if run_dir is None else config.model_copy(update={"output_dir": str(run_dir)})
+    _check_checkpoint(config, run_dir)
     train = prepare(config, "train")
     evaluation = prepare(config, "eval") if config.has_evaluation() else None
     _check_positions(config, train.report.longest)
@@ -59,35 +73,47 @@ def check(config: TrainConfig, strategy: Strategy, has_gpu: bool, run_dir: Path 
     plan = plan_training(config, train, data_parallel_size, pad_token_id=0)
     if run_dir is not None:
         check_room(config, tensors_of(headers or {}), run_dir, plan.total_steps)
-    lines = [*model["lines"], *train.report.lines(), describe_plan(plan)]
+    unread = headers is None and not config.random_init
+    lines = [_UNREAD] if unread else []
+    lines += [*model["lines"], *train.report.lines(), describe_plan(plan)]
     return lines + (evaluation.report.lines() if evaluation else [])
 
 
 def plan_training(
-    config: TrainConfig, train: TokenSet, data_parallel_size: int, pad_token_id: int, part: RowPart = WHOLE
+    config: TrainConfig,
+    train: TokenSet,
+    data_parallel_size: int,
+    pad_token_id: int,
+    shard: SequenceShard = FULL_SEQUENCE,
 ) -> TrainPlan:
     """The batches of a run.
 
     Args:
-        part: of each row, that this rank has.
+        config: the run's config.
+        train: the tokenised data.
+        data_parallel_size: ranks that share a global batch.
+        pad_token_id: token id of padding.
+        shard: the shard of each row that this rank holds.
 
     Raises:
-        ConfigError: when the global batch does not divide, or is larger than the data.
+        ConfigError: if the global batch does not divide evenly, or is larger than the data.
     """
     try:
-        return TrainPlan(make_rows(config, train, pad_token_id, part), config, data_parallel_size)
-    except ConfigError as error:  # too few rows are left, as likely as not of those that were dropped
+        return TrainPlan(make_rows(config, train, pad_token_id, shard), config, data_parallel_size)
+    except ConfigError as error:  # too few rows: dropped rows are the likely cause
         raise ConfigError([*train.report.dropped_note(), *error.mistakes]) from None
 
 
-def make_rows(config: TrainConfig, documents: TokenSet, pad_token_id: int, part: RowPart = WHOLE) -> Rows:
-    """Rows of the data as the config wants them: packed or one document each."""
+def make_rows(
+    config: TrainConfig, documents: TokenSet, pad_token_id: int, shard: SequenceShard = FULL_SEQUENCE
+) -> Rows:
+    """Rows of the data: packed, or one document each."""
     fixed = config.torch_compile and config.packing  # one shape, one compiled graph
-    return Rows(documents, config.max_length, config.packing, pad_token_id, fixed, part)
+    return Rows(documents, config.max_length, config.packing, pad_token_id, fixed, shard)
 
 
 def describe_plan(plan: TrainPlan) -> str:
-    """One line: rows, steps, accumulation, tokens per step."""
+    """One line with rows, steps, accumulation and tokens per step."""
     rows, config = plan.rows, plan.config
     kind = f"packed rows of {config.max_length}" if config.packing else "rows"
     tokens = int(rows.lengths.sum())
@@ -99,44 +125,43 @@ def describe_plan(plan: TrainPlan) -> str:
     )
 
 
-def machine_mistakes(config: TrainConfig, has_gpu: bool) -> list[str]:
-    """What this machine cannot do: precisions and hooks that need a GPU, packages that are not installed."""
-    needs_gpu = {
-        "mixed_precision=fp16 needs a GPU and there is none; use bf16 or no": config.mixed_precision == "fp16",
-        f"ddp_comm_hook={config.ddp_comm_hook} needs GPUs with NCCL and there are none; use fp16 or none": (
-            config.ddp_comm_hook in ("bf16", "power_sgd")  # under gloo, PowerSGD aborts the process
-        ),
-        "tf32=true needs a GPU and there is none; leave it out": config.tf32,
-        "activation_offloading=true needs a GPU, whose memory it spares, and there is none; leave it out": (
-            config.activation_offloading
-        ),
-    }
-    mistakes = [line for line, asked in needs_gpu.items() if asked and not has_gpu]
-    if config.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
-        mistakes.append(
-            'method=qlora needs bitsandbytes, which is not installed; `pip install "tunesmith[quant]"`, '
-            "or use method=lora"
-        )
+def machine_mistakes(config: TrainConfig, has_gpu: bool) -> list[Mistake]:
+    """Options that this machine does not support: they need a GPU, or a package that is not installed."""
+    hook = config.ddp_comm_hook
+    rules: list[tuple[bool, str, object, str, str]] = [
+        (config.mixed_precision == "fp16" and not has_gpu,
+         "mixed_precision", "fp16", "needs a GPU and there is none", "use bf16 or no"),
+        (hook in ("bf16", "power_sgd") and not has_gpu,  # under gloo, PowerSGD aborts the process
+         "ddp_comm_hook", hook, "needs GPUs with NCCL and there are none", "use fp16 or none"),
+        (config.tf32 and not has_gpu, "tf32", True, "needs a GPU and there is none", "leave it out"),
+        (config.activation_offloading and not has_gpu,
+         "activation_offloading", True, "needs a GPU, whose memory it saves, and there is none", "leave it out"),
+        (config.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None,
+         "method", "qlora", "needs bitsandbytes, which is not installed",
+         '`pip install "tunesmith[quant]"`, or use method=lora'),
+    ]  # fmt: skip
+    mistakes = [Mistake(name, value, problem, remedy) for applies, name, value, problem, remedy in rules if applies]
     if config.mixed_precision == "fp8":
         mistakes += _float8_mistakes()
     missing = [name for name in config.report_to if importlib.util.find_spec(name) is None]
-    return mistakes + [f"report_to={name} is not installed; `pip install {name}`, or leave it out" for name in missing]
+    return mistakes + [
+        Mistake("report_to", name, "is not installed", f"`pip install {name}`, or leave it out") for name in missing
+    ]
 
 
-def _float8_mistakes() -> list[str]:
-    least, here = ".".join(map(str, LEAST_CAPABILITY)), ".".join(map(str, capability()))
-    mistakes = {
-        f"mixed_precision=fp8 needs GPUs of compute capability {least}, here it is {here}; use bf16": (
-            capability() < LEAST_CAPABILITY
-        ),
-        'mixed_precision=fp8 needs torchao, which is not installed; `pip install "tunesmith[fp8]"`, or use bf16': (
-            importlib.util.find_spec("torchao") is None
-        ),
-    }
-    return [line for line, applies in mistakes.items() if applies]
+def _float8_mistakes() -> list[Mistake]:
+    least, actual = ".".join(map(str, LEAST_CAPABILITY)), ".".join(map(str, capability()))
+    mistakes = []
+    if capability() < LEAST_CAPABILITY:
+        problem = f"needs GPUs of compute capability {least}, this one has {actual}"
+        mistakes.append(Mistake("mixed_precision", "fp8", problem, "use bf16"))
+    if importlib.util.find_spec("torchao") is None:
+        remedy = '`pip install "tunesmith[fp8]"`, or use bf16'
+        mistakes.append(Mistake("mixed_precision", "fp8", "needs torchao, which is not installed", remedy))
+    return mistakes
 
 
-def _arithmetic(config: TrainConfig, data_parallel_size: int) -> list[str]:
+def _arithmetic(config: TrainConfig, data_parallel_size: int) -> list[Mistake]:
     try:
         config.accumulation_steps(data_parallel_size)
     except ConfigError as error:
@@ -144,27 +169,29 @@ def _arithmetic(config: TrainConfig, data_parallel_size: int) -> list[str]:
     return []
 
 
-def check_model(config: TrainConfig) -> list[str]:
+def check_model(config: TrainConfig) -> list[Mistake]:
     """Mistakes in the base model's name, folder or files, without loading it."""
-    name = config.model_name_or_path
-    folder = base_folder(config)
+    name, folder = config.model_name_or_path, base_folder(config)
     if folder.is_dir():
-        files, named = {path.name for path in folder.iterdir()}, f"model_name_or_path={name}"
-        problem = _check_config_file(folder / "config.json", named) or _check_files(files, named, config)
+        files = {path.name for path in folder.iterdir()}
         weights = [] if config.random_init else sorted(folder.glob("*.safetensors"))
-        return problem or [line for path in weights for line in _check_header(path, named)]
-    if "://" in name:
-        return [f"model_name_or_path={name} is a URL; name a local folder with config.json, or a Hub id (owner/name)"]
-    if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        return [f"model_name_or_path={name} is no model folder; name a folder with config.json, or a Hub id"]
-    return _check_hub(config)
+        problems = [] if "adapter_config.json" in files else _config_file_problems(folder / _CONFIG)
+        problems = problems or _file_problems(files, config)
+        problems = problems or [problem for path in weights for problem in _header_problems(path)]
+    elif "://" in name:
+        problems = ["is a URL; use a local folder with config.json, or a Hub id (owner/name)"]
+    elif folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        problems = ["is not a model folder; use a folder with config.json, or a Hub id"]
+    else:
+        return _hub_mistakes(config)
+    return [Mistake("model_name_or_path", name, problem) for problem in problems]
 
 
 def _headers(config: TrainConfig, local: Path | None) -> Headers | None:
-    """Headers of the base model's weight files; None where they are not to be had.
+    """Headers of the base model's weight files; None if unavailable.
 
     Raises:
-        ConfigError: when files that are needed are not whole.
+        ConfigError: if required files are incomplete.
     """
     try:
         return hub_headers(config) if local is None else read_headers(local)
@@ -175,83 +202,116 @@ def _headers(config: TrainConfig, local: Path | None) -> Headers | None:
 
 
 def _inspected(config: TrainConfig, local: Path | None, headers: Headers | None, strategy: Strategy) -> dict[str, Any]:
-    """What `inspect_model` found in the config and in the headers of the weight files; remembered where it is local.
+    """The result of `inspect_model`; cached if the model is local.
 
     Raises:
-        ConfigError: when the model cannot be trained.
+        ConfigError: if the model cannot be trained.
     """
-    remembered = None
+    cache_file = None
     if local is not None:
         options = [getattr(config, name) for name in _MODEL_OPTIONS]
-        options += [strategy.dump()] if strategy.splits_model or strategy.sizes.parts > 1 else []
-        shape, tokenizer = (local / "config.json").read_text(encoding="utf-8"), tokenizer_hash(local, config)
-        key = hashlib.sha256(json.dumps([versions(), shape, headers, tokenizer, options]).encode()).hexdigest()
-        remembered = cache_dir(config) / "models" / f"{key}.json"
-        if isinstance(known := read_json(remembered), dict):
+        options += [strategy.dump()] if strategy.splits_model or strategy.sizes.sequence_shards > 1 else []
+        model_config, tokenizer = (local / "config.json").read_text(encoding="utf-8"), tokenizer_hash(local, config)
+        key = hashlib.sha256(json.dumps([versions(), model_config, headers, tokenizer, options]).encode()).hexdigest()
+        cache_file = cache_dir(config) / "models" / f"{key}.json"
+        if isinstance(known := read_json(cache_file), dict):
             return known
 
     from trainers.tools.model_check import inspect_model
 
-    found = inspect_model(config, headers, strategy)
-    if remembered is not None:
-        with contextlib.suppress(OSError):  # it is found again next time
-            remembered.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            write_json(remembered, found)
-    return found
+    facts = inspect_model(config, headers, strategy)
+    if cache_file is not None:
+        with contextlib.suppress(OSError):  # without a cache, it is computed again
+            cache_file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            write_json(cache_file, facts)
+    return facts
+
+
+def _check_checkpoint(config: TrainConfig, run_dir: Path | None) -> None:
+    """Refuses a checkpoint to go on from that cannot be read, or whose weights are not those of the model.
+
+    Raises:
+        ConfigError: with what is wrong with it.
+    """
+    source = config.resume_from_checkpoint
+    folder = checkpoint_to_resume(source, run_dir)
+    if folder is None:
+        return
+    label = f"resume_from_checkpoint={folder}"
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{label} does not exist; use the folder of a checkpoint, such as RUN/checkpoints/step-00000100"
+        )
+    if source != "auto" and not (folder / "manifest.json").exists():
+        raise ConfigError(
+            f"{label} has no manifest.json and is not a checkpoint; use one in the folder RUN/checkpoints"
+        )
+    try:
+        manifest = read_manifest(folder)
+    except (OSError, ValueError) as error:
+        if source == "auto":
+            return  # the ranks set it aside, and take the one before
+        raise ConfigError(f"{label} cannot be used: {error}; use another checkpoint") from None
+
+    from trainers.tools.model_check import checkpoint_misfits
+
+    if lines := checkpoint_misfits(config, manifest):
+        raise ConfigError(f"{label}: {'; '.join(lines)}; use a checkpoint of this model, or start a new run")
 
 
 def check_token_ids(config: TrainConfig, splits: Sequence[TokenSet | None], vocab_size: int, pad_token_id: int) -> None:
-    """Refuses tokens that the model has no embedding for.
+    """Refuses token ids that the model has no embedding for.
 
     Raises:
-        ConfigError: with the token and the size of the embedding.
+        ConfigError: with the token id and the size of the embedding.
     """
     largest = max([pad_token_id, *(documents.largest_token_id() for documents in splits if documents is not None)])
     if largest >= vocab_size:
-        raise ConfigError(
-            f"model_name_or_path={config.model_name_or_path}: its tokenizer writes token {largest} and the model has "
-            f"embeddings for {vocab_size} tokens, 0 to {vocab_size - 1}; use the tokenizer that belongs to the model, "
-            "or resize its embeddings first (`resize_token_embeddings` of transformers)"
+        raise ConfigError.about(
+            "model_name_or_path",
+            config.model_name_or_path,
+            f": its tokenizer produces token {largest} but the model has embeddings for {vocab_size} tokens, 0 to "
+            f"{vocab_size - 1}",
+            "use the tokenizer that belongs to the model, or resize its embeddings first "
+            "(`resize_token_embeddings` of transformers)",
         )
 
 
-def _check_config_file(path: Path, named: str) -> list[str]:
+def _config_file_problems(path: Path) -> list[str]:
     try:
         if not isinstance(load_json(path), dict):
-            return [f"{named}: config.json holds no object; download or save the model again"]
+            return [": config.json is not a JSON object; download or save the model again"]
     except FileNotFoundError:
-        return [f"{named} has no config.json; name the folder that save_pretrained wrote"]
+        return ["has no config.json; use the folder that save_pretrained wrote"]
     except (OSError, ValueError) as error:
-        return [f"{named}: config.json cannot be read: {error}; download or save the model again"]
+        return [f": config.json cannot be read: {error}; download or save the model again"]
     return []
 
 
-def _check_files(files: set[str], named: str, config: TrainConfig) -> list[str]:
-    mistakes = []
+def _file_problems(files: set[str], config: TrainConfig) -> list[str]:
     if "adapter_config.json" in files:
-        mistakes.append(f"{named} holds an adapter, which would be loaded in its place; merge it, or name its base")
+        return [ADAPTER_AS_MODEL]
+    mistakes = []
     if not config.random_init and not any(file.endswith(".safetensors") for file in files):
         pickles = sorted(file for file in files if file.endswith((".bin", ".pt", ".pth")))
-        what = f"only {', '.join(pickles)}, which would run code when read" if pickles else "no weights"
-        mistakes.append(f"{named} has {what}; it needs *.safetensors (`save_pretrained` of transformers writes them)")
+        content = f"only {', '.join(pickles)}, which would run code when read" if pickles else "no weights"
+        mistakes.append(f"has {content}; it needs *.safetensors (`save_pretrained` of transformers writes them)")
     if any(file.startswith("modeling_") for file in files) and not config.trust_remote_code:
-        mistakes.append(
-            f"{named} brings its own code; read it, then pass --trust_remote_code true, or use another model"
-        )
+        mistakes.append("has its own code; review it, then pass --trust_remote_code true, or use another model")
     return mistakes
 
 
-def _check_header(path: Path, named: str) -> list[str]:
-    """Mistakes in a safetensors file, from its header alone."""
+def _header_problems(path: Path) -> list[str]:
+    """Mistakes in a safetensors file, found from its header."""
     try:
         read_header(path)
     except (OSError, ValueError):
-        return [f"{named}: {path.name} is damaged or cut short; download or save the model again"]
+        return [f": {path.name} is damaged or truncated; download or save the model again"]
     return []
 
 
 def _check_positions(config: TrainConfig, longest: int) -> None:
-    """Refuses documents longer than the model was made for, where its config is at hand.
+    """Refuses documents longer than the model supports, if its config is available locally.
 
     Raises:
         ConfigError: with the model's limit.
@@ -259,33 +319,36 @@ def _check_positions(config: TrainConfig, longest: int) -> None:
     folder = base_folder(config)
     if not (folder / "config.json").is_file():
         return
-    shape = load_json(folder / "config.json")
-    limit = shape.get("max_position_embeddings") or shape.get("n_positions")
-    kept = min(longest, config.max_length)
-    if isinstance(limit, int) and kept > limit:
-        raise ConfigError(
-            f"max_length={config.max_length}: the longest document has {kept} tokens, the model was made for {limit}; "
-            f"use max_length={limit}"
+    model_config = load_json(folder / "config.json")
+    limit = model_config.get("max_position_embeddings") or model_config.get("n_positions")
+    tokens = min(longest, config.max_length)
+    if isinstance(limit, int) and tokens > limit:
+        raise ConfigError.about(
+            "max_length",
+            config.max_length,
+            f": the longest document has {tokens} tokens, the model supports {limit}",
+            f"use max_length={limit}",
         )
 
 
-def _check_hub(config: TrainConfig) -> list[str]:
-    from huggingface_hub import HfApi, try_to_load_from_cache
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+def _hub_mistakes(config: TrainConfig) -> list[Mistake]:
+    from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
     name, revision = config.model_name_or_path, config.model_revision
-    named = f"model_name_or_path={name}" + (f" at revision {revision}" if revision else "")
+    label = name + (f" at revision {revision}" if revision else "")
     try:
-        if isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
+        if isinstance(try_to_load_from_cache(name, _CONFIG, revision=revision), str):
             return []  # downloaded before; works offline
-        siblings = HfApi().model_info(name, revision=revision, timeout=20).siblings or []
-        return _check_files({file.rfilename for file in siblings}, named, config)
-    except HFValidationError:
-        return [f"{named} is neither a folder nor a Hub id (owner/name); check the spelling"]
-    except GatedRepoError:
-        return [f"{named} is gated; accept its terms on its Hub page, then set HF_TOKEN or run `hf auth login`"]
-    except RepositoryNotFoundError:
-        return [f"{named} is not on the Hub, or is private; check the spelling, or set HF_TOKEN"]
-    except Exception as error:  # no network shows itself in the exceptions of several libraries
+        siblings = HfApi().model_info(name, revision=revision, timeout=HUB_SECONDS).siblings or []
+        files = {file.rfilename for file in siblings}
+        problems = _file_problems(files, config)
+        if not problems and _CONFIG not in files:
+            problems = [f"has no {_CONFIG} on the Hub; use a model in the format of transformers"]
+        if not problems:  # the files of a gated model are listed to everyone
+            get_hf_file_metadata(hf_hub_url(name, _CONFIG, revision=revision), timeout=HUB_SECONDS)
+        return [Mistake("model_name_or_path", label, problem) for problem in problems]
+    except Exception as error:  # several libraries raise different errors without a network
         first = str(error).partition("\n")[0][:200]
-        return [f"{named} is no folder here and the Hub cannot be reached ({first}); name a local folder, or go online"]
+        problem = f"cannot be looked up on the Hub: {first}"
+        unknown = Mistake("model_name_or_path", label, problem, "try again later")
+        return [hub_mistake(name, revision, error) or unknown]

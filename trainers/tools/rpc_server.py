@@ -1,4 +1,4 @@
-"""The child of `app/services/rpc_client.py`: reads requests from standard input, one JSON document a line, and answers.
+"""The server side of `app/services/rpc_client.py`: answers requests, one JSON document per line of standard input.
 
 A request is `{"id": N, "ask": NAME, ...}` or `{"cancel": N}`. Each answer document carries the request's `id`; the last
 one has `"end": true`. Imports no torch.
@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO
 
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 
 Handler = Callable[[dict[str, Any]], Iterator[dict[str, Any]]]
 _PR_SET_PDEATHSIG = 1
@@ -25,17 +25,17 @@ _servers: list[_Server] = []
 
 
 class Cancelled(BaseException):
-    """Raised in the main thread, wherever it is, when the answer in hand is no longer wanted."""
+    """Raised in the main thread, wherever it is, if the current answer is no longer wanted."""
 
 
 def serve(handlers: Mapping[str, Handler]) -> None:
-    """Answers requests in the main thread, one after the other, until standard input ends.
+    """Answers requests in the main thread, one after another, until standard input closes.
 
-    What a library prints goes to standard error. A handler that raises ConfigError answers with its `mistakes`; any
+    Output of libraries goes to standard error. If a handler raises `ConfigError`, the answer has its `mistakes`; any
     other error ends the process, so that no answer comes from a broken state.
 
     Args:
-        handlers: by the word that a request asks for; each gives the documents of its answer.
+        handlers: by the `ask` of a request; each yields the documents of its answer.
     """
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -45,17 +45,19 @@ def serve(handlers: Mapping[str, Handler]) -> None:
     _servers[-1].run()
 
 
-def tell(document: dict[str, Any]) -> None:
-    """Adds a document to the answer in hand, from within a call of the handler that cannot yield one itself."""
+def send(document: dict[str, Any]) -> None:
+    """Sends a document of the current answer, from code called by the handler that cannot yield it."""
     _servers[-1].write(document)
 
 
 class _Server:
     def __init__(self, handlers: Mapping[str, Handler], answers: TextIO):
-        self.handlers, self.answers = handlers, answers
+        self.handlers = handlers
+        self.answers = answers
         self.requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self.number, self.cancelled = 0, 0
-        self.present = 0  # the request in hand, while it can be cancelled
+        self.number = 0
+        self.cancelled = 0
+        self.current = 0  # id of the current request, while it can be cancelled
         self.writing = False
 
     def run(self) -> None:
@@ -65,7 +67,7 @@ class _Server:
             self._answer(self.requests.get())
 
     def _read(self) -> None:
-        """Takes requests in; in a thread of its own, so that a cancel is seen while an answer is made."""
+        """Reads requests in a thread of its own, so that a cancel is seen while an answer is computed."""
         for line in sys.stdin:
             request = json.loads(line)
             if "cancel" in request:
@@ -74,35 +76,35 @@ class _Server:
             else:
                 self.requests.put(request)
         if os.getsid(0) == os.getpid():
-            os.killpg(0, signal.SIGKILL)  # and with it what it started
+            os.killpg(0, signal.SIGKILL)  # this process and its children
         os._exit(0)
 
     def _stop(self, *signalled: Any) -> None:
-        """Ends the answer in hand if it is the cancelled one: once, and not in the middle of a line."""
-        if self.present and self.present == self.cancelled and not self.writing:
-            self.present = 0
+        """Ends the current answer if it was cancelled: once, and not in the middle of a line."""
+        if self.current and self.current == self.cancelled and not self.writing:
+            self.current = 0
             raise Cancelled
 
     def _answer(self, request: dict[str, Any]) -> None:
         last: dict[str, Any] = {"end": True}
         try:
             try:
-                self.present = self.number = request["id"]
+                self.current = self.number = request["id"]
                 self._stop()
-                # Closed at once: its `finally` must not wait for the garbage collector.
+                # Closed immediately: its `finally` must not wait for the garbage collector.
                 with contextlib.closing(self.handlers[request["ask"]](request)) as documents:  # type: ignore[type-var]
                     for document in documents:
                         self.write(document)
             except ConfigError as error:
-                last["mistakes"] = error.mistakes
-            self.present = 0
+                last["mistakes"] = error.as_json()
+            self.current = 0
         except Cancelled:
             last["cancelled"] = True
         self.write(last)
 
     def write(self, document: dict[str, Any]) -> None:
-        """Sends a document of the present answer."""
-        self.writing = True  # a line is written whole
+        """Writes a document of the current answer."""
+        self.writing = True  # a line must not be interrupted
         self.answers.write(json.dumps({"id": self.number, **document}) + "\n")
         self.answers.flush()
         self.writing = False

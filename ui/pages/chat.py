@@ -1,7 +1,7 @@
-"""The Chat page: a run's model and its base side by side, streamed, with the process that holds them in sight.
+"""The Chat page: streams a run's model and its base side by side, and shows the process that holds them.
 
-The conversations travel as the Chatbots' values, which a browser sends: they are taken as a stranger's, and never
-through `Chatbot.preprocess`, which would build any component that they name.
+Conversations are sent by the browser as the values of the Chatbots. They are untrusted input, and bypass
+`Chatbot.preprocess`, which would build any component named in them.
 """
 
 from __future__ import annotations
@@ -14,26 +14,27 @@ from typing import Any
 import gradio as gr
 
 from app.hardware import find_gpus
-from app.services.chat import MOST_LETTERS, SAMPLING, SIDES, Chats
+from app.services.chat import MAX_CHARACTERS, SAMPLING, SIDES, Chats
 from app.services.rpc_client import WorkerDied
-from trainers.config.options import EMBEDDED, ConfigError
-from ui.context import Here
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import EMBEDDED
+from ui.context import ServerContext
 from ui.parts import Html, alert_list, byte_text, duration_text, element, join, number_text, title
 
-_BEAT = 0.1
-"""Least seconds between two updates of an answer: each carries it whole."""
-_LEAD = "Ask a run's model and the base it was made of the same question. Answers are shown as plain text."
-_GONE = "the model's process has ended; free memory, or choose a smaller model or another device"
+_UPDATE_SECONDS = 0.1
+"""Seconds between two updates of an answer; each sends the full text so far."""
+_LEAD = "Ask a run's model and its base model the same question. Answers are shown as plain text."
+_DIED = "the model's process has ended; free memory, or choose a smaller model or another device"
 Turns = list[dict[str, Any]]
 
 
-def build(here: Here) -> None:
+def build(context: ServerContext) -> None:
     """Lays out the page."""
-    Page(Chats(here.runs_dir, here.roots, here.remote_code)).lay_out()
+    Page(Chats(context.runs_dir, context.roots, context.remote_code)).lay_out()
 
 
 class Page:
-    """Components and what they do.
+    """The components of the page and their event handlers.
 
     Args:
         chats: the one model process of this server.
@@ -43,7 +44,7 @@ class Page:
         self.chats = chats
 
     def lay_out(self) -> None:
-        """Puts the components on the page and ties them to what they do."""
+        """Lays out the components and connects their events."""
         gr.HTML(title("Chat", _LEAD), padding=False, apply_default_css=False)
         with gr.Row(equal_height=False):
             self.run = gr.Dropdown(
@@ -56,7 +57,7 @@ class Page:
             )  # fmt: skip
             self.device = gr.Dropdown(
                 _devices(), value="auto", label="Device", scale=1, min_width=150, elem_id="chat-device",
-                info="Held while loaded.",
+                info="Locked while loaded.",
             )  # fmt: skip
         with gr.Row():
             self.load_button = gr.Button("Load", size="md", min_width=110, scale=0)
@@ -68,7 +69,7 @@ class Page:
         with gr.Row(equal_height=True):
             self.tuned, self.base = _chatbot("Tuned", "chat-tuned"), _chatbot("Base", "chat-base")
         self.message = gr.Textbox(
-            label="Message", lines=2, max_lines=8, max_length=MOST_LETTERS, elem_id="chat-message",
+            label="Message", lines=2, max_lines=8, max_length=MAX_CHARACTERS, elem_id="chat-message",
             placeholder="Enter sends, Shift+Enter starts a new line", submit_btn=False,
         )  # fmt: skip
         with gr.Row():
@@ -76,11 +77,11 @@ class Page:
             self.stop_button = gr.Button("Stop", size="md", min_width=110, scale=0)
             self.clear_button = gr.Button("Clear", size="md", min_width=110, scale=0, elem_id="chat-clear")
         self._lay_out_options()
-        self._tie()
+        self._connect()
 
     def _lay_out_options(self) -> None:
         with gr.Accordion("System prompt and sampling", open=False, elem_id="chat-options"):
-            self.system = gr.Textbox(label="System prompt", lines=2, max_lines=8, max_length=MOST_LETTERS)
+            self.system = gr.Textbox(label="System prompt", lines=2, max_lines=8, max_length=MAX_CHARACTERS)
             self.side = gr.Radio(
                 [("Both", "both"), ("Tuned", "tuned"), ("Base", "base")], value="both", label="Who answers"
             )
@@ -89,27 +90,27 @@ class Page:
                 self.sampling = [
                     gr.Number(
                         option.default, label=name, minimum=option.low, maximum=option.high, info=option.help,
-                        step=1 if option.whole else 0.05, min_width=220,
+                        step=1 if option.integer else 0.05, min_width=220,
                     )
                     for name, option in SAMPLING.items()
                 ]  # fmt: skip
 
-    def _tie(self) -> None:
+    def _connect(self) -> None:
         hidden: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
-        chosen, seen = [self.run, self.weights, self.device], [self.status, self.alerts]
+        target, status = [self.run, self.weights, self.device], [self.status, self.alerts]
         gr.on(None, self.prefill, None, [self.run, self.weights], **hidden)
-        self.run.input(self.pick, self.run, self.weights, queue=False, preprocess=False, **hidden)
-        # Raw values everywhere: what they may be is checked in `app.services.chat`.
-        self.load_button.click(self.load, chosen, seen, preprocess=False, **hidden)
-        self.free_button.click(self.free, None, seen, queue=False, **hidden)
-        self.stop_button.click(self.stop, None, seen, queue=False, **hidden)
+        self.run.input(self.list_weights, self.run, self.weights, queue=False, preprocess=False, **hidden)
+        # Handlers get raw values, which `app.services.chat` checks.
+        self.load_button.click(self.load, target, status, preprocess=False, **hidden)
+        self.free_button.click(self.free, None, status, queue=False, **hidden)
+        self.stop_button.click(self.stop, None, status, queue=False, **hidden)
         self.clear_button.click(lambda: ([], [], ""), None, [self.tuned, self.base, self.alerts], queue=False, **hidden)
         options = [self.side, self.plain, self.system, *self.sampling]
         gr.on(
             [self.send_button.click, self.message.submit],
             self.send,
-            [*chosen, self.message, self.tuned, self.base, *options],
-            [self.message, self.tuned, self.base, *seen],
+            [*target, self.message, self.tuned, self.base, *options],
+            [self.message, self.tuned, self.base, *status],
             preprocess=False,
             concurrency_limit=1,
             concurrency_id="chat",
@@ -119,21 +120,21 @@ class Page:
         gr.Timer(2.0).tick(lambda: _status(self.chats.state()), None, self.status, queue=False, **hidden)
         gr.api(self.chat, api_name="chat", concurrency_limit=1, concurrency_id="chat")
 
-    # -- what the components do --------------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------------------------
 
     def prefill(self, request: gr.Request) -> tuple[Any, Any]:
-        """The runs to choose from, and what the address names, else what is loaded, else the newest run."""
-        choices, asked, state = self.chats.choices(), dict(request.query_params), self.chats.state()
+        """The runs to choose from; selects the one in the URL, or the loaded one, or the newest."""
+        choices, query, state = self.chats.choices(), dict(request.query_params), self.chats.state()
         names = [str(row["name"]) for row in choices]
-        name = asked.get("run") or state["name"] or next(iter(names), EMBEDDED)
+        name = query.get("run") or state["name"] or next(iter(names), EMBEDDED)
         known: list[str] = next((row["weights"] for row in choices if row["name"] == name), [])
         if name not in names:
             known = self._weights(name)
-        picked = asked.get("checkpoint") if asked.get("run") else state["weights"]
-        first = picked if picked in known else next(iter(known), None)
+        selected = query.get("checkpoint") if query.get("run") else state["weights"]
+        first = selected if selected in known else next(iter(known), None)
         return gr.update(choices=[*names, EMBEDDED], value=name), gr.update(choices=known, value=first)
 
-    def pick(self, name: Any) -> Any:
+    def list_weights(self, name: Any) -> Any:
         """The checkpoints of the chosen run."""
         known = self._weights(name)
         return gr.update(choices=known, value=next(iter(known), None))
@@ -145,7 +146,7 @@ class Page:
             return []
 
     def load(self, name: Any, weights: Any, device: Any) -> Iterator[tuple[Html, Html]]:
-        """Loads what is chosen."""
+        """Loads the selected model."""
         try:
             for _ in self.chats.open(self.chats.target(name, weights, device)):
                 yield _status(self.chats.state()), Html("")
@@ -159,7 +160,7 @@ class Page:
         return _status(self.chats.state()), Html("")
 
     def stop(self) -> tuple[Html, Html]:
-        """Ends the answer under way."""
+        """Stops the current answer."""
         self.chats.stop()
         return _status(self.chats.state()), Html("")
 
@@ -167,31 +168,31 @@ class Page:
         self, name: Any, weights: Any, device: Any, message: Any, tuned: Any, base: Any, side: Any, plain: Any,
         system: Any, *sampling: Any,
     ) -> Iterator[tuple[Any, ...]]:  # fmt: skip
-        """Asks each side in its own conversation; loads what is chosen where something else is loaded."""
+        """Sends the message to each side's conversation; loads the selected model first if necessary."""
         options = {"sampling": dict(zip(SAMPLING, sampling, strict=True)), "system": system, "plain": plain}
         turns = {"tuned": _turns(tuned), "base": _turns(base)}
-        shown: dict[str, Any] = {"tuned": gr.skip(), "base": gr.skip()}
-        left, alerts = gr.skip(), Html("")
+        conversations: dict[str, Any] = {"tuned": gr.skip(), "base": gr.skip()}
+        message_box, alerts = gr.skip(), Html("")
         try:
             for _ in self.chats.open(self.chats.target(name, weights, device)):
-                yield left, *shown.values(), _status(self.chats.state()), alerts
+                yield message_box, *conversations.values(), _status(self.chats.state()), alerts
             loaded = self.chats.state().get("sides", [])
-            for one in [one for one in SIDES if one in loaded and side in ("both", one)] or [side]:
-                asked = [*turns.get(str(one), []), {"role": "user", "content": message}]
-                for answer in self._answer(asked, one, options):
-                    shown[one] = _values([*asked, {"role": "assistant", "content": answer}])
-                    yield "", *shown.values(), _status(self.chats.state()), alerts
+            for name in [name for name in SIDES if name in loaded and side in ("both", name)] or [side]:
+                messages = [*turns.get(str(name), []), {"role": "user", "content": message}]
+                for answer in self._answer(messages, name, options):
+                    conversations[name] = _values([*messages, {"role": "assistant", "content": answer}])
+                    yield "", *conversations.values(), _status(self.chats.state()), alerts
         except (ConfigError, WorkerDied) as error:
             alerts = alert_list(_lines(error))
-        yield left, *shown.values(), _status(self.chats.state()), alerts
+        yield message_box, *conversations.values(), _status(self.chats.state()), alerts
 
     def _answer(self, messages: Turns, side: str, options: dict[str, Any]) -> Iterator[str]:
-        """The answer so far, again and again, and at last the whole of it."""
-        text, told = "", 0.0
+        """Yields the answer so far at most every `_UPDATE_SECONDS`, and finally the full answer."""
+        text, updated_at = "", 0.0
         for document in self.chats.ask(messages, side, **options):
             text = document.get("answer", text + document.get("text", ""))
-            if time.monotonic() - told >= _BEAT:
-                told = time.monotonic()
+            if time.monotonic() - updated_at >= _UPDATE_SECONDS:
+                updated_at = time.monotonic()
                 yield text
         yield text
 
@@ -199,12 +200,12 @@ class Page:
         self, run: str, messages: list[dict[str, Any]], checkpoint: str = "", sampling: dict[str, Any] | None = None,
         side: str = "both", system: str = "", device: str = "auto",
     ) -> dict[str, Any]:  # fmt: skip
-        """One answer of each side, for scripts.
+        """One answer from each side, for scripts.
 
         Args:
             run: a run's id, or a base model: `embedded`, a Hub id or a local folder.
-            messages: the conversation: mappings with `role` (system, user, assistant) and `content`.
-            checkpoint: of the run; empty for its export, else its newest checkpoint.
+            messages: the conversation, mappings with `role` (system, user, assistant) and `content`.
+            checkpoint: of the run; empty for its export, otherwise its newest checkpoint.
             sampling: values by name: temperature, top_p, top_k, max_new_tokens, repetition_penalty, seed.
             side: base, tuned or both.
             system: the system prompt.
@@ -229,7 +230,7 @@ class Page:
 
 
 def _chatbot(label: str, name: str) -> gr.Chatbot:
-    """A conversation shown as plain text: no Markdown, no formulas, no links, nothing fetched."""
+    """A chatbot that shows plain text only: no Markdown, formulas or links, and fetches nothing."""
     return gr.Chatbot(
         label=label, elem_id=name, height="max(240px, 40vh)", min_width=300, render_markdown=False, sanitize_html=True,
         latex_delimiters=[], buttons=[], feedback_options=None, allow_file_downloads=False, allow_tags=False,
@@ -243,21 +244,21 @@ def _devices() -> list[tuple[str, str]]:
 
 
 def _values(turns: Turns) -> Turns:
-    """Messages for a Chatbot, which draws its texts as HTML; given as plain strings it would strip their indents."""
+    """Messages as a Chatbot value. A Chatbot renders HTML, and would strip the indentation of plain strings."""
     return [
         {"role": turn["role"], "content": [{"type": "text", "text": escape(str(turn["content"]))}]} for turn in turns
     ]
 
 
 def _turns(value: Any) -> Turns:
-    """A Chatbot's value as messages; what is not text becomes nothing that `check_messages` would take."""
+    """A Chatbot value as messages; content that is not text becomes a message that `check_messages` refuses."""
     return [_turn(entry) for entry in value or []] if isinstance(value, list) else []
 
 
 def _turn(entry: Any) -> dict[str, Any]:
     content = entry.get("content") if isinstance(entry, dict) else None
-    parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    entries = content if isinstance(content, list) else [content]
+    texts = [part.get("text") if isinstance(part, dict) else part for part in entries]
     if not isinstance(entry, dict) or not all(isinstance(text, str) for text in texts):
         return {"role": None, "content": None}
     return {"role": entry.get("role"), "content": unescape("".join(map(str, texts)))}
@@ -265,22 +266,24 @@ def _turn(entry: Any) -> dict[str, Any]:
 
 def _lines(error: ConfigError | WorkerDied) -> list[str]:
     if isinstance(error, ConfigError):
-        return error.mistakes
-    return [str(error).partition("\n")[0], *error.lines[-1:], _GONE]
+        return error.lines
+    return [str(error).partition("\n")[0], *error.lines[-1:], _DIED]
 
 
 def _status(state: dict[str, Any]) -> Html:
-    """Which process holds what."""
+    """What is loaded, on which device."""
     if state["loading"]:
         return _line("starting", "loading", f"{state['loading']} …", state)
     if not state["loaded"]:
-        return _line("queued", "free", "No model is loaded, and no GPU is held. Send or Load loads what is chosen.", {})
-    what = " ".join(filter(None, [state["name"], state["weights"]]))
+        return _line(
+            "queued", "free", "No model is loaded, and no GPU is in use. Send or Load loads the selected model.", {}
+        )
+    model = " ".join(filter(None, [state["name"], state["weights"]]))
     kind = ("running", "answering") if state["busy"] else ("done", "loaded")
-    return _line(*kind, what, state)
+    return _line(*kind, model, state)
 
 
-def _line(colour: str, word: str, what: str, state: dict[str, Any]) -> Html:
+def _line(colour: str, label: str, model: str, state: dict[str, Any]) -> Html:
     context, memory = state.get("context"), state.get("gpu_bytes") or state.get("memory_bytes")
     facts = [
         state.get("device"),
@@ -291,6 +294,6 @@ def _line(colour: str, word: str, what: str, state: dict[str, Any]) -> Html:
         f"process {state['pid']}" if state.get("pid") else None,
         f"idle for {duration_text(state['idle_seconds'])}" if state.get("loaded") and not state["busy"] else None,
     ]
-    shown = " · ".join(str(fact) for fact in facts if fact)
-    parts = [element("span", word, class_=f"ts-badge ts-{colour}"), Html(" "), element("strong", what)]
-    return element("p", join([*parts, Html(" "), element("span", shown, class_="ts-note")]), role="status")
+    details = " · ".join(str(fact) for fact in facts if fact)
+    parts = [element("span", label, class_=f"ts-badge ts-{colour}"), Html(" "), element("strong", model)]
+    return element("p", join([*parts, Html(" "), element("span", details, class_="ts-note")]), role="status")

@@ -1,4 +1,4 @@
-"""The Data page: what will be trained, before any GPU is taken."""
+"""The Data page: shows what will be trained, without using a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import gradio as gr
 from gradio.context import Context
 
 from app.services.data import (
-    COUNTED_AT_ONCE,
+    AUTO_COUNT_BYTES,
     FIELDS,
     cancel_statistics,
     data_config,
@@ -21,68 +21,69 @@ from app.services.data import (
     statistics_job,
 )
 from app.services.draft import read_draft, with_data, write_draft
-from app.services.fields import text_of
 from app.services.form import Choices
 from app.services.rpc_client import WorkerDied
 from app.services.starting_values import starting_values
-from app.services.uploads import ENDINGS, take_sent
-from trainers.config.options import ConfigError, TrainConfig
-from trainers.config.parse import preset_names
-from ui.context import Here
+from app.services.uploads import EXTENSIONS, store_upload
+from trainers.config.fields import text_of
+from trainers.config.mistakes import ConfigError, Mistake
+from trainers.config.options import TrainConfig
+from trainers.config.presets import find_preset, preset_names
+from ui.context import ServerContext
 from ui.pages.data_parts import mistakes_panel, packed_panel, rows_panel, statistics_panel
-from ui.pages.train_parts import by_name, component, shown_value
+from ui.pages.train_parts import by_name, component, component_value
 from ui.parts import Html, alert_list, note, run_link, title
 
 FIRST_PRESET = "tiny-lora"
 PAGE_ROWS = 10
 _AS_READ, _AS_PACKED = "rows as read", "rows of the batches"
 _HIDDEN: dict[str, Any] = {"api_visibility": "private"}
-_NAMES = json.dumps(FIELDS)
+_FIELD_NAMES = json.dumps(FIELDS)
 _WITH_DRAFT = "(draft, ...form) => [tunesmithDraft.all(), ...form]"
 _KEEP_IF_SHARED = "(draft) => { if (!location.search) tunesmithDraft.replace(draft); }"
-_TRAIN = "(draft) => { if (draft) { tunesmithDraft.replace(draft); location.assign('./'); } }"
+_GO_TO_TRAIN = "(draft) => { if (draft) { tunesmithDraft.replace(draft); location.assign('./'); } }"
 _QUICK: dict[str, Any] = {"show_progress": "hidden", "queue": False, "api_visibility": "private"}
 _SHOWN: dict[str, Any] = {"show_progress": "minimal", "api_visibility": "private", "trigger_mode": "once"}
 
 
-def build(here: Here) -> None:
+def build(context: ServerContext) -> None:
     """Lays out the page."""
-    gr.HTML(title("Data", "See what will be trained: rows, trained tokens, lengths and bad rows. No GPU is taken."))
-    page = _Page(here)
+    gr.HTML(title("Data", "See what will be trained: rows, trained tokens, lengths and bad rows. No GPU is used."))
+    page = _Page(context)
     page.lay_out()
     page.connect()
 
 
 class _Page:
-    """The components of the page, and what happens when they change.
+    """The components of the page and their event handlers.
 
     Args:
-        here: what the server may touch.
+        context: the folders of the server.
     """
 
-    def __init__(self, here: Here):
-        self.here = here
+    def __init__(self, context: ServerContext):
+        self.context = context
         self.fields = by_name(FIELDS)
 
     def lay_out(self) -> None:
-        """The form, the rows, the statistics."""
+        """Lays out the form, the rows and the statistics."""
         first = starting_values(FIRST_PRESET)
         with gr.Row(elem_classes=["ts-fields"]):
             self.preset = gr.Dropdown(
                 [("none", ""), *((name, name) for name in preset_names())], value=FIRST_PRESET, label="Preset",
-                info="Where the options that are not shown here come from.", elem_id="opt-preset",
+                info="Sets the options not shown here.", elem_id="opt-preset",
                 elem_classes=["ts-field"], min_width=190,
             )  # fmt: skip
-            self.options = [component(one, first[one.name]) for one in self.fields]
+            self.options = [component(field, first[field.name]) for field in self.fields]
         self.run = gr.Textbox("", visible=False, label="run")
         self.key = gr.Textbox("", visible=False, label="count")
-        self.asked = gr.Textbox("", visible=False, label="asked for by the address")
+        self.auto_show = gr.Textbox("", visible=False, label="requested in the URL")
         self.draft = gr.Textbox("", visible=False, label="draft of this tab")
         self.source = gr.HTML("", elem_id="data-source", padding=False, apply_default_css=False)
         with gr.Row():
             self.show = gr.Button("Show", variant="primary", elem_id="data-show", size="md", scale=0, min_width=160)
             self.upload = gr.UploadButton(
-                "Upload data", file_types=list(ENDINGS), elem_id="upload-data", size="md", scale=0, min_width=160
+                "Upload data", file_types=list(EXTENSIONS), elem_id="upload-data", size="md", scale=0, min_width=160
             )
             self.train = gr.Button("Train on this", elem_id="data-train", size="md", scale=0, min_width=160)
         self.mistakes = gr.HTML(mistakes_panel([]), elem_id="data-mistakes", padding=False, apply_default_css=False)
@@ -103,91 +104,94 @@ class _Page:
         gr.HTML("<h2>Rows</h2>", padding=False, apply_default_css=False)
         self.view = gr.Radio(
             [_AS_READ, _AS_PACKED], value=_AS_READ, label="View", elem_id="data-view",
-            info="Rows of the batches are packed when packing is on; the whole data set is counted for them.",
+            info="Batch rows are packed if packing is on; showing them counts the whole data set.",
         )  # fmt: skip
         with gr.Row(elem_id="data-pager"):
             self.row = gr.Textbox("0", label="First row", max_lines=1, elem_id="data-row", scale=0, min_width=160)
             self.previous = gr.Button("Previous", elem_id="data-previous", size="md", min_width=110, scale=0)
             self.next = gr.Button("Next", elem_id="data-next", size="md", min_width=110, scale=0)
         self.rows = gr.HTML(
-            note("Choose data and press Show; the first look takes some seconds."), elem_id="data-rows", padding=False,
+            note("Choose data and press Show; the first time takes some seconds."), elem_id="data-rows", padding=False,
             apply_default_css=False,
         )  # fmt: skip
 
     def connect(self) -> None:
-        """Every event of the page."""
+        """Connects the events of the page."""
         form = [self.run, self.preset, *self.options]
         paging = [self.view, self.row, *form]
-        shown = [self.mistakes, self.rows, self.row]
-        counted = [self.mistakes, self.key, self.statistics, self.timer]
-        filled = [self.asked, self.run, self.preset, self.source, *self.options]
-        small = {"fn": self.count_small, "inputs": form, "outputs": counted, **_QUICK}
-        gr.on([self.show.click, self.row.submit], self.page(0), paging, shown, **_SHOWN).then(**small)
-        self.view.input(self.page(None), paging, shown, **_SHOWN)
-        self.previous.click(self.page(-1), paging, shown, **_SHOWN)
-        self.next.click(self.page(1), paging, shown, **_SHOWN)
-        self.count.click(self.start_count, form, counted, **_QUICK)
+        row_outputs = [self.mistakes, self.rows, self.row]
+        count_outputs = [self.mistakes, self.key, self.statistics, self.timer]
+        form_outputs = [self.auto_show, self.run, self.preset, self.source, *self.options]
+        count_event = {"fn": self.count_small, "inputs": form, "outputs": count_outputs, **_QUICK}
+        gr.on([self.show.click, self.row.submit], self.show_page(0), paging, row_outputs, **_SHOWN).then(**count_event)
+        self.view.input(self.show_page(None), paging, row_outputs, **_SHOWN)
+        self.previous.click(self.show_page(-1), paging, row_outputs, **_SHOWN)
+        self.next.click(self.show_page(1), paging, row_outputs, **_SHOWN)
+        self.count.click(self.start_count, form, count_outputs, **_QUICK)
         self.cancel.click(cancel_statistics, self.key, None, **_QUICK)
         self.timer.tick(self.tick, self.key, [self.statistics, self.timer], **_QUICK)
-        self.preset.input(self.switch_preset, self.preset, filled, **_QUICK).then(
-            self.drafted, [self.draft, *form], self.draft, js=_WITH_DRAFT, **_QUICK
+        self.preset.input(self.switch_preset, self.preset, form_outputs, **_QUICK).then(
+            self.update_draft, [self.draft, *form], self.draft, js=_WITH_DRAFT, **_QUICK
         ).then(None, self.draft, None, js=_KEEP_IF_SHARED, **_HIDDEN)
-        self.train.click(self.drafted, [self.draft, *form], self.draft, js=_WITH_DRAFT, **_QUICK).then(
-            None, self.draft, None, js=_TRAIN, **_HIDDEN
+        self.train.click(self.update_draft, [self.draft, *form], self.draft, js=_WITH_DRAFT, **_QUICK).then(
+            None, self.draft, None, js=_GO_TO_TRAIN, **_HIDDEN
         )
-        keep = f"(preset, ...values) => {{ if (!location.search) tunesmithDraft.keep({{preset}}, {_NAMES}, values); }}"
-        gr.on([one.change for one in self.options], None, [self.preset, *self.options], None, js=keep, **_HIDDEN)
+        keep = f"if (!location.search) tunesmithDraft.keep({{preset}}, {_FIELD_NAMES}, values);"
+        keep = f"(preset, ...values) => {{ {keep} }}"
+        gr.on([option.change for option in self.options], None, [self.preset, *self.options], None, js=keep, **_HIDDEN)
         self.upload.upload(self.take_upload, self.upload, self.options[FIELDS.index("dataset_name")], **_SHOWN)
         read = "() => [tunesmithDraft.read()]"
-        loaded = Context.root_block.load(self.prefill, self.draft, filled, js=read, **_QUICK)
+        loaded = Context.root_block.load(self.prefill, self.draft, form_outputs, js=read, **_QUICK)
         loaded.then(None, None, None, js="() => tunesmithDraft.ready()", **_HIDDEN)
-        loaded.then(self.first_page, [self.asked, *paging], shown, **_SHOWN).then(
-            self.first_count, [self.asked, *form], counted, **_QUICK
+        loaded.then(self.first_page, [self.auto_show, *paging], row_outputs, **_SHOWN).then(
+            self.first_count, [self.auto_show, *form], count_outputs, **_QUICK
         )
 
-    # -- what happens ------------------------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------------------------
 
     def _config(self, run: str, preset: str, raw: Sequence[Any]) -> TrainConfig:
-        values = {one.name: value for one, value in zip(self.fields, raw, strict=True)}
+        values = {field.name: value for field, value in zip(self.fields, raw, strict=True)}
         base = None if run else preset or None
-        return data_config(values, base, run or None, self.here.runs_dir, self.here.roots, self.here.remote_code)
+        return data_config(
+            values, base, run or None, self.context.runs_dir, self.context.roots, self.context.remote_code
+        )
 
-    def page(self, step: int | None) -> Callable[..., list[Any]]:
-        """A handler that shows the rows so many pages on; None goes to the first row."""
+    def show_page(self, step: int | None) -> Callable[..., list[Any]]:
+        """A handler that shows the rows `step` pages further; None goes to the first row."""
 
         def show(view: str, row: object, run: str, preset: str, *raw: Any) -> list[Any]:
             try:
-                look = open_data(self._config(run, preset, raw))
+                data = open_data(self._config(run, preset, raw))
                 packed = view == _AS_PACKED
                 first = 0 if step is None else max(0, row_number(row) + step * (1 if packed else PAGE_ROWS))
-                panel = packed_panel(look.packed(first)) if packed else rows_panel(look.rows(first, PAGE_ROWS))
+                panel = packed_panel(data.packed(first)) if packed else rows_panel(data.rows(first, PAGE_ROWS))
             except (ConfigError, WorkerDied) as error:
-                return [mistakes_panel(_lines(error)), note("Nothing can be shown."), gr.skip()]
+                return [mistakes_panel(_mistakes(error)), note("Nothing can be shown."), gr.skip()]
             return [mistakes_panel([]), panel, str(first)]
 
         return show
 
-    def first_page(self, asked: str, *paging: Any) -> list[Any]:
-        """The rows that the address asks for; none without, so that merely looking in starts no process."""
-        return self.page(None)(*paging) if asked else [gr.skip()] * 3
+    def first_page(self, auto_show: str, *paging: Any) -> list[Any]:
+        """Shows the rows requested in the URL; without a request, opening the page starts no process."""
+        return self.show_page(None)(*paging) if auto_show else [gr.skip()] * 3
 
-    def first_count(self, asked: str, *form: Any) -> list[Any]:
-        """The statistics that go with them."""
-        return self.count_small(*form) if asked else [gr.skip()] * 4
+    def first_count(self, auto_show: str, *form: Any) -> list[Any]:
+        """Starts the statistics for `first_page`."""
+        return self.count_small(*form) if auto_show else [gr.skip()] * 4
 
     def count_small(self, run: str, preset: str, *raw: Any) -> list[Any]:
-        """Starts the statistics of data that is small enough to be counted unasked."""
+        """Starts the statistics of data that is small enough to be counted automatically."""
         try:
             size = open_data(self._config(run, preset, raw)).rows(0, 1)["bytes"]
         except (ConfigError, WorkerDied):
             return [gr.skip(), "", statistics_panel(None), gr.Timer(active=False)]
-        if size > COUNTED_AT_ONCE:
-            large = note(f"{size:,} bytes are many; press Count everything. A later training profits from it.")
+        if size > AUTO_COUNT_BYTES:
+            large = note(f"The data set is large ({size:,} bytes): press Count everything. Training reuses the result.")
             return [gr.skip(), "", large, gr.Timer(active=False)]
         return self.start_count(run, preset, *raw)
 
     def start_count(self, run: str, preset: str, *raw: Any) -> list[Any]:
-        """Starts the statistics, or joins those under way."""
+        """Starts the statistics, or joins a running count."""
         try:
             key = start_statistics(self._config(run, preset, raw))
         except ConfigError as error:
@@ -195,53 +199,54 @@ class _Page:
         return [gr.skip(), key, statistics_panel(statistics_job(key)), gr.Timer(active=True)]
 
     def tick(self, key: str) -> list[Any]:
-        """Where the count stands; the timer rests when it is over."""
+        """Updates the count; stops the timer when it is over."""
         job = statistics_job(key)
         return [statistics_panel(job), gr.Timer(active=job is not None and job.state in ("waiting", "running"))]
 
-    def _filled(self, run: str, preset: str, source: Html, texts: dict[str, str], asked: bool = False) -> list[Any]:
-        options = [gr.update(value=shown_value(one, texts[one.name])) for one in self.fields]
-        return ["yes" if asked else "", run, preset, source, *options]
+    def _fill(self, run: str, preset: str, source: Html, texts: dict[str, str], auto_show: bool = False) -> list[Any]:
+        options = [gr.update(value=component_value(field, texts[field.name])) for field in self.fields]
+        return ["yes" if auto_show else "", run, preset, source, *options]
 
     def switch_preset(self, preset: str) -> list[Any]:
-        """The preset's values."""
+        """Fills in the preset's values."""
         try:
-            return self._filled("", preset, Html(""), starting_values(preset or None))
+            return self._fill("", preset, Html(""), starting_values(preset or None))
         except ConfigError as error:
-            raise gr.Error("\n".join(error.mistakes)) from None
+            raise gr.Error("\n".join(error.lines)) from None
 
-    def drafted(self, draft: str, run: str, preset: str, *raw: Any) -> str:
-        """The draft of this tab with the data that is shown; of a run's data, the preset stays the draft's."""
-        shown = {one.name: value for one, value in zip(self.fields, raw, strict=True)}
+    def update_draft(self, draft: str, run: str, preset: str, *raw: Any) -> str:
+        """The draft of this tab with the data shown; for the data of a run, the draft keeps its preset."""
+        form_values = {field.name: value for field, value in zip(self.fields, raw, strict=True)}
         before = read_draft(draft) or Choices(FIRST_PRESET)
         try:
-            return write_draft(with_data(before, None if run else preset or None, shown))
+            return write_draft(with_data(before, None if run else preset or None, form_values))
         except ConfigError as error:
-            raise gr.Error("\n".join(error.mistakes)) from None
+            raise gr.Error("\n".join(error.lines)) from None
 
     def take_upload(self, path: str) -> str:
-        """Puts an uploaded file where data may lie; returns its path."""
+        """Stores an uploaded file in the uploads folder; returns its path."""
         try:
-            return str(take_sent(Path(path), self.here.uploads))
+            return str(store_upload(Path(path), self.context.uploads))
         except ConfigError as error:
             raise gr.Error(str(error)) from None
 
     def prefill(self, draft: str, request: gr.Request) -> list[Any]:
-        """Fills the form: `?run=ID` or `?preset=NAME` in the address, whose rows are shown at once; else the draft."""
+        """Fills the form from `?run=ID` or `?preset=NAME` in the URL and shows their rows, or from the draft."""
         query = dict(request.query_params)
         try:
             if run := query.get("run"):
-                config = data_config({}, None, run, self.here.runs_dir, self.here.roots, self.here.remote_code)
+                config = data_config({}, None, run, self.context.runs_dir, self.context.roots, self.context.remote_code)
                 source = note(Html(f"From the config of run {run_link(run)}."))
-                return self._filled(run, "", source, {name: text_of(getattr(config, name)) for name in FIELDS}, True)
-            if preset := query.get("preset"):
-                return self._filled("", preset, Html(""), starting_values(preset), True)
+                return self._fill(run, "", source, {name: text_of(getattr(config, name)) for name in FIELDS}, True)
+            if query.get("preset"):
+                preset = find_preset(query["preset"]).name
+                return self._fill("", preset, Html(""), starting_values(preset), True)
         except ConfigError as error:
-            return ["", gr.skip(), gr.skip(), alert_list(error.mistakes), *[gr.skip()] * len(self.fields)]
-        if kept := read_draft(draft):
-            return self._filled("", kept.preset or "", Html(""), {**starting_values(kept.preset), **kept.values})
-        return [gr.skip()] * (4 + len(self.fields))  # what has been typed since the page was drawn stays
+            return ["", gr.skip(), gr.skip(), alert_list(error.lines), *[gr.skip()] * len(self.fields)]
+        if saved := read_draft(draft):
+            return self._fill("", saved.preset or "", Html(""), {**starting_values(saved.preset), **saved.values})
+        return [gr.skip()] * (4 + len(self.fields))  # keep what was typed since the page was rendered
 
 
-def _lines(error: ConfigError | WorkerDied) -> list[str]:
-    return error.mistakes if isinstance(error, ConfigError) else str(error).splitlines()
+def _mistakes(error: ConfigError | WorkerDied) -> list[Mistake]:
+    return (error if isinstance(error, ConfigError) else ConfigError(str(error).splitlines())).mistakes

@@ -1,4 +1,4 @@
-"""What the Data page shows: rows with their trained tokens marked, packed rows, and the numbers of a data set."""
+"""Parts of the Data page: rows with their trained tokens marked, packed rows, and statistics."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 
 from app.commands.data import summary_lines
 from app.services.data import StatisticsJob
-from app.services.form import by_field
+from app.services.form import Preview, by_field
+from trainers.config.mistakes import Mistake
 from ui.parts import Html, alert_list, data_table, element, join, key_values, meter, note, percent_text, section
 
-_FATES = {
+_STATUSES = {
     "whole": "whole",
     "truncated": "truncated",
     "split": "split",
-    "dropped": "dropped: nothing of it is trained",
+    "dropped": "dropped: not trained",
     "bad": "bad",
 }
 _USES = {
@@ -26,22 +27,23 @@ _USES = {
 }
 
 
-def mistakes_panel(lines: Sequence[str]) -> Html:
-    """The mistakes of the form; each is shown beside its field too."""
-    return element("div", alert_list(lines), data_errors=json.dumps(by_field(lines)))
+def mistakes_panel(mistakes: Sequence[Mistake]) -> Html:
+    """The mistakes of the form; each is also shown beside its field."""
+    by_name = Preview(by_field(mistakes)).error_lines()
+    return element("div", alert_list(list(map(str, mistakes))), data_errors=json.dumps(by_name))
 
 
 def legend() -> Html:
-    """What the marks mean."""
+    """What the highlighting means."""
     trained = element("mark", "coloured and underlined", class_="ts-trained")
     return element("p", join(["Trained text is ", trained, "; all other text is context."]), class_="ts-note")
 
 
 def rows_panel(page: dict[str, Any]) -> Html:
-    """Rows as they are read, each with what is trained of it."""
+    """Rows as read, with their trained tokens marked."""
     if not page["rows"]:
-        end = f"The data ends with row {page['total'] - 1:,}." if page["total"] else "There is no row."
-        return note(f"Nothing is here. {end}")
+        end = f"The data ends with row {page['total'] - 1:,}." if page["total"] else "The data has no rows."
+        return note(f"No rows here. {end}")
     last = page["rows"][-1]["number"]
     of = f" of {page['total']:,}" if page["total"] is not None else ""
     head = note(f"Rows {page['offset']:,} to {last:,}{of}, counted from 0")
@@ -49,14 +51,14 @@ def rows_panel(page: dict[str, Any]) -> Html:
 
 
 def _row(row: dict[str, Any]) -> Html:
-    fate = element("span", _FATES[row["status"]], class_=f"ts-fate ts-fate-{row['status']}")
-    told = [element("h3", f"Row {row['number']:,}"), element("span", row["where"]), fate]
+    status = element("span", _STATUSES[row["status"]], class_=f"ts-fate ts-fate-{row['status']}")
+    facts = [element("h3", f"Row {row['number']:,}"), element("span", row["where"]), status]
     if row["tokens"]:
-        kept = "" if row["status"] in ("whole", "bad") else f"{row['kept_tokens']:,} kept of "
-        told.append(element("span", f"{kept}{row['tokens']:,} tokens, {row['trained_tokens']:,} trained"))
+        kept_tokens = "" if row["status"] in ("whole", "bad") else f"{row['kept_tokens']:,} kept of "
+        facts.append(element("span", f"{kept_tokens}{row['tokens']:,} tokens, {row['trained_tokens']:,} trained"))
     if use := _USES[row["use"]]:
-        told.append(element("span", use))
-    body = [element("header", join(told))]
+        facts.append(element("span", use))
+    body = [element("header", join(facts))]
     if row["mistake"]:
         body.append(alert_list([": ".join(row["mistake"])], "warning"))
     body += [_document(document) for document in row["documents"]]
@@ -66,47 +68,49 @@ def _row(row: dict[str, Any]) -> Html:
 
 
 def _document(document: dict[str, Any]) -> Html:
-    shown = [
+    segments = [
         element("mark", segment["text"], class_="ts-trained")
         if segment["trained"]
         else element("span", segment["text"])
         for segment in document["segments"]
     ]
     if document["hidden"]:
-        shown.append(element("em", f" ... {document['hidden']:,} tokens more"))
-    return element("div", join(shown), class_="ts-document", tabindex=0, role="group", aria_label="Document")
+        segments.append(element("em", f" ... {document['hidden']:,} more tokens"))
+    return element("div", join(segments), class_="ts-document", tabindex=0, role="group", aria_label="Document")
 
 
 def packed_panel(row: dict[str, Any]) -> Html:
-    """A row of the batches, with the borders of its documents."""
-    room, used = row["room"], row["tokens"]
+    """A row of the batches, with the boundaries of its documents."""
+    capacity, used = row["room"], row["tokens"]
     kind = "Packed row" if row["packing"] else "Row"
     count = len(row["documents"])
-    words = f"{count} document{'s' * (count != 1)}, {used:,} of {room:,} tokens used, {row['trained_tokens']:,} trained"
+    summary = (
+        f"{count} document{'s' * (count != 1)}, {used:,} of {capacity:,} tokens used, {row['trained_tokens']:,} trained"
+    )
     strip = [
-        element("span", style=f"width:{100 * document['tokens'] / room:.2f}%", title=document["where"])
+        element("span", style=f"width:{100 * document['tokens'] / capacity:.2f}%", title=document["where"])
         for document in row["documents"]
     ]
     parts = [
         element(
-            "header", join([element("h3", f"{kind} {row['index']:,} of {row['total']:,}"), element("span", words)])
+            "header", join([element("h3", f"{kind} {row['index']:,} of {row['total']:,}"), element("span", summary)])
         ),
         element("div", join(strip), class_="ts-strip", aria_hidden="true"),
     ]
     for number, document in enumerate(row["documents"], 1):
         end = document["start"] + document["tokens"] - 1
-        place = f"Document {number}: {document['where']}, positions {document['start']:,} to {end:,} of the row"
-        parts += [element("p", place, class_="ts-place"), _document(document)]
-    apart = note("No document sees another: attention and positions start anew at each border.") if count > 1 else ""
-    return join([legend(), apart, element("article", join(parts), class_="ts-row")])
+        position = f"Document {number}: {document['where']}, positions {document['start']:,} to {end:,} of the row"
+        parts += [element("p", position, class_="ts-place"), _document(document)]
+    isolation = note("Documents are isolated: attention and positions restart at each boundary.") if count > 1 else ""
+    return join([legend(), isolation, element("article", join(parts), class_="ts-row")])
 
 
 def statistics_panel(job: StatisticsJob | None) -> Html:
-    """A count: its progress, its result, or why there is none."""
+    """A count: its progress, its result, or why it failed."""
     if job is None:
         return note("Not counted yet.")
     if job.state == "waiting":
-        return note("Waiting for another count, or for the program that counts to start ...")
+        return note("Waiting for another count, or for the counting process to start ...")
     if job.state == "running":
         return _progress(job.progress)
     if job.state == "cancelled":
@@ -117,10 +121,12 @@ def statistics_panel(job: StatisticsJob | None) -> Html:
 
 
 def _progress(progress: dict[str, Any]) -> Html:
-    done, total, what = progress.get("done", 0), progress.get("total", 0), progress.get("what", "starting")
+    done, total, activity = progress.get("done", 0), progress.get("total", 0), progress.get("what", "starting")
     if not total:
-        return note(f"{what} ...")
-    return join([note(f"{what}: {done:,} of {total:,} rows"), meter(done / total, what, percent_text(done / total))])
+        return note(f"{activity} ...")
+    return join(
+        [note(f"{activity}: {done:,} of {total:,} rows"), meter(done / total, activity, percent_text(done / total))]
+    )
 
 
 def _numbers(statistics: dict[str, Any]) -> Html:
@@ -143,26 +149,26 @@ def _numbers(statistics: dict[str, Any]) -> Html:
 
 
 def histogram(bins: Sequence[dict[str, int]]) -> Html:
-    """Documents by length as bars; the numbers stand in a table below."""
-    most = max(entry["count"] for entry in bins)
+    """Documents by length as bars, with the numbers in a table below."""
+    max_count = max(entry["count"] for entry in bins)
     bars = [
         element(
             "rect", element("title", _bin(entry)), x=10 * index + 1, width=8,
-            y=f"{100 - 100 * entry['count'] / most:.2f}", height=f"{100 * entry['count'] / most:.2f}",
+            y=f"{100 - 100 * entry['count'] / max_count:.2f}", height=f"{100 * entry['count'] / max_count:.2f}",
         )
         for index, entry in enumerate(bins)
     ]  # fmt: skip
     peak = max(bins, key=lambda entry: entry["count"])
-    told = f"Documents by length, {bins[0]['from']:,} to {bins[-1]['to']:,} tokens; most: {_bin(peak)}"
-    drawn = element(
-        "svg", join(bars), viewBox=f"0 0 {10 * len(bins)} 100", preserveAspectRatio="none", role="img", aria_label=told
+    label = f"Documents by length, {bins[0]['from']:,} to {bins[-1]['to']:,} tokens; most: {_bin(peak)}"
+    chart = element(
+        "svg", join(bars), viewBox=f"0 0 {10 * len(bins)} 100", preserveAspectRatio="none", role="img", aria_label=label
     )
     ends = [element("span", f"{bins[0]['from']:,} tokens"), element("span", f"{bins[-1]['to']:,} tokens")]
     rows = [[f"{entry['from']:,} to {entry['to']:,}", f"{entry['count']:,}"] for entry in bins if entry["count"]]
     table = data_table(["Tokens", "Documents"], rows, "Documents by length", numeric=(1,))
     numbers = element("details", join([element("summary", "As numbers"), table]))
     return section(
-        "Tokens per document", element("div", join([drawn, element("p", join(ends)), numbers]), class_="ts-histogram")
+        "Tokens per document", element("div", join([chart, element("p", join(ends)), numbers]), class_="ts-histogram")
     )
 
 

@@ -1,4 +1,4 @@
-"""The Run page: one run's state, charts, log, checkpoints and settings, and the buttons that its state allows."""
+"""The Run page: a run's state, charts, log, checkpoints and settings, and the actions its state allows."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from starlette.responses import Response
 from app.launch import actions
 from app.launch.foreground import CheckBroke
 from app.runs.detail import checkpoints, run_files, run_view
-from app.runs.log import find_in_log, log_piece, log_writers
+from app.runs.log import find_in_log, log_writers, read_log
 from app.runs.metrics import Curves
 from app.runs.runs import run_of_id
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.run.folder import RunFolder
-from ui.context import Here
-from ui.live import answer, live_part
-from ui.pages.run_parts import details, headline, unknown
+from ui.context import ServerContext
+from ui.live import json_response, live_part
+from ui.pages.run_parts import details, headline, unknown_run
 from ui.parts import alert_list, byte_text, element, section
 
-_EVERY = 1.0
-"""Seconds between two looks."""
+_POLL_SECONDS = 1.0
+"""Seconds between two refreshes."""
 _BUTTONS = {
     "stop": "Stop and save", "save": "Save now", "stop_without_saving": "Stop without saving", "cancel": "Cancel",
     "move_up": "Move up", "move_down": "Move down", "resume": "Resume",
@@ -32,141 +32,142 @@ _BUTTONS = {
     "delete": "Delete",
 }  # fmt: skip
 _PANELS = ("stop_without_saving", "rename", "delete", "export")
-"""Actions that ask first."""
-_GO = "(address) => { if (address) location.assign(address); }"
+"""Actions that open a panel first."""
+_NAVIGATE = "(address) => { if (address) location.assign(address); }"
 _QUIET: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
 
 
-def build(here: Here) -> None:
+def build(context: ServerContext) -> None:
     """Lays out the page."""
-    _Page(here).lay_out()
+    _Page(context).lay_out()
 
 
-def _run(here: Here, request: gr.Request) -> RunFolder:
-    """The run that the page's address names."""
-    return run_of_id(request.query_params.get("run"), here.runs_dir)
+def _run(context: ServerContext, request: gr.Request) -> RunFolder:
+    """The run in the page's URL."""
+    return run_of_id(request.query_params.get("run"), context.runs_dir)
 
 
 class _Page:
-    """The components, and what their events do; nothing of a visitor is kept here."""
+    """The components and their event handlers; holds no state of a visitor."""
 
-    def __init__(self, here: Here):
-        self.here, self.curves = here, Curves()
+    def __init__(self, context: ServerContext):
+        self.context = context
+        self.curves = Curves()
 
     def lay_out(self) -> None:
-        self.head = gr.HTML(element("p", "Looking…", class_="ts-note"), apply_default_css=False)
+        self.head = gr.HTML(element("p", "Loading…", class_="ts-note"), apply_default_css=False)
         with gr.Row(elem_classes="ts-actions"):
             self.buttons = {
                 name: gr.Button(
-                    words, visible=False, size="sm", min_width=100 if len(words) < 14 else 160, scale=0,
+                    label, visible=False, size="sm", min_width=100 if len(label) < 14 else 160, scale=0,
                     elem_id=f"run-{name}",
                     variant="stop" if name == "delete" else "primary" if name in ("resume", "stop") else "secondary",
                 )
-                for name, words in _BUTTONS.items()
+                for name, label in _BUTTONS.items()
             }  # fmt: skip
-        self.said = gr.HTML(apply_default_css=False)
+        self.message = gr.HTML(apply_default_css=False)
         self.address = gr.Textbox(visible=False)
         self.panels: dict[str, gr.Group] = {}
         self._lay_out_panels()
         with gr.Column() as self.body:
             self._lay_out_body()
         self.digest = gr.Textbox(visible=False)
-        outputs = [self.head, self.details, self.body, self.said, *self.buttons.values(), self.digest]
-        gr.on(None, self.look, self.digest, outputs, **_QUIET)
-        gr.Timer(_EVERY).tick(self.look, self.digest, outputs, **_QUIET)
-        self._connect_simple()
+        outputs = [self.head, self.details, self.body, self.message, *self.buttons.values(), self.digest]
+        gr.on(None, self.refresh, self.digest, outputs, **_QUIET)
+        gr.Timer(_POLL_SECONDS).tick(self.refresh, self.digest, outputs, **_QUIET)
+        self._connect_buttons()
 
     def _lay_out_body(self) -> None:
         def curves(request: dict[str, Any]) -> Response:
-            return answer(lambda: self.curves.view(self._asked(request), request.get("since")))
+            return json_response(lambda: self.curves.view(self._requested_run(request), request.get("since")))
 
         def log_lines(request: dict[str, Any]) -> Response:
-            return answer(lambda: log_piece(self._asked(request), request))
+            return json_response(lambda: read_log(self._requested_run(request), request))
 
         def log_find(request: dict[str, Any]) -> Response:
-            return answer(lambda: find_in_log(self._asked(request), request))
+            return json_response(lambda: find_in_log(self._requested_run(request), request))
 
         def log_writers_(request: dict[str, Any]) -> Response:
-            return answer(lambda: {"ranks": log_writers(self._asked(request))})
+            return json_response(lambda: {"ranks": log_writers(self._requested_run(request))})
 
         log_writers_.__name__ = "log_writers"
         live_part("charts", "run", [curves], "Charts")
         live_part("logs", "log", [log_lines, log_find, log_writers_], "Log")
         self.details = gr.HTML(apply_default_css=False)
 
-    def _asked(self, request: Any) -> RunFolder:
-        return run_of_id(request.get("run") if isinstance(request, dict) else None, self.here.runs_dir)
+    def _requested_run(self, request: Any) -> RunFolder:
+        return run_of_id(request.get("run") if isinstance(request, dict) else None, self.context.runs_dir)
 
-    # -- what is shown -----------------------------------------------------------------------------------------------
+    # -- refresh -----------------------------------------------------------------------------------------------------
 
-    def look(self, digest: str | None, request: gr.Request) -> list[Any]:
-        """Head, details, body, what was said, buttons and digest; what has not changed is skipped."""
+    def refresh(self, digest: str | None, request: gr.Request) -> list[Any]:
+        """Updates head, details, body, message, buttons and digest; skips what has not changed."""
         try:
-            run = _run(self.here, request)
-            seen = run_view(run, self.curves)
+            run = _run(self.context, request)
+            view = run_view(run, self.curves)
         except ConfigError as error:
             hidden = [gr.update(visible=False)] * len(self.buttons)
-            return [unknown(error.mistakes), "", gr.update(visible=False), "", *hidden, ""]
-        parts = [headline(seen), details(seen, run_files(run)), " ".join(seen["actions"])]
+            return [unknown_run(error.lines), "", gr.update(visible=False), "", *hidden, ""]
+        parts = [headline(view), details(view, run_files(run)), " ".join(view["actions"])]
         digests = [hashlib.sha256(part.encode()).hexdigest()[:12] for part in parts]
-        before = str(digest or "").split(" ")
-        before = before if len(before) == len(digests) else [""] * len(digests)
-        if before == digests:
+        old_digests = str(digest or "").split(" ")
+        old_digests = old_digests if len(old_digests) == len(digests) else [""] * len(digests)
+        if old_digests == digests:
             return [gr.skip()] * (len(self.buttons) + 5)
-        fresh = [new != old for new, old in zip(digests, before, strict=True)]
-        shown = [gr.update(visible=name in seen["actions"]) if fresh[2] else gr.skip() for name in self.buttons]
-        first = gr.update(visible=True) if not before[0] else gr.skip()
-        said = "" if before[2] and fresh[2] else gr.skip()  # of a state that is over
-        head, below = (part if new else gr.skip() for part, new in zip(parts[:2], fresh[:2], strict=True))
-        return [head, below, first, said, *shown, " ".join(digests)]
+        changed = [new != old for new, old in zip(digests, old_digests, strict=True)]
+        buttons = [gr.update(visible=name in view["actions"]) if changed[2] else gr.skip() for name in self.buttons]
+        body = gr.update(visible=True) if not old_digests[0] else gr.skip()
+        message = "" if old_digests[2] and changed[2] else gr.skip()  # about a state that has passed
+        head, details_html = (panel if new else gr.skip() for panel, new in zip(parts[:2], changed[:2], strict=True))
+        return [head, details_html, body, message, *buttons, " ".join(digests)]
 
-    # -- what is done ------------------------------------------------------------------------------------------------
+    # -- actions -----------------------------------------------------------------------------------------------------
 
-    def _act(self, work: Callable[[RunFolder], Any], done: str, request: gr.Request) -> str:
-        """Does it, and says so or why not."""
+    def _act(self, action: Callable[[RunFolder], Any], success: str, request: gr.Request) -> str:
+        """Performs an action; returns a message of its success or error."""
         try:
-            work(_run(self.here, request))
+            action(_run(self.context, request))
         except ConfigError as error:
-            return alert_list(error.mistakes)
+            return alert_list(error.lines)
         except CheckBroke as error:
             return alert_list([error.cause, *error.output.strip().splitlines()[-1:]])
         except actions.ExportFailed as error:
             return alert_list([f"the export failed: {error}"])
-        return alert_list([done], "good") if done else ""
+        return alert_list([success], "good") if success else ""
 
-    def _connect_simple(self) -> None:
-        simple: dict[str, tuple[Callable[[RunFolder], Any], str]] = {
-            "stop": (actions.stop, "asked to save and stop; it ends after its current step"),
-            "save": (actions.save, "asked to save; it does so after its current step, and goes on"),
+    def _connect_buttons(self) -> None:
+        handlers: dict[str, tuple[Callable[[RunFolder], Any], str]] = {
+            "stop": (actions.stop, "stop requested; the run saves and ends after its current step"),
+            "save": (actions.save, "checkpoint requested; the run saves it after its current step and continues"),
             "cancel": (actions.stop, "cancelled"),
-            "resume": (actions.resume, "resumed; it goes on in the background"),
+            "resume": (actions.resume, "resumed; the run continues in the background"),
             "move_up": (lambda run: actions.move(run, -1), ""),
             "move_down": (lambda run: actions.move(run, 1), ""),
         }
-        for name, (work, done) in simple.items():
-            self.buttons[name].click(self._handler(work, done), None, self.said, api_visibility="private")
+        for name, (work, done) in handlers.items():
+            self.buttons[name].click(self._handler(work, done), None, self.message, api_visibility="private")
 
-        self._lead_to_form("clone", "clone")
-        self._lead_to_form("resume_changed", "resume")
+        self._link_to_form("clone", "clone")
+        self._link_to_form("resume_changed", "resume")
 
-    def _lead_to_form(self, name: str, key: str) -> None:
-        """The button opens the Train page with this run in its address."""
+    def _link_to_form(self, name: str, key: str) -> None:
+        """Makes the button open the Train page with this run in the URL."""
 
         def address(request: gr.Request) -> str:
             return "./?" + urlencode({key: request.query_params.get("run") or ""})
 
-        self.buttons[name].click(address, None, self.address, **_QUIET).then(None, self.address, None, js=_GO)
+        self.buttons[name].click(address, None, self.address, **_QUIET).then(None, self.address, None, js=_NAVIGATE)
 
-    def _handler(self, work: Callable[[RunFolder], Any], done: str) -> Callable[[gr.Request], str]:
+    def _handler(self, action: Callable[[RunFolder], Any], success: str) -> Callable[[gr.Request], str]:
         def handler(request: gr.Request) -> str:
-            return self._act(work, done, request)
+            return self._act(action, success, request)
 
         return handler
 
     def _lay_out_panels(self) -> None:
-        self._confirm("stop_without_saving", "Stop now", "What was trained since the last checkpoint is lost.",
-                      lambda run: actions.stop(run, save=False), "asked to stop without saving")  # fmt: skip
-        self._confirm("delete", "Delete for good", "", actions.delete, "")
+        self._confirm("stop_without_saving", "Stop now", "All progress since the last checkpoint is lost.",
+                      lambda run: actions.stop(run, save=False), "stop without saving requested")  # fmt: skip
+        self._confirm("delete", "Delete permanently", "", actions.delete, "")
         self._rename()
         self._export()
 
@@ -178,93 +179,93 @@ class _Page:
         return panel, question
 
     def _open(self, name: str, fill: Callable[..., Any], outputs: list[Any]) -> None:
-        """The button opens its panel, filled, and closes the others."""
-        others = [self.panels[one] for one in _PANELS if one != name and one in self.panels]
+        """Makes the button open and fill its panel, and close the others."""
+        others = [self.panels[other] for other in _PANELS if other != name and other in self.panels]
 
         def opened(request: gr.Request) -> list[Any]:
             closed = [gr.update(visible=False)] * len(others)
             try:
-                return [gr.update(visible=True), "", *closed, *fill(_run(self.here, request))]
+                return [gr.update(visible=True), "", *closed, *fill(_run(self.context, request))]
             except ConfigError as error:
-                return [gr.skip(), alert_list(error.mistakes), *closed, *[gr.skip()] * len(outputs)]
+                return [gr.skip(), alert_list(error.lines), *closed, *[gr.skip()] * len(outputs)]
 
-        self.buttons[name].click(opened, None, [self.panels[name], self.said, *others, *outputs], **_QUIET)
+        self.buttons[name].click(opened, None, [self.panels[name], self.message, *others, *outputs], **_QUIET)
 
-    def _closing(self, name: str, words: str, danger: bool = False) -> gr.Button:
-        """The buttons at the end of a panel; returns the one that does it."""
+    def _panel_buttons(self, name: str, label: str, danger: bool = False) -> gr.Button:
+        """Lays out the buttons at the end of a panel; returns the one that confirms."""
         with gr.Row():
-            sure = gr.Button(words, variant="stop" if danger else "primary", size="sm", elem_id=f"sure-{name}")
-            no = gr.Button("Leave it", size="sm")
-        no.click(lambda: gr.update(visible=False), None, self.panels[name], **_QUIET)
-        return sure
+            confirm = gr.Button(label, variant="stop" if danger else "primary", size="sm", elem_id=f"sure-{name}")
+            cancel = gr.Button("Cancel", size="sm")
+        cancel.click(lambda: gr.update(visible=False), None, self.panels[name], **_QUIET)
+        return confirm
 
-    def _confirm(self, name: str, words: str, warning: str, work: Callable[[RunFolder], Any], done: str) -> None:
+    def _confirm(self, name: str, label: str, warning: str, action: Callable[[RunFolder], Any], success: str) -> None:
         panel, question = self._panel(name)
         with panel:
-            sure = self._closing(name, words, danger=True)
+            confirm = self._panel_buttons(name, label, danger=True)
 
         def fill(run: RunFolder) -> list[str]:
             if name == "delete":
-                held = byte_text(actions.size(run))
-                text = f"{run.id} holds {held}: its checkpoints, exports, metrics and log. All of it will be removed."
+                size = byte_text(actions.size(run))
+                text = f"Checkpoints, exports, metrics and log of {run.id} ({size}) will be deleted."
             else:
                 saved = checkpoints(run)
-                last = f"The last checkpoint is of step {saved[0]['step']}." if saved else "No checkpoint is saved yet."
+                last = f"The last checkpoint is from step {saved[0]['step']}." if saved else "No checkpoint saved yet."
                 text = f"{warning} {last}"
             return [section(f"{_BUTTONS[name]}?", element("p", text))]
 
         def act(request: gr.Request) -> list[Any]:
-            said = self._act(work, done, request)
-            gone = "runs" if name == "delete" and not said else ""
-            return [said, gone, gr.update(visible=False)]
+            message = self._act(action, success, request)
+            address = "runs" if name == "delete" and not message else ""
+            return [message, address, gr.update(visible=False)]
 
         self._open(name, fill, [question])
-        sure.click(act, None, [self.said, self.address, panel], api_visibility="private").then(
-            None, self.address, None, js=_GO
+        confirm.click(act, None, [self.message, self.address, panel], api_visibility="private").then(
+            None, self.address, None, js=_NAVIGATE
         )
 
     def _rename(self) -> None:
         panel, question = self._panel("rename")
         with panel:
             name = gr.Textbox(label="New name", info="letters, digits, dots, dashes and underscores", max_lines=1)
-            sure = self._closing("rename", "Rename")
+            confirm = self._panel_buttons("rename", "Rename")
 
         def act(new: str, request: gr.Request) -> list[Any]:
-            said = self._act(lambda run: actions.rename(run, str(new or "").strip()), "", request)
-            return [said, "" if said else f"run?{urlencode({'run': str(new).strip()})}"]
+            message = self._act(lambda run: actions.rename(run, str(new or "").strip()), "", request)
+            return [message, "" if message else f"run?{urlencode({'run': str(new).strip()})}"]
 
         self._open("rename", lambda run: [section("Rename?", ""), run.id], [question, name])
-        gr.on([sure.click, name.submit], act, name, [self.said, self.address], api_visibility="private").then(
-            None, self.address, None, js=_GO
+        gr.on([confirm.click, name.submit], act, name, [self.message, self.address], api_visibility="private").then(
+            None, self.address, None, js=_NAVIGATE
         )
 
     def _export(self) -> None:
         panel, question = self._panel("export")
         with panel:
-            which = gr.Dropdown([], label="Checkpoint", info="the newest one first")
+            checkpoint = gr.Dropdown([], label="Checkpoint", info="newest first")
             merged = gr.Checkbox(label="Merge the adapter into the base", value=False)
-            sure = self._closing("export", "Export")
+            confirm = self._panel_buttons("export", "Export")
 
         def fill(run: RunFolder) -> list[Any]:
-            names = [one["name"] for one in checkpoints(run)]
-            text = element("p", "Writes a folder that transformers or peft load. It may take minutes.")
+            names = [checkpoint["name"] for checkpoint in checkpoints(run)]
+            text = element("p", "Writes a folder that transformers or peft can load. This may take minutes.")
             first = names[0] if names else None
             return [section("Export?", text), gr.update(choices=names, value=first)]
 
         def act(name: str, merge: bool, request: gr.Request) -> list[Any]:
-            made = []
+            exports = []
 
             def work(run: RunFolder) -> None:
-                if name not in [one["name"] for one in checkpoints(run)]:
+                if name not in [checkpoint["name"] for checkpoint in checkpoints(run)]:
                     raise ConfigError(f"checkpoint={str(name)[:60]!r} is not in this run; choose one from the list")
-                made.append(actions.export(run, name, merge is True))
+                exports.append(actions.export(run, name, merge is True))
 
-            said = self._act(work, "", request)
+            message = self._act(work, "", request)
             return [
-                said or alert_list([f"exported to {made[0].folder}", made[0].check], "good"),
+                message or alert_list([f"exported to {exports[0].folder}", exports[0].check], "good"),
                 gr.update(visible=False),
             ]
 
-        which.preprocess = lambda value: value
-        self._open("export", fill, [question, which])
-        sure.click(act, [which, merged], [self.said, panel], api_visibility="private")
+        checkpoint.preprocess = lambda value: value
+        self._open("export", fill, [question, checkpoint])
+        confirm.click(act, [checkpoint, merged], [self.message, panel], api_visibility="private")

@@ -8,17 +8,17 @@ import gradio as gr
 from starlette.responses import Response
 
 from app.runs.history import History, page
-from ui.context import Here
-from ui.live import answer, live_part
+from ui.context import ServerContext
+from ui.live import json_response, live_part
 from ui.parts import title
 
 
-def build(here: Here) -> None:
+def build(context: ServerContext) -> None:
     """Lays out the page."""
-    history = History(here.runs_dir)
+    history = History(context.runs_dir)
 
     def runs_table(request: dict[str, Any]) -> Response:
-        return answer(lambda: page(history, request))
+        return json_response(lambda: page(history, request))
 
-    gr.HTML(title("Runs", "Every run of this machine's runs folder, and those elsewhere that it knows of."))
+    gr.HTML(title("Runs", "All runs in the runs folder, and registered runs elsewhere."))
     live_part("runs", "runs", [runs_table])

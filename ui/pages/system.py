@@ -1,4 +1,4 @@
-"""The System page: the machine's GPUs, cores, memory and disk, live, who holds what, and the versions."""
+"""The System page: live use of GPUs, cores, memory and disk, who holds them, and versions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import gradio as gr
 
 from app.services.system import machine
-from ui.context import Here
+from ui.context import ServerContext
 from ui.parts import (
     Html,
     alert_list,
@@ -26,31 +26,31 @@ from ui.parts import (
     title,
 )
 
-_EVERY = 2.0
-"""Seconds between two looks."""
+_POLL_SECONDS = 2.0
+"""Seconds between two refreshes."""
 
 
-def build(here: Here) -> None:
+def build(context: ServerContext) -> None:
     """Lays out the page."""
 
-    def look() -> str:
-        return picture(machine(here.runs_dir))
+    def refresh() -> str:
+        return render(machine(context.runs_dir))
 
-    gr.HTML(title("System", "What this machine has, what is in use, and who holds it."))
-    shown = gr.HTML(element("p", "Looking…", class_="ts-note"), apply_default_css=False)
-    gr.on(None, look, None, shown, show_progress="hidden", queue=False, api_visibility="private")
-    gr.Timer(_EVERY).tick(look, None, shown, show_progress="hidden", queue=False, api_visibility="private")
+    gr.HTML(title("System", "This machine's hardware, how much of it is in use, and by which run."))
+    html = gr.HTML(element("p", "Loading…", class_="ts-note"), apply_default_css=False)
+    gr.on(None, refresh, None, html, show_progress="hidden", queue=False, api_visibility="private")
+    gr.Timer(_POLL_SECONDS).tick(refresh, None, html, show_progress="hidden", queue=False, api_visibility="private")
 
 
-def picture(found: dict[str, Any]) -> Html:
-    """What `app.services.system.machine` returns, as HTML."""
+def render(state: dict[str, Any]) -> Html:
+    """The document of `app.services.system.machine` as HTML."""
     columns = [
-        section("CPU", _cpu(found)),
-        section("Memory and disk", _memory(found)),
-        section("Versions", key_values((name, version or "none") for name, version in found["versions"].items())),
+        section("CPU", _cpu(state)),
+        section("Memory and disk", _memory(state)),
+        section("Versions", key_values((name, version or "none") for name, version in state["versions"].items())),
     ]
-    locks = alert_list([found["lock_error"]] if found["lock_error"] else [], "warning")
-    return join([locks, section("GPUs", _gpus(found["gpus"])), element("div", join(columns), class_="ts-columns")])
+    locks = alert_list([state["lock_error"]] if state["lock_error"] else [], "warning")
+    return join([locks, section("GPUs", _gpus(state["gpus"])), element("div", join(columns), class_="ts-columns")])
 
 
 def _gpus(gpus: list[dict[str, Any]]) -> Html:
@@ -73,26 +73,26 @@ def _gpus(gpus: list[dict[str, Any]]) -> Html:
     return data_table(headers, rows, "GPUs", numeric=(4, 5))
 
 
-def _cpu(found: dict[str, Any]) -> Html:
-    cpu, slots = found["cpu"], found["cpu_slots"]
+def _cpu(state: dict[str, Any]) -> Html:
+    cpu, slots = state["cpu"], state["cpu_slots"]
     cores = [
         meter(share / 100, f"Use of core {number}", f"{number}: {percent_text(share / 100)}")
         for number, share in enumerate(cpu["per_core"])
     ]
-    held = [slot for slot in slots if slot["held_by"]]
-    names = join(dict.fromkeys(_holder(slot) for slot in held), ", ")
+    held_slots = [slot for slot in slots if slot["held_by"]]
+    names = join(dict.fromkeys(_holder(slot) for slot in held_slots), ", ")
     values = {
         "Processor": cpu["name"],
         "All cores": meter(cpu["percent"] / 100, "Use of all cores"),
         "Load": ", ".join(f"{load:.2f}" for load in cpu["load"]),
-        "CPU slots": f"{len(held)} of {len(slots)} held",
-        **({"Held by": names} if held else {}),
+        "CPU slots": f"{len(held_slots)} of {len(slots)} held",
+        **({"Held by": names} if held_slots else {}),
     }
     return join([key_values(values), element("div", join(cores), class_="ts-grid")])
 
 
-def _memory(found: dict[str, Any]) -> Html:
-    memory, disk = found["memory"], found["disk"]
+def _memory(state: dict[str, Any]) -> Html:
+    memory, disk = state["memory"], state["disk"]
     return key_values(
         {
             "Memory": _amount(memory["used"], memory["total"], "Memory"),
@@ -102,8 +102,8 @@ def _memory(found: dict[str, Any]) -> Html:
     )
 
 
-def _share(part: float | None, whole: float | None) -> float | None:
-    return part / whole if part is not None and whole else None
+def _share(used: float | None, total: float | None) -> float | None:
+    return used / total if used is not None and total else None
 
 
 def _amount(used: int | None, total: int | None, label: str) -> Html:
@@ -117,7 +117,7 @@ def _power(gpu: dict[str, Any]) -> str | None:
 
 
 def _holder(slot: dict[str, Any]) -> Html:
-    """Who holds it: a link where that is a run."""
+    """The holder of a slot: a link if it is a run."""
     name = slot["held_by"]
     if not name:
         return Html("free")

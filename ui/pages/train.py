@@ -14,7 +14,6 @@ from app.launch.background import start
 from app.launch.foreground import CheckBroke
 from app.services.choices import gpu_choices, strategy_choices
 from app.services.draft import read_draft
-from app.services.fields import FormField, text_of
 from app.services.form import (
     Choices,
     Preview,
@@ -29,26 +28,27 @@ from app.services.form import (
 from app.services.memory_check import known_verdict, memory_verdict
 from app.services.resume_form import ResumeForm, resume_form, resume_preview
 from app.services.starting_values import NAMING, differences, follow_data, starting_values
-from app.services.uploads import ENDINGS, forget, take_sent
-from trainers.config.options import ConfigError
+from app.services.uploads import EXTENSIONS, remove_received, store_upload
+from trainers.config.fields import OptionField, text_of
+from trainers.config.mistakes import ConfigError
 from trainers.config.own_data import DESCRIBING
-from trainers.config.parse import preset_names, preset_summary
-from ui.context import Here
+from trainers.config.presets import find_preset, preset_names
+from ui.context import ServerContext
 from ui.pages.train_parts import (
-    PLACED,
+    STEP_FIELDS,
     by_name,
     common_fields,
     component,
+    component_value,
     copied_text,
     draft_js,
     gpu_labels,
+    gpu_selection,
     other_fields,
     panel,
     resume_banner,
-    shown_value,
     strategy_labels,
     strategy_note,
-    ticks,
 )
 from ui.parts import alert_list, element, note, title
 
@@ -57,10 +57,10 @@ _HIDDEN: dict[str, Any] = {"api_visibility": "private"}
 _QUICK: dict[str, Any] = {"show_progress": "hidden", "queue": False, "api_visibility": "private"}
 
 
-def build(here: Here) -> None:
+def build(context: ServerContext) -> None:
     """Lays out the page."""
-    gr.HTML(title("Train", "Pick a preset, bring your data, and start. The form shows at once what would be trained."))
-    form = _Form(here)
+    gr.HTML(title("Train", "Pick a preset, bring your data, and start. The preview shows what would be trained."))
+    form = _Form(context)
     with gr.Row(elem_id="train-columns"):
         with gr.Column(scale=5, min_width=300, elem_id="train-form"):
             form.lay_out()
@@ -70,82 +70,83 @@ def build(here: Here) -> None:
     form.serve_scripts()
 
 
-def _heading(words: str) -> None:
-    gr.HTML(element("h2", words), apply_default_css=False)
+def _heading(text: str) -> None:
+    gr.HTML(element("h2", text), apply_default_css=False)
 
 
 def _refusal(error: Exception) -> gr.Error:
-    """The error as the page, or a script, is told."""
+    """The error for the page, or for a script."""
     return gr.Error(str(error), print_exception=False)
 
 
-_LAUNCH, _ALL_THE_SAME = "Launch", "Launch all the same"
-"""What the button says; the second asks whether a run that will hardly fit is meant."""
+_LAUNCH, _LAUNCH_ANYWAY = "Launch", "Launch anyway"
+"""Labels of the button; the second asks to confirm a run that is not expected to fit."""
 _DEVICES = 3
-"""Where the devices stand among what `prefill` fills."""
+"""Index of the devices among the outputs of `prefill`."""
 _START_OVER = "() => { tunesmithDraft.clear(); location.assign(location.pathname); }"
 
 
 class _Form:
-    """The components of the page, and what happens when they change.
+    """The components of the page and their event handlers.
 
     Args:
-        here: what the server may touch.
+        context: the folders of the server.
     """
 
-    def __init__(self, here: Here):
-        self.here = here
-        self.gpus = gpu_choices()  # which there are; `prefill` tells who holds them when the page is opened
-        self.fields: list[FormField] = []
+    def __init__(self, context: ServerContext):
+        self.context = context
+        self.gpus = gpu_choices()  # at server start; `prefill` updates their holders when a page is opened
+        self.fields: list[OptionField] = []
         self.options: list[gr.components.Component] = []
 
     # -- layout ------------------------------------------------------------------------------------------------------
 
-    def _show(self, fields: Sequence[FormField], start: dict[str, str]) -> None:
-        for one in fields:
-            self.fields.append(one)
-            self.options.append(component(one, start[one.name]))
+    def _add_fields(self, fields: Sequence[OptionField], start: dict[str, str]) -> None:
+        for field in fields:
+            self.fields.append(field)
+            self.options.append(component(field, start[field.name]))
 
     def lay_out(self) -> None:
         """The form, top to bottom."""
-        first = {**starting_values(FIRST_PRESET), "runs_dir": str(self.here.runs_dir)}
+        first = {**starting_values(FIRST_PRESET), "runs_dir": str(self.context.runs_dir)}
         self._lay_out_resume()
         _heading("1. Model")
         with gr.Row(elem_classes=["ts-fields", "ts-wide"]):
-            names = [(f"{name}: {preset_summary(name).partition(':')[0]}", name) for name in preset_names()]
+            names = [(f"{name}: {find_preset(name).summary.partition(':')[0]}", name) for name in preset_names()]
             self.preset = gr.Dropdown(
                 [("none: a model of your own", ""), *names], value=FIRST_PRESET, label="Preset", elem_id="opt-preset",
-                info="A complete, measured set of options to start from.", elem_classes=["ts-field"], min_width=260,
+                info="A complete set of options to start from.", elem_classes=["ts-field"], min_width=260,
             )  # fmt: skip
-            self._show(by_name(PLACED["model"]), first)
+            self._add_fields(by_name(STEP_FIELDS["model"]), first)
         self.before = gr.Textbox(FIRST_PRESET, visible=False, label="preset before")
         _heading("2. Data")
         with gr.Row(elem_classes=["ts-fields"]):
-            self._show(by_name(PLACED["data"]), first)
-        self.named = [gr.Textbox(first[name], visible=False, label=f"{name} before") for name in NAMING]
+            self._add_fields(by_name(STEP_FIELDS["data"]), first)
+        self.data_before = [gr.Textbox(first[name], visible=False, label=f"{name} before") for name in NAMING]
         self.upload = gr.UploadButton(
-            "Upload training data", file_types=list(ENDINGS), elem_id="upload-data", size="sm", min_width=160
+            "Upload training data", file_types=list(EXTENSIONS), elem_id="upload-data", size="sm", min_width=160
         )
         _heading("3. Method")
         with gr.Row(elem_classes=["ts-fields"]):
-            self._show(by_name(PLACED["method"]), first)
+            self._add_fields(by_name(STEP_FIELDS["method"]), first)
         self._lay_out_strategy()
         _heading("5. Settings")
         with gr.Row(elem_classes=["ts-fields"]):
-            self._show(common_fields(), first)
+            self._add_fields(common_fields(), first)
         with gr.Accordion("All options", open=False, elem_id="all-options"):
-            for words, fields in other_fields().items():
-                with gr.Accordion(words, open=False), gr.Row(elem_classes=["ts-fields"]):
-                    self._show(fields, first)
+            for section, fields in other_fields().items():
+                with gr.Accordion(section, open=False), gr.Row(elem_classes=["ts-fields"]):
+                    self._add_fields(fields, first)
 
     def _lay_out_resume(self) -> None:
-        """What is seen only when the form goes on with a run."""
-        self.resumed = gr.Textbox("", visible=False, label="run to go on with")
+        """Components that are visible only when the form resumes a run."""
+        self.resumed = gr.Textbox("", visible=False, label="run to resume")
         self.draft = gr.Textbox("", visible=False, label="draft of this tab")
         self.banner = gr.HTML("", visible=False, elem_id="train-resume", apply_default_css=False)
         self.force = gr.Checkbox(
-            False, label="Go on all the same", visible=False, elem_id="resume-force", elem_classes=["ts-field"],
-            info="As --force: the steps to come will be others than the run would have taken.", interactive=True,
+            False, label="Resume anyway", visible=False, elem_id="resume-force", elem_classes=["ts-field"],
+            info="Same as --force: the remaining steps will differ from those the run would have taken.",
+            interactive=True,
         )  # fmt: skip
 
     def _lay_out_strategy(self) -> None:
@@ -153,149 +154,161 @@ class _Form:
         with gr.Row(elem_classes=["ts-fields", "ts-wide"]):
             self.strategy = gr.Dropdown(
                 strategy_labels(strategy_choices("lora", None)), value="", label="Strategy", allow_custom_value=True,
-                info="How the model is spread; changes speed and memory, never the model.", elem_id="opt-strategy",
+                info="How training is distributed; changes speed and memory, never the model.", elem_id="opt-strategy",
                 elem_classes=["ts-field"], min_width=260,
             )  # fmt: skip
             if self.gpus:
                 self.devices: gr.components.Component = gr.CheckboxGroup(
-                    gpu_labels(self.gpus), **ticks(default_gpus(FIRST_PRESET, self.gpus)), label="GPUs",
+                    gpu_labels(self.gpus), **gpu_selection(default_gpus(FIRST_PRESET, self.gpus)), label="GPUs",
                     elem_id="opt-gpus", elem_classes=["ts-field"], min_width=260,
                 )  # fmt: skip
             else:
                 self.devices = gr.Textbox(
-                    str(CPU_PROCESSES), label="Processes", info="There is no GPU here: processes on the CPU.",
+                    str(CPU_PROCESSES), label="Processes", info="This machine has no GPU: processes run on the CPU.",
                     max_lines=1, elem_id="opt-gpus", elem_classes=["ts-field"], min_width=260,
                 )  # fmt: skip
         self.strategy_note = gr.HTML("", elem_id="strategy-note", apply_default_css=False)
 
     def lay_out_preview(self) -> None:
-        """What stands beside the form."""
+        """The preview beside the form."""
         _heading("Preview")
-        self.panel = gr.HTML(note("Looking at the form ..."), elem_id="train-panel", apply_default_css=False)
+        self.panel = gr.HTML(note("Checking the form ..."), elem_id="train-panel", apply_default_css=False)
         with gr.Row():
             self.launch = gr.Button(_LAUNCH, variant="primary", elem_id="launch", interactive=False, min_width=160)
             self.start_over = gr.Button("Start over", elem_id="start-over", size="md", min_width=140, scale=0)
         self.started = gr.Textbox("", visible=False, label="started run")
-        self.asked = gr.Textbox("", visible=False, label="asked whether a run that will hardly fit is meant")
+        self.confirmed = gr.Textbox("", visible=False, label="confirmed although memory may not suffice")
         self.command = gr.HTML("", elem_id="train-command", apply_default_css=False)
         with gr.Accordion("Resolved config (YAML)", open=False, elem_id="train-yaml-box"):
             self.yaml = gr.HTML("", elem_id="train-yaml", apply_default_css=False)
         self.load = gr.UploadButton("Load YAML", file_types=[".yaml", ".yml"], elem_id="load-yaml", size="sm")
 
-    # -- what happens ------------------------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------------------------
 
     def connect(self) -> None:
-        """Every event of the page."""
-        drafted = [self.preset, self.strategy, self.devices, *self.options]
-        inputs = [self.resumed, self.force, *drafted]
-        shown = [self.panel, self.strategy_note, self.command, self.yaml, self.launch, self.asked]
-        filled = [self.preset, self.before, self.strategy, self.devices, *self.options, *self.named]
-        look: dict[str, Any] = {"fn": self.refresh, "inputs": inputs, "outputs": shown, **_QUICK}
-        changes = [one.change for one in (self.strategy, self.devices, *self.options)]  # `input` misses what is pasted
-        gr.on([*changes, self.force.change], **look, trigger_mode="always_last")
-        naming = [self._component(name).change for name in NAMING]
+        """Connects the events of the page."""
+        draft_inputs = [self.preset, self.strategy, self.devices, *self.options]
+        inputs = [self.resumed, self.force, *draft_inputs]
+        preview_outputs = [self.panel, self.strategy_note, self.command, self.yaml, self.launch, self.confirmed]
+        form_outputs = [self.preset, self.before, self.strategy, self.devices, *self.options, *self.data_before]
+        refresh_event: dict[str, Any] = {"fn": self.refresh, "inputs": inputs, "outputs": preview_outputs, **_QUICK}
+        changes = [
+            component.change for component in (self.strategy, self.devices, *self.options)
+        ]  # `input` misses what is pasted
+        gr.on([*changes, self.force.change], **refresh_event, trigger_mode="always_last")
+        data_changes = [self._component(name).change for name in NAMING]
         gr.on(
-            naming, self.follow_data, [self.resumed, self.preset, *self.named, *self.options],
-            [*self.named, *map(self._component, DESCRIBING)], **_QUICK, trigger_mode="always_last",
+            data_changes, self.follow_data, [self.resumed, self.preset, *self.data_before, *self.options],
+            [*self.data_before, *map(self._component, DESCRIBING)], **_QUICK, trigger_mode="always_last",
         )  # fmt: skip
-        keep = draft_js([one.name for one in self.fields], {"runs_dir": str(self.here.runs_dir)})
-        gr.on([*changes, self.preset.change], None, drafted, None, js=keep, **_HIDDEN)
+        keep = draft_js([field.name for field in self.fields], {"runs_dir": str(self.context.runs_dir)})
+        gr.on([*changes, self.preset.change], None, draft_inputs, None, js=keep, **_HIDDEN)
         self.start_over.click(None, None, None, js=_START_OVER, **_HIDDEN)
-        switch = self.preset.input(self.switch_preset, [self.before, *drafted], filled, **_QUICK)
-        switch.then(**look)
-        taken = self.upload.upload(self.take_upload, self.upload, self._component("dataset_name"), **_HIDDEN)
-        taken.then(**look)
-        read = self.load.upload(self.read_yaml, self.load, filled, **_HIDDEN)
-        read.then(**look)
-        opened = [*filled, self.resumed, self.banner, self.force]
+        switch = self.preset.input(self.switch_preset, [self.before, *draft_inputs], form_outputs, **_QUICK)
+        switch.then(**refresh_event)
+        method: Any = self._component("method")
+        method_switch = method.input(self.switch_method, [self.resumed, *draft_inputs], form_outputs, **_QUICK)
+        method_switch.then(**refresh_event)
+        uploaded = self.upload.upload(self.take_upload, self.upload, self._component("dataset_name"), **_HIDDEN)
+        uploaded.then(**refresh_event)
+        read = self.load.upload(self.read_yaml, self.load, form_outputs, **_HIDDEN)
+        read.then(**refresh_event)
+        opened = [*form_outputs, self.resumed, self.banner, self.force]
         read_draft_js = "() => [tunesmithDraft.read()]"
         loaded = Context.root_block.load(self.prefill, self.draft, opened, js=read_draft_js, **_QUICK)
-        loaded.then(None, drafted, None, js=f"(...all) => {{ tunesmithDraft.ready(); ({keep})(...all); }}", **_HIDDEN)
-        loaded.then(**look)
+        loaded.then(
+            None, draft_inputs, None, js=f"(...all) => {{ tunesmithDraft.ready(); ({keep})(...all); }}", **_HIDDEN
+        )
+        loaded.then(**refresh_event)
         launched = self.launch.click(
-            self.start, [self.asked, *inputs], [self.panel, self.launch, self.started, self.asked], trigger_mode="once",
-            concurrency_limit=1, concurrency_id="launch", show_progress="hidden", **_HIDDEN,
+            self.start, [self.confirmed, *inputs], [self.panel, self.launch, self.started, self.confirmed],
+            trigger_mode="once", concurrency_limit=1, concurrency_id="launch", show_progress="hidden", **_HIDDEN,
         )  # fmt: skip
-        go = "(id) => { if (id) location.assign('run?run=' + encodeURIComponent(id)); }"
-        launched.then(None, self.started, None, js=go, **_HIDDEN)
+        navigate = "(id) => { if (id) location.assign('run?run=' + encodeURIComponent(id)); }"
+        launched.then(None, self.started, None, js=navigate, **_HIDDEN)
 
     def serve_scripts(self) -> None:
-        """What `gradio_client` may call: `/preview` and `/launch`, each with one JSON object."""
+        """Endpoints for `gradio_client`: `/preview` and `/launch`, each taking one JSON object."""
 
         def script_preview(request: dict) -> dict:
             """What a request {preset, strategy, gpus, num_processes, options} would do; starts nothing."""
             try:
-                return self._asked(request).as_json()
+                return self._preview_request(request).as_json()
             except ConfigError as error:
                 raise _refusal(error) from None
 
         def script_launch(request: dict) -> dict:
             """Starts the run of a request {preset, strategy, gpus, num_processes, options}."""
             try:
-                asked = self._asked(request)
-                if asked.job is None:
-                    raise ConfigError(asked.mistakes)
-                memory = memory_verdict(asked.job).line  # nobody is there to be asked
-                start(asked.job)
+                requested = self._preview_request(request)
+                if requested.job is None:
+                    raise ConfigError(requested.mistakes)
+                memory = memory_verdict(requested.job).line  # a script cannot confirm: warn only
+                start(requested.job)
             except (ConfigError, CheckBroke) as error:
                 raise _refusal(error) from None
-            warnings = [*asked.warnings, *([memory] if memory else [])]
-            return {"run_dir": str(asked.job.run.path), "id": asked.job.run.id, "warnings": warnings}
+            warnings = [*requested.warnings, *([memory] if memory else [])]
+            return {"run_dir": str(requested.job.run.path), "id": requested.job.run.id, "warnings": warnings}
 
         gr.api(script_preview, api_name="preview")
         gr.api(script_launch, api_name="launch", concurrency_limit=1, concurrency_id="launch")
 
-    def _asked(self, request: object) -> Preview:
-        return preview_request(request, self.here.runs_dir, self.here.roots, self.here.remote_code)
+    def _preview_request(self, request: object) -> Preview:
+        return preview_request(request, self.context.runs_dir, self.context.roots, self.context.remote_code)
 
     def _component(self, name: str) -> gr.components.Component:
-        return self.options[[one.name for one in self.fields].index(name)]
+        return self.options[[field.name for field in self.fields].index(name)]
 
     def _values(self, raw: Sequence[Any]) -> dict[str, Any]:
-        return {one.name: value for one, value in zip(self.fields, raw, strict=True)}
+        return {field.name: value for field, value in zip(self.fields, raw, strict=True)}
+
+    def _preset_with(self, preset: str, raw: Sequence[Any]) -> str:
+        """The preset of the same model with the method that the form shows; the same where there is none."""
+        return find_preset(preset, self._values(raw)["method"]).name if preset else ""
 
     def _preview(
         self, resumed: str, force: bool, preset: str, strategy: str | None, devices: Any, raw: Sequence[Any]
     ) -> Preview:
-        asked: dict[str, Any] = {
+        launch: dict[str, Any] = {
             "strategy": strategy or None, "gpus" if self.gpus else "num_processes": devices or None,
-            "roots": self.here.roots, "remote_code": self.here.remote_code,
+            "roots": self.context.roots, "remote_code": self.context.remote_code,
         }  # fmt: skip
         try:
             if resumed:
-                form = resume_form(resumed, self.here.runs_dir)
-                return resume_preview(form, self._values(raw), force=force is True, **asked)
+                form = resume_form(resumed, self.context.runs_dir)
+                return resume_preview(form, self._values(raw), force=force is True, **launch)
+            preset = self._preset_with(preset, raw)
             values = differences(self._values(raw), preset or None)
         except ConfigError as error:
             return Preview(by_field(error.mistakes))
-        return preview(values, preset or None, **asked)
+        return preview(values, preset or None, **launch)
 
     def refresh(
         self, resumed: str, force: bool, preset: str, strategy: str | None, devices: Any, *raw: Any
     ) -> list[Any]:
-        """The preview of the form as it is filled."""
-        shown = self._preview(resumed, force, preset, strategy, devices, raw)
+        """The preview of the form's current values."""
+        current = self._preview(resumed, force, preset, strategy, devices, raw)
         method = str(self._values(raw)["method"])
-        known = strategy_choices(method, shown.job.devices if shown.job else None)
+        strategies = strategy_choices(method, current.job.devices if current.job else None)
         return [
-            panel(shown),
+            panel(current),
             strategy_note(
-                known,
+                strategies,
                 str(strategy or ""),
-                shown.job.strategy.name if shown.job else "",
-                shown.errors.get("strategy", []),
+                current.job.strategy.name if current.job else "",
+                current.errors.get("strategy", []),
             ),
-            copied_text("Command", shown.command),
-            copied_text("Resolved config", shown.yaml, "config.yaml"),
-            gr.Button("Resume" if resumed else _LAUNCH, interactive=shown.job is not None),
+            copied_text("Command", current.command),
+            copied_text("Resolved config", current.yaml, "config.yaml"),
+            gr.Button("Resume" if resumed else _LAUNCH, interactive=current.job is not None),
             "",
         ]
 
-    def _filled(self, choices: Choices, devices: bool) -> list[Any]:
-        """Updates for every component, so that the form shows these choices."""
+    def _fill(self, choices: Choices, devices: bool) -> list[Any]:
+        """Updates for all components to show these choices."""
         texts = starting_values(choices.preset, choices.values)
-        start = {**texts, "runs_dir": str(self.here.runs_dir), **choices.values}
-        options = [gr.update(value=shown_value(one, start[one.name])) for one in self.fields]
+        start = {**texts, "runs_dir": str(self.context.runs_dir), **choices.values}
+        options = [gr.update(value=component_value(field, start[field.name])) for field in self.fields]
         options += [start[name] for name in NAMING]
         preset = choices.preset or ""
         if not devices:
@@ -303,77 +316,90 @@ class _Form:
         return [preset, preset, choices.strategy or "", self._devices(choices), *options]
 
     def _devices(self, choices: Choices) -> Any:
-        """The value of the devices' field; it stays as it is where the choices name none."""
+        """The value of the devices field; unchanged if the choices name no devices."""
         if self.gpus:
             return [str(index) for index in choices.gpus] if choices.gpus else gr.skip()
         return str(choices.num_processes) if choices.num_processes else gr.skip()
 
     def switch_preset(self, before: str, preset: str, strategy: str, devices: Any, *raw: Any) -> list[Any]:
-        """The new preset's values, under those that were changed by hand."""
+        """Fills in the new preset's values, keeping those changed by hand."""
         try:
             values = differences(self._values(raw), before or None)
-            updates = self._filled(Choices(preset or None, values), devices=False)
+            updates = self._fill(Choices(preset or None, values), devices=False)
             if self.gpus:
-                now = gpu_choices()
-                if ticks(default_gpus(before, now))["value"] == devices:  # not changed by hand
-                    updates[_DEVICES] = gr.update(**ticks(default_gpus(preset, now)))
+                gpus = gpu_choices()
+                if gpu_selection(default_gpus(before, gpus))["value"] == devices:  # not changed by hand
+                    updates[_DEVICES] = gr.update(**gpu_selection(default_gpus(preset, gpus)))
             return updates
         except ConfigError as error:
             raise _refusal(error) from None
 
+    def switch_method(self, resumed: str, preset: str, strategy: str, devices: Any, *raw: Any) -> list[Any]:
+        """The values of the model's preset for the new method, where it has one."""
+        other = preset if resumed else self._preset_with(preset, raw)
+        if other == preset:
+            return [gr.skip()] * (4 + len(self.fields) + len(NAMING))
+        return self.switch_preset(preset, other, strategy, devices, *raw)
+
     def follow_data(self, resumed: str, preset: str, *raw: Any) -> list[Any]:
-        """Shows what will be used once the form names other data: what described the preset's goes, or comes back."""
-        before, shown = dict(zip(NAMING, raw, strict=False)), self._values(raw[len(NAMING) :])
+        """Clears the options that describe the preset's data when other data is chosen, and restores them after."""
+        before, form_values = dict(zip(NAMING, raw, strict=False)), self._values(raw[len(NAMING) :])
         try:
-            texts = {} if resumed else follow_data(preset or None, before, shown)
-        except ConfigError:  # the preview tells what is wrong
+            texts = {} if resumed else follow_data(preset or None, before, form_values)
+        except ConfigError:  # the preview reports it
             return [gr.skip()] * (len(NAMING) + len(DESCRIBING))
-        fresh = {one.name: shown_value(one, texts[one.name]) for one in by_name(DESCRIBING) if one.name in texts}
+        updates = {
+            field.name: component_value(field, texts[field.name])
+            for field in by_name(DESCRIBING)
+            if field.name in texts
+        }
         return [
-            *(texts.get(name, text_of(shown[name])) for name in NAMING),
-            *(fresh.get(name, gr.skip()) for name in DESCRIBING),
+            *(texts.get(name, text_of(form_values[name])) for name in NAMING),
+            *(updates.get(name, gr.skip()) for name in DESCRIBING),
         ]
 
     def take_upload(self, path: str) -> str:
-        """Puts an uploaded file where data may lie; returns its path."""
+        """Stores an uploaded file in the uploads folder; returns its path."""
         try:
-            return str(take_sent(Path(path), self.here.uploads))
+            return str(store_upload(Path(path), self.context.uploads))
         except ConfigError as error:
             raise _refusal(error) from None
 
     def read_yaml(self, path: str) -> list[Any]:
         """Fills the form from a saved config."""
         try:
-            return self._filled(load_yaml(read_text(Path(path))), devices=False)
+            return self._fill(load_yaml(read_text(Path(path))), devices=False)
         except ConfigError as error:
             raise _refusal(error) from None
         finally:
-            forget(Path(path), self.here.uploads)
+            remove_received(Path(path), self.context.uploads)
 
     def prefill(self, draft: str, request: gr.Request) -> list[Any]:
-        """Fills the form: `?resume=RUN`, `?clone=RUN` or `?preset=NAME` in the address, else the draft of this tab."""
+        """Fills the form from `?resume=RUN`, `?clone=RUN` or `?preset=NAME` in the URL, or from the tab's draft."""
         query = dict(request.query_params)
-        kept = read_draft(draft)
+        saved = read_draft(draft)
         new_run: list[Any] = ["", gr.update(visible=False), gr.update(value=False, visible=False)]
         try:
             if query.get("resume"):
-                return self._resuming(resume_form(query["resume"], self.here.runs_dir), kept)
-            if kept:
-                return [*self._with_gpus(self._filled(kept, devices=True), kept.preset or ""), *new_run]
+                form = resume_form(query["resume"], self.context.runs_dir)
+                return self._fill_resume(form, read_draft(draft, form.texts))
+            if saved:
+                return [*self._with_gpus(self._fill(saved, devices=True), saved.preset or ""), *new_run]
             if query.get("clone"):
-                found = clone(query["clone"], self.here.runs_dir)
-                return [*self._with_gpus(self._filled(found, devices=True)), *new_run]
+                cloned = clone(query["clone"], self.context.runs_dir)
+                return [*self._with_gpus(self._fill(cloned, devices=True)), *new_run]
             if query.get("preset"):
-                updates = self._filled(Choices(query["preset"]), devices=False)
-                return [*self._with_gpus(updates, query["preset"]), *new_run]
-        except ConfigError as error:  # the form is as useful as without an address
-            new_run[1] = gr.update(value=alert_list(error.mistakes), visible=True)
+                preset = find_preset(query["preset"]).name
+                updates = self._fill(Choices(preset), devices=False)
+                return [*self._with_gpus(updates, preset), *new_run]
+        except ConfigError as error:  # show the form anyway, as without a query
+            new_run[1] = gr.update(value=alert_list(error.lines), visible=True)
         return [*self._with_gpus([gr.skip()] * (4 + len(self.fields) + len(NAMING))), *new_run]
 
-    def _resuming(self, form: ResumeForm, kept: Choices | None) -> list[Any]:
-        """The form of a run that goes on; its preset stays what it is."""
-        choices, texts = (kept or form.choices), {**form.texts, **(kept.values if kept else {})}
-        options = [gr.update(value=shown_value(one, texts[one.name])) for one in self.fields]
+    def _fill_resume(self, form: ResumeForm, saved: Choices | None) -> list[Any]:
+        """Fills the form to resume a run; its preset is fixed."""
+        choices, texts = (saved or form.choices), {**form.texts, **(saved.values if saved else {})}
+        options = [gr.update(value=component_value(field, texts[field.name])) for field in self.fields]
         options += [texts[name] for name in NAMING]
         preset = form.choices.preset or ""
         locked = gr.update(value=preset, interactive=False)
@@ -382,37 +408,42 @@ class _Form:
         return [*self._with_gpus(filled, preset), form.run.id, banner, gr.update(visible=True)]
 
     def _with_gpus(self, updates: list[Any], preset: str = FIRST_PRESET) -> list[Any]:
-        """The same, and the GPUs with who holds each now; the preset's default is ticked unless a run chose others."""
+        """Adds the GPUs with their current holders; ticks the preset's default unless the choices name others."""
         if self.gpus:
-            now, chosen = gpu_choices(), updates[_DEVICES]
-            ticked = {"value": chosen} if isinstance(chosen, list) else ticks(default_gpus(preset, now))
-            updates[_DEVICES] = gr.update(choices=gpu_labels(now), **ticked)
+            gpus, chosen = gpu_choices(), updates[_DEVICES]
+            selection = {"value": chosen} if isinstance(chosen, list) else gpu_selection(default_gpus(preset, gpus))
+            updates[_DEVICES] = gr.update(choices=gpu_labels(gpus), **selection)
         return updates
 
     def start(
-        self, asked: str, resumed: str, force: bool, preset: str, strategy: str | None, devices: Any, *raw: Any
+        self, confirmed: str, resumed: str, force: bool, preset: str, strategy: str | None, devices: Any, *raw: Any
     ) -> Iterator[list[Any]]:
-        """Starts the run, or goes on with it, and asks first when it will hardly fit; shows the check's progress."""
+        """Starts or resumes the run; shows progress, and asks for confirmation when it is not expected to fit."""
         label = "Resume" if resumed else _LAUNCH
-        shown = self._preview(resumed, force, preset, strategy, devices, raw)
-        if shown.job is None:
-            yield [panel(shown), gr.Button(interactive=False), "", asked]
+        current = self._preview(resumed, force, preset, strategy, devices, raw)
+        if current.job is None:
+            yield [panel(current), gr.Button(interactive=False), "", confirmed]
             return
-        job = shown.job
+        job = current.job
         if known_verdict(job) is None:
-            yield [panel(shown, "Looking at the memory ..."), gr.Button("Looking ...", interactive=False), "", asked]
-        if memory_verdict(job).line and not asked:
-            yield [panel(shown), gr.Button(_ALL_THE_SAME, interactive=True), "", _ALL_THE_SAME]
+            yield [
+                panel(current, "Checking memory ..."),
+                gr.Button("Checking ...", interactive=False),
+                "",
+                confirmed,
+            ]
+        if memory_verdict(job).line and not confirmed:
+            yield [panel(current), gr.Button(_LAUNCH_ANYWAY, interactive=True), "", _LAUNCH_ANYWAY]
             return
         waiting = "Checking data and model; this takes some seconds ..."
-        yield [panel(shown, waiting), gr.Button("Starting ...", interactive=False), "", asked]
+        yield [panel(current, waiting), gr.Button("Starting ...", interactive=False), "", confirmed]
         try:
             start(job)
         except ConfigError as error:
-            refused = Preview(by_field(error.mistakes, strategy or ""), shown.warnings)
-            yield [panel(refused), gr.Button(label, interactive=True), "", ""]
+            rejected = Preview(by_field(error.mistakes), current.warnings)
+            yield [panel(rejected), gr.Button(label, interactive=True), "", ""]
         except CheckBroke as error:
-            last = error.output.strip().splitlines()[-1:]
-            yield [panel(Preview({"": [error.cause, *last]})), gr.Button(label, interactive=True), "", ""]
+            lines = [error.cause, *error.output.strip().splitlines()[-1:]]
+            yield [panel(Preview(by_field(ConfigError(lines).mistakes))), gr.Button(label, interactive=True), "", ""]
         else:
-            yield [panel(shown, f"Started {job.run.id}; opening its page ..."), gr.Button("Started"), job.run.id, ""]
+            yield [panel(current, f"Started {job.run.id}; opening its page ..."), gr.Button("Started"), job.run.id, ""]

@@ -1,9 +1,10 @@
-"""What the Train page is made of: a component for every option, and the preview beside them."""
+"""Parts of the Train page: a component for every option, and the preview beside them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import gradio as gr
@@ -12,19 +13,21 @@ from app.launch.foreground import where
 from app.launch.job import Job
 from app.runs.detail import checkpoints
 from app.services.choices import GpuChoice, StrategyChoice
-from app.services.fields import COMMON, TITLES, FormField, fields
+from app.services.fields import COMMON
 from app.services.form import DefaultGpus, Numbers, Preview
 from app.services.memory_check import known_verdict
 from app.services.resume_form import ResumeForm
+from trainers.config.fields import TITLES, OptionField, fields
+from trainers.config.mistakes import Mistake
 from trainers.config.options import precision_lines
 from ui.parts import Html, alert_list, byte_text, element, join, key_values, note, number_text, run_link
 
-PLACED = {
+STEP_FIELDS = {
     "model": ("model_name_or_path",),
     "data": ("dataset_name", "eval_dataset_name", "eval_share"),
     "method": ("method", "lora_r", "lora_alpha"),
 }
-"""Options that stand in a step of their own, above the common ones."""
+"""Options shown in their own steps, above the common ones."""
 LABELS = {
     "model_name_or_path": "Base model",
     "dataset_name": "Training data",
@@ -37,126 +40,126 @@ HINTS = {
     "dataset_name": "file, folder, glob or Hub id",
 }
 _PLAIN = gr.InputHTMLAttributes(autocomplete="off", autocorrect="off", autocapitalize="off", spellcheck=False)
-_PLACED = {name for options in PLACED.values() for name in options}
+_STEP_OPTIONS = {name for options in STEP_FIELDS.values() for name in options}
 
 
-def common_fields() -> list[FormField]:
-    """The options that are in sight."""
-    return by_name([name for name in COMMON if name not in _PLACED])
+def common_fields() -> list[OptionField]:
+    """The options that are always visible."""
+    return by_name([name for name in COMMON if name not in _STEP_OPTIONS])
 
 
-def other_fields() -> dict[str, list[FormField]]:
+def other_fields() -> dict[str, list[OptionField]]:
     """All other options, by the title of their section."""
-    grouped: dict[str, list[FormField]] = {}
-    for one in fields():
-        if not one.common:
-            grouped.setdefault(TITLES.get(one.section, one.section), []).append(one)
+    grouped: dict[str, list[OptionField]] = {}
+    for option in fields():
+        if option.name not in COMMON:
+            grouped.setdefault(TITLES.get(option.section, option.section), []).append(option)
     return grouped
 
 
-def by_name(names: Sequence[str]) -> list[FormField]:
+def by_name(names: Sequence[str]) -> list[OptionField]:
     """The fields of these options, in this order."""
-    known = {one.name: one for one in fields()}
+    known = {option.name: option for option in fields()}
     return [known[name] for name in names]
 
 
-def shown_value(one: FormField, text: str) -> str | bool:
-    """A value's text as its component shows it: blank for none where one writes, true or false for a check box."""
-    if one.kind == "bool":
+def component_value(option: OptionField, text: str) -> str | bool:
+    """The value to show in an option's component: a bool for a check box, blank for `none` in a text box."""
+    if option.kind == "bool":
         return text == "true"
-    return "" if one.optional and text == "none" and one.kind != "choice" else text
+    return "" if option.optional and text == "none" and option.kind != "choice" else text
 
 
-def component(one: FormField, text: str) -> gr.components.Component:
-    """The component of an option, its docstring under its name."""
-    limits = f" ({one.limits})" if one.limits and one.kind in ("int", "float") else ""
-    own: dict[str, Any] = {
-        "label": LABELS.get(one.name, one.name), "info": f"{one.help.removesuffix('.')}{limits}.",
-        "value": shown_value(one, text), "elem_id": f"opt-{one.name}", "elem_classes": ["ts-field"], "min_width": 190,
-        "interactive": True,
+def component(option: OptionField, text: str) -> gr.components.Component:
+    """The component of an option, with its help text."""
+    limits = f" ({option.limits})" if option.limits and option.kind in ("int", "float") else ""
+    settings: dict[str, Any] = {
+        "label": LABELS.get(option.name, option.name), "info": f"{option.help.removesuffix('.')}{limits}.",
+        "value": component_value(option, text), "elem_id": f"opt-{option.name}", "elem_classes": ["ts-field"],
+        "min_width": 190, "interactive": True,
     }  # fmt: skip
-    if one.kind == "bool":
-        return gr.Checkbox(**own)
-    if one.name == "method":
-        return gr.Radio(list(one.choices), **own)
-    if one.kind == "choice":
-        return gr.Dropdown(list(one.choices), filterable=False, **own)
-    hint = HINTS.get(one.name, "none" if one.optional else one.default or "")
-    return gr.Textbox(max_lines=1, placeholder=hint, html_attributes=_PLAIN, **own)
+    if option.kind == "bool":
+        return gr.Checkbox(**settings)
+    if option.name == "method":
+        return gr.Radio(list(option.choices), **settings)
+    if option.kind == "choice":
+        return gr.Dropdown(list(option.choices), filterable=False, **settings)
+    hint = HINTS.get(option.name, "none" if option.optional else option.default or "")
+    return gr.Textbox(max_lines=1, placeholder=hint, html_attributes=_PLAIN, **settings)
 
 
-def draft_js(names: Sequence[str], left_out: Mapping[str, str]) -> str:
-    """The script that keeps the draft of the Train page whenever a field changes; see `ui/static/draft.js`.
+def draft_js(names: Sequence[str], ignored: Mapping[str, str]) -> str:
+    """The script that saves the draft of the Train page whenever a field changes; see `ui/static/draft.js`.
 
     Args:
         names: the options, in the order of their components, which follow preset, strategy and devices.
-        left_out: values that are no choice of the user's.
+        ignored: values set by the server, not by the user.
     """
     return (
         "(preset, strategy, devices, ...values) => { "
-        f"tunesmithDraft.keep({{preset, strategy, devices}}, {json.dumps(names)}, values, {json.dumps(left_out)}); }}"
+        f"tunesmithDraft.keep({{preset, strategy, devices}}, {json.dumps(names)}, values, {json.dumps(ignored)}); }}"
     )
 
 
 def resume_banner(form: ResumeForm) -> Html:
-    """Says which run the form goes on with, and from which step."""
+    """Says which run the form resumes, and from which step."""
     saved = checkpoints(form.run)
     start = f"from step {saved[0]['step']}" if saved else "from the start, as no checkpoint was saved"
-    words = ["Going on with ", run_link(form.run.id), f" {start}. What is changed here replaces the run's settings."]
-    return element("p", join(words), class_="ts-alert ts-alert-info", role="status")
+    sentence = ["Resuming ", run_link(form.run.id), f" {start}. Values changed here replace the run's settings."]
+    return element("p", join(sentence), class_="ts-alert ts-alert-info", role="status")
 
 
 # -- the preview -----------------------------------------------------------------------------------------------------
 
 
-def panel(shown: Preview, waiting: str = "") -> Html:
-    """Whether the run can start, what is wrong, and the numbers that follow.
+def panel(preview: Preview, progress: str = "") -> Html:
+    """Whether the run can start, its mistakes, and the derived numbers.
 
     Args:
-        shown: the preview.
-        waiting: what is done at the moment, in place of whether it can start.
+        preview: the preview.
+        progress: what is happening now; replaces whether the run can start.
     """
-    mistakes = [_jump(name, line) for name, lines in shown.errors.items() for line in lines]
+    mistakes = [_field_link(name, line) for name, lines in preview.error_lines().items() for line in lines]
     head: list[Html] = []
-    if waiting:
-        head = [alert_list([waiting], "info")]
+    if progress:
+        head = [alert_list([progress], "info")]
     elif mistakes:
         count = f"{len(mistakes)} mistakes" if len(mistakes) > 1 else "1 mistake"
-        head = [element("p", f"{count} to mend before it can start", class_="ts-verdict ts-verdict-bad")]
-    elif shown.job:
-        head = [_verdict(shown.job)]
-    parts = [*head, alert_list(mistakes), alert_list(shown.warnings, "warning"), alert_list(shown.notes, "info")]
-    if shown.numbers and shown.job:
-        parts.append(key_values(numbers(shown.numbers, shown.job)))
-    return element("div", join(parts), id="train-preview", data_errors=json.dumps(shown.errors))
+        head = [element("p", f"{count} to fix before it can start", class_="ts-verdict ts-verdict-bad")]
+    elif preview.job:
+        head = [_verdict(preview.job)]
+    parts = [*head, alert_list(mistakes), alert_list(preview.warnings, "warning"), alert_list(preview.notes, "info")]
+    if preview.numbers and preview.job:
+        parts.append(key_values(numbers(preview.numbers, preview.job)))
+    return element("div", join(parts), id="train-preview", data_errors=json.dumps(preview.error_lines()))
 
 
 def _verdict(job: Job) -> Html:
-    """Green only for what is known to fit; a model that was not counted yet is counted at the launch."""
-    what, known = f"{job.strategy.name} on {where(job)}", known_verdict(job)
+    """Green only for what is known to fit; a model not counted yet is counted at launch."""
+    launch, known = f"{job.strategy.name} on {where(job)}", known_verdict(job)
     if known is None or known.fits is None:
-        ask = "its memory is looked at when it is launched" if known is None else "its memory cannot be told"
-        return element("p", f"No mistakes: {what}; {ask}", class_="ts-verdict")
+        memory = "memory is checked at launch" if known is None else "memory use cannot be estimated"
+        return element("p", f"No mistakes: {launch}; {memory}", class_="ts-verdict")
     if known.fits:
-        return element("p", f"Ready to start: {what}", class_="ts-verdict ts-verdict-good")
+        return element("p", f"Ready to start: {launch}", class_="ts-verdict ts-verdict-good")
     return element("p", known.line, class_="ts-verdict ts-verdict-bad")
 
 
-def _jump(name: str, line: str) -> Html:
-    """A mistake; pressing it leads to its field."""
+def _field_link(name: str, line: str) -> Html:
+    """A mistake as a button that jumps to its field."""
     if not name:
         return element("span", line)
-    section = next((TITLES.get(one.section) for one in fields() if one.name == name), None)
+    section = next((TITLES.get(option.section) for option in fields() if option.name == name), None)
     return element("button", line, type="button", class_="ts-jump", data_field=name, data_section=section)
 
 
 def numbers(derived: Numbers, job: Job) -> list[tuple[str, str]]:
-    """The derived numbers, for people."""
+    """The derived numbers as labels and texts."""
     batch = (
         f"{derived.global_batch_size:,} rows = {derived.micro_batch} per micro-batch x {derived.accumulation_steps} "
         f"accumulated x {derived.data_parallel_size} data-parallel rank{'s' * (derived.data_parallel_size > 1)}"
     )
-    packed = "" if job.config.packing else ", less where rows are shorter"
+    packed = "" if job.config.packing else ", fewer where rows are shorter"
     rows = [
         ("Global batch", batch),
         ("Tokens per step", f"at most {derived.tokens_per_step:,}{packed}"),
@@ -183,59 +186,59 @@ def _length(derived: Numbers) -> str:
     return f"{epochs} = {derived.total_steps:,} steps" if derived.total_steps else f"{epochs}; steps: see Data"
 
 
-def copied_text(name: str, words: str, file: str | None = None) -> Html:
-    """A text in a box, with a button that copies it, and one that saves it where `file` names a file."""
-    if not words:
-        return note(f"{name}: shown when the mistakes are mended.")
+def copied_text(name: str, text: str, file: str | None = None) -> Html:
+    """A text block with a Copy button, and a Save button if `file` is given."""
+    if not text:
+        return note(f"{name}: shown once the mistakes are fixed.")
     buttons = [element("button", "Copy", type="button", class_="ts-small", data_copy=True, aria_label=f"Copy: {name}")]
     if file:
         buttons.append(element("button", "Save", type="button", class_="ts-small", data_save=file))
     head = element("div", join([element("h2", name), *buttons]), class_="ts-box-head")
-    box = element("pre", words, class_="ts-box-text", tabindex=0, role="region", aria_label=name)
-    return element("div", join([head, box]), class_="ts-box")
+    content = element("pre", text, class_="ts-box-text", tabindex=0, role="region", aria_label=name)
+    return element("div", join([head, content]), class_="ts-box")
 
 
-def strategy_note(choices: Sequence[StrategyChoice], name: str, default: str, mistakes: Sequence[str] = ()) -> Html:
+def strategy_note(choices: Sequence[StrategyChoice], name: str, default: str, mistakes: Sequence[Mistake] = ()) -> Html:
     """The summary of the chosen strategy, and why it cannot run where that is so.
 
     Args:
-        choices: all strategies that ship.
+        choices: all shipped strategies.
         name: the chosen one; empty for the default.
-        default: the name of that; empty where there is none yet.
-        mistakes: what stands beside the field of the strategy.
+        default: name of the default; empty while unknown.
+        mistakes: those of the strategy field.
     """
-    chosen = next((one for one in choices if one.name == (name or default)), None)
+    chosen = next((choice for choice in choices if choice.name == (name or default)), None)
     if not (name or default):
-        return note("Chosen when the mistakes are mended.")
+        return note("Chosen once the mistakes are fixed.")
     if chosen is None:
         return note("An Accelerate YAML of your own.")
-    reason = chosen.reason or next((line.removeprefix(f"strategy {chosen.name}: ") for line in mistakes), "")
-    able = element("strong", "Cannot run here: ") if reason else element("strong", "Can run here. ")
-    words = join([able, f"{reason}. " if reason else "", chosen.summary])
-    return element("p", words, class_=f"ts-note{' ts-unable' if reason else ''}")
+    reason = chosen.reason or next((str(replace(mistake, source="")) for mistake in mistakes), "")
+    verdict = element("strong", "Cannot run here: ") if reason else element("strong", "Can run here. ")
+    sentence = join([verdict, f"{reason}. " if reason else "", chosen.summary])
+    return element("p", sentence, class_=f"ts-note{' ts-unable' if reason else ''}")
 
 
 def strategy_labels(choices: Sequence[StrategyChoice]) -> list[tuple[str, str]]:
     """Labels and values for a list of strategies."""
     return [
-        ("default: what the preset names, else single or ddp", ""),
-        *((f"{one.name}{' (cannot run here)' if one.reason else ''}", one.name) for one in choices),
+        ("default: the preset's, otherwise single or ddp", ""),
+        *((f"{choice.name}{' (cannot run here)' if choice.reason else ''}", choice.name) for choice in choices),
     ]
 
 
-def ticks(default: DefaultGpus) -> dict[str, Any]:
-    """What the list of GPUs shows as ticked, and why not all are."""
-    why = f" {default.note}." if default.note else ""
-    return {"value": [str(index) for index in default.ids], "info": f"None ticked means all of them.{why}"}
+def gpu_selection(default: DefaultGpus) -> dict[str, Any]:
+    """The GPUs that are ticked by default, and the reason if not all are."""
+    reason = f" {default.note}." if default.note else ""
+    return {"value": [str(index) for index in default.ids], "info": f"With none ticked, all are used.{reason}"}
 
 
 def gpu_labels(choices: Sequence[GpuChoice]) -> list[tuple[str, str]]:
     """Labels and values for a list of GPUs."""
-    return [(_gpu_label(one), str(one.index)) for one in choices]
+    return [(_gpu_label(gpu), str(gpu.index)) for gpu in choices]
 
 
-def _gpu_label(one: GpuChoice) -> str:
-    free = f"{byte_text(one.free)} free of " if one.free is not None else ""
-    foreign = ", in use by other programs" if one.foreign else ", nobody holds it"
-    held = f", held by {one.holder}" if one.holder else foreign
-    return f"{one.index}: {one.name}, {free}{byte_text(one.memory)}{held}"
+def _gpu_label(gpu: GpuChoice) -> str:
+    free = f"{byte_text(gpu.free)} free of " if gpu.free is not None else ""
+    foreign = ", in use by other programs" if gpu.foreign else ", free"
+    holder = f", held by {gpu.holder}" if gpu.holder else foreign
+    return f"{gpu.index}: {gpu.name}, {free}{byte_text(gpu.memory)}{holder}"

@@ -1,39 +1,39 @@
-// The form's draft: what was filled in on Train and Data, kept for this tab while one moves about, goes back or reloads.
+// The draft of the form on Train and Data, kept for this tab across navigation and reloads.
 (() => {
   const query = () => new URLSearchParams(location.search);
-  // A run that goes on has a draft of its own: its settings are not those of the next run.
+  // Resuming a run uses a separate draft: its settings are not those of a new run.
   const key = () => {
     const run = query().get("resume");
     return run === null ? "tunesmith-draft" : `tunesmith-draft-of-${run}`;
   };
-  let ready = false;  // until the page is filled, its fields say nothing of what a person wants
+  let ready = false;  // until the page is filled, its values are not the user's
 
   const stored = () => {
     try { return JSON.parse(sessionStorage.getItem(key()) || "null"); } catch { return null; }
   };
 
   const store = (draft) => {
-    try { sessionStorage.setItem(key(), JSON.stringify(draft)); } catch { /* no room: the form goes on without */ }
+    try { sessionStorage.setItem(key(), JSON.stringify(draft)); } catch { /* storage is full: work without a draft */ }
   };
 
   window.tunesmithDraft = {
-    // What the page is to be filled with. A link that says what to show wins, until the page is reloaded or gone back to.
+    // The draft to fill the page with. A link with a query takes precedence, unless the page is reloaded or revisited.
     read() {
       const draft = stored();
       const [entry] = performance.getEntriesByType("navigation");
-      const again = entry && entry.type !== "navigate" && draft && draft.source === location.search;
-      return draft && (location.search === "" || again) ? JSON.stringify(draft) : "";
+      const reloaded = entry && entry.type !== "navigate" && draft && draft.source === location.search;
+      return draft && (location.search === "" || reloaded) ? JSON.stringify(draft) : "";
     },
 
     ready() { ready = true; },
 
-    // `choices`: preset, strategy and devices, as far as the page has them; `names` and `values`: its options.
-    keep(choices, names, values, left_out = {}) {
+    // `choices`: preset, strategy and devices, where the page has them; `names` and `values`: its options.
+    keep(choices, names, values, ignored = {}) {
       if (!ready) return;
       const before = stored() || {};
       const options = { ...before.options };
       names.forEach((name, index) => {
-        if (values[index] === left_out[name]) delete options[name];
+        if (values[index] === ignored[name]) delete options[name];
         else options[name] = values[index];
       });
       store({ ...before, ...choices, options, source: location.search });

@@ -1,4 +1,4 @@
-// What the live parts share: elements from plain text, a poll that rests while nobody looks, values as words.
+// Shared by the live parts: elements from plain text, polling that pauses while the page is hidden, formatted values.
 const Live = (() => {
   function make(tag, attributes, ...children) {
     const svg = ["svg", "polyline", "circle", "title"].includes(tag);
@@ -11,16 +11,16 @@ const Live = (() => {
     return node;
   }
 
-  function poll(element, look, seconds) {
+  function poll(element, refresh, seconds) {
     let busy = false;
     const tick = async () => {
       if (!element.isConnected) return clearInterval(timer);
       if (busy || document.hidden) return;
       busy = true;
       try {
-        await look();
+        await refresh();
       } catch (error) {
-        console.warn("no answer; asking again", error);
+        console.warn("no answer; retrying", error);
       } finally {
         busy = false;
       }
@@ -33,20 +33,20 @@ const Live = (() => {
 
   function durationText(seconds) {
     if (seconds == null || !isFinite(seconds)) return "-";
-    const whole = Math.max(0, Math.round(seconds));
-    const two = (number) => String(number).padStart(2, "0");
-    if (whole < 60) return `${whole} s`;
-    if (whole < 3600) return `${Math.floor(whole / 60)} min ${two(whole % 60)} s`;
-    if (whole < 86400) return `${Math.floor(whole / 3600)} h ${two(Math.floor((whole % 3600) / 60))} min`;
-    return `${Math.floor(whole / 86400)} d ${two(Math.floor((whole % 86400) / 3600))} h`;
+    const rounded = Math.max(0, Math.round(seconds));
+    const pad = (number) => String(number).padStart(2, "0");
+    if (rounded < 60) return `${rounded} s`;
+    if (rounded < 3600) return `${Math.floor(rounded / 60)} min ${pad(rounded % 60)} s`;
+    if (rounded < 86400) return `${Math.floor(rounded / 3600)} h ${pad(Math.floor((rounded % 3600) / 60))} min`;
+    return `${Math.floor(rounded / 86400)} d ${pad(Math.floor((rounded % 86400) / 3600))} h`;
   }
 
   function timeText(iso) {
     const time = new Date(iso);
     if (!iso || isNaN(time)) return "-";
-    const two = (number) => String(number).padStart(2, "0");
-    const day = `${time.getFullYear()}-${two(time.getMonth() + 1)}-${two(time.getDate())}`;
-    return `${day} ${two(time.getHours())}:${two(time.getMinutes())}`;
+    const pad = (number) => String(number).padStart(2, "0");
+    const day = `${time.getFullYear()}-${pad(time.getMonth() + 1)}-${pad(time.getDate())}`;
+    return `${day} ${pad(time.getHours())}:${pad(time.getMinutes())}`;
   }
 
   function numberText(value) {

@@ -1,44 +1,45 @@
 // One metric of several runs on one axis.
 Live.compare = (element, server) => {
   const { make, poll, merged, smoothed, isSmoothed, Chart, chartTools } = Live;
-  const box = element.querySelector(".ts-charts");
+  const root = element.querySelector(".ts-charts");
   const METRICS = { loss: "loss", eval_loss: "evaluation loss", learning_rate: "learning rate", grad_norm: "gradient norm",
-    tokens_per_second: "tokens per second", memory_gib: "memory, GiB", eval_token_accuracy: "evaluation accuracy", mfu: "MFU" };
+    tokens_per_second: "tokens per second", memory_gib: "memory, GiB", eval_token_accuracy: "evaluation accuracy", mfu: "MFU",
+    aux_loss: "load balancing loss" };
   const ids = [...new Set((new URLSearchParams(location.search).get("runs") || "").split(",").filter(Boolean))].slice(0, 8);
-  const read = chartTools(box, METRICS, draw);
-  const said = make("p", { class: "ts-note", role: "status" });
-  box.append(said);
-  const chart = new Chart(box, "Curves", 380);
-  const kept = new Map();
+  const read = chartTools(root, METRICS, draw);
+  const status = make("p", { class: "ts-note", role: "status" });
+  root.append(status);
+  const chart = new Chart(root, "Curves", 380);
+  const data = new Map();
 
-  function draw(how) {
+  function draw(options) {
     const lines = [];
     ids.forEach((id, colour) => {
-      const run = kept.get(id), kind = how.metric.startsWith("eval_") ? "eval" : "train";
-      const values = run && run[kind][how.metric];
+      const run = data.get(id), kind = options.metric.startsWith("eval_") ? "eval" : "train";
+      const values = run && run[kind][options.metric];
       if (!values) return;
-      const x = run[kind][how.axis], dots = kind === "eval", smooth = isSmoothed(how.metric, kind, how);
+      const x = run[kind][options.axis], dots = kind === "eval", smooth = isSmoothed(options.metric, kind, options);
       if (smooth) lines.push({ label: `${id}, as logged`, x, y: values.mean, colour, faint: true });
-      lines.push({ label: id, x, y: smooth ? smoothed(values.mean, how.smooth) : values.mean, colour, dots });
+      lines.push({ label: id, x, y: smooth ? smoothed(values.mean, options.smooth) : values.mean, colour, dots });
     });
-    chart.name = METRICS[how.metric];
+    chart.name = METRICS[options.metric];
     chart.box.querySelector("figcaption").textContent = chart.name;
-    said.textContent = !ids.length ? "Choose two or more runs above." : lines.length ? "" : "None of these runs has logged that metric.";
-    said.hidden = !said.textContent;
-    chart.show(lines, { axis: how.axis, log: how.log });
+    status.textContent = !ids.length ? "Choose two or more runs above." : lines.length ? "" : "None of these runs has logged this metric.";
+    status.hidden = !status.textContent;
+    chart.show(lines, { axis: options.axis, log: options.log });
   }
 
-  const look = poll(box, async () => {
-    let more = false, changed = !kept.size;
+  const refresh = poll(root, async () => {
+    let more = false, changed = !data.size;
     for (const id of ids) {
-      const before = kept.get(id);
+      const before = data.get(id);
       const answer = await server.curves({ run: id, since: before?.token });
       if (answer.error) continue;
-      if (!answer.same) kept.set(id, merged(before, answer));
+      if (!answer.same) data.set(id, merged(before, answer));
       changed ||= !answer.same;
       more ||= answer.more;
     }
     if (changed) draw(read());
-    if (more) setTimeout(look, 50);
+    if (more) setTimeout(refresh, 50);
   }, 3);
 };

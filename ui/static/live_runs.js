@@ -1,13 +1,13 @@
-// The table of runs. What is asked for stands in the address, so that a refresh and a copied link show the same.
+// The table of runs. The view is kept in the URL, so that a reload and a copied link show the same.
 Live.runs = (element, server) => {
   const { make, poll, durationText, timeText, numberText, badge, runPage } = Live;
-  const box = element.querySelector(".ts-runs");
-  const asked = new URLSearchParams(location.search);
+  const root = element.querySelector(".ts-runs");
+  const params = new URLSearchParams(location.search);
   const view = {
-    state: asked.get("state") || "", words: asked.get("q") || "", sort: asked.get("sort") || "started_at",
-    down: asked.get("down") !== "0", page: +asked.get("page") || 0,
+    state: params.get("state") || "", words: params.get("q") || "", sort: params.get("sort") || "started_at",
+    down: params.get("down") !== "0", page: +params.get("page") || 0,
   };
-  const chosen = new Set();
+  const selected = new Set();
   let digest = "", live = [];
 
   const COLUMNS = [
@@ -21,15 +21,15 @@ Live.runs = (element, server) => {
   const order = make("select", { "aria-label": "Sort by", onchange: () => change({ sort: order.value, down: order.value !== "id", page: 0 }) },
     ...COLUMNS.filter(([key]) => key).map(([key, name]) => make("option", { value: key }, name)));
   const compare = make("a", { class: "ts-button", href: "#", "aria-disabled": "true" }, "Compare");
-  const said = make("p", { class: "ts-note", role: "status" });
+  const status = make("p", { class: "ts-note", role: "status" });
   const head = make("tr", {});
   const body = make("tbody", {});
   const pager = make("nav", { class: "ts-pager", "aria-label": "Pages of the table" });
-  box.append(
+  root.append(
     make("div", { class: "ts-tools" },
       make("label", {}, "Search ", search), make("label", {}, "State ", states),
       make("label", { class: "ts-narrow" }, "Sort by ", order), compare),
-    said,
+    status,
     make("div", { class: "ts-table ts-cards", tabindex: 0, role: "region", "aria-label": "Runs" },
       make("table", {}, make("thead", {}, head), body)),
     pager);
@@ -40,8 +40,8 @@ Live.runs = (element, server) => {
     waiting = setTimeout(() => change({ words: search.value, page: 0 }), 250);
   }
 
-  function change(what) {
-    Object.assign(view, what);
+  function change(updates) {
+    Object.assign(view, updates);
     const query = new URLSearchParams();
     if (view.state) query.set("state", view.state);
     if (view.words) query.set("q", view.words);
@@ -50,27 +50,27 @@ Live.runs = (element, server) => {
     if (view.page) query.set("page", view.page);
     history.replaceState(null, "", `${location.pathname}${query.size ? `?${query}` : ""}`);
     digest = "";
-    look();
+    refresh();
   }
 
   function choose(id, on) {
-    on ? chosen.add(id) : chosen.delete(id);
-    const ready = chosen.size > 1;
-    compare.textContent = chosen.size ? `Compare ${chosen.size}` : "Compare";
+    on ? selected.add(id) : selected.delete(id);
+    const ready = selected.size > 1;
+    compare.textContent = selected.size ? `Compare ${selected.size}` : "Compare";
     compare.setAttribute("aria-disabled", String(!ready));
     compare.title = ready ? "" : "tick two or more runs";
-    compare.href = ready ? `compare?${new URLSearchParams({ runs: [...chosen].join(",") })}` : "#";
+    compare.href = ready ? `compare?${new URLSearchParams({ runs: [...selected].join(",") })}` : "#";
   }
-  compare.addEventListener("click", (event) => { if (chosen.size < 2) event.preventDefault(); });
+  compare.addEventListener("click", (event) => { if (selected.size < 2) event.preventDefault(); });
 
   function drawHead() {
     head.replaceChildren(make("th", { scope: "col" }, make("span", { class: "ts-unseen" }, "Compare")),
       ...COLUMNS.map(([key, name]) => {
         if (!key) return make("th", { scope: "col" }, name);
-        const here = view.sort === key;
-        const turn = () => change({ sort: key, down: here ? !view.down : key !== "id", page: 0 });
-        const mark = make("span", { "aria-hidden": "true" }, here ? (view.down ? " ↓" : " ↑") : "");
-        return make("th", { scope: "col", "aria-sort": here ? (view.down ? "descending" : "ascending") : null },
+        const isActive = view.sort === key;
+        const turn = () => change({ sort: key, down: isActive ? !view.down : key !== "id", page: 0 });
+        const mark = make("span", { "aria-hidden": "true" }, isActive ? (view.down ? " ↓" : " ↑") : "");
+        return make("th", { scope: "col", "aria-sort": isActive ? (view.down ? "descending" : "ascending") : null },
           make("button", { type: "button", onclick: turn }, name, mark));
       }));
     order.value = view.sort;
@@ -81,26 +81,26 @@ Live.runs = (element, server) => {
     if (values.length < 2) return make("span", {}, numberText(row.loss));
     const points = values.map((value, index) =>
       `${((index / (values.length - 1)) * 88 + 1).toFixed(1)},${(high > low ? 19 - ((value - low) / (high - low)) * 18 : 10).toFixed(1)}`);
-    const words = `loss from ${numberText(values[0])} to ${numberText(row.loss)}`;
+    const label = `loss from ${numberText(values[0])} to ${numberText(row.loss)}`;
     return make("span", { class: "ts-loss" },
-      make("svg", { viewBox: "0 0 90 20", width: 90, height: 20, role: "img", "aria-label": words },
+      make("svg", { viewBox: "0 0 90 20", width: 90, height: 20, role: "img", "aria-label": label },
         make("polyline", { points: points.join(" ") })),
       make("span", {}, numberText(row.loss)));
   }
 
   function progress(row) {
     if (row.total_steps == null) return make("span", {}, row.step ? `step ${row.step}` : "-");
-    const words = `${row.step ?? 0} / ${row.total_steps}`;
+    const label = `${row.step ?? 0} / ${row.total_steps}`;
     const full = Math.round(100 * (row.progress || 0));
     return make("span", { class: "ts-metered" },
       make("span", { class: "ts-meter", role: "meter", "aria-label": "progress", "aria-valuemin": 0, "aria-valuemax": 100,
-        "aria-valuenow": full, "aria-valuetext": words }, make("span", { class: "ts-meter-fill", style: `width:${full}%` })),
-      make("span", { class: "ts-meter-words" }, words));
+        "aria-valuenow": full, "aria-valuetext": label }, make("span", { class: "ts-meter-fill", style: `width:${full}%` })),
+      make("span", { class: "ts-meter-words" }, label));
   }
 
   function drawRow(row) {
     const tick = make("input", { type: "checkbox", "aria-label": `compare ${row.id}`, onchange: () => choose(row.id, tick.checked) });
-    tick.checked = chosen.has(row.id);
+    tick.checked = selected.has(row.id);
     const devices = row.gpus.length ? `GPU ${row.gpus.join(", ")}` : row.world_size ? `${row.world_size} CPU` : "-";
     const time = make("span", { "data-since": row.duration_s == null ? row.started_at : null }, durationText(row.duration_s));
     const cells = [
@@ -114,7 +114,7 @@ Live.runs = (element, server) => {
   }
 
   function drawPager(answer) {
-    const go = (page, words) => make("button", { type: "button", class: "ts-button", onclick: () => change({ page }) }, words);
+    const go = (page, label) => make("button", { type: "button", class: "ts-button", onclick: () => change({ page }) }, label);
     pager.replaceChildren(...(answer.pages < 2 ? [] : [
       answer.page > 0 ? go(answer.page - 1, "Newer") : null,
       make("span", {}, `page ${answer.page + 1} of ${answer.pages}`),
@@ -123,25 +123,25 @@ Live.runs = (element, server) => {
   }
 
   function draw(answer) {
-    const count = Object.values(answer.counts).reduce((sum, one) => sum + one, 0);
+    const count = Object.values(answer.counts).reduce((sum, entry) => sum + entry, 0);
     states.replaceChildren(make("option", { value: "" }, `all (${count})`),
       ...STATES.filter((state) => answer.counts[state] || state === view.state)
         .map((state) => make("option", { value: state }, `${state} (${answer.counts[state] || 0})`)));
     states.value = view.state;
-    said.textContent = !count ? "No runs yet: start one on the Train page, or with tunesmith demo."
-      : answer.total ? `${answer.total} of ${count} runs` : "No run is like that: change the search or the state.";
-    const held = document.activeElement && body.contains(document.activeElement) ? document.activeElement : null;
-    const key = held && (held.getAttribute("aria-label") || held.getAttribute("href"));
+    status.textContent = !count ? "No runs yet: start one on the Train page, or with tunesmith demo."
+      : answer.total ? `${answer.total} of ${count} runs` : "No matching runs: change the search or the state.";
+    const focused = document.activeElement && body.contains(document.activeElement) ? document.activeElement : null;
+    const key = focused && (focused.getAttribute("aria-label") || focused.getAttribute("href"));
     drawHead();
     body.replaceChildren(...answer.rows.map(drawRow));
     drawPager(answer);
     live = [...body.querySelectorAll("[data-since]")];
-    if (key) [...body.querySelectorAll("input, a")].find((one) => [one.getAttribute("aria-label"), one.getAttribute("href")].includes(key))?.focus();
+    if (key) [...body.querySelectorAll("input, a")].find((control) => [control.getAttribute("aria-label"), control.getAttribute("href")].includes(key))?.focus();
   }
 
-  const look = poll(box, async () => {
+  const refresh = poll(root, async () => {
     const answer = await server.runs_table({ ...view, digest });
-    if (answer.error) said.textContent = answer.error;
+    if (answer.error) status.textContent = answer.error;
     else if (!answer.same) draw(answer);
     digest = answer.digest || "";
     for (const cell of live) cell.textContent = durationText((Date.now() - new Date(cell.dataset.since)) / 1000);

@@ -1,43 +1,43 @@
-// The Train page: marks the fields that the preview's mistakes belong to, leads to them, copies and saves texts.
+// The Train page: marks fields with mistakes, jumps to them, and copies and saves texts.
 (() => {
   const field = (name) => document.getElementById(`opt-${name}`);
 
   const mark = () => {
-    const shown = document.querySelector("[data-errors]");
-    if (!shown) return;
-    const errors = JSON.parse(shown.dataset.errors || "{}");
-    for (const box of document.querySelectorAll(".ts-field")) {
-      const lines = errors[box.id.slice("opt-".length)] || [];
-      const old = box.querySelector(".ts-field-error");
+    const preview = document.querySelector("[data-errors]");
+    if (!preview) return;
+    const errors = JSON.parse(preview.dataset.errors || "{}");
+    for (const fieldBox of document.querySelectorAll(".ts-field")) {
+      const lines = errors[fieldBox.id.slice("opt-".length)] || [];
+      const old = fieldBox.querySelector(".ts-field-error");
       if ((old ? old.textContent : "") === lines.join("\n")) continue;
       if (old) old.remove();
-      box.classList.toggle("ts-wrong", lines.length > 0);
-      const inputs = box.querySelectorAll("input, textarea");
+      fieldBox.classList.toggle("ts-wrong", lines.length > 0);
+      const inputs = fieldBox.querySelectorAll("input, textarea");
       for (const input of inputs) {
         input.toggleAttribute("aria-invalid", lines.length > 0);
         if (lines.length) {
           input.setAttribute("aria-invalid", "true");
-          input.setAttribute("aria-describedby", `${box.id}-error`);
+          input.setAttribute("aria-describedby", `${fieldBox.id}-error`);
         } else input.removeAttribute("aria-describedby");
       }
       if (!lines.length) continue;
-      const told = document.createElement("p");
-      told.className = "ts-field-error";
-      told.id = `${box.id}-error`;
-      told.textContent = lines.join("\n");
-      box.append(told);
+      const message = document.createElement("p");
+      message.className = "ts-field-error";
+      message.id = `${fieldBox.id}-error`;
+      message.textContent = lines.join("\n");
+      fieldBox.append(message);
     }
   };
 
   const frame = () => new Promise((done) => requestAnimationFrame(() => setTimeout(done, 30)));
 
-  const unfold = async (box) => {
-    const head = box?.querySelector(":scope > button.label-wrap");
+  const unfold = async (accordion) => {
+    const head = accordion?.querySelector(":scope > button.label-wrap");
     if (head && !head.classList.contains("open")) { head.click(); await frame(); }
   };
 
   const show = async (name, section) => {
-    if (!field(name)?.offsetParent) {  // inside a closed section, which may not be drawn yet
+    if (!field(name)?.offsetParent) {  // in a closed accordion, which may not be rendered yet
       const all = document.getElementById("all-options");
       await unfold(all);
       const heads = [...(all?.querySelectorAll("button.label-wrap") || [])];
@@ -79,12 +79,12 @@
     if (button.dataset.save !== undefined && text !== undefined) save(text, button.dataset.save);
   });
 
-  let planned = false;
-  const plan = () => {
-    if (planned) return;
-    planned = true;
-    requestAnimationFrame(() => { planned = false; mark(); });
+  let scheduled = false;
+  const schedule = () => {
+    if (scheduled) return;
+    scheduled = true;
+    requestAnimationFrame(() => { scheduled = false; mark(); });
   };
-  if (document.body) new MutationObserver(plan).observe(document.body, { childList: true, subtree: true });
-  else addEventListener("DOMContentLoaded", () => new MutationObserver(plan).observe(document.body, { childList: true, subtree: true }));
+  if (document.body) new MutationObserver(schedule).observe(document.body, { childList: true, subtree: true });
+  else addEventListener("DOMContentLoaded", () => new MutationObserver(schedule).observe(document.body, { childList: true, subtree: true }));
 })();

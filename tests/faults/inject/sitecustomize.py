@@ -82,10 +82,10 @@ def poison(step: int, spoil: Callable[[Any], Any]) -> None:
 
     step_of_it = loop.train_step
 
-    def train_step(job, batch, number, requests):
+    def train_step(context, batch, number, requests):
         if number + 1 != step:
-            return step_of_it(job, batch, number, requests)
-        model = job.backend.model
+            return step_of_it(context, batch, number, requests)
+        model = context.backend.model
         forward = model.forward
 
         def poisoned(*args, **kwargs):
@@ -94,7 +94,7 @@ def poison(step: int, spoil: Callable[[Any], Any]) -> None:
 
         model.forward = poisoned
         try:
-            return step_of_it(job, batch, number, requests)
+            return step_of_it(context, batch, number, requests)
         finally:
             model.forward = forward
 
@@ -106,16 +106,16 @@ def slow(milliseconds: int) -> None:
 
     step_of_it = loop.train_step
 
-    def train_step(job, batch, number, requests):
-        if not hasattr(job.backend, "slowed"):
-            forward, job.backend.slowed = job.backend.model.forward, True
+    def train_step(context, batch, number, requests):
+        if not hasattr(context.backend, "slowed"):
+            forward, context.backend.slowed = context.backend.model.forward, True
 
             def slowly(*args, **kwargs):
                 time.sleep(milliseconds / 1000)
                 return forward(*args, **kwargs)
 
-            job.backend.model.forward = slowly
-        return step_of_it(job, batch, number, requests)
+            context.backend.model.forward = slowly
+        return step_of_it(context, batch, number, requests)
 
     loop.train_step = train_step
 
@@ -146,10 +146,10 @@ def hang(step: int) -> None:
 
     step_of_it = loop.train_step
 
-    def never_ends(job, batch, number, requests):
+    def never_ends(context, batch, number, requests):
         while number + 1 == step:
             time.sleep(1)
-        return step_of_it(job, batch, number, requests)
+        return step_of_it(context, batch, number, requests)
 
     loop.train_step = never_ends
 
@@ -159,7 +159,7 @@ def flood(step: int) -> None:
 
     step_of_it = loop.train_step
 
-    def train_step(job, batch, number, requests):
+    def train_step(context, batch, number, requests):
         if number + 1 == step:
             sys.stdout.flush()
             with open(1, "wb", closefd=False) as out:
@@ -167,12 +167,12 @@ def flood(step: int) -> None:
                 out.write(b"".join(b"\r%d%%" % percent for percent in range(101)) + b"\n")
                 out.write(b"x" * 2**20 + b"\n" + bytes(range(256)) * 100 + b"\n")
                 out.write(b"".join(b"flood line %d\n" % line for line in range(100_000)) + b"the flood ends\n")
-        return step_of_it(job, batch, number, requests)
+        return step_of_it(context, batch, number, requests)
 
     loop.train_step = train_step
 
 
-if "FAULT" in os.environ and "RANK" in os.environ:
+if os.environ.get("FAULT") and "RANK" in os.environ:
     kind, *rest = os.environ["FAULT"].split(":")
     *more, rank, at = rest
     if os.environ["RANK"] == rank:

@@ -120,10 +120,10 @@ def test_all_mistakes_of_a_request_come_at_once(shell: Shell) -> None:
     assert shell(*words.split()) == 2
     assert shell.out == ""
     expected = [
-        "unknown preset 'tiny-lroa'; did you mean tiny-lora?",
-        "unknown option learning_rte; did you mean learning_rate?",
+        "preset=tiny-lroa is unknown: tiny has no method 'lroa'; there are full and lora",
+        "learning_rte is not an option; did you mean learning_rate?",
         "seed='-1' is refused",
-        "unknown strategy 'dddp'; did you mean ddp?",
+        "strategy='dddp' is unknown; did you mean ddp?",
         "gpus='0,x': 'x' is no GPU id",
         "num_processes='two' is no whole number",
     ]
@@ -161,8 +161,8 @@ def test_all_mistakes_of_a_request_come_at_once(shell: Shell) -> None:
         ("runs shwo", "No such command"),
         ("runs list --jsn", "--jsn"),
         ("runs show nowhere", "there is no run 'nowhere'"),
-        ("runs logs ../x", "has no `..`"),
-        ("stop /etc", "holds no run"),
+        ("runs logs ../x", "may not contain `..`"),
+        ("stop /etc", "is not a run folder"),
         ("stop", "RUN"),
         ("resume", "resume takes one run"),
         ("resume a b", "resume takes one run"),
@@ -274,7 +274,7 @@ def test_stopping_what_has_ended_says_so(shell: Shell) -> None:
     run.create()
     run.write_state(state="running", processes=[])
     assert shell("stop", "one") == 0
-    assert "had ended already, failed" in shell.out
+    assert "had already ended, failed" in shell.out
     assert shell("stop", "one", "--json") == 0
     assert json.loads(shell.out)["already_ended"] is True
 
@@ -293,13 +293,14 @@ def test_an_export_replaces_nobodys_files(shell: Shell, tmp_path: Path) -> None:
 
 
 def test_the_demos_next_commands_are_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from app.command_line import TRAIN
     from app.commands.demo import _next_commands
-    from app.launch.job import sort_words, train_job
+    from app.launch.job import train_job
 
     (tmp_path / "my.jsonl").write_text("{}\n")
     for number in ("1", "2"):
-        commands = _next_commands(train_job(sort_words(["tiny-lora", "--num_processes", number])))
-        jobs = [train_job(sort_words(line.split()[2:])) for line in commands if line.startswith("tunesmith train")]
+        commands = _next_commands(train_job(TRAIN.read(["tiny-lora", "--num_processes", number])))
+        jobs = [train_job(TRAIN.read(line.split()[2:])) for line in commands if line.startswith("tunesmith train")]
         assert (len(jobs), jobs[0].config.dataset_name) == (2, str(tmp_path / "my.jsonl"))
         assert commands[-1] == "tunesmith runs list"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.hardware import Devices, Gpu, choose_devices, cpu_count, find_gpus, visible
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 
 FOUR = [Gpu(index, f"GPU-{index}{index}ab-cd", "Some GPU", 80 * 2**30) for index in range(4)]
 
@@ -53,13 +53,13 @@ def test_mistakes_are_one_line_with_the_value_and_a_way_out(
     with pytest.raises(ConfigError) as refused:
         choose_devices(gpus, processes, machine)
     assert all(part in str(refused.value) for part in parts)
-    assert all("\n" not in line for line in refused.value.mistakes)
+    assert all("\n" not in line for line in refused.value.lines)
 
 
 def test_all_mistakes_come_at_once() -> None:
     with pytest.raises(ConfigError) as refused:
         choose_devices("0,0,9", "x", FOUR)
-    assert len(refused.value.mistakes) == 3
+    assert len(refused.value.lines) == 3
 
 
 @pytest.mark.parametrize(

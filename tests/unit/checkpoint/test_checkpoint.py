@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from trainers.checkpoint.checkpoint import Checkpoints, base_digest, kept_buffers, load_weights
+from trainers.checkpoint.checkpoint import Checkpoints, base_digest, load_weights, persistent_buffers
 from trainers.config.validation import build
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.replicated import Replicated
@@ -50,7 +50,7 @@ def trained(seed: int = 0) -> tuple[Loss, Replicated]:
 
 
 def save(store: Checkpoints, loss: Loss, backend: Replicated, progress: Progress) -> Path:
-    buffers = {name: loss.model.get_buffer(name) for name in kept_buffers(loss.model)}
+    buffers = {name: loss.model.get_buffer(name) for name in persistent_buffers(loss.model)}
     store.begin(backend, buffers, progress)
     assert store.finish()
     return store.path(progress.step)
@@ -158,7 +158,7 @@ def test_a_full_disk_leaves_the_last_good_one_and_says_what_is_needed(
     monkeypatch.setattr(
         "trainers.checkpoint.checkpoint.shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})()
     )
-    with pytest.raises(TrainingError, match=r"1,000 bytes free, a checkpoint needs [\d,]+; make room"):
+    with pytest.raises(TrainingError, match=r"1,000 bytes free, a checkpoint needs [\d,]+; free space"):
         save(store, *trained(), Progress(step=6))
     monkeypatch.undo()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
@@ -192,16 +192,16 @@ def test_gradients_dropped_after_they_were_scaled_back_leave_fp16_s_scaler_ready
     with pytest.raises(RuntimeError, match="already been called"):
         scaler.unscale_(inner)  # control: it would refuse the next step
     backend.accelerator.scaler = scaler
-    backend.drop()
+    backend.skip_step()
     scale_back()
 
 
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     saved(tmp_path, 3)
-    with pytest.raises(ValueError, match="in the checkpoint and not in the model"):
+    with pytest.raises(ValueError, match="in the checkpoint but not in the model"):
         load_weights(tmp_path / "step-00000003", nn.Linear(6, 5))
     wider = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
-    with pytest.raises(ValueError, match=r"\[5, 6\] there and \[5, 7\] here"):
+    with pytest.raises(ValueError, match=r"\[5, 6\] in the checkpoint, \[5, 7\] in the model"):
         load_weights(tmp_path / "step-00000003", wider)
     longer = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 2), nn.Linear(2, 2))
     with pytest.raises(ValueError, match="2 weights are not in the checkpoint"):
@@ -219,7 +219,7 @@ def test_changed_data_and_options_are_refused_unless_forced(tmp_path: Path) -> N
     assert forced.load(folder, Loss(0).model).step == 3
     assert forced.differences(folder) == [
         "seed=2, and 1 when the checkpoint of step 3 was saved",
-        "the data are not those that the checkpoint was saved with",
+        "the data has changed since the checkpoint was saved",
     ]
     assert checkpoints(tmp_path).differences(folder) == []
 

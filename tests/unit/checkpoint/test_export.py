@@ -124,7 +124,7 @@ def test_an_export_that_is_another_model_fails(kind: str, tmp_path: Path, monkey
         write(model, *rest)
 
     monkeypatch.setattr(export, "_write", spoil)
-    with pytest.raises(TrainingError, match=r"difference .* limit .* it is not the model that was trained"):
+    with pytest.raises(TrainingError, match=r"difference .* limit .* it is not the trained model"):
         export.export(trained(choice), choice, tmp_path / "model", kind, {})
     assert not (tmp_path / "model").exists()
     assert (tmp_path / "model-failed" / "README.md").is_file()
@@ -192,6 +192,7 @@ def test_one_model_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(export, "build_model", build_and_watch)
     monkeypatch.setattr(export, "load_back", look)
+    monkeypatch.setattr(export, "read_manifest", lambda folder: {"base": ""})
     monkeypatch.setattr(export, "load_weights", lambda folder, model: None)
     export.export_checkpoint(tmp_path, choice, tmp_path / "model", "full", {}, None)
     assert len(alive) == 1
@@ -204,7 +205,7 @@ def test_a_comparison_without_the_memory_is_left_out_and_says_so(
     monkeypatch.setattr(export_check, "available", lambda: 1000)
     checked = export.export(trained(choice), choice, tmp_path / "model", "full", {})
     assert (checked.difference, checked.failed) == (None, False)
-    assert "not loaded back, which takes 0.0 GiB of memory where 0.0 are free" in capsys.readouterr().out
+    assert "not loaded back, which takes 0.0 GiB of memory where 0.0 GiB are free" in capsys.readouterr().out
     assert "not loaded back" in (tmp_path / "model" / "README.md").read_text()
 
 
@@ -276,8 +277,8 @@ def test_the_export_of_a_large_model_is_not_taken_for_a_hang(tmp_path: Path) -> 
             with open(chosen / "model.safetensors", "wb") as file:
                 file.truncate(size)  # a hole, which takes no room
             beat.at("export", 3, export.export_seconds(chosen, config(base)))
-            limits.append(beat._limit(beat.place))
-        assert limits[0] == heartbeat.LONG
+            limits.append(beat._limit(beat.position))
+        assert limits[0] == heartbeat.LONG_LIMIT
         assert limits[1] >= (100 << 30) / export._SLOWEST > limits[0]
         beat.at("save", 3)
-        assert beat._limit(beat.place) == heartbeat.LONG, "the next place has the usual one"
+        assert beat._limit(beat.position) == heartbeat.LONG_LIMIT, "the next place has the usual one"

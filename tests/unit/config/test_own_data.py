@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
+from app.command_line import TRAIN
 from app.launch.foreground import result, take_back, write_folder
-from app.launch.job import sort_words, train_job
+from app.launch.job import train_job
 from app.services.draft import read_draft
-from app.services.fields import text_of
 from app.services.form import load_yaml, preview
 from app.services.starting_values import differences, follow_data, starting_values
+from trainers.config.fields import text_of
 from trainers.config.options import TrainConfig
-from trainers.config.parse import Request, dump_yaml, preset_names
+from trainers.config.parse import Request, dump_yaml
+from trainers.config.presets import preset_names
 from trainers.train import with_micro_batch
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -91,7 +93,7 @@ def test_a_saved_config_says_all_of_it_itself(tmp_path: Path) -> None:
 
 def test_it_is_said_in_each_way_in(tmp_path: Path) -> None:
     (tmp_path / "my.jsonl").write_text('{"text": "a"}\n')
-    job = train_job(sort_words(["tiny-lora", "--dataset_name", "my.jsonl"]))
+    job = train_job(TRAIN.read(["tiny-lora", "--dataset_name", "my.jsonl"]))
     [line] = job.notes
     assert line.startswith("dataset_name=my.jsonl in place of preset tiny-lora's: its eval_dataset_name left out")
     shown = preview({"dataset_name": "my.jsonl"}, preset="tiny-lora", num_processes=2)
@@ -104,7 +106,7 @@ def test_it_is_said_in_each_way_in(tmp_path: Path) -> None:
 
 def test_it_is_in_the_json_and_in_the_log(tmp_path: Path) -> None:
     (tmp_path / "my.jsonl").write_text('{"text": "a"}\n')
-    job = train_job(sort_words(["tiny-lora", "--dataset_name", "my.jsonl", "--output_dir", str(tmp_path / "run")]))
+    job = train_job(TRAIN.read(["tiny-lora", "--dataset_name", "my.jsonl", "--output_dir", str(tmp_path / "run")]))
     write_folder(job)
     assert result(job, {"state": "done"})["notes"] == job.notes
     assert job.run.log.read_text().splitlines()[0].endswith(f" [supervisor] {job.notes[0]}")

@@ -1,65 +1,58 @@
-"""Every preset: complete, honest in its header, and built on the meta device from its model's published shape.
+"""Every preset: complete, honest about what it needs, and built on the meta device from its model's published config.
 
-`architectures/` holds, for each model that a preset names, the part of its config.json that decides its shape, and
-`safetensors_total`: the number of weights that the Hub counts in its safetensors files
+`safetensors_total` in a model's file is the number of weights that the Hub counts in its safetensors files
 (`https://huggingface.co/api/models/REPOSITORY`, key `safetensors.total`). No weights and no network are needed.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
+from pydantic import ValidationError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from app.plan.estimate import GIB, Hardware, candidate, case_of, plan_row
+from app.plan.estimate import GIB, ROOM, Hardware, candidate, case_of, plan_row
 from tests.parity.runs import mostly_long
+from trainers.config.mistakes import ConfigError
 from trainers.config.options import EMBEDDED, TrainConfig
-from trainers.config.parse import PRESETS_DIR, Request, preset_strategies, preset_summary
-from trainers.data.layout import use_documents
+from trainers.config.parse import Request
+from trainers.config.presets import (
+    PRESETS_DIR,
+    ModelPresets,
+    PublishedModel,
+    find_preset,
+    is_preset,
+    model_names,
+    model_presets,
+    preset_names,
+    published_config,
+)
+from trainers.config.yaml_file import read_yaml
+from trainers.data.layout import AttentionMetadata
 from trainers.model.attention import KERNELS
 from trainers.model.load import _check_layers, add_adapters
 from trainers.model.quantization import refuse_unfit
 from trainers.objectives.sft import LINEAR_HEADS
-from trainers.strategy.strategy import load_strategy
+from trainers.strategy.strategy import load_strategy, strategy_names
 from trainers.tools.memory_estimate import weigh
 
-FILES = sorted(PRESETS_DIR.rglob("*.yaml"))
-NAMES = [path.stem for path in FILES]
+NAMES = preset_names()
 HUB_NAMES = [name for name in NAMES if not name.startswith("tiny-")]
-FACTS = {path.stem: json.loads(path.read_text()) for path in Path(__file__).parent.parent.glob("architectures/*.json")}
-STRATEGIES = {path.stem for path in (Path(__file__).parents[3] / "accelerate_configs").glob("*.yaml")}
+PUBLISHED = {name: found for name in model_names() if (found := model_presets(name).model)}
 METHODS = ("full", "lora", "qlora")
-GPUS = {"one GPU": 1, "two GPUs": 2, "eight GPUs": 8}
 
 
-def base_of(name: str) -> str:
+def model_of(name: str) -> str:
     """`qwen3-8b-lora` -> `qwen3-8b`."""
     return name.rpartition("-")[0]
 
 
-def header(name: str) -> dict[str, str]:
-    """The `Key: value` lines of a preset's header."""
-    comments = re.match(r"(#.*\n)+", (PRESETS_DIR / f"{name}.yaml").read_text(encoding="utf-8"))
-    assert comments
-    return dict(line[2:].split(": ", 1) for line in comments[0].splitlines()[2:])
-
-
-def strategies(name: str) -> dict[int, list[str]]:
-    """The strategies that the header names, by number of GPUs; none is an empty list."""
-    parts = header(name)["Strategies"].rstrip(".").split("; ")
-    said = dict(part.split(": ", 1) for part in parts)
-    return {GPUS[count]: re.sub(r" \(.*?\)|^none.*", "", names).split(", ") for count, names in said.items()}
-
-
-def shape_of(facts: dict[str, Any], **changes: Any) -> Any:
-    values = {**facts["config"], **changes}
+def shape_of(published: PublishedModel, **changes: Any) -> Any:
+    values = {**published.config, **changes}
     return AutoConfig.for_model(values.pop("model_type"), **values)
 
 
@@ -72,12 +65,12 @@ def count(model: nn.Module) -> int:
     return sum(weight.numel() for weight in model.parameters())
 
 
-def stored(facts: dict[str, Any], model: Any) -> int:
+def stored(published: PublishedModel, model: Any) -> int:
     """The weights in the model's files: its own, and the output head again where they hold a tied one twice."""
     head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-    if facts.get("tied_head_stored"):
+    if published.tied_head_stored:
         assert head is embedding
-    return count(model) + (head.numel() if facts.get("tied_head_stored") else 0)
+    return count(model) + (head.numel() if published.tied_head_stored else 0)
 
 
 def adapted(model: Any, config: TrainConfig) -> int:
@@ -94,53 +87,152 @@ def adapted(model: Any, config: TrainConfig) -> int:
 
 
 def test_each_model_comes_in_each_method() -> None:
-    assert set(HUB_NAMES) == {f"{base}-{method}" for base in FACTS for method in METHODS}
+    assert len(PUBLISHED) == 19
+    assert set(HUB_NAMES) == {f"{model}-{method}" for model in PUBLISHED for method in METHODS}
     assert set(NAMES) - set(HUB_NAMES) == {"tiny-full", "tiny-lora"}
-    assert all(path.parent == PRESETS_DIR for path in FILES), "the command line looks in one folder"
+    assert sorted(NAMES) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_preset_is_named_after_what_it_trains(name: str) -> None:
-    config = Request(preset=name).resolve()
-    model = config.model_name_or_path
-    assert config.method == name.rpartition("-")[2]
-    assert model == (EMBEDDED if name not in HUB_NAMES else FACTS[base_of(name)]["repository"])
+def test_a_preset_is_a_complete_config_named_after_what_it_trains(name: str) -> None:
+    config, preset = Request(preset=name).resolve(), find_preset(name)
+    assert (config.preset, f"{model_of(name)}-{config.method}") == (name, name)
+    assert (config.model_name_or_path == EMBEDDED) == (name not in HUB_NAMES)
+    assert {"learning_rate", "global_batch_size", "max_length", "packing", "dataset_name"} <= set(preset.options)
+    assert is_preset(name)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_header_says_what_a_user_must_know(name: str) -> None:
-    lines = header(name)
-    assert 20 < len(preset_summary(name)) <= 118
-    assert lines["Command"] == f"tunesmith train {name}"
-    assert name not in HUB_NAMES or lines["Own data"].startswith(f"tunesmith train {name} --dataset_name my.jsonl ")
-    assert {"Memory", "Hardware", "Strategies"} <= set(lines)
-    assert re.search(r"GiB.*(estimate: |, measured)", lines["Memory"])
+def test_its_line_says_estimated_or_what_was_measured(name: str) -> None:
+    summary, method = find_preset(name).summary, model_presets(model_of(name)).methods[name.rpartition("-")[2]]
+    assert 20 < len(summary) <= 118
+    if name in HUB_NAMES:
+        assert method.measured is None, "none has been run against the Hub"
+        assert re.search(r": estimated [\d.]+ GiB on (a GPU|each of \d GPUs) of \d+ GiB", summary)
+    else:
+        assert method.measured
+        assert summary.endswith(method.measured)
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_the_file_tells_a_reader_its_names_and_its_source(name: str) -> None:
+    header = re.match(r"(#.*\n)+", (PRESETS_DIR / f"{name}.yaml").read_text(encoding="utf-8"))
+    assert header
+    assert ", ".join(f"{name}-{method}" for method in model_presets(name).methods) in header[0]
+    if name in PUBLISHED:
+        repository = model_presets(name).options["model_name_or_path"]
+        assert f"https://huggingface.co/{repository}\n" in header[0]
+        assert f"tunesmith train {name}-lora --dataset_name my.jsonl" in header[0]
+        assert published_config(repository) is PUBLISHED[name].config
+    assert published_config("nobody/knows") is None
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_strategies_it_names_exist_and_share_its_batch_out(name: str) -> None:
-    config, named = Request(preset=name).resolve(), strategies(name)
-    assert list(named) == [1, 2, 8]
-    assert set(named[1]) <= {"single", ""}
-    supported = {"single", "ddp", "fsdp2"} if config.method == "qlora" else STRATEGIES
-    for gpus, chosen in named.items():
-        assert set(chosen) <= supported | {""}
-        assert chosen == [""] or config.global_batch_size % gpus == 0
-    listed = {entry.gpus: list(entry.names) or [""] for entry in preset_strategies(name)}
-    assert listed == named, "as the launcher reads it"
-    assert all(
-        (entry.remark != "") == (not entry.names) for entry in preset_strategies(name) if "RAM" not in entry.remark
-    )
+def test_its_strategies_on_1_2_and_8_gpus_exist_and_share_its_batch_out(name: str) -> None:
+    config, gpus = Request(preset=name).resolve(), find_preset(name).gpus
+    assert list(gpus) == [1, 2, 8]
+    assert set(gpus[1].strategies) <= {"single"}
+    supported = {"single", "ddp", "fsdp2"} if config.method == "qlora" else set(strategy_names())
+    for count, placement in gpus.items():
+        assert set(placement.strategies) <= supported
+        assert config.global_batch_size % count == 0
+    assert any(placement.strategies for placement in gpus.values())
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_the_methods_of_a_model_differ_where_they_must(model: str) -> None:
+    """LoRA learns at about ten times the rate of full fine-tuning; the data is the same."""
+    own = {"learning_rate", "weight_decay", "mixed_precision", "per_device_train_batch_size"}
+    own |= {"per_device_eval_batch_size", "lora_r", "lora_alpha", "lora_target_modules"}
+    methods = model_presets(model).methods
+    full = float(methods["full"].options["learning_rate"])
+    for name, method in methods.items():
+        assert set(method.options) <= own
+        rate = float(method.options["learning_rate"])
+        assert rate == full if name == "full" else 1.5 <= rate / full <= 10.1
+
+
+@pytest.mark.parametrize("wrong", ["strategy", "methods.lora.gpu", "methods.lora.gpus.1.gb", "model.configs"])
+def test_a_misspelt_key_in_a_file_is_seen(wrong: str) -> None:
+    values = read_yaml(PRESETS_DIR / "qwen3-8b.yaml")
+    ModelPresets.model_validate(values)
+    *path, key = wrong.split(".")
+    inner = values
+    for part in path:
+        inner = inner[part]
+    inner[key] = 1
+    with pytest.raises(ValidationError, match="Extra inputs"):
+        ModelPresets.model_validate(values)
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "found"),
+    [
+        ("qwen3-8b-lora", None, "qwen3-8b-lora"),
+        ("qwen3-8b-lora", "full", "qwen3-8b-full"),
+        ("qwen3-8b-lora", "lorra", "qwen3-8b-lora"),  # which the config refuses
+        ("qwen3-8b", None, "qwen3-8b-lora"),
+        ("qwen3-8b", "qlora", "qwen3-8b-qlora"),
+        ("tiny-lora", "qlora", "tiny-lora"),  # of which there is none; the config's method is qlora
+    ],
+)
+def test_the_method_that_is_asked_for_is_taken(name: str, method: str | None, found: str) -> None:
+    assert find_preset(name, method).name == found
+    assert is_preset(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        (
+            "qwen3-8b-loar",
+            "preset=qwen3-8b-loar is unknown: qwen3-8b has no method 'loar'; there are full, lora and qlora",
+        ),
+        ("tiny-qlora", "preset=tiny-qlora is unknown: tiny has no method 'qlora'; there are full and lora"),
+        ("qwen-8b-lora", "preset=qwen-8b-lora is unknown; did you mean qwen3-8b-lora?"),
+        ("llama-8b", "preset=llama-8b is unknown; did you mean llama-3.1-8b?"),
+        ("../tiny-lora", "preset=../tiny-lora is unknown; did you mean tiny-lora?"),
+        ("x", "preset=x is unknown; use MODEL-METHOD, such as qwen3-8b-lora; the models are gemma-3-12b, gemma"),
+    ],
+)
+def test_an_unknown_model_or_method_gets_near_names(name: str, line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        find_preset(name)
+    assert str(caught.value).startswith(line)
+    assert not is_preset(name)
+
+
+def test_method_full_is_full_fine_tuning_with_its_own_values() -> None:
+    """And not LoRA's learning rate on all weights; what the user gives stands above it."""
+    request = Request("qwen3-8b-lora", options={"method": "full", "lora_r": "8"})
+    config = request.resolve()
+    assert config == Request("qwen3-8b-full", options={"lora_r": "8"}).resolve()
+    assert (config.preset, config.learning_rate, config.weight_decay) == ("qwen3-8b-full", 1e-5, 0.01)
+    assert request.notes == ["preset qwen3-8b-full in place of qwen3-8b-lora: method=full"]
+    assert Request("qwen3-8b-lora", options={"method": "full", "learning_rate": "3e-6"}).resolve().learning_rate == 3e-6
+
+
+def test_a_model_alone_gets_lora_and_says_so() -> None:
+    request = Request("qwen3-8b")
+    assert request.resolve() == Request("qwen3-8b-lora").resolve()
+    [line] = request.notes
+    assert line == ("preset qwen3-8b-lora in place of qwen3-8b, which names no method: there are full, lora and qlora")
+
+
+# -- the models --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", HUB_NAMES)
 def test_the_published_model_is_built_with_the_presets_method(name: str) -> None:
-    config, facts = Request(preset=name).resolve(), FACTS[base_of(name)]
-    shape = shape_of(facts)
+    config, published = Request(preset=name).resolve(), PUBLISHED[model_of(name)]
+    shape = shape_of(published)
     _check_layers(config, shape)
     assert config.max_length <= shape.get_text_config().max_position_embeddings
     model = on_meta(shape)
-    assert stored(facts, model) == facts["safetensors_total"]
+    assert stored(published, model) == published.safetensors_total
     assert shape.get_text_config().model_type in LINEAR_HEADS
     assert isinstance(model.get_output_embeddings(), nn.Linear)
     if config.method != "full":
@@ -152,43 +244,26 @@ def test_the_published_model_is_built_with_the_presets_method(name: str) -> None
         assert all(id(weight) in inside for weight in trained), "text reaches the decoder only"
 
 
-@pytest.mark.parametrize("base", FACTS)
-def test_a_row_passes_through_and_its_linear_layers_can_be_quantised(base: str) -> None:
-    shape = shape_of(FACTS[base])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_row_passes_through_and_its_linear_layers_can_be_quantised(name: str) -> None:
+    shape = shape_of(PUBLISHED[name])
     refuse_unfit(shape, trust_remote_code=False)
     ids = torch.zeros(1, 8, dtype=torch.int64, device="meta")
-    use_documents(None)
-    logits = on_meta(shape)(input_ids=ids, position_ids=ids, use_cache=False).logits
+    arguments = {"position_ids": ids, "use_cache": False, "attention_metadata": AttentionMetadata()}
+    logits = on_meta(shape)(input_ids=ids, **arguments).logits
     assert logits.shape == (1, 8, shape.get_text_config().vocab_size)
 
 
-@pytest.mark.parametrize("base", ["qwen3-0.6b", "llama-3.1-8b"])
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "llama-3.1-8b"])
 @pytest.mark.parametrize("wrong", ["num_hidden_layers", "intermediate_size", "num_key_value_heads"])
-def test_a_wrong_fact_does_not_match(base: str, wrong: str) -> None:
-    facts = FACTS[base]
-    value = facts["config"][wrong]
-    model = on_meta(shape_of(facts, **{wrong: value // 2 if wrong.endswith("heads") else value - 1}))
-    assert stored(facts, model) != facts["safetensors_total"]
+def test_a_wrong_fact_does_not_match(name: str, wrong: str) -> None:
+    published = PUBLISHED[name]
+    value = published.config[wrong]
+    model = on_meta(shape_of(published, **{wrong: value // 2 if wrong.endswith("heads") else value - 1}))
+    assert stored(published, model) != published.safetensors_total
 
 
-def test_a_header_without_strategies_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{__name__}.PRESETS_DIR", tmp_path)
-    (tmp_path / "x-full.yaml").write_text("# A preset\n#\n# Command: tunesmith train x-full\nmethod: full\n")
-    with pytest.raises(KeyError, match="Strategies"):
-        strategies("x-full")
-
-
-@pytest.mark.parametrize("name", HUB_NAMES)
-def test_the_methods_of_a_model_differ_where_they_must(name: str) -> None:
-    """LoRA learns at about ten times the rate of full fine-tuning; the data is the same."""
-    mine, full = (yaml.safe_load((PRESETS_DIR / f"{one}.yaml").read_text()) for one in (name, f"{base_of(name)}-full"))
-    own = {"method", "learning_rate", "weight_decay", "mixed_precision", "per_device_train_batch_size"}
-    own |= {"per_device_eval_batch_size", "lora_r", "lora_alpha", "lora_target_modules"}
-    assert {key: value for key, value in mine.items() if key not in own} == {
-        key: value for key, value in full.items() if key not in own
-    }
-    rates = [float(values["learning_rate"]) for values in (mine, full)]
-    assert rates[0] == rates[1] if mine["method"] == "full" else 1.5 <= rates[0] / rates[1] <= 10.1
+# -- what the plan says ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -198,6 +273,7 @@ def test_the_methods_of_a_model_differ_where_they_must(name: str) -> None:
         [
             "llama-3.1-8b-full",
             "llama-3.3-70b-full",
+            "llama-3.3-70b-lora",
             "gemma-3-12b-lora",
             "phi-4-full",
             "qwen3-32b-lora",
@@ -205,19 +281,24 @@ def test_the_methods_of_a_model_differ_where_they_must(name: str) -> None:
         ],
     ),
 )
-def test_the_gpus_it_names_hold_it_by_the_plan(name: str) -> None:
-    """Each strategy of the header on its numbers of GPUs; where it says `none`, one GPU is about full at least."""
-    config, told = Request(preset=name).resolve(), header(name)
-    [room] = map(int, re.findall(r"^(?:a GPU with|GPUs with|any GPU with) (\d+) GiB", told["Hardware"]))
-    named = [
-        (load_strategy(one or "single"), gpus, bool(one)) for gpus, all_of in strategies(name).items() for one in all_of
+def test_its_memory_is_what_the_plan_estimates(name: str) -> None:
+    """Each strategy that it names fits; where it names none, one GPU, or FSDP on several, is too small."""
+    config, gpus = Request(preset=name).resolve(), find_preset(name).gpus
+    method = model_presets(model_of(name)).methods[config.method]
+    assert method.gpu_gib
+    hardware = {count: Hardware("gpu", count, method.gpu_gib * GIB, is_local=False) for count in gpus}
+    able = [
+        (count, *candidate(load_strategy(strategy), config, hardware[count]))
+        for count, placement in gpus.items()
+        for strategy in placement.strategies or ["single" if count == 1 else "fsdp2"]
     ]
-    hardware = {gpus: Hardware("gpu", gpus, room * GIB, here=False) for _, gpus, _ in named}
-    able = [(*candidate(one, config, hardware[gpus]), gpus, fits) for one, gpus, fits in named]
-    cases = {case_of(one, changed) for one, changed, _, _ in able}
-    counted = weigh(config, shape_of(FACTS[base_of(name)]), sorted(cases), here=False)
-    found = [(plan_row(one, changed, counted, hardware[gpus]), fits) for one, changed, gpus, fits in able]
-    assert all(row.fits if fits else row.total > 0.8 * room * GIB for row, fits in found)
-    said = float(re.search(r"about ([\d.]+) GiB", told["Memory"])[1])  # type: ignore[index]
-    inside = [row.total / GIB for row, fits in found if fits and not row.host]
-    assert 0.35 * said < max(inside or [row.total / GIB for row, fits in found if fits]) < 1.3 * said
+    cases = {case_of(*found) for _, *found in able}
+    counted = weigh(config, shape_of(PUBLISHED[model_of(name)]), sorted(cases), here=False)
+    rows = [(count, plan_row(*found, counted, hardware[count])) for count, *found in able]
+    for count, placement in gpus.items():
+        mine = [row for number, row in rows if number == count]
+        assert all(bool(row.fits) == bool(placement.strategies) for row in mine)
+        assert placement.gib == pytest.approx(max(row.total for row in mine) / GIB, rel=0.02, abs=1)
+        assert placement.host_gib == pytest.approx(max(row.host for row in mine) / GIB, rel=0.02, abs=1)
+        if not placement.strategies:
+            assert placement.gib > ROOM["gpu"] * method.gpu_gib

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.config.validation import build
 from trainers.data.batches import Rows, TrainPlan, evaluation_batches
 
@@ -47,7 +47,7 @@ def plan(lengths: list[int], world: int, packing: bool = False, **changes: Any) 
 
 
 def labels_of_step(one: TrainPlan, step: int) -> list[int]:
-    parts = [micro.labels for rank in range(one.world) for micro in one.batch(step, rank).micro]
+    parts = [micro.labels for rank in range(one.world) for micro in one.batch(step, rank).micro_batches]
     return sorted(torch.cat(parts).tolist())
 
 
@@ -72,9 +72,9 @@ def test_each_epoch_trains_every_token_once_on_any_number_of_ranks(
 def test_every_rank_makes_as_many_passes_in_a_partial_batch() -> None:
     one = plan([5] * 9, world=2)
     last = [one.batch(1, rank) for rank in range(2)]
-    assert [len(batch.micro) for batch in last] == [2, 2]
+    assert [len(batch.micro_batches) for batch in last] == [2, 2]
     assert [batch.trained_tokens for batch in last] == [4, 4]
-    assert sum(micro.tokens for batch in last for micro in batch.micro) == 5
+    assert sum(micro.tokens for batch in last for micro in batch.micro_batches) == 5
     assert len(one.rows_of(1)) == 1
 
 
@@ -82,7 +82,7 @@ def test_the_divisor_is_the_count_of_the_whole_global_batch() -> None:
     one = plan(list(range(2, 42)), world=4)
     for step in range(one.total_steps):
         batches = [one.batch(step, rank) for rank in range(4)]
-        counted = sum(len(micro.labels) for batch in batches for micro in batch.micro)
+        counted = sum(len(micro.labels) for batch in batches for micro in batch.micro_batches)
         assert {batch.trained_tokens for batch in batches} == {counted}
 
 
@@ -101,7 +101,7 @@ def test_length_grouping_saves_padding() -> None:
 
     def padding(grouped: bool) -> float:
         one = plan(lengths, 1, group_by_length=grouped, num_train_epochs=1)
-        micro = [micro for step in range(one.total_steps) for micro in one.batch(step, 0).micro]
+        micro = [micro for step in range(one.total_steps) for micro in one.batch(step, 0).micro_batches]
         return 1 - sum(part.tokens for part in micro) / sum(part.slots for part in micro)
 
     assert padding(True) < padding(False) / 3
@@ -109,7 +109,7 @@ def test_length_grouping_saves_padding() -> None:
 
 def test_packed_rows_restart_positions_and_predict_only_within_a_document() -> None:
     one = plan([10, 20, 30, 7, 50, 64, 3, 9, 12, 40, 33, 21] * 2, 1, packing=True, global_batch_size=2)
-    for micro in one.batch(0, 0).micro:
+    for micro in one.batch(0, 0).micro_batches:
         assert micro.documents is not None
         flat, place = micro.input_ids.reshape(-1), micro.position_ids.reshape(-1)
         assert torch.equal(flat[micro.positions + 1], micro.labels)
@@ -123,7 +123,7 @@ def test_packed_rows_restart_positions_and_predict_only_within_a_document() -> N
 
 def test_padding_has_no_position_that_no_document_has() -> None:
     """A model may have positions for its longest document and not for a row."""
-    (micro,) = plan([30, 30, 5], 1, packing=True, global_batch_size=2).batch(0, 0).micro
+    (micro,) = plan([30, 30, 5], 1, packing=True, global_batch_size=2).batch(0, 0).micro_batches
     assert micro.slots - micro.tokens > 30, "control: the padding is longer"
     assert int(micro.position_ids.max()) == 29
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.data.test_support import chat, configure, save_tokenizer, write_jsonl
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.data.formats import NEEDED, OPTIONAL, Document, RowError, canonical
 from trainers.data.messages import MEDIA, THOUGHT_KEYS
 from trainers.data.prepare import prepare
@@ -214,17 +214,17 @@ def test_a_tool_that_is_a_bare_function_is_a_tool(bare):
 def test_messages_may_be_json_text():
     row = chat("1+0", "one")
     assert canonical({"messages": json.dumps(row["messages"])}, "chat", {}, True) == canonical(row, "chat", {}, True)
-    with pytest.raises(RowError, match="messages is text that is no JSON"):
+    with pytest.raises(RowError, match="messages is text but not valid JSON"):
         canonical({"messages": "1+0"}, "chat", {}, True)
 
 
 @pytest.mark.parametrize(
     ("calls", "said"),
     [
-        ("nonsense", "tool_calls is text that is no JSON"),
+        ("nonsense", "tool_calls is text but not valid JSON"),
         (7, "tool_calls is int"),
-        ([{"name": "f", "arguments": "{"}], r"tool_calls\[0\].arguments is text that is no JSON"),
-        ([{"name": "f", "arguments": '{"a": 1, "a": 2}'}], "arguments is text that is no JSON"),
+        ([{"name": "f", "arguments": "{"}], r"tool_calls\[0\].arguments is text but not valid JSON"),
+        ([{"name": "f", "arguments": '{"a": 1, "a": 2}'}], "arguments is text but not valid JSON"),
         ([{"name": "f", "arguments": [1]}], "arguments is list"),
         ([{"function": {}}], "names no function"),
         ([{"type": "custom", "name": "f"}], "of type 'custom'"),
@@ -297,7 +297,7 @@ def test_alpacas_history_is_earlier_turns(tmp_path):
     assert (spans, report.unused) == ([f"{word}<|im_end|>" for word in ("first", "second", "third")], {})
     with pytest.raises(RowError, match="history needs a chat template"):
         canonical(row, "alpaca", {}, False)
-    with pytest.raises(RowError, match=r"history\[0\] is no pair"):
+    with pytest.raises(RowError, match=r"history\[0\] is not a pair"):
         canonical({**row, "history": [["a"]]}, "alpaca", {}, True)
 
 

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.data.test_support import configure, write_jsonl
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.data.files import ignored_files, resolve
 from trainers.data.folders import split_of
 from trainers.data.prepare import prepare

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from tests.unit.data.test_support import ROOT, chat, configure, write_jsonl
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.data.prepare import load_tokenizer, prepare
 from trainers.run.process_limits import at_a_limit
 

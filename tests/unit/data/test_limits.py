@@ -8,9 +8,9 @@ import time
 import pytest
 
 from tests.unit.data.test_support import PLAIN, chat, save_tokenizer
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.data.formats import canonical
-from trainers.data.shards import Bad
+from trainers.data.shards import BadRow
 from trainers.data.template import Encoded, Encoder
 
 DOCUMENT = canonical(chat("a", "b"), "chat", {}, True)
@@ -46,7 +46,7 @@ def test_a_template_that_is_slow_for_every_row_is_refused_after_a_few(tmp_path, 
 
 def test_macros_that_call_themselves_are_refused(tmp_path, monkeypatch):
     endless = encoder_of(tmp_path, "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}")
-    assert isinstance(endless.encode([DOCUMENT])[0], Bad)
+    assert isinstance(endless.encode([DOCUMENT])[0], BadRow)
     monkeypatch.setattr("trainers.data.template.RENDER_SECONDS", 0.2)
     twice = "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}"
     with pytest.raises(ConfigError, match="still runs after"):

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.data.test_support import MARKED, PLAIN, chat, save_tokenizer
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.data.formats import Document, canonical
-from trainers.data.shards import Bad
+from trainers.data.shards import BadRow
 from trainers.data.template import Encoded, Encoder
 
 SYSTEM = {"messages": [{"role": "system", "content": "be brief"}, *chat("2+2?", "four", "3+3?", "six 🎈")["messages"]]}
@@ -149,7 +149,7 @@ def test_markers_enclose_the_text_of_a_reply_and_not_its_end_alone(tmp_path):
     for template, refused in ((MARKED, False), (HALVED, True)):
         encoder = Encoder.of(load(tmp_path / str(refused), template), True)
         done = encoder.encode([canonical(row, "chat", {}, True)])[0]
-        assert (isinstance(done, Bad) and "do not enclose each reply" in done.detail) == refused
+        assert (isinstance(done, BadRow) and "do not enclose each reply" in done.detail) == refused
 
 
 def test_a_conversation_that_would_be_rendered_for_minutes_is_refused(tmp_path, monkeypatch):
@@ -162,8 +162,8 @@ def test_a_conversation_that_would_be_rendered_for_minutes_is_refused(tmp_path, 
         monkeypatch.setattr("trainers.data.reply_spans._MOST_RENDERED", most)
         encoder = Encoder.of(load(tmp_path / str(most), PLAIN), True)
         done = encoder.encode([canonical(row, "chat", {}, True)])[0]
-        said = "20 replies in 40 messages, and the chat template is rendered up to each; cut it into several rows, or"
-        assert (isinstance(done, Bad) and done.kind == "row too large" and done.detail.startswith(said)) == refused
+        said = "20 replies in 40 messages, and the chat template is rendered up to each; split it into several rows, or"
+        assert (isinstance(done, BadRow) and done.kind == "row too large" and done.detail.startswith(said)) == refused
     assert trained(load(tmp_path / "last", PLAIN), last)[0] == ["turn 39<|im_end|>"]
     assert trained(load(tmp_path / "marked", MARKED), row)[0] == expected
 
@@ -186,7 +186,7 @@ def test_a_conversation_that_would_be_rendered_for_minutes_is_refused(tmp_path, 
 def test_a_template_that_cannot_be_masked_refuses_the_row(tmp_path, template, said):
     encoder = Encoder.of(load(tmp_path, template), True)
     done = encoder.encode([canonical(SYSTEM, "chat", {}, True), Document(completion="fine")])
-    assert isinstance(done[0], Bad)
+    assert isinstance(done[0], BadRow)
     assert done[0].kind == "chat template"
     assert said in f"{done[0].kind} {done[0].detail}"
     assert isinstance(done[1], Encoded)
@@ -254,7 +254,7 @@ def test_a_reply_that_alone_lacks_its_stop_token_is_refused(tmp_path):
 
 def refused(tokenizer, row, reason, kind="chat template"):
     done = Encoder.of(tokenizer, True).encode([canonical(row, "chat", {}, True)])[0]
-    assert isinstance(done, Bad), done
+    assert isinstance(done, BadRow), done
     assert done.kind == kind
     assert reason in done.detail
 
@@ -335,7 +335,9 @@ def thinking_encoder(folder, thoughts="keep", template=THINKING):
 
 def trained_text(encoder, row):
     done = encoder.encode([canonical(row, "chat", {}, True)])[0]
-    return done.detail if isinstance(done, Bad) else encoder._backend.decode(done.input_ids[done.mask].tolist(), False)
+    return (
+        done.detail if isinstance(done, BadRow) else encoder._backend.decode(done.input_ids[done.mask].tolist(), False)
+    )
 
 
 @pytest.mark.parametrize(
@@ -449,3 +451,24 @@ def test_a_template_gets_the_same_date_on_any_day(tmp_path, asks, dates, monkeyp
     document = [canonical(chat("a", "b"), "chat", {}, True)]
     texts = [item._backend.decode(item.encode(document)[0].input_ids.tolist()) for item in (encoder, later)]
     assert [text[: len(dates[0])] for text in texts] == dates, "neither is that of the clock"
+
+
+STRIPS_THOUGHTS = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{{ m['content'].split('</think>')[-1] if m['role'] == 'assistant' else m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("options", [{}, {"thoughts": "drop"}])
+def test_a_template_whose_prompt_opens_a_thought_that_it_strips_is_refused_without_a_way_that_is_refused_next(
+    tmp_path, options
+):
+    """As DeepSeek's distilled models have it: a reply without its thought does not go on from the prompt."""
+    encoder = Encoder.of(load(tmp_path, STRIPS_THOUGHTS), True)
+    encoder.options = replace(encoder.options, **options)
+    done = encoder.encode([canonical(chat("2+2?", "<think>\nadd\n</think>\n\nfour"), "chat", {}, True)])[0]
+    assert isinstance(done, BadRow)
+    assert "thoughts=drop" not in done.detail
+    expected = "opens a thought that it does not write" if options else "leaves out the thought of message 2"
+    assert expected in done.detail

@@ -23,7 +23,7 @@ from tests.unit.data.test_support import (
     save_tokenizer,
     write_jsonl,
 )
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.data import prepare as prepare_module
 from trainers.data import training_template as training_template_module
 from trainers.data.prepare import data_fingerprint, prepare
@@ -235,7 +235,7 @@ def test_a_max_length_that_drops_most_rows_is_told_before_a_batch_size_is_advise
     tokens = prepare(config, "train")
     with pytest.raises(ConfigError) as caught:
         plan_training(config, tokens, 1, 0)
-    first, second = caught.value.mistakes
+    first, second = caught.value.lines
     assert first.startswith("148 of 157 rows are dropped")
     assert "the longest has 63 tokens); raise max_length" in first
     assert second.startswith("global_batch_size=16 is larger than the data")
@@ -248,7 +248,7 @@ def test_rows_too_long_are_refused_when_asked(tmp_path, bad_rows):
     path = write_jsonl(tmp_path / "data.jsonl", [{"text": "a" * 50}, {"text": "b"}])
     with pytest.raises(ConfigError) as caught:
         prepare(configure(tmp_path, path, max_length=32, overlong="refuse", bad_rows=bad_rows), "train")
-    assert caught.value.mistakes[0] == f"{path}:1: too long: 52 tokens, over max_length=32"
+    assert caught.value.lines[0] == f"{path}:1: too long: 52 tokens, over max_length=32"
 
 
 def test_nothing_left_is_refused_with_counts(tmp_path):
@@ -415,8 +415,8 @@ def test_a_data_set_of_several_formats(tmp_path):
     ("name", "said"),
     [
         ("{}/modle", "did you mean .*model"),
-        ("{}/data.jsonl", "is a file; give the folder"),
-        ("{}/empty", "cannot load the tokenizer"),
+        ("{}/data.jsonl", "is a file; pass the folder"),
+        ("{}/empty", "has no tokenizer; it needs tokenizer.json"),
         ("../../no/such", "does not exist"),
     ],
 )
@@ -431,8 +431,8 @@ def test_a_model_that_is_not_there_says_so(tmp_path, data, name, said):
     ("error", "said"),
     [
         ("GatedRepoError", "HF_TOKEN"),
-        ("RepositoryNotFoundError", "neither a folder here nor a model"),
-        ("RevisionNotFoundError", "model_revision=v9 is not there"),
+        ("RepositoryNotFoundError", "neither a local folder nor a model"),
+        ("RevisionNotFoundError", "model_revision=v9 does not exist"),
         ("LocalEntryNotFoundError", "go online once"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.data.test_support import chat, configure, write_jsonl
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.data.formats import Document, RowError, canonical, recognise
 from trainers.data.prepare import prepare
 
@@ -31,9 +31,9 @@ def test_a_bad_row_is_refused_with_file_line_and_reason(tmp_path, kind):
     path = write_jsonl(tmp_path / "data.jsonl", [GOOD, GOOD, BAD_LINES[kind], GOOD])
     with pytest.raises(ConfigError) as caught:
         prepare(configure(tmp_path, path), "train")
-    assert caught.value.mistakes[0].startswith(f"{path}:3: {kind}: ")
-    assert "1 of 4 rows" in caught.value.mistakes[-1]
-    assert "bad_rows=skip" in caught.value.mistakes[-1]
+    assert caught.value.lines[0].startswith(f"{path}:3: {kind}: ")
+    assert "1 of 4 rows" in caught.value.lines[-1]
+    assert "bad_rows=skip" in caught.value.lines[-1]
 
 
 def test_bad_rows_are_skipped_counted_and_listed(tmp_path):
@@ -52,9 +52,9 @@ def test_only_the_first_twenty_of_a_kind_are_listed(tmp_path):
     config = configure(tmp_path, path)
     with pytest.raises(ConfigError) as caught:
         prepare(config, "train")
-    assert len(caught.value.mistakes) == 21
-    assert "31 of 32 rows" in caught.value.mistakes[-1]
-    assert "11 more than listed" in caught.value.mistakes[-1]
+    assert len(caught.value.lines) == 21
+    assert "31 of 32 rows" in caught.value.lines[-1]
+    assert "11 more than listed" in caught.value.lines[-1]
     report = prepare(config.model_copy(update={"bad_rows": "skip"}), "train").report
     assert len(report.bad_examples) == 21
 
@@ -88,7 +88,7 @@ def test_bad_csv_rows(tmp_path):
     path.write_bytes(b'prompt,completion\na,b\nc\n\n"d\ne",f\ng,\xff\nh,\ni,j\n\n')
     with pytest.raises(ConfigError) as caught:
         prepare(configure(tmp_path, path), "train")
-    kinds = [line.removeprefix(f"{path}:").split(": ")[:2] for line in caught.value.mistakes[:-1]]
+    kinds = [line.removeprefix(f"{path}:").split(": ")[:2] for line in caught.value.lines[:-1]]
     assert kinds == [
         ["3", "wrong number of columns"],
         ["4", "empty line"],
@@ -102,8 +102,8 @@ def test_a_broken_json_list_says_where(tmp_path):
     path.write_text('[\n{"text": "a"},\n7,\n{"text": "b"\n')
     with pytest.raises(ConfigError) as caught:
         prepare(configure(tmp_path, path), "train")
-    assert caught.value.mistakes[0].startswith(f"{path}:3: not an object")
-    assert caught.value.mistakes[1].startswith(f"{path}:4: broken JSON")
+    assert caught.value.lines[0].startswith(f"{path}:3: not an object")
+    assert caught.value.lines[1].startswith(f"{path}:4: broken JSON")
 
 
 def test_markup_and_control_characters_in_bad_rows_are_harmless(tmp_path):
@@ -111,7 +111,7 @@ def test_markup_and_control_characters_in_bad_rows_are_harmless(tmp_path):
     path = write_jsonl(tmp_path / "data.jsonl", [GOOD, row])
     with pytest.raises(ConfigError) as caught:
         prepare(configure(tmp_path, path), "train")
-    assert all(line.isprintable() for line in caught.value.mistakes)
+    assert all(line.isprintable() for line in caught.value.lines)
 
 
 @pytest.mark.parametrize(
@@ -143,8 +143,8 @@ def test_unknown_columns_are_refused_with_a_way_out(tmp_path):
     path = write_jsonl(tmp_path / "data.jsonl", [{"question": "a", "answer": "b"}])
     with pytest.raises(ConfigError) as caught:
         prepare(configure(tmp_path, path), "train")
-    assert f"{path}:1: the columns question, answer belong to no known format" in caught.value.mistakes
-    assert "--columns role=column" in caught.value.mistakes[-1]
+    assert f"{path}:1: the columns question, answer belong to no known format" in caught.value.lines
+    assert "--columns role=column" in caught.value.lines[-1]
     with pytest.raises(ConfigError, match="did you mean 'answer'"):
         prepare(configure(tmp_path, path, columns="prompt=question,completion=anser"), "train")
     assert len(prepare(configure(tmp_path, path, columns="prompt=question,completion=answer"), "train")) == 1
@@ -154,7 +154,7 @@ def test_a_format_may_be_forced(tmp_path):
     row = {"text": "plain", "prompt": "a", "completion": "b"}
     path = write_jsonl(tmp_path / "data.jsonl", [row])
     assert prepare(configure(tmp_path, path, dataset_format="text"), "train").report.formats == ["text"]
-    with pytest.raises(ConfigError, match=r"columns.prompt is no role of dataset_format=text"):
+    with pytest.raises(ConfigError, match=r"columns.prompt is not a role of dataset_format=text"):
         prepare(configure(tmp_path, path, dataset_format="text", columns="prompt=a"), "train")
 
 

@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.data.test_support import configure, write_jsonl
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.data import files as files_module
 from trainers.data.files import DataFile, identity, resolve
-from trainers.data.shards import Bad
+from trainers.data.shards import BadRow
 from trainers.data.sources import plan, read
 
 WORDS = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12)
@@ -64,7 +64,7 @@ def test_jsonl_gives_the_same_rows_wherever_it_is_cut(tmp_path, lines, ending, l
         lines = lines[:-1]
     assert [line for line, _ in whole] == (list(range(1, len(lines) + 1)) or [1])
     for raw, item in zip(lines, values(whole), strict=False):
-        assert item == json.loads(raw) if raw.startswith(b'{"') else isinstance(item, Bad)
+        assert item == json.loads(raw) if raw.startswith(b'{"') else isinstance(item, BadRow)
 
 
 @quick
@@ -102,7 +102,7 @@ def test_a_json_list_gives_the_same_rows_wherever_it_is_cut(tmp_path, rows, wrap
     whole = rows_of(path, "json")
     assert rows_of(path, "json", shard_bytes=size) == whole
     if rows:
-        assert [isinstance(item, Bad) or item for item in values(whole)] == [
+        assert [isinstance(item, BadRow) or item for item in values(whole)] == [
             row if isinstance(row, dict) else True for row in rows
         ]
     if rows and indent and not wrapped:
@@ -152,7 +152,7 @@ def test_a_csv_quote_that_went_missing_is_a_bad_row(tmp_path, rows, place, size)
     others = [{"prompt": a, "completion": b} for a, b in rows[:at] + rows[at + 1 :]]
     assert values(items[:at] + items[at + 1 :]) == others
     if text[missing - 1 : missing] not in ("", "\n", ","):  # at its opening, a field is no longer quoted: all the same
-        assert isinstance(items[at][1], Bad)
+        assert isinstance(items[at][1], BadRow)
 
 
 PROSE = ["It was late, and dark", "", "Nobody came", "one, two, three", "    indented"]
@@ -195,7 +195,7 @@ def test_rows_that_a_long_csv_field_swallows_are_found(tmp_path, header, row, op
     assert len(list(control)) < 2_100  # by the rules of CSV all is well
     items = rows_of(path, "csv")
     assert rows_of(path, "csv", shard_bytes=5000) == items
-    assert (len(items), [line for line, item in items if isinstance(item, Bad)]) == (9_000, [102])
+    assert (len(items), [line for line, item in items if isinstance(item, BadRow)]) == (9_000, [102])
 
 
 def test_a_csv_field_may_be_a_table_as_wide_as_its_file(tmp_path):
@@ -324,7 +324,7 @@ def test_a_json_file_that_is_damaged_loses_no_row_in_silence(tmp_path, rows, sty
     path.write_text(text[:at] + noise + text[at:], encoding="utf-8")
     items = values(rows_of(path, "json"))
     assert rows_of(path, "json", shard_bytes=size) == list(rows_of(path, "json"))
-    assert len(items) >= len(rows) or any(isinstance(item, Bad) for item in items) or _is_no_row(items)
+    assert len(items) >= len(rows) or any(isinstance(item, BadRow) for item in items) or _is_no_row(items)
 
 
 def _is_no_row(items):
@@ -338,7 +338,7 @@ def test_a_list_that_is_cut_off_is_not_taken_for_whole(tmp_path, count):
     path.write_text("[" + "".join(f'{{"text": "{number}"}},\n' for number in range(count)))
     last, bad = rows_of(path, "json")[-1]
     assert last == count + 1
-    assert (bad.kind, "cut off" in bad.detail) == ("broken JSON", True)
+    assert (bad.kind, "truncated" in bad.detail) == ("broken JSON", True)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json"])
@@ -447,7 +447,7 @@ def test_embedded_by_split(tmp_path):
         ("{}/link.jsonl", "repair the symlink"),
         ("{}/archive.zip", "'.zip'; convert it"),
         ("{}/empty", "holds no data file"),
-        ("{}/pipe.jsonl", "not a plain file"),
+        ("{}/pipe.jsonl", "not a regular file"),
         ("https://example.org/data.jsonl", "is a URL"),
         ("file:///etc/passwd", "is a URL"),
         ("/etc/passwd", "ends in 'nothing'"),
@@ -496,7 +496,7 @@ def test_a_hub_data_set_is_read_by_row_number(tmp_path, monkeypatch):
     monkeypatch.setattr("trainers.data.table_rows.hub_rows", lambda *names: rows)
     monkeypatch.setattr(files_module, "hub_rows", lambda *names: rows)
     found = resolve(configure(tmp_path, "someone/stories"), "train")
-    assert (found[0].kind, found[0].size, found[0].shown) == ("hub", 250, "someone/stories[train]")
+    assert (found[0].kind, found[0].size, found[0].display_name) == ("hub", 250, "someone/stories[train]")
     assert identity(found)[0][0] == "someone/stories"
     shard = plan(found, "line")[0]
     assert list(read(shard, "line", ["text"])) == [(i + 1, {"text": f"row {i}"}) for i in range(250)]
@@ -507,7 +507,7 @@ def test_a_hub_data_set_is_read_by_row_number(tmp_path, monkeypatch):
     [
         (FileNotFoundError("Dataset 'a/b' is a gated dataset on the Hub."), "HF_TOKEN"),
         (FileNotFoundError("Dataset 'a/b' doesn't exist on the Hub or cannot be accessed."), "check the name"),
-        (ConnectionError("Couldn't reach 'a/b' on the Hub (OfflineModeIsEnabled)"), "out of reach"),
+        (ConnectionError("Couldn't reach 'a/b' on the Hub (OfflineModeIsEnabled)"), "unreachable"),
         (ValueError('Unknown split "trian". Should be one of ["train"].'), "Unknown split"),
     ],
 )

@@ -22,9 +22,9 @@ from tests.unit.data.test_support import MARKED, PLAIN, configure, save_tokenize
 from trainers.data import training_template
 from trainers.data.formats import canonical
 from trainers.data.prepare import data_fingerprint
-from trainers.data.shards import Bad
+from trainers.data.shards import BadRow
 from trainers.data.template import Encoder, training_encoder
-from trainers.data.tokenizer import kept_template, load_tokenizer
+from trainers.data.tokenizer import load_tokenizer, template_record
 from trainers.run.folder import write_json
 
 TRL = Path(str(importlib.util.find_spec("trl").origin)).parent / "chat_templates"  # type: ignore[union-attr]
@@ -63,7 +63,7 @@ def encoder_of(folder: Path, template: str) -> Encoder:
 def trained(encoder: Encoder, messages: list[Any]) -> list[str] | str:
     """The trained stretches, decoded from the tokens; or why the row is refused."""
     encoded = encoder.encode([canonical({"messages": messages}, "chat", {}, True)])[0]
-    if isinstance(encoded, Bad):
+    if isinstance(encoded, BadRow):
         return encoded.detail
     stretches: list[list[int]] = []
     for index in encoded.mask.nonzero()[0].tolist():
@@ -167,7 +167,7 @@ def test_a_run_goes_on_with_the_template_that_it_began_with(
     training_template._trl_names.cache_clear()
     config, elsewhere = configure(tmp_path, data, output_dir=str(run)), configure(tmp_path, data)
     began = data_fingerprint(config, "train")
-    write_json(run / "chat_template.json", kept_template(config))
+    write_json(run / "chat_template.json", template_record(config))
     (folder / "mine_training.jinja").write_text(MARKED + "{# new #}")
     if later == "gone":
         monkeypatch.setattr("trainers.data.training_template._trl_folder", lambda: None)
@@ -175,12 +175,12 @@ def test_a_run_goes_on_with_the_template_that_it_began_with(
     assert data_fingerprint(config, "train") == began != data_fingerprint(elsewhere, "train")
     assert training_encoder(config).options.chat_template == MARKED != training_encoder(elsewhere).options.chat_template
     assert "'s training version (mine)" in training_encoder(config).options.origin
-    assert kept_template(config) == json.loads((run / "chat_template.json").read_text())
+    assert template_record(config) == json.loads((run / "chat_template.json").read_text())
     assert load_tokenizer(config).chat_template == PLAIN  # what is exported
-    for broken in ("{", "[]", '{"own_sha256": 3}', json.dumps({**kept_template(config), "source": 7})):
+    for broken in ("{", "[]", '{"own_sha256": 3}', json.dumps({**template_record(config), "source": 7})):
         (run / "chat_template.json").write_text(broken)
         assert data_fingerprint(config, "train") == data_fingerprint(elsewhere, "train")
-    write_json(run / "chat_template.json", {**kept_template(config), "source": MARKED})
+    write_json(run / "chat_template.json", {**template_record(config), "source": MARKED})
     save_tokenizer(tmp_path / "model", PLAIN + "{# another model's #}")
     assert "{# another" in training_encoder(config).options.chat_template
     training_template._trl_names.cache_clear()

@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn import functional
 
 from tests.rounding import bound, relative, reordered
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.config.validation import build, ignored_choices
-from trainers.data.layout import DocumentLayout, current_documents, use_documents
+from trainers.data.layout import AttentionMetadata, DocumentLayout
 from trainers.model import attention, attention_kernel
 from trainers.model.attention_kernel import choose
 
@@ -30,25 +30,29 @@ def layout(lengths: list[list[int]] = LENGTHS) -> DocumentLayout:
     return DocumentLayout.of(np.cumsum([0, *chain(*lengths)]), len(lengths))
 
 
-def outcome(kernel: str, gradients: bool = True, **options: Any) -> list[torch.Tensor]:
-    """Output, and gradients of query, key and value, of a kernel on the documents in hand."""
+def packed_documents(lengths: list[list[int]] = LENGTHS) -> AttentionMetadata:
+    return AttentionMetadata(layout(lengths))
+
+
+def outcome(kernel: str, metadata: AttentionMetadata, gradients: bool = True, **options: Any) -> list[torch.Tensor]:
+    """Output, and gradients of query, key and value, of a kernel."""
     made = torch.Generator().manual_seed(1)
     tensors = [torch.randn(4, heads, 20, 8, generator=made) for heads in (4, 2, 2)]
     module: Any = nn.Module()
     module.num_key_value_groups = 2
     for one in tensors:
         one.requires_grad_(gradients)
-    output, _ = getattr(attention, kernel)(module, *tensors, None, **options)
+    output, _ = getattr(attention, kernel)(module, *tensors, None, metadata, **options)
     assert output.shape == (4, 20, 4, 8)
     return [output.detach(), *(torch.autograd.grad(output.square().sum(), tensors) if gradients else ())]
 
 
-def assert_like_eager(found: list[torch.Tensor], **options: Any) -> None:
+def assert_like_eager(found: list[torch.Tensor], metadata: AttentionMetadata, **options: Any) -> None:
     """No further from plain matrix products than those are from themselves in another order of sums."""
     gradients = len(found) > 1
-    expected = outcome("eager", gradients, **options)
+    expected = outcome("eager", metadata, gradients, **options)
     with reordered("backwards"):
-        others = outcome("eager", gradients, **options)
+        others = outcome("eager", metadata, gradients, **options)
     for mine, plain, other in zip(found, expected, others, strict=True):
         assert relative(mine, plain) <= bound(relative(other, plain))
 
@@ -83,8 +87,8 @@ def varlen_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 4}, {"sliding_window": 50}, {"scaling": 0.3}])
 @pytest.mark.usefixtures("varlen_of_a_gpu")
 def test_a_kernel_equals_plain_matrix_products(kernel: str, packed: bool, options: dict[str, Any]) -> None:
-    use_documents(layout() if packed else None)
-    assert_like_eager(outcome(kernel, **options), **options)
+    metadata = packed_documents() if packed else AttentionMetadata()
+    assert_like_eager(outcome(kernel, metadata, **options), metadata, **options)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -92,17 +96,16 @@ def test_a_kernel_equals_plain_matrix_products(kernel: str, packed: bool, option
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 4}, {"softcap": 2.0}, {"softcap": 2.0, "scaling": 0.3}])
 def test_flex_equals_plain_matrix_products(packed: bool, options: dict[str, Any]) -> None:
     """Forward alone: torch has no flex gradients on a CPU."""
-    use_documents(layout() if packed else None)
-    assert_like_eager(outcome("flex", False, **options), **options)
+    metadata = packed_documents() if packed else AttentionMetadata()
+    assert_like_eager(outcome("flex", metadata, False, **options), metadata, **options)
 
 
 def test_another_border_would_be_seen() -> None:
     """Control: one token in the document of its neighbours moves the output."""
-    use_documents(layout())
-    plain = outcome("eager")[0]
-    use_documents(layout([[3, 9, 1, 7], [1, 1, 2, 16], [20], [5, 5, 6, 4]]))
+    plain = outcome("eager", packed_documents())[0]
+    others = packed_documents([[3, 9, 1, 7], [1, 1, 2, 16], [20], [5, 5, 6, 4]])
     for kernel in ("sdpa", "documents", "eager"):
-        moved = (outcome(kernel)[0] - plain).abs().amax((2, 3))
+        moved = (outcome(kernel, others)[0] - plain).abs().amax((2, 3))
         assert moved[3, 15:].max() > 1e-2
         assert moved[:3].max() < 1e-4
 
@@ -163,11 +166,8 @@ def test_half_precision_passes_the_trial() -> None:
 
 def leaking(*inputs: Any, **rest: Any) -> Any:
     """A kernel that looks across the borders of documents."""
-    kept, current_documents.layout = current_documents.layout, None
-    try:
-        return attention.sdpa(*inputs, **rest)
-    finally:
-        current_documents.layout = kept
+    *inputs_but_documents, _ = inputs
+    return attention.sdpa(*inputs_but_documents, AttentionMetadata(), **rest)
 
 
 def test_a_kernel_with_wrong_results_is_passed_over(
@@ -253,17 +253,15 @@ def graphs_of_varlen() -> int:
     tensors = [torch.empty(1, heads, 512, 64, device="meta", dtype=torch.bfloat16) for heads in (4, 2, 2)]
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    compiled = torch.compile(lambda *three: attention.varlen(nn.Module(), *three, None)[0], backend="aot_eager")
-    try:
-        for longest in (260, 270, 300, 350, 400):
-            use_documents(layout([[longest, 512 - longest]]).to(torch.device("meta")))
-            compiled(*tensors)
-    finally:
-        use_documents(None)
+    compiled = torch.compile(
+        lambda metadata, *three: attention.varlen(nn.Module(), *three, None, metadata)[0], backend="aot_eager"
+    )
+    for longest in (260, 270, 300, 350, 400):
+        compiled(AttentionMetadata(layout([[longest, 512 - longest]]).to(torch.device("meta"))), *tensors)
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def test_compiled_varlen_is_made_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     assert graphs_of_varlen() == 1
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
-    assert graphs_of_varlen() == 5, "control: the longest document is a constant of the graph"
+    assert graphs_of_varlen() > 1, "control: the longest document is a part of the graph"

@@ -12,9 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.rounding import bound, relative, reordered
-from trainers.config.options import ConfigError, TrainConfig
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import TrainConfig
 from trainers.config.validation import build, ignored_choices
-from trainers.data.layout import DocumentLayout, use_documents
+from trainers.data.layout import AttentionMetadata, DocumentLayout
 from trainers.embedded import BASE_DIR
 from trainers.model.attention import KERNELS
 from trainers.model.load import _drop_dropout, add_adapters, build_model, load_base
@@ -79,8 +80,9 @@ def test_what_text_does_not_reach_is_never_trained(method: str, tmp_path: Path) 
 
 def test_a_model_that_builds_its_own_mask_is_refused() -> None:
     model = tiny("llama")
+    arguments = {"attention_mask": torch.ones(1, 1, 4, 4), "attention_metadata": AttentionMetadata()}
     with pytest.raises(ValueError, match="an attention mask of its own"):
-        model(input_ids=torch.ones(1, 4, dtype=torch.int64), attention_mask=torch.ones(1, 1, 4, 4))
+        model(input_ids=torch.ones(1, 4, dtype=torch.int64), **arguments)
 
 
 def test_the_models_own_dropout_is_dropped() -> None:
@@ -200,7 +202,6 @@ def compiled_gradients(order: str | None = None, **changes: Any) -> torch.Tensor
     layout = DocumentLayout.of(np.array([0, 30, 64]), 1)
     with reordered(order):
         loss(words, places, layout, torch.arange(60), words[0, 1:61])[0].backward()
-    use_documents(None)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == settings.torch_compile
     assert not torch._dynamo.utils.counters["graph_break"]
     return torch.cat([one.grad.flatten() for one in loss.parameters() if one.grad is not None])

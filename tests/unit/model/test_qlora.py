@@ -14,8 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.rounding import bound, relative, reordered
 from trainers.checkpoint.export import export
-from trainers.config.options import ConfigError, TrainConfig
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import TrainConfig
 from trainers.config.validation import build
+from trainers.data.layout import AttentionMetadata
 from trainers.embedded import BASE_DIR
 from trainers.model.load import build_model, load_base, matmul_parameters
 from trainers.model.quantization import four_bit_layers, many_threads, quantise_scales, refuse_unfit, whole_layers
@@ -143,7 +145,7 @@ def test_the_bits_are_those_of_stock_transformers_but_for_the_mean_of_the_scales
 
 def logits(model: Any) -> torch.Tensor:
     ids = torch.arange(40)[None]
-    return model(input_ids=ids, position_ids=ids).logits
+    return model(input_ids=ids, position_ids=ids, attention_metadata=AttentionMetadata()).logits
 
 
 def test_evaluation_neither_repacks_nor_computes_otherwise(model: Any) -> None:
@@ -238,7 +240,7 @@ def test_a_layer_that_nf4_does_not_fit_is_refused() -> None:
 
 def test_a_quantised_base_is_refused(tmp_path: Path) -> None:
     load_base(config()).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="is quantised already; name the model that it was made of"):
+    with pytest.raises(ConfigError, match=r"quantised already \(.*\) and cannot be trained with method=qlora; use"):
         load_base(config(model_name_or_path=str(tmp_path)))
 
 
@@ -250,8 +252,8 @@ def test_random_weights_are_not_quantised() -> None:
 def test_bitsandbytes_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine_mistakes(config(), has_gpu=False) == []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    (line,) = machine_mistakes(config(), has_gpu=False)
-    assert 'pip install "tunesmith[quant]"' in line
+    (mistake,) = machine_mistakes(config(), has_gpu=False)
+    assert 'pip install "tunesmith[quant]"' in mistake.remedy
     assert machine_mistakes(config(method="lora"), has_gpu=False) == []
 
 

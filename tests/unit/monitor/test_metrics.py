@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from trainers.config.presets import model_presets
 from trainers.config.validation import build
 from trainers.model.load import matmul_parameters
 from trainers.model.lr_schedule import learning_rate
@@ -68,8 +69,9 @@ def test_matmul_parameters_are_the_linear_ones() -> None:
 )  # fmt: skip
 def test_attention_is_as_wide_as_its_heads(model: str, width: int) -> None:
     """Which is not the hidden size for Qwen3 0.6B and Gemma 3, whose 4B holds its language part in a larger config."""
-    values = json.loads((Path(__file__).parent.parent / "architectures" / f"{model}.json").read_text())
-    assert attention_width(AutoConfig.for_model(**values["config"])) == width
+    published = model_presets(model).model
+    assert published
+    assert attention_width(AutoConfig.for_model(**published.config)) == width
 
 
 def test_attention_of_an_unknown_shape_counts_nothing() -> None:

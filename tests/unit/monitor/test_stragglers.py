@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainers.monitor.stragglers import LEAST_LOOKS, LEAST_SECONDS, Pace, Taken, slow_ranks
+from trainers.monitor.stragglers import LEAST_ROWS, LEAST_SECONDS, Sample, Stragglers, slow_ranks
 
 
 @pytest.mark.parametrize(
-    ("alone", "product", "slow"),
+    ("local", "product", "slow"),
     [
         ([1.0, 1.0, 3.0], [0.01, 0.01, 0.01], {2: 3.0}),
         ([1.0, 1.2], [0.01, 0.012], {}),
@@ -20,18 +20,18 @@ from trainers.monitor.stragglers import LEAST_LOOKS, LEAST_SECONDS, Pace, Taken,
     ],
 )
 def test_a_rank_is_slow_beside_the_median_of_the_others(
-    alone: list[float], product: list[float], slow: dict[int, float]
+    local: list[float], product: list[float], slow: dict[int, float]
 ) -> None:
-    taken = [Taken(10.0, one, two, 9) for one, two in zip(alone, product, strict=True)]
-    assert slow_ranks(taken) == pytest.approx(slow)
+    samples = [Sample(10.0, one, two, 9) for one, two in zip(local, product, strict=True)]
+    assert slow_ranks(samples) == pytest.approx(slow)
 
 
 def test_there_is_no_verdict_before_there_is_enough_and_then_it_begins_anew() -> None:
-    pace = Pace(torch.device("cpu"), alone_in_forward=True)
-    for number in range(LEAST_LOOKS):
-        mine = pace.look(LEAST_SECONDS / LEAST_LOOKS)
-        assert mine.looks == number + 1
-        other = mine._replace(product=mine.product * 4 + 1)
-        found = pace.verdict([mine, other])
-        assert list(found) == [1] * (number == LEAST_LOOKS - 1)
-    assert pace.taken == Taken()
+    stragglers = Stragglers(torch.device("cpu"), local_forward=True)
+    for number in range(LEAST_ROWS):
+        sample = stragglers.sample(LEAST_SECONDS / LEAST_ROWS)
+        assert sample.rows == number + 1
+        other = sample._replace(product=sample.product * 4 + 1)
+        slow = stragglers.verdict([sample, other])
+        assert list(slow) == [1] * (number == LEAST_ROWS - 1)
+    assert stragglers.measured == Sample()

@@ -16,9 +16,10 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from tests.parity.runs import mostly_long
 from tests.rounding import ORDERS, bound, relative, reordered
 from tests.steps import Steps, steps
-from trainers.config.options import ConfigError, TrainConfig
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import TrainConfig
 from trainers.config.validation import build
-from trainers.data.layout import use_documents
+from trainers.data.layout import AttentionMetadata
 from trainers.embedded import BASE_DIR
 from trainers.model.load import load_shape
 from trainers.model.small_model import small_config
@@ -55,7 +56,7 @@ def config(folder: Path, **changes: Any) -> TrainConfig:
 def refusal(folder: Path, **changes: Any) -> str:
     with pytest.raises(ConfigError) as told:
         load_shape(config(folder, **changes))
-    (line,) = told.value.mistakes
+    (line,) = told.value.lines
     return line
 
 
@@ -86,12 +87,12 @@ def first_step(folder: Path, micro_rows: int, packing: bool, **more: Any) -> tup
     changes = {"method": "full", "random_init": True, "model_name_or_path": str(saved(folder / "model")),
                "global_batch_size": 8, "per_device_train_batch_size": micro_rows, "max_grad_norm": 0.0}  # fmt: skip
     with steps(folder, 1, packing, **changes | more) as taken:
-        taken.job.backend.step = lambda: None  # type: ignore[method-assign]
+        taken.context.backend.step = lambda: None  # type: ignore[method-assign]
         result = taken.take(0)
-        plan, rows = taken.job.plan, taken.job.plan.rows
+        plan, rows = taken.context.plan, taken.context.plan.rows
         members = [rows.members[rows.offsets[row] : rows.offsets[row + 1]] for row in plan.rows_of(0)]
         documents = [rows.documents.document(int(one)) for group in members for one in group]
-        assert len(plan.batch(0, 0).micro) == 8 // micro_rows
+        assert len(plan.batch(0, 0).micro_batches) == 8 // micro_rows
         return gradients(taken), result, (documents, taken.loss.model)
 
 
@@ -105,7 +106,6 @@ def expected(
         padding: count it too.
     """
     model.zero_grad()
-    use_documents(None)
     width, trained = max(len(ids) for ids, _ in documents), sum(int(mask[1:].sum()) for _, mask in documents)
     size = -(-len(documents) // split)
     groups = [documents[start : start + size] for start in range(0, len(documents), size)]
@@ -117,7 +117,8 @@ def expected(
             there = torch.from_numpy(tokens.astype("int64"))
             ids[row, : len(there)], real[row, : len(there)] = there, 1
             labels[row, : len(there)] = there.where(torch.from_numpy(mask.astype(bool)), torch.tensor(-100))
-        output = model(input_ids=ids, use_cache=False, output_router_logits=True)
+        arguments = {"output_router_logits": True, "attention_metadata": AttentionMetadata()}
+        output = model(input_ids=ids, use_cache=False, **arguments)
         loss = functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
         aux: Any = load_balancing_loss_func(output.router_logits, 4, 2, None if padding else real)
         aux_losses.append(float(aux.detach()))

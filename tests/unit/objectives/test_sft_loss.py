@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.rounding import bound, relative, reordered
-from trainers.data.layout import DocumentLayout
+from trainers.data.layout import AttentionMetadata, DocumentLayout
 from trainers.model.attention import KERNELS
 from trainers.objectives import sft
 from trainers.objectives.sft import LINEAR_HEADS, SupervisedLoss, linear_cross_entropy
@@ -102,8 +102,9 @@ def test_own_forward_of_other_models_is_the_same_number() -> None:
 def logits_of_second(documents: list[list[int]], family: str, kernel: str, numbers: bool = True) -> torch.Tensor:
     model = tiny_model(family, kernel)
     inputs = packed_inputs(documents)
-    sft.use_documents(inputs["documents"] if numbers else None)
-    logits = model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False).logits
+    metadata = AttentionMetadata(inputs["documents"] if numbers else None)
+    with SupervisedLoss(model).route.hand_over(metadata) as more, torch.no_grad():
+        logits = model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], **more).logits
     start = len(documents[0])
     return logits[0, start : start + len(documents[1])]
 
@@ -168,7 +169,9 @@ def test_predicted_right_is_counted_in_evaluation() -> None:
     inputs = packed_inputs(some_documents())
     with torch.no_grad():
         _, correct = module(**inputs)
-        logits = module.model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"]).logits[0]
+        arguments = {name: inputs[name] for name in ("input_ids", "position_ids")}
+        arguments["attention_metadata"] = AttentionMetadata(inputs["documents"])
+        logits = module.model(**arguments).logits[0]
     expected = (logits[inputs["positions"]].argmax(-1) == inputs["labels"]).sum()
     assert correct == expected
 

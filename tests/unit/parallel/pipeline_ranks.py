@@ -20,18 +20,18 @@ from tests.unit.parallel.tensor_parallel_ranks import ROPE
 from trainers.checkpoint.checkpoint import Checkpoints
 from trainers.config.options import TrainConfig
 from trainers.data.batches import MicroBatch, Rows
-from trainers.data.layout import use_documents
+from trainers.data.layout import AttentionMetadata
 from trainers.model.attention import KERNELS
 from trainers.model.load import add_adapters
 from trainers.model.rotary import choose_by_document
 from trainers.objectives.sft import SupervisedLoss
-from trainers.parallel.backend import trained_names
+from trainers.parallel.backend import trained_weights
 from trainers.parallel.optimizer import build_optimizer, parameter_groups
 from trainers.parallel.pipeline import Pipelined
 from trainers.parallel.pipeline_split import Chunk
 from trainers.parallel.ranks import Ranks
-from trainers.parallel.shards import WEIGHT, check_whole, steps_of, wholes
-from trainers.parallel.tensor import cut as cut_layers
+from trainers.parallel.shards import WEIGHT, check_coverage, gather_full_tensors, steps_of
+from trainers.parallel.tensor import split_model
 from trainers.run.compatibility import plain as plain_config
 from trainers.run.errors import TrainingError
 from trainers.run.manifest import Origin, Progress
@@ -149,7 +149,7 @@ class Alone:
 
     def __init__(self, case: Case, layers: int, order: str | None = None, backwards: bool = False):
         self.loss, self.order, self.backwards = make_loss(case, layers), order, backwards
-        self.trained, config = trained_names(self.loss.model), config_of(case)
+        self.trained, config = trained_weights(self.loss.model), config_of(case)
         groups = parameter_groups(self.trained, {name: one.shape for name, one in self.trained}, config)
         self.optimizer = build_optimizer(groups, config)
 
@@ -185,9 +185,10 @@ class Alone:
 
     def labelled_anew(self, micro: MicroBatch) -> MicroBatch:
         """With every other label replaced by what the model says, so that there is something to count."""
-        use_documents(micro.documents)
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=self.loss.compute == torch.bfloat16):
-            logits = self.loss.model(input_ids=micro.input_ids, position_ids=micro.position_ids).logits.flatten(0, 1)
+        half = torch.autocast("cpu", torch.bfloat16, enabled=self.loss.compute == torch.bfloat16)
+        with torch.no_grad(), half, self.loss.route.hand_over(AttentionMetadata(micro.documents)) as more:
+            inputs = {"input_ids": micro.input_ids, "position_ids": micro.position_ids, **more}
+            logits = self.loss.model(**inputs).logits.flatten(0, 1)
         labels = micro.labels.clone()
         labels[::2] = logits[micro.positions[::2]].argmax(-1)
         return dataclasses.replace(micro, labels=labels)
@@ -251,15 +252,15 @@ def plain(tensor: Any) -> torch.Tensor:
 
 def part_of(whole: torch.Tensor, name: str, backend: Pipelined) -> torch.Tensor:
     """What tensor parallelism leaves this rank of a whole tensor."""
-    cut = backend.tensor.cuts.get(name) if backend.tensor else None
-    return whole if cut is None else whole[cut.box]
+    cut = backend.tensor.slices.get(name) if backend.tensor else None
+    return whole if cut is None else whole[cut.slices]
 
 
 def sabotage(backend: Pipelined, what: str) -> None:
     """Makes one of the mistakes that the comparison must see."""
     if what == "tied":
         backend._sum_tied = lambda: None  # type: ignore[method-assign]
-    for chunk in backend.part.chunks if "documents" in what else ():
+    for chunk in backend.local.chunks if "documents" in what else ():
         take_up = chunk.take_up
 
         def wrong(number: int, section: str, chunk: Chunk = chunk, take_up: Any = take_up) -> None:
@@ -281,17 +282,17 @@ class Place:
         data = (copies, case.replicas // copies) if case.sharded else (case.replicas, 1)
         sizes = MeshSizes(case.stages(world), *data, tp=case.tensor)
         self.mesh = Mesh(sizes, distributed.get_rank(), "cpu")
-        self.replicas = self.mesh.group("averaged")
+        self.replicas = self.mesh.group("grad_group")
 
     def backend(self, loss: SupervisedLoss) -> Pipelined:
-        cut_layers(loss, self.mesh.group("tp"), self.mesh.index("tp"), self.case.tensor)
+        split_model(loss, self.mesh.group("tp"), self.mesh.index("tp"), self.case.tensor)
         return Pipelined.on(self.mesh, loss, config_of(self.case), torch.device("cpu"), self.case.schedule)
 
     def run(self, backend: Pipelined, micros: list[MicroBatch]) -> float:
         """Forward and backward of this rank's micro-batches; the loss of all of them."""
         share = self.case.replicas / sum(len(micro.labels) for micro in micros)
         mine = micros[self.mesh.data_rank :: self.case.replicas]
-        total = backend.run(mine, [share] * self.count)
+        total = backend.forward_backward(mine, [share] * self.count)
         if self.replicas is not None:
             distributed.all_reduce(total, group=self.replicas)
         return float(total)
@@ -314,7 +315,7 @@ def compare(case: Case, wanted: Reference, ranks: Ranks, folder: Path) -> dict[s
         for name, weight in backend.trained:
             whole = part_of(step["gradient"][name], name, backend)
             found["gradient"] = max(found["gradient"], relative(plain(weight.grad), whole))
-        found["norm"] = max(found["norm"], apart(float(backend.clip(CLIP)), step["norm"]))
+        found["norm"] = max(found["norm"], apart(float(backend.clip_grad_norm(CLIP)), step["norm"]))
         backend.step()
     for name, weight in backend.trained:
         whole = part_of(wanted.saved["weight"][name], name, backend)
@@ -344,7 +345,7 @@ def resumed_apart(place: Place, backend: Pipelined, ranks: Ranks, folder: Path) 
     checkpoints.restore(checkpoints.path(STEPS), again, 1)
     for one in (backend, again):
         place.run(one, step_micros(place.case, STEPS, place.count * place.case.replicas))
-        one.clip(CLIP)
+        one.clip_grad_norm(CLIP)
         one.step()
     pairs = zip(backend.trained, again.trained, strict=True)
     return float(sum(not torch.equal(plain(one), plain(other)) for (_, one), (_, other) in pairs))
@@ -367,11 +368,11 @@ def saved_apart(backend: Pipelined, wanted: Reference, ranks: Ranks) -> float:
     weights, states = wanted.saved["weight"], wanted.saved["state"]
     shards, worst, seen = backend.shards(), 0.0, 0
     assert [one.name for one in shards] == list(weights)
-    here, all_of_it, parts = backend.held()
+    here, all_of_it, parts = backend.local_and_total_numel()
     assert 0.9 * all_of_it < here * parts < 1.1 * all_of_it
     assert backend.busy.seconds() > 0 == backend.busy.seconds()
-    check_whole(shards, ranks)
-    for name, key, owner, tensor in wholes(shards, steps_of(shards, ranks), ranks):
+    check_coverage(shards, ranks)
+    for name, key, owner, tensor in gather_full_tensors(shards, steps_of(shards, ranks), ranks):
         seen += 1
         if owner == ranks.rank:
             assert tensor is not None
@@ -379,7 +380,7 @@ def saved_apart(backend: Pipelined, wanted: Reference, ranks: Ranks) -> float:
     assert seen == 3 * len(weights)  # the weight and AdamW's two states
     if backend.tied is not None and backend.ranks > 2:  # among two ranks both may hold all
         with pytest.raises(TrainingError, match="elements, the ranks hold"):
-            check_whole([dataclasses.replace(one, primary=True) for one in shards], ranks)
+            check_coverage([dataclasses.replace(one, primary=True) for one in shards], ranks)
     return worst
 
 

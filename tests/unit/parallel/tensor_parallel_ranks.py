@@ -28,7 +28,7 @@ from tests.rounding import ORDERS, STEADY, bound, relative, reordered
 from tests.unit.objectives.test_sft_loss import HostSyncs
 from trainers.checkpoint.checkpoint import Checkpoints
 from trainers.config.validation import build
-from trainers.data.layout import DocumentLayout, use_documents
+from trainers.data.layout import AttentionMetadata, DocumentLayout
 from trainers.model.attention import KERNELS
 from trainers.model.load import _keep_products
 from trainers.model.rotary import choose_by_document
@@ -36,10 +36,10 @@ from trainers.objectives.sft import SupervisedLoss
 from trainers.parallel import tensor as tensor_parallel
 from trainers.parallel import tensor_loss
 from trainers.parallel.fsdp import FullySharded
-from trainers.parallel.norm import clip
+from trainers.parallel.norm import clip_grad_norm
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.replicated import Replicated
-from trainers.parallel.shards import WEIGHT, Cut, check_whole, wholes
+from trainers.parallel.shards import WEIGHT, TensorSlice, check_coverage, gather_full_tensors
 from trainers.run.compatibility import plain
 from trainers.run.manifest import Origin, Progress
 from trainers.strategy.mesh import Mesh, MeshSizes
@@ -115,7 +115,7 @@ def gradients(module: nn.Module, loss: SupervisedLoss, micro: list[dict[str, Any
     return total, {name: one.grad.clone() for name, one in loss.model.named_parameters() if one.requires_grad}
 
 
-def together(parts: dict[str, torch.Tensor], cuts: dict[str, Cut], group: Any) -> tuple[dict[str, Any], bool]:
+def together(parts: dict[str, torch.Tensor], cuts: dict[str, TensorSlice], group: Any) -> tuple[dict[str, Any], bool]:
     """Whole tensors out of every rank's part, and whether what is not cut has the same bits on all."""
     found: list[Any] = [None] * distributed.get_world_size(group)
     distributed.all_gather_object(found, ({k: v.clone() for k, v in parts.items()}, cuts), group=group)
@@ -127,7 +127,7 @@ def together(parts: dict[str, torch.Tensor], cuts: dict[str, Cut], group: Any) -
             continue
         made[name] = torch.full(cuts[name].shape, torch.nan, dtype=part.dtype)
         for other, boxes in found:
-            made[name][boxes[name].box] = other[name]
+            made[name][boxes[name].slices] = other[name]
     return made, alike
 
 
@@ -152,15 +152,20 @@ def apart(mine: Any, wanted: Any) -> float:
     return abs(mine / wanted - 1)
 
 
+def model_inputs(batch: dict[str, Any]) -> dict[str, Any]:
+    """Of a model without its loss."""
+    inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
+    return {**inputs, "attention_metadata": AttentionMetadata(batch["documents"])}
+
+
 def compared(whole: SupervisedLoss, group: Any) -> dict[str, Any]:
     """One model, whole and cut: loss, gradients, what is counted in evaluation, norm and clipped gradients."""
     rank, size = distributed.get_rank(group), distributed.get_world_size(group)
     loss = copy.deepcopy(whole)
-    cuts = tensor_parallel.cut(loss, group, rank, size)
+    cuts = tensor_parallel.split_model(loss, group, rank, size)
     with torch.no_grad():
         guessed = batches()[0]
-        use_documents(guessed["documents"])
-        logits = whole.model(input_ids=guessed["input_ids"], position_ids=guessed["position_ids"]).logits
+        logits = whole.model(**model_inputs(guessed)).logits
         guessed["labels"][::2] = logits.flatten(0, 1)[guessed["positions"][::2]].argmax(-1)
         counted = [int(module(**guessed)[1]) for module in (whole, loss)]
     controls = [copy.deepcopy(whole) for _ in ORDERS]
@@ -173,7 +178,7 @@ def compared(whole: SupervisedLoss, group: Any) -> dict[str, Any]:
     got, mine = gradients(loss, loss, batches())
     found, alike = together(mine, cuts, group)
     trained = [(name, one) for name, one in loss.model.named_parameters() if one.requires_grad]
-    norm = float(clip(trained, cuts, group, wanted["limit"]))
+    norm = float(clip_grad_norm(trained, cuts, group, wanted["limit"]))
     clipped, _ = together({name: one.grad for name, one in trained}, cuts, group)
     return {
         "loss": apart(got, wanted["loss"]),
@@ -193,12 +198,11 @@ def exact(group: Any) -> dict[str, float]:
     rank, size = distributed.get_rank(group), distributed.get_world_size(group)
     whole = whole_loss("phi", dtype=torch.float64)
     loss = copy.deepcopy(whole)
-    cuts = tensor_parallel.cut(loss, group, rank, size)
+    cuts = tensor_parallel.split_model(loss, group, rank, size)
     one = batches()[0]
-    use_documents(one["documents"])
-    logits = whole.model(input_ids=one["input_ids"], position_ids=one["position_ids"]).logits.flatten(0, 1)
+    logits = whole.model(**model_inputs(one)).logits.flatten(0, 1)
     functional.cross_entropy(logits[one["positions"]], one["labels"], reduction="sum").backward()
-    hidden = loss.base.get_decoder()(input_ids=one["input_ids"], position_ids=one["position_ids"]).last_hidden_state
+    hidden = loss.base.get_decoder()(**model_inputs(one)).last_hidden_state
     head = loss.base.get_output_embeddings()
     loss.cross_entropy(hidden.flatten(0, 1)[one["positions"]], head.weight, head.bias, one["labels"])[0].backward()
     found, _ = together({name: weight.grad for name, weight in loss.model.named_parameters()}, cuts, group)
@@ -211,7 +215,7 @@ def exact(group: Any) -> dict[str, float]:
     start, stop = 11 * rank // size, 11 * (rank + 1) // size
     with mock.patch.object(tensor_loss.sft, "LOGITS_PER_CHUNK", 1):
         got, _ = tensor_loss.vocabulary_cross_entropy(
-            hidden, weight[start:stop], bias[start:stop], labels, 0.7, 5.0, group=group, start=start, words=11
+            hidden, weight[start:stop], bias[start:stop], labels, 0.7, 5.0, group=group, start=start, vocab_size=11
         )
     mine = torch.autograd.grad(got * 1.5, leaves)
     capped = torch.tanh((hidden @ weight.t() + bias) * 0.7 / 5.0) * 5.0
@@ -226,7 +230,7 @@ def exact(group: Any) -> dict[str, float]:
 def without_rows(group: Any) -> float:
     """The gradients' largest value where no token is trained; every rank still takes part."""
     loss = whole_loss("qwen3")
-    tensor_parallel.cut(loss, group, distributed.get_rank(group), distributed.get_world_size(group))
+    tensor_parallel.split_model(loss, group, distributed.get_rank(group), distributed.get_world_size(group))
     nothing, one = torch.zeros(0, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
     value, _ = loss(one, one, None, nothing, nothing)
     value.backward()
@@ -236,7 +240,7 @@ def without_rows(group: Any) -> float:
 def spent(group: Any, lora: bool = False) -> dict[str, Any]:
     """What a micro-batch and a clip cost: collectives by name, and how often a GPU's host would wait."""
     loss = whole_loss("llama", lora)
-    cuts = tensor_parallel.cut(loss, group, distributed.get_rank(group), distributed.get_world_size(group))
+    cuts = tensor_parallel.split_model(loss, group, distributed.get_rank(group), distributed.get_world_size(group))
     trained = [(name, one) for name, one in loss.model.named_parameters() if one.requires_grad]
     counts: dict[str, int] = {}
 
@@ -252,14 +256,14 @@ def spent(group: Any, lora: bool = False) -> dict[str, Any]:
     with counting("all_reduce"), counting("all_gather"), HostSyncs() as seen:
         (loss(**batches()[0])[0] * 0.01).backward()
         passes = dict(counts)
-        clip(trained, cuts, group, 1e-3)
+        clip_grad_norm(trained, cuts, group, 1e-3)
     return {"passes": passes, "all": counts, "waits": seen.names}
 
 
 @contextmanager
 def broken(what: str) -> Iterator[None]:
     """A mistake that tensor parallelism could make."""
-    ours = tensor_parallel._Cutter
+    ours = tensor_parallel._Splitter
     if what == "q_norm is not summed":
         with mock.patch.object(ours, "share", return_value=None):
             yield
@@ -306,7 +310,7 @@ def trained_steps(backend: Any, micro: list[dict[str, Any]], scale: float, steps
     for _ in range(steps):
         for one in micro:
             backend.backward(backend.model(**one)[0] * scale)
-        norms.append(float(backend.clip(1.0)))
+        norms.append(float(backend.clip_grad_norm(1.0)))
         backend.step()
     return norms
 
@@ -314,9 +318,13 @@ def trained_steps(backend: Any, micro: list[dict[str, Any]], scale: float, steps
 def put_together(backend: Any, ranks: Ranks) -> dict[str, torch.Tensor]:
     """Every tensor that a checkpoint would hold, on every rank."""
     shards = backend.shards()
-    check_whole(shards, ranks)
+    check_coverage(shards, ranks)
     steps = {one.name: one.step for one in shards if one.step is not None}
-    mine = {(name, key): one.clone() for name, key, owner, one in wholes(shards, steps, ranks) if one is not None}
+    mine = {
+        (name, key): one.clone()
+        for name, key, owner, one in gather_full_tensors(shards, steps, ranks)
+        if one is not None
+    }
     return {f"{name}.{key}": one for part in ranks.gather(mine) for (name, key), one in part.items()}
 
 
@@ -328,7 +336,7 @@ def filled_back(backend: Any, whole: dict[str, torch.Tensor], ranks: Ranks) -> b
         for key, part in one.tensors.items():
             part.fill_(-1)
             one.fill(key, whole[f"{one.name}.{key}"])
-    backend.put_back(shards)
+    backend.write_shards(shards)
     return all(ranks.gather(all(torch.equal(a.tensors[key], b.tensors[key]) for a, b in
                                 zip(before, backend.shards(), strict=True) for key in a.tensors)))  # fmt: skip
 
@@ -373,7 +381,7 @@ def mixed(mesh: DeviceMesh, family: str, how: str, folder: Path) -> dict[str, An
         "names": sorted(whole) == sorted(expected),
         "weights": weights_apart(whole, expected),
         "filled": filled_back(backend, whole, ranks),
-        "held": [backend.held()[0], backend.held()[1], backend.held()[2]],
+        "held": list(backend.local_and_total_numel()),
         "whole": sum(one.numel() for one in whole_loss(family).parameters()),
     }
     store = Checkpoints(folder / f"{family}-{how}", ranks, Origin(how, plain(CONFIG), "data"))
@@ -401,7 +409,7 @@ class Alone(Ranks):
 def spread(loss: SupervisedLoss, mesh: DeviceMesh, how: str) -> Any:
     """A backend as a run would have it, built without an Accelerator."""
     place = mesh["tp"]
-    tensor_parallel.cut(loss, place.get_group(), place.get_local_rank(), place.size())
+    tensor_parallel.split_model(loss, place.get_group(), place.get_local_rank(), place.size())
     if how == "tp":
         return Replicated(loss, CONFIG, Accelerating())
     if how == "tp_ddp":

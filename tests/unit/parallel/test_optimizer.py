@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.parity.runs import config
 from tests.rounding import bound, relative
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.config.validation import build, ignored_choices
 from trainers.parallel.optimizer import (
     BLOCK,
@@ -20,9 +20,9 @@ from trainers.parallel.optimizer import (
     SmallAdamW,
     build_optimizer,
     empty_state,
-    put_back,
     rounded_by_chance,
     state_vectors,
+    write_state_vectors,
 )
 from trainers.strategy.strategy import cannot_run, load_strategy
 from trainers.tools.preflight import machine_mistakes
@@ -166,7 +166,7 @@ def test_states_that_were_saved_go_on_bit_for_bit(dtype: torch.dtype) -> None:
     for key, vector in vectors.items():
         assert not vector.any()
         vector.copy_(saved[key])
-    put_back(fresh.state[resumed], vectors)
+    write_state_vectors(fresh.state[resumed], vectors)
     assert torch.equal(trained(fresh, resumed, 10, start=10), expected)
 
     other = nn.Parameter(half.clone())  # control: without the states it goes elsewhere
@@ -224,6 +224,6 @@ def test_deepspeed_which_keeps_states_itself_refuses(name: str) -> None:
 def test_activation_offloading_is_idle_without_checkpointing_and_refused_without_a_gpu() -> None:
     alone = config("full", True, activation_offloading=True)
     assert "activation_offloading is ignored: gradient_checkpointing is off" in ignored_choices(alone)
-    (line,) = machine_mistakes(alone, has_gpu=False)
-    assert line.startswith("activation_offloading=true needs a GPU")
+    (mistake,) = machine_mistakes(alone, has_gpu=False)
+    assert str(mistake).startswith("activation_offloading=true needs a GPU")
     assert not machine_mistakes(alone, has_gpu=True)

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import distributed, multiprocessing
 
-from trainers.config.options import ConfigError
-from trainers.data.layout import DocumentLayout, RowPart, use_documents
+from trainers.config.mistakes import ConfigError
+from trainers.data.layout import AttentionMetadata, DocumentLayout, SequenceShard
 from trainers.model import attention
-from trainers.parallel.sequence import ContextParallel, Ulysses, pieces, refuse_unfit
+from trainers.parallel.sequence import ContextParallel, Ulysses, pieces, refuse_unsplittable_rows
 from trainers.strategy.mesh import MeshSizes
 
 LENGTH, ROWS, SIZE = 48, 2, 8
@@ -33,7 +33,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def outcome(case: dict[str, Any], way: Any, part: RowPart, dtype: torch.dtype) -> list[torch.Tensor]:
+def outcome(case: dict[str, Any], way: Any, part: SequenceShard, dtype: torch.dtype) -> list[torch.Tensor]:
     """Output and gradients of query, key and value, of this part of the rows."""
     made = torch.Generator().manual_seed(3)
     heads, keys = case["heads"], case["keys"]
@@ -41,13 +41,12 @@ def outcome(case: dict[str, Any], way: Any, part: RowPart, dtype: torch.dtype) -
     weights = torch.randn(ROWS, LENGTH, heads, SIZE, generator=made, dtype=dtype)
     columns = torch.from_numpy(part.columns(LENGTH))
     query, key, value = (one[:, :, columns].requires_grad_() for one in whole)
-    use_documents(DocumentLayout.of(BORDERS, ROWS) if case["packed"] else None, way)
+    metadata = AttentionMetadata(DocumentLayout.of(BORDERS, ROWS) if case["packed"] else None, way)
     rest = {name: case[name] for name in ("sliding_window", "softcap") if name in case}
     kernel = attention.eager if "softcap" in case else attention.documents
     module: Any = SimpleNamespace(training=True, num_key_value_groups=heads // keys)
-    found, _ = attention._on_parts_too(kernel)(module, query, key, value, None, **rest)
+    found, _ = attention.attention_function(kernel)(module, query, key, value, None, metadata, **rest)
     (found * weights[:, columns]).sum().backward()
-    use_documents(None)
     return [found.detach(), *(one.grad for one in (query, key, value))]
 
 
@@ -57,7 +56,10 @@ def on_a_rank(rank: int, world: int, folder: str, port: int) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", rank=rank, world_size=world)
     group = distributed.group.WORLD
-    ways = {"sp": (Ulysses(group), RowPart(rank, world)), "cp": (ContextParallel(group), RowPart(rank, world, True))}
+    ways = {
+        "sp": (Ulysses(group), SequenceShard(rank, world)),
+        "cp": (ContextParallel(group), SequenceShard(rank, world, True)),
+    }
     found = {
         (name, number): outcome(case, *way, torch.float64)
         for name, way in ways.items()
@@ -79,16 +81,17 @@ def free_port() -> int:
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     """What each of two, or four, ranks got."""
     folder, world = tmp_path_factory.mktemp("parts"), request.param
-    multiprocessing.spawn(on_a_rank, (world, str(folder), free_port()), world)
+    more = {"nprocs": world, "start_method": "forkserver"}
+    multiprocessing.start_processes(on_a_rank, (world, str(folder), free_port()), **more)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
 
 
 @pytest.mark.parametrize("name", ["sp", "cp"])
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_parts_of_rows_give_what_whole_rows_give(ranks: list[dict[Any, Any]], name: str, number: int) -> None:
-    expected, world = outcome(CASES[number], None, RowPart(), torch.float64), len(ranks)
+    expected, world = outcome(CASES[number], None, SequenceShard(), torch.float64), len(ranks)
     for rank, found in enumerate(ranks):
-        columns = torch.from_numpy(RowPart(rank, world, name == "cp").columns(LENGTH))
+        columns = torch.from_numpy(SequenceShard(rank, world, name == "cp").columns(LENGTH))
         for axis, mine, whole in zip((1, 2, 2, 2), found[name, number], expected, strict=True):
             close = 1e-5 if "softcap" in CASES[number] else 1e-12  # whose softmax is in fp32
             torch.testing.assert_close(mine, whole.index_select(axis, columns), rtol=close, atol=close)
@@ -97,11 +100,11 @@ def test_parts_of_rows_give_what_whole_rows_give(ranks: list[dict[Any, Any]], na
 def test_a_mask_ignored_at_a_border_would_be_seen() -> None:
     """Control: the same rows with one border moved by a token."""
     case, moved = CASES[0], BORDERS.copy()
-    before = outcome(case, None, RowPart(), torch.float64)
+    before = outcome(case, None, SequenceShard(), torch.float64)
     moved[3] += 1
     try:
         globals()["BORDERS"], kept = moved, BORDERS
-        after = outcome(case, None, RowPart(), torch.float64)
+        after = outcome(case, None, SequenceShard(), torch.float64)
     finally:
         globals()["BORDERS"] = kept
     assert all((one - other).abs().max() > 1e-3 for one, other in zip(before, after, strict=True))
@@ -110,7 +113,7 @@ def test_a_mask_ignored_at_a_border_would_be_seen() -> None:
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("zigzag", [False, True])
 def test_parts_are_equal_and_make_up_the_row(count: int, zigzag: bool) -> None:
-    parts = [RowPart(index, count, zigzag) for index in range(count)]
+    parts = [SequenceShard(index, count, zigzag) for index in range(count)]
     width = parts[0].padded(37)
     assert 37 <= width < 37 + 2 * count
     columns = [part.columns(width) for part in parts]
@@ -119,22 +122,24 @@ def test_parts_are_equal_and_make_up_the_row(count: int, zigzag: bool) -> None:
 
 
 def test_zigzag_shares_out_causal_attention_evenly() -> None:
-    def looks(part: RowPart) -> int:
+    def looks(part: SequenceShard) -> int:
         return sum(
             (one[1] - one[0]) * (one[2] + one[3])
-            for one in ((start, stop, first, last) for start, stop, first, last in pieces([0, 64], part.runs(64), None))
+            for one in (
+                (start, stop, first, last) for start, stop, first, last in pieces([0, 64], part.spans(64), None)
+            )
         )
 
-    zigzag, plain = ([looks(RowPart(index, 4, way)) for index in range(4)] for way in (True, False))
+    zigzag, plain = ([looks(SequenceShard(index, 4, way)) for index in range(4)] for way in (True, False))
     assert len(set(zigzag)) == 1
     assert max(plain) > 3 * min(plain)  # control
 
 
 def test_pieces_are_queries_of_one_document_and_the_keys_they_may_see() -> None:
-    runs = RowPart(1, 2, True).runs(16)  # columns 4 to 12
-    assert runs == [(4, 8), (8, 12)]
-    assert list(pieces([0, 6, 16], runs, None)) == [(0, 2, 0, 6), (2, 4, 6, 8), (4, 8, 6, 12)]
-    assert list(pieces([0, 6, 16], runs, 3)) == [(0, 2, 2, 6), (2, 4, 6, 8), (4, 8, 6, 12)]
+    spans = SequenceShard(1, 2, True).spans(16)  # columns 4 to 12
+    assert spans == [(4, 8), (8, 12)]
+    assert list(pieces([0, 6, 16], spans, None)) == [(0, 2, 0, 6), (2, 4, 6, 8), (4, 8, 6, 12)]
+    assert list(pieces([0, 6, 16], spans, 3)) == [(0, 2, 2, 6), (2, 4, 6, 8), (4, 8, 6, 12)]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +152,7 @@ def test_pieces_are_queries_of_one_document_and_the_keys_they_may_see() -> None:
 )
 def test_models_whose_rows_cannot_be_cut_are_refused(shape: dict[str, Any], part: str) -> None:
     fitting = {"model_type": "x", "num_attention_heads": 8, "layer_types": ["full_attention", "sliding_attention"]}
-    refuse_unfit(SimpleNamespace(**fitting), MeshSizes(sp=4))
+    refuse_unsplittable_rows(SimpleNamespace(**fitting), MeshSizes(sp=4))
     with pytest.raises(ConfigError, match=part):
-        refuse_unfit(SimpleNamespace(**fitting | shape), MeshSizes(sp=4))
-    refuse_unfit(SimpleNamespace(**fitting | shape), MeshSizes(dp_shard=4))
+        refuse_unsplittable_rows(SimpleNamespace(**fitting | shape), MeshSizes(sp=4))
+    refuse_unsplittable_rows(SimpleNamespace(**fitting | shape), MeshSizes(dp_shard=4))

@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from tests.unit.parallel.tensor_parallel_ranks import FAMILIES, ROPE, whole_loss
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.objectives.sft import LINEAR_HEADS
 from trainers.parallel.ranks import Ranks
-from trainers.parallel.shards import WEIGHT, Shard, check_whole
-from trainers.parallel.tensor import cut
+from trainers.parallel.shards import WEIGHT, Shard, check_coverage
+from trainers.parallel.tensor import split_model
 from trainers.run.errors import TrainingError
 from trainers.strategy.tensor_plan import refusals
 
@@ -157,8 +157,8 @@ LEFT, RIGHT, ALL = slice(0, 3), slice(3, 6), slice(0, 4)
 
 def test_rectangles_cut_again_are_whole() -> None:
     quarters = [piece(ALL, LEFT, 0, 5), piece(ALL, RIGHT, 0, 7), piece(ALL, LEFT, 5, 7), piece(ALL, RIGHT, 7, 5)]
-    check_whole(quarters[0], Told(quarters))
-    check_whole(quarters[0], Told([*quarters, *(piece(ALL, LEFT, 0, 12, primary=False) for _ in range(2))]))
+    check_coverage(quarters[0], Told(quarters))
+    check_coverage(quarters[0], Told([*quarters, *(piece(ALL, LEFT, 0, 12, primary=False) for _ in range(2))]))
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_rectangles_cut_again_are_whole() -> None:
 def test_too_little_or_twice_is_seen(ranks: list[list[Shard]]) -> None:
     """Control: the elements may even add up."""
     with pytest.raises(TrainingError, match="w has 24 elements, the ranks hold"):
-        check_whole(ranks[0], Told(ranks))
+        check_coverage(ranks[0], Told(ranks))
 
 
 def shape(**changes: Any) -> Any:
@@ -219,7 +219,7 @@ def test_sizes_and_plans_are_judged_by_the_config(size: int, changes: dict[str, 
 )
 def test_a_model_that_would_come_out_wrong_is_refused(family: str, more: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=f"tp_size=2: .*{reason}.*; use tp_size=1"):
-        cut(whole_loss(family, **more), None, 0, 2, first=True)
+        split_model(whole_loss(family, **more), None, 0, 2, first=True)
 
 
 @pytest.mark.parametrize(("target", "what"), [("embed_tokens", "embedding"), ("lm_head", "output head")])
@@ -230,7 +230,7 @@ def test_an_adapter_on_words_is_refused(target: str, what: str) -> None:
     adapters = LoraConfig(r=2, target_modules=[target, "q_proj"], task_type="CAUSAL_LM")
     adapted = type(loss)(get_peft_model(loss.model, adapters))
     with pytest.raises(ConfigError, match=f"has an adapter on its {what}.*; leave it out of lora_target_modules"):
-        cut(adapted, None, 0, 2, first=True)
+        split_model(adapted, None, 0, 2, first=True)
 
 
 def test_a_layer_that_is_not_plain_is_refused() -> None:
@@ -238,7 +238,7 @@ def test_a_layer_that_is_not_plain_is_refused() -> None:
     attention = loss.base.model.layers[1].self_attn
     attention.o_proj.__class__ = type("Linear4bit", (torch.nn.Linear,), {})
     with pytest.raises(ConfigError, match=r"has a Linear4bit at layers\.1\.self_attn\.o_proj, .*; use method=full or"):
-        cut(loss, None, 0, 2, first=True)
+        split_model(loss, None, 0, 2, first=True)
 
 
 def test_every_family_of_linear_heads_was_tried() -> None:
@@ -247,6 +247,6 @@ def test_every_family_of_linear_heads_was_tried() -> None:
 
 def test_one_part_is_the_whole() -> None:
     loss = whole_loss("llama")
-    assert cut(loss, None, 0, 1) == {}
+    assert split_model(loss, None, 0, 1) == {}
     assert loss.tensor is None
     assert type(loss.base.model.layers[0].mlp.up_proj) is torch.nn.Linear

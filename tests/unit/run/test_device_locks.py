@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.run import device_locks
 from trainers.run.device_locks import Held, Holder, Need, Ticket, cpu_slots, local_need
 from trainers.run.folder import Process, read_json

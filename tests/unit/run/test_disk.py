@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from trainers.config.options import ConfigError, TrainConfig
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import TrainConfig
 from trainers.config.validation import build
 from trainers.model.load import build_model
 from trainers.run import disk

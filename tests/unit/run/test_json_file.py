@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from app.cli import run_verb
-from app.launch.job import sort_words, train_job
+from app.command_line import TRAIN
+from app.launch.job import train_job
 from tests.made_runs import add_checkpoint, made_run
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.config.validation import build
 from trainers.run.folder import RunFolder, read_json
 from trainers.run.json_file import load_json
@@ -77,7 +78,8 @@ def test_a_models_config_is_refused_in_one_sentence(kind: str) -> None:
     Path("model/model.safetensors").write_bytes(b"")
     replace(Path("model/config.json"), kind)
     config = build({"model_name_or_path": "model", "dataset_name": "embedded"})
-    (line,) = check_model(config)[:1]
+    (mistake,) = check_model(config)[:1]
+    line = str(mistake)
     assert line.startswith("model_name_or_path=model: config.json "), line
     assert "\n" not in line
 
@@ -87,10 +89,10 @@ def test_a_weights_header_that_is_nested_is_damage() -> None:
     Path("model/config.json").write_text("{}")
     Path("model/model.safetensors").write_bytes(len(DEEP).to_bytes(8, "little") + DEEP.encode())
     config = build({"model_name_or_path": "model", "dataset_name": "embedded"})
-    assert any("model.safetensors is damaged" in line for line in check_model(config))
+    assert any("model.safetensors is damaged" in str(line) for line in check_model(config))
     Path("model/model.safetensors").unlink()
     os.mkfifo("model/model.safetensors")
-    assert any("model.safetensors is damaged" in line for line in check_model(config))
+    assert any("model.safetensors is damaged" in str(line) for line in check_model(config))
 
 
 @pytest.mark.parametrize(
@@ -107,14 +109,14 @@ def test_a_weights_header_that_is_nested_is_damage() -> None:
 )
 def test_a_number_that_no_machine_has_is_refused_before_anything_counts_to_it(text: str) -> None:
     Path("mine.yaml").write_text(f"distributed_type: MULTI_GPU\n{text}\n")
-    with pytest.raises(ConfigError, match=r"must be at most|write 1 to|is out of range"):
-        train_job(sort_words(["tiny-lora", "--strategy", "mine.yaml"]))
+    with pytest.raises(ConfigError, match=r"write at most|write 1 to|is out of range"):
+        train_job(TRAIN.read(["tiny-lora", "--strategy", "mine.yaml"]))
 
 
 @pytest.mark.parametrize("option", ["max_steps", "pp_size", "global_batch_size", "per_device_train_batch_size"])
 def test_an_option_of_26_digits_is_refused(option: str) -> None:
     with pytest.raises(ConfigError, match=f"{option}=.* is refused: input should be less than or equal to"):
-        train_job(sort_words(["tiny-lora", f"--{option}", "9" * 26]))
+        train_job(TRAIN.read(["tiny-lora", f"--{option}", "9" * 26]))
 
 
 def test_a_pipe_in_place_of_the_state_is_no_run() -> None:

@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
+from app.command_line import TRAIN
 from app.launch import actions
 from app.launch.foreground import held, write_folder
-from app.launch.job import Job, clone_job, resume_job, sort_words, train_job
+from app.launch.job import Job, clone_job, resume_job, train_job
 from tests.made_runs import add_checkpoint, made_run
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.embedded import BASE_DIR
 from trainers.run.folder import RunFolder
 from trainers.run.record import FILES
@@ -50,7 +51,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def start(run: RunFolder, *more: str) -> Job:
     """What a start does, up to the launch."""
-    job = train_job(sort_words(["tiny-lora", "--output_dir", str(run.path), *more]))
+    job = train_job(TRAIN.read(["tiny-lora", "--output_dir", str(run.path), *more]))
     with held(job):
         write_folder(job)
         job.run.write_state(state="starting")
@@ -87,7 +88,7 @@ def test_nothing_that_is_asked_of_a_users_folder_changes_it(names: set[str], see
     before = contents(run.path)
     asked = [
         lambda: start(run), lambda: start(run, "--resume_from_checkpoint", "auto"), run.create, run.refuse_used,
-        lambda: resume_job(run, sort_words([run.id])), lambda: clone_job(run, sort_words([])),
+        lambda: resume_job(run, TRAIN.read([run.id])), lambda: clone_job(run, TRAIN.read([])),
         lambda: actions.export(run, output=run.model),
     ]  # fmt: skip
     random.Random(seed).shuffle(asked)
@@ -120,7 +121,7 @@ def test_an_empty_folder_and_a_run_of_ours_are_taken() -> None:
     Path("empty").mkdir()
     run = start(RunFolder("empty")).run
     run.write_state(state="stopped", processes=[])
-    assert resume_job(run, sort_words([run.id])).run.path == run.path
+    assert resume_job(run, TRAIN.read([run.id])).run.path == run.path
     with pytest.raises(ConfigError, match="holds a run; resume it"):
         start(RunFolder("empty"))
 
@@ -132,8 +133,8 @@ def test_the_base_model_is_not_replaced_by_its_own_export() -> None:
     Path("link").symlink_to(run.model)
     for base in (str(run.model), "link", "mine/model", "mine/../mine/model"):
         with pytest.raises(ConfigError, match=r"model_name_or_path=\S+ lies in output_dir=\S+mine, to which"):
-            resume_job(run, sort_words([run.id, "--model_name_or_path", base, "--force"]))
-    assert resume_job(run, sort_words([run.id, "--model_name_or_path", str(BASE_DIR), "--force"]))  # the control
+            resume_job(run, TRAIN.read([run.id, "--model_name_or_path", base, "--force"]))
+    assert resume_job(run, TRAIN.read([run.id, "--model_name_or_path", str(BASE_DIR), "--force"]))  # the control
 
 
 # -- files of the user's in a run's folder -----------------------------------------------------------------------------
@@ -149,7 +150,7 @@ def test_files_put_into_a_runs_folder_outlive_it(names: set[str], seed: int) -> 
         lambda: export_to(run, "model", ["adapter.json"]),
         lambda: export_to(run, "export-full", ["config.json"]),
         lambda: run.record.temporary("model"),
-        lambda: resume_job(run, sort_words([run.id])),
+        lambda: resume_job(run, TRAIN.read([run.id])),
         lambda: put(run.path, sorted(names)),
     ]
     random.Random(seed).shuffle(todo)
@@ -168,7 +169,7 @@ def test_an_export_does_not_replace_what_the_run_did_not_write(mine: str) -> Non
     with pytest.raises(ConfigError, match=f"{mine} was not written by this run, which exports to model; move it to"):
         export_to(run, "model", ["config.json"])
     with pytest.raises(ConfigError, match="was not written by this run"):
-        resume_job(run, sort_words(["a"]))  # before it trains for what it could not export
+        resume_job(run, TRAIN.read(["a"]))  # before it trains for what it could not export
     assert (run.path / mine).read_text() == f"mine: {mine}"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 from accelerate.commands.config.config_args import ClusterConfig
@@ -12,16 +12,16 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import constants, launch
 from accelerate.utils.dataclasses import DeepSpeedPlugin
 
-from trainers.strategy.accelerate_rules import check
+from trainers.strategy.accelerate_rules import ONLY_FSDP1, check
 from trainers.strategy.accelerate_schema import (
-    DEEPSPEED,
-    FSDP,
+    LAUNCHER_FLAGS,
     NOT_BESIDE_FILE,
-    ONLY_FSDP1,
-    ONLY_FSDP2,
-    PARALLELISM,
-    TOP,
+    AccelerateConfig,
+    DeepSpeedConfig,
+    FsdpConfig,
+    ParallelismConfig,
 )
+from trainers.strategy.schema import Section
 
 DDP: dict[str, Any] = {"distributed_type": "MULTI_GPU", "num_processes": 2}
 FSDP2 = {
@@ -67,14 +67,14 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
         (DDP | {"monitor_interval": 1}, "monitor_interval is a flag"),
         (DDP | {"rdzv_conf": "x"}, "rdzv_conf is a flag"),
-        (DDP | {"num_processes": "two"}, "num_processes='two' is a str; write a int"),
-        (DDP | {"num_processes": True}, "num_processes=True is a bool"),
+        (DDP | {"num_processes": "two"}, "num_processes='two' is refused; write a whole number"),
+        (DDP | {"num_processes": True}, "num_processes=true is refused; write a whole number"),
         (DDP | {"num_processes": 1}, "distributed_type=MULTI_GPU with num_processes=1"),
         ({"num_processes": 2}, "distributed_type is missing"),
         ({"distributed_type": "MULTI_GPU"}, "num_processes is missing"),
         (
             {"distributed_type": False, "num_processes": 1},
-            "distributed_type=False: YAML reads a bare NO as false; put it",
+            "distributed_type=false: YAML reads a bare NO as false; put it",
         ),
         (DDP | {"distributed_type": "MULTI_CPU"}, "distributed_type=MULTI_CPU starts one process without mpirun"),
         (DDP | {"distributed_type": "NO"}, "distributed_type='NO' is one process, num_processes=2"),
@@ -83,9 +83,12 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
             "distributed_type=TPU is not supported; use NO, MULTI_GPU, FSDP, DEEPSPEED",
         ),
         (DDP | {"num_processes": 3, "num_machines": 2}, "num_processes=3 does not divide by num_machines=2"),
-        (DDP | {"compute_environment": "AMAZON_SAGEMAKER"}, "compute_environment=AMAZON_SAGEMAKER is not supported"),
+        (
+            DDP | {"compute_environment": "AMAZON_SAGEMAKER"},
+            "compute_environment='AMAZON_SAGEMAKER' is refused; write 'LOCAL_MACHINE'",
+        ),
         (DDP | {"mixed_precision": "bf61"}, "mixed_precision=bf61 is no precision"),
-        (DDP | {"mixed_precision": False}, "mixed_precision=False: YAML reads a bare NO as false"),
+        (DDP | {"mixed_precision": False}, "mixed_precision=false: YAML reads a bare NO as false"),
         (
             DDP | {"mixed_precision": "fp8"},
             "mixed_precision=fp8 is chosen in the config; remove it and pass --mixed_precision fp8",
@@ -99,7 +102,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
             DDP | {"dynamo_backend": "INDUCTOR"},
             "dynamo_backend='INDUCTOR' is refused: the launcher's torch.compile is not supported",
         ),
-        (DDP | {"dynamo_backend": False}, "dynamo_backend=False: YAML reads a bare NO as false; put it in quotes"),
+        (DDP | {"dynamo_backend": False}, "dynamo_backend=false: YAML reads a bare NO as false; put it in quotes"),
         (DDP | {"dynamo_config": {"dynamo_bakend": "NO"}}, "dynamo_config.dynamo_bakend: unknown Accelerate key"),
         (
             DDP | {"megatron_lm_config": {"megatron_lm_tp_degree": 2}},
@@ -107,11 +110,14 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
             "weights; use --strategy 3d",
         ),
         (DDP | {"mpirun_config": {"mpirun_ccl": "1"}}, "mpirun_config is refused: mpirun is not supported"),
-        (DDP | {"tpu_name": "pod"}, "tpu_name is refused: TPU pods are not supported; remove it"),
-        (DDP | {"commands": ["ls"]}, "commands is refused: TPU pods are not supported; remove it"),
+        (DDP | {"tpu_name": "pod"}, "tpu_name='pod' is refused: TPU pods are not supported; remove it"),
+        (DDP | {"commands": ["ls"]}, "commands=['ls'] is refused: TPU pods are not supported; remove it"),
         (DDP | {"num_proceses": None}, "num_proceses: unknown Accelerate key num_proceses; did you mean num_proc"),
-        (DDP | {"main_process_port": "any"}, "main_process_port='any' is no port; write a whole number, as 29500"),
-        (DDP | {"main_process_port": -1}, "main_process_port=-1 must be at least 0"),
+        (
+            DDP | {"main_process_port": "any"},
+            "main_process_port='any' is refused: it is no port; write 0 to 65535, as 29500",
+        ),
+        (DDP | {"main_process_port": -1}, "main_process_port=-1 is refused: it is no port"),
         (
             DDP | {"machine_rank": 1},
             "machine_rank=1 with num_machines=1: ranks count from 0, so that the last one is 1 - 1 = 0; write 0 to 0",
@@ -127,7 +133,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         (DDP | {"deepspeed_config": {"zero_stage": 2}}, "deepspeed_config under distributed_type=MULTI_GPU is ignored"),
         (
             DDP | {"num_processes": 4, "parallelism_config": MESH},
-            "parallelism_config: dp_shard=2 does not go with distributed_type=MULTI_GPU; use FSDP",
+            "parallelism_config_dp_shard_size=2 does not go with distributed_type=MULTI_GPU; use FSDP",
         ),
         (zero() | {"fsdp_config": FSDP2}, "fsdp_config under distributed_type=DEEPSPEED is ignored"),
         (
@@ -141,10 +147,10 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
         (
             zero() | {"num_processes": 4, "parallelism_config": MESH},
-            "parallelism_config: dp_replicate=2 does not go with distributed_type=DEEPSPEED; use MULTI_GPU or FSDP",
+            "parallelism_config_dp_replicate_size=2 does not go with distributed_type=DEEPSPEED; use MULTI_GPU or FSDP",
         ),
         (fsdp2() | {"deepspeed_config": {"zero_stage": 2}}, "deepspeed_config under distributed_type=FSDP is ignored"),
-        (fsdp2() | {"fsdp_config": "x"}, "fsdp_config='x' is a str; write a dict"),
+        (fsdp2() | {"fsdp_config": "x"}, "fsdp_config='x' is refused; write a mapping"),
     ],
     "fsdp": [
         (fsdp({}), "distributed_type=FSDP without fsdp_config; write one, as in accelerate_configs/fsdp2.yaml"),
@@ -158,17 +164,17 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
             fsdp2(offload_params=True),
             "fsdp_config.offload_params: the Accelerate key has a prefix; write fsdp_offload_par",
         ),
-        (fsdp2(fsdp_offload_params="true"), "fsdp_config.fsdp_offload_params='true' is a str; write a bool"),
+        (fsdp2(fsdp_offload_params="true"), "fsdp_config.fsdp_offload_params='true' is refused; write true or false"),
         (fsdp2(fsdp_offload_params=None), "fsdp_config.fsdp_offload_params is empty; write a value or remove the line"),
         (fsdp(without(FSDP2, "fsdp_version")), "fsdp_config.fsdp_version is missing, and Accelerate would take 1"),
-        (fsdp2(fsdp_version=3), "fsdp_config.fsdp_version=3 is not one of its values; use 1, 2"),
+        (fsdp2(fsdp_version=3), "fsdp_config.fsdp_version=3 is refused: FSDP has the versions 1 and 2; write 2"),
         (
             fsdp(without(FSDP2, "fsdp_auto_wrap_policy")),
             "fsdp_config.fsdp_auto_wrap_policy is missing, and the whole model",
         ),
         (
             fsdp2(fsdp_auto_wrap_policy="LAYERS"),
-            "fsdp_config.fsdp_auto_wrap_policy='LAYERS' is not one of its values; use",
+            "fsdp_config.fsdp_auto_wrap_policy='LAYERS' is refused; write 'TRANSFORMER",
         ),
         (
             fsdp(without(FSDP2, "fsdp_cpu_ram_efficient_loading")),
@@ -178,7 +184,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
             fsdp2(fsdp_auto_wrap_policy="SIZE_BASED_WRAP"),
             "fsdp_config.fsdp_auto_wrap_policy=SIZE_BASED_WRAP needs a size; write fsdp_min_num_params",
         ),
-        (fsdp2(fsdp_min_num_params=0), "fsdp_config.fsdp_min_num_params=0 must be at least 1"),
+        (fsdp2(fsdp_min_num_params=0), "fsdp_config.fsdp_min_num_params=0 is refused; write at least 1"),
         (fsdp2(fsdp_min_num_params=9), "fsdp_config.fsdp_min_num_params is ignored under TRANSFORMER_BASED_WRAP"),
         (
             fsdp2(fsdp_auto_wrap_policy="NO_WRAP", fsdp_transformer_layer_cls_to_wrap="LlamaDecoderLayer"),
@@ -214,7 +220,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
         (
             fsdp1(fsdp_reshard_after_forward="FULL"),
-            "fsdp_config.fsdp_reshard_after_forward='FULL' is a str; write a bool, or FULL_SHARD or SHARD_GRAD_OP",
+            "fsdp_config.fsdp_reshard_after_forward='FULL' is refused; write true or false, or 'FULL_SHARD'",
         ),
         (
             fsdp2(fsdp_reshard_after_forward="SHARD_GRAD_OP"),
@@ -233,14 +239,17 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
             fsdp1(fsdp_sharding_strategy="HYBRID_SHARD"),
             "fsdp_config.fsdp_sharding_strategy=HYBRID_SHARD takes its groups from the machines, and this is one; use",
         ),
-        (fsdp(FSDP1, num_processes=1), "fsdp_version=1 with num_processes=1 turns FULL_SHARD into NO_SHARD"),
+        (
+            fsdp(FSDP1, num_processes=1),
+            "fsdp_config.fsdp_version=1 with num_processes=1 turns FULL_SHARD into NO_SHARD",
+        ),
         (
             fsdp2(fsdp_activation_checkpointing=True),
-            "fsdp_config.fsdp_activation_checkpointing=True is refused: its recomp",
+            "fsdp_config.fsdp_activation_checkpointing=true is refused: its recomp",
         ),
         (
             fsdp2(fsdp_activation_checkpointing_offload=True),
-            "fsdp_config.fsdp_activation_checkpointing_offload=True is refused: its recompute",
+            "fsdp_config.fsdp_activation_checkpointing_offload=true is refused: its recompute",
         ),
         (
             fsdp2(fsdp_state_dict_type="LOCAL_STATE_DICT"),
@@ -248,7 +257,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
         (
             fsdp2(fsdp_ignored_modules="lm_head"),
-            "fsdp_config.fsdp_ignored_modules is refused: the gradients of ignored",
+            "fsdp_config.fsdp_ignored_modules='lm_head' is refused: the gradients of ignored",
         ),
         (
             fsdp(FSDP2, mixed_precision="fp16"),
@@ -290,7 +299,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
         (
             hsdp(dp_replicate_size=1, dp_shard_size=1, cp_size=2, sp_size=2),
-            "parallelism_config: cp and sp: both cut the rows; use one of them",
+            "parallelism_config: cp and sp both cut the rows; use one of them",
         ),
         (
             hsdp(dp_replicate_size=-1, dp_shard_size=-1),
@@ -302,9 +311,12 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
         (
             hsdp(dp_replicate_size=1, cp_size=2, cp_backend="torch"),
-            "parallelism_config_cp_backend: rows are cut by the training script",
+            "parallelism_config_cp_backend: rows are split by the training script",
         ),
-        (hsdp(dp_shard_size=0), "parallelism_config.parallelism_config_dp_shard_size=0 must be at least 1"),
+        (
+            hsdp(dp_shard_size=0),
+            "parallelism_config.parallelism_config_dp_shard_size=0 is refused: it is no number of processes",
+        ),
         (hsdp(dp_replicate_size=4, dp_shard_size=1), "parallelism_config_dp_shard_size=1 leaves nothing to shard over"),
         (fsdp(FSDP1, num_processes=4, parallelism_config=MESH), "parallelism_config needs fsdp_version: 2"),
     ],
@@ -321,26 +333,32 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
         (
             zero(zero_stage=0),
-            "deepspeed_config.zero_stage=0 is refused: ZeRO has the stages 1, 2 and 3; stage 0 is the ddp",
+            "deepspeed_config.zero_stage=0 is refused: ZeRO has the stages 1, 2 and 3; write one as a number; stage",
         ),
-        (zero(zero_stage="2"), "deepspeed_config.zero_stage='2' is a str; write a int"),
+        (
+            zero(zero_stage="2"),
+            "deepspeed_config.zero_stage='2' is refused: ZeRO has the stages 1, 2 and 3; write one as a number",
+        ),
         (
             zero(zero_stage=3),
             "deepspeed_config.zero3_init_flag is missing, and Accelerate would take true; write false",
         ),
         (
             zero(zero_stage=3, zero3_init_flag=True),
-            "deepspeed_config.zero3_init_flag=True is refused: weights come from",
+            "deepspeed_config.zero3_init_flag=true is refused: weights come from",
         ),
         (
             zero(gradient_accumulation_steps=4),
             "deepspeed_config.gradient_accumulation_steps=4 is refused: accumulation is",
         ),
-        (zero(gradient_accumulation_steps=True), "deepspeed_config.gradient_accumulation_steps=True is a bool"),
+        (
+            zero(gradient_accumulation_steps=True),
+            "deepspeed_config.gradient_accumulation_steps=true is refused: accumulation",
+        ),
         (zero(gradient_clipping=1.0), "deepspeed_config.gradient_clipping=1.0 is refused: max_grad_norm of the config"),
         (
             zero(offload_optimizer_device="disk"),
-            "deepspeed_config.offload_optimizer_device='disk' is not one of its values",
+            "deepspeed_config.offload_optimizer_device='disk' is refused; write 'none', 'cpu' or 'nvme'",
         ),
         (zero(offload_param_device="cpu"), "deepspeed_config.offload_param_device=cpu needs zero_stage: 3, not 2"),
         (
@@ -349,9 +367,9 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
         (
             zero(deepspeed_hostfile="hosts"),
-            "deepspeed_config.deepspeed_hostfile is refused: it belongs to DeepSpeed's own",
+            "deepspeed_config.deepspeed_hostfile='hosts' is refused: it belongs to DeepSpeed's own",
         ),
-        (zero(deepspeed_inclusion_filter="x"), "deepspeed_config.deepspeed_inclusion_filter is refused"),
+        (zero(deepspeed_inclusion_filter="x"), "deepspeed_config.deepspeed_inclusion_filter='x' is refused"),
         (
             zero(deepspeed_multinode_launcher="pdsh"),
             "deepspeed_config.deepspeed_multinode_launcher='pdsh' is refused: onl",
@@ -374,7 +392,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
 def test_a_wrong_config_is_refused(values: dict[str, Any], line: str) -> None:
     found = check(values)
     assert len(found) == 1, found
-    assert found[0].startswith(line)
+    assert str(found[0]).startswith(line)
 
 
 RIGHT = {
@@ -433,20 +451,30 @@ def flags(group: str) -> dict[str, Any]:
 def test_the_keys_are_accelerates_own() -> None:
     """Fails when a new Accelerate reads another key, or no longer reads one of these."""
     legacy = {"dynamo_backend"}
-    assert set(TOP) - legacy == set(ClusterConfig.__dataclass_fields__)
+    assert set(AccelerateConfig.model_fields) - legacy == set(ClusterConfig.__dataclass_fields__)
     exported = set(re.findall(r"\bfsdp_\w+", inspect.getsource(launch.prepare_multi_gpu_env)))
-    assert set(FSDP) == exported == set(flags("FSDP Arguments")) | {"fsdp_ignored_modules"}
-    assert set(DEEPSPEED) == set(flags("DeepSpeed Arguments"))
-    assert set(PARALLELISM) == set(flags("ParallelismConfig Arguments"))
+    assert set(FsdpConfig.model_fields) == exported == set(flags("FSDP Arguments")) | {"fsdp_ignored_modules"}
+    assert set(DeepSpeedConfig.model_fields) == set(flags("DeepSpeed Arguments"))
+    assert set(ParallelismConfig.model_fields) == set(flags("ParallelismConfig Arguments"))
+    every = {action.dest for action in launch_command_parser()._actions}
+    assert set(LAUNCHER_FLAGS) <= every - set(AccelerateConfig.model_fields)
+
+
+def choices(section: type[Section], key: str) -> tuple[str, ...]:
+    """The texts that a key may hold."""
+    annotation = section.model_fields[key].annotation
+    literals = [kind for kind in (annotation, *get_args(annotation)) if get_origin(kind) is Literal]
+    return tuple(text for literal in literals for text in get_args(literal))
 
 
 def test_the_values_are_accelerates_own() -> None:
-    assert FSDP["fsdp_auto_wrap_policy"].choices == tuple(constants.FSDP_AUTO_WRAP_POLICY)
-    assert FSDP["fsdp_backward_prefetch"].choices == tuple(constants.FSDP_BACKWARD_PREFETCH)
+    assert choices(FsdpConfig, "fsdp_auto_wrap_policy") == tuple(constants.FSDP_AUTO_WRAP_POLICY)
+    assert choices(FsdpConfig, "fsdp_backward_prefetch") == tuple(constants.FSDP_BACKWARD_PREFETCH)
     torchs = ("_HYBRID_SHARD_ZERO2",)
-    assert FSDP["fsdp_sharding_strategy"].choices == tuple(constants.FSDP_SHARDING_STRATEGY) + torchs
-    assert set(constants.FSDP_STATE_DICT_TYPE) > set(FSDP["fsdp_state_dict_type"].choices)
-    assert set(constants.DEEPSPEED_MULTINODE_LAUNCHERS) > set(DEEPSPEED["deepspeed_multinode_launcher"].choices)
+    assert choices(FsdpConfig, "fsdp_sharding_strategy") == tuple(constants.FSDP_SHARDING_STRATEGY) + torchs
+    assert set(constants.FSDP_STATE_DICT_TYPE) > set(choices(FsdpConfig, "fsdp_state_dict_type"))
+    launchers = choices(DeepSpeedConfig, "deepspeed_multinode_launcher")
+    assert set(constants.DEEPSPEED_MULTINODE_LAUNCHERS) > set(launchers) > set()
 
 
 def test_what_accelerate_takes_by_itself_is_still_so() -> None:
@@ -469,11 +497,11 @@ def test_what_accelerate_refuses_beside_a_deepspeed_json() -> None:
 
 
 def test_the_tables_of_one_version_name_known_keys() -> None:
-    assert set(ONLY_FSDP1) | set(ONLY_FSDP2) <= set(FSDP)
-    assert set(NOT_BESIDE_FILE) <= set(DEEPSPEED)
+    assert set(ONLY_FSDP1) <= set(FsdpConfig.model_fields)
+    assert set(NOT_BESIDE_FILE) <= set(DeepSpeedConfig.model_fields)
 
 
 def test_every_mistake_is_one_line_with_a_way_out() -> None:
-    for found in (line for each in WRONG.values() for values, _ in each for line in check(values)):
+    for found in (str(mistake) for each in WRONG.values() for values, _ in each for mistake in check(values)):
         assert "\n" not in found
         assert re.search(r"; |: YAML|at least", found), found

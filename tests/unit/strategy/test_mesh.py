@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from trainers.config.mistakes import ConfigError
 from trainers.strategy.mesh import (
     APART,
     AXES,
@@ -18,6 +19,7 @@ from trainers.strategy.mesh import (
     fitted,
     heads_mistake,
     matrix,
+    size_option,
 )
 
 
@@ -48,7 +50,9 @@ def test_sizes_that_fit(asked: dict[str, int], processes: int, expected: MeshSiz
     ],
 )  # fmt: skip
 def test_sizes_that_do_not_fit_are_told_with_the_numbers(asked: dict[str, int], processes: int, line: str) -> None:
-    assert fitted(asked, processes) == line
+    with pytest.raises(ConfigError) as caught:
+        fitted(asked, processes)
+    assert str(caught.value) == f"parallelism_config: {line}"
 
 
 def test_what_goes_with_what_is_one_table() -> None:
@@ -58,7 +62,8 @@ def test_what_goes_with_what_is_one_table() -> None:
         for axis in AXES:
             found = combination_mistakes(kind, MeshSizes(**{axis: 2}))
             assert bool(found) == (axis not in axes)
-            assert all(f"{axis}=2 does not go with distributed_type={kind}; use" in line for line in found)
+            line = f"{size_option(axis)}=2 does not go with distributed_type={kind}; use"
+            assert all(str(mistake).startswith(line) for mistake in found)
     for pair in APART:
         assert len(combination_mistakes("FSDP", MeshSizes(**dict.fromkeys(pair, 2)))) == 1
 
@@ -85,15 +90,15 @@ def test_every_process_has_a_place_of_its_own_and_tensor_ranks_are_neighbours() 
     assert places == list(product(*(range(size) for size in sizes.by_axis.values())))
     first, second = Mesh(sizes, 0), Mesh(sizes, 1)
     assert (first.index("tp"), second.index("tp")) == (0, 1)
-    assert (first.data_rank, first.part) == (second.data_rank, second.part)
-    assert first.counts != second.counts
+    assert (first.data_rank, first.sequence_shard) == (second.data_rank, second.sequence_shard)
+    assert first.contributes_loss != second.contributes_loss
 
 
 def test_shares_of_the_batch_and_parts_of_rows_are_all_there() -> None:
     sizes = MeshSizes(dp_replicate=2, dp_shard=2, sp=3)
-    shares = [(Mesh(sizes, rank).data_rank, Mesh(sizes, rank).part) for rank in range(sizes.world)]
+    shares = [(Mesh(sizes, rank).data_rank, Mesh(sizes, rank).sequence_shard) for rank in range(sizes.world)]
     assert sorted(shares) == list(product(range(4), range(3)))
-    assert (sizes.data, sizes.parts, sizes.averaged, sizes.world) == (4, 3, 12, 12)
+    assert (sizes.data, sizes.sequence_shards, sizes.grad_group_size, sizes.world) == (4, 3, 12, 12)
 
 
 def test_heads_that_do_not_divide_are_told_with_the_sizes_that_would() -> None:

@@ -12,8 +12,8 @@ from accelerate.commands.config.default import write_basic_config
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 
-from trainers.config.options import ConfigError
-from trainers.config.parse import read_yaml
+from trainers.config.mistakes import ConfigError
+from trainers.config.yaml_file import read_yaml
 from trainers.strategy.strategy import load_strategy, resolve
 
 GPUS = {"Which type of machine": 4, "How many GPU(s)": 2, "comma-separated list of transformer": "LlamaDecoderLayer"}

@@ -12,7 +12,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.config.validation import build
 from trainers.strategy.strategy import (
     STRATEGIES_DIR,
@@ -77,7 +77,7 @@ def test_what_a_strategy_says_of_itself(
     strategy = load_strategy(name)
     assert (strategy.distributed_type, strategy.fsdp_version, strategy.zero_stage) == (kind, version, stage)
     assert (strategy.offload, strategy.sharded, strategy.wrapped_class) == (offload, sharded, wrapped)
-    cut = strategy.sizes.parts * strategy.sizes.tp * strategy.sizes.pp
+    cut = strategy.sizes.sequence_shards * strategy.sizes.tp * strategy.sizes.pp
     assert strategy.data_parallel_size * cut == strategy.num_processes == strategy.sizes.world
     assert (bool(strategy.fsdp), bool(strategy.deepspeed)) == (kind == "FSDP", kind == "DEEPSPEED")
     assert strategy.outside_parity() == []
@@ -177,7 +177,7 @@ def test_resolve_sets_processes_and_drops_device_ids() -> None:
 def test_a_precision_that_differs_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: bf16\n")
-    with pytest.raises(ConfigError, match="says mixed_precision=bf16 and the config no"):
+    with pytest.raises(ConfigError, match="mixed_precision=bf16 in the file and the config no"):
         resolve(load_strategy(str(path)), 2, "no")
     assert resolve(load_strategy(str(path)), 2, "bf16").num_processes == 2
 
@@ -283,14 +283,14 @@ def test_options_go_before_the_files_stages() -> None:
 @pytest.mark.parametrize(
     ("file", "line"),
     [
-        ({"size": 0}, "# pp_size: 0 is no number of stages; write 1 to 65536"),
-        ({"size": "two"}, "# pp_size: two is no number of stages"),
-        ({"schedule": "1f2b"}, "# pp_schedule: 1f2b is no schedule; use gpipe, 1f1b, interleaved, zero_bubble, zbv"),
-        ({"name": "zero2"}, "pp=2 does not go with distributed_type=DEEPSPEED; use MULTI_GPU or FSDP"),
+        ({"size": 0}, "pp_size=0 is no number of stages; write 1 to 65536"),
+        ({"size": "two"}, "pp_size=two is no number of stages"),
+        ({"schedule": "1f2b"}, "pp_schedule=1f2b is no schedule; use gpipe, 1f1b, interleaved, zero_bubble, zbv"),
+        ({"name": "zero2"}, "pp_size=2 does not go with distributed_type=DEEPSPEED; use MULTI_GPU or FSDP"),
         ({"size": 3}, "pp 3 = 3, but num_processes=2; use a multiple of that"),
         (
             {"name": "fsdp2"},
-            "fsdp_config.fsdp_reshard_after_forward=True with pp=2: a stage's layers are cut one by one",
+            "fsdp_config.fsdp_reshard_after_forward=true with pp=2: a stage's layers are sharded one by one",
         ),
         ({"name": "hsdp"}, "pp 2 x dp_replicate 2 x dp_shard 2 = 8, but num_processes=4; make them equal"),
     ],
@@ -336,6 +336,18 @@ def test_tensor_parallelism_across_machines_is_told() -> None:
     here = resolve(load_strategy("tp"), 2, "no")
     assert here.cautions(build(TINY)) == []
     assert here.cautions(build(TINY | {"pp_schedule": "gpipe"})) == ["pp_schedule=gpipe is ignored: there is one stage"]
+
+
+def test_a_pipeline_says_that_it_ignores_the_class_to_wrap(tmp_path: Path) -> None:
+    policy = "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
+    key = "fsdp_transformer_layer_cls_to_wrap"
+    text = (STRATEGIES_DIR / "pp_fsdp2.yaml").read_text()
+    assert policy in text
+    file = tmp_path / "mine.yaml"
+    file.write_text(text.replace(policy, f"{policy}  {key}: LlamaDecoderLayer\n"))
+    [line] = load_strategy(str(file)).cautions(build(TINY))
+    assert line.startswith(f"fsdp_config.{key} is ignored: each layer of a stage is sharded by itself; remove")
+    assert load_strategy("pp_fsdp2").cautions(build(TINY)) == []
 
 
 def test_comments_of_any_shape_say_the_stages(tmp_path: Path) -> None:

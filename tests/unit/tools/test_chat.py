@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from app.services.rpc_client import Worker
 from tests.launching import launch_well
-from trainers.config.options import ConfigError, TrainConfig
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import TrainConfig
 from trainers.data import template
 from trainers.embedded import BASE_DIR
 from trainers.model.load import load_base
@@ -108,7 +109,7 @@ def test_a_damaged_or_missing_checkpoint_is_refused(trained: dict[str, Path], tm
         load({"run_dir": str(run), "weights": "model"})
     (run / "export-out").symlink_to(trained["full"] / "model")
     for name in ("../run/model", "..", "", "/etc", "export-out", "step-99999999"):
-        with pytest.raises(ConfigError, match="is not there in run"):
+        with pytest.raises(ConfigError, match="does not exist in run"):
             load({"run_dir": str(run), "weights": name})
 
 
@@ -201,6 +202,6 @@ def test_an_answer_can_be_stopped_and_the_next_one_is_whole(worker: Worker) -> N
 def test_a_wrong_request_leaves_the_process_as_it_is(worker: Worker) -> None:
     with pytest.raises(ConfigError, match="side=base is not loaded"):
         list(worker.ask({"ask": "answer", "side": "base", "messages": ASKED, "sampling": GREEDY}))
-    with pytest.raises(ConfigError, match="/nowhere/at/all cannot be loaded"):
+    with pytest.raises(ConfigError, match="/nowhere/at/all is neither a local folder nor a Hub id"):
         list(worker.ask({"ask": "load", "model": "/nowhere/at/all"}))
     assert worker.alive

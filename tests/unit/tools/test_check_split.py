@@ -16,7 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.families import config_for, save_small
 from trainers import build
-from trainers.config.options import ConfigError, TrainConfig
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import TrainConfig
 from trainers.parallel.ranks import Ranks
 from trainers.strategy.mesh import Mesh
 from trainers.strategy.strategy import Strategy, load_strategy, resolve
@@ -75,7 +76,7 @@ NAMED = "fsdp_transformer_layer_cls_to_wrap"
 Case = tuple[str, dict[str, Any], dict[str, Any], str, int, dict[str, Any], str]
 """Family, changes of its config, options, strategy, processes, changes of it, and the sentence."""
 CASES: dict[str, Case] = {
-    "a family without stages": ("gpt2", {}, {}, "pp", 2, {}, "gpt2 models cannot be cut into pipeline stages"),
+    "a family without stages": ("gpt2", {}, {}, "pp", 2, {}, "gpt2 models cannot be split into pipeline stages"),
     "too few layers": (
         "llama", {}, {}, "pp", 2, {"pp_schedule": "interleaved"}, "pp_size=2 .*4 stages for 2 layers; use at most 2",
     ),
@@ -117,7 +118,7 @@ def test_the_check_refuses_what_a_rank_would(name: str, tmp_path: Path, monkeypa
         check(config, strategy, has_gpu=False)
     with pytest.raises(ConfigError) as late:
         start_rank(config, strategy, monkeypatch)
-    assert early.value.mistakes == late.value.mistakes
+    assert early.value.lines == late.value.lines
 
 
 FITTING: dict[str, tuple[str, dict[str, Any], dict[str, Any], str, int, dict[str, Any]]] = {
@@ -155,5 +156,5 @@ def test_another_strategy_is_another_question(tmp_path: Path) -> None:
     config = config_of(tmp_path, "gpt2", {}, {})
     for _ in range(2):
         assert check(config, strategy_of("ddp", 2), has_gpu=False)
-        with pytest.raises(ConfigError, match="cannot be cut into pipeline stages"):
+        with pytest.raises(ConfigError, match="cannot be split into pipeline stages"):
             check(config, strategy_of("pp", 2), has_gpu=False)

@@ -27,7 +27,8 @@ from app.services.data import (
 )
 from app.services.form import preview as form_preview
 from app.services.rpc_client import Worker
-from trainers.config.options import ConfigError, TrainConfig
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import TrainConfig
 from trainers.config.validation import build
 from trainers.data.batches import TrainPlan
 from trainers.data.prepare import prepare
@@ -76,7 +77,7 @@ def trained_rows(config: TrainConfig, look: Preview) -> dict[int, tuple[list[Run
     plan = TrainPlan(make_rows(config, data, 0), config, 1)
     found = {}
     for step in range(plan.steps_per_epoch):
-        micro = plan.batch(step, 0).micro
+        micro = plan.batch(step, 0).micro_batches
         rows = plan.rows_of(step)
         for number, batch in enumerate(micro):
             flat = np.zeros(batch.input_ids.numel(), dtype=bool)
@@ -299,7 +300,7 @@ def test_the_process_refuses_as_the_training_does(tmp_path: Path) -> None:
     config = config_of(tmp_path, write(tmp_path / "strange.jsonl", [{"a": 1}]))
     with pytest.raises(ConfigError, match="belong to no known format"):
         open_data(config).rows(0, 1)
-    with pytest.raises(ConfigError, match="give a row from 0 on"):
+    with pytest.raises(ConfigError, match="give a row number of 0 or more"):
         open_data(config).rows(-1, 1)
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,13 +20,14 @@ from tests.families import config_for as config
 from tests.families import save_small as saved
 from tests.made_runs import made_run
 from trainers import train
-from trainers.config.options import ConfigError
-from trainers.data.layout import current_documents
+from trainers.config.mistakes import ConfigError
+from trainers.data.layout import MetadataRoute
 from trainers.model.attention import KERNELS
-from trainers.model.load import load_base, silent_weights
+from trainers.model.load import build_model, load_base, silent_weights
 from trainers.model.probe import ForwardPass, ProbeError, check_model_computes, compare, probe_rows
 from trainers.model.small_model import choose_attention, small_config
 from trainers.objectives.sft import SupervisedLoss
+from trainers.run.errors import RollBack
 from trainers.strategy.strategy import load_strategy
 from trainers.tools.preflight import check
 
@@ -80,7 +82,7 @@ def test_weights_that_would_be_random_are_refused(fault: str, tmp_path: Path) ->
         checked(folder)
     with pytest.raises(ConfigError) as late:
         load_base(config(folder))
-    assert early.value.mistakes == late.value.mistakes
+    assert early.value.lines == late.value.lines
 
 
 def test_a_base_without_its_head_is_refused_unless_the_head_is_the_embedding(tmp_path: Path) -> None:
@@ -137,6 +139,89 @@ def test_a_config_that_describes_no_model_gets_its_true_sentence(fault: str, tmp
         assert "HF_TOKEN" not in str(refused.value)
 
 
+QUANTISED = {
+    "compressed-tensors": {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {}},
+    "gptq": {"quant_method": "gptq", "bits": 4},
+    "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    "by an unknown method": {},
+}
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16]}
+MXFP4 = {"quant_method": "mxfp4"}
+
+
+@pytest.mark.parametrize(
+    ("how", "method"), [*product(QUANTISED, ("full", "lora")), ("fp8", "qlora"), ("mxfp4", "qlora")]
+)
+def test_a_base_that_is_quantised_already_is_refused(how: str, method: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    edit_config(folder, quantization_config={**QUANTISED, "fp8": FP8, "mxfp4": MXFP4}[how])
+    refusal = rf"is quantised already \({how}\) and cannot be trained with method={method}; use the model"
+    for look in (checked, lambda folder, **options: build_model(config(folder, **options))):
+        with pytest.raises(ConfigError, match=refusal):
+            look(folder, method=method)
+    assert checked(folder, random_init=True), "only its sizes are used"
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_fp8_weights_are_dequantised(method: str, tmp_path: Path) -> None:
+    """As DeepSeek stores them: blocks with a scale each."""
+    folder = saved(tmp_path)
+    expected = load_base(config(folder)).state_dict()
+    blocks = {}
+
+    def quantise(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        for name in [name for name in weights if name.endswith("_proj.weight")]:
+            rows, columns = weights[name].shape
+            blocks[name] = scale = 2.0 ** torch.arange(rows * columns // 256).view(rows // 16, columns // 16)
+            wide = scale.repeat_interleave(16, 0).repeat_interleave(16, 1)
+            weights[name] = (weights[name] / wide).to(torch.float8_e4m3fn)
+            weights[f"{name}_scale_inv"] = scale
+            expected[name] = weights[name].float() * wide
+        return weights
+
+    edit_weights(folder, quantise)
+    edit_config(folder, quantization_config=FP8)
+    assert checked(folder, method=method)
+    base = load_base(config(folder, method=method))
+    assert blocks
+    assert not hasattr(base.config, "quantization_config")
+    for name, weight in base.state_dict().items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_mxfp4_weights_are_dequantised(method: str, tmp_path: Path) -> None:
+    """As GPT-OSS stores its experts: 32 weights of 4 bits with a power of two."""
+    folder = saved(tmp_path, "gpt_oss", intermediate_size=64)
+    expected, codes = load_base(config(folder, packing=False)).state_dict(), torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    table = torch.cat([codes, -codes])
+
+    def quantise(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
+            experts, columns, rows = weights.pop(name).shape
+            packed = torch.randint(256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(120, 130, (experts, rows, columns // 32), dtype=torch.uint8)
+            weights[f"{name}_blocks"], weights[f"{name}_scales"] = packed, scales
+            values = table[torch.stack([packed & 15, packed >> 4], -1).long()].flatten(-2)
+            wide = values * 2.0 ** (scales.float() - 127)[..., None]
+            expected[name] = wide.flatten(-2).transpose(1, 2)
+        return weights
+
+    edit_weights(folder, quantise)
+    edit_config(folder, quantization_config=MXFP4)
+    assert checked(folder, method=method, packing=False)
+    for name, weight in load_base(config(folder, method=method, packing=False)).state_dict().items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=0)
+
+
+def test_weights_of_8_bits_are_refused_though_the_config_does_not_say_so(tmp_path: Path) -> None:
+    """Their scales would be left out, as the model has no place for them."""
+    folder = saved(tmp_path)
+    edit_weights(folder, lambda weights: {name: one.to(torch.float8_e4m3fn) for name, one in weights.items()})
+    with pytest.raises(ConfigError, match=r"is quantised already \(F8_E4M3\)"):
+        checked(folder)
+
+
 def test_a_saved_classifier_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is a LlamaForSequenceClassification"):
         checked(saved(tmp_path, auto=AutoModelForSequenceClassification))
@@ -163,7 +248,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 
 def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path: Path) -> None:
     folder = saved(tmp_path, vocab_size=1000)
-    with pytest.raises(ConfigError, match=r"token 10\d\d and the model has embeddings for 1000 tokens, 0 to 999"):
+    with pytest.raises(ConfigError, match=r"token 10\d\d but the model has embeddings for 1000 tokens, 0 to 999"):
         checked(folder)
 
 
@@ -191,6 +276,23 @@ def test_encoders_are_refused_unless_they_are_decoders(family: str) -> None:
         with pytest.raises(ConfigError, match=r"read a text in both directions .*use another model"):
             choose_attention(AutoConfig.for_model(family), packing)
     assert choose_attention(AutoConfig.for_model(family, is_decoder=True), packing=False)
+
+
+def test_an_encoder_that_leaves_out_the_token_that_would_show_it_is_refused() -> None:
+    for packing in (True, False):
+        with pytest.raises(ConfigError, match=r"^xlm models .*use another model"):
+            choose_attention(AutoConfig.for_model("xlm"), packing)
+
+
+def test_layers_without_state_are_not_named_as_a_reason(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="whose linear_attention layers carry state across documents"):
+        checked(saved(tmp_path, "nemotron_h"), packing=True)
+
+
+def test_a_small_copy_is_small_in_the_sizes_of_linear_attention_too() -> None:
+    """In true size the reference implementation takes a minute."""
+    small = small_config(AutoConfig.for_model("kimi_linear"))
+    assert (small.linear_num_heads, small.linear_head_dim) == (4, 8)
 
 
 def test_hybrids_are_packed_never() -> None:
@@ -221,7 +323,7 @@ def test_the_choice_leaves_the_seed_and_the_documents_alone() -> None:
     torch.manual_seed(3)
     choose_attention(AutoConfig.for_model("llama"), packing=True)
     assert torch.equal(torch.rand(4), expected)
-    assert current_documents.layout is None, "or the next forward pass of another length fails"
+    assert MetadataRoute.current is None, "or the next forward pass of another length fails"
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -234,6 +336,26 @@ def test_a_loss_that_is_not_the_models_own_is_refused_with_numbers(packing: bool
     loss.rule = (1.001, None)
     with pytest.raises(ConfigError, match=r"our loss is \d\.\d+ and the model's own forward pass gives \d\.\d+"):
         check_model_computes(loss, model, packing, cpu, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("packing", "splits_rows", "remedy"),
+    [
+        (True, False, "; use packing=false, another model"),
+        (False, False, "; use another model"),
+        (True, True, "; use a strategy without cp and sp, or another model"),
+        (False, True, "; use a strategy without cp and sp, or another model"),
+    ],
+)
+def test_the_remedy_is_one_that_applies(packing: bool, splits_rows: bool, remedy: str) -> None:
+    """Where ranks share a row, packing=false changes nothing."""
+    model = AutoModelForCausalLM.from_config(small_config(AutoConfig.for_model("llama")), attn_implementation="eager")
+    model.set_attn_implementation("tunesmith_fused")
+    loss = SupervisedLoss(model)
+    loss.rule = (1.001, None)
+    with pytest.raises(ConfigError) as caught:
+        check_model_computes(loss, model, packing, torch.device("cpu"), torch.float32, splits_rows=splits_rows)
+    assert str(caught.value).endswith(remedy)
 
 
 def test_a_model_that_overflows_is_not_taken_for_an_encoder() -> None:
@@ -260,11 +382,11 @@ def test_a_head_with_a_transform_is_trained() -> None:
 
 
 def test_a_refusal_that_one_rank_alone_meets_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 reads the note when it finds the other rank gone; of a run that goes back there is none."""
+    """Rank 0 reads the note when it finds the other rank gone; there is none of a run that rolls back."""
     run, launch = made_run(tmp_path, "a", "running"), SimpleNamespace(supervised=True)
-    monkeypatch.setattr(train, "give_way", lambda: None)
+    monkeypatch.setattr(train, "wait_for_rank0", lambda: None)
     monkeypatch.setenv("RANK", "1")
-    train.fail(run, "a spike", launch, 1, permanent=False, goes_back=True)
+    assert train.report_failure(RollBack("a spike"), run, launch) == 1
     assert run.noted_failure() is None
-    train.fail(run, "this model sees later tokens", launch, 2, permanent=True)
+    assert train.report_failure(ConfigError("this model sees later tokens"), run, launch) == 2
     assert run.noted_failure() == "rank 1: this model sees later tokens"

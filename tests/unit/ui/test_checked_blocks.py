@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 
 from tests.made_runs import made_run
 from ui.checked_blocks import CheckedBlocks, is_plain_json, kind_of
-from ui.context import Here
+from ui.context import ServerContext
 from ui.gradio_start import MAX_FIELD
 from ui.security import UPLOAD_PATH, Guard, TrustedHosts
 from ui.server import asgi
@@ -40,7 +40,9 @@ class App:
         made_run(folder / "runs", "a-run", strategy="single", world=1)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("GRADIO_TEMP_DIR", str(self.uploads))
-            self.guard: Guard = asgi(Here(folder / "runs", (folder,), self.uploads), TrustedHosts("testserver"), None)
+            self.guard: Guard = asgi(
+                ServerContext(folder / "runs", (folder,), self.uploads), TrustedHosts("testserver"), None
+            )
         self.gradio = self.guard.app.routes[-1].app  # type: ignore[attr-defined]
         self.blocks: CheckedBlocks = self.gradio.get_blocks()
         self.client = TestClient(self.guard)  # type: ignore[arg-type]
@@ -353,7 +355,7 @@ def test_kinds(component: Callable[[], gr.blocks.Block], right: list[Any], wrong
 def test_a_component_of_which_nothing_is_known_is_no_input() -> None:
     with CheckedBlocks() as blocks:
         gr.Button().click(lambda value: value, gr.Image(), None)
-    with pytest.raises(TypeError, match="Image is no input yet"):
+    with pytest.raises(TypeError, match="Image is not a supported input"):
         blocks.check_kinds()
 
 

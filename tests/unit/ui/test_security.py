@@ -284,7 +284,7 @@ def test_pauses_grow_and_are_forgotten() -> None:
         assert [throttle.begin("a") for _ in range(5)] == [0.0] * 5
         pauses.append(throttle.begin("a"))
         assert throttle.begin("b") == 0.0  # another address is let in
-        throttle.right("b")
+        throttle.succeed("b")
         clock.now += pauses[-1]
     assert pauses == [60, 120, 240, 480, 960, 1920, 3600, 3600]
     clock.now += 3601
@@ -299,15 +299,15 @@ def test_slow_mistakes_and_right_passwords_are_no_attack() -> None:
         clock.now += 15.1
     for _ in range(50):
         assert throttle.begin("a") == 0.0
-        throttle.right("a")
+        throttle.succeed("a")
 
 
 def test_many_addresses_together_are_throttled() -> None:
     clock = Clock()
     throttle = Throttle(clock)
-    assert [throttle.begin(f"10.0.0.{number}") for number in range(Throttle.MOST_OF_ALL)] == [0.0] * 20
+    assert [throttle.begin(f"10.0.0.{number}") for number in range(Throttle.MAX_TOTAL_FAILURES)] == [0.0] * 20
     assert throttle.begin("10.9.9.9") == 60.0
-    assert len(throttle._by_address) <= 21
+    assert len(throttle._attempts) <= 21
 
 
 def test_addresses_of_one_network_are_one() -> None:
@@ -360,15 +360,15 @@ def test_wrong_passwords_at_the_same_time_are_all_counted() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--port", "0"], "port='0' is no port"),
-        (["--port", "70000"], "port='70000' is no port"),
-        (["--port", "7860; id"], "is no port"),
+        (["--port", "0"], "port='0' is not a port"),
+        (["--port", "70000"], "port='70000' is not a port"),
+        (["--port", "7860; id"], "is not a port"),
         (["--host", "0.0.0.0"], "add --auth USER"),  # noqa: S104
-        (["--host", "a;b"], "is no host"),
-        (["--host", "256.1.1.1", "--auth", "me"], "there is no password"),
-        (["--auth", "a\nb"], "is no user name"),
-        (["--auth", "me"], "there is no password; set TUNESMITH_UI_PASSWORD"),
-        (["--allow", "nowhere"], "allow='nowhere' is no folder"),
+        (["--host", "a;b"], "is not a host"),
+        (["--host", "256.1.1.1", "--auth", "me"], "no password is set"),
+        (["--auth", "a\nb"], "is not a user name"),
+        (["--auth", "me"], "no password is set; set TUNESMITH_UI_PASSWORD"),
+        (["--allow", "nowhere"], "allow='nowhere' is not a folder"),
         (["--runs_dir", "/proc/none"], "runs_dir='/proc/none'"),
     ],
 )
@@ -385,7 +385,7 @@ def test_a_short_password_is_refused(capsys: pytest.CaptureFixture[str], monkeyp
     monkeypatch.setenv("TUNESMITH_UI_PASSWORD", "seven77")
     assert run_verb(["ui", "--auth", "me"]) == 2
     errors = capsys.readouterr().err
-    assert "7 letters" in errors
+    assert "7 characters" in errors
     assert "seven77" not in errors
 
 
@@ -393,9 +393,9 @@ def test_the_next_free_port_is_taken(capsys: pytest.CaptureFixture[str]) -> None
     with _listen("127.0.0.1", None) as first, _listen("127.0.0.1", None) as second:
         ports = [one.getsockname()[1] for one in (first, second)]
         assert DEFAULT_PORT <= ports[0] < ports[1]
-        with pytest.raises(ValueError, match=f"port={ports[0]} is taken"):
+        with pytest.raises(ValueError, match=f"port={ports[0]} is in use"):
             _listen("127.0.0.1", ports[0])
-    assert f"this is port {ports[1]}" in capsys.readouterr().err
+    assert f"using port {ports[1]}" in capsys.readouterr().err
 
 
 def test_a_missing_gradio_is_said(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +15,9 @@ from app.services.memory_check import Verdict
 from app.services.starting_values import starting_values
 from tests.made_runs import made_run
 from trainers.config.own_data import DESCRIBING
-from ui.context import Here
+from ui.context import ServerContext
 from ui.pages import train
-from ui.pages.train_parts import shown_value
+from ui.pages.train_parts import component_value
 
 
 def gpus(*holders: str) -> list[GpuChoice]:
@@ -30,7 +31,7 @@ def opened(page: Any, draft: str = "", **query: str) -> Any:
 
 def test_who_holds_a_gpu_is_told_when_the_page_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "gpu_choices", lambda: gpus("", ""))
-    here = Here(tmp_path / "runs", (tmp_path,), tmp_path / "uploads", False)
+    here = ServerContext(tmp_path / "runs", (tmp_path,), tmp_path / "uploads", False)
     with gr.Blocks():
         page = train._Form(here)
         page.lay_out()
@@ -49,7 +50,7 @@ def test_who_holds_a_gpu_is_told_when_the_page_is_opened(tmp_path: Path, monkeyp
 def page(tmp_path: Path) -> Any:
     """The form on a machine without GPUs."""
     with gr.Blocks():
-        page = train._Form(Here(tmp_path / "runs", (tmp_path,), tmp_path / "uploads", False))
+        page = train._Form(ServerContext(tmp_path / "runs", (tmp_path,), tmp_path / "uploads", False))
         page.lay_out()
     return page
 
@@ -99,14 +100,14 @@ def test_a_run_that_will_hardly_fit_is_asked_about_once(tmp_path: Path, monkeypa
     monkeypatch.setattr(train, "known_verdict", lambda job: None)
     monkeypatch.setattr(train, "memory_verdict", lambda job: Verdict(False, "needs 99 GiB"))
     monkeypatch.setattr(train, "start", started.append)
-    here = Here(tmp_path / "runs", (tmp_path,), tmp_path / "uploads", False)
+    here = ServerContext(tmp_path / "runs", (tmp_path,), tmp_path / "uploads", False)
     with gr.Blocks():
         page = train._Form(here)
         page.lay_out()
     first = starting_values("tiny-lora") | {"runs_dir": str(tmp_path / "runs")}
-    raw = [shown_value(one, first[one.name]) for one in page.fields]
+    raw = [component_value(one, first[one.name]) for one in page.fields]
     *_, (_, button, run_id, asked) = page.start("", "", False, "tiny-lora", "", "2", *raw)
-    assert (button.value, run_id, asked, started) == (train._ALL_THE_SAME, "", train._ALL_THE_SAME, [])
+    assert (button.value, run_id, asked, started) == (train._LAUNCH_ANYWAY, "", train._LAUNCH_ANYWAY, [])
     *_, (_, _, run_id, asked) = page.start(asked, "", False, "tiny-lora", "", "2", *raw)
     assert (run_id, asked) == (started[0].run.id, "")
     assert page.refresh("", False, "tiny-lora", "", "2", *raw)[-1] == "", "another form is asked about again"
@@ -114,7 +115,7 @@ def test_a_run_that_will_hardly_fit_is_asked_about_once(tmp_path: Path, monkeypa
 
 def test_own_data_take_the_presets_evaluation_off_the_form(page: Any) -> None:
     values = {one.name: component.value for one, component in zip(page.fields, page.options, strict=True)}
-    named = [box.value for box in page.named]
+    named = [box.value for box in page.data_before]
     assert values["eval_dataset_name"] == named[1] != "", "there is something to take off"
     values["dataset_name"] = "my.jsonl"
     *before, _ = updates = page.follow_data("", "tiny-lora", *named, *values.values())
@@ -122,3 +123,47 @@ def test_own_data_take_the_presets_evaluation_off_the_form(page: Any) -> None:
     shown = dict(zip(DESCRIBING, updates[3:], strict=True))
     assert {name: value for name, value in shown.items() if value != gr.skip()} == {"eval_dataset_name": ""}
     assert set(map(str, page.follow_data("run", "tiny-lora", *named, *values.values())[3:])) == {str(gr.skip())}
+
+
+def test_another_method_brings_its_presets_values(page: Any) -> None:
+    """What was changed by hand stays; and until the form has followed, the preview says what the fields say."""
+    values = {one.name: component.value for one, component in zip(page.fields, page.options, strict=True)}
+    values |= {"method": "full", "seed": "7"}
+    preset, before, *updates = page.switch_method("", "tiny-lora", "", "2", *values.values())
+    assert (preset, before) == ("tiny-full", "tiny-full")
+    names = [one.name for one in page.fields]
+    shown = dict(zip(names, [update["value"] for update in updates[2 : 2 + len(names)]], strict=True))
+    assert (shown["method"], shown["learning_rate"], shown["seed"]) == ("full", "0.001", "7")
+    job = page._preview("", False, "tiny-lora", "", "2", list(values.values())).job
+    assert (job.config.preset, job.config.learning_rate) == ("tiny-full", 0.003)
+    followed = page._preview("", False, "tiny-full", "", "2", list(shown.values())).job
+    assert followed.config.learning_rate == 0.001
+    values["method"] = "qlora"  # of which there is no preset: the field alone changes
+    assert set(map(str, page.switch_method("", "tiny-lora", "", "2", *values.values()))) == {str(gr.skip())}
+    values["method"] = "full"
+    skipped = page.switch_method("a-run", "tiny-lora", "", "2", *values.values())
+    assert set(map(str, skipped)) == {str(gr.skip())}, "a run that goes on keeps its preset"
+
+
+def test_an_address_may_name_the_model_alone(page: Any) -> None:
+    request: Any = SimpleNamespace(query_params={"preset": "tiny"})
+    assert page.prefill("", request)[0] == "tiny-lora"
+
+
+def test_a_draft_of_a_run_that_goes_on_keeps_what_is_the_presets_own_value_again(page: Any, tmp_path: Path) -> None:
+    """The form starts from the run, not from its preset: `logging_steps` goes from its 5 back to the preset's 1."""
+    made_run(tmp_path / "runs", "mine", "stopped", config={"logging_steps": 5, "save_steps": 7})
+    request: Any = SimpleNamespace(query_params={"resume": "mine"})
+    names = [one.name for one in page.fields]
+
+    def shown(draft: str) -> dict[str, Any]:
+        updates = page.prefill(draft, request)[train._DEVICES + 1 :][: len(names)]
+        return dict(zip(names, [update["value"] for update in updates], strict=True))
+
+    untouched = shown("")
+    assert (untouched["logging_steps"], untouched["save_steps"]) == ("5", "7")
+    draft = {
+        "preset": "tiny-lora",
+        "options": {**untouched, "logging_steps": starting_values("tiny-lora")["logging_steps"]},
+    }
+    assert shown(json.dumps(draft)) == {**untouched, "logging_steps": "1"}

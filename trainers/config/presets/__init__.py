@@ -1,1 +1,173 @@
-"""Presets: one YAML file each, a complete `TrainConfig`."""
+"""Presets: a YAML file per model, with its methods, their strategies on 1, 2 and 8 GPUs, and its published config.
+
+A preset is named `<model>-<method>`, such as `qwen3-8b-lora`: the model's options, with those of the method on top.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from trainers.config.mistakes import ConfigError, Mistake, nearest
+from trainers.config.yaml_file import read_yaml
+
+PRESETS_DIR = Path(__file__).parent
+DEFAULT_METHOD = "lora"
+_METHOD_TITLES = {"full": "{}, all weights", "lora": "{} with LoRA", "qlora": "{} with QLoRA (4-bit base)"}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class Placement(_Strict):
+    """What a method gets, and needs, on a number of GPUs."""
+
+    strategies: tuple[str, ...]
+    """Those that fit, best first; empty where the GPUs are too small."""
+    gib: float = Field(gt=0)
+    """GiB on each GPU under the most demanding of the strategies; where there is none, under `single` on one GPU and
+    `fsdp2` on several. As `tunesmith plan` estimates it, unless the method says that it was measured."""
+    host_gib: float = Field(0.0, ge=0)
+    """GiB of host memory that each process fills besides, likewise."""
+
+
+class Method(_Strict):
+    """What a model's file says of a method."""
+
+    options: dict[str, Any]
+    """On top of the model's."""
+    gpu_gib: int | None = Field(None, gt=0)
+    """Memory of the GPUs that it is meant for; None: any, or a CPU."""
+    gpus: dict[int, Placement]
+    """By number of GPUs."""
+    measured: str | None = None
+    """What was measured, in place of an estimate."""
+
+
+class PublishedModel(_Strict):
+    """What the Hub says of a model."""
+
+    safetensors_total: int
+    """Elements in its weight files."""
+    tied_head_stored: bool = False
+    """Whether the files hold a tied output head a second time."""
+    config: dict[str, Any]
+    """Its config.json, as far as the number, shapes and uses of its weights follow from it."""
+
+
+class ModelPresets(_Strict):
+    """A model's file."""
+
+    title: str
+    options: dict[str, Any]
+    """Shared by all methods."""
+    methods: dict[str, Method]
+    model: PublishedModel | None = None
+    """None for the model that ships."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A model and a method.
+
+    Args:
+        name: `<model>-<method>`.
+        summary: one line that says what it trains and what that needs.
+        options: those that differ from the defaults of `TrainConfig`.
+        gpus: strategies and memory by number of GPUs, fewest first.
+    """
+
+    name: str
+    summary: str
+    options: dict[str, Any]
+    gpus: dict[int, Placement]
+
+
+def model_names() -> list[str]:
+    """Names of the models that have presets, sorted."""
+    return sorted(path.stem for path in PRESETS_DIR.glob("*.yaml"))
+
+
+def preset_names() -> list[str]:
+    """Names of all presets, sorted by model."""
+    return [f"{model}-{method}" for model in model_names() for method in model_presets(model).methods]
+
+
+@lru_cache
+def model_presets(model: str) -> ModelPresets:
+    """The file of a model by its name in `model_names`."""
+    return ModelPresets.model_validate(read_yaml(PRESETS_DIR / f"{model}.yaml"))
+
+
+def is_preset(name: str) -> bool:
+    """Whether `find_preset` knows the name."""
+    return _split(name) is not None
+
+
+def find_preset(name: str, method: object = None) -> Preset:
+    """The preset of a name.
+
+    Args:
+        name: `<model>-<method>`, or the model alone.
+        method: in place of the one in the name, where the model has it. A model alone gets LoRA otherwise.
+
+    Raises:
+        ConfigError: when there is no such model or method.
+    """
+    parts = _split(name)
+    if parts is None:
+        raise ConfigError(_unknown(name))
+    model, own_method = parts
+    presets = model_presets(model)
+    chosen = method if isinstance(method, str) and method in presets.methods else own_method or DEFAULT_METHOD
+    entry = presets.methods[chosen]
+    options = {**presets.options, **entry.options, "method": chosen}
+    gpus = dict(sorted(entry.gpus.items()))
+    return Preset(f"{model}-{chosen}", _summary(presets.title, chosen, entry), options, gpus)
+
+
+def methods_line(model: str) -> str:
+    """`there are full, lora and qlora`."""
+    *others, last = model_presets(model).methods
+    return f"there are {', '.join(others)} and {last}"
+
+
+def published_config(model_name_or_path: str) -> dict[str, Any] | None:
+    """The config.json of a Hub model that has presets, as far as they keep it; None for other models."""
+    for presets in map(model_presets, model_names()):
+        if presets.model and presets.options["model_name_or_path"] == model_name_or_path:
+            return presets.model.config
+    return None
+
+
+def _split(name: str) -> tuple[str, str | None] | None:
+    """Model and method of a preset's name, None for the method where it names the model alone."""
+    if name in model_names():
+        return name, None
+    model, _, method = name.rpartition("-")
+    return (model, method) if model in model_names() and method in model_presets(model).methods else None
+
+
+def _unknown(name: str) -> Mistake:
+    model, _, method = name.rpartition("-")
+    if model in model_names():
+        return Mistake("preset", name, f"is unknown: {model} has no method {method!r}", methods_line(model))
+    listed = f"use MODEL-METHOD, such as qwen3-8b-lora; the models are {', '.join(model_names())}"
+    return Mistake("preset", name, "is unknown", nearest(name, [*preset_names(), *model_names()], listed))
+
+
+def _summary(title: str, method: str, preset: Method) -> str:
+    """`Qwen3 8B with LoRA: estimated 19 GiB on a GPU of 24 GiB`; the fewest GPUs that do without the host's memory."""
+    if preset.measured:
+        return f"{_METHOD_TITLES[method].format(title)}: measured {preset.measured}"
+    able = {count: entry for count, entry in preset.gpus.items() if entry.strategies}
+    count, entry = min(able.items(), key=lambda item: (item[1].host_gib > 0, item[0]))
+    gpus = f"a GPU of {preset.gpu_gib} GiB" if count == 1 else f"each of {count} GPUs of {preset.gpu_gib} GiB"
+    host = f", {entry.host_gib:g} GiB of host memory per process" if entry.host_gib else ""
+    return f"{_METHOD_TITLES[method].format(title)}: estimated {entry.gib:g} GiB on {gpus}{host}"

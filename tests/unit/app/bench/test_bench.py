@@ -16,6 +16,7 @@ import pytest
 from app.bench.bench import Watch, enough_steps
 from app.bench.plan import (
     BATCH,
+    BENCH,
     KERNELS_OF_CPUS,
     KERNELS_OF_GPUS,
     LEAST_STEPS,
@@ -32,9 +33,10 @@ from app.bench.report import advice, conclusion, helpful
 from app.cli import run_verb
 from app.hardware import Gpu
 from app.launch.foreground import CheckBroke
-from app.launch.job import Job, sort_words
+from app.launch.job import Job
 from app.launch.supervisor import STOP_NOTES, Listener
-from trainers.config.options import ConfigError, TrainConfig
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import TrainConfig
 from trainers.config.validation import build
 from trainers.run.folder import RunFolder, register, registered_runs
 
@@ -47,7 +49,7 @@ ROOT = Path(__file__).resolve().parents[4]
 
 
 def plan(*words: str) -> Plan:
-    return make_plan(sort_words(words))
+    return make_plan(BENCH.read(words))
 
 
 def config(**values: Any) -> TrainConfig:
@@ -118,21 +120,21 @@ def test_a_batch_that_does_not_divide_is_not_possible() -> None:
     ("words", "parts"),
     [
         ("", ["model_name_or_path is missing", "dataset_name is missing"]),
-        ("tiny-lroa", ["did you mean tiny-lora?"]),
+        ("tiny-lroa", ["tiny has no method 'lroa'; there are full and lora"]),
         ("tiny-lora --seed", ["--seed"]),
         ("tiny-lora --learning_rte 1", ["did you mean learning_rate?"]),
         ("tiny-lora --turn 3 --nonsense 1", ["did you mean turns?", "`tunesmith bench --help` lists"]),
         ("tiny-lora --num_processes 3", ["does not divide"]),
         ("tiny-lora --strategy dddp --gpus x", ["did you mean ddp?", "no GPU id"]),
-        ("tiny-lora --steps 0 --turns 1", ["steps='0'", "turns='1' is no number of turns; write 2 to 20"]),
-        ("tiny-lora --steps", ["steps=''"]),
+        ("tiny-lora --steps 0 --turns 1", ["steps='0'", "turns='1' is not a number of turns; use 2 to 20"]),
+        ("tiny-lora --steps", ["--steps has no value"]),
         ("tiny-lora --steps ²", ["steps='²'"]),
-        ("tiny-lora --settings packing,speed", ["speed is none that bench varies; use per_device"]),
-        ("tiny-lora --settings ,", ["settings: none is named"]),
-        ("tiny-lora --settings torch_compile --num_processes 1", ["on GPUs alone"]),
+        ("tiny-lora --settings packing,speed", ["speed cannot be varied; use per_device"]),
+        ("tiny-lora --settings ,", ["settings: no setting is given"]),
+        ("tiny-lora --settings torch_compile --num_processes 1", ["only on GPUs"]),
         ("tiny-lora --check --detach", ["--check is for", "--detach is for"]),
         ("tiny-lora --force", ["--force is for"]),
-        ("tiny-lora --num_machines 2 --steps x", ["steps='x'", "this machine alone"]),
+        ("tiny-lora --num_machines 2 --steps x", ["steps='x'", "this machine only"]),
         ("tiny-lora --output_dir x --resume_from_checkpoint auto", ["starts each run at its first step"]),
     ],
 )
@@ -241,7 +243,7 @@ def test_packing_may_change_the_loss_and_that_is_told() -> None:
     packed.runs = [Measured(200, 2.0, 2.0, 2.5, 2.0)] * 2
     (line,) = texts(BASE, packed)
     assert line.startswith("use --packing true: 1.96x tokens/s")
-    assert line.endswith("it changes which rows make a step: 400 tokens in place of 100")
+    assert line.endswith("it changes the rows of a step: 400 tokens instead of 100")
 
 
 def test_of_one_option_the_fastest_value_counts() -> None:
@@ -278,7 +280,7 @@ def test_settings_that_do_not_fit_get_one_that_does() -> None:
     base = made(outcome="out of memory")
     half, saving = made(80, 80, per_device_train_batch_size=2), made(90, 90, gradient_checkpointing=True)
     (line,) = advice(base, [half, saving, made(outcome="out of memory", packing=True)], None)
-    assert line["text"] == "use --gradient_checkpointing true, with which it fits: 90 tokens/s, memory 2.00 GiB"
+    assert line["text"] == "use --gradient_checkpointing true to make it fit: 90 tokens/s, memory 2.00 GiB"
     assert (line["for"], line["ratio"]) == ("fit", None)
 
 
@@ -374,7 +376,7 @@ def test_the_runs_take_turns(bench: Bench) -> None:
     assert [row["outcome"] for row in document["variants"]] == ["measured", "measured", "not possible", "measured"]
     assert (document["advice"], document["noise"], document["steps"]) == ([], 0.0, 20)
     assert (document["strategy"], document["world_size"], document["interrupted"]) == ("ddp", 2, False)
-    assert "good already: no change is sure to gain more than 3.0%" in conclusion(document)[-1]
+    assert "already good: no change gains more than 3.0%" in conclusion(document)[-1]
 
 
 def test_what_helps_is_measured_together(bench: Bench) -> None:
@@ -462,11 +464,11 @@ def test_the_table_is_for_people(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     shown = capsys.readouterr()
     lines = shown.out.splitlines()
     assert lines[0].startswith("yours: per_device_train_batch_size=8, packing=true")
-    header = "setting tokens/s against yours runs apart s/step memory GiB loss, first to last"
+    header = "setting tokens/s vs yours spread s/step memory GiB loss, first to last"
     assert " ".join(lines[2].split()) == header
     assert " ".join(lines[4].split()) == "packing=false 200 2.00x 0.0% 0.500 2.00 1.5000 to 0.0652"
     assert "attn_implementation=eager: failed: ValueError: no such kernel" in lines
-    assert "2 runs of your settings are 0.0% apart, which is the noise" in shown.out
+    assert "the noise is 0.0%, the spread of 2 runs of your settings" in shown.out
     assert "use --packing false: 2.00x tokens/s, memory 2.00 -> 2.00 GiB; it changes" in shown.out
     assert "[1/" in shown.err
     assert "yours: 100 tokens/s, 1.000 s per step" in shown.err

@@ -14,13 +14,13 @@ import pytest
 
 from app.accelerate_launch import read_command_line
 from app.cli import run_verb
+from app.command_line import CLONE, Args
 from app.launch import actions
 from app.launch.foreground import write_folder
-from app.launch.job import Words
 from app.runs.runs import find_run, list_runs, true_state
-from app.runs.state import allowed, queue_place
+from app.runs.state import allowed, queue_position
 from tests.made_runs import add_checkpoint, made_run
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.run import device_locks
 from trainers.run.device_locks import Holder, Need
 from trainers.run.folder import Process, RunFolder, register, registered_runs
@@ -103,7 +103,7 @@ def test_the_verb_says_when_it_does_not_end_in_time(capsys: pytest.CaptureFixtur
     status, document, _ = answer(capsys, "stop", "a", "--json", "--timeout", "0", "--no_save")
     assert (status, document["in_time"], run.stop_asked()) == (1, False, False)
     status, _, errors = answer(capsys, "stop", "a", "--timeout", "soon")
-    assert (status, "timeout='soon' is no number of seconds" in errors) == (2, True)
+    assert (status, "timeout='soon' is not a number of seconds" in errors) == (2, True)
 
 
 # -- rename ------------------------------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ def test_a_resume_does_not_make_the_folder_of_a_run_that_is_gone() -> None:
     from app.launch.job import resume_job
 
     run = made_run(RUNS, "a", "stopped", world=1, strategy="single")
-    job = resume_job(run, Words())
+    job = resume_job(run, Args())
     actions.rename(run, "new")
     with pytest.raises(ConfigError), held(job):
         pass
@@ -265,16 +265,16 @@ def test_a_resume_does_not_make_the_folder_of_a_run_that_is_gone() -> None:
 
 def test_a_clone_is_a_new_run_with_what_is_changed(capsys: pytest.CaptureFixture[str]) -> None:
     run = made_run(RUNS, "a", world=1, strategy="single", config={"seed": 7})
-    job = actions.clone(run, Words(options=["--learning_rate", "1e-4"]))
+    job = actions.clone(run, CLONE.read(["--learning_rate", "1e-4"]))
     assert (job.config.seed, job.config.learning_rate) == (7, 1e-4)
     assert (job.strategy.name, job.devices.num_processes, job.attempt, job.resume_from) == ("single", 1, None, None)
     assert job.run.path.parent == run.path.parent
     write_folder(job)
     assert job.run.path != run.path
     with pytest.raises(ConfigError, match="leave --preset and --config out"):
-        actions.clone(run, Words(options=["--preset", "tiny-lora"]))
+        actions.clone(run, CLONE.read(["--preset", "tiny-lora"]))
     with pytest.raises(ConfigError, match="lerning_rate"):
-        actions.clone(run, Words(options=["--lerning_rate", "1"]))
+        actions.clone(run, CLONE.read(["--lerning_rate", "1"]))
 
 
 def test_a_clone_of_a_run_with_a_folder_of_its_own_gets_another(tmp_path: Path) -> None:
@@ -289,12 +289,12 @@ def test_a_queued_run_moves(living: dict[str, Any], capsys: pytest.CaptureFixtur
     run = made_run(RUNS, "a", "queued", processes=[living])
     with device_locks.take_now(Need(cpu_slots=1000), Holder("busy")):
         ticket = device_locks.enqueue(run.path, run.id, Need(cpu_slots=1))
-        assert (queue_place(run), actions.move(run, 5)) == (1, 1)
+        assert (queue_position(run), actions.move(run, 5)) == (1, 1)
         assert answer(capsys, "runs", "move", "a", "-1", "--json")[:2] == (0, {"id": "a", "place": 1})
         status, _, errors = answer(capsys, "runs", "move", "a", "up")
-        assert (status, "places='up' is no whole number" in errors) == (2, True)
+        assert (status, "places='up' is not a whole number" in errors) == (2, True)
         device_locks.give_up(ticket)
-    assert queue_place(run) is None
+    assert queue_position(run) is None
     with pytest.raises(ConfigError, match="run a does not wait in the queue"):
         actions.move(run, -1)
 
@@ -339,7 +339,7 @@ def test_a_checkpoint_that_is_not_there_is_refused(checkpoint: str | None, line:
 def test_only_a_checkpoint_of_the_run_is_exported(checkpoint: str) -> None:
     run = made_run(RUNS, "a")
     add_checkpoint(run, 5)
-    with pytest.raises(ConfigError, match="is not there; the run a has: step-00000005"):
+    with pytest.raises(ConfigError, match="does not exist; run a has: step-00000005"):
         actions.export(run, checkpoint)
 
 
@@ -351,7 +351,7 @@ def test_the_verbs_answer_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     path = str(RUNS.absolute() / "b")
     assert answer(capsys, "runs", "rename", "a", "b", "--json")[:2] == (0, {"id": "b", "run_dir": path})
     status, document, errors = answer(capsys, "runs", "delete", "b", "--json")
-    assert (status, "run b is not deleted; pass --yes" in errors) == (2, True)
+    assert (status, "run b was not deleted; pass --yes" in errors) == (2, True)
     assert RunFolder(path).exists()
     whole = actions.size(RunFolder(path))
     status, document, _ = answer(capsys, "runs", "delete", "b", "--yes", "--json")

@@ -14,13 +14,14 @@ from typing import Any
 import psutil
 import pytest
 
+from app.command_line import TRAIN
 from app.hardware import Devices
 from app.launch import actions, background
-from app.launch.job import Job, sort_words, train_job
+from app.launch.job import Job, train_job
 from app.launch.restarts import need_of
 from app.runs.runs import true_state
 from tests.made_runs import made_run
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.run.device_locks import Held, Holder, Need, holders, place_of, take_now
 from trainers.run.folder import END_STATES, RunFolder
 
@@ -38,7 +39,7 @@ def busy(elsewhere: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def new_job(name: str = "mine") -> Job:
-    return train_job(sort_words(["tiny-lora", "--num_processes", "1", "--output_dir", f"runs/{name}"]))
+    return train_job(TRAIN.read(["tiny-lora", "--num_processes", "1", "--output_dir", f"runs/{name}"]))
 
 
 def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:

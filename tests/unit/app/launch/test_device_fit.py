@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 import app.hardware
+from app.command_line import TRAIN
 from app.hardware import Gpu
-from app.launch.job import Job, sort_words, train_job
+from app.launch.job import Job, train_job
 from app.services.choices import GpuChoice
 from app.services.form import default_gpus, preview
-from trainers.config.options import ConfigError
-from trainers.config.parse import Request, preset_names
+from trainers.config.mistakes import ConfigError
+from trainers.config.parse import Request
+from trainers.config.presets import preset_names
 from trainers.strategy.micro_batch import OPTION, fit_micro_batch
 from trainers.strategy.pipeline_schedules import micro_batch_mistake
 from trainers.strategy.strategy import load_strategy, resolve
@@ -29,7 +31,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 
 def job_of(*words: str) -> Job:
-    return train_job(sort_words(words))
+    return train_job(TRAIN.read(words))
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -150,7 +152,7 @@ def test_a_preset_that_these_gpus_do_not_hold_says_what_it_needs(monkeypatch: py
     stand_in(monkeypatch, 1)
     [line] = [line for line in job_of("llama-3.3-70b-lora").warnings if "names no strategy" in line]
     assert line == (
-        "preset llama-3.3-70b-lora names no strategy for 1 GPU (it needs 151 GiB); it names fsdp2 for 8 GPUs"
+        "preset llama-3.3-70b-lora names no strategy for 1 GPU (estimated: 139 GiB on each); it names fsdp2 for 8 GPUs"
     )
     assert not any("names no strategy" in line for line in job_of("qwen3-8b-lora").warnings)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.launch.exit_cause import cause_of, sharpened
+from app.launch.exit_cause import cause_of, root_cause
 from trainers.run.folder import RunFolder, log_line
 
 ECHO = [
@@ -111,20 +111,20 @@ SUMMARY = "E1121 api.py:1002] failed (exitcode: -9) local_rank: 1 (pid: 8485) of
 def test_a_lost_connection_is_blamed_on_the_rank_that_was_killed(tmp_path: Path) -> None:
     lines = [*trace("rank 0", CLOSED), ("launcher", SUMMARY), *[("launcher", line) for line in ECHO]]
     assert cause(tmp_path, lines).startswith("rank 1 was killed by SIGKILL")
-    assert sharpened(CLOSED, RunFolder(tmp_path), 0).startswith("rank 1 was killed by SIGKILL")
+    assert root_cause(CLOSED, RunFolder(tmp_path), 0).startswith("rank 1 was killed by SIGKILL")
 
 
 def test_a_lost_connection_is_blamed_on_the_rank_that_crashed(tmp_path: Path) -> None:
     lines = [*trace("rank 0", CLOSED), *trace("rank 1", "ValueError: bad row")]
     assert cause(tmp_path, lines) == "rank 1: ValueError: bad row"
-    assert sharpened(CLOSED, RunFolder(tmp_path), 0) == "rank 1: ValueError: bad row"
+    assert root_cause(CLOSED, RunFolder(tmp_path), 0) == "rank 1: ValueError: bad row"
 
 
 def test_a_cause_that_is_one_stays(tmp_path: Path) -> None:
     cause(tmp_path, trace("rank 1", "ValueError: bad row"))
-    assert sharpened("step 3: loss nan", RunFolder(tmp_path), 0) == "step 3: loss nan"
+    assert root_cause("step 3: loss nan", RunFolder(tmp_path), 0) == "step 3: loss nan"
 
 
 def test_a_lost_connection_alone_is_all_that_is_known(tmp_path: Path) -> None:
     assert cause(tmp_path, trace("rank 0", CLOSED)) == f"rank 0: {CLOSED}"
-    assert sharpened(CLOSED, RunFolder(tmp_path), 0).endswith(CLOSED)
+    assert root_cause(CLOSED, RunFolder(tmp_path), 0).endswith(CLOSED)

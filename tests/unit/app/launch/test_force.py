@@ -45,7 +45,7 @@ def test_a_supervisor_that_hangs_is_ended_by_force_too(supervised: Starter, run:
     until(lambda: (run.read_state() or {}).get("state") == "running")
     process.send_signal(signal.SIGSTOP)
     assert not stop_run(run, 0.3).in_time
-    stopped = end_by_force(run, patience=1.0)
+    stopped = end_by_force(run, timeout=1.0)
     assert (stopped.in_time, stopped.state["state"]) == (True, "stopped")
     assert not psutil.pid_exists(process.pid)
     assert (living(run), holders()) == ([], {})
@@ -56,7 +56,7 @@ def test_force_does_not_touch_a_process_that_only_has_the_pid(run: RunFolder) ->
     try:
         past = {"role": "launcher", "rank": None, "pid": bystander.pid, "started": 1.0}
         run.write_state(state="running", processes=[past])
-        end_by_force(run, patience=0.5)
+        end_by_force(run, timeout=0.5)
         assert bystander.poll() is None
     finally:
         killed(bystander)

@@ -16,6 +16,7 @@ import yaml
 
 from app.accelerate_launch import command_line, launch_argv, read_command_line
 from app.cli import run_verb
+from app.command_line import TRAIN
 from app.hardware import Devices
 from app.launch.foreground import (
     CheckBroke,
@@ -28,9 +29,9 @@ from app.launch.foreground import (
     train,
     write_folder,
 )  # fmt: skip
-from app.launch.job import resume_job, sort_words, train_job
+from app.launch.job import resume_job, train_job
 from app.runs.runs import summary
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError, Mistake
 from trainers.config.parse import Request
 from trainers.run.compatibility import plain, versions
 from trainers.run.folder import Process, RunFolder, write_json
@@ -51,16 +52,9 @@ def chats(path: Path, count: int) -> str:
     return str(path)
 
 
-def test_words_are_sorted_wherever_they_stand() -> None:
-    words = sort_words(["--seed", "-1", "tiny-lora", "--gpus=0,2", "--json", "--packing", "true", "--quiet", "--x=--y"])
-    assert words.names == ["tiny-lora"]
-    assert (words.values, words.switches) == ({"gpus": "0,2"}, {"json", "quiet"})
-    assert words.options == ["--seed", "-1", "--packing", "true", "--x=--y"]
-
-
 def test_the_folder_holds_what_repeats_the_run(tmp_path: Path) -> None:
     data = chats(tmp_path / "my data.jsonl", 3)
-    job = train_job(sort_words(["tiny-lora", "--dataset_name", "my data.jsonl", "--seed", "7", "--num_processes", "4",
+    job = train_job(TRAIN.read(["tiny-lora", "--dataset_name", "my data.jsonl", "--seed", "7", "--num_processes", "4",
                                 "--per_device_train_batch_size", "1"]))  # fmt: skip
     write_folder(job)
     assert job.run.path.parent == tmp_path / "runs"
@@ -86,21 +80,21 @@ def test_the_folder_holds_what_repeats_the_run(tmp_path: Path) -> None:
     ],
 )
 def test_strategy_and_processes_follow_from_each_other(words: list[str], strategy: str, processes: int) -> None:
-    job = train_job(sort_words(["tiny-lora", *words]))
+    job = train_job(TRAIN.read(["tiny-lora", *words]))
     assert (job.strategy.name, job.devices.num_processes) == (strategy, processes)
     assert job.strategy.num_processes == processes
 
 
 def test_a_strategy_of_ones_own_keeps_its_name(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
-    job = train_job(sort_words(["tiny-lora", "--strategy", "mine.yaml"]))
+    job = train_job(TRAIN.read(["tiny-lora", "--strategy", "mine.yaml"]))
     write_folder(job)
     assert job.strategy.name == "mine"
-    assert train_job(sort_words(["tiny-lora", "--strategy", str(job.run.accelerate)])).strategy.name == "mine"
+    assert train_job(TRAIN.read(["tiny-lora", "--strategy", str(job.run.accelerate)])).strategy.name == "mine"
 
 
 def test_one_folder_is_given_once(tmp_path: Path) -> None:
-    first, second = (train_job(sort_words(["tiny-lora", "--output_dir", "one"])) for _ in range(2))
+    first, second = (train_job(TRAIN.read(["tiny-lora", "--output_dir", "one"])) for _ in range(2))
     write_folder(first)
     with pytest.raises(ConfigError, match="holds a run"):
         write_folder(second)
@@ -108,7 +102,7 @@ def test_one_folder_is_given_once(tmp_path: Path) -> None:
 
 def test_a_start_that_is_taken_back_leaves_the_users_files(tmp_path: Path) -> None:
     for where in ("mine", "new"):
-        job = train_job(sort_words(["tiny-lora", "--output_dir", where]))
+        job = train_job(TRAIN.read(["tiny-lora", "--output_dir", where]))
         write_folder(job)
         if where == "mine":
             (tmp_path / "mine" / "thesis.txt").write_text("all of it")
@@ -118,14 +112,14 @@ def test_a_start_that_is_taken_back_leaves_the_users_files(tmp_path: Path) -> No
 
 
 def test_a_resume_goes_on_as_before_with_what_is_given_again() -> None:
-    job = train_job(sort_words(["tiny-lora", "--num_processes", "1", "--seed", "7"]))
+    job = train_job(TRAIN.read(["tiny-lora", "--num_processes", "1", "--seed", "7"]))
     write_folder(job)
     job.run.write_state(state="stopped")
-    again = resume_job(job.run, sort_words(["one", "--max_steps", "9"]))
+    again = resume_job(job.run, TRAIN.read(["one", "--max_steps", "9"]))
     assert (again.config.seed, again.config.max_steps) == (7, 9)
     assert (again.strategy.name, again.devices.num_processes) == ("single", 1)
     assert (again.run.path, again.resume_from) == (job.run.path, "auto")
-    moved = resume_job(job.run, sort_words(["one", "--strategy", "ddp", "--num_processes", "2"]))
+    moved = resume_job(job.run, TRAIN.read(["one", "--strategy", "ddp", "--num_processes", "2"]))
     assert (moved.strategy.name, moved.devices.num_processes) == ("ddp", 2)
 
 
@@ -144,6 +138,7 @@ def test_a_wrong_request_is_refused_by_the_training_script_and_leaves_nothing(
         assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.usefixtures("by_hand")
 def test_a_good_request_is_checked_and_not_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_verb(["train", "tiny-lora", "--check", "--json", "--seed", "3"]) == 0
     plan = {"strategy": "ddp", "world_size": 2, "ok": True}
@@ -155,7 +150,7 @@ def test_a_check_that_crashes_is_no_mistake_of_the_users(monkeypatch: pytest.Mon
     code = "import sys; sys.stderr.write('Traceback\\n  x\\nmy.OddError: disk\\n'); sys.exit(1)"
     monkeypatch.setattr("app.launch.foreground.check_argv", lambda config: [sys.executable, "-c", code])
     with pytest.raises(CheckBroke, match=r"broke off: my\.OddError: disk"):
-        preflight(train_job(sort_words(["tiny-lora"])), quiet=True)
+        preflight(train_job(TRAIN.read(["tiny-lora"])), quiet=True)
     assert run_verb(["train", "tiny-lora", "--json"]) == 1
 
 
@@ -185,7 +180,7 @@ def test_a_programs_output_comes_apart() -> None:
 
 
 def test_the_document_of_train_has_the_keys_of_the_design(capsys: pytest.CaptureFixture[str]) -> None:
-    job = train_job(sort_words(["tiny-lora"]))
+    job = train_job(TRAIN.read(["tiny-lora"]))
     write_folder(job)
     rows = [{"loss": 2.0, "tokens_per_second": 10.0, "elapsed_s": 1.0}, {"loss": 1.0, "tokens_per_second": 30.0},
             {"eval_loss": 0.5, "elapsed_s": 3.0}]  # fmt: skip
@@ -214,7 +209,7 @@ def test_a_failure_says_why_where_and_what_next(capsys: pytest.CaptureFixture[st
 
 def stopped(*words: str) -> RunFolder:
     """A stopped run of one process."""
-    job = train_job(sort_words(["tiny-lora", "--num_processes", "1", *words]))
+    job = train_job(TRAIN.read(["tiny-lora", "--num_processes", "1", *words]))
     write_folder(job)
     job.run.write_state(state="stopped")
     return job.run
@@ -249,14 +244,14 @@ def test_a_resume_refuses_what_its_checkpoints_cannot_follow(words: str, line: s
     run = with_checkpoint(stopped())
     before = run.config.read_bytes()
     with pytest.raises(ConfigError) as refused:
-        resume_job(run, sort_words(["one", *words.split()]))
-    assert sum(told.startswith(line) for told in refused.value.mistakes) == 1
-    assert len(refused.value.mistakes) == words.count("--")
+        resume_job(run, TRAIN.read(["one", *words.split()]))
+    assert sum(told.startswith(line) for told in refused.value.lines) == 1
+    assert len(refused.value.lines) == words.count("--")
     assert run.config.read_bytes() == before
     again = ["tiny-lora", "--output_dir", str(run.path), "--resume_from_checkpoint", "auto", *words.split()]
     with pytest.raises(ConfigError, match="when the checkpoint of step 4 was saved"):
-        train_job(sort_words(again))
-    forced = sort_words(["one", *words.split(), "--force"])
+        train_job(TRAIN.read(again))
+    forced = TRAIN.read(["one", *words.split(), "--force"])
     if NO_FORCE_HELPS & {word.removeprefix("--") for word in words.split()}:
         with pytest.raises(ConfigError, match="its tensors do not fit"):
             resume_job(run, forced)
@@ -266,56 +261,56 @@ def test_a_resume_refuses_what_its_checkpoints_cannot_follow(words: str, line: s
 
 def test_a_resume_takes_the_rest_and_the_same_again() -> None:
     words = "--lora_r 16 --save_steps 3 --logging_steps 2 --eval_steps 4 --per_device_train_batch_size 1"
-    config = resume_job(with_checkpoint(stopped()), sort_words(["one", *words.split()])).config
+    config = resume_job(with_checkpoint(stopped()), TRAIN.read(["one", *words.split()])).config
     assert (config.lora_r, config.save_steps, config.eval_steps, config.force_resume) == (16, 3, 4, False)
 
 
 def test_a_run_without_checkpoints_begins_anew_with_whatever_is_asked_for() -> None:
-    assert resume_job(stopped(), sort_words(["one", "--learning_rate", "0.5"])).config.learning_rate == 0.5
+    assert resume_job(stopped(), TRAIN.read(["one", "--learning_rate", "0.5"])).config.learning_rate == 0.5
 
 
 def test_a_longer_run_is_refused_only_where_its_rates_depend_on_the_length() -> None:
     run = with_checkpoint(stopped("--lr_scheduler_type", "constant", "--warmup_ratio", "0"))
-    assert resume_job(run, sort_words(["one", "--max_steps", "900"])).config.max_steps == 900
+    assert resume_job(run, TRAIN.read(["one", "--max_steps", "900"])).config.max_steps == 900
 
 
 def test_other_code_is_refused_unless_forced() -> None:
     run = with_checkpoint(stopped(), versions={**versions(), "torch": "2.0.0", "tunesmith": "0.0.1 (0123456789)"})
     with pytest.raises(ConfigError) as refused:
-        resume_job(run, sort_words(["one"]))
-    torch, own = sorted(refused.value.mistakes)
+        resume_job(run, TRAIN.read(["one"]))
+    torch, own = sorted(refused.value.lines)
     assert re.match(r"torch is 2\.[\d.]+, and was 2\.0\.0 when the checkpoint of step 4 was saved; .*--force", torch)
     assert "was 0.0.1 (0123456789)" in own
-    assert resume_job(run, sort_words(["one", "--force"])).config.force_resume
+    assert resume_job(run, TRAIN.read(["one", "--force"])).config.force_resume
 
 
 def test_force_needs_a_checkpoint_to_go_on_from() -> None:
     with pytest.raises(ConfigError, match="--force is for going on from a checkpoint"):
-        train_job(sort_words(["tiny-lora", "--force"]))
+        train_job(TRAIN.read(["tiny-lora", "--force"]))
     words = ["--output_dir", "one", "--resume_from_checkpoint", "auto", "--num_processes", "1", "--force"]
-    assert train_job(sort_words(["tiny-lora", *words])).config.force_resume
+    assert train_job(TRAIN.read(["tiny-lora", *words])).config.force_resume
 
 
 def test_a_checkpoint_of_another_run_does_not_open_a_used_folder() -> None:
     words = ["--output_dir", str(stopped().path), "--resume_from_checkpoint", "elsewhere/checkpoints/step-00000001"]
     with pytest.raises(ConfigError, match="holds a run"):
-        train_job(sort_words(["tiny-lora", *words]))
+        train_job(TRAIN.read(["tiny-lora", *words]))
 
 
 def test_another_count_of_processes_gets_a_strategy_that_can_have_it() -> None:
     run = stopped()
-    job = resume_job(run, sort_words(["one", "--num_processes", "2"]))
+    job = resume_job(run, TRAIN.read(["one", "--num_processes", "2"]))
     assert (job.strategy.name, job.devices.num_processes) == ("ddp", 2)
     write_folder(job)
     for count, name in (("1", "single"), ("2", "ddp"), ("4", "ddp")):
-        job = resume_job(run, sort_words(["one", "--num_processes", count, "--per_device_train_batch_size", "1"]))
+        job = resume_job(run, TRAIN.read(["one", "--num_processes", count, "--per_device_train_batch_size", "1"]))
         assert (job.strategy.name, job.devices.num_processes) == (name, int(count))
 
 
 def test_of_two_resumes_at_once_the_loser_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     run = stopped()
     monkeypatch.setattr("app.launch.foreground.preflight", lambda job, quiet: None)
-    first, second = (resume_job(run, sort_words(["one", "--max_steps", steps])) for steps in ("7", "9"))
+    first, second = (resume_job(run, TRAIN.read(["one", "--max_steps", steps])) for steps in ("7", "9"))
     trained = []
 
     def run_to_end(run: RunFolder, *more: object) -> dict:
@@ -333,12 +328,16 @@ def test_of_two_resumes_at_once_the_loser_changes_nothing(monkeypatch: pytest.Mo
     assert Request(config=str(run.config)).resolve().max_steps == 7
 
 
-def test_the_mistakes_of_a_check_are_what_follows_its_mark(monkeypatch: pytest.MonkeyPatch) -> None:
-    for printed, mistakes in (("retry 1\nmistakes:\na=1 is bad\nb\n", ["a=1 is bad", "b"]), ("x\ny\n", ["x", "y"])):
-        code = f"import sys; sys.stderr.write({printed!r}); sys.exit(2)"
+def test_the_mistakes_of_a_check_are_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value that reads like another mistake stays a value."""
+    given = [Mistake("seed", "1; gpus=3 is refused", "is bad", "use 2"), Mistake("", None, "b")]
+    printed = "retry 1\n" + json.dumps({"mistakes": ConfigError(given).as_json()})
+    silent = [Mistake("", None, "the training script refused this run and did not say why")]
+    for text, mistakes in ((printed, given), ("retry 1\n{}", silent), ("", silent), ("[]", silent)):
+        code = f"print({text!r}); import sys; print('a warning', file=sys.stderr); sys.exit(2)"
         monkeypatch.setattr("app.launch.foreground.check_argv", lambda config, code=code: [sys.executable, "-c", code])
         with pytest.raises(ConfigError) as refused:
-            preflight(train_job(sort_words(["tiny-lora"])), quiet=True)
+            preflight(train_job(TRAIN.read(["tiny-lora"])), quiet=True)
         assert refused.value.mistakes == mistakes
 
 

@@ -13,17 +13,18 @@ import psutil
 import pytest
 
 from app.accelerate_launch import launch_argv, launch_environment
+from app.command_line import TRAIN
 from app.hardware import Devices, Gpu
 from app.launch import restarts, supervisor, worker_node
 from app.launch.exit_cause import cause_of
 from app.launch.foreground import where, write_folder
-from app.launch.job import Job, resume_job, sort_words, train_job
+from app.launch.job import Job, resume_job, train_job
 from app.launch.machines import choose_machines, devices_here
-from app.launch.nodes import Members, Word
+from app.launch.nodes import Nodes, NodeStatus
 from app.launch.restarts import need_of, run_to_end
 from app.launch.worker_node import join_to_end
 from tests.detached import until
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.run.device_locks import Holder, Need, holders, take_now
 from trainers.run.folder import RunFolder, log_line, read_json
 from trainers.strategy.strategy import Machines, from_launcher, load_strategy, over_machines, resolve
@@ -38,7 +39,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.chdir(tmp_path)
-    for name in ("EXIT_PATIENCE", "TERM_PATIENCE"):
+    for name in ("EXIT_TIMEOUT", "TERM_TIMEOUT"):
         monkeypatch.setattr(supervisor, name, 0.5)
     for module in (supervisor, restarts, worker_node):
         monkeypatch.setattr(module, "POLL", 0.03)
@@ -67,7 +68,7 @@ def test_the_words_name_the_machines() -> None:
         ({"machine_rank": "-1"}, "machine_rank=-1 is no whole number from 0 to 1"),
         ({"num_machines": "two"}, "num_machines=two is no whole number from 1 to 64"),
         ({"num_machines": "0"}, "num_machines=0 is no whole number from 1 to 64"),
-        ({"num_machines": ""}, "--machine_rank without --num_machines; write --num_machines 2 too"),
+        ({"num_machines": ""}, "machine_rank=1 without num_machines; add --num_machines 2"),
         ({"num_machines": "1"}, "num_machines=1 with --machine_rank 1; leave it out"),
         ({"main_process_port": "65536"}, "main_process_port=65536 is no whole number from 1 to 65535"),
         ({"main_process_port": "0"}, "main_process_port=0 is no whole number"),
@@ -84,7 +85,7 @@ def test_the_words_name_the_machines() -> None:
 def test_wrong_words_are_refused(changes: dict[str, str], line: str) -> None:
     words = {**WORDS, "num_processes": "2", "output_dir": "shared", **changes}
     with pytest.raises(ConfigError, match=line):
-        train_job(sort_words(["tiny-lora", *(f"--{name}={value}" for name, value in words.items() if value)]))
+        train_job(TRAIN.read(["tiny-lora", *(f"--{name}={value}" for name, value in words.items() if value)]))
     assert not Path("shared").exists()
 
 
@@ -101,7 +102,7 @@ def test_processes_count_over_all_machines_and_gpus_on_each() -> None:
 
 
 def test_the_same_words_give_each_machine_the_same_files_and_its_own_rank() -> None:
-    first, second = (train_job(sort_words(typed(rank=rank, folder=f"m{rank}"))) for rank in (0, 1))
+    first, second = (train_job(TRAIN.read(typed(rank=rank, folder=f"m{rank}"))) for rank in (0, 1))
     assert first.strategy == second.strategy
     assert {"num_machines": 2, "main_process_port": 29500}.items() <= first.strategy.values.items()
     assert "machine_rank" not in first.strategy.values
@@ -122,33 +123,33 @@ def test_a_rank_reads_strategy_and_machines_back_from_the_launchers_words(strate
 
 
 def test_a_resume_needs_the_rank_alone() -> None:
-    job = train_job(sort_words(typed(rank=0)))
+    job = train_job(TRAIN.read(typed(rank=0)))
     write_folder(job)
     job.run.write_state(state="stopped")
-    again = resume_job(job.run, sort_words(["shared", "--machine_rank", "1"]))
+    again = resume_job(job.run, TRAIN.read(["shared", "--machine_rank", "1"]))
     assert (again.devices, again.strategy.values) == (Devices([], 2, TWO), job.strategy.values)
-    with pytest.raises(ConfigError, match="num_machines=2 needs --machine_rank too; each machine gets the same words"):
-        resume_job(job.run, sort_words(["shared"]))
-    alone = resume_job(job.run, sort_words(["shared", "--num_machines", "1"]))
+    with pytest.raises(ConfigError, match="num_machines=2 needs --machine_rank too; each machine gets the same"):
+        resume_job(job.run, TRAIN.read(["shared"]))
+    alone = resume_job(job.run, TRAIN.read(["shared", "--num_machines", "1"]))
     assert (alone.devices, alone.strategy.values["num_machines"]) == (Devices([], 2), 1)
     job.run.write_state(state="running", host="another")  # machine 0 was quicker
-    assert resume_job(job.run, sort_words(["shared", "--machine_rank", "1"])).devices.machine_rank == 1
+    assert resume_job(job.run, TRAIN.read(["shared", "--machine_rank", "1"])).devices.machine_rank == 1
     for state, rank in (("running", "0"), ("done", "0"), ("done", "1")):
         job.run.write_state(state=state, host="another")
         with pytest.raises(ConfigError, match=f"run shared is {state}"):
-            resume_job(job.run, sort_words(["shared", "--machine_rank", rank]))
+            resume_job(job.run, TRAIN.read(["shared", "--machine_rank", rank]))
 
 
 def test_a_machine_joins_a_folder_that_machine_0_has_made_and_none_whose_run_is_over() -> None:
-    job = train_job(sort_words(typed(rank=0)))
+    job = train_job(TRAIN.read(typed(rank=0)))
     write_folder(job)
     job.run.write_state(state="starting")
-    assert train_job(sort_words(typed())).run.path == job.run.path
+    assert train_job(TRAIN.read(typed())).run.path == job.run.path
     with pytest.raises(ConfigError, match="holds a run"):
-        train_job(sort_words(typed(rank=0)))
+        train_job(TRAIN.read(typed(rank=0)))
     job.run.write_state(state="done")
     with pytest.raises(ConfigError, match="holds a run that has ended; resume it, or use another"):
-        train_job(sort_words(typed()))
+        train_job(TRAIN.read(typed()))
 
 
 # -- machine 0 ---------------------------------------------------------------------------------------------------------
@@ -165,11 +166,11 @@ def launcher(run: RunFolder, body: str) -> list[str]:
 def run_0(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     """Machine 0's part of a run, with a launcher of the test's own."""
 
-    def go(body: str, when: Callable[[str], None] = lambda launch: None, patience: float = 60.0) -> dict[str, Any]:
+    def go(body: str, when: Callable[[str], None] = lambda launch: None, timeout: float = 60.0) -> dict[str, Any]:
         run = RunFolder("shared")
         words = launcher(run, body)
         monkeypatch.setattr(restarts, "launch_argv", lambda *more: words)
-        monkeypatch.setattr(restarts, "FIRST_PATIENCE", patience)
+        monkeypatch.setattr(restarts, "FIRST_JOIN_TIMEOUT", timeout)
 
         def listen(kind: str, text: str) -> None:
             state = run.read_state() or {}
@@ -182,8 +183,12 @@ def run_0(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     return go
 
 
+def status_of_machine_1() -> NodeStatus:
+    return NodeStatus(RunFolder("shared"), 1)
+
+
 def test_a_machine_that_does_not_come_ends_the_run_with_its_name(run_0: Callable[..., dict[str, Any]]) -> None:
-    state = run_0("time.sleep(0.5); sys.exit(1)", patience=0.3)
+    state = run_0("time.sleep(0.5); sys.exit(1)", timeout=0.3)
     assert (state["state"], state["attempt"]) == ("failed", 0)
     assert state["cause"].startswith("machine 1 did not join within 0.3 s; start the same command there with its")
 
@@ -193,12 +198,12 @@ def test_a_crash_before_that_is_told_as_it_is(run_0: Callable[..., dict[str, Any
 
 
 def test_a_launcher_that_fell_elsewhere_ends_this_one(run_0: Callable[..., dict[str, Any]]) -> None:
-    state = run_0("time.sleep(600)", lambda launch: Word(RunFolder("shared"), 1).leave(launch, ended=1))
+    state = run_0("time.sleep(600)", lambda launch: status_of_machine_1().write(launch, ended=1))
     assert (state["state"], (state["machines"])["over"]) == ("failed", True)
 
 
 def test_what_a_machine_refuses_is_the_cause(run_0: Callable[..., dict[str, Any]]) -> None:
-    state = run_0("time.sleep(600)", lambda launch: Word(RunFolder("shared"), 1).leave(launch, refused="seed=1, and"))
+    state = run_0("time.sleep(600)", lambda launch: status_of_machine_1().write(launch, refused="seed=1, and"))
     assert (state["state"], state["cause"]) == ("failed", "machine 1: seed=1, and")
 
 
@@ -210,13 +215,16 @@ def test_a_stop_before_all_have_come_does_not_wait_for_them(run_0: Callable[...,
 def test_a_word_of_an_earlier_launch_does_not_count() -> None:
     run = RunFolder("shared")
     run.create()
-    seen = Members(run, Machines(3, 0, "a", 1), "somewhere", 60)
+    seen = Nodes(run, Machines(3, 0, "a", 1), "somewhere", 60)
     assert seen.notice("now")["resume_from"] == str(Path("somewhere").absolute())
-    Word(run, 1).leave("before", ended=1)
-    assert (seen.missing(), seen.fallen(), seen.ended()) == ([1, 2], False, True)
-    Word(run, 2).leave("now")
-    assert (seen.missing(), seen.fallen(), seen.ended()) == ([1], False, False)
-    assert str((seen.ending(60) or {})["cause"]).startswith("machine 1 did not join within 60 s")
+    NodeStatus(run, 1).write("before", ended=1)
+    assert (seen.missing(), seen.crashed(), seen.ended()) == ([1, 2], False, True)
+    NodeStatus(run, 2).write("now")
+    assert (seen.missing(), seen.crashed(), seen.ended()) == ([1], False, False)
+    ending = seen.ending(60)
+    assert ending
+    assert str(ending.cause).startswith("machine 1 did not join within 60 s")
+    assert ending.retry == "never"
     assert seen.ending(59) is None
 
 
@@ -240,7 +248,7 @@ class Member:
         self.patch = monkeypatch
 
     def start(self, body: str, *words: str) -> None:
-        job = train_job(sort_words(typed(*words)))
+        job = train_job(TRAIN.read(typed(*words)))
         words_0 = launcher(self.run, body)
 
         def argv(*asked: Any) -> list[str]:
@@ -255,13 +263,13 @@ class Member:
         try:
             self.state = join_to_end(job, os.environ, lambda kind, text: None)
         except ConfigError as error:
-            self.errors = error.mistakes
+            self.errors = error.lines
 
     def write(self, **changes: Any) -> None:
         self.run.write_state(host="another", **changes)
 
     def launch(self, launch: str, source: str | None = None) -> None:
-        self.write(state="starting", launched_at=launch, machines={"resume_from": source, "patience": 9, "over": False})
+        self.write(state="starting", launched_at=launch, machines={"resume_from": source, "timeout": 9, "over": False})
 
     def word(self) -> tuple[Any, Any]:
         word = read_json(self.run.machine_file(1)) or {}
@@ -279,7 +287,7 @@ def member(monkeypatch: pytest.MonkeyPatch) -> Member:
 
 def test_it_joins_every_launch_and_ends_with_the_run(member: Member) -> None:
     member.start("print('hello'); sys.exit(1)")
-    write_folder(train_job(sort_words(typed(rank=0))))
+    write_folder(train_job(TRAIN.read(typed(rank=0))))
     member.write(state="queued")
     member.launch("one")
     until(lambda: member.word() == ("one", 1), 30)
@@ -296,7 +304,7 @@ def test_it_joins_every_launch_and_ends_with_the_run(member: Member) -> None:
 
 @pytest.mark.parametrize("how", ["over", "another launch", "the end"])
 def test_a_launcher_that_nobody_waits_for_is_ended(how: str, member: Member) -> None:
-    write_folder(train_job(sort_words(typed(rank=0))))
+    write_folder(train_job(TRAIN.read(typed(rank=0))))
     member.start("time.sleep(600)")
     member.launch("one")
     until(lambda: member.word() == ("one", None), 30)
@@ -310,7 +318,7 @@ def test_a_launcher_that_nobody_waits_for_is_ended(how: str, member: Member) -> 
 
 
 def test_other_words_than_machine_0s_are_refused_and_told(member: Member) -> None:
-    write_folder(train_job(sort_words(typed("--max_steps", "7", rank=0))))
+    write_folder(train_job(TRAIN.read(typed("--max_steps", "7", rank=0))))
     member.start("sys.exit(0)", "--max_steps", "8", "--strategy", "fsdp2")
     member.launch("one")
     member.end()
@@ -323,7 +331,7 @@ def test_other_words_than_machine_0s_are_refused_and_told(member: Member) -> Non
 
 
 def test_one_process_a_machine(member: Member) -> None:
-    write_folder(train_job(sort_words(typed(rank=0))))
+    write_folder(train_job(TRAIN.read(typed(rank=0))))
     with member.run.hold(1), member.run.hold():
         member.start("sys.exit(0)")
         member.end()
@@ -331,7 +339,7 @@ def test_one_process_a_machine(member: Member) -> None:
 
 
 def test_it_waits_for_slots_and_leaves_the_queue_when_the_launch_is_over(member: Member) -> None:
-    write_folder(train_job(sort_words(typed(rank=0))))
+    write_folder(train_job(TRAIN.read(typed(rank=0))))
     with take_now(Need(cpu_slots=1000), Holder("busy")):
         member.start("sys.exit(0)")
         member.launch("one")
@@ -342,7 +350,7 @@ def test_it_waits_for_slots_and_leaves_the_queue_when_the_launch_is_over(member:
 
 
 def test_it_does_not_wait_for_ever(member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_node, "FIRST_PATIENCE", 0.3)
+    monkeypatch.setattr(worker_node, "FIRST_JOIN_TIMEOUT", 0.3)
     member.start("sys.exit(0)")
     member.end()
     assert member.state["state"] == "failed"
@@ -350,7 +358,7 @@ def test_it_does_not_wait_for_ever(member: Member, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_resume_waits_for_the_next_start(member: Member) -> None:
-    write_folder(train_job(sort_words(typed(rank=0))))
+    write_folder(train_job(TRAIN.read(typed(rank=0))))
     member.write(state="failed", launched_at="one", cause="old")
     member.start("sys.exit(0)", "--resume_from_checkpoint", "auto")
     member.launch("two", "auto")
@@ -365,7 +373,7 @@ def test_a_resume_waits_for_the_next_start(member: Member) -> None:
 def test_a_lost_run_folder_ends_its_part_and_nothing_is_written_in_its_place(
     phase: str, doing: str, made_anew: bool, how: str, member: Member
 ) -> None:
-    write_folder(train_job(sort_words(typed(rank=0))))
+    write_folder(train_job(TRAIN.read(typed(rank=0))))
     member.start("time.sleep(600)")
     until((member.run.heartbeats / "machine-1.lock").exists, 30)
     if phase == "training":

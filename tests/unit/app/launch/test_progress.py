@@ -93,7 +93,7 @@ def test_what_the_first_rank_warns_of_reaches_every_user(run: RunFolder, capsys:
             "the best checkpoint, of step 3, is not in this run", "warning: seed is odd"]  # fmt: skip
     lines = ["step 1", *told, "warning: known", "resumed from x at step 4"]
     screen = io.StringIO()
-    with progress_display(run, quiet=True, said=["known"]) as quiet:
+    with progress_display(run, quiet=True, warnings=["known"]) as quiet:
         with Progress(console=Console(file=screen, force_terminal=True, width=150)) as bar:
             terminal = progress._TerminalDisplay(run, bar, ["known"])
             run.log.write_text("".join(log_line("rank 0", line) for line in lines) + log_line("rank 1", "warning: no"))

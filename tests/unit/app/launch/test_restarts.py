@@ -24,7 +24,7 @@ from app.launch import restarts, supervisor
 from app.launch.job import refuse_unresumable
 from app.launch.restarts import run_to_end
 from app.runs.runs import true_state
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.run.device_locks import Holder, Need, holders, place_of, take_now
 from trainers.run.folder import END_STATES, RunFolder
 
@@ -48,7 +48,8 @@ def state(**changes):
     os.replace(here("half"), here("state.json"))
 
 def end(name, cause=None, **more):
-    state(state="stopping", ending={"state": name, "cause": cause, **more})
+    retry = "again" if name == "failed" else "never"
+    state(state="stopping", ending={"state": name, "cause": cause, "retry": retry, **more})
 
 def wait_for(name):
     while not os.path.exists(here(name)):
@@ -76,7 +77,7 @@ STUBBORN = f"child = subprocess.Popen([sys.executable, '-I', '-S', '-c', {IGNORE
 
 @pytest.fixture(autouse=True)
 def _quick(elsewhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("EXIT_PATIENCE", "TEARDOWN_PATIENCE", "TERM_PATIENCE"):
+    for name in ("EXIT_TIMEOUT", "TEARDOWN_TIMEOUT", "TERM_TIMEOUT"):
         monkeypatch.setattr(supervisor, name, 0.5)
     monkeypatch.setattr(supervisor, "POLL", 0.03)
     monkeypatch.setattr(restarts, "POLL", 0.03)
@@ -178,7 +179,7 @@ def test_no_more_restarts_than_allowed(allowed: int, go: Attempts) -> None:
     ("body", "launches", "why"),
     [
         ("sys.exit(1)", 1, "it made no step beyond its start"),
-        ("state(state='running', step=5); sys.exit(1)", 2, "the last 2 attempts fell at step 5 alike"),
+        ("state(state='running', step=5); sys.exit(1)", 2, "the last 2 attempts crashed at the same step, 5"),
         (
             "state(state='running', step=5 + launch); checkpoint(6); sys.exit(1)", 2,
             "it made no step beyond its checkpoint of step 6",
@@ -193,22 +194,22 @@ def test_a_crash_loop_ends_and_says_so(body: str, launches: int, why: str, go: A
     assert state["cause"].endswith(f"; not restarted: {why}")
 
 
-def test_going_back_from_a_spike_is_no_restart_after_a_crash(go: Attempts, run: RunFolder) -> None:
+def test_rolling_back_from_a_spike_is_no_restart_after_a_crash(go: Attempts, run: RunFolder) -> None:
     body = """
     with open(here("passed_over.json"), "w") as file:
         json.dump({"steps": list(range(launch + 1))}, file)
     if launch < 2:
-        end("failed", "a spike", goes_back=True)
+        end("failed", "a spike", retry="roll_back")
     elif launch == 2:
         end("done")
     """
     state = go(body, max_restarts=0)
-    assert (state["state"], len(go.sources), state.get("goes_back")) == ("done", 3, None)
+    assert (state["state"], len(go.sources), "retry" in state) == ("done", 3, False)
     assert go.notes.count("a spike") == 2
 
 
-def test_going_back_without_a_step_to_pass_over_would_never_end(go: Attempts) -> None:
-    state = go("end('failed', 'a spike', goes_back=True)", max_restarts=0)
+def test_rolling_back_without_a_step_to_skip_would_never_end(go: Attempts) -> None:
+    state = go("end('failed', 'a spike', retry='roll_back')", max_restarts=0)
     assert (state["state"], len(go.sources)) == ("failed", 1)
 
 
@@ -230,7 +231,7 @@ def test_a_heartbeat_is_progress_too(go: Attempts, run: RunFolder) -> None:
 
 
 def test_a_failure_that_would_come_again_is_not_restarted(go: Attempts) -> None:
-    body = "state(state='running', step=launch + 1); end('failed', 'loss nan', permanent=True); sys.exit(1)"
+    body = "state(state='running', step=launch + 1); end('failed', 'loss nan', retry='never'); sys.exit(1)"
     state = go(body, max_restarts=5)
     assert (state["state"], state["cause"], len(go.sources)) == ("failed", "loss nan", 1)
 
@@ -439,8 +440,9 @@ ENDS_ITSELF = f"""
 state(state="running", step=2)
 wait_for("finish")
 sys.path[:0] = {[str(ROOT), *sys.path]!r}
+from trainers.run.ending import Ending
 from trainers.run.folder import RunFolder
-RunFolder(run).end("done", None, True, step=9)
+RunFolder(run).end(Ending("done", step=9), True)
 wait_for("leave")
 """
 

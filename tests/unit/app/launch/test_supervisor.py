@@ -16,6 +16,7 @@ import pytest
 
 from app.launch import supervisor
 from app.launch.supervisor import RunSignals, supervise
+from trainers.run.ending import Ending
 from trainers.run.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -23,6 +24,7 @@ PRELUDE = f"""
 import os, signal, subprocess, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 from trainers.monitor.heartbeat import Heartbeat
+from trainers.run.ending import Ending
 from trainers.run.folder import Process, RunFolder, log_line, write_json
 run = RunFolder(sys.argv[1])
 
@@ -35,7 +37,7 @@ def spawn(name, code):
     return child
 
 def end(state, cause=None, **more):
-    run.end(state, cause, True, **more)
+    run.end(Ending(state, cause, **more), True)
 
 def running(**more):
     ranks = [Process.of("rank", 0).as_json()]
@@ -52,10 +54,10 @@ def run(tmp_path: Path) -> RunFolder:
 
 
 @pytest.fixture(autouse=True)
-def _short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "EXIT_PATIENCE", 0.5)
-    monkeypatch.setattr(supervisor, "TEARDOWN_PATIENCE", 0.5)
-    monkeypatch.setattr(supervisor, "TERM_PATIENCE", 0.5)
+def _short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "EXIT_TIMEOUT", 0.5)
+    monkeypatch.setattr(supervisor, "TEARDOWN_TIMEOUT", 0.5)
+    monkeypatch.setattr(supervisor, "TERM_TIMEOUT", 0.5)
 
 
 def launcher(run: RunFolder, body: str) -> list[str]:
@@ -64,7 +66,7 @@ def launcher(run: RunFolder, body: str) -> list[str]:
     return [sys.executable, str(script), str(run.path)]
 
 
-def go(run: RunFolder, body: str, grace: float = 60.0) -> dict:
+def go(run: RunFolder, body: str, grace: float = 60.0) -> Ending:
     return supervise(run, launcher(run, body), os.environ, lambda kind, text: None, RunSignals(), grace)
 
 
@@ -75,8 +77,8 @@ def alive(run: RunFolder) -> list[str]:
 
 
 def test_done_is_what_the_ranks_wrote_whatever_the_exit_status(run: RunFolder) -> None:
-    state = go(run, "running(); end(state='done', step=7, export_dir='m'); os.abort()")
-    assert (state["state"], state["step"], state["cause"], state["export_dir"]) == ("done", 7, None, "m")
+    ending = go(run, "running(); end(state='done', step=7, export_dir='m'); os.abort()")
+    assert (ending.state, ending.step, ending.cause, ending.export_dir) == ("done", 7, None, "m")
 
 
 def test_the_first_state_names_the_supervisor_and_is_kept_by_the_ranks(run: RunFolder) -> None:
@@ -89,16 +91,19 @@ def test_the_first_state_names_the_supervisor_and_is_kept_by_the_ranks(run: RunF
 
 
 def test_every_launch_is_one_attempt_more_and_keeps_the_first_start(run: RunFolder) -> None:
-    body = "end('done', started=run.read_state()['started_at'], attempt=run.read_state()['attempt'])"
     run.write_state(state="queued")
-    first, second = go(run, body), go(run, body)
+    states = []
+    for _ in range(2):
+        go(run, "end('done')")
+        states.append(run.read_state() or {})
+    first, second = states
     assert (first["attempt"], second["attempt"]) == (0, 1)
-    assert first["started"] == second["started"]
+    assert first["started_at"] == second["started_at"]
 
 
 def test_an_earlier_ending_is_not_taken_for_this_one(run: RunFolder) -> None:
-    assert go(run, "end('done')")["state"] == "done"
-    assert go(run, "sys.exit(1)")["state"] == "failed"
+    assert go(run, "end('done')").state == "done"
+    assert go(run, "sys.exit(1)").state == "failed"
 
 
 def test_a_crash_of_a_rank_is_told_by_its_exception(run: RunFolder) -> None:
@@ -111,26 +116,26 @@ def test_a_crash_of_a_rank_is_told_by_its_exception(run: RunFolder) -> None:
             log.write(log_line("rank 0", line))
     sys.exit(1)
     """
-    state = go(run, body)
-    assert (state["state"], state["cause"]) == ("failed", "rank 1: ValueError: row 7 is bad")
+    ending = go(run, body)
+    assert (ending.state, ending.cause) == ("failed", "rank 1: ValueError: row 7 is bad")
 
 
 def test_a_crash_of_the_launcher_itself_is_told_from_its_output(run: RunFolder) -> None:
-    state = go(run, "raise RuntimeError('no such backend')")
-    assert (state["state"], state["cause"]) == ("failed", "launcher: RuntimeError: no such backend")
+    ending = go(run, "raise RuntimeError('no such backend')")
+    assert (ending.state, ending.cause) == ("failed", "launcher: RuntimeError: no such backend")
     assert "[launcher] RuntimeError: no such backend" in run.log.read_text()
 
 
 def test_a_silent_end_is_a_failure_and_not_a_success(run: RunFolder) -> None:
-    state = go(run, "running(); sys.exit(0)")
-    assert state["state"] == "failed"
-    assert "exit status 0" in state["cause"]
+    ending = go(run, "running(); sys.exit(0)")
+    assert ending.state == "failed"
+    assert "exit status 0" in ending.cause
 
 
 def test_a_launcher_that_cannot_start_is_a_failed_run(run: RunFolder) -> None:
-    state = supervise(run, [str(run.path / "missing")], os.environ, lambda kind, text: None, RunSignals())
-    assert state["state"] == "failed"
-    assert "could not be started" in state["cause"]
+    ending = supervise(run, [str(run.path / "missing")], os.environ, lambda kind, text: None, RunSignals())
+    assert ending.state == "failed"
+    assert "could not be started" in ending.cause
 
 
 def test_nothing_lives_after_a_killed_launcher(run: RunFolder) -> None:
@@ -141,9 +146,9 @@ def test_nothing_lives_after_a_killed_launcher(run: RunFolder) -> None:
     time.sleep(0.6)
     os.kill(os.getpid(), signal.SIGKILL)
     """
-    state = go(run, body)
-    assert state["state"] == "failed"
-    assert state["cause"].startswith("the launcher was killed by SIGKILL")
+    ending = go(run, body)
+    assert ending.state == "failed"
+    assert ending.cause.startswith("the launcher was killed by SIGKILL")
     assert alive(run) == []
 
 
@@ -157,14 +162,14 @@ def test_a_process_that_left_its_parent_is_found(run: RunFolder) -> None:
     subprocess.run([sys.executable, "-c", outer], start_new_session=True, check=True)
     end(state="done")
     """
-    assert go(run, body)["state"] == "done"
+    assert go(run, body).state == "done"
     assert (run.path / "pid-orphan").exists()
     assert alive(run) == []
 
 
 def test_a_hanging_teardown_after_done_is_ended_and_still_done(run: RunFolder) -> None:
-    state = go(run, "note('self', os.getpid()); running(); end(state='done'); time.sleep(600)")
-    assert (state["state"], alive(run)) == ("done", [])
+    ending = go(run, "note('self', os.getpid()); running(); end(state='done'); time.sleep(600)")
+    assert (ending.state, alive(run)) == ("done", [])
 
 
 def test_ranks_that_ignore_a_stop_are_ended_after_the_grace(run: RunFolder) -> None:
@@ -175,9 +180,9 @@ def test_ranks_that_ignore_a_stop_are_ended_after_the_grace(run: RunFolder) -> N
     time.sleep(600)
     """
     began = time.monotonic()
-    state = go(run, body, grace=1.0)
-    assert state["state"] == "stopped"
-    assert "did not end within 1 s" in state["cause"]
+    ending = go(run, body, grace=1.0)
+    assert ending.state == "stopped"
+    assert "did not end within 1 s" in ending.cause
     assert alive(run) == []
     assert time.monotonic() - began < 20
 
@@ -192,8 +197,8 @@ def test_a_moving_heartbeat_prolongs_the_grace(run: RunFolder) -> None:
         time.sleep(0.5)
     end(state="stopped", cause="stopped by request", step=3)
     """
-    state = go(run, body, grace=3.0)
-    assert (state["state"], state["cause"], state["step"]) == ("stopped", "stopped by request", 3)
+    ending = go(run, body, grace=3.0)
+    assert (ending.state, ending.cause, ending.step) == ("stopped", "stopped by request", 3)
 
 
 def test_the_log_hides_secrets_and_cuts_endless_lines(run: RunFolder) -> None:
@@ -219,8 +224,8 @@ from trainers.run.folder import RunFolder
 argv = json.loads(sys.argv[2])
 say = lambda kind, text: kind == "note" and print(text, flush=True)
 with RunSignals() as signals:
-    state = supervise(RunFolder(sys.argv[1]), argv, os.environ, say, signals)
-print(state["state"], state["cause"], flush=True)
+    ending = supervise(RunFolder(sys.argv[1]), argv, os.environ, say, signals)
+print(ending.state, ending.cause, flush=True)
 """
 POLLS_STOP = """
 note("self", os.getpid())

@@ -8,13 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from app.cli import run_verb
-from app.launch.job import sort_words, train_job
-from app.plan.command import plan_verb
+from app.command_line import TRAIN
+from app.launch.job import train_job
+from app.plan.command import _ignored, plan_verb
+from trainers.config.mistakes import ConfigError
 from trainers.config.validation import build
 from trainers.embedded import BASE_DIR
 from trainers.model.load import build_model
+from trainers.tools.memory_estimate import weigh
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -42,11 +46,19 @@ def test_the_document(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["devices"]["kind"] == "cpu"
 
 
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A Hub that nobody answers for, and an empty cache."""
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    for name in ("HF_HUB_CACHE", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("no_network")
 def test_gpus_that_are_not_here(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Llama 3.1 8B, of which no more than config.json is at hand: fsdp2 holds it on eight GPUs, ddp does not."""
-    facts = json.loads((ROOT / "tests/unit/architectures/llama-3.1-8b.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(facts["config"]))
-    words = ["llama-3.1-8b-full", "--model_name_or_path", str(tmp_path), "--num_processes", "8", "--gpu_memory", "80"]
+    """Llama 3.1 8B, whose config ships with its presets: fsdp2 holds it on eight GPUs, ddp does not."""
+    words = ["llama-3.1-8b-full", "--num_processes", "8", "--gpu_memory", "80"]
     assert plan_verb([*words, "--strategies", "ddp,fsdp2,single"]) == 0
     shown = capsys.readouterr().out
     assert shown.rstrip().endswith("best: --strategy fsdp2")
@@ -56,6 +68,29 @@ def test_gpus_that_are_not_here(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert "8.03B parameters" in shown
     assert plan_verb([*words, "--strategies", "ddp,single"]) == 0
     assert "nothing fits: try" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == [], "nothing was fetched"
+
+
+@pytest.mark.usefixtures("no_network")
+@pytest.mark.parametrize("other", [["--model_name_or_path", "nobody/knows"], ["--model_revision", "other"]])
+def test_a_config_that_does_not_ship_is_asked_of_the_hub(other: list[str]) -> None:
+    """Control: without it the plan above would have failed."""
+    words = ["llama-3.1-8b-full", *other, "--num_processes", "8", "--gpu_memory", "80", "--strategies", "ddp"]
+    with pytest.raises(ConfigError, match="model_name_or_path="):
+        plan_verb(words)
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_the_extra_pass_of_load_balancing_is_named_as_left_out(balanced: bool) -> None:
+    """The embedded model has none; a mixture of experts whose config asks for the loss has."""
+    config = build({"model_name_or_path": "embedded", "dataset_name": "embedded", "method": "full"})
+    shape = AutoConfig.from_pretrained(BASE_DIR)
+    if balanced:
+        small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+                 "num_key_value_heads": 2, "vocab_size": 64, "num_local_experts": 2}  # fmt: skip
+        shape = AutoConfig.for_model("mixtral", **small, output_router_logits=True)
+    counted = weigh(config, shape, [], here=False)
+    assert any("load balancing" in line for line in _ignored(config, counted)) is balanced
 
 
 def test_the_advice_is_what_train_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -73,7 +108,7 @@ def test_one_process_is_advised_in_full(capsys: pytest.CaptureFixture[str]) -> N
     assert plan_verb([*words, "--strategies", "single"]) == 0
     told = capsys.readouterr().out.splitlines()[-1]
     assert told == "best: --strategy single --num_processes 1"
-    job = train_job(sort_words(["tiny-full", *told.removeprefix("best: ").split()]))
+    job = train_job(TRAIN.read(["tiny-full", *told.removeprefix("best: ").split()]))
     assert job.devices.num_processes == 1
     assert plan_verb([*words, "--strategies", "single", "--pp_size", "2"]) == 0
     assert "no strategy could be estimated" in capsys.readouterr().out
@@ -105,7 +140,7 @@ def test_other_kinds_of_models_are_told_of(kind: str, capsys: pytest.CaptureFixt
         return
     rows = {one["strategy"]: one for one in json.loads(told.out)["rows"]}
     assert "no tensor-parallel plan" in rows["tp"]["reason"]
-    assert "cannot be cut into pipeline stages" in rows["pp"]["reason"]
+    assert "cannot be split into pipeline stages" in rows["pp"]["reason"]
     assert rows["ddp"]["memory_gib"]["total"] > 0
     assert rows["ddp"]["tokens_per_second"] is None, "its matrices are no linear layers"
 
@@ -113,19 +148,19 @@ def test_other_kinds_of_models_are_told_of(kind: str, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--gpu_memory", "lots"], "gpu_memory='lots' is no size in GiB"),
-        (["--gpu_memory", "80", "--gpus", "0"], "gpus=0 with gpu_memory=80; write --num_processes"),
-        (["--strategy", "ddp"], "write --strategies a,b,c"),
-        (["--strategies", "ddp,nope"], "unknown strategy 'nope'"),
+        (["--gpu_memory", "lots"], "gpu_memory='lots' is not a size in GiB"),
+        (["--gpu_memory", "80", "--gpus", "0"], "gpus=0 with gpu_memory=80; use --num_processes"),
+        (["--strategy", "ddp"], "use --strategies a,b,c"),
+        (["--strategies", "ddp,nope"], "strategy='nope' is unknown"),
         (["--strategies", "ddp,ddp"], "two rows would be named ddp"),
         (["--num_machines", "2"], "a plan is for the GPUs of one machine"),
         (["--check"], "--check is for `tunesmith train`"),
         (["more"], "unexpected argument 'more'"),
         (["--gpu_memry", "80"], "gpu_memory"),
-        (["--link", "fast"], "link='fast' is no size in GB/s"),
+        (["--link", "fast"], "link='fast' is not a size in GB/s"),
         (["--mixed_precision", "fp16", "--num_processes", "1"], "mixed_precision=fp16 needs a GPU and there is none"),
         (["--learning_rate", "fast"], "learning_rate"),
-        (["--model_name_or_path", "/nowhere"], "is no model folder"),
+        (["--model_name_or_path", "/nowhere"], "is not a model folder"),
     ],
 )
 def test_a_wrong_request(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,4 +184,4 @@ def test_the_program_says_what_is_wrong_with_the_model(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "trainers.tools.memory_estimate", "--config", str(file)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
-    assert "has no config.json" in ended.stderr.partition("mistakes:\n")[2]
+    assert "has no config.json" in json.loads(ended.stdout)["mistakes"][0]["problem"]

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from app.plan.estimate import CUDA_GIB, GIB, NCCL_GIB, Hardware, Row, best_first, candidate, plan_row, told_size
-from trainers.config.options import ConfigError, TrainConfig
+from app.plan.estimate import CUDA_GIB, GIB, NCCL_GIB, Hardware, Row, best_first, candidate, parse_size, plan_row
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import TrainConfig
 from trainers.config.validation import build
 from trainers.model.attention import KERNELS
 from trainers.model.load import build_model, compute_dtype, load_shape
@@ -144,7 +145,7 @@ CASE = {**WEIGHTS, "fixed": 50.0, "layer": 10.0}
 COUNTED = {
     "layers": 8, "hidden": 10, "heads": 4, "key_heads": 2, "head_size": 3, "words": 20, "tied": False,
     "matmul_trained": 900, "matmul_frozen": 0, "all_linear": True, "layer_matmul": 100, "flops_per_second": 1e9,
-    "process_bytes": 7.0, "whole": WEIGHTS,
+    "load_balancing": False, "process_bytes": 7.0, "whole": WEIGHTS,
     "cases": {f"{tp}:{cp}:{sp}:{stages}:{rows}": CASE for tp in (1, 2) for cp in (1, 2) for sp in (1, 2)
               for stages in (1, 2, 4) for rows in (1, 2, 4)},
 }  # fmt: skip
@@ -321,7 +322,7 @@ def test_a_schedule_that_turns_cannot_cut_a_tied_weight() -> None:
     settings = config(global_batch_size=16, per_device_train_batch_size=4, pp_schedule="zbv")
     found = plan_row(*candidate(load_strategy("pp_fsdp2"), settings, hardware), counted, hardware)
     assert found.fits is None
-    assert "one weight that FSDP cuts" in str(found.reason)
+    assert "a shared weight that FSDP shards" in str(found.reason)
     assert plan_row(*candidate(load_strategy("pp_fsdp2"), settings, hardware), COUNTED, hardware).fits
 
 
@@ -378,6 +379,6 @@ def test_the_best_comes_first() -> None:
 
 @pytest.mark.parametrize("text", ["0", "-1", "x", "nan", "inf", "1e99"])
 def test_no_size(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no size in GiB"):
-        told_size(text, "gpu_memory", "GiB", 80)
-    assert told_size("80", "gpu_memory", "GiB", 80) == 80
+    with pytest.raises(ConfigError, match="is not a size in GiB"):
+        parse_size(text, "gpu_memory", "GiB", 80)
+    assert parse_size("80", "gpu_memory", "GiB", 80) == 80

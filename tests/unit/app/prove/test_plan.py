@@ -11,9 +11,8 @@ import yaml
 
 from app.cli import run_verb
 from app.hardware import Gpu
-from app.launch.job import sort_words
-from app.prove.plan import SETTINGS, Plan, _Asked, _known, _overrides, make_plan, micro_batch
-from trainers.config.options import ConfigError
+from app.prove.plan import PROVE, SETTINGS, Plan, _Asked, _known, _overrides, make_plan, micro_batch
+from trainers.config.mistakes import ConfigError
 from trainers.config.parse import Request
 from trainers.config.validation import build
 from trainers.strategy.strategy import Strategy, load_strategy
@@ -25,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 def plan(*words: str) -> Plan:
-    return make_plan(sort_words(words))
+    return make_plan(PROVE.read(words))
 
 
 def test_the_plan_takes_out_what_leaves_the_promise() -> None:
@@ -117,7 +116,7 @@ def test_a_smaller_micro_batch_is_announced() -> None:
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        ("tiny-lroa", "did you mean tiny-lora?"),
+        ("tiny-lroa", "there are full and lora"),
         ("--steps 0", "steps='0'"),
         ("--steps many", "steps='many'"),
         ("--layers x", "layers='x'"),
@@ -128,7 +127,7 @@ def test_a_smaller_micro_batch_is_announced() -> None:
         ("--strategies all,ddp", "`all` cannot be combined"),
         ("--config steps.yaml", "write --steps on the command line of `tunesmith prove`"),
         ("--output_dir used/thesis.txt/x", "output_dir={}/used/thesis.txt/x cannot be made"),
-        ("--output_dir used/thesis.txt/x", "choose another output_dir"),
+        ("--output_dir used/thesis.txt/x", "choose another folder"),
         ("--runs_dir used/thesis.txt", "runs_dir={}/used/thesis.txt cannot be made"),
         ("--control upside-down", "control='upside-down'"),
         ("--strategies ddp,dddp", "did you mean ddp?"),

@@ -19,7 +19,7 @@ from app.prove.command import exit_status
 from app.prove.proof import Curve, compare
 from app.prove.report import markdown
 from app.runs.runs import list_runs
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.run.folder import RunFolder, read_json, register_outside, registered_runs
 from trainers.strategy.strategy import Strategy
 
@@ -418,7 +418,7 @@ def test_a_strategy_that_falls_takes_its_row_with_it(prove: Prove) -> None:
         (["--steps", "1"], "steps=1 has no middle"),
         (["--control", "mean-of-means", "--global_batch_size", "8"], "control=mean-of-means is no fault of a resume"),
         (["--strategies", "single:2"], "strategy single:2: distributed_type='NO' is one process"),
-        (["--strategies", "ddp,ddp:0"], "strategy ddp:0: num_processes=0 must be at least 1"),
+        (["--strategies", "ddp,ddp:0"], "strategy ddp:0: num_processes=0 is refused; write at least 1"),
     ],
 )
 def test_what_resume_refuses(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from app.runs.compare import MOST_RUNS, chosen_runs, compare
+from app.runs.compare import MAX_RUNS, chosen_runs, compare
 from app.runs.metrics import Curves
 from tests.made_runs import made_run
 
@@ -53,6 +53,6 @@ def test_ids_are_taken_once_and_strange_ones_are_refused(tmp_path: Path) -> None
     assert len(refused) == 3
     assert chosen_runs(None, tmp_path) == ([], [])
     assert chosen_runs({"a": 1}, tmp_path) == ([], [])
-    many = [made_run(tmp_path, f"r{number}", steps=1).id for number in range(MOST_RUNS + 1)]
+    many = [made_run(tmp_path, f"r{number}", steps=1).id for number in range(MAX_RUNS + 1)]
     runs, refused = chosen_runs(",".join(many), tmp_path)
-    assert (len(runs), len(refused)) == (MOST_RUNS, 1)
+    assert (len(runs), len(refused)) == (MAX_RUNS, 1)

@@ -15,7 +15,7 @@ from app.runs import history
 from app.runs.history import SPARKS, History, loss_curve, page, select
 from app.runs.runs import list_runs, run_of_id
 from tests.made_runs import made_run, metric_lines
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.run.folder import Process, RunFolder, register_outside, write_json
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -44,8 +44,8 @@ def test_what_has_not_changed_is_not_read_again(tmp_path: Path, monkeypatch: pyt
     run = made_run(tmp_path, "a", "stopped", steps=10)
     made_run(tmp_path, "b")
     read: list[str] = []
-    row_of = history._row
-    monkeypatch.setattr(history, "_row", lambda run, fixed: read.append(run.id) or row_of(run, fixed))
+    row_of = history._read_row
+    monkeypatch.setattr(history, "_read_row", lambda run, fixed: read.append(run.id) or row_of(run, fixed))
     table = History(tmp_path)
     table.rows()
     table.rows()
@@ -135,10 +135,10 @@ def test_rows_are_filtered_searched_and_sorted(tmp_path: Path) -> None:
     rows = History(tmp_path).rows()
     assert [row["id"] for row in rows] == ["three", "two", "one"]
     assert [row["id"] for row in select(rows, state="failed")] == ["one"]
-    assert [row["id"] for row in select(rows, words="BOOM fsdp")] == ["one"]
-    assert [row["id"] for row in select(rows, words="boom zero")] == []
-    assert [row["id"] for row in select(rows, sort="duration_s", down=False)] == ["one", "three", "two"]
-    assert select(rows, sort="progress", down=False)[0]["id"] == "one"
+    assert [row["id"] for row in select(rows, search="BOOM fsdp")] == ["one"]
+    assert [row["id"] for row in select(rows, search="boom zero")] == []
+    assert [row["id"] for row in select(rows, sort="duration_s", descending=False)] == ["one", "three", "two"]
+    assert select(rows, sort="progress", descending=False)[0]["id"] == "one"
 
 
 @pytest.mark.parametrize("wrong", [{"state": "broken"}, {"sort": "run_dir"}, {"sort": "__class__"}])
@@ -177,7 +177,7 @@ def test_a_page_may_name_ids_only(tmp_path: Path, name: object) -> None:
     for wrong in (name, str(run.path), str(outside.path)):
         with pytest.raises(ConfigError) as refused:
             run_of_id(wrong, tmp_path / "runs")
-        assert len(refused.value.mistakes) == 1
+        assert len(refused.value.lines) == 1
         assert len(str(refused.value)) < 400
     assert run_of_id("a", tmp_path / "runs").path == run.path
     assert {row["id"] for row in History(tmp_path / "runs").rows()} == {one.id for one in list_runs(tmp_path / "runs")}

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from app.runs import log
-from app.runs.log import LOOK, MOST_LINES, PIECE, find_in_log, is_error, log_piece
-from trainers.config.options import ConfigError
+from app.runs.log import CHUNK_BYTES, MAX_LINES, SEARCH_BYTES, find_in_log, is_error, read_log
+from trainers.config.mistakes import ConfigError
 from trainers.run.folder import RunFolder, log_line
 
 
@@ -34,28 +34,28 @@ def texts(answer: dict[str, Any]) -> list[str]:
 
 def test_the_end_comes_first_then_only_what_is_new(run: RunFolder) -> None:
     add(run, ("launcher", "hello"), ("rank 0", "one"))
-    first = log_piece(run, {})
-    assert [(line.who, line.text) for line in first["lines"]] == [("launcher", "hello"), ("0", "one")]
+    first = read_log(run, {})
+    assert [(line.writer, line.text) for line in first["lines"]] == [("launcher", "hello"), ("0", "one")]
     assert first["jumped"]
-    assert log_piece(run, {"after": first["end"]})["lines"] == []
+    assert read_log(run, {"after": first["end"]})["lines"] == []
     add(run, ("rank 1", "two"))
-    second = log_piece(run, {"after": first["end"], "follow": True})
+    second = read_log(run, {"after": first["end"], "follow": True})
     assert (texts(second), second["start"], second["jumped"]) == (["two"], first["end"], False)
 
 
 def test_pieces_towards_the_start_and_the_end_are_the_whole_log(run: RunFolder) -> None:
     add(run, *((f"rank {number % 3}", f"line {number} {'x' * (number % 190)}") for number in range(4000)))
     whole = [f"line {number} {'x' * (number % 190)}" for number in range(4000)]
-    answer = log_piece(run, {})
+    answer = read_log(run, {})
     back = texts(answer)
     while answer["start"] > 0:
-        answer = log_piece(run, {"before": answer["start"]})
+        answer = read_log(run, {"before": answer["start"]})
         back = texts(answer) + back
     assert back == whole
-    answer = log_piece(run, {"after": 0})
+    answer = read_log(run, {"after": 0})
     on = texts(answer)
     while answer["end"] < answer["size"]:
-        answer = log_piece(run, {"after": answer["end"]})
+        answer = read_log(run, {"after": answer["end"]})
         on += texts(answer)
     assert on == whole
 
@@ -65,21 +65,21 @@ def test_the_lines_of_one_rank_are_all_found(run: RunFolder, who: str) -> None:
     names = ["launcher", "rank 0", "rank 2"]
     add(run, *((names[number * number % 3], f"line {number}") for number in range(3000)))
     wanted = [f"line {n}" for n in range(3000) if names[n * n % 3].removeprefix("rank ") == who]
-    answer = log_piece(run, {"who": who})
+    answer = read_log(run, {"who": who})
     found = texts(answer)
     while answer["start"] > 0:
-        answer = log_piece(run, {"before": answer["start"], "who": who})
+        answer = read_log(run, {"before": answer["start"], "who": who})
         found = texts(answer) + found
     assert found == wanted
 
 
 def test_one_who_follows_is_taken_to_the_end_and_one_who_reads_is_not(run: RunFolder) -> None:
     add(run, ("rank 0", "begin"))
-    end = log_piece(run, {})["end"]
+    end = read_log(run, {})["end"]
     add(run, *(("rank 0", f"line {number}") for number in range(5000)))
-    assert texts(log_piece(run, {"after": end, "follow": True}))[-1] == "line 4999"
-    assert log_piece(run, {"after": end, "follow": True})["jumped"]
-    assert texts(log_piece(run, {"after": end}))[0] == "line 0"
+    assert texts(read_log(run, {"after": end, "follow": True}))[-1] == "line 4999"
+    assert read_log(run, {"after": end, "follow": True})["jumped"]
+    assert texts(read_log(run, {"after": end}))[0] == "line 0"
 
 
 FLOOD = {
@@ -98,40 +98,40 @@ FLOOD = {
 def test_a_flood_is_bounded_and_plain(run: RunFolder, name: str) -> None:
     run.log.write_bytes(FLOOD[name] + b"\nend\n")
     for asked in ({}, {"after": 0}, {"before": run.log.stat().st_size // 2}, {"after": 0, "who": "3"}, {"who": "3"}):
-        answer = log_piece(run, asked)
+        answer = read_log(run, asked)
         sent = json.dumps({**answer, "lines": [list(line) for line in answer["lines"]]})
-        assert len(sent) < 8 * PIECE
-        assert len(answer["lines"]) <= max(MOST_LINES, PIECE)
+        assert len(sent) < 8 * CHUNK_BYTES
+        assert len(answer["lines"]) <= max(MAX_LINES, CHUNK_BYTES)
         assert not any(ord(letter) < 32 and letter != "\t" for text in texts(answer) for letter in text)
         assert 0 <= answer["start"] <= answer["end"] <= answer["size"]
-    assert texts(log_piece(run, {}))[-1] == "end"
+    assert texts(read_log(run, {}))[-1] == "end"
 
 
 def test_a_flood_can_be_walked_through(run: RunFolder) -> None:
     run.log.write_bytes(b"first\n" + FLOOD["a long line"] + b"\nend\n")
-    answer, steps = log_piece(run, {}), 0
+    answer, steps = read_log(run, {}), 0
     while answer["start"] > 0 and steps < 200:
-        answer, steps = log_piece(run, {"before": answer["start"]}), steps + 1
+        answer, steps = read_log(run, {"before": answer["start"]}), steps + 1
     assert texts(answer)[0] == "first"
-    answer = log_piece(run, {"after": 0})
+    answer = read_log(run, {"after": 0})
     while answer["end"] < answer["size"]:
-        answer = log_piece(run, {"after": answer["end"]})
+        answer = read_log(run, {"after": answer["end"]})
     assert texts(answer)[-1] == "end"
 
 
 def test_a_line_drawn_over_itself_shows_its_last_state(run: RunFolder) -> None:
     run.log.write_bytes(b"2026-01-01T00:00:00.000+00:00 [rank 0] 10%\r50%\r\x1b[32m100%\x1b[0m\r\n")
-    (line,) = log_piece(run, {})["lines"]
-    assert (line.text, line.who, line.time) == ("100%", "0", "2026-01-01T00:00:00")
+    (line,) = read_log(run, {})["lines"]
+    assert (line.text, line.writer, line.time) == ("100%", "0", "2026-01-01T00:00:00")
 
 
 def test_half_a_line_waits_until_its_writer_rests(run: RunFolder) -> None:
     run.log.write_bytes(b"one\nha")
-    assert texts(log_piece(run, {})) == ["one"]
+    assert texts(read_log(run, {})) == ["one"]
     old = time.time() - 60
     os.utime(run.log, (old, old))
-    assert texts(log_piece(run, {})) == ["one", "ha"]
-    assert texts(log_piece(run, {"after": 4})) == ["ha"]
+    assert texts(read_log(run, {})) == ["one", "ha"]
+    assert texts(read_log(run, {"after": 4})) == ["ha"]
 
 
 @pytest.mark.parametrize(
@@ -161,9 +161,9 @@ def test_errors_are_found_in_both_directions(run: RunFolder) -> None:
         found: list[str] = []
         while True:
             answer = find_in_log(run, {"start": start, "back": back, **more})
-            assert abs(answer["searched"] - start) <= LOOK + 1
+            assert abs(answer["searched"] - start) <= SEARCH_BYTES + 1
             if answer["at"] is not None:
-                found.append(texts(log_piece(run, {"after": answer["at"]}))[0])
+                found.append(texts(read_log(run, {"after": answer["at"]}))[0])
                 start = answer["at"] + (0 if back else 1)
             elif not answer["more"]:
                 return found
@@ -171,7 +171,7 @@ def test_errors_are_found_in_both_directions(run: RunFolder) -> None:
                 start = answer["searched"]
 
     size, all_of_them = run.log.stat().st_size, [f"ValueError: number {at}" for at in (10, 30_000, 59_000)]
-    assert size > 2 * LOOK
+    assert size > 2 * SEARCH_BYTES
     assert walk(False, 0) == all_of_them
     assert walk(True, size) == all_of_them[::-1]
     assert walk(False, 0, who=str(30_000 % 7)) == all_of_them[1:2]
@@ -187,18 +187,18 @@ def test_errors_are_found_in_both_directions(run: RunFolder) -> None:
 def test_a_strange_request_is_refused(run: RunFolder, asked: dict) -> None:
     add(run, ("rank 0", "one"))
     with pytest.raises(ConfigError):
-        log_piece(run, asked)
+        read_log(run, asked)
     wrong = {"start": asked.get("after", asked.get("before", 0)), "who": asked.get("who")}
     with pytest.raises(ConfigError):
         find_in_log(run, wrong)
 
 
 def test_a_log_that_is_a_link_or_absent_is_empty(run: RunFolder, tmp_path: Path) -> None:
-    assert log_piece(run, {})["lines"] == []
+    assert read_log(run, {})["lines"] == []
     (tmp_path / "secret").write_text("secret\n")
     run.log.symlink_to(tmp_path / "secret")
-    assert log_piece(run, {})["lines"] == []
-    assert log_piece(run, {"after": 0})["lines"] == []
+    assert read_log(run, {})["lines"] == []
+    assert read_log(run, {"after": 0})["lines"] == []
     assert find_in_log(run, {"words": "secret"})["at"] is None
 
 

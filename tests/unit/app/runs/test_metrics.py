@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from app.runs import metrics
-from app.runs.metrics import POINTS, Curves
+from app.runs.metrics import MAX_POINTS, Curves
 from trainers.run.folder import RunFolder
 
 
@@ -31,7 +32,7 @@ def row(step: int, loss: float | None, attempt: int = 0, **more: Any) -> dict[st
 
 
 def whole(curves: Curves, run: RunFolder, since: str | None = None) -> dict[str, Any]:
-    return curves.view(run, since, patience=60)
+    return curves.view(run, since, seconds=60)
 
 
 def merge(kept: dict[str, Any], fresh: dict[str, Any]) -> dict[str, Any]:
@@ -54,6 +55,20 @@ def test_few_rows_are_given_as_they_are(run: RunFolder) -> None:
     assert seen["train"]["learning_rate"] == {"mean": [0.1, None]}
     assert (seen["train"]["tokens"], seen["train"]["elapsed_s"]) == ([10, 20], [0.5, 1.0])
     assert seen["eval"] == {"step": [2], "tokens": [20], "elapsed_s": [1.0], "eval_loss": {"mean": [1.75]}}
+
+
+def test_a_mixture_of_experts_has_a_curve_of_its_load_balancing(run: RunFolder) -> None:
+    add(run, row(1, 2.0))
+    assert "aux_loss" not in whole(Curves(), run)["train"], "another model has none"
+    add(run, row(2, 1.5, aux_loss=1.02))
+    assert whole(Curves(), run)["train"]["aux_loss"] == {"mean": [None, 1.02]}
+
+
+def test_every_chart_shows_a_metric_that_is_read() -> None:
+    script = (Path(__file__).parents[4] / "ui" / "static" / "live_run.js").read_text(encoding="utf-8")
+    shown = re.findall(r'\["(train|eval)", "(\w+)"', script)
+    assert ("train", "aux_loss") in shown
+    assert set(shown) <= {("train", name) for name in metrics.TRAIN} | {("eval", name) for name in metrics.EVAL}
 
 
 def test_a_later_attempt_replaces_the_steps_that_it_repeats(run: RunFolder) -> None:
@@ -84,7 +99,7 @@ def test_spikes_survive_thinning(run: RunFolder) -> None:
     values[7_777], values[15_001] = 50.0, -3.0
     add(run, *(row(step + 1, value) for step, value in enumerate(values)))
     loss = whole(Curves(), run)["train"]["loss"]
-    assert len(loss["mean"]) <= POINTS
+    assert len(loss["mean"]) <= MAX_POINTS
     assert (max(loss["max"]), min(loss["min"])) == (50.0, -3.0)
     assert max(loss["mean"]) < 3
 
@@ -163,7 +178,7 @@ def test_what_is_no_row_is_left_out(run: RunFolder, line: str) -> None:
 
 def test_an_endless_line_is_skipped(run: RunFolder) -> None:
     with open(run.metrics, "w") as file:
-        file.write("x" * (2 * metrics._LONGEST_ROW + 17) + "\n")
+        file.write("x" * (2 * metrics._MAX_ROW_BYTES + 17) + "\n")
     add(run, row(1, 1.0))
     assert whole(Curves(), run)["train"]["loss"]["mean"] == [1.0]
 
@@ -171,25 +186,25 @@ def test_an_endless_line_is_skipped(run: RunFolder) -> None:
 def test_a_large_file_is_read_in_several_calls_and_its_newest_values_are_known_at_once(run: RunFolder) -> None:
     add(run, *(row(step, float(step)) for step in range(1, 20_001)))
     curves = Curves()
-    first = curves.view(run, patience=0.001)
+    first = curves.view(run, seconds=0.001)
     assert first["more"]
-    assert curves.latest(run, patience=0.0)["loss"] == 20_000.0
-    while (last := curves.view(run, patience=0.001))["more"]:
+    assert curves.latest(run, seconds=0.0)["loss"] == 20_000.0
+    while (last := curves.view(run, seconds=0.001))["more"]:
         pass
     assert last["rows"] == 20_000
     assert last["train"]["step"][-1] == 20_000
 
 
 def test_the_cache_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "_CACHED_ROWS", 25)
+    monkeypatch.setattr(metrics, "_MAX_CACHED_ROWS", 25)
     curves = Curves()
     for name in "abcdef":
         made = RunFolder(tmp_path / name)
         made.create()
         add(made, *(row(step, 1.0) for step in range(10)))
         whole(curves, made)
-    assert len(curves.runs) <= 4
-    assert tmp_path / "f" in curves.runs
+    assert len(curves.files) <= 4
+    assert tmp_path / "f" in curves.files
 
 
 @pytest.mark.parametrize("since", ["x", 7, ["a"], "1.2.3.4.5", "\0", "9" * 5000, {"a": 1}])

@@ -19,7 +19,8 @@ from app.runs import runs
 from app.launch.process_tree import Descendants
 from app.runs.runs import Tail, find_run, list_runs, log_lines, metrics, stop_run, strategy_name, summary, true_state
 from app.commands.runs import list_verb
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
+from trainers.run.ending import Ending
 from trainers.run.folder import Process, RunFolder, register_outside, write_json
 from trainers.strategy.strategy import load_strategy, resolve
 
@@ -65,7 +66,7 @@ def test_a_live_state_whose_processes_are_gone_is_a_failure(make: Maker, living:
     living.kill()
     living.wait()
     assert true_state(run)["state"] == "failed"
-    assert true_state(run)["cause"] == runs.GONE
+    assert true_state(run)["cause"] == runs.DIED
     assert (run.read_state() or {})["state"] == "running", "a reader never writes the state"
 
 
@@ -86,7 +87,7 @@ def test_a_run_that_came_to_its_end_is_not_said_to_be_stopping(make: Maker) -> N
     """Its supervisor has yet to see its processes go, which may take a while."""
     run = make("a", "running", processes=[Process.of("supervisor").as_json()])
     for end, state in (("done", "running"), ("stopped", "stopping"), ("failed", "stopping")):
-        run.end(end, None, True)
+        run.end(Ending(end), True)
         assert (run.read_state() or {})["state"] == state
         assert (run.read_state() or {})["ending"]["state"] == end
 
@@ -138,7 +139,7 @@ def test_the_last_thread_of_a_run_is_ended_too(leaderless: subprocess.Popen[byte
 def test_another_process_with_the_same_pid_does_not_count(make: Maker, living: subprocess.Popen[bytes]) -> None:
     now = entry(living.pid)
     old = now | {"started": now["started"] - 1000, "since_boot": now["since_boot"] - 1000}
-    assert true_state(make("a", "running", processes=[old]))["cause"] == runs.GONE
+    assert true_state(make("a", "running", processes=[old]))["cause"] == runs.DIED
 
 
 def test_what_a_rank_noted_is_the_cause_where_rank_0_had_no_time_to_say_it(make: Maker) -> None:
@@ -151,9 +152,9 @@ def test_what_a_rank_noted_is_the_cause_where_rank_0_had_no_time_to_say_it(make:
 def test_a_full_disk_is_named_where_a_run_ended_without_a_word(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     """It could not write why."""
     run = make("a", "running", processes=[])
-    monkeypatch.setattr(runs, "LITTLE", 1 << 62)
+    monkeypatch.setattr(runs, "MIN_FREE_BYTES", 1 << 62)
     assert "bytes free" in true_state(run)["cause"]
-    assert true_state(run)["cause"].startswith(runs.GONE)
+    assert true_state(run)["cause"].startswith(runs.DIED)
 
 
 def test_an_old_state_alone_is_no_death(make: Maker, living: subprocess.Popen[bytes]) -> None:
@@ -172,7 +173,7 @@ def test_a_run_of_another_host_is_believed(make: Maker) -> None:
     "processes", [[{}], ["x"], [{"role": "rank", "rank": 0, "pid": "no", "started": None}], 7 * [None]]
 )
 def test_strange_process_entries_are_no_processes(make: Maker, processes: list) -> None:
-    assert true_state(make("a", "running", processes=processes))["cause"] == runs.GONE
+    assert true_state(make("a", "running", processes=processes))["cause"] == runs.DIED
 
 
 def test_the_list_is_newest_first_and_holds_runs_only(make: Maker, tmp_path: Path) -> None:
@@ -227,7 +228,7 @@ def test_what_is_no_run_is_refused_in_one_line(name: str, make: Maker, tmp_path:
     make("outside", where=tmp_path)
     with pytest.raises(ConfigError) as refused:
         find_run(name, tmp_path / "runs")
-    assert len(refused.value.mistakes) == 1
+    assert len(refused.value.lines) == 1
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 500
 
@@ -237,7 +238,7 @@ def test_a_link_that_leads_out_is_neither_found_nor_listed(make: Maker, tmp_path
     make("inside")
     (tmp_path / "runs" / "link").symlink_to(outside.path)
     for name in ("link", str(tmp_path / "runs" / "link")):
-        with pytest.raises(ConfigError, match="leads out of"):
+        with pytest.raises(ConfigError, match="points outside"):
             find_run(name, tmp_path / "runs")
     assert [run.id for run in list_runs(tmp_path / "runs")] == ["inside"]
 
@@ -296,12 +297,12 @@ def test_a_tail_gives_whole_lines_once(tmp_path: Path) -> None:
 
 def test_a_tail_survives_an_endless_line(tmp_path: Path) -> None:
     path = tmp_path / "log.txt"
-    path.write_text("x" * (2 * Tail.MOST + 5) + "\nend\n")
+    path.write_text("x" * (2 * Tail.MAX_BYTES + 5) + "\nend\n")
     tail, seen = Tail(path), []
     while lines := tail.lines():
         seen += lines
     assert seen[-1] == "end"
-    assert sum(line.count("x") for line in seen) == 2 * Tail.MOST + 5
+    assert sum(line.count("x") for line in seen) == 2 * Tail.MAX_BYTES + 5
 
 
 def test_following_a_log_ends_with_the_run(make: Maker, living: subprocess.Popen[bytes]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,12 @@ import pytest
 
 from app.services.allowed_paths import INPUTS, OUTPUTS, check_paths, path_mistakes, strategy_mistake
 from app.services.form import preview
-from app.services.uploads import ENDINGS, safe_name, take
-from trainers.config.options import ConfigError
+from app.services.uploads import EXTENSIONS, safe_name, store
+from trainers.config.mistakes import ConfigError
 from trainers.config.validation import build
 from trainers.data.files import KINDS
-from trainers.strategy.accelerate_schema import Key
-from trainers.strategy.deepspeed_schema import JSON, PATH
+from trainers.strategy.deepspeed_schema import OUTPUT_PATHS, DeepSpeedJson
+from trainers.strategy.schema import Section, nested_section
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -40,7 +39,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def refused(root: Path, **values: str) -> dict[str, str]:
-    return path_mistakes(values, [root])
+    return {mistake.option: str(mistake) for mistake in path_mistakes(values, [root])}
 
 
 @pytest.mark.parametrize("value", ["data/a.jsonl", "data", "data/*.jsonl", "model"])
@@ -85,7 +84,7 @@ def test_what_is_written_lies_inside_too(root: Path, name: str) -> None:
 
 def test_the_line_names_option_value_and_roots(root: Path) -> None:
     config = build({"model_name_or_path": "embedded", "dataset_name": "/etc", "runs_dir": str(root)})
-    with pytest.raises(ConfigError, match=f"dataset_name=/etc lies outside .* under {root}"):
+    with pytest.raises(ConfigError, match=f"dataset_name=/etc is outside .* under {root}"):
         check_paths(config, [root])
     check_paths(config.model_copy(update={"dataset_name": str(root / "data")}), [root])
 
@@ -132,7 +131,7 @@ def test_what_a_json_writes_to_lies_inside(root: Path, section: str, key: str) -
         file.write_text(json.dumps(content))
         line = strategy_mistake(str(strategy), [root])
         assert (line is None) == (path == str(root / "new")), line
-        assert line is None or f"{section}.{key}={path} " in line
+        assert line is None or f"{section}.{key}={path} " in str(line)
     assert path == str(root / "new"), "the control"
 
 
@@ -140,16 +139,16 @@ def test_every_text_of_a_json_that_is_no_path_is_known() -> None:
     """A key that DeepSpeed takes for a path must be held against the allowed folders too."""
     no_paths = {"optimizer.type", "log_level", "seq_parallel_communication_data_type"}
 
-    def texts(keys: Mapping[str, Key], where: str = "") -> set[str]:
+    def texts(section: type[Section], where: str = "") -> set[str]:
         found = set()
-        for name, key in keys.items():
-            if key.inside is not None:
-                found |= texts(key.inside, f"{where}{name}.")
-            elif str in key.types and not key.choices and not key.words and key is not PATH:
+        for name, field in section.model_fields.items():
+            if nested := nested_section(field):
+                found |= texts(nested, f"{where}{name}.")
+            elif field.annotation == str | None:
                 found.add(f"{where}{name}")
         return found
 
-    assert texts(JSON) == no_paths
+    assert texts(DeepSpeedJson) == no_paths | set(OUTPUT_PATHS)
 
 
 def test_a_very_large_folder_is_not_looked_through(root: Path) -> None:
@@ -164,7 +163,7 @@ def test_a_very_large_folder_is_not_looked_through(root: Path) -> None:
 
 
 def test_the_endings_are_those_that_can_be_read() -> None:
-    assert set(ENDINGS) == set(KINDS)
+    assert set(EXTENSIONS) == set(KINDS)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +192,7 @@ def test_a_long_name_is_cut() -> None:
 
 @pytest.mark.parametrize("name", ["x.py", "x", "x.jsonl.exe", "x.safetensors", "", ".", "..", "x.pkl", "\u202e.txt"])
 def test_other_endings_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="send one of"):
+    with pytest.raises(ConfigError, match="use one of"):
         safe_name(name)
 
 
@@ -201,7 +200,7 @@ def test_an_upload_is_stored_and_never_over_another(tmp_path: Path) -> None:
     uploads = tmp_path / "uploads"
     for number in range(3):
         (tmp_path / "sent").write_text(f"{number}")
-        take(tmp_path / "sent", "data.jsonl", uploads)
+        store(tmp_path / "sent", "data.jsonl", uploads)
     assert {path.name: path.read_text() for path in uploads.iterdir()} == {
         "data.jsonl": "0", "data-2.jsonl": "1", "data-3.jsonl": "2"
     }  # fmt: skip
@@ -214,10 +213,10 @@ def test_links_and_large_files_are_refused(tmp_path: Path) -> None:
     uploads = tmp_path / "uploads"
     for name in ("link", "pipe", "missing"):
         with pytest.raises(ConfigError):
-            take(tmp_path / name, "x.txt", uploads)
-    with pytest.raises(ConfigError, match="at most 4 are taken"):
-        take(tmp_path / "real", "x.txt", uploads, most_bytes=4)
+            store(tmp_path / name, "x.txt", uploads)
+    with pytest.raises(ConfigError, match="more than 4"):
+        store(tmp_path / "real", "x.txt", uploads, max_bytes=4)
     uploads.mkdir(exist_ok=True)
     (uploads / "x.txt").symlink_to(tmp_path / "target")
-    assert take(tmp_path / "real", "x.txt", uploads).name == "x-2.txt"
+    assert store(tmp_path / "real", "x.txt", uploads).name == "x-2.txt"
     assert not (tmp_path / "target").exists()

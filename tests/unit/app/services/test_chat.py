@@ -18,9 +18,9 @@ import pytest
 from app.cli import run_verb
 from app.hardware import Gpu
 from app.services import chat
-from app.services.chat import MOST_LETTERS, MOST_MESSAGES, SAMPLING, Chats, check_messages, check_sampling, weights_of
+from app.services.chat import MAX_CHARACTERS, MAX_MESSAGES, SAMPLING, Chats, check_messages, check_sampling, weights_of
 from app.services.rpc_client import WorkerDied
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.run.device_locks import holders
 from trainers.run.folder import RunFolder
 
@@ -61,14 +61,14 @@ def test_sampling_has_defaults_and_takes_words_for_numbers() -> None:
 def test_wrong_sampling_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=name[:50]) as caught:
         check_sampling({name: value})
-    assert all(len(line) < 300 for line in caught.value.mistakes)
+    assert all(len(line) < 300 for line in caught.value.lines)
 
 
 def test_each_mistake_has_its_line() -> None:
     with pytest.raises(ConfigError) as caught:
         check_sampling({"temperature": 9, "seed": -1, "beams": 2})
-    assert len(caught.value.mistakes) == 3
-    with pytest.raises(ConfigError, match="no mapping"):
+    assert len(caught.value.lines) == 3
+    with pytest.raises(ConfigError, match="not a mapping"):
         check_sampling([1])  # type: ignore[arg-type]
 
 
@@ -88,7 +88,7 @@ def test_messages_are_taken_with_their_system_prompt() -> None:
         [{"role": "user", "content": ["x"]}], [{"role": "tool", "content": "x"}], [{"role": ["user"], "content": "x"}],
         [{"role": "assistant", "content": "x"}], [{"role": "user", "content": " "}],
         [*HELLO, {"role": "system", "content": "x"}, *HELLO], [{"role": "user", "content": "\ud800"}],
-        [{"role": "user", "content": "x" * (MOST_LETTERS + 1)}], HELLO * (MOST_MESSAGES + 1),
+        [{"role": "user", "content": "x" * (MAX_CHARACTERS + 1)}], HELLO * (MAX_MESSAGES + 1),
     ],
 )  # fmt: skip
 def test_other_messages_are_refused(messages: Any) -> None:
@@ -218,7 +218,7 @@ def test_a_stopped_answer_ends_both_sides(chats: Chats) -> None:
     list(chats.open(chats.target("embedded")))
     documents = chats.ask(HELLO, "both", {"temperature": 5, "max_new_tokens": 900})
     first = next(documents)
-    with pytest.raises(ConfigError, match="answers now"):
+    with pytest.raises(ConfigError, match="is answering"):
         list(chats.open(chats.target("embedded", device="cpu")))
     chats.stop()
     assert [first, *documents][-1] == {"side": "base", "finish": "cancelled"}
@@ -294,7 +294,7 @@ def test_the_verb_talks_line_by_line(capsys: pytest.CaptureFixture[str], monkeyp
         (["embedded", "--prompt", "x", "--temperature", "9", "--seed", "a"], "temperature='9' is out of range"),
         (["embedded", "--prompt", " "], "there is no message"),
         (["embedded", "--prompt", "x", "--device", "gpu"], "device='gpu' is unknown"),
-        (["embedded", "--prompt", "x", "--checkpoint", "model"], "is no run"),
+        (["embedded", "--prompt", "x", "--checkpoint", "model"], "is not a run"),
     ],
 )
 def test_the_verb_refuses_what_is_wrong(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

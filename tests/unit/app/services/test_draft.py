@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.services.draft import LONGEST, read_draft, with_data, write_draft
+from app.services.draft import MAX_LENGTH, read_draft, with_data, write_draft
 from app.services.fields import names
 from app.services.form import Choices
 from app.services.starting_values import starting_values
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 
 DRAFT: dict[str, Any] = {
     "preset": "tiny-lora", "strategy": "fsdp2", "devices": "4", "source": "?clone=a",
@@ -36,6 +36,11 @@ def test_what_the_form_of_today_does_not_know_is_left_out() -> None:
     )
 
 
+def test_a_draft_with_another_method_is_of_that_methods_preset() -> None:
+    draft = {"preset": "tiny-lora", "options": {**starting_values("tiny-full"), "seed": "7"}}
+    assert read_draft(json.dumps(draft)) == Choices("tiny-full", {"seed": "7"})
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.floats(allow_nan=False) | st.text(max_size=8) | st.sampled_from(["tiny-lora", "4"]),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
@@ -54,7 +59,7 @@ def test_any_json_is_choices(draft: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "null", "[]", '"x"', "{", "[" * 100_000, "9" * 5000, None, 3, " " * (LONGEST + 1)]
+    "text", ["", "null", "[]", '"x"', "{", "[" * 100_000, "9" * 5000, None, 3, " " * (MAX_LENGTH + 1)]
 )
 def test_what_is_no_draft_is_none(text: Any) -> None:
     assert read_draft(text) is None

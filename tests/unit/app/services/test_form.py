@@ -17,7 +17,7 @@ import app.hardware
 from app.hardware import Devices, Gpu
 from app.launch.foreground import write_folder
 from app.services.choices import GpuChoice, gpu_choices, strategy_choices
-from app.services.fields import COMMON, as_texts, fields, text_of
+from app.services.fields import COMMON, as_texts
 from app.services.form import (
     Preview,
     by_field,
@@ -30,7 +30,9 @@ from app.services.form import (
     save_yaml,
 )
 from app.services.starting_values import differences, starting_values
-from trainers.config.options import ConfigError, TrainConfig, absolute_paths
+from trainers.config.fields import fields, text_of
+from trainers.config.mistakes import ConfigError, Mistake
+from trainers.config.options import TrainConfig, absolute_paths
 from trainers.config.parse import dump_yaml, parse_request
 from trainers.run.folder import RunFolder
 from trainers.strategy.strategy import from_launcher, resolve, strategy_names
@@ -53,7 +55,7 @@ def test_every_option_is_a_field_with_its_docstring() -> None:
     assert known["mixed_precision"].choices == ("no", "fp16", "bf16", "fp8")
     assert (known["columns"].kind, known["report_to"].kind) == ("map", "list")
     assert known["dataset_name"].default is None
-    assert set(COMMON) == {one.name for one in fields() if one.common}
+    assert set(COMMON) <= {one.name for one in fields()}
     assert all(one.help for one in fields())
 
 
@@ -101,7 +103,7 @@ def test_a_mistake_stands_under_its_field(values: dict[str, Any], launch: dict[s
     assert list(shown.errors) == [field]
     assert shown.job is None
     assert (shown.yaml, shown.command, shown.numbers) == ("", "", None)
-    assert all(len(line) < 3000 and "\n" not in line for line in shown.mistakes)
+    assert all(len(str(one)) < 3000 and "\n" not in str(one) for one in shown.mistakes)
 
 
 def test_all_mistakes_come_at_once() -> None:
@@ -117,9 +119,15 @@ def test_a_refused_path_is_not_called_missing() -> None:
     assert len(shown.mistakes) == 1
 
 
-def test_lines_of_a_check_find_their_fields() -> None:
-    lines = ["dataset_name=x.jsonl does not exist; check the path", "ddp.yaml: strange key", "something else"]
-    assert by_field(lines) == {"dataset_name": [lines[0]], "strategy": [lines[1]], "": [lines[2]]}
+def test_a_mistake_is_shown_at_the_field_of_its_option() -> None:
+    mistakes = {
+        "dataset_name": Mistake("dataset_name", "seed=3.jsonl", "does not exist", "check the path"),
+        "columns": Mistake("columns.promt", None, "is not an option"),
+        "gpus": Mistake("num_processes", "x", "is no number"),
+        "strategy": Mistake("mixed_precision", "fp16", "is refused", source="ddp.yaml"),
+        "": Mistake("strange", None, "names seed, and is no field"),
+    }
+    assert by_field(mistakes.values()) == {field: [mistake] for field, mistake in mistakes.items()}
 
 
 def test_nothing_is_written() -> None:
@@ -346,7 +354,7 @@ def test_a_bad_yaml_is_refused(text: str) -> None:
 
 def test_a_binary_file_is_no_yaml(tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="no text"):
+    with pytest.raises(ConfigError, match="not text"):
         read_text(tmp_path / "x.yaml")
 
 
@@ -365,7 +373,7 @@ def test_a_run_can_be_made_again(strategy: str, count: int, tmp_path: Path) -> N
     chosen = clone(shown.job.run.id, tmp_path / "runs")
     assert (chosen.preset, chosen.strategy, chosen.num_processes, chosen.gpus) == ("tiny-lora", strategy, count, ())
     assert chosen.values == {"learning_rate": "0.0007", "global_batch_size": "48"}
-    with pytest.raises(ConfigError, match="no run id"):
+    with pytest.raises(ConfigError, match="not a run id"):
         clone(str(shown.job.run.path), tmp_path / "runs")
 
 

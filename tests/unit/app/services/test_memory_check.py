@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,19 @@ import pytest
 
 import app.hardware
 import app.launch.machines
+from app.command_line import TRAIN
 from app.commands import runs
 from app.hardware import Devices, Gpu, choose_devices
-from app.launch.job import Job, sort_words, train_job
+from app.launch.job import Job, train_job
 from app.services import memory_check
 from app.services.form import preview
 from app.services.memory_check import Verdict, known_verdict, memory_verdict
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from ui.pages.train_parts import panel
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
-FACTS = Path(__file__).parents[2] / "architectures"
 GIB = 2**30
+EIGHT_BILLION = ["llama-3.1-8b-full"]
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, *used: float, busy: int = 0) -> None:
@@ -32,20 +32,10 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, *used: float, busy: int = 0) -> No
 
 
 def job_of(*words: str) -> Job:
-    return train_job(sort_words(words))
+    return train_job(TRAIN.read(words))
 
 
-@pytest.fixture
-def eight_billion(tmp_path: Path) -> list[str]:
-    """The words of a run of Llama 3.1 8B, of which no more than config.json is at hand."""
-    facts = json.loads((FACTS / "llama-3.1-8b.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(facts["config"]))
-    return ["llama-3.1-8b-full", "--model_name_or_path", str(tmp_path)]
-
-
-def test_a_run_that_will_hardly_fit_says_so_with_numbers(
-    eight_billion: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_will_hardly_fit_says_so_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted once; what is free is looked at each time."""
     stand_in(monkeypatch, 0)
     counted, real = list[Any](), memory_check.count
@@ -55,7 +45,7 @@ def test_a_run_that_will_hardly_fit_says_so_with_numbers(
         return counted[0]
 
     monkeypatch.setattr(memory_check, "count", count_once)
-    job = job_of(*eight_billion)
+    job = job_of(*EIGHT_BILLION)
     assert known_verdict(job) is None
     verdict = memory_verdict(job)
     assert verdict.fits is False
@@ -64,7 +54,7 @@ def test_a_run_that_will_hardly_fit_says_so_with_numbers(
     assert "80.0 GiB free for each GPU" in verdict.line
     assert known_verdict(job) == verdict, "a page need not count again"
 
-    lora = [*eight_billion, "--method", "lora"]
+    lora = [*EIGHT_BILLION, "--method", "lora"]
     stand_in(monkeypatch, 0)
     counted.clear()
     assert memory_verdict(job_of(*lora)).fits
@@ -87,7 +77,7 @@ def test_the_page_is_green_only_for_what_fits(monkeypatch: pytest.MonkeyPatch) -
     stand_in(monkeypatch, 0)
     assert "ts-verdict-good" in str(panel(preview({}, preset="tiny-lora")))
     shown = preview({}, preset="llama-3.3-70b-lora")
-    assert "its memory is looked at when it is launched" in str(panel(shown))
+    assert "memory is checked at launch" in str(panel(shown))
     assert "ts-verdict-good" not in str(panel(shown))
     assert shown.job
     memory_check._VERDICTS.put(memory_check._key(shown.job), Verdict(False, "needs 151 GiB"))
@@ -157,7 +147,7 @@ def test_the_demo_asks_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 def test_a_script_is_told_and_nobody_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_count: bool) -> None:
     import gradio as gr
 
-    from ui.context import Here
+    from ui.context import ServerContext
     from ui.pages import train
 
     served: dict[str, Any] = {}
@@ -165,14 +155,12 @@ def test_a_script_is_told_and_nobody_is_asked(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(train, "start", lambda job: None)
     monkeypatch.setattr(train, "memory_verdict", lambda job: Verdict(False, "needs 99 GiB" if by_count else ""))
     with gr.Blocks():
-        train._Form(Here(tmp_path / "runs", (tmp_path,), tmp_path / "uploads", False)).serve_scripts()
+        train._Form(ServerContext(tmp_path / "runs", (tmp_path,), tmp_path / "uploads", False)).serve_scripts()
     made = served["launch"]({"preset": "tiny-lora", "num_processes": 1})
     assert made["warnings"] == ["needs 99 GiB"] * by_count
 
 
-def test_of_several_machines_this_ones_share_is_counted(
-    eight_billion: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_several_machines_this_ones_share_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, 0, 0)
     monkeypatch.setattr(app.launch.machines, "find_gpus", app.hardware.find_gpus)
     two = [
@@ -187,6 +175,6 @@ def test_of_several_machines_this_ones_share_is_counted(
         "--output_dir",
         str(tmp_path / "run"),
     ]
-    assert memory_verdict(job_of(*eight_billion, *two, "--strategy", "fsdp2")).fits, "four GPUs hold a quarter each"
-    crowded = job_of(*eight_billion, *two, "--strategy", "ddp")
+    assert memory_verdict(job_of(*EIGHT_BILLION, *two, "--strategy", "fsdp2")).fits, "four GPUs hold a quarter each"
+    crowded = job_of(*EIGHT_BILLION, *two, "--strategy", "ddp")
     assert "on GPUs 0, 1 of machine 0 of 2 needs" in memory_verdict(crowded).line

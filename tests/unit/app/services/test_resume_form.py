@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from app.launch.job import resume_job, sort_words
+from app.command_line import TRAIN
+from app.launch.job import resume_job
 from app.services.resume_form import ResumeForm, resume_form, resume_preview
 from tests.made_runs import made_run
-from trainers.config.options import ConfigError
-from trainers.config.parse import parse_yaml
+from trainers.config.mistakes import ConfigError
 from trainers.config.validation import build
+from trainers.config.yaml_file import parse_yaml
 from trainers.run.compatibility import plain, versions
 from trainers.run.folder import RunFolder, write_json
 from trainers.run.manifest import FORMAT, seal
@@ -60,7 +61,7 @@ def test_a_remedy_is_applied_and_the_command_does_the_same(stopped: RunFolder) -
     assert (preview.job.config.gradient_checkpointing, preview.job.config.save_steps) == (True, 7)
     assert (preview.job.strategy.name, preview.job.devices.num_processes) == ("fsdp2", 4)
     words = shlex.split(preview.command)
-    typed = resume_job(stopped, sort_words(words[words.index(str(stopped.path)) + 1 :]))
+    typed = resume_job(stopped, TRAIN.read(words[words.index(str(stopped.path)) + 1 :]))
     assert (typed.config, typed.strategy.values, typed.devices) == (
         preview.job.config, preview.job.strategy.values, preview.job.devices
     )  # fmt: skip
@@ -69,7 +70,7 @@ def test_a_remedy_is_applied_and_the_command_does_the_same(stopped: RunFolder) -
 def test_what_would_train_something_else_needs_force(stopped: RunFolder) -> None:
     preview = resume_preview(form(), shown(learning_rate="1e-5"))
     assert list(preview.errors) == ["learning_rate"]
-    assert "--force" in preview.errors["learning_rate"][0]
+    assert "--force" in preview.errors["learning_rate"][0].remedy
     forced = resume_preview(form(), shown(learning_rate="1e-5"), force=True)
     assert forced.errors == {}
     assert forced.command.endswith("--learning_rate=1e-5 --force")
@@ -107,5 +108,5 @@ def test_only_a_run_that_can_go_on_has_such_a_form(state: str) -> None:
 
 def test_the_command_line_refuses_the_same(stopped: RunFolder) -> None:
     with pytest.raises(ConfigError) as refused:
-        resume_job(stopped, sort_words(["--learning_rate", "1e-5"]))
+        resume_job(stopped, TRAIN.read(["--learning_rate", "1e-5"]))
     assert refused.value.mistakes == resume_preview(form(), shown(learning_rate="1e-5")).mistakes

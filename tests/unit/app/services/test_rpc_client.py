@@ -16,11 +16,11 @@ import pytest
 
 from app.accelerate_launch import ROOT
 from app.services.rpc_client import Worker, WorkerDied
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 
 PROGRAM = """
 import os, subprocess, sys, time
-from trainers.config.options import ConfigError
+from trainers.config.mistakes import ConfigError
 from trainers.tools.rpc_server import serve
 
 def count(request):
@@ -117,7 +117,7 @@ def test_mistakes_are_raised_and_it_goes_on(start: Callable[[], Worker]) -> None
     worker = start()
     with pytest.raises(ConfigError) as refused:
         list(worker.ask({"ask": "refuse"}, 20.0))
-    assert refused.value.mistakes == ["max_length=3 is refused", "seed='x' is refused"]
+    assert refused.value.lines == ["max_length=3 is refused", "seed='x' is refused"]
     assert list(worker.ask({"ask": "count", "to": 0, "who": ""}, 20.0)) == [{"end": True}]
 
 
@@ -157,7 +157,7 @@ def test_a_caller_that_leaves_frees_it(start: Callable[[], Worker]) -> None:
 def test_one_that_does_not_answer_is_ended(start: Callable[[], Worker]) -> None:
     worker = start()
     list(worker.ask({"ask": "argv"}, 20.0))
-    with pytest.raises(WorkerDied, match=r"no answer within 0\.2 s"):
+    with pytest.raises(WorkerDied, match=r"did not answer within 0\.2 s"):
         list(worker.ask({"ask": "deaf"}, 0.2))
     assert gone(worker.pid)
 

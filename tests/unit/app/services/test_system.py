@@ -15,7 +15,7 @@ import pytest
 from app.services import system
 from trainers.run import host_memory
 from trainers.run.device_locks import Holder, Need, cpu_slots, take_now
-from ui.pages.system import picture
+from ui.pages.system import render
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_a_gpu_that_does_not_tell_everything(elsewhere: None, tmp_path: Path, mo
     gpu = found["gpus"][0]
     assert (gpu["percent"], gpu["memory_total"], gpu["temperature"], gpu["power"]) == (42, 80 << 30, 61, None)
     assert gpu["held_by"] == "run-7"
-    shown = picture(found)
+    shown = render(found)
     assert "A &lt;fast&gt; one" in shown
     assert "<fast>" not in shown
     assert 'href="/run?run=run-7"' in shown

@@ -1,0 +1,168 @@
+"""The command lines of the verbs that take the options of training: what each reads, refuses and shows as its help."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from app.console import report
+from app.typer_style import PlainCommand
+from trainers.config.command_line import config_options, option, read, switch
+from trainers.config.mistakes import Mistake
+from trainers.config.options import LAUNCH_OPTIONS, TrainConfig
+from trainers.config.parse import Request, request_of
+
+_DRAWN_WIDTH = 110
+_LAUNCH_HELP = {
+    "strategy": (
+        "<name|file>",
+        "Strategy name or Accelerate YAML; default: the preset's choice for the number of GPUs, else single or ddp.",
+    ),
+    "gpus": ("<ids>", "GPU ids, such as 0,2; default: the free GPUs, as many as divide the global batch."),
+    "num_processes": ("<int>", "Number of processes across all machines; needed only without GPUs."),
+    "num_machines": (
+        "<int>",
+        "Number of machines; run the same command on each with its own --machine_rank. Default: 1.",
+    ),
+    "machine_rank": ("<int>", "Rank of this machine, from 0."),
+    "main_process_ip": ("<host>", "Address of machine 0."),
+    "main_process_port": ("<int>", "Port on machine 0 for the rendezvous."),
+}
+DEVICES = ("gpus", "num_processes")
+_SWITCHES = {
+    "json": "Print a single JSON document on stdout, and nothing else.",
+    "quiet": "Print only warnings and errors.",
+    "check": "Check options, data and model without starting anything.",
+    "detach": "Start in the background and return; the run keeps going when this terminal closes.",
+    "force": "Resume even if data, options or code have changed since the checkpoint was saved.",
+}
+
+
+@dataclass
+class Args:
+    """A command line, read but not checked.
+
+    Args:
+        names: positional arguments: the preset, or the run.
+        launch: those of the `LAUNCH_OPTIONS`, such as `strategy`.
+        switches: those of `json`, `quiet`, `check`, `detach` and `force` that were given.
+        request: preset, config file and options of training.
+        own: the verb's own options.
+    """
+
+    names: list[str] = field(default_factory=list)
+    launch: dict[str, str] = field(default_factory=dict)
+    switches: set[str] = field(default_factory=set)
+    request: Request = field(default_factory=Request)
+    own: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A verb that takes the options of training.
+
+    All of them read every option and switch, so that one that makes no sense is refused with its reason; the help
+    shows those that do.
+
+    Args:
+        name: such as `train`.
+        help: what it does.
+        argument: name and help of the positional argument.
+        own: its own options by name, or its own help of one of training.
+        launch: the `LAUNCH_OPTIONS` that its help shows.
+        switches: those that its help shows beside `--json` and `--quiet`.
+        hidden: options of training that its help leaves out.
+    """
+
+    name: str
+    help: str
+    argument: tuple[str, str] = ("preset", "Preset to start from.")
+    own: Mapping[str, Any] = field(default_factory=dict)
+    launch: Collection[str] = LAUNCH_OPTIONS
+    switches: Collection[str] = ()
+    hidden: Collection[str] = ()
+
+    def options(self) -> dict[str, Any]:
+        """All that it reads, by name, in the order of its help."""
+        hidden = set(self.hidden)
+        launch = {
+            name: option(name, metavar, text, hidden=name not in self.launch)
+            for name, (metavar, text) in _LAUNCH_HELP.items()
+        }
+        visible = {"json", "quiet", *self.switches}
+        switches = {name: switch(name, text, name not in visible) for name, text in _SWITCHES.items()}
+        file = option("config", "<file>", "YAML file with options.", hidden="config" in hidden)
+        training = {name: info for name, info in config_options(hidden).items() if name not in self.own}
+        return {**launch, **switches, **self.own, "config": file, **training}
+
+    def read(self, argv: Sequence[str]) -> Args | None:
+        """What a command line says; None when it asked for the help, which is printed.
+
+        Raises:
+            ConfigError: for a switch with a value.
+        """
+        options, (argument, argument_help) = self.options(), self.argument
+        if {"-h", "--help"} & set(argv) and shutil.get_terminal_size().columns < _DRAWN_WIDTH:
+            self._print_narrow(options)
+            return None
+        parsed = read(argv, options, self.name, argument, argument_help=argument_help, help=self.help, cls=PlainCommand)
+        if parsed is None:
+            return None
+        names, values, mistakes = parsed
+        counts = Counter(word.partition("=")[0] for word in argv)
+        repeated = [f"--{name}" for name in LAUNCH_OPTIONS if counts[f"--{name}"] > 1]
+        mistakes += [Mistake(flag, None, "is given twice", f"write {flag} VALUE once") for flag in repeated]
+        training = {name: value for name, value in values.items() if name in ("config", *TrainConfig.model_fields)}
+        return Args(
+            names,
+            {name: value for name, value in values.items() if name in LAUNCH_OPTIONS},
+            {name for name in values if name in _SWITCHES},
+            request_of(training, mistakes),
+            {name: value for name, value in values.items() if name in self.own and name not in training},
+        )
+
+    def _print_narrow(self, options: Mapping[str, Any]) -> None:
+        """Name and values of an option on a line, what it does below: typer would cut the names to fit its columns."""
+        width, name = shutil.get_terminal_size().columns, self.argument[0].upper()
+
+        def wrapped(text: str, indent: int) -> str:
+            margin = " " * indent
+            return textwrap.fill(text, max(20, width - 1), initial_indent=margin, subsequent_indent=margin,
+                                 break_on_hyphens=False)  # fmt: skip
+
+        usage = f"Usage: tunesmith {self.name} [OPTIONS] [{name}]"
+        lines = [usage, "", wrapped(self.help, 0), "", wrapped(f"{name}: {self.argument[1]}", 0)]
+        panels: dict[str, list[str]] = {}
+        for flag, info in options.items():
+            if not info.hidden:
+                entry = [f"  --{flag} {info.metavar}".rstrip(), wrapped(info.help, 6)]
+                panels.setdefault(info.rich_help_panel or "Options", []).extend(entry)
+        panels["Options"] += ["  --help, -h", wrapped("Show this message and exit.", 6)]
+        for panel, entries in panels.items():
+            lines += ["", f"{panel}:", *entries]
+        report("\n".join(lines))
+
+
+TRAIN = Verb(
+    "train",
+    "Fine-tune a model: a preset (`tunesmith presets`), a config file, options, or all three; later ones win.",
+    switches=("check", "detach"),
+)
+_RUN = ("run", "Run id, or path of a run folder.")
+_RUNS_DIR = {"runs_dir": option("runs_dir", "<dir>", "Parent folder of run folders.")}
+_TRAINING = {"config", *TrainConfig.model_fields}
+RESUME = Verb(
+    "resume",
+    "Resume a stopped or failed run from its newest good checkpoint. "
+    "Options of `train` may be changed; changes that affect the remaining steps need --force.",
+    _RUN, _RUNS_DIR, switches=("force", "detach"), hidden=_TRAINING,
+)  # fmt: skip
+CLONE = Verb(
+    "runs clone",
+    "Start a new run with the settings, strategy and devices of another one; options given here override them.",
+    _RUN, _RUNS_DIR, switches=("detach",), hidden=_TRAINING,
+)  # fmt: skip

@@ -1,0 +1,31 @@
+"""A step that must not update, changes nothing: no weight and nothing that the optimizer keeps, under every strategy.
+
+DeepSpeed updates inside its own step, and would do so on finite gradients of a loss that is not finite.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import forked
+from tests.launching import ROOT, environment
+
+SCRIPT = Path(__file__).with_name("skipped_step_ranks.py")
+QUICK = ["zero2", "zero3"]
+SLOW = ["ddp", "fsdp1", "fsdp2", "zero1", "zero3_offload", "pp", "tp", "fsdp2_tp", "zero2_tp"]
+FOUR_RANKS = ("fsdp2_tp", "zero2_tp")
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_a_refused_or_skipped_step_changes_nothing(name: str, tmp_path: Path) -> None:
+    """Control, in the same processes: a step with finite numbers changes all of it, before and after those."""
+    world = 4 if name in FOUR_RANKS else 2
+    file = ROOT / "accelerate_configs" / f"{name}.yaml"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
+    command += ["--num_processes", str(world), "--main_process_port", "0", str(SCRIPT), str(file), str(tmp_path)]
+    done = forked.run(command, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert len(list(tmp_path.glob("rank-*"))) == world

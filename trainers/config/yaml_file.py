@@ -1,0 +1,76 @@
+"""YAML files, read strictly: plain mappings of bounded size, no duplicate keys, no aliases. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainers.config.mistakes import ConfigError
+
+MAX_YAML_BYTES = 1_000_000
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """SafeLoader that refuses duplicate keys and aliases (an alias bomb needs them, a flat file does not)."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.constructor.ConstructorError(None, None, "aliases are not allowed", self.peek_event().start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is no text", key_node.start_mark)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key!r}", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Raises:
+        ConfigError: unreadable, too large, not a mapping, or with duplicate keys, aliases or Python tags.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path} is not a regular file; name a YAML file")
+        if path.stat().st_size > MAX_YAML_BYTES:
+            raise ConfigError(f"{path} is larger than {MAX_YAML_BYTES} bytes; a config is a short YAML file")
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}; check the path") from None
+    return parse_yaml(text, str(path))
+
+
+def parse_yaml(text: str, shown: str) -> dict[str, Any]:
+    """The mapping in a YAML text.
+
+    Args:
+        text: the YAML.
+        shown: what messages call it.
+
+    Raises:
+        ConfigError: too large, not a mapping, or with duplicate keys, aliases or Python tags.
+    """
+    if len(text) > MAX_YAML_BYTES:
+        raise ConfigError(f"{shown} is larger than {MAX_YAML_BYTES} bytes; a config is a short YAML file")
+    try:
+        loaded = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
+    except (yaml.YAMLError, RecursionError) as error:
+        where = str(error).replace("\n", " ")[:300]
+        raise ConfigError(f"{shown} is no plain YAML: {where}; write one `key: value` per line") from None
+    except ValueError as error:  # such as a date of month 13, or a number of thousands of digits
+        raise ConfigError(f"{shown} holds a value that is none: {str(error)[:200]}; write it in quotes") from None
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{shown} holds a {type(loaded).__name__}; write one `key: value` per line")
+    return loaded

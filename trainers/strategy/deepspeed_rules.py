@@ -1,0 +1,192 @@
+"""Reads a DeepSpeed JSON strictly, and checks its keys against each other. No torch.
+
+What single keys may hold is in `trainers/strategy/deepspeed_schema.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from trainers.config.mistakes import ConfigError, Mistake
+from trainers.strategy.deepspeed_schema import (
+    AS_CONFIGURED,
+    ONE_BIT,
+    OPTIMIZERS,
+    OUTPUT_PATHS,
+    UNTRIED,
+    WITHOUT_EFFECT,
+    DeepSpeedJson,
+    OffloadOptimizer,
+    OffloadParam,
+    Optimizer,
+    ZeroOptimization,
+)
+from trainers.strategy.schema import parse, shortened
+
+MAX_JSON_BYTES = 1_000_000
+SOURCE = "DeepSpeed JSON"
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number in JSON")
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ValueError(f"duplicate key {twice[0]!r}")
+    return dict(pairs)
+
+
+def read_json(name: str) -> dict[str, Any]:
+    """The object in a DeepSpeed JSON.
+
+    Args:
+        name: its path; a relative one counts from the current folder, as in Accelerate.
+
+    Raises:
+        ConfigError: unreadable, too large, not an object, with a duplicate key, NaN or an infinite number.
+    """
+    path = Path(os.path.expanduser(name))
+    where = f"deepspeed_config_file={shortened(name)}"
+    try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{where} is not a regular file; name a DeepSpeed JSON")
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ConfigError(f"{where} is larger than {MAX_JSON_BYTES} bytes; a DeepSpeed JSON is a short file")
+        text = path.read_text(encoding="utf-8")
+        loaded = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_refuse_constant)
+    except ConfigError:  # a ValueError too
+        raise
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"{where} cannot be read: {reason}; a relative path counts from the current folder") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} is no plain JSON: {str(error)[:300]}; write one object without comments") from None
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{where} holds a {type(loaded).__name__}; write one object, {{...}}")
+    return loaded
+
+
+def output_paths(content: dict[str, Any]) -> dict[str, str]:
+    """Every path that DeepSpeed would write to, by its dotted key.
+
+    Args:
+        content: of a JSON that may not have been checked.
+    """
+    paths = {}
+    for key in OUTPUT_PATHS:
+        value: Any = content
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        if isinstance(value, str):
+            paths[key] = value
+    return paths
+
+
+def parse_json(content: dict[str, Any]) -> DeepSpeedJson:
+    """The content of a DeepSpeed JSON, checked.
+
+    Raises:
+        ConfigError: with every mistake in it; those of single keys hide those across keys.
+    """
+    # At the top DeepSpeed reads only what it knows, so that a comment does nothing; its sections stop at one.
+    settings = parse(
+        DeepSpeedJson, {name: value for name, value in content.items() if not name.startswith("_")}, source=SOURCE
+    )
+    if mistakes := [*_zero_mistakes(settings.zero_optimization), *_optimizer_mistakes(settings.optimizer)]:
+        raise ConfigError(mistakes, SOURCE)
+    return settings
+
+
+def drop_without_effect(settings: dict[str, Any]) -> None:
+    """Takes out, in place, what is accepted because it asks for nothing: DeepSpeed stops at some of it all the same.
+
+    Args:
+        settings: the content of a DeepSpeed JSON that has passed the check, before DeepSpeed gets it.
+    """
+    for name in [name for name, value in settings.items() if value is None or name in WITHOUT_EFFECT]:
+        del settings[name]
+
+
+def _zero_mistakes(zero: ZeroOptimization | None) -> Iterator[Mistake]:
+    section = "zero_optimization"
+    if zero is None or zero.stage is None:
+        yield Mistake(f"{section}.stage", None, "is missing", "write 1, 2 or 3")
+        return
+    stage, param, state = zero.stage, zero.offload_param or OffloadParam(), zero.offload_optimizer or OffloadOptimizer()
+    if stage != 3:
+        problem = f"needs stage 3, not {stage}"
+        if param.device != "none":
+            yield Mistake(f"{section}.offload_param", None, problem, "remove it, or write 3")
+        if state.ratio != 1:
+            yield Mistake(f"{section}.offload_optimizer.ratio", state.ratio, problem, "remove it")
+        for key, value in zero.zero_plus_plus.items():
+            yield Mistake(f"{section}.{key}", value, problem, "remove it, or write 3")
+    elif param.device != "none":
+        if zero.zero_hpz_partition_size > 1:
+            yield Mistake(
+                f"{section}.zero_hpz_partition_size",
+                None,
+                ": a second copy beside weights that are offloaded",
+                "remove it",
+            )
+        if param.device == "nvme":
+            yield Mistake(f"{section}.offload_param.device", "nvme", ": no checkpoint could be made of it", "write cpu")
+    for name, offload in (("offload_param", param), ("offload_optimizer", state)):
+        if offload.device != "nvme":
+            continue
+        option = f"{section}.{name}.device"
+        if offload.nvme_path is None:
+            yield Mistake(option, "nvme", "needs a folder", "write nvme_path")
+        if stage != 3:
+            yield Mistake(option, "nvme", f"is taken for cpu under stage {stage}", "write stage 3, or cpu")
+
+
+def _optimizer_mistakes(optimizer: Optimizer | None) -> list[Mistake]:
+    if optimizer is None:
+        return []
+    use = f"write one of {', '.join(OPTIMIZERS)}"
+    if optimizer.type is None:
+        return [Mistake("optimizer.type", None, "is missing", use)]
+    kind, name = optimizer.type.lower(), shortened(optimizer.type)
+    if kind in ONE_BIT:
+        return [Mistake("optimizer.type", name, "is gone from DeepSpeed 0.19", use)]
+    if kind in UNTRIED:
+        problem = "is not supported, as checkpoints were never run with its state"
+        return [Mistake("optimizer.type", name, problem, "use AdamW")]
+    if kind not in OPTIMIZERS:
+        return [Mistake("optimizer.type", name, "is no optimizer of DeepSpeed's own", use)]
+    params = optimizer.params or {}
+    try:
+        parse(OPTIMIZERS[kind], params, "optimizer.params")
+    except ConfigError as error:
+        return error.mistakes
+    # The loop sets lr and the groups of weights bring weight_decay, so that only these two could slip away unseen.
+    problem = "is missing, and DeepSpeed would take a default of its own"
+    return [
+        Mistake(f"optimizer.params.{key}", None, problem, 'write "auto"')
+        for key in ("betas", "eps")
+        if kind in AS_CONFIGURED and key not in params
+    ]
+
+
+def leaves_parity(content: dict[str, Any]) -> list[str]:
+    """The choices of a DeepSpeed JSON that leave the promise that the strategy never changes the model.
+
+    Args:
+        content: of a JSON that has passed the check; empty without one.
+    """
+    settings = parse_json(content) if content else DeepSpeedJson()
+    zero, optimizer = settings.zero_optimization or ZeroOptimization(), settings.optimizer
+    choices = [f"{key}=true" for key in zero.quantized]
+    if settings.communication_data_type != "fp32":
+        choices.append(f"communication_data_type={settings.communication_data_type}")
+    if optimizer and optimizer.type and optimizer.type.lower() not in AS_CONFIGURED:
+        choices.append(f"DeepSpeed's optimizer {optimizer.type}")
+    return choices
