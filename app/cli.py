@@ -26,8 +26,8 @@ RunsDir = Annotated[Path, typer.Option("--runs_dir", metavar="<dir>", help="Pare
 RUNS = Path("runs")
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(show: bool) -> None:
+    if show:
         from importlib.metadata import version
 
         typer.echo(f"tunesmith {version('tunesmith')}")
@@ -62,51 +62,51 @@ def demo(
 
 
 @app.command(context_settings=_RAW)
-def train(words: Raw = None) -> int:
+def train(args: Raw = None) -> int:
     """Fine-tune a model: a preset, a config file, options, or all three."""
     from app.commands.runs import train_verb
 
-    return train_verb(words or [])
+    return train_verb(args or [])
 
 
 @app.command(context_settings=_RAW)
-def resume(words: Raw = None) -> int:
+def resume(args: Raw = None) -> int:
     """Resume a stopped or failed run from its newest good checkpoint."""
     from app.commands.runs import resume_verb
 
-    return resume_verb(words or [])
+    return resume_verb(args or [])
 
 
 @app.command(context_settings=_RAW)
-def prove(words: Raw = None) -> int:
+def prove(args: Raw = None) -> int:
     """Train your model on your data under each strategy and compare every step with a single process."""
     from app.prove.command import prove_verb
 
-    return prove_verb(words or [])
+    return prove_verb(args or [])
 
 
 @app.command(context_settings=_RAW)
-def bench(words: Raw = None) -> int:
+def bench(args: Raw = None) -> int:
     """Measure which settings train your model fastest on this machine."""
     from app.bench.bench import bench_verb
 
-    return bench_verb(words or [])
+    return bench_verb(args or [])
 
 
 @app.command(context_settings=_RAW)
-def plan(words: Raw = None) -> int:
+def plan(args: Raw = None) -> int:
     """Estimate which strategies fit your model on these (or other) GPUs, and rank them by speed."""
     from app.plan.command import plan_verb
 
-    return plan_verb(words or [])
+    return plan_verb(args or [])
 
 
 @app.command(context_settings=_RAW)
-def data(words: Raw = None) -> int:
+def data(args: Raw = None) -> int:
     """Preview the training data: rows with their trained tokens marked, lengths, packing, bad rows."""
     from app.commands.data import data_verb
 
-    return data_verb(words or [])
+    return data_verb(args or [])
 
 
 @app.command()
@@ -155,11 +155,11 @@ def runs_logs(
 
 
 @runs_app.command("clone", context_settings=_RAW)
-def runs_clone(words: Raw = None) -> int:
+def runs_clone(args: Raw = None) -> int:
     """Start a new run with the settings of another one, optionally changed."""
     from app.commands.runs import clone_verb
 
-    return clone_verb(words or [])
+    return clone_verb(args or [])
 
 
 @runs_app.command("rename")
@@ -357,10 +357,10 @@ def _system_error(error: OSError, as_json: bool) -> int:
     """The answer to an error of the system that no check foresaw: 2 when a name of the user's was too long, else 1."""
     from app.console import refuse, report_json, shortened
 
-    what = shortened(str(error.filename or "system"))
+    subject = shortened(str(error.filename or "system"))
     if error.errno == errno.ENAMETOOLONG:
-        return _refuse([f"{what}: {error.strerror}; check the value"], as_json)
-    line = f"{what}: {error.strerror or error}; make room, or check its rights"
+        return _refuse([f"{subject}: {error.strerror}; check the value"], as_json)
+    line = f"{subject}: {error.strerror or error}; make room, or check its rights"
     refuse([line])
     if as_json:
         report_json({"run_dir": None, "state": "failed", "cause": line})
@@ -383,7 +383,9 @@ def _invoke(verbs: Callable[..., Any], arguments: Sequence[str]) -> Any:
 
 def _mistakes(error: Exception) -> list[str]:
     """The lines of an error that is the user's; none for any other."""
-    if lines := [str(one) for one in getattr(error, "mistakes", ())]:  # ConfigError, not imported here for speed
+    if lines := [
+        str(mistake) for mistake in getattr(error, "mistakes", ())
+    ]:  # ConfigError, not imported here for speed
         return lines
     if not hasattr(error, "format_message"):
         return []

@@ -24,9 +24,9 @@ def _row(name: str, field: Any) -> str:
 
 def _values(field: Any) -> str:
     """Allowed words of a choice, else the range and the unit."""
-    words = [word for word in get_args(field.annotation) if isinstance(word, str)]
-    if words:
-        return ", ".join(f"`{word}`" for word in words)
+    choices = [word for word in get_args(field.annotation) if isinstance(word, str)]
+    if choices:
+        return ", ".join(f"`{word}`" for word in choices)
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
     bounds = [f"{signs[key]} {getattr(rule, key)}" for rule in field.metadata for key in signs if hasattr(rule, key)]
     return " ".join([", ".join(bounds), field.json_schema_extra["unit"]]).strip()

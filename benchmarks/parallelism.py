@@ -30,7 +30,7 @@ from tests.launching import ROOT, launch_well
 from trainers.config.mistakes import ConfigError
 from trainers.strategy.pipeline_schedules import SCHEDULES
 from trainers.strategy.strategy import Strategy, load_strategy, resolve
-from trainers.strategy.traffic import Shape, Term, predicted
+from trainers.strategy.traffic import ModelSizes, Term, predicted
 
 STRATEGIES = (
     "ddp", "fsdp1", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "sp", "cp", "tp", "fsdp2_tp",
@@ -69,12 +69,12 @@ class Measured:
         """Bytes per step, the mean over the ranks."""
         return statistics.mean(rank["sent"].get(collective, 0) for rank in self.ranks) / self.steps
 
-    def expected(self, shape: Shape) -> list[Term]:
+    def expected(self, sizes: ModelSizes) -> list[Term]:
         """What the formulas predict per step, as the mean over the ranks."""
         strategy = self.strategy
         kind = f"ZERO{strategy.zero_stage}" if strategy.zero_stage else strategy.distributed_type
         chunks = SCHEDULES[strategy.pp_schedule].chunks
-        by_rank = [predicted(kind, strategy.sizes, chunks, shape, rank["steps"], WARM) for rank in self.ranks]
+        by_rank = [predicted(kind, strategy.sizes, chunks, sizes, rank["steps"], WARM) for rank in self.ranks]
         return [
             Term(alike[0].collective, alike[0].formula, statistics.mean(term.bytes for term in alike) / self.steps)
             for alike in zip(*by_rank, strict=True)
@@ -133,13 +133,13 @@ def first_row(measured: Measured) -> list[str]:
     ]  # fmt: skip
 
 
-def second_rows(measured: Measured, shape: Shape) -> list[list[str]]:
+def second_rows(measured: Measured, sizes: ModelSizes) -> list[list[str]]:
     """Rows of the second table: predicted and counted bytes of each collective that has a formula."""
     return [
         [measured.strategy.name, term.collective, term.formula, format_bytes(term.bytes),
          format_bytes(measured.sent(term.collective)),
          f"{measured.sent(term.collective) / term.bytes:.3f}" if term.bytes else "none"]
-        for term in measured.expected(shape)
+        for term in measured.expected(sizes)
     ]  # fmt: skip
 
 
@@ -174,13 +174,13 @@ def main() -> None:
     rows: list[list[str]] = []
     with tempfile.TemporaryDirectory() as folder:
         model = model_folder(args.model, Path(folder))
-        shape = Shape.of(empty_model(model))
+        sizes = ModelSizes.of(empty_model(model))
         columns = ["strategy", "processes", *COLLECTIVES, "others", "control", "GiB by rank", "s per step"]
-        print(f"{args.model}, {shape.parameters:,} parameters; bytes per step and rank\n\n{head(columns)}", flush=True)
+        print(f"{args.model}, {sizes.parameters:,} parameters; bytes per step and rank\n\n{head(columns)}", flush=True)
         for strategy in strategies:
             measured = measure(Path(folder) / strategy.name, strategy, model, share_gpus=args.share_gpus)
             print(line(first_row(measured)), flush=True)
-            rows += second_rows(measured, shape)
+            rows += second_rows(measured, sizes)
     print(f"\n{head(['strategy', 'collective', 'formula', 'predicted', 'counted', 'counted / predicted'])}")
     print("\n".join(map(line, rows)))
 

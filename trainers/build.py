@@ -349,11 +349,11 @@ class Reporter:
     def row(self, row: dict[str, Any]) -> None:
         """Shows a metrics row."""
         numbers = {key: value for key, value in row.items() if isinstance(value, int | float) and key != "step"}
-        shown = {key: f"{row[key]:.4g}" for key in ("loss", "eval_loss") if row.get(key) is not None}
+        postfix = {key: f"{row[key]:.4g}" for key in ("loss", "eval_loss") if row.get(key) is not None}
         if "tokens_per_second" in row:
-            shown["tokens_per_second"] = f"{row['tokens_per_second']:.0f}"
-        self.bar.set_postfix(shown)
-        print(f"step {row['step']} " + " ".join(f"{key} {value}" for key, value in shown.items()), flush=True)
+            postfix["tokens_per_second"] = f"{row['tokens_per_second']:.0f}"
+        self.bar.set_postfix(postfix)
+        print(f"step {row['step']} " + " ".join(f"{key} {value}" for key, value in postfix.items()), flush=True)
         if self.trackers:
             self.accelerator.log(numbers, step=row["step"])
 

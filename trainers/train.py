@@ -122,9 +122,9 @@ def take_gpus(config: TrainConfig, run: RunFolder) -> Held:
 
 def in_one_line(error: BaseException) -> str:
     """What went wrong; a rank that only lost the others says so, and not in its network library's words."""
-    line, _, rest = str(error).strip().partition("\n")
-    if "Last error:" in rest:  # NCCL's own words
-        line += f" ({rest.partition('Last error:')[2].strip()})".replace("\n", " ")
+    line, _, more = str(error).strip().partition("\n")
+    if "Last error:" in more:  # NCCL's own words
+        line += f" ({more.partition('Last error:')[2].strip()})".replace("\n", " ")
     if any(mark in line for mark in ("Connection closed by peer", "Connection reset by peer", "Read error [")):
         return f"another rank died, was killed or hung; the last lines of log.txt tell which ({line[:80]})"
     return f"{type(error).__name__}: {line}"
@@ -132,10 +132,10 @@ def in_one_line(error: BaseException) -> str:
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether a smaller batch might have fitted."""
-    named = {kind.__name__ for kind in type(error).__mro__}
-    # Outside PyTorch's own allocator, the driver and CUDA's libraries say it in words of theirs.
-    said = ("can't allocate memory", "CUDA error: out of memory", "_ALLOC_FAILED", "Cuda failure 2 'out of memory'")
-    return bool(named & {"OutOfMemoryError", "MemoryError"}) or any(words in str(error) for words in said)
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    # Outside PyTorch's own allocator, the driver and CUDA's libraries have phrases of their own.
+    phrases = ("can't allocate memory", "CUDA error: out of memory", "_ALLOC_FAILED", "Cuda failure 2 'out of memory'")
+    return bool(kinds & {"OutOfMemoryError", "MemoryError"}) or any(phrase in str(error) for phrase in phrases)
 
 
 def print_check(request: Request) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from app.command_line import DEVICES, Args, Verb
-from app.launch.job import Job, told, train_job
+from app.launch.job import Job, as_argument, train_job
 from app.prove.plan import SHORT_RUN
 from trainers.config.command_line import option
 from trainers.config.mistakes import ConfigError, Mistake, Mistakes
@@ -96,12 +96,12 @@ class Trial:
     @property
     def name(self) -> str:
         """Display name."""
-        return ", ".join(f"{name}={told(value)}" for name, value in self.changes.items()) or "yours"
+        return ", ".join(f"{name}={as_argument(value)}" for name, value in self.changes.items()) or "yours"
 
     @property
     def flags(self) -> str:
         """The changes as command-line options."""
-        return " ".join(f"--{name} {told(value)}" for name, value in self.changes.items())
+        return " ".join(f"--{name} {as_argument(value)}" for name, value in self.changes.items())
 
     @property
     def able(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from app.bench.plan import SETTINGS, WARM, Plan, Trial
 from app.console import clean, number, report, show_table
-from app.launch.job import told
+from app.launch.job import as_argument
 
 LEAST_GAIN = 0.03
 """Relative gain in tokens per second below which a change is not worth it, however low the noise."""
@@ -156,7 +156,7 @@ def describe_run(trial: Trial) -> str:
 def show(document: Mapping[str, Any]) -> None:
     """The table and the advice, on stdout."""
     rows = [document["base"], *document["variants"]]
-    settings = ", ".join(f"{name}={told(value)}" for name, value in document["base"]["settings"].items())
+    settings = ", ".join(f"{name}={as_argument(value)}" for name, value in document["base"]["settings"].items())
     report(clean(f"yours: {settings}"))
     report("")
     show_table(_HEADERS, [_cells(row) for row in rows], _EXPENDABLE)

@@ -105,17 +105,15 @@ def _names_a_file(word: str) -> bool:
 
 def _file_mistake(word: str) -> Mistake:
     """The option to use for a file or folder given as a positional argument."""
-    shown, path = shortened(word), Path(word).expanduser()
+    name, path = shortened(word), Path(word).expanduser()
     if path.suffix.lower() in _YAML_SUFFIXES:
-        return Mistake(
-            "", None, f"{shown!r} is no preset", f"a config file is named with --config {shlex.quote(shown)}"
-        )
+        return Mistake("", None, f"{name!r} is no preset", f"a config file is named with --config {shlex.quote(name)}")
     with contextlib.suppress(OSError, ValueError):
         if (path / "config.json").is_file():
-            way = f"a model is named with --model_name_or_path {shlex.quote(shown)}"
-            return Mistake("", None, f"{shown!r} is no preset", way)
-    way = f"data is named with --dataset_name {shlex.quote(shown)}, after a preset (`tunesmith presets`)"
-    return Mistake("", None, f"{shown!r} is no preset", f"{way} or a --model_name_or_path")
+            remedy = f"a model is named with --model_name_or_path {shlex.quote(name)}"
+            return Mistake("", None, f"{name!r} is no preset", remedy)
+    remedy = f"data is named with --dataset_name {shlex.quote(name)}, after a preset (`tunesmith presets`)"
+    return Mistake("", None, f"{name!r} is no preset", f"{remedy} or a --model_name_or_path")
 
 
 def resume_job(run: RunFolder, args: Args) -> Job:
@@ -170,7 +168,7 @@ def refuse_unresumable(run: RunFolder) -> None:
         raise ConfigError(f"run {run.id} is {state}; stop it first with `tunesmith stop {path}`")
 
 
-def told(value: Any) -> str:
+def as_argument(value: Any) -> str:
     """A value as one would write it on the command line, and not longer than a line."""
     return shortened(text_of(value))
 
@@ -221,15 +219,15 @@ def job_of(request: Request, values: dict[str, str], mistakes: Mistakes, run: Ru
     config = strategy = devices = fit = None
     with mistakes:
         config = _config(request, mistakes)
-    named = values.get("strategy")
+    strategy_file = values.get("strategy")
     with mistakes:
-        strategy = load_strategy(named) if named else None
+        strategy = load_strategy(strategy_file) if strategy_file else None
     with mistakes:
         machines = choose_machines(values, strategy.values if strategy else {})
         mistakes += folder_mistakes(config, machines) if run is None else []
         devices = devices_here(values, machines, strategy.num_processes if strategy else None)
     with mistakes:
-        if config and devices and (strategy or not named):
+        if config and devices and (strategy or not strategy_file):
             fixed = bool({"gpus", "num_processes"} & set(values))
             fit = fit_devices(config, strategy, devices, fixed, request.chosen)
             config, strategy, devices = fit.config, fit.strategy, fit.devices
@@ -275,7 +273,7 @@ def _config(request: Request, mistakes: Mistakes) -> TrainConfig:
     try:
         return Request(options=request.options, mistakes=request.mistakes).resolve()
     except ConfigError as error:
-        raise ConfigError(one for one in error.mistakes if one.problem != MISSING) from None
+        raise ConfigError(mistake for mistake in error.mistakes if mistake.problem != MISSING) from None
 
 
 def _too_long(config: TrainConfig) -> list[Mistake]:
@@ -326,7 +324,7 @@ def _free_folder(config: TrainConfig) -> Path:
     return next(folder for folder in folders if not folder.exists())
 
 
-def writable_parent(path: Path, option: str, way: str) -> Path:
+def writable_parent(path: Path, option: str, remedy: str) -> Path:
     """The nearest folder at or above `path` that is there.
 
     Raises:
@@ -334,7 +332,7 @@ def writable_parent(path: Path, option: str, way: str) -> Path:
     """
 
     def refuse(reason: object) -> ConfigError:
-        return ConfigError.about(option, shortened(str(path)), f"cannot be made: {reason}", way)
+        return ConfigError.about(option, shortened(str(path)), f"cannot be made: {reason}", remedy)
 
     try:
         parent = next(folder for folder in (path, *path.parents) if folder.exists())

@@ -33,7 +33,7 @@ def choose_machines(options: Mapping[str, str], file: Mapping[str, Any]) -> Mach
             extra[0], options[extra[0]], "without num_machines", "add --num_machines 2, or leave it out"
         )
     mistakes: list[Mistake] = []
-    count = _whole("num_machines", chosen["num_machines"] or 1, 1, MOST_MACHINES, mistakes)
+    count = _integer("num_machines", chosen["num_machines"] or 1, 1, MOST_MACHINES, mistakes)
     if count == 1:
         idle = [
             Mistake("num_machines", "1", f"with --{name} {options[name]}", "leave it out, or name more machines")
@@ -47,8 +47,8 @@ def choose_machines(options: Mapping[str, str], file: Mapping[str, Any]) -> Mach
         remedy = "each machine gets the same command but for its --machine_rank, which counts from 0"
         mistakes.append(Mistake("num_machines", chosen["num_machines"], f"needs {', '.join(missing)} too", remedy))
     ranks = (count or MOST_MACHINES) - 1
-    rank = _whole("machine_rank", chosen["machine_rank"], 0, ranks, mistakes)
-    port = _whole("main_process_port", chosen["main_process_port"], 1, 65535, mistakes)
+    rank = _integer("machine_rank", chosen["machine_rank"], 0, ranks, mistakes)
+    port = _integer("main_process_port", chosen["main_process_port"], 1, 65535, mistakes)
     ip = str(chosen["main_process_ip"] or "")
     if chosen["main_process_ip"] is not None and not _HOST.fullmatch(ip):
         mistakes.append(
@@ -59,7 +59,7 @@ def choose_machines(options: Mapping[str, str], file: Mapping[str, Any]) -> Mach
     return Machines(count or 0, rank or 0, ip, port or 0)
 
 
-def _whole(name: str, value: Any, least: int, most: int, mistakes: list[Mistake]) -> int | None:
+def _integer(name: str, value: Any, least: int, most: int, mistakes: list[Mistake]) -> int | None:
     text = str(value)
     if value is None:
         return None

@@ -48,7 +48,7 @@ class Descendants:
         """Looks for new ones.
 
         Args:
-            named: processes that the run's files name; taken in when they started after this object.
+            roots: processes that the run's files name; taken in when they started after this object.
         """
         foreign = set(self.before).union(*(_below(process) for process in self.before))
         self.known |= _below(psutil.Process()) - foreign

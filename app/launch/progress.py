@@ -30,7 +30,7 @@ def progress_display(run: RunFolder, quiet: bool, warnings: Sequence[str] = ()) 
     Args:
         run: the run; what it held before is not shown again.
         quiet: show notes and warnings alone.
-        said: warnings that the user has read already.
+        warnings: warnings that the user has read already.
     """
     if quiet:
         yield _QuietDisplay(run, warnings)
@@ -56,7 +56,7 @@ class _FirstRank:
 
     Args:
         run: the run.
-        said: warnings that are not to be repeated.
+        warnings: warnings that are not to be repeated.
     """
 
     def __init__(self, run: RunFolder, warnings: Sequence[str]):
@@ -120,7 +120,7 @@ class _TerminalDisplay:
     Args:
         run: the run.
         progress: the bar, already shown.
-        said: warnings that the user has read already.
+        warnings: warnings that the user has read already.
     """
 
     def __init__(self, run: RunFolder, progress: Progress, warnings: Sequence[str] = ()):

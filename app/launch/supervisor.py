@@ -212,7 +212,7 @@ class Supervision:
         gone = launcher.poll() is not None
         if gone or clock >= self.look_at:
             self.look_at = clock + LOOK
-            self.descendants.collect(self._named())
+            self.descendants.collect(self._named_processes())
         if gone:
             self.exit_at = self.exit_at or clock
             if not self.descendants.alive():
@@ -259,7 +259,7 @@ class Supervision:
         if beat != self.beat:
             self.beat, self.beat_at = beat, clock
 
-    def _named(self) -> list[Process]:
+    def _named_processes(self) -> list[Process]:
         """Those that the state names, on a machine of its own; several may have the same process ids."""
         if (self.run.read_state() or {}).get("machines"):
             return []

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from app.accelerate_launch import launch_argv
-from app.launch.job import Job, told
+from app.launch.job import Job, as_argument
 from app.launch.nodes import FIRST_JOIN_TIMEOUT, JOIN_TIMEOUT, NodeStatus
 from app.launch.process_tree import adopting_orphans
 from app.launch.restarts import lost_state, wait_for_slots
@@ -154,7 +154,8 @@ class _WorkerNode:
         file, own = read_yaml(self.run.accelerate), self.job.strategy.values
         pairs += [(name, own.get(name), file.get(name)) for name in sorted({*file, *own} - {"machine_rank"})]
         return [
-            f"{name}={told(local)}, and machine 0 was started with {told(there)}; type the same words on each machine"
+            f"{name}={as_argument(local)}, and machine 0 was started with {as_argument(there)}; "
+            "type the same command on each machine"
             for name, local, there in pairs
             if local != there
         ]

@@ -16,7 +16,7 @@ from trainers.strategy.mesh import MeshSizes
 from trainers.strategy.micro_batch import fit_micro_batch
 from trainers.strategy.pipeline_schedules import SCHEDULES, balance, bubble, in_flight, stages_of
 from trainers.strategy.strategy import Strategy, refusal, resolve
-from trainers.strategy.traffic import FP32, Shape, predicted, weight_terms
+from trainers.strategy.traffic import FP32, ModelSizes, predicted, weight_terms
 
 GIB = 2**30
 ROOM = {"gpu": 0.92, "cpu": 0.5}
@@ -373,9 +373,9 @@ def _estimate_time(
     sizes, kind = strategy.sizes, _traffic_of(strategy)
     micro_batches = config.accumulation_steps(strategy.data_parallel_size)
     chunks, step = SCHEDULES[strategy.pp_schedule].chunks, [(_slots(strategy, config),) * 2] * micro_batches
-    shape = _shape(strategy, config, counted)
-    row.sent = sum(part.wire for part in predicted(kind, sizes, chunks, shape, [step], 0))
-    beside = sum(part.wire for part in weight_terms(kind, sizes, shape, 1, micro_batches))
+    model = _model_sizes(strategy, config, counted)
+    row.sent = sum(part.wire for part in predicted(kind, sizes, chunks, model, [step], 0))
+    beside = sum(part.wire for part in weight_terms(kind, sizes, model, 1, micro_batches))
     # Compute time: 6 FLOPs per trained and 4 per frozen parameter and token, plus recomputed layers.
     trained, frozen = counted["matmul_trained"], counted["matmul_frozen"]
     repeats = config.gradient_checkpointing and not config.selective_checkpointing
@@ -403,18 +403,18 @@ def _traffic_of(strategy: Strategy) -> str:
     return strategy.distributed_type
 
 
-def _shape(strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any]) -> Shape:
-    """The model's shape for `predicted`; `tied` if two ranks of a pipeline exchange a gradient."""
+def _model_sizes(strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any]) -> ModelSizes:
+    """The model's sizes for `predicted`; `tied` if two ranks of a pipeline exchange a gradient."""
     case = counted["whole"]
     trained, parameters = case["trained_inside"] + case["trained_outside"], case["parameters"]
     weight = _weight_and_state_bytes(config)[0]
     full_weights = trained * weight + case["frozen_inside"] + case["frozen_outside"]
     tied = counted["tied"] and case["trained_outside"] > 0 and not SCHEDULES[strategy.pp_schedule].turns
-    return Shape(
+    return ModelSizes(
         parameters, int(case["vectors"]), case["parameters_outside"], counted["layers"], counted["hidden"],
         counted["heads"], counted["key_heads"], counted["head_size"], counted["words"], tied,
-        trained=trained / parameters, gradient=weight, gathered=full_weights / parameters,
-        number=4 if config.mixed_precision == "no" else 2, carried=_activation_bytes(config),
+        trained_share=trained / parameters, gradient_bytes=weight, gathered_bytes=full_weights / parameters,
+        matmul_bytes=4 if config.mixed_precision == "no" else 2, hidden_bytes=_activation_bytes(config),
     )  # fmt: skip
 
 

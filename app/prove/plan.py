@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from app.command_line import DEVICES, Args, Verb
 from app.console import shortened
 from app.hardware import CPU_PROCESSES, choose_devices
-from app.launch.job import Job, told, train_job
+from app.launch.job import Job, as_argument, train_job
 from trainers.config.command_line import option, switch
 from trainers.config.mistakes import ConfigError, Mistake, Mistakes
 from trainers.config.options import MACHINE_OPTIONS, UNKNOWN, TrainConfig
@@ -129,7 +129,7 @@ class _Mistakes(Mistakes):
 
 
 @dataclass
-class _Asked:
+class _Command:
     """A command line, read but not checked.
 
     Args:
@@ -157,14 +157,14 @@ class _Asked:
         return train_job(Args(self.names, devices, request=replace(self.request, options=options)))
 
 
-def _read(args: Args, mistakes: _Mistakes) -> _Asked:
+def _read(args: Args, mistakes: _Mistakes) -> _Command:
     request = args.request
     config = Path(request.config) if request.config else None
     from_file = (mistakes.of(lambda: read_yaml(config)) if config else None) or {}
     chosen = {**from_file, **request.options}
-    named = args.names or request.preset or config or "model_name_or_path" in chosen
+    names_config = args.names or request.preset or config or "model_name_or_path" in chosen
     launch = {name: value for name, value in args.launch.items() if name != "strategy"}
-    return _Asked(args.names if named else [PRESET], launch, request, args.own, chosen)
+    return _Command(args.names if names_config else [PRESET], launch, request, args.own, chosen)
 
 
 def make_plan(args: Args) -> Plan:
@@ -174,40 +174,42 @@ def make_plan(args: Args) -> Plan:
         ConfigError: with every mistake at once, or with the arithmetic when no batch suits all rows.
     """
     mistakes = _Mistakes()
-    asked = _read(args, mistakes)
-    steps = mistakes.of(lambda: _count(asked.own.get("steps", STEPS), "steps", STEPS))
-    settings = {**_known(SETTINGS), "max_steps": str(steps or STEPS), **(mistakes.of(lambda: _layers(asked)) or {})}
-    _refuse_others(args, asked, mistakes)
-    config = mistakes.of(asked.config)
-    entries = mistakes.of(lambda: _entries(asked, config.method if config else "full"))
-    folder = mistakes.of(lambda: _folder(asked, config)) if config else None
+    command = _read(args, mistakes)
+    steps = mistakes.of(lambda: _count(command.own.get("steps", STEPS), "steps", STEPS))
+    settings = {**_known(SETTINGS), "max_steps": str(steps or STEPS), **(mistakes.of(lambda: _layers(command)) or {})}
+    _refuse_others(args, command, mistakes)
+    config = mistakes.of(command.config)
+    entries = mistakes.of(lambda: _entries(command, config.method if config else "full"))
+    folder = mistakes.of(lambda: _folder(command, config)) if config else None
     places = {"output_dir": str((folder or Path("x")) / REFERENCE), "runs_dir": str(folder)}
     alone = {**settings, **places, "per_device_train_batch_size": "1"}
-    first = mistakes.of(lambda: asked.job({"strategy": "single", "num_processes": "1"}, alone))
+    first = mistakes.of(lambda: command.job({"strategy": "single", "num_processes": "1"}, alone))
     if mistakes or not (steps and entries and config and folder and first):
         raise ConfigError(_for_prove(mistake, config, folder) for mistake in mistakes)
     plan = Plan(folder, steps, config.control, first, [])
-    _fill(plan, asked, entries, settings, first.config)
+    _fill(plan, command, entries, settings, first.config)
     return plan
 
 
-def _fill(plan: Plan, asked: _Asked, entries: list[_Entry], settings: dict[str, str], config: TrainConfig) -> None:
+def _fill(plan: Plan, command: _Command, entries: list[_Entry], settings: dict[str, str], config: TrainConfig) -> None:
     """Adds the rows, once the micro-batch that suits all of them is known."""
-    given = asked.config()
+    user_config = command.config()
     # A pipeline needs a micro-batch for each of its ranks.
     sizes = {
         entry.name: entry.strategy.data_parallel_size * entry.strategy.pp_size for entry in entries if not entry.reason
     }
-    micro = micro_batch(config.global_batch_size, given.per_device_train_batch_size, sizes, plan.control != "none")
+    micro = micro_batch(
+        config.global_batch_size, user_config.per_device_train_batch_size, sizes, plan.control != "none"
+    )
     shared = {**settings, "per_device_train_batch_size": str(micro), "runs_dir": str(plan.folder)}
 
     def job(name: str, devices: dict[str, str], control: str) -> Job:
-        place = str(plan.folder / name.replace(":", "-"))
-        return asked.job(devices, {**shared, "output_dir": place, **_known({"control": control})})
+        output_dir = str(plan.folder / name.replace(":", "-"))
+        return command.job(devices, {**shared, "output_dir": output_dir, **_known({"control": control})})
 
-    plan.reference = job(REFERENCE, _devices(asked, 1) | {"strategy": "single"}, "none")
-    plan.warnings = [line for line in plan.reference.warnings if line.partition("=")[0].split()[0] in asked.chosen]
-    plan.overrides = _overrides(asked, given, plan.reference.config, settings, sizes)
+    plan.reference = job(REFERENCE, _devices(command, 1) | {"strategy": "single"}, "none")
+    plan.warnings = [line for line in plan.reference.warnings if line.partition("=")[0].split()[0] in command.chosen]
+    plan.overrides = _overrides(command, user_config, plan.reference.config, settings, sizes)
     plan.overrides += [
         {"option": "mixed_precision", "given": entry.precision, "used": "no", "why": f"written in {entry.spec}"}
         for entry in entries
@@ -220,7 +222,7 @@ def _fill(plan: Plan, asked: _Asked, entries: list[_Entry], settings: dict[str, 
             continue
         try:
             with _file_of(entry) as spec:
-                row.job = job(entry.name, _devices(asked, row.world_size) | {"strategy": spec}, plan.control)
+                row.job = job(entry.name, _devices(command, row.world_size) | {"strategy": spec}, plan.control)
         except ConfigError as error:
             if entry.is_file:
                 raise
@@ -240,8 +242,8 @@ def _for_prove(mistake: Mistake, config: TrainConfig | None, folder: Path | None
     if (
         mistake.option in PROVE.own and mistake.problem == UNKNOWN
     ):  # a flag would have been taken: the config file has it
-        way = f"write --{mistake.option} on the command line of `tunesmith prove`"
-        return Mistake(mistake.option, None, "is not an option of the config", way)
+        remedy = f"write --{mistake.option} on the command line of `tunesmith prove`"
+        return Mistake(mistake.option, None, "is not an option of the config", remedy)
     if config and folder and mistake.option == "output_dir" and str(mistake.value).startswith(shortened(str(folder))):
         option, path = ("output_dir", folder) if config.output_dir else ("runs_dir", folder.parent)
         return replace(mistake, option=option, value=shortened(str(path)))
@@ -256,28 +258,28 @@ def _known(options: Mapping[str, str]) -> dict[str, str]:
 def _count(value: Any, name: str, example: int) -> int:
     text = str(value)
     if not (text.isascii() and text.isdigit() and 1 <= int(text) <= MOST_COUNT):
-        way = f"write 1 to {MOST_COUNT}, e.g. --{name} {example}"
-        raise ConfigError.about(name, repr(text), f"is no number of {name}", way)
+        remedy = f"write 1 to {MOST_COUNT}, e.g. --{name} {example}"
+        raise ConfigError.about(name, repr(text), f"is no number of {name}", remedy)
     return int(text)
 
 
-def _layers(asked: _Asked) -> dict[str, str]:
+def _layers(command: _Command) -> dict[str, str]:
     """The option that cuts the model, when it is asked for."""
-    if "layers" not in asked.own:
+    if "layers" not in command.own:
         return {}
-    if "num_hidden_layers" in asked.chosen:
+    if "num_hidden_layers" in command.chosen:
         raise ConfigError.about("--layers", None, "and num_hidden_layers are both given", "they are the same, keep one")
-    return {"num_hidden_layers": str(_count(asked.own["layers"], "layers", 2))}
+    return {"num_hidden_layers": str(_count(command.own["layers"], "layers", 2))}
 
 
-def _refuse_others(args: Args, asked: _Asked, mistakes: _Mistakes) -> None:
+def _refuse_others(args: Args, command: _Command, mistakes: _Mistakes) -> None:
     """What `train` takes and `prove` decides by itself."""
     if "strategy" in args.launch:
         mistakes.append(Mistake("strategy", args.launch["strategy"], ": prove has several", "write --strategies a,b,c"))
     others = [name for name in MACHINE_OPTIONS if name in args.launch]
-    here = ": prove runs on this machine alone"
-    mistakes += [Mistake(name, args.launch[name], here, "leave it out") for name in others]
-    if asked.chosen.get("resume_from_checkpoint") is not None:
+    problem = ": prove runs on this machine alone"
+    mistakes += [Mistake(name, args.launch[name], problem, "leave it out") for name in others]
+    if command.chosen.get("resume_from_checkpoint") is not None:
         mistakes.append(
             Mistake("resume_from_checkpoint", None, ": prove starts each run at its first step", "leave it out")
         )
@@ -285,7 +287,7 @@ def _refuse_others(args: Args, asked: _Asked, mistakes: _Mistakes) -> None:
         mistakes.append(Mistake("", None, "prove has no --check", "to check one run use `tunesmith train --check`"))
 
 
-def _folder(asked: _Asked, config: TrainConfig) -> Path:
+def _folder(command: _Command, config: TrainConfig) -> Path:
     """The folder of the report: new, so that nothing of the user's is mixed with it.
 
     Raises:
@@ -300,7 +302,7 @@ def _folder(asked: _Asked, config: TrainConfig) -> Path:
         used = folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
     except OSError as error:
         option = "output_dir" if config.output_dir else "runs_dir"
-        value = told(getattr(config, option))
+        value = as_argument(getattr(config, option))
         raise ConfigError.about(option, value, f"cannot be used: {error.strerror}", "choose another folder") from None
     if used:
         raise ConfigError.about("output_dir", folder, "holds other files", "name a new folder for the report")
@@ -344,19 +346,19 @@ def _file_of(entry: _Entry) -> Iterator[str]:
         yield str(path)
 
 
-def _entries(asked: _Asked, method: str) -> list[_Entry]:
+def _entries(command: _Command, method: str) -> list[_Entry]:
     """The strategies that were asked for, and on what each would run.
 
     Raises:
         ConfigError: for unknown ones, one that is named twice, a file that does not fit, or devices that are not there.
     """
     mistakes = _Mistakes()
-    named = _strategies(str(asked.own.get("strategies", "all")), mistakes)
-    ids = mistakes.of(lambda: _gpu_ids(asked))
+    strategies = _strategies(str(command.own.get("strategies", "all")), mistakes)
+    ids = mistakes.of(lambda: _gpu_ids(command))
     if mistakes or ids is None:
         raise ConfigError(mistakes)
-    wanted, entries = _wanted(asked), []
-    for spec, strategy, own in named:
+    wanted, entries = _wanted(command), []
+    for spec, strategy, own in strategies:
         try:
             entries.append(_entry(spec, strategy, ids, wanted, own, method))
         except ConfigError as error:
@@ -369,10 +371,10 @@ def _entries(asked: _Asked, method: str) -> list[_Entry]:
 def _strategies(text: str, mistakes: _Mistakes) -> list[tuple[str, Strategy, int | None]]:
     """Names or files, what they mean, and processes of their own where `NAME:4` says so; each name stands once."""
     specs = strategy_names() if text == "all" else [word.strip() for word in text.split(",")]
-    found: list[tuple[str, Strategy, int | None]] = []
+    rows: list[tuple[str, Strategy, int | None]] = []
     if "all" in specs:
-        way = "write --strategies all, or name each"
-        mistakes.append(Mistake("strategies", told(text), ": `all` cannot be combined", way))
+        remedy = "write --strategies all, or name each"
+        mistakes.append(Mistake("strategies", as_argument(text), ": `all` cannot be combined", remedy))
         specs = [spec for spec in specs if spec != "all"]
     for spec in specs:
         plain, colon, world = spec.rpartition(":")
@@ -380,12 +382,12 @@ def _strategies(text: str, mistakes: _Mistakes) -> list[tuple[str, Strategy, int
         strategy = mistakes.of(lambda spec=plain if own else spec: _load(spec))  # type: ignore[misc]
         if strategy and own:
             strategy = replace(strategy, name=f"{strategy.name}:{int(world)}")
-        if strategy and strategy.name in [REFERENCE, *(other.name for _, other, _ in found)]:
+        if strategy and strategy.name in [REFERENCE, *(other.name for _, other, _ in rows)]:
             problem = f": two runs would be named {strategy.name}"
-            mistakes.append(Mistake("strategies", told(text), problem, "name it once"))
+            mistakes.append(Mistake("strategies", as_argument(text), problem, "name it once"))
         elif strategy:
-            found.append((plain if own else spec, strategy, int(world) if own else None))
-    return found
+            rows.append((plain if own else spec, strategy, int(world) if own else None))
+    return rows
 
 
 def _load(spec: str) -> Strategy:
@@ -429,34 +431,36 @@ def _world(strategy: Strategy, wanted: int | None) -> int:
     return max(wanted or CPU_PROCESSES, strategy.num_processes)
 
 
-def _gpu_ids(asked: _Asked) -> list[int]:
+def _gpu_ids(command: _Command) -> list[int]:
     """The GPUs that rows may have."""
-    choose_devices(asked.values.get("gpus"), asked.values.get("num_processes"))  # refuses what does not fit together
-    return choose_devices(asked.values.get("gpus"), None).gpu_ids
+    choose_devices(
+        command.values.get("gpus"), command.values.get("num_processes")
+    )  # refuses what does not fit together
+    return choose_devices(command.values.get("gpus"), None).gpu_ids
 
 
-def _wanted(asked: _Asked) -> int | None:
+def _wanted(command: _Command) -> int | None:
     """The number of processes that the user named."""
-    if "gpus" in asked.values:
-        return len(_gpu_ids(asked))
-    return int(asked.values["num_processes"]) if "num_processes" in asked.values else None
+    if "gpus" in command.values:
+        return len(_gpu_ids(command))
+    return int(command.values["num_processes"]) if "num_processes" in command.values else None
 
 
-def _devices(asked: _Asked, world: int) -> dict[str, str]:
+def _devices(command: _Command, world: int) -> dict[str, str]:
     """The options of `train` that give a run its devices."""
-    ids = _gpu_ids(asked)
+    ids = _gpu_ids(command)
     return {"gpus": ",".join(map(str, ids[:world]))} if ids else {"num_processes": str(world)}
 
 
 # -- the batch -------------------------------------------------------------------------------------------------------
 
 
-def micro_batch(total: int, asked: int, sizes: Mapping[str, int], several: bool) -> int:
+def micro_batch(total: int, limit: int, sizes: Mapping[str, int], several: bool) -> int:
     """The largest micro-batch up to the one asked for that divides the global batch on every row alike.
 
     Args:
         total: rows of a global batch.
-        asked: the user's micro-batch.
+        limit: the user's micro-batch.
         sizes: data-parallel ranks by strategy, times the stages of each.
         several: whether a global batch must have two micro-batches at least.
 
@@ -477,24 +481,29 @@ def micro_batch(total: int, asked: int, sizes: Mapping[str, int], several: bool)
         raise ConfigError.about(
             "control", "mean-of-means", "needs two micro-batches", "use --global_batch_size 2 or more"
         )
-    most = min(asked, total // common, total // 2 if several else total)
+    most = min(limit, total // common, total // 2 if several else total)
     return next(size for size in range(most, 0, -1) if (total // common) % size == 0)
 
 
 def _overrides(
-    asked: _Asked, given: TrainConfig, used: TrainConfig, settings: Mapping[str, str], sizes: Mapping[str, int]
+    command: _Command,
+    user_config: TrainConfig,
+    used: TrainConfig,
+    settings: Mapping[str, str],
+    sizes: Mapping[str, int],
 ) -> list[dict[str, str]]:
     """What of the user's is replaced; of a preset's only what would have changed the numbers."""
-    told_of = {*asked.chosen, *_NUMBERS}
-    changed = [name for name in settings if name in told_of and getattr(given, name) != getattr(used, name)]
-    made = [
-        {"option": name, "given": told(getattr(given, name)), "used": told(getattr(used, name))} for name in changed
+    told_of = {*command.chosen, *_NUMBERS}
+    changed = [name for name in settings if name in told_of and getattr(user_config, name) != getattr(used, name)]
+    overrides = [
+        {"option": name, "given": as_argument(getattr(user_config, name)), "used": as_argument(getattr(used, name))}
+        for name in changed
     ]
-    micro, before = used.per_device_train_batch_size, given.per_device_train_batch_size
+    micro, before = used.per_device_train_batch_size, user_config.per_device_train_batch_size
     if micro != before:
         worlds = sorted({1, *sizes.values()})
         ranks = f"{', '.join(map(str, worlds[:-1]))} and {worlds[-1]}" if len(worlds) > 1 else "1"
         why = f"{used.global_batch_size} rows on {ranks} ranks in micro-batches of one size"
         option = "per_device_train_batch_size"
-        made.append({"option": option, "given": str(before), "used": str(micro), "why": why})
-    return made
+        overrides.append({"option": option, "given": str(before), "used": str(micro), "why": why})
+    return overrides

@@ -122,11 +122,11 @@ class Proof:
 
     Args:
         plan: what to do.
-        words: the command line, for the report.
+        argv: the command line, for the report.
         quiet: show warnings alone.
     """
 
-    def __init__(self, plan: Plan, words: Sequence[str], quiet: bool):
+    def __init__(self, plan: Plan, argv: Sequence[str], quiet: bool):
         self.plan, self.quiet = plan, quiet
         self.curve: Curve = {}
         self.weights: str | None = None
@@ -142,7 +142,7 @@ class Proof:
             "tolerance": {"loss": LOSS_TOLERANCE, "grad_norm": NORM_TOLERANCE}, "preset": config.preset,
             "global_batch_size": config.global_batch_size,
             "per_device_train_batch_size": config.per_device_train_batch_size, "overrides": plan.overrides,
-            "command": ["tunesmith", "prove", *words], "report_dir": str(plan.folder),
+            "command": ["tunesmith", "prove", *argv], "report_dir": str(plan.folder),
         }  # fmt: skip
 
     def run(self) -> None:
@@ -245,20 +245,20 @@ class Proof:
         return progress_display(job.run, self.quiet or not sys.stderr.isatty(), job.warnings)
 
     def _judge(self, row: Row, entry: dict[str, Any], state: Mapping[str, Any]) -> None:
-        found = compare(self.curve, curve_of(RunFolder(entry["run_dir"])), self.plan.steps)
-        entry |= {"max_loss_difference": found.loss, "max_grad_norm_difference": found.norm}
-        fault, control = failure(state) or found.fault, self.plan.control != "none"
+        comparison = compare(self.curve, curve_of(RunFolder(entry["run_dir"])), self.plan.steps)
+        entry |= {"max_loss_difference": comparison.loss, "max_grad_norm_difference": comparison.norm}
+        fault, control = failure(state) or comparison.fault, self.plan.control != "none"
         alone = row.job is not None and row.job.strategy.distributed_type == "NO"
-        rerun = "" if control or not alone else self._not_repeated(found, entry["weights_sha256"])
-        reason = fault or found.apart or rerun
-        entry |= {"bit_equal_steps": found.bit_equal, "passed": not reason, "reason": reason or None}
+        rerun = "" if control or not alone else self._not_repeated(comparison, entry["weights_sha256"])
+        reason = fault or comparison.apart or rerun
+        entry |= {"bit_equal_steps": comparison.bit_equal, "passed": not reason, "reason": reason or None}
         if control:
-            entry["fault_seen"] = fault is None and found.apart is not None
+            entry["fault_seen"] = fault is None and comparison.apart is not None
 
-    def _not_repeated(self, found: Comparison, weights: str | None) -> str:
+    def _not_repeated(self, comparison: Comparison, weights: str | None) -> str:
         """Why a run of one process is no exact rerun of the reference; empty when it is."""
-        if found.bit_equal < self.plan.steps:
-            return f"a rerun must have the same bits; {found.bit_equal} of {self.plan.steps} steps have"
+        if comparison.bit_equal < self.plan.steps:
+            return f"a rerun must have the same bits; {comparison.bit_equal} of {self.plan.steps} steps have"
         return "" if weights == self.weights else "a rerun must have the same bits; the exported weights have not"
 
     def _note_origin(self, run: RunFolder) -> None:
@@ -284,8 +284,8 @@ class Proof:
 def blank(row: Row, method: str) -> dict[str, Any]:
     """A row of the document before its run."""
     numbers = dict.fromkeys(("max_loss_difference", "max_grad_norm_difference", "bit_equal_steps", "passed"))
-    named = {"strategy": row.strategy, "world_size": row.world_size, "method": method}
-    return {**named, **numbers, "reason": row.reason, "warnings": row.warnings}
+    failed = {"strategy": row.strategy, "world_size": row.world_size, "method": method}
+    return {**failed, **numbers, "reason": row.reason, "warnings": row.warnings}
 
 
 def failure(state: Mapping[str, Any]) -> str | None:

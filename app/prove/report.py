@@ -50,11 +50,11 @@ def _cpu_name() -> str:
 def _hashes(config: TrainConfig) -> dict[str, str]:
     """sha256 of the base model's files by name; empty when it is not a local folder."""
     folder = BASE_DIR if config.model_name_or_path == EMBEDDED else Path(config.model_name_or_path).expanduser()
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for path in sorted(path for pattern in _MODEL_FILES for path in folder.glob(pattern)):
         with contextlib.suppress(OSError), open(path, "rb") as file:
-            found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+            digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests
 
 
 def name_of(row: Mapping[str, Any]) -> str:
@@ -64,9 +64,9 @@ def name_of(row: Mapping[str, Any]) -> str:
 
 def matrix(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Headers and rows of the table from x to: the largest difference of the loss, FAIL, or why there is none."""
-    found = {(row["from"], row["to"]): row for row in rows}
+    rows_by_pair = {(row["from"], row["to"]): row for row in rows}
     names = list(dict.fromkeys(row["from"] for row in rows))
-    lines = [[first, *(_cell(found[first, second]) for second in names)] for first in names]
+    lines = [[first, *(_cell(rows_by_pair[first, second]) for second in names)] for first in names]
     return ["from \\ to", *names], lines
 
 
@@ -112,8 +112,8 @@ def summary(document: Mapping[str, Any]) -> list[str]:
     elif passed or failed:
         does = "go on" if "resumed_at" in document else "train"
         bound = f"loss within {within['loss']:g}, gradient norm within {within['grad_norm']:g} (relative)"
-        told = f"{passed} of {passed + failed} rows {does} as one process does"
-        lines.append(f"{told}: {bound}, {document['steps']} steps")
+        summary = f"{passed} of {passed + failed} rows {does} as one process does"
+        lines.append(f"{summary}: {bound}, {document['steps']} steps")
     skipped = len(rows) - passed - failed
     return [*lines, f"{skipped} of {len(rows)} rows were not run; the reasons are above"] if skipped else lines
 
@@ -163,7 +163,7 @@ def markdown(document: Mapping[str, Any]) -> str:
         f"- versions: {versions}",
         f"- data: {document.get('data_fingerprint')}",
         *(f"- {name}: sha256 {value}" for name, value in document.get("base_model", {}).get("sha256", {}).items()),
-        *(f"- `{one['option']}`: {one['used']} in place of {one['given']}" for one in document["overrides"]),
+        *(f"- `{option['option']}`: {option['used']} in place of {option['given']}" for option in document["overrides"]),
         "", "`config.yaml` is what one process trained; each run's folder keeps its metrics and its log. Checkpoints",
         "and exported weights were deleted after the comparison.",
     ]  # fmt: skip
@@ -172,9 +172,11 @@ def markdown(document: Mapping[str, Any]) -> str:
 
 def _resumed(document: Mapping[str, Any]) -> list[str]:
     headers, lines = matrix(document["rows"])
-    told = f"Saved after step {document['resumed_at']} under each strategy (rows) and taken up by each (columns): the"
+    caption = (
+        f"Saved after step {document['resumed_at']} under each strategy (rows) and taken up by each (columns): the"
+    )
     table = [_markdown_row(headers), "|---" * len(headers) + "|", *(_markdown_row(line) for line in lines)]
-    return [f"{told} largest difference of the loss after it.", "", *table, ""]
+    return [f"{caption} largest difference of the loss after it.", "", *table, ""]
 
 
 def _markdown_row(texts: list[str]) -> str:

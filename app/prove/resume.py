@@ -25,8 +25,8 @@ from trainers.run.folder import RunFolder
 class ResumeProof(Proof):
     """Runs a plan pairwise; a row of `document` is a pair, with `from` and `to`."""
 
-    def __init__(self, plan: Plan, words: Sequence[str], quiet: bool):
-        super().__init__(plan, words, quiet)
+    def __init__(self, plan: Plan, argv: Sequence[str], quiet: bool):
+        super().__init__(plan, argv, quiet)
         self.middle = plan.steps // 2
         if not self.middle:
             raise ConfigError("steps=1 has no middle to resume from; use --steps 2 or more")
@@ -52,15 +52,15 @@ class ResumeProof(Proof):
         for row in [] if fault else able:
             self._resume_from(row)
 
-    def _label(self, words: str) -> str:
+    def _label(self, text: str) -> str:
         self.count += 1
-        return f"[{self.count}/{self.total}] {words}"
+        return f"[{self.count}/{self.total}] {text}"
 
     def _resume_from(self, row: Row) -> None:
         """Trains one strategy whole, and everything that can go on from its checkpoint."""
         assert row.job is not None
         job, scratch = self._saving(row.job), dict[str, Any]()
-        mine = [
+        resumed = [
             (second, entry)
             for (first, second), entry in zip(self.pairs, self.rows, strict=True)
             if first is row and second.job
@@ -68,14 +68,14 @@ class ResumeProof(Proof):
         checkpoint = job.run.checkpoints / f"step-{self.middle:08d}"
         try:
             fault = self._trained(job, scratch, self._label(row.strategy), keep=True)
-            whole = curve_of(job.run)
-            fault = fault or compare(self.curve, whole, self.plan.steps).fault
+            curve = curve_of(job.run)
+            fault = fault or compare(self.curve, curve, self.plan.steps).fault
             fault = fault or (None if checkpoint.is_dir() else f"it left no {checkpoint.name}")
-            for second, entry in mine:
+            for second, entry in resumed:
                 if fault:
                     entry |= {"passed": False, "reason": f"{row.strategy} itself: {fault}"}
                     continue
-                same = (whole, scratch["weights_sha256"]) if second is row else None
+                same = (curve, scratch["weights_sha256"]) if second is row else None
                 self._resume_to(second, entry, checkpoint, same)
                 self._write()
         finally:
@@ -84,13 +84,15 @@ class ResumeProof(Proof):
     def _resume_to(self, row: Row, entry: dict[str, Any], checkpoint: Path, same: tuple[Curve, str] | None) -> None:
         """Trains the rest under one strategy and judges it; `same`: curve and weights' digest of its own topology."""
         assert row.job is not None
-        words = f"{entry['from']} -> {entry['to']}"
+        text = f"{entry['from']} -> {entry['to']}"
         job = _moved(self._saving(row.job), checkpoint, self.plan.folder / _folder(entry))
-        fault = self._trained(job, entry, self._label(words))
-        found = self._tail(entry)
-        entry |= {"max_loss_difference": found.loss, "max_grad_norm_difference": found.norm}
-        reason = fault or found.fault or found.apart or ("" if same is None else self._not_exact(entry, *same))
-        entry |= {"bit_equal_steps": found.bit_equal, "passed": not reason, "reason": reason or None}
+        fault = self._trained(job, entry, self._label(text))
+        comparison = self._tail(entry)
+        entry |= {"max_loss_difference": comparison.loss, "max_grad_norm_difference": comparison.norm}
+        reason = (
+            fault or comparison.fault or comparison.apart or ("" if same is None else self._not_exact(entry, *same))
+        )
+        entry |= {"bit_equal_steps": comparison.bit_equal, "passed": not reason, "reason": reason or None}
         if not self.quiet:
             say(clean(f"      {verdict(entry, False)}"))
 
@@ -113,12 +115,14 @@ class ResumeProof(Proof):
 
     def _not_exact(self, entry: Mapping[str, Any], same: Curve, weights: str) -> str:
         """Why it is not what the run that saved the checkpoint went on to be; empty when it is."""
-        found = compare(same, curve_of(RunFolder(entry["run_dir"])), self.plan.steps, self.middle + 1)
-        rest = self.plan.steps - self.middle
-        if found.bit_equal == rest:
+        comparison = compare(same, curve_of(RunFolder(entry["run_dir"])), self.plan.steps, self.middle + 1)
+        remaining = self.plan.steps - self.middle
+        if comparison.bit_equal == remaining:
             must = "a resume on the same topology must have the same bits; the exported weights have not"
             return "" if entry["weights_sha256"] == weights else must
-        return f"a resume on the same topology must have the same bits; {found.bit_equal} of {rest} steps have"
+        return (
+            f"a resume on the same topology must have the same bits; {comparison.bit_equal} of {remaining} steps have"
+        )
 
 
 def _blank(first: Row, second: Row, method: str) -> dict[str, Any]:

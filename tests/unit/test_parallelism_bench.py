@@ -25,9 +25,9 @@ from trainers.config.mistakes import ConfigError
 from trainers.embedded import BASE_DIR
 from trainers.strategy.mesh import MeshSizes
 from trainers.strategy.strategy import load_strategy
-from trainers.strategy.traffic import Shape, predicted
+from trainers.strategy.traffic import ModelSizes, predicted
 
-SHAPE = Shape(
+SHAPE = ModelSizes(
     parameters=1000, vectors=40, outside=330, layers=2, hidden=10, heads=4, key_heads=2, head_size=3, vocab_size=32,
     tied=True,
 )  # fmt: skip
@@ -156,5 +156,5 @@ def test_ddp_sends_its_gradients_and_nothing_else(tmp_path: Path, method: str) -
     assert 0 < found.sent("control") < 100
     assert all(len(one["steps"]) == 5 and len(one["steps"][0]) == 2 for one in found.ranks)
     if method == "full":
-        [term] = found.expected(Shape.of(model))
+        [term] = found.expected(ModelSizes.of(model))
         assert term.bytes == 4 * trained

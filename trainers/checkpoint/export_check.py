@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from trainers.config.options import TrainConfig
 from trainers.data.prepare import cached
 from trainers.model.attention import KERNELS
-from trainers.model.load import base_dtype, element_counts, load_shape, model_path, weight_files
+from trainers.model.load import base_dtype, element_counts, load_model_config, model_path, weight_files
 from trainers.model.quantization import keep_compute_dtype, loading_options, many_threads
 from trainers.objectives.sft import SupervisedLoss
 from trainers.run.host_memory import available
@@ -110,7 +110,7 @@ def sample(config: TrainConfig, tokenizer: Any, text: str) -> list[Probe]:
             break
     if probes:
         return probes
-    model_config = load_shape(config).get_text_config()
+    model_config = load_model_config(config).get_text_config()
     longest = min(
         TOKENS, getattr(model_config, "max_position_embeddings", None) or TOKENS
     )  # learned positions are limited
@@ -202,7 +202,7 @@ def _load(folder: Path, config: TrainConfig, kind: str, compute: torch.dtype) ->
         settings |= loading_options(compute)
         settings["quantization_config"].bnb_4bit_use_double_quant = True
     if config.num_hidden_layers is not None:  # the adapter fits the base with fewer layers
-        settings["config"] = load_shape(config)
+        settings["config"] = load_model_config(config)
     base = AutoModelForCausalLM.from_pretrained(model_path(config), revision=config.model_revision, **settings)
     keep_compute_dtype(base)
     return PeftModel.from_pretrained(base, str(folder))

@@ -48,12 +48,14 @@ def config_options(hidden: Collection[str] = ()) -> dict[str, Any]:
         hidden: those that the help leaves out, beside `preset`, which is given as an argument.
     """
     options = {"preset": option("preset", "<name>", "Preset to start from.", hidden=True)}
-    for one in fields():
-        values = "|".join(one.choices) or _VALUES[one.kind]
-        default = f"default: {one.default}" if one.default and not (one.optional and one.default == "none") else ""
-        details = ", ".join(part for part in (one.limits, default) if part)
-        text = f"{one.help} ({details})" if details else one.help
-        options[one.name] = option(one.name, f"<{values}>", text, TITLES[one.section], one.name in hidden)
+    for field in fields():
+        values = "|".join(field.choices) or _VALUES[field.kind]
+        default = (
+            f"default: {field.default}" if field.default and not (field.optional and field.default == "none") else ""
+        )
+        details = ", ".join(part for part in (field.limits, default) if part)
+        text = f"{field.help} ({details})" if details else field.help
+        options[field.name] = option(field.name, f"<{values}>", text, TITLES[field.section], field.name in hidden)
     return options
 
 
@@ -99,9 +101,9 @@ def read(
     context = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command(context_settings=context, **settings)(command)
-    words, mistakes = _without_empty(argv, {f"--{name}" for name, kind in kinds.items() if kind is str})
+    kept_argv, mistakes = _without_empty(argv, {f"--{name}" for name, kind in kinds.items() if kind is str})
     try:
-        app(args=words, prog_name=f"tunesmith {verb}", standalone_mode=False)
+        app(args=kept_argv, prog_name=f"tunesmith {verb}", standalone_mode=False)
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise
@@ -116,18 +118,18 @@ def read(
 
 def _without_empty(argv: Sequence[str], flags: Collection[str]) -> tuple[list[str], list[Mistake]]:
     """The words without the flags that lack their value: typer would take the option that follows for it."""
-    words, mistakes = [], []
+    kept_argv, mistakes = [], []
     for word, following in zip(argv, [*argv[1:], "--"], strict=False):
         if word in flags and following.startswith("--"):
             mistakes.append(Mistake(word, None, "has no value", f"write {word} VALUE"))
         else:
-            words.append(word)
-    return words, mistakes
+            kept_argv.append(word)
+    return kept_argv, mistakes
 
 
-def _sorted(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def _sorted(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Positional arguments, and the names of unknown options, each of which takes the word after it."""
-    names, unknown, queue = [], [], list(words)
+    names, unknown, queue = [], [], list(argv)
     while queue:
         word = queue.pop(0)
         if not word.startswith("--"):

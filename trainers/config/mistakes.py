@@ -50,10 +50,12 @@ class ConfigError(ValueError):
 
     def __init__(self, mistakes: str | Mistake | Iterable[str | Mistake], source: str = ""):
         several = [mistakes] if isinstance(mistakes, str | Mistake) else mistakes
-        self.mistakes = [one if isinstance(one, Mistake) else Mistake("", None, one) for one in several]
+        self.mistakes = [mistake if isinstance(mistake, Mistake) else Mistake("", None, mistake) for mistake in several]
         if source:
-            sources = [f"{source}: {one.source}" if one.source else source for one in self.mistakes]
-            self.mistakes = [replace(one, source=path) for one, path in zip(self.mistakes, sources, strict=True)]
+            sources = [f"{source}: {mistake.source}" if mistake.source else source for mistake in self.mistakes]
+            self.mistakes = [
+                replace(mistake, source=path) for mistake, path in zip(self.mistakes, sources, strict=True)
+            ]
         super().__init__("\n".join(self.lines))
 
     @classmethod
@@ -68,7 +70,10 @@ class ConfigError(ValueError):
 
     def as_json(self) -> list[dict[str, Any]]:
         """The parts of each mistake as plain values, for another process."""
-        return [{**vars(one), "value": one.value if one.value is None else str(one.value)} for one in self.mistakes]
+        return [
+            {**vars(mistake), "value": mistake.value if mistake.value is None else str(mistake.value)}
+            for mistake in self.mistakes
+        ]
 
     @classmethod
     def from_json(cls, mistakes: Iterable[dict[str, Any]]) -> ConfigError:

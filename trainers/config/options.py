@@ -383,18 +383,18 @@ def unknown_option(name: str, known: Iterable[str] | None = None, verb: str = "t
         verb: whose help lists them.
     """
     if name in LAUNCH_OPTIONS:
-        way = f"write --{name} on the command line of `tunesmith {verb}`"
-        return Mistake(name, None, "is not an option of the config", way)
-    way = nearest(name, known or TrainConfig.model_fields, f"`tunesmith {verb} --help` lists all options")
-    return Mistake(name, None, UNKNOWN, way)
+        remedy = f"write --{name} on the command line of `tunesmith {verb}`"
+        return Mistake(name, None, "is not an option of the config", remedy)
+    remedy = nearest(name, known or TrainConfig.model_fields, f"`tunesmith {verb} --help` lists all options")
+    return Mistake(name, None, UNKNOWN, remedy)
 
 
 def absolute_paths(config: TrainConfig) -> TrainConfig:
     """The config with each local path made absolute, so that a saved one works from any folder."""
     names = ("model_name_or_path", "dataset_name", "eval_dataset_name", "chat_template")
     local = {name: value for name in names if (value := getattr(config, name)) and value != EMBEDDED}
-    found = {name: str(Path(value).expanduser().absolute()) for name, value in local.items() if _is_local(value)}
-    return config.model_copy(update=found)
+    absolute = {name: str(Path(value).expanduser().absolute()) for name, value in local.items() if _is_local(value)}
+    return config.model_copy(update=absolute)
 
 
 def _is_local(value: str) -> bool:

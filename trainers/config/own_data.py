@@ -39,8 +39,8 @@ def without_preset_data(
         left = {key: value for key, value in left.items() if key not in gone}
     if not gone or (own == ["eval_dataset_name"] and not evaluates):  # the user wants no evaluation
         return left, []
-    way = "; --eval_share 0.05 holds rows out for evaluation" if "eval_dataset_name" in gone and not evaluates else ""
-    return left, [f"{own[0]}={chosen[own[0]]} in place of preset {name}'s: its {', '.join(gone)} left out{way}"]
+    hint = "; --eval_share 0.05 holds rows out for evaluation" if "eval_dataset_name" in gone and not evaluates else ""
+    return left, [f"{own[0]}={chosen[own[0]]} in place of preset {name}'s: its {', '.join(gone)} left out{hint}"]
 
 
 def _replaced(preset: Mapping[str, Any], chosen: Mapping[str, Any], key: str) -> bool:

@@ -91,8 +91,8 @@ def parse_request(argv: Sequence[str]) -> Request:
 def request_of(values: Mapping[str, Any], mistakes: Iterable[Mistake] = ()) -> Request:
     """The request of a command line's values: `preset`, `config`, `check`, and the options of training."""
     options = {name: value for name, value in values.items() if name not in ("preset", "config", "check")}
-    asked = (values.get("preset"), values.get("config"), values.get("check", False))
-    return Request(*asked, options, mistakes=list(mistakes))
+    fields = (values.get("preset"), values.get("config"), values.get("check", False))
+    return Request(*fields, options, mistakes=list(mistakes))
 
 
 def unexpected_argument(text: str) -> Mistake:

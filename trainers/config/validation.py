@@ -37,17 +37,17 @@ def build(values: dict[str, Any]) -> TrainConfig:
 def _explain(detail: dict[str, Any]) -> Mistake:
     """One pydantic error as a mistake."""
     name, value, context = str(detail["loc"][0]), detail["input"], detail.get("ctx", {})
-    shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
+    text = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
     if detail["type"] == "extra_forbidden":
         return unknown_option(name)
     if detail["type"] == "missing":
         return Mistake(name, None, MISSING, f"give --{name} or pick a preset (`tunesmith presets`)")
     if detail["type"] == "literal_error":
-        return Mistake(name, shown, "is not one of its values", f"use {context['expected']}")
+        return Mistake(name, text, "is not one of its values", f"use {context['expected']}")
     field = TrainConfig.model_fields.get(name)
     extra: Any = field.json_schema_extra if field else {}
     unit = f" ({extra['unit']})" if extra.get("unit") else ""
-    return Mistake(name, shown, f"is refused: {detail['msg'][0].lower()}{detail['msg'][1:]}{unit}", _default_hint(name))
+    return Mistake(name, text, f"is refused: {detail['msg'][0].lower()}{detail['msg'][1:]}{unit}", _default_hint(name))
 
 
 def _default_hint(name: str) -> str:
@@ -104,7 +104,7 @@ def clashes(config: TrainConfig) -> list[Mistake]:
     ]  # fmt: skip
     roles = [f"columns.{role}" for role in COLUMN_ROLES]
     return [
-        *(Mistake(name, value, problem, way) for applies, name, value, problem, way in rules if applies),
+        *(Mistake(name, value, problem, remedy) for applies, name, value, problem, remedy in rules if applies),
         *(unknown_option(f"columns.{role}", roles) for role in config.columns if role not in COLUMN_ROLES),
         *(
             Mistake("report_to", name, "is not a tracker", f"use {', '.join(TRACKERS)}")
@@ -132,15 +132,15 @@ def ignored_choices(config: TrainConfig) -> list[str]:
     if EMBEDDED == config.eval_dataset_name != config.dataset_name:
         idle.append("eval_dataset_name=embedded with other training data; name your own, or none and an eval_share")
     if not config.has_evaluation():
-        asked = sorted({"eval_steps", "eval_on_start", "max_eval_samples"} & changed)
-        idle += [f"{name} is ignored: there is no evaluation data" for name in asked]
+        unused = sorted({"eval_steps", "eval_on_start", "max_eval_samples"} & changed)
+        idle += [f"{name} is ignored: there is no evaluation data" for name in unused]
     if config.attn_implementation in ("varlen", "documents") and not config.packing:
         idle.append(
             f"attn_implementation={config.attn_implementation} is ignored: packing=false; sdpa does the same work"
         )
     if not config.gradient_checkpointing:
-        asked = sorted({"selective_checkpointing", "activation_offloading"} & changed)
-        idle += [f"{name} is ignored: gradient_checkpointing is off" for name in asked]
+        unused = sorted({"selective_checkpointing", "activation_offloading"} & changed)
+        idle += [f"{name} is ignored: gradient_checkpointing is off" for name in unused]
     if config.min_lr_ratio and config.lr_scheduler_type in ("constant", "inverse_sqrt"):
         idle.append(f"min_lr_ratio={config.min_lr_ratio} is ignored: lr_scheduler_type={config.lr_scheduler_type}")
     if config.early_stopping_threshold and config.early_stopping_patience is None:

@@ -50,27 +50,27 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return parse_yaml(text, str(path))
 
 
-def parse_yaml(text: str, shown: str) -> dict[str, Any]:
+def parse_yaml(text: str, name: str) -> dict[str, Any]:
     """The mapping in a YAML text.
 
     Args:
         text: the YAML.
-        shown: what messages call it.
+        name: what messages call it.
 
     Raises:
         ConfigError: too large, not a mapping, or with duplicate keys, aliases or Python tags.
     """
     if len(text) > MAX_YAML_BYTES:
-        raise ConfigError(f"{shown} is larger than {MAX_YAML_BYTES} bytes; a config is a short YAML file")
+        raise ConfigError(f"{name} is larger than {MAX_YAML_BYTES} bytes; a config is a short YAML file")
     try:
         loaded = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
     except (yaml.YAMLError, RecursionError) as error:
         where = str(error).replace("\n", " ")[:300]
-        raise ConfigError(f"{shown} is no plain YAML: {where}; write one `key: value` per line") from None
+        raise ConfigError(f"{name} is no plain YAML: {where}; write one `key: value` per line") from None
     except ValueError as error:  # such as a date of month 13, or a number of thousands of digits
-        raise ConfigError(f"{shown} holds a value that is none: {str(error)[:200]}; write it in quotes") from None
+        raise ConfigError(f"{name} holds a value that is none: {str(error)[:200]}; write it in quotes") from None
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):
-        raise ConfigError(f"{shown} holds a {type(loaded).__name__}; write one `key: value` per line")
+        raise ConfigError(f"{name} holds a {type(loaded).__name__}; write one `key: value` per line")
     return loaded

@@ -66,8 +66,10 @@ class Adapter:
             raise _unusable(error) from None
         expected = {name: list(tensor.shape) for name, tensor in _named_tensors(model).items()}
         own = {name: list(tensor.shape) for name, tensor in base.state_dict().items()}
-        kept = {name: size for name, size in self.shapes.items() if name in expected or not _is_base(name, own)}
-        if lines := misfits(expected, kept):
+        adapter_shapes = {
+            name: size for name, size in self.shapes.items() if name in expected or not _is_base(name, own)
+        }
+        if lines := misfits(expected, adapter_shapes):
             raise ValueError("; ".join(lines))
         set_peft_model_state_dict(model, load_file(self.folder / _WEIGHTS))
         return model

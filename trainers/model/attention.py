@@ -41,10 +41,10 @@ def _mask(metadata: AttentionMetadata, length: int, window: int | None, device: 
         return None
     if window in metadata.masks:
         return metadata.masks[window]
-    place = torch.arange(length, device=device)
-    allowed = place[:, None] >= place[None, :]
+    positions = torch.arange(length, device=device)
+    allowed = positions[:, None] >= positions[None, :]
     if window is not None:
-        allowed = allowed & (place[:, None] - place[None, :] < window)
+        allowed = allowed & (positions[:, None] - positions[None, :] < window)
     allowed = allowed[None]
     if ids is not None:
         allowed = allowed & (ids[:, :, None] == ids[:, None, :])
@@ -68,7 +68,7 @@ def _plain(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def sdpa(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
-    metadata: AttentionMetadata, **rest: Any,
+    metadata: AttentionMetadata, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """PyTorch's fused attention under the document mask: any device and dtype, one shape for all micro-batches.
 
@@ -78,9 +78,9 @@ def sdpa(
     Returns:
         `[batch, sequence, heads, head size]` and None for the weights.
     """
-    _refuse_unknown(attention_mask, rest)
-    mask = _mask(metadata, query.shape[2], rest.get("sliding_window"), query.device)
-    return sdpa_attention_forward(module, query, key, value, mask, is_causal=True, **_plain(rest))
+    _refuse_unknown(attention_mask, kwargs)
+    mask = _mask(metadata, query.shape[2], kwargs.get("sliding_window"), query.device)
+    return sdpa_attention_forward(module, query, key, value, mask, is_causal=True, **_plain(kwargs))
 
 
 class _Spread(torch.autograd.Function):
@@ -112,26 +112,26 @@ class _Gather(torch.autograd.Function):
 
 def documents(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
-    metadata: AttentionMetadata, **rest: Any,
+    metadata: AttentionMetadata, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """PyTorch's fused attention on each document by itself, those of like length side by side. Shapes as in `sdpa`.
 
     The work grows with the squares of the documents' lengths and not of the rows'.
     """
-    layout, window = metadata.layout, rest.get("sliding_window")
+    layout, window = metadata.layout, kwargs.get("sliding_window")
     if layout is None or (window is not None and window < layout.longest):
-        return sdpa(module, query, key, value, attention_mask, metadata, **rest)
-    _refuse_unknown(attention_mask, rest)
+        return sdpa(module, query, key, value, attention_mask, metadata, **kwargs)
+    _refuse_unknown(attention_mask, kwargs)
     slots, buckets = layout.side_by_side
     sizes = [count * width for count, width in buckets]
-    spread = (_Spread.apply(_rows(one), slots, sum(sizes)) for one in (query, key, value))
+    spread = (_Spread.apply(_rows(states), slots, sum(sizes)) for states in (query, key, value))
     parts = []
-    for bucket, *three in zip(buckets, *(one.split(sizes) for one in spread), strict=True):
+    for bucket, *three in zip(buckets, *(states.split(sizes) for states in spread), strict=True):
         beside = (part.unflatten(0, bucket).transpose(1, 2) for part in three)
         # The padding is on the right, where no token looks.
-        parts.append(sdpa_attention_forward(module, *beside, None, is_causal=True, **_plain(rest))[0].flatten(0, 1))
-    found = _Gather.apply(torch.cat(parts), slots)
-    return found.unflatten(0, (query.shape[0], query.shape[2])), None
+        parts.append(sdpa_attention_forward(module, *beside, None, is_causal=True, **_plain(kwargs))[0].flatten(0, 1))
+    output = _Gather.apply(torch.cat(parts), slots)
+    return output.unflatten(0, (query.shape[0], query.shape[2])), None
 
 
 def _rows(heads: torch.Tensor) -> torch.Tensor:
@@ -141,18 +141,18 @@ def _rows(heads: torch.Tensor) -> torch.Tensor:
 
 def varlen(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
-    metadata: AttentionMetadata, **rest: Any,
+    metadata: AttentionMetadata, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Flash attention over documents of any length: NVIDIA GPUs, bf16 or fp16. Shapes as in `sdpa`."""
     from torch.nn.attention.varlen import varlen_attn
 
-    layout, window = metadata.layout, rest.get("sliding_window")
+    layout, window = metadata.layout, kwargs.get("sliding_window")
     if layout is None:
-        return sdpa(module, query, key, value, attention_mask, metadata, **rest)
-    _refuse_unknown(attention_mask, rest)
+        return sdpa(module, query, key, value, attention_mask, metadata, **kwargs)
+    _refuse_unknown(attention_mask, kwargs)
     # Autocast does not know this kernel, and norms of queries and keys leave them in fp32.
-    queries, keys, values = (_rows(one).to(value.dtype) for one in (query, key, value))
-    more: dict[str, Any] = {"scale": rest.get("scaling"), "window_size": (-1 if window is None else window - 1, 0)}
+    queries, keys, values = (_rows(states).to(value.dtype) for states in (query, key, value))
+    more: dict[str, Any] = {"scale": kwargs.get("scaling"), "window_size": (-1 if window is None else window - 1, 0)}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         more["enable_gqa"] = True
     else:
@@ -160,32 +160,32 @@ def varlen(
         keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
     # A compiled block would be made anew for each length; a row's is a bound too.
     borders, longest = layout.borders, query.shape[2] if torch.compiler.is_compiling() else layout.longest
-    found: Any = varlen_attn(queries, keys, values, borders, borders, longest, longest, **more)
-    return found.unflatten(0, (query.shape[0], query.shape[2])), None
+    output: Any = varlen_attn(queries, keys, values, borders, borders, longest, longest, **more)
+    return output.unflatten(0, (query.shape[0], query.shape[2])), None
 
 
 def flex(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
-    metadata: AttentionMetadata, **rest: Any,
+    metadata: AttentionMetadata, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Attention compiled for the documents' blocks and a softcap, if any: NVIDIA GPUs. Shapes as in `sdpa`."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    _refuse_unknown(attention_mask, rest, softcap=True)
-    cap: Any = rest.get("softcap")
-    blocks = _blocks(metadata, query.shape[2], rest.get("sliding_window"), query)
+    _refuse_unknown(attention_mask, kwargs, softcap=True)
+    cap: Any = kwargs.get("softcap")
+    blocks = _blocks(metadata, query.shape[2], kwargs.get("sliding_window"), query)
 
-    def capped(score: torch.Tensor, *place: torch.Tensor) -> torch.Tensor:
+    def capped(score: torch.Tensor, *indices: torch.Tensor) -> torch.Tensor:
         return cap * torch.tanh(score / cap)
 
     attend = _compiled_flex() if query.is_cuda else flex_attention
     # The kernel for few queries, which "AUTO" takes for short rows, has no size for four queries to a key.
     options: Any = {"BACKEND": "TRITON"} if query.is_cuda else None
-    found = attend(
+    output = attend(
         query.to(value.dtype), key.to(value.dtype), value, score_mod=capped if cap else None, block_mask=blocks,
-        scale=rest.get("scaling"), enable_gqa=query.shape[1] != key.shape[1], kernel_options=options,
+        scale=kwargs.get("scaling"), enable_gqa=query.shape[1] != key.shape[1], kernel_options=options,
     )  # fmt: skip
-    return found.transpose(1, 2).contiguous(), None
+    return output.transpose(1, 2).contiguous(), None
 
 
 @cache
@@ -214,35 +214,35 @@ def _blocks(metadata: AttentionMetadata, length: int, window: int | None, like: 
 
 def eager(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
-    metadata: AttentionMetadata, **rest: Any,
+    metadata: AttentionMetadata, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """The same in plain matrix products, softmax in fp32; honours a softcap. Shapes as in `sdpa`."""
-    _refuse_unknown(attention_mask, rest, softcap=True)
+    _refuse_unknown(attention_mask, kwargs, softcap=True)
     length = query.shape[2]
-    mask = _mask(metadata, length, rest.get("sliding_window"), query.device)
-    return _products(module, query, key, value, mask, **rest), None
+    mask = _mask(metadata, length, kwargs.get("sliding_window"), query.device)
+    return _products(module, query, key, value, mask, **kwargs), None
 
 
 def _products(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **rest: Any
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
 ) -> torch.Tensor:
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    scaling = rest.get("scaling")
+    scaling = kwargs.get("scaling")
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    if (cap := rest.get("softcap")) is not None:
+    if (cap := kwargs.get("softcap")) is not None:
         scores = torch.tanh(scores / cap) * cap
     if mask is None:
         length = query.shape[2]
         mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
     weights = scores.float().masked_fill(~mask, float("-inf")).softmax(-1).to(query.dtype)
-    weights = nn.functional.dropout(weights, rest.get("dropout", 0.0), module.training)
+    weights = nn.functional.dropout(weights, kwargs.get("dropout", 0.0), module.training)
     return (weights @ value).transpose(1, 2).contiguous()
 
 
 def attend_masked(
     kernel: Any, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    allowed: torch.Tensor | None, **rest: Any,
+    allowed: torch.Tensor | None, **kwargs: Any,
 ) -> torch.Tensor:  # fmt: skip
     """Attention of some queries to some keys, as many of each as there are; shapes as in `sdpa`.
 
@@ -250,10 +250,10 @@ def attend_masked(
         kernel: `eager`, or any other for PyTorch's fused one.
         allowed: `[query, key]`, True where a query may look; None for a triangle.
     """
-    if kernel is eager or rest.get("softcap") is not None:
-        return _products(module, query, key, value, allowed, **rest)
+    if kernel is eager or kwargs.get("softcap") is not None:
+        return _products(module, query, key, value, allowed, **kwargs)
     mask = None if allowed is None else allowed[None, None]
-    return sdpa_attention_forward(module, query, key, value, mask, is_causal=True, **_plain(rest))[0]
+    return sdpa_attention_forward(module, query, key, value, mask, is_causal=True, **_plain(kwargs))[0]
 
 
 def attention_function(kernel: Any) -> Any:
@@ -262,13 +262,13 @@ def attention_function(kernel: Any) -> Any:
     @wraps(kernel)
     def attend(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
-        attention_metadata: AttentionMetadata | None = None, **rest: Any,
+        attention_metadata: AttentionMetadata | None = None, **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
         metadata = received(attention_metadata, torch.compiler.is_compiling())
         if metadata.over_ranks is None:
-            return kernel(module, query, key, value, attention_mask, metadata, **rest)
-        _refuse_unknown(attention_mask, rest, softcap=kernel in (eager, flex))
-        return metadata.over_ranks.attend(kernel, metadata, module, query, key, value, **rest)
+            return kernel(module, query, key, value, attention_mask, metadata, **kwargs)
+        _refuse_unknown(attention_mask, kwargs, softcap=kernel in (eager, flex))
+        return metadata.over_ranks.attend(kernel, metadata, module, query, key, value, **kwargs)
 
     return attend
 

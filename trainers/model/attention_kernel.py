@@ -19,54 +19,56 @@ _TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 _LENGTHS = (5, 17, 12, 30)
 
 
-def choose(config: TrainConfig, shape: Any, device: torch.device, compute: torch.dtype) -> str:
+def choose(config: TrainConfig, model_config: Any, device: torch.device, compute: torch.dtype) -> str:
     """The kernel for a model on a device, by its name in `attention.KERNELS`.
 
     Args:
-        shape: the config of the language model.
+        model_config: the config of the language model.
         compute: dtype of matrix products.
 
     Raises:
         ConfigError: when the one asked for cannot do the work here.
     """
-    asked = config.attn_implementation
-    if getattr(shape, "num_attention_heads", None) is None:  # there is nothing to try; the probe looks at the model
-        if asked in ("auto", "sdpa", "eager"):
-            return "sdpa" if asked == "auto" else asked
+    requested = config.attn_implementation
+    if (
+        getattr(model_config, "num_attention_heads", None) is None
+    ):  # there is nothing to try; the probe looks at the model
+        if requested in ("auto", "sdpa", "eager"):
+            return "sdpa" if requested == "auto" else requested
         raise ConfigError.about(
-            "attn_implementation", asked, f": {shape.model_type} models have no attention heads", "use auto"
+            "attn_implementation", requested, f": {model_config.model_type} models have no attention heads", "use auto"
         )
-    if asked != "auto":
-        problem = _unfit(asked, shape, device, compute) or trial(asked, shape, device, compute)
+    if requested != "auto":
+        problem = _unfit(requested, model_config, device, compute) or trial(requested, model_config, device, compute)
         if problem:
-            raise ConfigError.about("attn_implementation", asked, f": {problem}", "use auto")
-        return asked
-    if _softcap(shape):
+            raise ConfigError.about("attn_implementation", requested, f": {problem}", "use auto")
+        return requested
+    if _softcap(model_config):
         return "eager"
     # Compiled blocks want one shape for all micro-batches, and rows of one document need no mask.
     best = "sdpa" if config.torch_compile or not config.packing else "varlen" if device.type == "cuda" else "documents"
-    if _unfit(best, shape, device, compute):
+    if _unfit(best, model_config, device, compute):
         return "sdpa"
-    if problem := trial(best, shape, device, compute):
+    if problem := trial(best, model_config, device, compute):
         print(f"warning: the attention kernel {best} is not used: {problem}; sdpa takes its place", flush=True)
         return "sdpa"
     return best
 
 
-def _softcap(shape: Any) -> bool:
-    return getattr(shape, "attn_logit_softcapping", None) is not None
+def _softcap(model_config: Any) -> bool:
+    return getattr(model_config, "attn_logit_softcapping", None) is not None
 
 
-def _sizes(shape: Any) -> tuple[int, int, int]:
+def _sizes(model_config: Any) -> tuple[int, int, int]:
     """Query heads, key heads and head size."""
-    heads = int(shape.num_attention_heads)
-    keys = int(getattr(shape, "num_key_value_heads", None) or heads)
-    return heads, keys, int(getattr(shape, "head_dim", None) or shape.hidden_size // heads)
+    heads = int(model_config.num_attention_heads)
+    keys = int(getattr(model_config, "num_key_value_heads", None) or heads)
+    return heads, keys, int(getattr(model_config, "head_dim", None) or model_config.hidden_size // heads)
 
 
-def _unfit(kernel: str, shape: Any, device: torch.device, compute: torch.dtype) -> str | None:
+def _unfit(kernel: str, model_config: Any, device: torch.device, compute: torch.dtype) -> str | None:
     """Why a kernel is not for this model or device; None when it is."""
-    if _softcap(shape) and kernel not in ("eager", "flex"):
+    if _softcap(model_config) and kernel not in ("eager", "flex"):
         return "this model caps its attention scores, which eager and flex can do alone"
     if kernel not in ("varlen", "flex"):
         return None
@@ -78,32 +80,32 @@ def _unfit(kernel: str, shape: Any, device: torch.device, compute: torch.dtype) 
         return f"torch {torch.__version__} does not have it"
     if torch.cuda.get_device_capability(device) < (8, 0) or compute not in (torch.float16, torch.bfloat16):
         return "it needs a GPU of compute capability 8.0 and mixed_precision=bf16 or fp16"
-    if getattr(shape, "v_head_dim", None):
+    if getattr(model_config, "v_head_dim", None):
         return "it takes values of no other size than queries"
-    size = _sizes(shape)[2]
+    size = _sizes(model_config)[2]
     return None if size % 8 == 0 and size <= 256 else f"it takes no heads of size {size}"
 
 
-def trial(kernel: str, shape: Any, device: torch.device, compute: torch.dtype) -> str | None:
+def trial(kernel: str, model_config: Any, device: torch.device, compute: torch.dtype) -> str | None:
     """What goes wrong when it is tried on the device; None when output and gradients are those of `eager`.
 
     Plain matrix products in fp32 are the measure; two rows of several documents, heads as the model has them.
     """
-    heads, keys, size = _sizes(shape)
-    made = torch.Generator().manual_seed(0)
+    heads, keys, size = _sizes(model_config)
+    generator = torch.Generator().manual_seed(0)
     length = sum(_LENGTHS)
-    tensors = [torch.randn(2, count, length, size, generator=made) for count in (heads, keys, keys)]
+    tensors = [torch.randn(2, count, length, size, generator=generator) for count in (heads, keys, keys)]
     borders = np.cumsum([0, *_LENGTHS, *_LENGTHS[::-1]])
     metadata = AttentionMetadata(DocumentLayout.of(borders, 2).to(device))
     tf32, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, False  # fp32 is the measure
     try:
         expected = _outcome("eager", tensors, metadata, device, torch.float32)
-        found = _outcome(kernel, tensors, metadata, device, compute)
+        outcome = _outcome(kernel, tensors, metadata, device, compute)
     except (RuntimeError, ValueError, TypeError, ImportError) as error:  # other devices and versions of torch
         return f"it fails on this device: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
     finally:
         torch.backends.cuda.matmul.allow_tf32 = tf32
-    errors = [float((one - other).norm() / other.norm()) for one, other in zip(found, expected, strict=True)]
+    errors = [float((ours - other).norm() / other.norm()) for ours, other in zip(outcome, expected, strict=True)]
     if max(errors) <= _TOLERANCE[compute]:
         return None
     return f"its results are off by {max(errors):.1e} on this device, where {_TOLERANCE[compute]:.0e} is allowed"
@@ -114,8 +116,8 @@ def _outcome(
 ) -> list[torch.Tensor]:
     """Output and gradients of query, key and value, in fp32 on the CPU."""
     module: Any = nn.Module()
-    query, key, value = (one.to(device, dtype).requires_grad_() for one in tensors)
+    query, key, value = (tensor.to(device, dtype).requires_grad_() for tensor in tensors)
     module.num_key_value_groups = query.shape[1] // key.shape[1]
     output, _ = getattr(attention, kernel)(module, query, key, value, None, metadata)
     gradients = torch.autograd.grad(output.float().square().sum(), (query, key, value))
-    return [one.detach().float().cpu() for one in (output, *gradients)]
+    return [tensor.detach().float().cpu() for tensor in (output, *gradients)]

@@ -46,7 +46,7 @@ def adapter_lines(model: Any) -> list[str]:
     fused = Counter(
         name.rpartition(".")[2] for name, weight in base.named_parameters() if weight.ndim == 3 and "lora_" not in name
     )
-    bare = [name for name in routers if not any(name == one or name.startswith(f"{one}.") for one in targeted)]
+    bare = [name for name in routers if not any(name == target or name.startswith(f"{target}.") for target in targeted)]
     if bare:
         lines.append(f"no adapters on: the {len(bare)} routers and gates of the experts, unless they are named")
     if fused:

@@ -12,8 +12,8 @@ from torch import nn
 
 def fitting_layers(base: Any) -> list[str]:
     """Names in the decoder of the layers that float8 kernels take: both sizes a multiple of 16."""
-    linear = [(name, one) for name, one in base.get_decoder().named_modules() if isinstance(one, nn.Linear)]
-    return [name for name, one in linear if one.in_features % 16 == 0 and one.out_features % 16 == 0]
+    linear = [(name, layer) for name, layer in base.get_decoder().named_modules() if isinstance(layer, nn.Linear)]
+    return [name for name, layer in linear if layer.in_features % 16 == 0 and layer.out_features % 16 == 0]
 
 
 def convert(base: Any) -> None:

@@ -68,7 +68,7 @@ def stored_dtype(config: TrainConfig) -> torch.dtype:
                 counts[_STORED[name]] += count
         if counts:
             return counts.most_common(1)[0][0]
-    stated = getattr(load_shape(config), "dtype", None)
+    stated = getattr(load_model_config(config), "dtype", None)
     return stated if isinstance(stated, torch.dtype) and stated in _STORED.values() else torch.float32
 
 
@@ -100,7 +100,7 @@ def _where(config: TrainConfig) -> dict[str, Any]:
     return {"revision": config.model_revision, "trust_remote_code": config.trust_remote_code}
 
 
-def load_shape(config: TrainConfig, published: Mapping[str, Any] | None = None) -> Any:
+def load_model_config(config: TrainConfig, published: Mapping[str, Any] | None = None) -> Any:
     """The base model's transformers config, changed as training wants it.
 
     Args:
@@ -112,9 +112,9 @@ def load_shape(config: TrainConfig, published: Mapping[str, Any] | None = None) 
     try:
         adapter = None if published else find_adapter_config_file(model_path(config), revision=config.model_revision)
         if published:
-            shape = AutoConfig.for_model(**published)
+            model_config = AutoConfig.for_model(**published)
         else:
-            shape = None if adapter else AutoConfig.from_pretrained(model_path(config), **_where(config))
+            model_config = None if adapter else AutoConfig.from_pretrained(model_path(config), **_where(config))
     except OSError as error:
         raise ConfigError(load_mistake(config, error)) from None
     except Exception as error:  # each family checks its sizes in a way of its own
@@ -126,13 +126,13 @@ def load_shape(config: TrainConfig, published: Mapping[str, Any] | None = None) 
         ) from None
     if adapter:  # transformers would load the base that it names in place of the model
         raise ConfigError.about("model_name_or_path", config.model_name_or_path, ADAPTER_AS_MODEL)
-    _refuse_other_tasks(config, shape)
-    _keep_layers(config, shape)
-    _check_layers(config, shape)
-    refuse_load_balancing(config, shape)
-    settle_quantisation(config, shape)
-    _drop_dropout(shape)
-    return shape
+    _refuse_other_tasks(config, model_config)
+    _keep_layers(config, model_config)
+    _check_layers(config, model_config)
+    refuse_load_balancing(config, model_config)
+    settle_quantisation(config, model_config)
+    _drop_dropout(model_config)
+    return model_config
 
 
 def load_base(config: TrainConfig) -> PreTrainedModel:
@@ -141,20 +141,23 @@ def load_base(config: TrainConfig) -> PreTrainedModel:
     Raises:
         ConfigError: when the files are missing, gated or damaged, or the architecture cannot be packed or quantised.
     """
-    where, shape = _where(config), load_shape(config)
-    settings: dict[str, Any] = {"dtype": base_dtype(config), "attn_implementation": check_attention(config, shape)}
+    where, model_config = _where(config), load_model_config(config)
+    settings: dict[str, Any] = {
+        "dtype": base_dtype(config),
+        "attn_implementation": check_attention(config, model_config),
+    }
     if config.method == "qlora":
         settings |= loading_options(compute_dtype(config))
     if config.random_init:
         set_seed(config.seed)
-        model = AutoModelForCausalLM.from_config(shape, trust_remote_code=config.trust_remote_code, **settings)
+        model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code, **settings)
     else:
         settings |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         try:
             # Safetensors only: other weight files are pickles, which run code when they are read.
             with many_threads() if config.method == "qlora" else nullcontext():
                 model, report = AutoModelForCausalLM.from_pretrained(
-                    model_path(config), config=shape, use_safetensors=True, **where, **settings
+                    model_path(config), config=model_config, use_safetensors=True, **where, **settings
                 )
         except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
             raise ConfigError(load_mistake(config, error)) from None
@@ -169,12 +172,12 @@ def load_base(config: TrainConfig) -> PreTrainedModel:
     return model
 
 
-def check_attention(config: TrainConfig, shape: Any) -> str:
+def check_attention(config: TrainConfig, model_config: Any) -> str:
     """The attention to load the model with; raises ConfigError when none of ours and its own can do the work."""
-    if own_code(config, shape):
+    if own_code(config, model_config):
         return KERNELS["sdpa"]
     try:
-        attention = choose_attention(shape, config.packing)
+        attention = choose_attention(model_config, config.packing)
     except ConfigError as error:
         raise ConfigError([f"model_name_or_path={config.model_name_or_path}: {line}" for line in error.lines]) from None
     if attention in KERNELS.values() or config.attn_implementation == "auto":
@@ -182,7 +185,7 @@ def check_attention(config: TrainConfig, shape: Any) -> str:
     raise ConfigError.about(
         "attn_implementation",
         config.attn_implementation,
-        f": {shape.model_type} models take no attention but their own",
+        f": {model_config.model_type} models take no attention but their own",
         "use auto",
     )
 
@@ -200,11 +203,11 @@ def fit_lines(config: TrainConfig, report: dict[str, Any]) -> list[str]:
     missing, unexpected = (sorted(report[kind]) for kind in ("missing_keys", "unexpected_keys"))
     mistakes = []
     if missing:
-        only = f"; they have {_named(unexpected)}, which it has no place for" if unexpected else ""
-        mistakes.append(f"weights that the model needs are not in its files: {_named(missing)}{only}")
+        only = f"; they have {_first_names(unexpected)}, which it has no place for" if unexpected else ""
+        mistakes.append(f"weights that the model needs are not in its files: {_first_names(missing)}{only}")
     if mismatched := sorted(report["mismatched_keys"]):
-        name, found, needed = mismatched[0]
-        sizes = " and ".join("x".join(map(str, size)) for size in (found, needed))
+        name, actual, needed = mismatched[0]
+        sizes = " and ".join("x".join(map(str, size)) for size in (actual, needed))
         others = f" (so are {len(mismatched) - 1} others)" if len(mismatched) > 1 else ""
         mistakes.append(f"{name} is {sizes.replace(' and ', ' in the files and ')} in config.json{others}")
     if errors := report.get("error_msgs"):
@@ -217,7 +220,7 @@ def fit_lines(config: TrainConfig, report: dict[str, Any]) -> list[str]:
             "what is missing would be random: download the model again, or correct its config.json",
         )
     if unexpected and config.num_hidden_layers is None:
-        return [f"not used, as the model has no place for them: {_named(unexpected)}"]
+        return [f"not used, as the model has no place for them: {_first_names(unexpected)}"]
     return []
 
 
@@ -230,8 +233,8 @@ def misfits(expected: Shapes, shapes: Shapes) -> list[str]:
     """
     missing, unexpected = sorted(expected.keys() - shapes.keys()), sorted(shapes.keys() - expected.keys())
     differing = sorted(name for name in expected.keys() & shapes.keys() if list(expected[name]) != list(shapes[name]))
-    lines = [f"weights that the model needs are not in it: {_named(missing)}"] if missing else []
-    lines += [f"the model has no place for {_named(unexpected)}"] if unexpected else []
+    lines = [f"weights that the model needs are not in it: {_first_names(missing)}"] if missing else []
+    lines += [f"the model has no place for {_first_names(unexpected)}"] if unexpected else []
     if differing:
         sizes = ["x".join(map(str, each[differing[0]])) for each in (shapes, expected)]
         others = f" (so are {len(differing) - 1} others)" if len(differing) > 1 else ""
@@ -239,7 +242,7 @@ def misfits(expected: Shapes, shapes: Shapes) -> list[str]:
     return lines
 
 
-def _named(names: Sequence[str]) -> str:
+def _first_names(names: Sequence[str]) -> str:
     """Three names, and how many more there are."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
@@ -268,9 +271,9 @@ def load_mistake(config: TrainConfig, error: Exception) -> Mistake:
     )
 
 
-def _keep_layers(config: TrainConfig, shape: Any) -> None:
+def _keep_layers(config: TrainConfig, model_config: Any) -> None:
     """Cuts a model after its first layers, where that is asked for."""
-    wanted, text = config.num_hidden_layers, shape.get_text_config()
+    wanted, text = config.num_hidden_layers, model_config.get_text_config()
     if wanted is None:
         return
     if wanted > text.num_hidden_layers:
@@ -282,11 +285,11 @@ def _keep_layers(config: TrainConfig, shape: Any) -> None:
         text.layer_types = text.layer_types[:wanted]
 
 
-def _drop_dropout(shape: Any) -> None:
+def _drop_dropout(model_config: Any) -> None:
     """Sets the model's own dropout to 0: it would differ from strategy to strategy. LoRA's is an option."""
-    for name, value in vars(shape).items():
+    for name, value in vars(model_config).items():
         if ("dropout" in name or "pdrop" in name) and isinstance(value, float) and value > 0:
-            setattr(shape, name, 0.0)
+            setattr(model_config, name, 0.0)
             _say(f"the model's own {name}={value} is set to 0 for training")
 
 
@@ -296,44 +299,44 @@ def _say(line: str) -> None:
         print(line, flush=True)
 
 
-def own_code(config: TrainConfig, shape: Any) -> bool:
+def own_code(config: TrainConfig, model_config: Any) -> bool:
     """Whether the model is built by code that comes with it."""
-    return config.trust_remote_code and "AutoModelForCausalLM" in (getattr(shape, "auto_map", None) or {})
+    return config.trust_remote_code and "AutoModelForCausalLM" in (getattr(model_config, "auto_map", None) or {})
 
 
 _OTHER_TASKS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice",
                 "ForRewardModel", "ForMaskedLM")  # fmt: skip
 
 
-def _refuse_other_tasks(config: TrainConfig, shape: Any) -> None:
+def _refuse_other_tasks(config: TrainConfig, model_config: Any) -> None:
     """Raises ConfigError for a model of another kind, or one whose head predicts something else than tokens."""
-    named = f"model_name_or_path={config.model_name_or_path}"
-    if own_code(config, shape):
+    subject = f"model_name_or_path={config.model_name_or_path}"
+    if own_code(config, model_config):
         return
-    if type(shape) not in AutoModelForCausalLM._model_mapping:
+    if type(model_config) not in AutoModelForCausalLM._model_mapping:
         raise ConfigError(
-            f"{named}: {shape.model_type} models are no causal language models; use a decoder, such as a Llama or Qwen "
-            "model"
+            f"{subject}: {model_config.model_type} models are not causal language models; use a decoder, such as a "
+            "Llama or Qwen model"
         )
-    for name in getattr(shape, "architectures", None) or []:
+    for name in getattr(model_config, "architectures", None) or []:
         if not config.random_init and name.endswith(_OTHER_TASKS):
             raise ConfigError(
-                f"{named} is a {name}, which has no head that predicts tokens; use the model it came from"
+                f"{subject} is a {name}, which has no head that predicts tokens; use the model it came from"
             )
 
 
-def _check_layers(config: TrainConfig, shape: Any) -> None:
-    layers = set(getattr(shape, "layer_types", None) or ["full_attention"])
+def _check_layers(config: TrainConfig, model_config: Any) -> None:
+    layers = set(getattr(model_config, "layer_types", None) or ["full_attention"])
     if "chunked_attention" in layers:
         raise ConfigError(
-            f"{shape.model_type} has chunked_attention layers, which are not supported; use another model"
+            f"{model_config.model_type} has chunked_attention layers, which are not supported; use another model"
         )
     if config.packing and not layers <= _PACKABLE_LAYERS:
         kinds = ", ".join(sorted(layers - _PACKABLE_LAYERS))
         raise ConfigError.about(
             "packing",
             True,
-            f"with {shape.model_type}, whose {kinds} layers carry state across documents",
+            f"with {model_config.model_type}, whose {kinds} layers carry state across documents",
             "use packing=false",
         )
 
@@ -359,7 +362,7 @@ def use_checkpointing(base: PreTrainedModel, config: TrainConfig) -> None:
     base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=choices)
 
 
-def _keep_products(context: Any, operation: Any, *inputs: Any, **rest: Any) -> CheckpointPolicy:
+def _keep_products(context: Any, operation: Any, *inputs: Any, **kwargs: Any) -> CheckpointPolicy:
     """Matrix products and attention are dear to repeat; what lies between them is not."""
     name = operation.name().partition(".")[0].rpartition("::")[2]
     dear = name in ("mm", "addmm", "bmm", "baddbmm", "linear", "_varlen_attn", "_scaled_mm") or "dot_product" in name
@@ -395,7 +398,7 @@ def add_adapters(base: PreTrainedModel, config: TrainConfig) -> nn.Module:
     except ValueError as error:
         logging.getLogger(__name__).debug("peft refused the targets", exc_info=error)
         got = []
-    missing = [name for name in targets if name != "all-linear" and not any(_ends(one, name) for one in got)]
+    missing = [name for name in targets if name != "all-linear" and not any(_ends(target, name) for target in got)]
     if missing or not got:
         raise ConfigError.about(
             "lora_target_modules",

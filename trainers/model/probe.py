@@ -110,8 +110,8 @@ def compare(ours: ForwardPass, own: ForwardPass | None, kind: str, packing: bool
     Raises:
         ProbeError: see `check_model_computes`.
     """
-    for found in (own, ours):
-        if found is not None and not found.hidden.isfinite().all():
+    for outcome in (own, ours):
+        if outcome is not None and not outcome.hidden.isfinite().all():
             name = str(compute).removeprefix("torch.")
             raise ProbeError(f"{kind} models give NaN or infinity in {name}, as another mixed_precision may not")
     if own is not None:
@@ -225,8 +225,8 @@ def _refuse_leaks(kind: str, ours: ForwardPass, packing: bool, compute: torch.dt
     if packing:
         moved = torch.maximum(moved, change[2, _HALF:].max())
     if not moved <= _LEAK[compute] * may_move:
-        what = "later tokens or another document" if packing else "later tokens"
-        raise ProbeError(f"{kind} models see {what} through the attention or layers that they bring")
+        seen = "later tokens or another document" if packing else "later tokens"
+        raise ProbeError(f"{kind} models see {seen} through the attention or layers that they bring")
 
 
 def _refuse_difference(kind: str, ours: ForwardPass, own: ForwardPass, compute: torch.dtype) -> None:

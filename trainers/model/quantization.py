@@ -46,35 +46,35 @@ def loading_options(dtype: torch.dtype) -> dict[str, Any]:
     return {"quantization_config": quantisation, "device_map": {"": "cpu"}}
 
 
-def settle_quantisation(config: TrainConfig, shape: Any) -> None:
+def settle_quantisation(config: TrainConfig, model_config: Any) -> None:
     """Has transformers dequantise a base that is stored in few bits, where it can; refuses any other.
 
     Args:
-        shape: the base model's transformers config, which is changed.
+        model_config: the base model's transformers config, which is changed.
 
     Raises:
         ConfigError: for a base that would not be trained as what it is, or that bitsandbytes cannot quantise.
     """
     if config.random_init:
-        for name in {"quantization_config", "compression_config"} & shape.__dict__.keys():
-            delattr(shape, name)
-    stored = getattr(shape, "quantization_config", None)
+        for name in {"quantization_config", "compression_config"} & model_config.__dict__.keys():
+            delattr(model_config, name)
+    stored = getattr(model_config, "quantization_config", None)
     if config.method != "qlora" and stored and stored.get("quant_method") in _DEQUANTISED:
         # By itself transformers does this only where the GPU or an optional package is missing.
-        shape.quantization_config = {**stored, "dequantize": True}
-    refuse_quantised(config, shape)
+        model_config.quantization_config = {**stored, "dequantize": True}
+    refuse_quantised(config, model_config)
     if config.method == "qlora":
-        refuse_unfit(shape, config.trust_remote_code)
+        refuse_unfit(model_config, config.trust_remote_code)
 
 
-def refuse_quantised(config: TrainConfig, shape: Any, dtypes: Iterable[str] = ()) -> None:
+def refuse_quantised(config: TrainConfig, model_config: Any, dtypes: Iterable[str] = ()) -> None:
     """Raises ConfigError for a base stored in 8 bits or less, unless its weights are dequantised as they are loaded.
 
     Args:
-        shape: the base model's transformers config.
+        model_config: the base model's transformers config.
         dtypes: of the weights in its files, as safetensors spells them.
     """
-    stored = getattr(shape, "quantization_config", getattr(shape, "compression_config", None))
+    stored = getattr(model_config, "quantization_config", getattr(model_config, "compression_config", None))
     narrow = sorted({dtype for dtype in dtypes if dtype.startswith(("F8_", "F4"))})
     if (stored is None and not narrow) or (stored and stored.get("dequantize")):
         return
@@ -87,24 +87,24 @@ def refuse_quantised(config: TrainConfig, shape: Any, dtypes: Iterable[str] = ()
     )
 
 
-def refuse_unfit(shape: Any, trust_remote_code: bool) -> None:
+def refuse_unfit(model_config: Any, trust_remote_code: bool) -> None:
     """Looks for what would not be quantised, on a model without memory for its weights.
 
     Args:
-        shape: the model's config.
+        model_config: the model's config.
         trust_remote_code: run model code that comes with the weights.
 
     Raises:
         ConfigError: when much of the model is not in linear layers, or in ones that nf4 blocks do not fit.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(shape, trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust_remote_code)
     total = sum(weight.numel() for weight in model.parameters())
     outside, kinds, head = 0, set(), model.get_output_embeddings()
     for part in model.modules():
-        mine = [weight for weight in part.parameters(recurse=False) if weight.ndim >= 2]
-        if mine and not isinstance(part, nn.Linear | nn.Embedding):
-            outside += sum(weight.numel() for weight in mine)
+        matrices = [weight for weight in part.parameters(recurse=False) if weight.ndim >= 2]
+        if matrices and not isinstance(part, nn.Linear | nn.Embedding):
+            outside += sum(weight.numel() for weight in matrices)
             kinds.add(type(part).__name__)
         odd = isinstance(part, nn.Linear) and (part.in_features % 2 or part.weight.numel() % 8)
         if odd and part is not head:
@@ -112,7 +112,7 @@ def refuse_unfit(shape: Any, trust_remote_code: bool) -> None:
             raise ConfigError.about(
                 "method",
                 "qlora",
-                f": {shape.model_type} has a linear layer of {size}, which nf4 does not fit",
+                f": {model_config.model_type} has a linear layer of {size}, which nf4 does not fit",
                 "use lora",
             )
     # A router or a short convolution may stay as it is; transposed layers would be exported the wrong way round.
@@ -120,7 +120,7 @@ def refuse_unfit(shape: Any, trust_remote_code: bool) -> None:
         raise ConfigError.about(
             "method",
             "qlora",
-            f": {outside / total:.0%} of the weights of {shape.model_type} are in {', '.join(sorted(kinds))}, "
+            f": {outside / total:.0%} of the weights of {model_config.model_type} are in {', '.join(sorted(kinds))}, "
             "which cannot be quantised",
             "use method=lora, or another model",
         )
@@ -188,10 +188,10 @@ def whole_layers(model: nn.Module, head: nn.Module | None) -> int:
         The number of quantised layers, less one for each frozen linear layer that is not.
     """
     quantised = four_bit_layers(model)
-    whole = [part for part in quantised if _bytes(part.weight) * 2 == part.in_features * part.out_features]
+    unsharded = [part for part in quantised if _bytes(part.weight) * 2 == part.in_features * part.out_features]
     spared = {id(part) for part in [*quantised, *(head.modules() if head is not None else [])]}
     linear = [part for part in model.modules() if isinstance(part, nn.Linear) and id(part) not in spared]
-    return len(whole) - sum(1 for part in linear if not part.weight.requires_grad)
+    return len(unsharded) - sum(1 for part in linear if not part.weight.requires_grad)
 
 
 def _bytes(weight: torch.Tensor) -> int:

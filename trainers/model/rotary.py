@@ -51,21 +51,21 @@ def _forward(
         groups = (lengths > rope["original_max_position_embeddings"]).long()
     else:
         groups = lengths.where(lengths > self.original_max_seq_len, 0)
-    found: Any = None
+    merged: Any = None
     for group in groups.unique().tolist():
         inside = groups == group
         if kind != "longrope":
             type(self).forward(self, x, position_ids.new_zeros(1, 1), *more)  # forget the lengths seen before
         rotation = type(self).forward(self, x, position_ids.where(inside, 0), *more)
-        found = rotation if found is None else _merge(inside, rotation, found)
-    return found
+        merged = rotation if merged is None else _merge(inside, rotation, merged)
+    return merged
 
 
 def _merge(inside: torch.Tensor, new: Any, old: Any) -> Any:
     """Leaves of `[batch, sequence, ...]`: the new ones inside, the old ones elsewhere."""
 
-    def choose(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        return torch.where(inside.reshape(inside.shape + (1,) * (one.ndim - 2)), one, other)
+    def choose(inner: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return torch.where(inside.reshape(inside.shape + (1,) * (inner.ndim - 2)), inner, other)
 
     return tree_map(choose, new, old)
 

@@ -130,9 +130,9 @@ def choose_attention(model_config: Any, packing: bool) -> str:
         ConfigError: when models of this kind cannot be trained so; the remedy is packing=false where that helps.
     """
     ours = KERNELS["sdpa"]
-    if (found := _reference(model_config, packing, False)) is None:
+    if (reference_pass := _reference(model_config, packing, False)) is None:
         return ours
-    config, reference, expected = found
+    config, reference, expected = reference_pass
     problem = _problem(config, reference, ours, packing, expected[packing])
     if problem is None:
         return ours
@@ -151,9 +151,9 @@ def packing_problem(model_config: Any) -> str | None:
     Raises:
         ConfigError: when models of this kind fail by themselves.
     """
-    if (found := _reference(model_config, True)) is None:
+    if (reference_pass := _reference(model_config, True)) is None:
         return None
-    config, reference, expected = found
+    config, reference, expected = reference_pass
     return _problem(config, reference, KERNELS["sdpa"], True, expected[True])
 
 
@@ -200,11 +200,11 @@ def _fails_alike(model_config: Any, failure: ProbeError) -> bool:
             model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config)).eval()
             model(probe_rows(_WORDS, torch.device("cpu")), use_cache=False)
     except Exception as error:  # as above
-        return _place(error) == _place(failure.__context__)
+        return _failing_line(error) == _failing_line(failure.__context__)
     return False
 
 
-def _place(error: BaseException | None) -> tuple[str, int] | None:
+def _failing_line(error: BaseException | None) -> tuple[str, int] | None:
     """File and line in which a model's own code failed; what it called may differ without memory."""
     frames = traceback.extract_tb(error.__traceback__) if error is not None else []
     frames = [frame for frame in frames if "/transformers/models/" in frame.filename] or frames
@@ -234,10 +234,10 @@ def _problem(config: Any, reference: Any, attention: str, packing: bool, expecte
             model.load_state_dict(reference.state_dict())
         except Exception:  # as above
             return f"{kind} models take no attention but their own, which cannot keep packed documents apart"
-        found = our_pass(SupervisedLoss(model).eval(), model, packing, torch.device("cpu"))
+        outcome = our_pass(SupervisedLoss(model).eval(), model, packing, torch.device("cpu"))
         if ours and not calls:
             return f"{kind} models bring attention or layers of their own, which cannot keep packed documents apart"
-        compare(found, expected, kind, packing, torch.float32)
+        compare(outcome, expected, kind, packing, torch.float32)
     except ProbeError as error:
         return str(error)
     return None

@@ -64,7 +64,9 @@ def origin(plan: TrainPlan, step: int, finite: list[tuple[int, bool]]) -> str:
     wrong = [rank for rank, (_, good) in enumerate(finite) if not good] or list(range(len(finite)))
     whose = f"rank {wrong[0]}" if len(wrong) == 1 else f"ranks {', '.join(map(str, wrong))}"
     shares = sorted({finite[rank][0] for rank in wrong})  # ranks that cut layers or rows have the same ones
-    places = [place for share in shares for rows in plan.shares(step, share) for place in plan.rows.locations(rows)]
+    places = [
+        location for share in shares for rows in plan.shares(step, share) for location in plan.rows.locations(rows)
+    ]
     more = f" and {len(places) - 6} more" if len(places) > 6 else ""
     return f"{whose}, in the batch from {', '.join(places[:6])}{more}"
 

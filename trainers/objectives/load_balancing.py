@@ -69,7 +69,7 @@ class LoadBalancing:
         for logits in router_logits:
             probabilities, weight = logits.flatten(0, -2).float().softmax(-1), real.reshape(-1, 1).double()
             chosen = torch.zeros_like(probabilities).scatter_(1, probabilities.topk(self.top_k).indices, 1.0)
-            totals.append(torch.stack([(one * weight).sum(0) for one in (chosen, probabilities)]))
+            totals.append(torch.stack([(values * weight).sum(0) for values in (chosen, probabilities)]))
         return torch.stack(totals).sum(0)
 
     def weigh(self, counted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,16 +147,16 @@ def refuse_load_balancing(config: TrainConfig, model_config: Any) -> None:
         f"config.json asks for a load-balancing loss (output_router_logits=true, "
         f"{balancing.name}={balancing.coefficient:g})"
     )
-    way = "set output_router_logits to false there to train without it"
+    remedy = "set output_router_logits to false there to train without it"
     own_code = config.trust_remote_code and getattr(model_config, "auto_map", None)
     if text_config.model_type not in FAMILIES or own_code:
-        raise ConfigError(f"{model_config.model_type}: its {asks}, which is not supported for this model; {way}")
+        raise ConfigError(f"{model_config.model_type}: its {asks}, which is not supported for this model; {remedy}")
     if config.torch_compile:
         raise ConfigError.about(
             "torch_compile",
             True,
             f"with {model_config.model_type}, whose {asks}: compiled layers do not give their router logits",
-            f"use torch_compile=false, or {way}",
+            f"use torch_compile=false, or {remedy}",
         )
 
 

@@ -153,7 +153,7 @@ class Pipelined(Backend):
         if shard_mesh is not None:
             self.primary = shard_mesh.ndim == 1 or shard_mesh.get_local_rank(0) == 0
         self._schedule: Any = None
-        self._made = (0, 0)
+        self._schedule_size = (0, 0)
 
     @classmethod
     def on(cls, mesh: Mesh, loss: Any, config: TrainConfig, device: torch.device, schedule: str) -> Pipelined:
@@ -219,7 +219,7 @@ class Pipelined(Backend):
     def _make_room(self, count: int, slots: int) -> None:
         """Stages and schedule for a number of micro-batches, with buffers that only ever grow."""
         self.work.room = max(slots, self.work.room)
-        if self._made == (count, self.work.room):
+        if self._schedule_size == (count, self.work.room):
             return
         if mistake := micro_batch_mistake(self.schedule, self.ranks, count):
             raise TrainingError(mistake)
@@ -242,7 +242,7 @@ class Pipelined(Backend):
         # Every share is given; nothing is divided by the number of micro-batches.
         settings: dict[str, Any] = {"loss_fn": lambda score, number: score, "scale_grads": False}
         self._schedule = kind(stages if SCHEDULES[self.schedule].chunks > 1 else stages[0], count, **settings)
-        self._made = (count, self.work.room)
+        self._schedule_size = (count, self.work.room)
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[MicroBatch], beat: Beat = no_beat) -> torch.Tensor:

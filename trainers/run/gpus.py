@@ -74,7 +74,7 @@ def visible(gpus: Sequence[Gpu], variable: str | None) -> list[Gpu]:
     """The GPUs that CUDA_VISIBLE_DEVICES leaves; like CUDA it reads the list up to its first bad entry.
 
     Args:
-        found: every GPU of the machine.
+        gpus: every GPU of the machine.
         variable: the variable's value: indices or (the beginnings of) UUIDs; None when it is not set.
     """
     if variable is None:

@@ -38,7 +38,7 @@ def log_line(source: str, text: str, hidden: Sequence[str] = ()) -> str:
     """One line of `log.txt`: time, who printed it (`rank 0`, `launcher`), text with secrets taken out.
 
     Args:
-        who: the printer.
+        source: the printer.
         text: one line; of several drawn over each other with carriage returns the last is kept.
         hidden: values that must not appear, from `secrets_in`.
     """
@@ -53,7 +53,7 @@ def start_tee(log: Path, source: str, echo: bool) -> TextIO:
 
     Args:
         log: the file; lines are appended whole, so that several ranks share it.
-        who: how the lines are marked, e.g. `rank 0`.
+        source: how the lines are marked, e.g. `rank 0`.
         echo: whether it is still printed where it went before.
 
     Returns:

@@ -86,7 +86,7 @@ def fitted(sizes: Mapping[str, int], processes: int) -> MeshSizes:
     """The sizes for a number of processes.
 
     Args:
-        asked: sizes by axis; those left out are 1, one of them may be -1 for the rest.
+        sizes: sizes by axis; those left out are 1, one of them may be -1 for the rest.
         processes: of the run.
 
     Raises:

@@ -68,7 +68,7 @@ class Strategy:
     @property
     def sizes(self) -> MeshSizes:
         """The mesh of all its processes; without one in the file they are all data-parallel."""
-        return fitted(_asked(self.values, self.pp_size), self.num_processes)
+        return fitted(_requested_sizes(self.values, self.pp_size), self.num_processes)
 
     @property
     def has_mesh(self) -> bool:
@@ -298,7 +298,7 @@ def _pipeline(text: str) -> tuple[dict[str, Any], list[Mistake]]:
     return options, mistakes
 
 
-def _asked(values: dict[str, Any], pp_size: int) -> dict[str, int]:
+def _requested_sizes(values: dict[str, Any], pp_size: int) -> dict[str, int]:
     """The mesh as it is asked for; without one in the file all processes are data-parallel, but for the stages."""
     return {"pp": pp_size, **(mesh_sizes(values) or {data_axis(str(values["distributed_type"])): -1})}
 
@@ -417,7 +417,7 @@ def resolve(
 
 def _fit_mesh(values: dict[str, Any], num_processes: int, pp_size: int) -> list[Mistake]:
     """Sets the mesh in `values` to the processes: the axis that takes the rest follows them, others stay as written."""
-    requested, kind = _asked(values, pp_size), str(values["distributed_type"])
+    requested, kind = _requested_sizes(values, pp_size), str(values["distributed_type"])
     if pp_size > 1 and (mistakes := combination_mistakes(kind, MeshSizes(pp=pp_size))):
         return mistakes
     if requested == {"pp": 1, data_axis(kind): -1}:

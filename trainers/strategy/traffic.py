@@ -1,4 +1,4 @@
-"""What a training step sends, from the model's shape and the mesh alone. Imports no torch."""
+"""What a training step sends, from the model's sizes and the mesh alone. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any
 from trainers.strategy.mesh import MeshSizes
 
 FP32 = 4
-Micro = Sequence[int]
+TokenCounts = Sequence[int]
 """Of a micro-batch on one rank: token slots, and trained tokens."""
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A model.
+class ModelSizes:
+    """The sizes of a model.
 
     Args:
         parameters: all of them; a tied weight counts once.
         vectors: those of them in weights of one dimension, which tensor parallelism leaves whole.
         outside: those outside the layers: embedding, last norm, head.
         tied: embedding and head are one weight.
-        trained: share of the parameters that get gradients.
-        gradient: bytes of a number of those.
-        gathered: bytes of a parameter where weights are gathered, the mean.
-        number: bytes of what a matrix product gives.
-        carried: bytes of what goes from layer to layer.
+        trained_share: share of the parameters that get gradients.
+        gradient_bytes: bytes of a number of those.
+        gathered_bytes: bytes of a parameter where weights are gathered, the mean.
+        matmul_bytes: bytes of an element that a matrix product returns.
+        hidden_bytes: bytes of an element of the hidden states.
     """
 
     parameters: int
@@ -40,15 +40,15 @@ class Shape:
     head_size: int
     vocab_size: int
     tied: bool
-    trained: float = 1.0
-    gradient: float = FP32
-    gathered: float = FP32
-    number: int = FP32
-    carried: int = FP32
+    trained_share: float = 1.0
+    gradient_bytes: float = FP32
+    gathered_bytes: float = FP32
+    matmul_bytes: int = FP32
+    hidden_bytes: int = FP32
 
     @classmethod
-    def of(cls, model: Any) -> Shape:
-        """The shape of a transformers model, all of it trained in fp32."""
+    def of(cls, model: Any) -> ModelSizes:
+        """The sizes of a transformers model, all of it trained in fp32."""
         weights, config = dict(model.named_parameters()), model.config.get_text_config()
         return cls(
             sum(weight.numel() for weight in weights.values()),
@@ -59,7 +59,7 @@ class Shape:
             bool(config.tie_word_embeddings),
         )  # fmt: skip
 
-    def held(self, sizes: MeshSizes) -> float:
+    def local_parameters(self, sizes: MeshSizes) -> float:
         """Parameters that tensor and pipeline parallelism leave a rank, before FSDP; the mean over ranks."""
         full = (self.parameters - self.vectors) / sizes.tp + self.vectors
         twice = self.vocab_size * self.hidden / sizes.tp if self.tied and sizes.pp > 1 else 0
@@ -90,7 +90,7 @@ def term(collective: str, formula: str, size: float, ways: int) -> Term:
 
 
 def predicted(
-    kind: str, sizes: MeshSizes, chunks: int, shape: Shape, steps: Sequence[Sequence[Micro]], warm: int
+    kind: str, sizes: MeshSizes, chunks: int, model: ModelSizes, steps: Sequence[Sequence[TokenCounts]], warm: int
 ) -> list[Term]:
     """What a rank should send in all steps after the first `warm`, by collective; nothing for what has no formula.
 
@@ -100,11 +100,11 @@ def predicted(
         steps: this rank's micro-batches, those of the first steps too.
     """
     counted = steps[warm:]
-    micros = [micro for step in counted for micro in step]
-    terms = weight_terms(kind, sizes, shape, len(counted), len(micros))
-    terms += _tensor(sizes, shape, micros) + _rows(sizes, shape, micros)
+    micro_batches = [counts for step in counted for counts in step]
+    terms = weight_terms(kind, sizes, model, len(counted), len(micro_batches))
+    terms += _tensor(sizes, model, micro_batches) + _rows(sizes, model, micro_batches)
     if sizes.pp > 1:
-        terms += _pipeline(kind, sizes, chunks, shape, steps, warm)
+        terms += _pipeline(kind, sizes, chunks, model, steps, warm)
     return [_together([part for part in terms if part.collective == collective]) for collective in _in_order(terms)]
 
 
@@ -118,16 +118,17 @@ def _together(terms: Sequence[Term]) -> Term:
     return Term(terms[0].collective, formula, sum(term.bytes for term in terms), sum(term.wire for term in terms))
 
 
-def weight_terms(kind: str, sizes: MeshSizes, shape: Shape, steps: int, micros: int) -> list[Term]:
+def weight_terms(kind: str, sizes: MeshSizes, model: ModelSizes, steps: int, micro_batches: int) -> list[Term]:
     """Gradients, and gathered weights.
 
     FSDP keeps what is outside the layers from forward to backward, and of a pipeline's stages, reduced once in a step,
     all.
     """
     ways, copies = sizes.dp_shard * sizes.sequence_shards, sizes.dp_replicate
-    reduced, full = shape.held(sizes) * shape.trained * shape.gradient, shape.held(sizes) * shape.gathered
+    local = model.local_parameters(sizes)
+    reduced, full = local * model.trained_share * model.gradient_bytes, local * model.gathered_bytes
     if kind.startswith("ZERO"):
-        return _zero(int(kind[-1]), reduced, ways, steps, micros)
+        return _zero(int(kind[-1]), reduced, ways, steps, micro_batches)
     if kind not in ("FSDP", "GRAD_OP"):
         return (
             [term("all-reduce", "weights", reduced * steps, sizes.grad_group_size)] if sizes.grad_group_size > 1 else []
@@ -135,11 +136,11 @@ def weight_terms(kind: str, sizes: MeshSizes, shape: Shape, steps: int, micros: 
     if sizes.pp > 1:
         gathered, quantity, times, how = full, "weights", steps, ""
     elif kind == "GRAD_OP":
-        gathered, quantity, times, how = full, "weights", micros, " per micro-batch"
+        gathered, quantity, times, how = full, "weights", micro_batches, " per micro-batch"
     else:
-        outside = (shape.outside - shape.hidden) / sizes.tp + shape.hidden
-        gathered, quantity = 2 * full - outside * shape.gathered, "(weights + those of layers)"
-        times, how = micros, " per micro-batch"
+        outside = (model.outside - model.hidden) / sizes.tp + model.hidden
+        gathered, quantity = 2 * full - outside * model.gathered_bytes, "(weights + those of layers)"
+        times, how = micro_batches, " per micro-batch"
     terms = [
         term("all-gather", f"{quantity} / shards{how}", gathered / ways * times, ways),
         term("reduce-scatter", f"weights{how}", reduced * times, ways),
@@ -149,46 +150,50 @@ def weight_terms(kind: str, sizes: MeshSizes, shape: Shape, steps: int, micros: 
     return terms
 
 
-def _zero(stage: int, held: float, ways: int, steps: int, micros: int) -> list[Term]:
+def _zero(stage: int, held: float, ways: int, steps: int, micro_batches: int) -> list[Term]:
     """Gradients once a step or in each micro-batch, and the updated weights. Nothing for what stage 3 gathers."""
     if stage == 3:
-        return [term("reduce-scatter", "weights per micro-batch", held * micros, ways)]
-    times, how = (steps, "") if stage == 1 else (micros, " per micro-batch")
+        return [term("reduce-scatter", "weights per micro-batch", held * micro_batches, ways)]
+    times, how = (steps, "") if stage == 1 else (micro_batches, " per micro-batch")
     return [
         term("all-reduce", f"weights{how}", held * times, ways),
         term("all-gather", "weights / shards", held / ways * steps, ways),
     ]
 
 
-def _tensor(sizes: MeshSizes, shape: Shape, micros: Sequence[Micro]) -> list[Term]:
+def _tensor(sizes: MeshSizes, model: ModelSizes, micro_batches: Sequence[TokenCounts]) -> list[Term]:
     """Two sums forward and two backward in each layer, one behind the embedding; the loss: two sums and a gradient."""
     if sizes.tp == 1:
         return []
-    slots, trained = (sum(micro[column] for micro in micros) for column in (0, 1))
-    activations = slots * shape.hidden * (2 * shape.layers * (shape.number + shape.carried) + shape.carried)
-    loss = trained * (shape.hidden + 3) * FP32
+    slots, trained = (sum(counts[column] for counts in micro_batches) for column in (0, 1))
+    activations = (
+        slots * model.hidden * (2 * model.layers * (model.matmul_bytes + model.hidden_bytes) + model.hidden_bytes)
+    )
+    loss = trained * (model.hidden + 3) * FP32
     formula = "(4 x layers + 1) x activations + trained tokens x (hidden + 3)"
     return [term("all-reduce", formula, (activations + loss) / sizes.pp, sizes.tp)]
 
 
-def _rows(sizes: MeshSizes, shape: Shape, micros: Sequence[Micro]) -> list[Term]:
+def _rows(sizes: MeshSizes, model: ModelSizes, micro_batches: Sequence[TokenCounts]) -> list[Term]:
     """In attention: heads for parts of rows and back (sp), or keys and values gathered, their gradients summed (cp)."""
-    slots, terms = sum(micro[0] for micro in micros), list[Term]()
-    vector = slots * shape.head_size * shape.number
-    heads, key_heads = shape.heads // sizes.tp, shape.key_heads // sizes.tp
+    slots, terms = sum(counts[0] for counts in micro_batches), list[Term]()
+    vector = slots * model.head_size * model.matmul_bytes
+    heads, key_heads = model.heads // sizes.tp, model.key_heads // sizes.tp
     if sizes.sp > 1:
         exchanged = 2 * heads + 2 * lcm(key_heads, sizes.sp)
         formula = "2 x layers x (Q + K + V + output)"
-        terms.append(term("all-to-all", formula, 2 * shape.layers * exchanged * vector / sizes.pp, sizes.sp))
+        terms.append(term("all-to-all", formula, 2 * model.layers * exchanged * vector / sizes.pp, sizes.sp))
     if sizes.cp > 1:
-        both = shape.layers * 2 * key_heads * vector / sizes.pp
+        both = model.layers * 2 * key_heads * vector / sizes.pp
         terms.append(term("all-gather", "layers x (K + V)", both, sizes.cp))
-        terms.append(term("reduce-scatter", "cp x layers x (K + V)", sizes.cp * both / shape.number * FP32, sizes.cp))
+        terms.append(
+            term("reduce-scatter", "cp x layers x (K + V)", sizes.cp * both / model.matmul_bytes * FP32, sizes.cp)
+        )
     return terms
 
 
 def _pipeline(
-    kind: str, sizes: MeshSizes, chunks: int, shape: Shape, steps: Sequence[Sequence[Micro]], warm: int
+    kind: str, sizes: MeshSizes, chunks: int, model: ModelSizes, steps: Sequence[Sequence[TokenCounts]], warm: int
 ) -> list[Term]:
     """Hidden states and their gradients at each border of stages, in buffers of the largest micro-batch so far.
 
@@ -196,12 +201,12 @@ def _pipeline(
     """
     room, elements = 0, 0
     for number, step in enumerate(steps):
-        room = max(room, *(micro[0] for micro in step))
-        elements += len(step) * room * shape.hidden if number >= warm else 0
+        room = max(room, *(counts[0] for counts in step))
+        elements += len(step) * room * model.hidden if number >= warm else 0
     borders = sizes.pp * chunks - 1
-    formula, sent = "2 x borders x hidden states per micro-batch", 2.0 * borders * elements * shape.carried
-    if shape.tied:
+    formula, sent = "2 x borders x hidden states per micro-batch", 2.0 * borders * elements * model.hidden_bytes
+    if model.tied:
         shards = sizes.dp_shard if kind in ("FSDP", "GRAD_OP") else 1
         formula += ", 2 x tied weight" + (" / shards" if shards > 1 else "")
-        sent += 2 * shape.vocab_size * shape.hidden * shape.gradient / sizes.tp / shards * (len(steps) - warm)
+        sent += 2 * model.vocab_size * model.hidden * model.gradient_bytes / sizes.tp / shards * (len(steps) - warm)
     return [term("send", f"({formula}) / stages' ranks", sent / sizes.pp, 2)]

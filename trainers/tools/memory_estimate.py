@@ -38,7 +38,7 @@ from trainers.model.load import (
     add_adapters,
     base_dtype,
     compute_dtype,
-    load_shape,
+    load_model_config,
     matmul_parameters,
     silent_weights,
     use_checkpointing,
@@ -73,15 +73,15 @@ class Live(TorchDispatchMode):
     def __init__(self, known: Iterable[torch.Tensor]):
         super().__init__()
         self.now = self.peak = 0
-        self._seen = WeakIdKeyDictionary({one.untyped_storage(): True for one in known})
+        self._seen = WeakIdKeyDictionary({tensor.untyped_storage(): True for tensor in known})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operator and looks at what it made."""
-        found = func(*args, **(kwargs or {}))
-        for one in tree_leaves(found):
-            if isinstance(one, torch.Tensor):
-                self._see(one.untyped_storage())
-        return found
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._see(leaf.untyped_storage())
+        return result
 
     def _see(self, storage: Any) -> None:
         if storage in self._seen:
@@ -113,22 +113,22 @@ class _Attention(torch.autograd.Function):
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **rest: Any) -> tuple[Any, None]:
+def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> tuple[Any, None]:
     if torch.is_autocast_enabled("cpu"):
-        query, key, value = (one.to(torch.get_autocast_dtype("cpu")) for one in (query, key, value))
+        query, key, value = (states.to(torch.get_autocast_dtype("cpu")) for states in (query, key, value))
     return _Attention.apply(query, key, value).transpose(1, 2).contiguous(), None
 
 
-def empty_model(config: TrainConfig, shape: Any, tp: int = 1, layers: int | None = None) -> nn.Module:
+def empty_model(config: TrainConfig, model_config: Any, tp: int = 1, layers: int | None = None) -> nn.Module:
     """The model that `build_model` would build, not quantised, on the meta device.
 
     Args:
-        shape: the base model's transformers config.
+        model_config: the base model's transformers config.
         tp: ranks that share each matrix; this is what one of them has.
         layers: only so many.
     """
-    shape = copy.deepcopy(shape)
-    text = shape.get_text_config()
+    model_config = copy.deepcopy(model_config)
+    text = model_config.get_text_config()
     if tp > 1:
         text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
@@ -145,7 +145,10 @@ def empty_model(config: TrainConfig, shape: Any, tp: int = 1, layers: int | None
     kernel = KERNELS["eager"] if plain else _KERNEL
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(
-            shape, dtype=base_dtype(config), attn_implementation=kernel, trust_remote_code=config.trust_remote_code
+            model_config,
+            dtype=base_dtype(config),
+            attn_implementation=kernel,
+            trust_remote_code=config.trust_remote_code,
         )
         for weight in silent_weights(base):
             weight.requires_grad_(False)
@@ -155,14 +158,14 @@ def empty_model(config: TrainConfig, shape: Any, tp: int = 1, layers: int | None
 
 def _as_fakes(model: nn.Module) -> None:
     """Fake tensors of the CPU for those of the meta device, for which torch has no autocast; ties stay."""
-    made: dict[int, Any] = {}
+    fakes: dict[int, Any] = {}
     for part in model.modules():
         for held in (part._parameters, part._buffers):
-            for name, one in held.items():
-                if one is not None and id(one) not in made:
-                    fake = torch.empty(one.shape, dtype=one.dtype)
-                    made[id(one)] = nn.Parameter(fake, one.requires_grad) if held is part._parameters else fake
-                held[name] = None if one is None else made[id(one)]
+            for name, tensor in held.items():
+                if tensor is not None and id(tensor) not in fakes:
+                    fake = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    fakes[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if held is part._parameters else fake
+                held[name] = None if tensor is None else fakes[id(tensor)]
 
 
 def peak(config: TrainConfig, model: nn.Module, rows: int, length: int) -> int:
@@ -178,7 +181,7 @@ def peak(config: TrainConfig, model: nn.Module, rows: int, length: int) -> int:
         loss = SupervisedLoss(model, compute_dtype(config))
         for weight in loss.parameters():
             weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
-        known = [one for weight in loss.parameters() for one in (weight, weight.grad) if one is not None]
+        known = [tensor for weight in loss.parameters() for tensor in (weight, weight.grad) if tensor is not None]
         ids = torch.zeros(rows, length, dtype=torch.int64)
         live = Live([*known, *loss.buffers(), ids])
         loss.train()
@@ -195,18 +198,18 @@ def weights(config: TrainConfig, model: nn.Module) -> dict[str, float]:
     """
     names = ("parameters", "parameters_outside", "vectors", "trained_inside", "trained_outside", "frozen_inside",
              "frozen_outside", "scales")  # fmt: skip
-    found = dict.fromkeys(names, 0.0)
+    sizes = dict.fromkeys(names, 0.0)
     quantised = {id(weight) for weight in _quantised(model)} if config.method == "qlora" else set()
     for name, weight in model.named_parameters():
-        place = "inside" if ".layers." in name or ".h." in name else "outside"
+        where = "inside" if ".layers." in name or ".h." in name else "outside"
         size = _NIBBLE if id(weight) in quantised else weight.element_size()
-        found["parameters"] += weight.numel()
-        found["parameters_outside"] += weight.numel() if place == "outside" else 0
-        found["vectors"] += weight.numel() if weight.ndim == 1 else 0
-        found[f"trained_{place}"] += weight.numel() if weight.requires_grad else 0
-        found[f"frozen_{place}"] += 0 if weight.requires_grad else weight.numel() * size
-        found["scales"] += weight.numel() * _SCALES if id(weight) in quantised else 0
-    return found
+        sizes["parameters"] += weight.numel()
+        sizes["parameters_outside"] += weight.numel() if where == "outside" else 0
+        sizes["vectors"] += weight.numel() if weight.ndim == 1 else 0
+        sizes[f"trained_{where}"] += weight.numel() if weight.requires_grad else 0
+        sizes[f"frozen_{where}"] += 0 if weight.requires_grad else weight.numel() * size
+        sizes["scales"] += weight.numel() * _SCALES if id(weight) in quantised else 0
+    return sizes
 
 
 def _quantised(model: Any) -> list[torch.Tensor]:
@@ -216,9 +219,9 @@ def _quantised(model: Any) -> list[torch.Tensor]:
     return [part.weight for part in linear if not part.weight.requires_grad]
 
 
-def refused(shape: Any, sizes: MeshSizes, stages: int) -> str | None:
+def refused(model_config: Any, sizes: MeshSizes, stages: int) -> str | None:
     """Why a model cannot be split so, None where it can."""
-    text = shape.get_text_config()
+    text = model_config.get_text_config()
     if lines := refusals(text, sizes.tp):
         return "; ".join(lines)
     try:
@@ -231,21 +234,21 @@ def refused(shape: Any, sizes: MeshSizes, stages: int) -> str | None:
     return None
 
 
-def case(config: TrainConfig, shape: Any, name: str) -> dict[str, Any]:
+def case(config: TrainConfig, model_config: Any, name: str) -> dict[str, Any]:
     """One rank's weights, and the bytes of a micro-batch: of all but the layers, and of each layer."""
     tp, cp, sp, stages, rows = map(int, name.split(":"))
-    if why := refused(shape, MeshSizes(cp=cp, sp=sp, tp=tp), stages):
+    if why := refused(model_config, MeshSizes(cp=cp, sp=sp, tp=tp), stages):
         return {"refused": why}
     length = -(-config.max_length // (cp * sp))
-    found: dict[str, Any] = weights(config, empty_model(config, shape, tp))
-    few = [min(count, shape.get_text_config().num_hidden_layers) for count in _FEW]
+    facts: dict[str, Any] = weights(config, empty_model(config, model_config, tp))
+    few = [min(count, model_config.get_text_config().num_hidden_layers) for count in _FEW]
     try:
-        first, second = (peak(config, empty_model(config, shape, tp, count), rows, length) for count in few)
+        first, second = (peak(config, empty_model(config, model_config, tp, count), rows, length) for count in few)
     except (RuntimeError, ValueError) as error:
         # Some operators of mixtures of experts have no fake; attention refuses what it does not know.
-        return {**found, "fixed": None, "layer": None, "why": str(error).partition("\n")[0][:200]}
+        return {**facts, "fixed": None, "layer": None, "why": str(error).partition("\n")[0][:200]}
     layer = (second - first) / (few[1] - few[0]) if few[1] > few[0] else first / few[0]
-    return {**found, "fixed": first - layer * few[0], "layer": layer}
+    return {**facts, "fixed": first - layer * few[0], "layer": layer}
 
 
 def speed(hidden: int, config: TrainConfig) -> float:
@@ -262,31 +265,31 @@ def speed(hidden: int, config: TrainConfig) -> float:
     return done * 2 * 2048 * hidden * hidden / (time.perf_counter() - began)
 
 
-def weigh(config: TrainConfig, shape: Any, cases: list[str], here: bool) -> dict[str, Any]:
+def estimate_memory(config: TrainConfig, model_config: Any, cases: list[str], time_here: bool) -> dict[str, Any]:
     """All that a plan needs to know of a model.
 
     Args:
-        shape: its transformers config.
+        model_config: its transformers config.
         cases: see above.
-        here: time matrix products on this machine.
+        time_here: time matrix products on this machine.
 
     Raises:
         ConfigError: when it is no causal language model with attention layers.
     """
     resting = psutil.Process().memory_info().rss
-    text = shape.get_text_config()
-    cannot = f"model_name_or_path={config.model_name_or_path}: {shape.model_type} models cannot be planned"
+    text = model_config.get_text_config()
+    cannot = f"model_name_or_path={config.model_name_or_path}: {model_config.model_type} models cannot be planned"
     if missing := [name for name in _NEEDED if getattr(text, name, None) is None]:
         raise ConfigError(f"{cannot}: they have no {', '.join(missing)}; use one with attention, or `tunesmith bench`")
     try:
-        model: Any = empty_model(config, shape)
+        model: Any = empty_model(config, model_config)
     except (ValueError, KeyError) as error:  # it is no causal one, or knows no attention but its own
         why = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
         raise ConfigError(f"{cannot} ({why}); use another model, or `tunesmith bench`") from None
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     trained, frozen = matmul_parameters(model)
     layers = getattr(base.get_decoder(), "layers", None)
-    matrices = sum(one.numel() for one in base.get_decoder().parameters() if one.ndim > 1)
+    matrices = sum(weight.numel() for weight in base.get_decoder().parameters() if weight.ndim > 1)
     heads = text.num_attention_heads
     return {
         "layers": text.num_hidden_layers, "hidden": text.hidden_size, "heads": heads, "words": text.vocab_size,
@@ -296,28 +299,30 @@ def weigh(config: TrainConfig, shape: Any, cases: list[str], here: bool) -> dict
         # Elsewhere matrices are no linear layers (GPT-2), or not each is used for a token (experts).
         "all_linear": trained + frozen > 0.9 * (matrices - text.vocab_size * text.hidden_size),
         "layer_matmul": sum(matmul_parameters(layers[0])) if layers is not None else 0,
-        "flops_per_second": speed(text.hidden_size, config) if here and config.mixed_precision != "fp8" else None,
+        "flops_per_second": speed(text.hidden_size, config) if time_here and config.mixed_precision != "fp8" else None,
         "load_balancing": LoadBalancing.of(text) is not None, "process_bytes": resting, "whole": weights(config, model),
-        "cases": {name: case(config, shape, name) for name in cases},
+        "cases": {name: case(config, model_config, name) for name in cases},
     }  # fmt: skip
 
 
-def main(words: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Prints what was counted; returns the exit status."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--cases", nargs="*", default=[])
     parser.add_argument("--here", action="store_true")
-    asked = parser.parse_args(words)
-    config = build(read_yaml(asked.config))
+    args = parser.parse_args(argv)
+    config = build(read_yaml(args.config))
     try:
-        mistakes = machine_mistakes(config, gpu_count() > 0) if asked.here else []
+        mistakes = machine_mistakes(config, gpu_count() > 0) if args.here else []
         published = published_config(config.model_name_or_path) if config.model_revision is None else None
         if published is None:
             mistakes += check_model(config.model_copy(update={"random_init": True}))  # weights: not needed
         if mistakes:
             raise ConfigError(mistakes)
-        print(json.dumps(weigh(config, load_shape(config, published), asked.cases, asked.here)), flush=True)
+        print(
+            json.dumps(estimate_memory(config, load_model_config(config, published), args.cases, args.here)), flush=True
+        )
     except ConfigError as error:
         print(json.dumps({"mistakes": error.as_json()}), flush=True)
         return 2

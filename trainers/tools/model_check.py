@@ -20,7 +20,7 @@ from trainers.model.load import (
     compiled_blocks,
     compute_dtype,
     fit_lines,
-    load_shape,
+    load_model_config,
     misfits,
     own_code,
     silent_weights,
@@ -55,14 +55,14 @@ def inspect_model(config: TrainConfig, headers: Headers | None, strategy: Strate
         ConfigError: when the config describes no causal language model that can be built and trained here, or the
             weights in the files are not those that it needs, or the strategy cannot split it.
     """
-    model_config = load_shape(config)
+    model_config = load_model_config(config)
     if not config.random_init:
         refuse_quantised(config, model_config, [dtype for dtype, _ in (headers or {}).values()])
     tokenizer = load_tokenizer(config)
-    found = {"vocab_size": model_config.get_text_config().vocab_size, "pad_token_id": tokenizer.pad_token_id}
+    facts = {"vocab_size": model_config.get_text_config().vocab_size, "pad_token_id": tokenizer.pad_token_id}
     _refuse_sizes(model_config, strategy)
     if own_code(config, model_config):
-        return {"lines": [], **found}
+        return {"lines": [], **facts}
     model = check_empty(config, model_config)
     splits = strategy.splits_model
     # What fits no name shows on it.
@@ -73,8 +73,8 @@ def inspect_model(config: TrainConfig, headers: Headers | None, strategy: Strate
     if splits or config.torch_compile:
         refuse_split(config, model, strategy)
     if headers is None or getattr(model_config, "quantization_config", None) is not None:
-        return {"lines": [], **found}
-    return {"lines": fit_lines(config, _loading_report(model_config, headers)), **found}
+        return {"lines": [], **facts}
+    return {"lines": fit_lines(config, _loading_report(model_config, headers)), **facts}
 
 
 def _refuse_sizes(model_config: Any, strategy: Strategy) -> None:
@@ -115,7 +115,7 @@ def checkpoint_misfits(config: TrainConfig, manifest: dict[str, Any]) -> list[st
     Raises:
         ConfigError: when there is no such model.
     """
-    model_config = load_shape(config)
+    model_config = load_model_config(config)
     if own_code(config, model_config):
         return []
     model = check_empty(config, model_config)

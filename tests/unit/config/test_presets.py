@@ -38,7 +38,7 @@ from trainers.model.load import _check_layers, add_adapters
 from trainers.model.quantization import refuse_unfit
 from trainers.objectives.sft import LINEAR_HEADS
 from trainers.strategy.strategy import load_strategy, strategy_names
-from trainers.tools.memory_estimate import weigh
+from trainers.tools.memory_estimate import estimate_memory
 
 NAMES = preset_names()
 HUB_NAMES = [name for name in NAMES if not name.startswith("tiny-")]
@@ -293,7 +293,7 @@ def test_its_memory_is_what_the_plan_estimates(name: str) -> None:
         for strategy in placement.strategies or ["single" if count == 1 else "fsdp2"]
     ]
     cases = {case_of(*found) for _, *found in able}
-    counted = weigh(config, shape_of(PUBLISHED[model_of(name)]), sorted(cases), here=False)
+    counted = estimate_memory(config, shape_of(PUBLISHED[model_of(name)]), sorted(cases), here=False)
     rows = [(count, plan_row(*found, counted, hardware[count])) for count, *found in able]
     for count, placement in gpus.items():
         mine = [row for number, row in rows if number == count]

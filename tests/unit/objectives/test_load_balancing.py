@@ -21,7 +21,7 @@ from trainers.config.options import TrainConfig
 from trainers.config.validation import build
 from trainers.data.layout import AttentionMetadata
 from trainers.embedded import BASE_DIR
-from trainers.model.load import load_shape
+from trainers.model.load import load_model_config
 from trainers.model.small_model import small_config
 from trainers.objectives import load_balancing
 from trainers.objectives.load_balancing import FAMILIES, LoadBalancing, balancing_lines, weighed_probabilities
@@ -55,7 +55,7 @@ def config(folder: Path, **changes: Any) -> TrainConfig:
 
 def refusal(folder: Path, **changes: Any) -> str:
     with pytest.raises(ConfigError) as told:
-        load_shape(config(folder, **changes))
+        load_model_config(config(folder, **changes))
     (line,) = told.value.lines
     return line
 
@@ -175,7 +175,7 @@ def test_dropout_falls_on_both_passes_alike(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_start_says_what_is_balanced_and_what_it_costs(tmp_path: Path) -> None:
-    shape = load_shape(config(saved(tmp_path)))
+    shape = load_model_config(config(saved(tmp_path)))
     (line,) = balancing_lines(LoadBalancing.of(shape))
     assert line.startswith("load-balancing loss: router_aux_loss_coef=0.5, over the global batch")
     assert balancing_lines(None) == []
@@ -183,7 +183,7 @@ def test_the_start_says_what_is_balanced_and_what_it_costs(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("changes", [{"output_router_logits": False}, {"router_aux_loss_coef": 0.0}])
 def test_a_model_that_does_not_ask_for_it_has_none(changes: dict[str, Any], tmp_path: Path) -> None:
-    assert LoadBalancing.of(load_shape(config(saved(tmp_path, **changes), torch_compile=True))) is None
+    assert LoadBalancing.of(load_model_config(config(saved(tmp_path, **changes), torch_compile=True))) is None
 
 
 def test_a_family_whose_loss_is_another_is_refused(tmp_path: Path) -> None:

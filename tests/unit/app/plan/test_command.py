@@ -18,7 +18,7 @@ from trainers.config.mistakes import ConfigError
 from trainers.config.validation import build
 from trainers.embedded import BASE_DIR
 from trainers.model.load import build_model
-from trainers.tools.memory_estimate import weigh
+from trainers.tools.memory_estimate import estimate_memory
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -89,7 +89,7 @@ def test_the_extra_pass_of_load_balancing_is_named_as_left_out(balanced: bool) -
         small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
                  "num_key_value_heads": 2, "vocab_size": 64, "num_local_experts": 2}  # fmt: skip
         shape = AutoConfig.for_model("mixtral", **small, output_router_logits=True)
-    counted = weigh(config, shape, [], here=False)
+    counted = estimate_memory(config, shape, [], here=False)
     assert any("load balancing" in line for line in _ignored(config, counted)) is balanced
 
 

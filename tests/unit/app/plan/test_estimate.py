@@ -14,7 +14,7 @@ from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.config.validation import build
 from trainers.model.attention import KERNELS
-from trainers.model.load import build_model, compute_dtype, load_shape
+from trainers.model.load import build_model, compute_dtype, load_model_config
 from trainers.objectives.sft import SupervisedLoss
 from trainers.strategy.mesh import MeshSizes
 from trainers.strategy.pipeline_schedules import in_flight
@@ -68,7 +68,7 @@ def allocated(settings: TrainConfig, rows: int, kernel: str = "sdpa") -> int:
 @pytest.mark.parametrize("rows", [2, 8])
 def test_a_micro_batch_needs_what_torch_allocates(options: dict[str, Any], rows: int) -> None:
     settings = config(**options)
-    counted = peak(settings, empty_model(settings, load_shape(settings)), rows, LENGTH)
+    counted = peak(settings, empty_model(settings, load_model_config(settings)), rows, LENGTH)
     # The stand-in for attention is no operator that selective checkpointing keeps; and products in bf16 have scratch.
     exact = settings.mixed_precision == "no" and not settings.selective_checkpointing
     close = 0.01 if exact else 0.06
@@ -85,16 +85,16 @@ def test_capped_scores_are_counted_whole(tmp_path: Path) -> None:
     )  # fmt: skip
     AutoModelForCausalLM.from_config(small).save_pretrained(tmp_path)
     settings = config(model_name_or_path=str(tmp_path), packing=False)
-    counted = peak(settings, empty_model(settings, load_shape(settings)), 8, LENGTH)
+    counted = peak(settings, empty_model(settings, load_model_config(settings)), 8, LENGTH)
     assert counted == pytest.approx(allocated(settings, 8, "eager"), rel=0.02)
-    shape = load_shape(settings)
+    shape = load_model_config(settings)
     shape.attn_logit_softcapping = None
     assert counted > 1.15 * peak(settings, empty_model(settings, shape), 8, LENGTH)
 
 
 def test_the_count_sees_checkpointing() -> None:
     """The control: a count that were the same for all would pass above if the profiler's were too."""
-    shape = load_shape(config())
+    shape = load_model_config(config())
     often, once = (
         peak(one, empty_model(one, shape), 8, LENGTH) for one in (config(), config(gradient_checkpointing=True))
     )
@@ -103,7 +103,7 @@ def test_the_count_sees_checkpointing() -> None:
 
 def test_layers_add_up_to_the_whole_model() -> None:
     settings = config()
-    shape = load_shape(settings)
+    shape = load_model_config(settings)
     found, layers = case(settings, shape, "1:1:1:1:4"), shape.num_hidden_layers
     whole = peak(settings, empty_model(settings, shape), 4, LENGTH)
     assert found["fixed"] + layers * found["layer"] == pytest.approx(whole, rel=0.01)
@@ -113,7 +113,7 @@ def test_weights_are_those_of_the_model() -> None:
     for options in ({}, {"method": "lora", "mixed_precision": "bf16"}):
         settings = config(**options)
         model = build_model(settings)
-        found = weights(settings, empty_model(settings, load_shape(settings)))
+        found = weights(settings, empty_model(settings, load_model_config(settings)))
         trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
         frozen = sum(one.numel() * one.element_size() for one in model.parameters() if not one.requires_grad)
         assert found["trained_inside"] + found["trained_outside"] == trained
@@ -123,7 +123,7 @@ def test_weights_are_those_of_the_model() -> None:
 
 def test_tensor_parallel_leaves_half_of_the_matrices() -> None:
     settings = config()
-    shape = load_shape(settings)
+    shape = load_model_config(settings)
     whole, half = (weights(settings, empty_model(settings, shape, tp)) for tp in (1, 2))
     assert half["parameters"] == (whole["parameters"] - whole["vectors"]) / 2 + whole["vectors"]
     assert half["vectors"] == whole["vectors"]
@@ -131,7 +131,7 @@ def test_tensor_parallel_leaves_half_of_the_matrices() -> None:
 
 def test_four_bit_weights_are_counted_as_such() -> None:
     half, nibble = (config(method=method, mixed_precision="bf16") for method in ("lora", "qlora"))
-    shape = load_shape(half)
+    shape = load_model_config(half)
     one, other = (weights(settings, empty_model(settings, shape)) for settings in (half, nibble))
     assert other["frozen_inside"] < 0.3 * one["frozen_inside"]
     assert other["frozen_outside"] == one["frozen_outside"]  # embedding and head keep their dtype
@@ -353,7 +353,7 @@ def test_the_link_decides_the_order() -> None:
 
 def test_a_model_that_cannot_be_cut_is_no_candidate() -> None:
     settings = config()
-    shape = load_shape(settings)
+    shape = load_model_config(settings)
     assert "does not divide" in case(settings, shape, "1:1:3:1:1")["refused"]
     assert "use" in case(settings, shape, "3:1:1:1:1")["refused"]
     assert case(settings, shape, "1:1:1:64:1")["refused"].startswith("64 stages for")
