@@ -30,7 +30,7 @@ def shortened(text: str, most: int = 100) -> str:
 
 
 def say(text: str) -> None:
-    """One line on stderr; a terminal that is gone is no error."""
+    """One line on stderr; a terminal that is gone is not an error."""
     try:
         print(text, file=sys.stderr, flush=True)
     except (OSError, ValueError):

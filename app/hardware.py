@@ -116,7 +116,9 @@ def _count(value: int | str | None, mistakes: list[Mistake]) -> int | None:
         count = int(str(value))
     except ValueError:
         mistakes.append(
-            Mistake("num_processes", repr(value), "is no whole number", f"write e.g. --num_processes {CPU_PROCESSES}")
+            Mistake(
+                "num_processes", repr(value), "is not a whole number", f"write e.g. --num_processes {CPU_PROCESSES}"
+            )
         )
         return None
     if not 1 <= count <= MAX_PROCESSES:
@@ -132,7 +134,7 @@ def _gpu_ids(gpus: str, available: Sequence[Gpu], mistakes: list[Mistake]) -> li
     if strange:
         listed = ", ".join(repr(word) for word in strange)
         mistakes.append(
-            Mistake("gpus", repr(gpus), f": {listed} is no GPU id", "write ids with commas, such as --gpus 0,2")
+            Mistake("gpus", repr(gpus), f": {listed} is not a GPU id", "write ids with commas, such as --gpus 0,2")
         )
         return []
     ids = [int(word) for word in parts]

@@ -310,7 +310,8 @@ def warnings(config: TrainConfig, strategy: Strategy, supervised: bool) -> list[
     )
     alone = config.auto_find_batch_size and not supervised
     restarts = ["auto_find_batch_size is ignored: only `tunesmith train` starts a run again"] if alone else []
-    return [f"warning: {line}" for line in ignored_choices(config) + strategy.cautions(config) + restarts + promise]
+    ignored = [str(mistake) for mistake in ignored_choices(config)]
+    return [f"warning: {line}" for line in ignored + strategy.cautions(config) + restarts + promise]
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def rename(run: RunFolder, new_id: str) -> RunFolder:
     """Renames the folder of a run that has ended.
 
     Raises:
-        ConfigError: for a name that is no plain word or is taken, or a run that lives.
+        ConfigError: for a name that is not a plain word or is taken, or a run that lives.
     """
     quoted = repr(shortened(str(new_id)))
     if not isinstance(new_id, str) or not _ID.fullmatch(new_id):

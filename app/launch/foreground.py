@@ -35,7 +35,7 @@ EXIT_CODES = {"done": 0, "failed": 1, "stopped": 130}
 
 
 class CheckBroke(RuntimeError):
-    """The pre-flight check crashed, which is no mistake of the user's.
+    """The pre-flight check crashed, which is not a mistake of the user's.
 
     Args:
         cause: one line.

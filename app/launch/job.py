@@ -107,13 +107,15 @@ def _file_mistake(word: str) -> Mistake:
     """The option to use for a file or folder given as a positional argument."""
     name, path = shortened(word), Path(word).expanduser()
     if path.suffix.lower() in _YAML_SUFFIXES:
-        return Mistake("", None, f"{name!r} is no preset", f"a config file is named with --config {shlex.quote(name)}")
+        return Mistake(
+            "", None, f"{name!r} is not a preset", f"a config file is named with --config {shlex.quote(name)}"
+        )
     with contextlib.suppress(OSError, ValueError):
         if (path / "config.json").is_file():
             remedy = f"a model is named with --model_name_or_path {shlex.quote(name)}"
-            return Mistake("", None, f"{name!r} is no preset", remedy)
+            return Mistake("", None, f"{name!r} is not a preset", remedy)
     remedy = f"data is named with --dataset_name {shlex.quote(name)}, after a preset (`tunesmith presets`)"
-    return Mistake("", None, f"{name!r} is no preset", f"{remedy} or a --model_name_or_path")
+    return Mistake("", None, f"{name!r} is not a preset", f"{remedy} or a --model_name_or_path")
 
 
 def resume_job(run: RunFolder, args: Args) -> Job:
@@ -244,7 +246,12 @@ def job_of(request: Request, values: dict[str, str], mistakes: Mistakes, run: Ru
     mistakes.refuse()
     if not (config and strategy and devices and folder and fit):
         raise AssertionError("no mistake, and yet no job")
-    warnings = fit.warnings + ignored_choices(config) + strategy.cautions(config) + _promise(config, strategy)
+    warnings = (
+        fit.warnings
+        + [str(mistake) for mistake in ignored_choices(config)]
+        + strategy.cautions(config)
+        + _promise(config, strategy)
+    )
     resume_from = "auto" if run else config.resume_from_checkpoint
     return Job(config, strategy, devices, folder, resume_from, warnings, [*request.notes, *fit.notes])
 

@@ -52,7 +52,7 @@ def choose_machines(options: Mapping[str, str], file: Mapping[str, Any]) -> Mach
     ip = str(chosen["main_process_ip"] or "")
     if chosen["main_process_ip"] is not None and not _HOST.fullmatch(ip):
         mistakes.append(
-            Mistake("main_process_ip", repr(ip), "is no address", "write machine 0's IPv4 address or host name")
+            Mistake("main_process_ip", repr(ip), "is not an address", "write machine 0's IPv4 address or host name")
         )
     if mistakes:
         raise ConfigError(mistakes)
@@ -64,7 +64,7 @@ def _integer(name: str, value: Any, least: int, most: int, mistakes: list[Mistak
     if value is None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) < 9 and least <= int(text) <= most):
-        mistakes.append(Mistake(name, value, f"is no whole number from {least} to {most}", "write one"))
+        mistakes.append(Mistake(name, value, f"is not a whole number from {least} to {most}", "write one"))
         return None
     return int(text)
 

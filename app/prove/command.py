@@ -37,7 +37,7 @@ def prove_verb(argv: Sequence[str]) -> int:
 def exit_status(document: Mapping[str, Any]) -> int:
     """0 done, 1 a row failed or none could be judged, 130 interrupted.
 
-    A row without a verdict cannot run on this machine, which is no failure beside rows that pass; alone it proves
+    A row without a verdict cannot run on this machine, which is not a failure beside rows that pass; alone it proves
     nothing.
     """
     if document["interrupted"]:

@@ -25,6 +25,7 @@ from trainers.config.command_line import option, switch
 from trainers.config.mistakes import ConfigError, Mistake, Mistakes
 from trainers.config.options import MACHINE_OPTIONS, UNKNOWN, TrainConfig
 from trainers.config.parse import Request
+from trainers.config.validation import ignored_choices
 from trainers.config.yaml_file import read_yaml
 from trainers.run.folder import new_run_id
 from trainers.strategy.strategy import Strategy, cannot_run, load_strategy, resolve, strategy_names
@@ -137,7 +138,7 @@ class _Command:
         values: `--gpus` and `--num_processes`.
         request: options of training.
         own: options of `prove`, taken out of the request.
-        chosen: options of training that the user chose by flag or file; a preset is no choice of each of its values.
+        chosen: options of training that the user chose by flag or file; a preset is not a choice of each of its values.
     """
 
     names: list[str]
@@ -193,14 +194,12 @@ def make_plan(args: Args) -> Plan:
 
 def _fill(plan: Plan, command: _Command, entries: list[_Entry], settings: dict[str, str], config: TrainConfig) -> None:
     """Adds the rows, once the micro-batch that suits all of them is known."""
-    user_config = command.config()
+    user = command.config()
+    possible = [(entry.name, entry.strategy) for entry in entries if not entry.reason]
     # A pipeline needs a micro-batch for each of its ranks.
-    sizes = {
-        entry.name: entry.strategy.data_parallel_size * entry.strategy.pp_size for entry in entries if not entry.reason
-    }
-    micro = micro_batch(
-        config.global_batch_size, user_config.per_device_train_batch_size, sizes, plan.control != "none"
-    )
+    sizes = {name: strategy.data_parallel_size * strategy.pp_size for name, strategy in possible}
+    limit, several = user.per_device_train_batch_size, plan.control != "none"
+    micro = micro_batch(config.global_batch_size, limit, sizes, several)
     shared = {**settings, "per_device_train_batch_size": str(micro), "runs_dir": str(plan.folder)}
 
     def job(name: str, devices: dict[str, str], control: str) -> Job:
@@ -208,8 +207,9 @@ def _fill(plan: Plan, command: _Command, entries: list[_Entry], settings: dict[s
         return command.job(devices, {**shared, "output_dir": output_dir, **_known({"control": control})})
 
     plan.reference = job(REFERENCE, _devices(command, 1) | {"strategy": "single"}, "none")
-    plan.warnings = [line for line in plan.reference.warnings if line.partition("=")[0].split()[0] in command.chosen]
-    plan.overrides = _overrides(command, user_config, plan.reference.config, settings, sizes)
+    ignored = ignored_choices(plan.reference.config)
+    plan.warnings = [str(mistake) for mistake in ignored if mistake.option in command.chosen]
+    plan.overrides = _overrides(command, user, plan.reference.config, settings, sizes)
     plan.overrides += [
         {"option": "mixed_precision", "given": entry.precision, "used": "no", "why": f"written in {entry.spec}"}
         for entry in entries
@@ -239,9 +239,8 @@ def _own_warnings(strategy: Strategy) -> list[str]:
 
 def _for_prove(mistake: Mistake, config: TrainConfig | None, folder: Path | None) -> Mistake:
     """A mistake of `train` in one of the runs, as one of the request for `prove`."""
-    if (
-        mistake.option in PROVE.own and mistake.problem == UNKNOWN
-    ):  # a flag would have been taken: the config file has it
+    # A flag would have been taken: the config file has it.
+    if mistake.option in PROVE.own and mistake.problem == UNKNOWN:
         remedy = f"write --{mistake.option} on the command line of `tunesmith prove`"
         return Mistake(mistake.option, None, "is not an option of the config", remedy)
     if config and folder and mistake.option == "output_dir" and str(mistake.value).startswith(shortened(str(folder))):
@@ -259,7 +258,7 @@ def _count(value: Any, name: str, example: int) -> int:
     text = str(value)
     if not (text.isascii() and text.isdigit() and 1 <= int(text) <= MOST_COUNT):
         remedy = f"write 1 to {MOST_COUNT}, e.g. --{name} {example}"
-        raise ConfigError.about(name, repr(text), f"is no number of {name}", remedy)
+        raise ConfigError.about(name, repr(text), f"is not a number of {name}", remedy)
     return int(text)
 
 
@@ -399,7 +398,7 @@ def _load(spec: str) -> Strategy:
 def _entry(spec: str, strategy: Strategy, ids: list[int], wanted: int | None, own: int | None, method: str) -> _Entry:
     written = strategy.values.get("mixed_precision")
     precision = written if written in ("fp16", "bf16") else None
-    if precision:  # prove sets its own precision, so that the file's is no contradiction
+    if precision:  # prove sets its own precision, so that the file's is not a contradiction
         values = {key: value for key, value in strategy.values.items() if key != "mixed_precision"}
         strategy = replace(strategy, values=values)
     world = resolve(strategy, own, "no").num_processes if own is not None else _world(strategy, wanted)
@@ -471,35 +470,27 @@ def micro_batch(total: int, limit: int, sizes: Mapping[str, int], several: bool)
     if total % common:
         ranks = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
         nearest = max(1, round(total / common)) * common
-        raise ConfigError.about(
-            "global_batch_size",
-            total,
-            f"does not divide by the data-parallel ranks of all rows ({ranks}; together {common})",
-            f"use --global_batch_size {nearest}, or fewer --strategies",
-        )
+        problem = f"does not divide by the data-parallel ranks of all rows ({ranks}; together {common})"
+        remedy = f"use --global_batch_size {nearest}, or fewer --strategies"
+        raise ConfigError.about("global_batch_size", total, problem, remedy)
     if several and total < 2:
-        raise ConfigError.about(
-            "control", "mean-of-means", "needs two micro-batches", "use --global_batch_size 2 or more"
-        )
+        remedy = "use --global_batch_size 2 or more"
+        raise ConfigError.about("control", "mean-of-means", "needs two micro-batches", remedy)
     most = min(limit, total // common, total // 2 if several else total)
     return next(size for size in range(most, 0, -1) if (total // common) % size == 0)
 
 
 def _overrides(
-    command: _Command,
-    user_config: TrainConfig,
-    used: TrainConfig,
-    settings: Mapping[str, str],
-    sizes: Mapping[str, int],
+    command: _Command, user: TrainConfig, used: TrainConfig, settings: Mapping[str, str], sizes: Mapping[str, int]
 ) -> list[dict[str, str]]:
     """What of the user's is replaced; of a preset's only what would have changed the numbers."""
-    told_of = {*command.chosen, *_NUMBERS}
-    changed = [name for name in settings if name in told_of and getattr(user_config, name) != getattr(used, name)]
+    reported = {*command.chosen, *_NUMBERS}
+    changed = [name for name in settings if name in reported and getattr(user, name) != getattr(used, name)]
     overrides = [
-        {"option": name, "given": as_argument(getattr(user_config, name)), "used": as_argument(getattr(used, name))}
+        {"option": name, "given": as_argument(getattr(user, name)), "used": as_argument(getattr(used, name))}
         for name in changed
     ]
-    micro, before = used.per_device_train_batch_size, user_config.per_device_train_batch_size
+    micro, before = used.per_device_train_batch_size, user.per_device_train_batch_size
     if micro != before:
         worlds = sorted({1, *sizes.values()})
         ranks = f"{', '.join(map(str, worlds[:-1]))} and {worlds[-1]}" if len(worlds) > 1 else "1"

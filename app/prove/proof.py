@@ -70,7 +70,7 @@ def curve_of(run: RunFolder) -> Curve:
 
 
 def incomplete(curve: Curve, steps: int, first: int = 1) -> str | None:
-    """Why a curve is no whole one from `first` on: steps that are missing, or numbers that are not finite."""
+    """Why a curve is not a whole one from `first` on: steps that are missing, or numbers that are not finite."""
     wanted = range(first, steps + 1)
     missing = [step for step in wanted if step not in curve]
     if missing:
@@ -256,7 +256,7 @@ class Proof:
             entry["fault_seen"] = fault is None and comparison.apart is not None
 
     def _not_repeated(self, comparison: Comparison, weights: str | None) -> str:
-        """Why a run of one process is no exact rerun of the reference; empty when it is."""
+        """Why a run of one process is not an exact rerun of the reference; empty when it is."""
         if comparison.bit_equal < self.plan.steps:
             return f"a rerun must have the same bits; {comparison.bit_equal} of {self.plan.steps} steps have"
         return "" if weights == self.weights else "a rerun must have the same bits; the exported weights have not"

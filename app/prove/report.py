@@ -163,7 +163,7 @@ def markdown(document: Mapping[str, Any]) -> str:
         f"- versions: {versions}",
         f"- data: {document.get('data_fingerprint')}",
         *(f"- {name}: sha256 {value}" for name, value in document.get("base_model", {}).get("sha256", {}).items()),
-        *(f"- `{option['option']}`: {option['used']} in place of {option['given']}" for option in document["overrides"]),
+        *(f"- `{entry['option']}`: {entry['used']} in place of {entry['given']}" for entry in document["overrides"]),
         "", "`config.yaml` is what one process trained; each run's folder keeps its metrics and its log. Checkpoints",
         "and exported weights were deleted after the comparison.",
     ]  # fmt: skip

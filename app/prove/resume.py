@@ -32,7 +32,7 @@ class ResumeProof(Proof):
             raise ConfigError("steps=1 has no middle to resume from; use --steps 2 or more")
         if plan.control != "none":
             raise ConfigError.about(
-                "control", plan.control, "is no fault of a resume", "leave out --resume, or the control"
+                "control", plan.control, "is not a fault of a resume", "leave out --resume, or the control"
             )
         method = plan.reference.config.method
         self.pairs = [(first, second) for first in plan.rows for second in plan.rows]

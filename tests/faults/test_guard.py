@@ -45,7 +45,7 @@ def skipped_steps(run: RunFolder) -> list[int]:
 def test_an_update_that_is_not_finite_is_skipped(
     strategy: str, home: Path, undisturbed: Undisturbed, faulty: dict[str, str], noted: Note
 ) -> None:
-    fault, variables = noted("a loss that is no number, skipped", strategy), {**faulty, "FAULT": "nan:1:8"}
+    fault, variables = noted("a loss that is not a number, skipped", strategy), {**faulty, "FAULT": "nan:1:8"}
     fault.at()
     run = detached(home, "mine", 2, variables, strategy=strategy, non_finite="skip", **OPTIONS)
     state = ended(run)

@@ -145,5 +145,5 @@ def test_a_layer_that_is_not_there_is_named(tmp_path: Path) -> None:
     file = write(tmp_path, "FSDP", fsdp_config=FSDP2 | {"fsdp_transformer_layer_cls_to_wrap": "LamaDecoderLayer"})
     refused = launch(tmp_path / "run", 2, options("full", True), strategy=file)
     assert refused.status != 0
-    assert "fsdp_transformer_layer_cls_to_wrap=LamaDecoderLayer is no layer of llama" in refused.output
+    assert "fsdp_transformer_layer_cls_to_wrap=LamaDecoderLayer is not a layer of llama" in refused.output
     assert "its own are LlamaDecoderLayer" in refused.output

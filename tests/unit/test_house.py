@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -143,6 +144,66 @@ def test_no_shell_and_no_pickle(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     for word in ("shell=True", "os.system(", "pickle.load", "torch.load(", "torch.save(", "trust_remote_code=True"):
         assert word not in text
+
+
+BARE = re.compile("one|found|told|said|words|asked|here|whole|kept|shown|made|mine|rest|place|given|named|way|who|what")
+"""Function words: they say nothing of what a value is."""
+
+
+def bare_names(tree: ast.AST) -> list[str]:
+    """Names without a meaning that a module gives to values, attributes, parameters, functions and classes."""
+    names: list[str] = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()) | ast.arg(arg=name):
+                names.append(name)
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                names.append(name)
+    return [name for name in names if BARE.fullmatch(name.strip("_").lower())]
+
+
+def test_names_say_what_a_thing_is() -> None:
+    bare = {str(path.relative_to(ROOT)): bare_names(ast.parse(path.read_text(encoding="utf-8"))) for path in SOURCES}
+    assert {path: names for path, names in bare.items() if names} == {}
+
+
+def test_a_bare_name_would_be_seen() -> None:
+    """Control: a value, an attribute, a parameter, a loop's variable, a function; words inside a name are fine."""
+    text = (
+        "def told(way, by_hand):\n    found = way\n    self._kept = [one for one in found]\n    rest_of_rows = found\n"
+    )
+    assert sorted(bare_names(ast.parse(text))) == ["_kept", "found", "one", "told", "way"]
+
+
+def strange_arguments(tree: ast.AST) -> list[str]:
+    """Names that a docstring explains under `Args:` and that neither the function nor the class takes."""
+    strange = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        _, _, section = (ast.get_docstring(node) or "").partition("Args:\n")
+        section = re.split(r"^\S", section, maxsplit=1, flags=re.MULTILINE)[0]
+        functions = [node] if not isinstance(node, ast.ClassDef) else node.body
+        taken = {inner.arg for function in functions if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+                 for inner in ast.walk(function.args) if isinstance(inner, ast.arg)}  # fmt: skip
+        taken |= {field.target.id for field in functions if isinstance(field, ast.AnnAssign)
+                  and isinstance(field.target, ast.Name)}  # fmt: skip
+        strange += [name for name in re.findall(r"^    (\w+): ", section, re.MULTILINE) if name not in taken]
+    return strange
+
+
+def test_docstrings_explain_the_arguments_that_there_are() -> None:
+    bad = {
+        str(path.relative_to(ROOT)): strange_arguments(ast.parse(path.read_text(encoding="utf-8"))) for path in SOURCES
+    }
+    assert {path: names for path, names in bad.items() if names} == {}
+
+
+def test_an_argument_that_is_gone_would_be_seen() -> None:
+    """Control."""
+    arguments = "Args:\n        a: first.\n        c: second.\n\n    Returns:\n        d: sum.\n"
+    text = f'def f(a, b):\n    """Adds.\n\n    {arguments}    """\n'
+    assert strange_arguments(ast.parse(text)) == ["c"]
 
 
 READERS_OF_TEXT = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import ValidationError
@@ -72,7 +73,7 @@ def clashes(config: TrainConfig) -> list[Mistake]:
         (0 < config.loss_spike_factor <= 1,
          "loss_spike_factor", config.loss_spike_factor, "would call every other loss a spike", "use 2 or more, or 0"),
         (config.checkpoint_url is not None and "://" not in config.checkpoint_url,
-         "checkpoint_url", config.checkpoint_url, "is no URL such as s3://bucket/run",
+         "checkpoint_url", config.checkpoint_url, "is not a URL such as s3://bucket/run",
          "save_steps saves to output_dir"),
         (_holds_credentials(config.checkpoint_url),
          "checkpoint_url", None, "holds credentials",
@@ -119,35 +120,36 @@ def _holds_credentials(url: str | None) -> bool:
     return url is not None and "://" in url and "@" in url.partition("://")[2].partition("/")[0]
 
 
-def ignored_choices(config: TrainConfig) -> list[str]:
-    """A warning for each choice of the user's that the other choices make idle."""
+def ignored_choices(config: TrainConfig) -> list[Mistake]:
+    """A warning for each of the user's choices that another choice leaves without effect."""
     changed = {name for name in config.model_fields_set if getattr(config, name) != _defaults().get(name)}
-    idle = []
+    ignored: list[Mistake] = []
+
+    def ignore(names: Iterable[str], reason: str, value: object = None) -> None:
+        ignored.extend(Mistake(name, value, f"is ignored: {reason}") for name in sorted(names))
+
     if config.method == "full":
-        idle += [f"{name} is ignored: method=full has no adapters" for name in sorted(changed) if "lora" in name]
+        ignore((name for name in changed if "lora" in name), "method=full has no adapters")
     if config.max_steps is not None and "num_train_epochs" in changed:
-        idle.append(f"num_train_epochs={config.num_train_epochs} is ignored: max_steps={config.max_steps} decides")
+        ignore(["num_train_epochs"], f"max_steps={config.max_steps} decides", config.num_train_epochs)
     if config.warmup_steps and config.warmup_ratio:
-        idle.append(f"warmup_ratio={config.warmup_ratio} is ignored: warmup_steps={config.warmup_steps} decides")
+        ignore(["warmup_ratio"], f"warmup_steps={config.warmup_steps} decides", config.warmup_ratio)
     if EMBEDDED == config.eval_dataset_name != config.dataset_name:
-        idle.append("eval_dataset_name=embedded with other training data; name your own, or none and an eval_share")
+        remedy = "name your own, or none and an eval_share"
+        ignored.append(Mistake("eval_dataset_name", EMBEDDED, "with other training data", remedy))
     if not config.has_evaluation():
-        unused = sorted({"eval_steps", "eval_on_start", "max_eval_samples"} & changed)
-        idle += [f"{name} is ignored: there is no evaluation data" for name in unused]
+        ignore({"eval_steps", "eval_on_start", "max_eval_samples"} & changed, "there is no evaluation data")
     if config.attn_implementation in ("varlen", "documents") and not config.packing:
-        idle.append(
-            f"attn_implementation={config.attn_implementation} is ignored: packing=false; sdpa does the same work"
-        )
+        ignore(["attn_implementation"], "packing=false; sdpa does the same work", config.attn_implementation)
     if not config.gradient_checkpointing:
-        unused = sorted({"selective_checkpointing", "activation_offloading"} & changed)
-        idle += [f"{name} is ignored: gradient_checkpointing is off" for name in unused]
+        ignore({"selective_checkpointing", "activation_offloading"} & changed, "gradient_checkpointing is off")
     if config.min_lr_ratio and config.lr_scheduler_type in ("constant", "inverse_sqrt"):
-        idle.append(f"min_lr_ratio={config.min_lr_ratio} is ignored: lr_scheduler_type={config.lr_scheduler_type}")
+        ignore(["min_lr_ratio"], f"lr_scheduler_type={config.lr_scheduler_type}", config.min_lr_ratio)
     if config.early_stopping_threshold and config.early_stopping_patience is None:
-        idle.append("early_stopping_threshold is ignored: early_stopping_patience is not set")
+        ignore(["early_stopping_threshold"], "early_stopping_patience is not set")
     if config.lr_scaling == "none" and "lr_scaling_batch_size" in changed:
-        idle.append("lr_scaling_batch_size is ignored: lr_scaling=none")
-    return idle
+        ignore(["lr_scaling_batch_size"], "lr_scaling=none")
+    return ignored
 
 
 def _defaults() -> dict[str, Any]:

@@ -26,7 +26,7 @@ class _StrictLoader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str):
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is no text", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is not text", key_node.start_mark)
             if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key!r}", key_node.start_mark)
             seen.add(key)
@@ -66,7 +66,7 @@ def parse_yaml(text: str, name: str) -> dict[str, Any]:
         loaded = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
     except (yaml.YAMLError, RecursionError) as error:
         where = str(error).replace("\n", " ")[:300]
-        raise ConfigError(f"{name} is no plain YAML: {where}; write one `key: value` per line") from None
+        raise ConfigError(f"{name} is not plain YAML: {where}; write one `key: value` per line") from None
     except ValueError as error:  # such as a date of month 13, or a number of thousands of digits
         raise ConfigError(f"{name} holds a value that is none: {str(error)[:200]}; write it in quotes") from None
     if loaded is None:

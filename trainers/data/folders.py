@@ -11,12 +11,12 @@ from typing import NamedTuple
 from trainers.config.mistakes import ConfigError
 
 _DOCUMENTS = re.compile(r"^((readme|licen[cs]e|notice)(\.(md|txt))?|dataset_infos?\.json)$", re.IGNORECASE)
-_WORDS = {
+_SYNONYMS = {
     "train": ("train", "training"),
     "eval": ("eval", "evaluation", "valid", "validation", "val", "dev"),
     "test": ("test", "testing"),
 }
-_SPLITS = {word: split for split, synonyms in _WORDS.items() for word in synonyms}
+_SPLITS = {word: split for split, synonyms in _SYNONYMS.items() for word in synonyms}
 _COUNTING = ("of", "part", "shard")  # train-00001-of-00005
 _SEPARATORS = re.compile(r"[\W\d_]+")
 

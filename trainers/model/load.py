@@ -90,7 +90,7 @@ def element_counts(files: Iterable[Path]) -> Counter[str]:
     counts = Counter[str]()
     for file in files:
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - a safetensors handle is no dict
+            for name in tensors.keys():  # noqa: SIM118 - a safetensors handle is not a dict
                 entry = tensors.get_slice(name)
                 counts[entry.get_dtype()] += math.prod(entry.get_shape())
     return counts

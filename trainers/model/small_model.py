@@ -29,7 +29,7 @@ from trainers.model.probe import (
 )  # fmt: skip
 from trainers.objectives.sft import SupervisedLoss
 
-_WORDS = 64
+_VOCAB_SIZE = 64
 _COUNTED = "tunesmith_counted"
 _LARGEST = 16_000_000
 """Weights of a copy that costs no time."""
@@ -88,7 +88,7 @@ def _small(model_config: Any) -> dict[str, Any]:
         values["initializer_range"] = 0.2  # every part of a narrow model is to show in what comes out
     for name in _TOKENS:
         token = known.get(name)
-        if isinstance(token, list) or (isinstance(token, int) and token >= _WORDS):
+        if isinstance(token, list) or (isinstance(token, int) and token >= _VOCAB_SIZE):
             values[name] = 0
     for name, part in vars(model_config).items():
         if isinstance(part, PreTrainedConfig):
@@ -198,7 +198,7 @@ def _fails_alike(model_config: Any, failure: ProbeError) -> bool:
     try:
         with FakeTensorMode():  # the meta device would stop sooner, where a mask looks at its numbers
             model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config)).eval()
-            model(probe_rows(_WORDS, torch.device("cpu")), use_cache=False)
+            model(probe_rows(_VOCAB_SIZE, torch.device("cpu")), use_cache=False)
     except Exception as error:  # as above
         return _failing_line(error) == _failing_line(failure.__context__)
     return False

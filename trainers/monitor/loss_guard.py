@@ -86,7 +86,7 @@ def record_skipped_step(progress: Progress, step: int) -> None:
 
 
 def detect_loss_spike(progress: Progress, loss: float, factor: float) -> LossSpike | None:
-    """Compares the loss of `progress.step` with those before it, and remembers it where it is no spike.
+    """Compares the loss of `progress.step` with those before it, and remembers it where it is not a spike.
 
     A bad batch shows in its own loss, and the update that it caused shows in the next one: so the run rolls back to a
     checkpoint before both, and skips both.

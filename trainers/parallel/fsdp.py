@@ -149,7 +149,7 @@ def wrapped_classes(loss: Any, version: int, names: Sequence[str], wraps: bool, 
     kind, own = loss.base.config.model_type, _layer_classes(loss)
     if missing := sorted(set(names) - {type(module).__name__ for module in loss.modules()}):
         raise ConfigError(
-            f"fsdp_transformer_layer_cls_to_wrap={','.join(missing)} is no layer of {kind}; "
+            f"fsdp_transformer_layer_cls_to_wrap={','.join(missing)} is not a layer of {kind}; "
             f"its own are {', '.join(own) or 'not known'}"
         )
     classes = _classes_by_size(loss, own, least) if least is not None else list(names) or own

@@ -43,7 +43,7 @@ class Holder:
 
     Args:
         name: run id, or what it is called.
-        run_dir: its run folder; empty when it is no run.
+        run_dir: its run folder; empty when it is not a run.
         pid: the process that took it.
     """
 

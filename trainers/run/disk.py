@@ -55,7 +55,7 @@ def tensors_of(headers: Headers) -> list[Tensor]:
 
 
 def local_tensors(config: TrainConfig) -> list[Tensor]:
-    """The weights in the base model's folder; none where it is no folder, or cannot be read."""
+    """The weights in the base model's folder; none where it is not a folder, or cannot be read."""
     folder = base_folder(config)
     try:
         return tensors_of(read_headers(folder)) if folder.is_dir() else []

@@ -17,7 +17,7 @@ class Ending:
         cause: why, in one sentence; None for a run that reached its last step.
         retry: what a supervisor does with a failed launch. `never`: it would fail the same way again. `again`: it
             crashed, and is restarted up to `max_restarts` times. `roll_back`: it met a loss spike, and goes on from an
-            earlier checkpoint without those batches; that is no crash.
+            earlier checkpoint without those batches; that is not a crash.
         step: optimizer steps done; None leaves the step that the state file has.
         export_dir: folder of the exported model.
     """

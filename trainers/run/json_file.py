@@ -29,7 +29,7 @@ def parse_json(content: str | bytes) -> Any:
     """`json.loads`, but for nesting that is too deep, which is one more ValueError.
 
     Raises:
-        ValueError: when it is no JSON.
+        ValueError: when it is not JSON.
     """
     try:
         return json.loads(content)

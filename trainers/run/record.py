@@ -156,7 +156,7 @@ def not_regular(folder: Path) -> str | None:
 
 
 def _files_below(folder: Path) -> list[tuple[str, str]]:
-    """Folder and name of everything below that is no folder; a link to a folder is one of them, and not followed."""
+    """Folder and name of everything below that is not a folder; a link to a folder is one of them, and not followed."""
     paths = []
     for base, folders, files in os.walk(folder):
         links = [name for name in folders if os.path.islink(os.path.join(base, name))]

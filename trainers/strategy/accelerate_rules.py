@@ -104,7 +104,7 @@ def _precision_mistakes(config: AccelerateConfig) -> Iterator[Mistake]:
     if precision == "fp8":
         yield Mistake(option, precision, "is chosen in the config", "remove it and pass --mixed_precision fp8")
     elif precision not in (None, "no", "fp16", "bf16"):
-        yield Mistake(option, shortened(precision), "is no precision", "use no, fp16 or bf16")
+        yield Mistake(option, shortened(precision), "is not a precision", "use no, fp16 or bf16")
     elif precision == "fp16" and config.distributed_type in TYPES and config.distributed_type not in SCALED_TYPES:
         yield FP16_UNSCALED
 

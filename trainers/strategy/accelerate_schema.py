@@ -141,7 +141,7 @@ NOT_BESIDE_FILE = (
 )
 
 Size = Annotated[int, Field(ge=-1, le=MAX_PROCESSES), Predicate(bool)]
-_NO_SIZE = Refused("it is no number of processes", f"write 1 to {MAX_PROCESSES}, or -1 for the rest")
+_NO_SIZE = Refused("it is not a number of processes", f"write 1 to {MAX_PROCESSES}, or -1 for the rest")
 
 
 class ParallelismConfig(Section):
@@ -173,7 +173,7 @@ class AccelerateConfig(Section):
     machine_rank: Processes | None = None
     main_process_ip: str | None = None
     main_process_port: Annotated[int | str, Predicate(_is_port)] | None = key(
-        Refused("it is no port", "write 0 to 65535, as 29500")
+        Refused("it is not a port", "write 0 to 65535, as 29500")
     )
     main_training_function: str | None = key(
         Ignored("only notebooks and TPUs are started by a function; remove the line", lambda value: value != "main")

@@ -32,7 +32,7 @@ SOURCE = "DeepSpeed JSON"
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number in JSON")
+    raise ValueError(f"{name} is not a number in JSON")
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def read_json(name: str) -> dict[str, Any]:
         reason = error.strerror or error
         raise ConfigError(f"{where} cannot be read: {reason}; a relative path counts from the current folder") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is no plain JSON: {str(error)[:300]}; write one object without comments") from None
+        raise ConfigError(f"{where} is not plain JSON: {str(error)[:300]}; write one object without comments") from None
     if not isinstance(loaded, dict):
         raise ConfigError(f"{where} holds a {type(loaded).__name__}; write one object, {{...}}")
     return loaded
@@ -161,7 +161,7 @@ def _optimizer_mistakes(optimizer: Optimizer | None) -> list[Mistake]:
         problem = "is not supported, as checkpoints were never run with its state"
         return [Mistake("optimizer.type", name, problem, "use AdamW")]
     if kind not in OPTIMIZERS:
-        return [Mistake("optimizer.type", name, "is no optimizer of DeepSpeed's own", use)]
+        return [Mistake("optimizer.type", name, "is not an optimizer of DeepSpeed's own", use)]
     params = optimizer.params or {}
     try:
         parse(OPTIMIZERS[kind], params, "optimizer.params")

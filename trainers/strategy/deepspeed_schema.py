@@ -79,7 +79,7 @@ class LionParams(JsonSection):
 
     lr: Auto | None = key(_LEARNING_RATE)
     betas: Auto | Annotated[list[float], Field(min_length=2, max_length=2)] | None = key(
-        Refused("it is no pair", 'write two numbers, or "auto"')
+        Refused("it is not a pair", 'write two numbers, or "auto"')
     )
     weight_decay: Auto | None = key(_WEIGHT_DECAY)
 

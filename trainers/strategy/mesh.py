@@ -98,7 +98,7 @@ def fitted(sizes: Mapping[str, int], processes: int) -> MeshSizes:
         raise ConfigError(Mistake(option, None, f": {' and '.join(open_axes)} are both -1, the rest", "write -1 once"))
     if bad := [f"{axis}={size}" for axis, size in sizes.items() if size < 1 and size != -1]:
         raise ConfigError(
-            Mistake(option, None, f": {', '.join(bad)} is no size", "write at least 1, or -1 for the rest")
+            Mistake(option, None, f": {', '.join(bad)} is not a size", "write at least 1, or -1 for the rest")
         )
     fixed = {axis: size for axis, size in sizes.items() if size != -1}
     product = prod(fixed.values())

@@ -92,7 +92,7 @@ class Strategy:
 
     @property
     def fsdp_version(self) -> int:
-        """1 or 2; 0 when this is no FSDP."""
+        """1 or 2; 0 when this is not FSDP."""
         return int(self.fsdp.get("fsdp_version", 0))
 
     @property
@@ -102,7 +102,7 @@ class Strategy:
 
     @property
     def zero_stage(self) -> int:
-        """1 to 3; 0 when this is no DeepSpeed."""
+        """1 to 3; 0 when this is not DeepSpeed."""
         stage = self.deepspeed_json.get("zero_optimization", {}).get("stage", self.deepspeed.get("zero_stage", 0))
         return int(stage)
 
@@ -290,9 +290,9 @@ def _pipeline(text: str) -> tuple[dict[str, Any], list[Mistake]]:
         r"^[ \t]*#+[ \t]*(pp_size|pp_schedule)[ \t]*[:=][ \t]*(.*?)[ \t]*$", text, re.MULTILINE
     ):
         if name == "pp_schedule" and value not in SCHEDULES:
-            mistakes.append(Mistake(name, value, "is no schedule", f"use {', '.join(SCHEDULES)}"))
+            mistakes.append(Mistake(name, value, "is not a schedule", f"use {', '.join(SCHEDULES)}"))
         elif name == "pp_size" and not (re.fullmatch("[0-9]{1,9}", value) and 0 < int(value) <= MAX_PROCESSES):
-            mistakes.append(Mistake(name, value[:80], "is no number of stages", f"write 1 to {MAX_PROCESSES}"))
+            mistakes.append(Mistake(name, value[:80], "is not a number of stages", f"write 1 to {MAX_PROCESSES}"))
         else:
             options[name] = int(value) if name == "pp_size" else value
     return options, mistakes

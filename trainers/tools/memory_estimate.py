@@ -274,7 +274,7 @@ def estimate_memory(config: TrainConfig, model_config: Any, cases: list[str], ti
         time_here: time matrix products on this machine.
 
     Raises:
-        ConfigError: when it is no causal language model with attention layers.
+        ConfigError: when it is not a causal language model with attention layers.
     """
     resting = psutil.Process().memory_info().rss
     text = model_config.get_text_config()
@@ -283,7 +283,7 @@ def estimate_memory(config: TrainConfig, model_config: Any, cases: list[str], ti
         raise ConfigError(f"{cannot}: they have no {', '.join(missing)}; use one with attention, or `tunesmith bench`")
     try:
         model: Any = empty_model(config, model_config)
-    except (ValueError, KeyError) as error:  # it is no causal one, or knows no attention but its own
+    except (ValueError, KeyError) as error:  # it is not a causal one, or knows no attention but its own
         why = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
         raise ConfigError(f"{cannot} ({why}); use another model, or `tunesmith bench`") from None
     base = model.get_base_model() if hasattr(model, "get_base_model") else model

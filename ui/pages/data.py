@@ -43,7 +43,7 @@ _WITH_DRAFT = "(draft, ...form) => [tunesmithDraft.all(), ...form]"
 _KEEP_IF_SHARED = "(draft) => { if (!location.search) tunesmithDraft.replace(draft); }"
 _GO_TO_TRAIN = "(draft) => { if (draft) { tunesmithDraft.replace(draft); location.assign('./'); } }"
 _QUICK: dict[str, Any] = {"show_progress": "hidden", "queue": False, "api_visibility": "private"}
-_SHOWN: dict[str, Any] = {"show_progress": "minimal", "api_visibility": "private", "trigger_mode": "once"}
+_LISTENER: dict[str, Any] = {"show_progress": "minimal", "api_visibility": "private", "trigger_mode": "once"}
 
 
 def build(context: ServerContext) -> None:
@@ -123,10 +123,12 @@ class _Page:
         count_outputs = [self.mistakes, self.key, self.statistics, self.timer]
         form_outputs = [self.auto_show, self.run, self.preset, self.source, *self.options]
         count_event = {"fn": self.count_small, "inputs": form, "outputs": count_outputs, **_QUICK}
-        gr.on([self.show.click, self.row.submit], self.show_page(0), paging, row_outputs, **_SHOWN).then(**count_event)
-        self.view.input(self.show_page(None), paging, row_outputs, **_SHOWN)
-        self.previous.click(self.show_page(-1), paging, row_outputs, **_SHOWN)
-        self.next.click(self.show_page(1), paging, row_outputs, **_SHOWN)
+        gr.on([self.show.click, self.row.submit], self.show_page(0), paging, row_outputs, **_LISTENER).then(
+            **count_event
+        )
+        self.view.input(self.show_page(None), paging, row_outputs, **_LISTENER)
+        self.previous.click(self.show_page(-1), paging, row_outputs, **_LISTENER)
+        self.next.click(self.show_page(1), paging, row_outputs, **_LISTENER)
         self.count.click(self.start_count, form, count_outputs, **_QUICK)
         self.cancel.click(cancel_statistics, self.key, None, **_QUICK)
         self.timer.tick(self.tick, self.key, [self.statistics, self.timer], **_QUICK)
@@ -139,11 +141,11 @@ class _Page:
         keep = f"if (!location.search) tunesmithDraft.keep({{preset}}, {_FIELD_NAMES}, values);"
         keep = f"(preset, ...values) => {{ {keep} }}"
         gr.on([option.change for option in self.options], None, [self.preset, *self.options], None, js=keep, **_HIDDEN)
-        self.upload.upload(self.take_upload, self.upload, self.options[FIELDS.index("dataset_name")], **_SHOWN)
+        self.upload.upload(self.take_upload, self.upload, self.options[FIELDS.index("dataset_name")], **_LISTENER)
         read = "() => [tunesmithDraft.read()]"
         loaded = Context.root_block.load(self.prefill, self.draft, form_outputs, js=read, **_QUICK)
         loaded.then(None, None, None, js="() => tunesmithDraft.ready()", **_HIDDEN)
-        loaded.then(self.first_page, [self.auto_show, *paging], row_outputs, **_SHOWN).then(
+        loaded.then(self.first_page, [self.auto_show, *paging], row_outputs, **_LISTENER).then(
             self.first_count, [self.auto_show, *form], count_outputs, **_QUICK
         )
 

@@ -124,8 +124,8 @@ def test_all_mistakes_of_a_request_come_at_once(shell: Shell) -> None:
         "learning_rte is not an option; did you mean learning_rate?",
         "seed='-1' is refused",
         "strategy='dddp' is unknown; did you mean ddp?",
-        "gpus='0,x': 'x' is no GPU id",
-        "num_processes='two' is no whole number",
+        "gpus='0,x': 'x' is not a GPU id",
+        "num_processes='two' is not a whole number",
     ]
     assert len(shell.errors) == len(expected)
     assert all(any(part in line for line in shell.errors) for part in expected)
@@ -137,11 +137,11 @@ def test_all_mistakes_of_a_request_come_at_once(shell: Shell) -> None:
     [
         ("train", "model_name_or_path is missing"),
         ("train tiny-lora tiny-full", "unexpected argument 'tiny-full'"),
-        ("train my.jsonl", "'my.jsonl' is no preset; data is named with --dataset_name my.jsonl"),
-        ("train tiny-lora data/", "'data/' is no preset; data is named with --dataset_name data/"),
-        ("data my.parquet", "'my.parquet' is no preset; data is named with --dataset_name my.parquet"),
-        ("plan my.csv", "'my.csv' is no preset; data is named with --dataset_name my.csv"),
-        ("train own.yaml", "'own.yaml' is no preset; a config file is named with --config own.yaml"),
+        ("train my.jsonl", "'my.jsonl' is not a preset; data is named with --dataset_name my.jsonl"),
+        ("train tiny-lora data/", "'data/' is not a preset; data is named with --dataset_name data/"),
+        ("data my.parquet", "'my.parquet' is not a preset; data is named with --dataset_name my.parquet"),
+        ("plan my.csv", "'my.csv' is not a preset; data is named with --dataset_name my.csv"),
+        ("train own.yaml", "'own.yaml' is not a preset; a config file is named with --config own.yaml"),
         ("train tiny-lora --preset tiny-full", "two presets"),
         ("train tiny-lora --seed", "--seed"),
         ("train tiny-lora --strategy", "--strategy has no value"),

@@ -178,7 +178,7 @@ def test_a_place_that_cannot_be_used_is_named_at_once(url: str) -> None:
 
 @pytest.mark.parametrize(
     ("url", "line"),
-    [("bucket/run", "is no URL such as s3://bucket/run"), ("s3://key:word@bucket/run", "holds credentials")],
+    [("bucket/run", "is not a URL such as s3://bucket/run"), ("s3://key:word@bucket/run", "holds credentials")],
 )
 def test_what_is_no_url_or_holds_a_password_is_refused(url: str, line: str) -> None:
     with pytest.raises(ConfigError, match=line) as refused:

@@ -109,7 +109,7 @@ def test_idle_choices_are_warned_of() -> None:
         BASE
         | {"method": "full", "lora_r": 8, "max_steps": 5, "num_train_epochs": 3, "warmup_steps": 2, "warmup_ratio": 0.1}
     )
-    assert [line.partition(" ")[0] for line in ignored_choices(config)] == [
+    assert [str(mistake).partition(" ")[0] for mistake in ignored_choices(config)] == [
         "lora_r",
         "num_train_epochs=3.0",
         "warmup_ratio=0.1",

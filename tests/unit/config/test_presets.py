@@ -293,7 +293,7 @@ def test_its_memory_is_what_the_plan_estimates(name: str) -> None:
         for strategy in placement.strategies or ["single" if count == 1 else "fsdp2"]
     ]
     cases = {case_of(*found) for _, *found in able}
-    counted = estimate_memory(config, shape_of(PUBLISHED[model_of(name)]), sorted(cases), here=False)
+    counted = estimate_memory(config, shape_of(PUBLISHED[model_of(name)]), sorted(cases), time_here=False)
     rows = [(count, plan_row(*found, counted, hardware[count])) for count, *found in able]
     for count, placement in gpus.items():
         mine = [row for number, row in rows if number == count]

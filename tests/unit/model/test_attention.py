@@ -230,8 +230,8 @@ def test_clashes_are_told_before_the_launch(changes: dict[str, Any], line: str) 
 @pytest.mark.parametrize("kernel", ["documents", "varlen"])
 def test_a_kernel_for_packed_rows_is_told_to_be_idle_without_them(kernel: str) -> None:
     chosen = {"attn_implementation": kernel, "mixed_precision": "bf16"}
-    (line,) = [line for line in ignored_choices(asked(packing=False, **chosen)) if "attn" in line]
-    assert line.startswith(f"attn_implementation={kernel} is ignored: packing=false")
+    (mistake,) = [mistake for mistake in ignored_choices(asked(packing=False, **chosen)) if "attn" in mistake.option]
+    assert str(mistake).startswith(f"attn_implementation={kernel} is ignored: packing=false")
     assert ignored_choices(asked(**chosen)) == []
 
 

@@ -181,7 +181,7 @@ os.abort()
 
 @pytest.mark.parametrize("echo", ["echo", "quiet"])
 def test_the_last_words_of_a_crash_are_in_the_log(echo: str, tmp_path: Path) -> None:
-    """Also what C code prints, a very long line and what is no UTF-8."""
+    """Also what C code prints, a very long line and what is not UTF-8."""
     env = {**os.environ, "SOME_TOKEN": "from python"}
     done = subprocess.run([sys.executable, "-c", PROGRAM, tmp_path / "log.txt", echo], env=env, capture_output=True)
     assert done.returncode < 0

@@ -223,7 +223,7 @@ def test_deepspeed_which_keeps_states_itself_refuses(name: str) -> None:
 
 def test_activation_offloading_is_idle_without_checkpointing_and_refused_without_a_gpu() -> None:
     alone = config("full", True, activation_offloading=True)
-    assert "activation_offloading is ignored: gradient_checkpointing is off" in ignored_choices(alone)
+    assert "activation_offloading is ignored: gradient_checkpointing is off" in map(str, ignored_choices(alone))
     (mistake,) = machine_mistakes(alone, has_gpu=False)
     assert str(mistake).startswith("activation_offloading=true needs a GPU")
     assert not machine_mistakes(alone, has_gpu=True)

@@ -87,7 +87,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
             DDP | {"compute_environment": "AMAZON_SAGEMAKER"},
             "compute_environment='AMAZON_SAGEMAKER' is refused; write 'LOCAL_MACHINE'",
         ),
-        (DDP | {"mixed_precision": "bf61"}, "mixed_precision=bf61 is no precision"),
+        (DDP | {"mixed_precision": "bf61"}, "mixed_precision=bf61 is not a precision"),
         (DDP | {"mixed_precision": False}, "mixed_precision=false: YAML reads a bare NO as false"),
         (
             DDP | {"mixed_precision": "fp8"},
@@ -115,9 +115,9 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         (DDP | {"num_proceses": None}, "num_proceses: unknown Accelerate key num_proceses; did you mean num_proc"),
         (
             DDP | {"main_process_port": "any"},
-            "main_process_port='any' is refused: it is no port; write 0 to 65535, as 29500",
+            "main_process_port='any' is refused: it is not a port; write 0 to 65535, as 29500",
         ),
-        (DDP | {"main_process_port": -1}, "main_process_port=-1 is refused: it is no port"),
+        (DDP | {"main_process_port": -1}, "main_process_port=-1 is refused: it is not a port"),
         (
             DDP | {"machine_rank": 1},
             "machine_rank=1 with num_machines=1: ranks count from 0, so that the last one is 1 - 1 = 0; write 0 to 0",
@@ -315,7 +315,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
         (
             hsdp(dp_shard_size=0),
-            "parallelism_config.parallelism_config_dp_shard_size=0 is refused: it is no number of processes",
+            "parallelism_config.parallelism_config_dp_shard_size=0 is refused: it is not a number of processes",
         ),
         (hsdp(dp_replicate_size=4, dp_shard_size=1), "parallelism_config_dp_shard_size=1 leaves nothing to shard over"),
         (fsdp(FSDP1, num_processes=4, parallelism_config=MESH), "parallelism_config needs fsdp_version: 2"),

@@ -189,7 +189,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (content(optimizer={}), "optimizer.type is missing; write one of adam, adamw"),
     (
         content(optimizer={"type": "SGD"}),
-        "optimizer.type=SGD is no optimizer of DeepSpeed's own; write one of adam, adamw",
+        "optimizer.type=SGD is not an optimizer of DeepSpeed's own; write one of adam, adamw",
     ),
     (
         content(optimizer={"type": "OneBitAdam"}),
@@ -219,7 +219,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (adam("Lion", eps="auto"), "optimizer.params.eps: unknown DeepSpeed key eps"),
     (
         content(optimizer={"type": "Lion", "params": {"betas": [0.9]}}),
-        "optimizer.params.betas=[0.9] is refused: it is no pair",
+        "optimizer.params.betas=[0.9] is refused: it is not a pair",
     ),
     (
         content(optimizer={"type": "AdamW", "params": {"eps": "auto"}}),
@@ -301,13 +301,13 @@ def test_what_leaves_parity_is_named() -> None:
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("", "is no plain JSON"),
-        ("// words\n{}", "is no plain JSON"),
-        ('{"a": 1, "a": 2}', "is no plain JSON: duplicate key 'a'; write one object"),
-        ('{"a": {"b": 1, "b": 2}}', "is no plain JSON: duplicate key 'b'"),
-        ('{"steps_per_print": Infinity}', "is no plain JSON: Infinity is no number in JSON"),
+        ("", "is not plain JSON"),
+        ("// words\n{}", "is not plain JSON"),
+        ('{"a": 1, "a": 2}', "is not plain JSON: duplicate key 'a'; write one object"),
+        ('{"a": {"b": 1, "b": 2}}', "is not plain JSON: duplicate key 'b'"),
+        ('{"steps_per_print": Infinity}', "is not plain JSON: Infinity is not a number in JSON"),
         ("[1]", "holds a list; write one object"),
-        ("[" * 100_000, "is no plain JSON"),
+        ("[" * 100_000, "is not plain JSON"),
         ("{" + " " * MAX_JSON_BYTES + "}", "is larger than 1000000 bytes"),
     ],
     ids=["empty", "comment", "twice", "twice inside", "infinite", "list", "deep", "large"],

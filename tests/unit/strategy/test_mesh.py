@@ -45,8 +45,8 @@ def test_sizes_that_fit(asked: dict[str, int], processes: int, expected: MeshSiz
         ),
         ({"dp_shard": -1, "cp": 3}, 8, "cp 3 = 3, but num_processes=8; use a multiple of that"),
         ({"dp_shard": -1, "cp": -1}, 8, "dp_shard and cp are both -1, the rest; write -1 once"),
-        ({"sp": 0}, 2, "sp=0 is no size; write at least 1, or -1 for the rest"),
-        ({"sp": -2}, 2, "sp=-2 is no size; write at least 1, or -1 for the rest"),
+        ({"sp": 0}, 2, "sp=0 is not a size; write at least 1, or -1 for the rest"),
+        ({"sp": -2}, 2, "sp=-2 is not a size; write at least 1, or -1 for the rest"),
     ],
 )  # fmt: skip
 def test_sizes_that_do_not_fit_are_told_with_the_numbers(asked: dict[str, int], processes: int, line: str) -> None:

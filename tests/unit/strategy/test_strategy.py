@@ -283,9 +283,9 @@ def test_options_go_before_the_files_stages() -> None:
 @pytest.mark.parametrize(
     ("file", "line"),
     [
-        ({"size": 0}, "pp_size=0 is no number of stages; write 1 to 65536"),
-        ({"size": "two"}, "pp_size=two is no number of stages"),
-        ({"schedule": "1f2b"}, "pp_schedule=1f2b is no schedule; use gpipe, 1f1b, interleaved, zero_bubble, zbv"),
+        ({"size": 0}, "pp_size=0 is not a number of stages; write 1 to 65536"),
+        ({"size": "two"}, "pp_size=two is not a number of stages"),
+        ({"schedule": "1f2b"}, "pp_schedule=1f2b is not a schedule; use gpipe, 1f1b, interleaved, zero_bubble, zbv"),
         ({"name": "zero2"}, "pp_size=2 does not go with distributed_type=DEEPSPEED; use MULTI_GPU or FSDP"),
         ({"size": 3}, "pp 3 = 3, but num_processes=2; use a multiple of that"),
         (

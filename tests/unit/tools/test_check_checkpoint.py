@@ -67,7 +67,7 @@ def test_what_is_no_checkpoint_is_refused_with_its_reason(base: Path, tmp_path: 
 
 
 def test_the_newest_checkpoint_of_a_resumed_run_is_looked_at_where_it_can_be_read(base: Path, tmp_path: Path) -> None:
-    """A bad one is no mistake of the user's: the ranks set it aside."""
+    """A bad one is not a mistake of the user's: the ranks set it aside."""
     assert checked(base, "auto", tmp_path), "a run without any"
     newest = tmp_path / "checkpoints" / "step-00000003"
     other = build_model(config_for(save_small(tmp_path / "other", num_hidden_layers=3)))

@@ -86,7 +86,7 @@ CASES: dict[str, Case] = {
     ),
     "a class that is not there": (
         "llama", {}, {}, "fsdp2", 2, {NAMED: "LamaDecoderLayer"},
-        f"{NAMED}=LamaDecoderLayer is no layer of llama; its own are LlamaDecoderLayer",
+        f"{NAMED}=LamaDecoderLayer is not a layer of llama; its own are LlamaDecoderLayer",
     ),
     "a class after a space": ("llama", {}, {}, "fsdp2", 2, {NAMED: "LlamaMLP, LlamaAttention"}, f"{NAMED}= LlamaAtt"),
     "no class to wrap": ("openai-gpt", {}, {"packing": False}, "fsdp2", 2, {}, "openai-gpt names no layer to cut at"),

@@ -123,7 +123,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no number": ({"hidden_size": "x"}, r"its config\.json describes no model .*hidden_size"),
     "heads that do not divide": ({"num_attention_heads": 5, "head_dim": None}, "describes no model .*heads"),
     "an unknown family": ({"model_type": "nonsense"}, "model type `nonsense`"),
-    "another kind of model": ({"model_type": "t5"}, "t5 models are no causal language models"),
+    "another kind of model": ({"model_type": "t5"}, "t5 models are not causal language models"),
     "a classifier": ({"architectures": ["LlamaForSequenceClassification"]}, "has no head that predicts tokens"),
 }
 

@@ -64,15 +64,15 @@ def test_the_words_name_the_machines() -> None:
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"machine_rank": "2"}, "machine_rank=2 is no whole number from 0 to 1; write one"),
-        ({"machine_rank": "-1"}, "machine_rank=-1 is no whole number from 0 to 1"),
-        ({"num_machines": "two"}, "num_machines=two is no whole number from 1 to 64"),
-        ({"num_machines": "0"}, "num_machines=0 is no whole number from 1 to 64"),
+        ({"machine_rank": "2"}, "machine_rank=2 is not a whole number from 0 to 1; write one"),
+        ({"machine_rank": "-1"}, "machine_rank=-1 is not a whole number from 0 to 1"),
+        ({"num_machines": "two"}, "num_machines=two is not a whole number from 1 to 64"),
+        ({"num_machines": "0"}, "num_machines=0 is not a whole number from 1 to 64"),
         ({"num_machines": ""}, "machine_rank=1 without num_machines; add --num_machines 2"),
         ({"num_machines": "1"}, "num_machines=1 with --machine_rank 1; leave it out"),
-        ({"main_process_port": "65536"}, "main_process_port=65536 is no whole number from 1 to 65535"),
-        ({"main_process_port": "0"}, "main_process_port=0 is no whole number"),
-        ({"main_process_ip": "-x y"}, "main_process_ip='-x y' is no address"),
+        ({"main_process_port": "65536"}, "main_process_port=65536 is not a whole number from 1 to 65535"),
+        ({"main_process_port": "0"}, "main_process_port=0 is not a whole number"),
+        ({"main_process_ip": "-x y"}, "main_process_ip='-x y' is not an address"),
         ({"main_process_ip": "", "main_process_port": ""}, "needs --main_process_ip, --main_process_port too"),
         ({"num_processes": "3"}, "num_processes=3 does not divide by num_machines=2; .*: write 2"),
         ({"num_processes": ""}, "num_machines=2 without GPUs needs --num_processes, counted over all of them"),
@@ -322,7 +322,7 @@ def test_other_words_than_machine_0s_are_refused_and_told(member: Member) -> Non
     member.start("sys.exit(0)", "--max_steps", "8", "--strategy", "fsdp2")
     member.launch("one")
     member.end()
-    line = "max_steps=8, and machine 0 was started with 7; type the same words on each machine"
+    line = "max_steps=8, and machine 0 was started with 7; type the same command on each machine"
     assert member.errors[0] == line
     assert any(one.startswith("distributed_type=FSDP, and machine 0 was started with MULTI") for one in member.errors)
     word = read_json(member.run.machine_file(1)) or {}

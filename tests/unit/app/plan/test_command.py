@@ -89,7 +89,7 @@ def test_the_extra_pass_of_load_balancing_is_named_as_left_out(balanced: bool) -
         small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
                  "num_key_value_heads": 2, "vocab_size": 64, "num_local_experts": 2}  # fmt: skip
         shape = AutoConfig.for_model("mixtral", **small, output_router_logits=True)
-    counted = estimate_memory(config, shape, [], here=False)
+    counted = estimate_memory(config, shape, [], time_here=False)
     assert any("load balancing" in line for line in _ignored(config, counted)) is balanced
 
 
@@ -135,7 +135,7 @@ def test_other_kinds_of_models_are_told_of(kind: str, capsys: pytest.CaptureFixt
     told = capsys.readouterr()
     if kind != "gpt2":
         assert status == 2
-        said = "are no causal language models" if kind == "t5" else "cannot be planned"
+        said = "are not causal language models" if kind == "t5" else "cannot be planned"
         assert f"{kind} models {said}" in told.err
         return
     rows = {one["strategy"]: one for one in json.loads(told.out)["rows"]}

@@ -69,7 +69,7 @@ def allocated(settings: TrainConfig, rows: int, kernel: str = "sdpa") -> int:
 def test_a_micro_batch_needs_what_torch_allocates(options: dict[str, Any], rows: int) -> None:
     settings = config(**options)
     counted = peak(settings, empty_model(settings, load_model_config(settings)), rows, LENGTH)
-    # The stand-in for attention is no operator that selective checkpointing keeps; and products in bf16 have scratch.
+    # Selective checkpointing does not keep the stand-in for attention; and products in bf16 have scratch.
     exact = settings.mixed_precision == "no" and not settings.selective_checkpointing
     close = 0.01 if exact else 0.06
     assert counted == pytest.approx(allocated(settings, rows), rel=close)

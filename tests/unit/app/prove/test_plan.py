@@ -11,7 +11,7 @@ import yaml
 
 from app.cli import run_verb
 from app.hardware import Gpu
-from app.prove.plan import PROVE, SETTINGS, Plan, _Asked, _known, _overrides, make_plan, micro_batch
+from app.prove.plan import PROVE, SETTINGS, Plan, _Command, _known, _overrides, make_plan, micro_batch
 from trainers.config.mistakes import ConfigError
 from trainers.config.parse import Request
 from trainers.config.validation import build
@@ -61,7 +61,7 @@ def test_a_config_file_is_a_choice_and_a_preset_is_none(tmp_path: Path) -> None:
 def test_a_preset_that_leaves_the_promise_is_told() -> None:
     given = build({"model_name_or_path": "x", "dataset_name": "y", "mixed_precision": "bf16", "save_steps": 7})
     used = given.model_copy(update={"mixed_precision": "no", "save_steps": 0})
-    asked = _Asked(["its-name"], {}, Request(), {}, {})
+    asked = _Command(["its-name"], {}, Request(), {}, {})
     assert [line["option"] for line in _overrides(asked, given, used, _known(SETTINGS), {})] == ["mixed_precision"]
 
 

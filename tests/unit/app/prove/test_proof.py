@@ -416,7 +416,10 @@ def test_a_strategy_that_falls_takes_its_row_with_it(prove: Prove) -> None:
     ("words", "line"),
     [
         (["--steps", "1"], "steps=1 has no middle"),
-        (["--control", "mean-of-means", "--global_batch_size", "8"], "control=mean-of-means is no fault of a resume"),
+        (
+            ["--control", "mean-of-means", "--global_batch_size", "8"],
+            "control=mean-of-means is not a fault of a resume",
+        ),
         (["--strategies", "single:2"], "strategy single:2: distributed_type='NO' is one process"),
         (["--strategies", "ddp,ddp:0"], "strategy ddp:0: num_processes=0 is refused; write at least 1"),
     ],

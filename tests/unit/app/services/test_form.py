@@ -123,9 +123,9 @@ def test_a_mistake_is_shown_at_the_field_of_its_option() -> None:
     mistakes = {
         "dataset_name": Mistake("dataset_name", "seed=3.jsonl", "does not exist", "check the path"),
         "columns": Mistake("columns.promt", None, "is not an option"),
-        "gpus": Mistake("num_processes", "x", "is no number"),
+        "gpus": Mistake("num_processes", "x", "is not a number"),
         "strategy": Mistake("mixed_precision", "fp16", "is refused", source="ddp.yaml"),
-        "": Mistake("strange", None, "names seed, and is no field"),
+        "": Mistake("strange", None, "names seed, and is not a field"),
     }
     assert by_field(mistakes.values()) == {field: [mistake] for field, mistake in mistakes.items()}
 
