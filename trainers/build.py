@@ -265,10 +265,10 @@ def _refuse_used_mirror(checkpoints: Checkpoints) -> None:
     """A new run needs a place without copies: it would take them for its own. Collective."""
     error = None
     try:
-        mirror = checkpoints.remote_copy
-        if mirror and (steps := mirror.steps()):
+        remote = checkpoints.remote_copy
+        if remote and (steps := remote.steps()):
             error = TrainingError(
-                f"checkpoint_url={mirror.url} holds checkpoints, the newest of step {steps[0]}; go on from them "
+                f"checkpoint_url={remote.url} holds checkpoints, the newest of step {steps[0]}; go on from them "
                 "with --resume_from_checkpoint auto, or use another"
             )
     except TrainingError as problem:

@@ -37,7 +37,7 @@ from trainers.config.options import TrainConfig, absolute_paths, precision_lines
 from trainers.config.parse import Request, parse_request
 from trainers.config.validation import ignored_choices
 from trainers.run.compatibility import changes_since_save
-from trainers.run.device_locks import Held, Holder, local_need, take_now
+from trainers.run.device_locks import HeldSlots, Holder, local_need, take_now
 from trainers.run.ending import Ending
 from trainers.run.errors import RollBack, TrainingError
 from trainers.run.folder import Process, RunFolder, now, register_outside, write_json
@@ -108,14 +108,14 @@ def with_micro_batch(config: TrainConfig, strategy: Strategy, request: Request) 
     return fitted, [*request.notes, *line]
 
 
-def take_gpus(config: TrainConfig, run: RunFolder) -> Held:
+def take_gpus(config: TrainConfig, run: RunFolder) -> HeldSlots:
     """The locks of this machine's ranks, taken by the first of them; the others hold none.
 
     Raises:
         ConfigError: when another run has one of the GPUs.
     """
     if config.share_gpus or os.environ.get("LOCAL_RANK", "0") != "0":
-        return Held({})
+        return HeldSlots({})
     ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), [gpu.uuid for gpu in find_gpus()]
     return take_now(local_need(ranks, gpus), Holder(run.id, str(run.path)), timeout=8.0)
 

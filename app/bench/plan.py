@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from app.command_line import DEVICES, Args, Verb
-from app.launch.job import Job, as_argument, train_job
+from app.launch.job import TrainJob, as_argument, train_job
 from app.prove.plan import SHORT_RUN
 from trainers.config.command_line import option
 from trainers.config.mistakes import ConfigError, Mistake, Mistakes
@@ -137,7 +137,7 @@ class Plan:
         turns: number of runs of each trial.
     """
 
-    job: Job
+    job: TrainJob
     base: Trial
     variants: list[Trial]
     steps: int | None
@@ -177,7 +177,7 @@ def make_plan(args: Args) -> Plan:
     )
 
 
-def make_trial(job: Job, changes: Mapping[str, Any], steps: int | None) -> Trial:
+def make_trial(job: TrainJob, changes: Mapping[str, Any], steps: int | None) -> Trial:
     """A trial of the job's settings with changes; marked as not possible if `train` would refuse them.
 
     Args:

@@ -11,7 +11,7 @@ from app.command_line import Args
 from app.commands.runs import confirm_memory
 from app.console import clean, number, report, report_json, say, show_table
 from app.launch.foreground import EXIT_CODES, print_summary, run_program, speed, train
-from app.launch.job import Job, train_job
+from app.launch.job import TrainJob, train_job
 from trainers.config.mistakes import ConfigError
 from trainers.config.parse import Request
 from trainers.embedded import BASE_DIR
@@ -66,7 +66,7 @@ def score(run: RunFolder) -> tuple[dict[str, Any], dict[str, Any]]:
     return before, after
 
 
-def _document(job: Job, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+def _document(job: TrainJob, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     seconds, rate = speed(job.run)
     keys = ("eval_loss", "exact_match")
     return {
@@ -80,7 +80,7 @@ def _document(job: Job, before: dict[str, Any], after: dict[str, Any]) -> dict[s
     }
 
 
-def _show(job: Job, before: dict[str, Any], after: dict[str, Any]) -> None:
+def _show(job: TrainJob, before: dict[str, Any], after: dict[str, Any]) -> None:
     seconds, rate = speed(job.run)
     report(f"\nTrained in {number(seconds, 1)} s with {job.strategy.name} at {number(rate, 0)} tokens/s\n")
     scores = {"before": before, "after": after}
@@ -96,7 +96,7 @@ def _show(job: Job, before: dict[str, Any], after: dict[str, Any]) -> None:
         report("  " + line)
 
 
-def _next_commands(job: Job) -> list[str]:
+def _next_commands(job: TrainJob) -> list[str]:
     """Three commands that work on this machine: own data, another strategy, the list of runs."""
     preset, processes = job.config.preset, job.devices.num_processes
     others = [name for name in strategy_names() if name != job.strategy.name]

@@ -23,7 +23,7 @@ from app.launch.foreground import (
     train,
     where,
 )
-from app.launch.job import Job, resume_job, train_job
+from app.launch.job import TrainJob, resume_job, train_job
 from app.runs.runs import (
     end_by_force,
     find_run,
@@ -52,7 +52,7 @@ def train_verb(argv: Sequence[str]) -> int:
     return _start(job, args)
 
 
-def _check(job: Job, args: Args) -> int:
+def _check(job: TrainJob, args: Args) -> int:
     """Runs only the pre-flight check."""
     for line in job.notes:
         say(clean(line))
@@ -72,7 +72,7 @@ def _check(job: Job, args: Args) -> int:
     return 0
 
 
-def _start(job: Job, args: Args) -> int:
+def _start(job: TrainJob, args: Args) -> int:
     """Starts the run, in the background or here; one that will hardly fit only after a question, on a terminal.
 
     Raises:
@@ -82,7 +82,7 @@ def _start(job: Job, args: Args) -> int:
     return _detach(job, args) if "detach" in args.switches else _train(job, args)
 
 
-def confirm_memory(job: Job, quiet: bool, as_json: bool) -> None:
+def confirm_memory(job: TrainJob, quiet: bool, as_json: bool) -> None:
     """Warns when the run is not expected to fit, and on a terminal asks whether to start it anyway.
 
     Raises:
@@ -96,7 +96,7 @@ def confirm_memory(job: Job, quiet: bool, as_json: bool) -> None:
             raise ConfigError("not started: it needs more memory than is free")
 
 
-def _detach(job: Job, args: Args) -> int:
+def _detach(job: TrainJob, args: Args) -> int:
     """Starts the run in the background; returns 0 once its supervisor has taken over."""
     say_choices(job)
     state = background.start(job, quiet="quiet" in args.switches)
@@ -112,7 +112,7 @@ def _detach(job: Job, args: Args) -> int:
     return 0
 
 
-def _train(job: Job, args: Args) -> int:
+def _train(job: TrainJob, args: Args) -> int:
     state = train(job, quiet="quiet" in args.switches)
     as_json = "json" in args.switches
     if as_json:

@@ -19,7 +19,7 @@ from app.command_line import Args
 from app.console import shortened
 from app.launch import background
 from app.launch.foreground import refusal_in, run_program
-from app.launch.job import Job, clone_job, resume_job, writable_parent
+from app.launch.job import TrainJob, clone_job, resume_job, writable_parent
 from app.runs.runs import true_state
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
@@ -75,7 +75,7 @@ def resume(run: RunFolder, args: Args | None = None) -> dict[str, Any]:
     return background.start(resume_job(run, args or Args()))
 
 
-def clone(run: RunFolder, args: Args | None = None) -> Job:
+def clone(run: RunFolder, args: Args | None = None) -> TrainJob:
     """A new run with the settings, strategy and devices of `run`, and with the values of `args` in their place.
 
     Raises:

@@ -15,7 +15,7 @@ from typing import Any
 from app.accelerate_launch import launch_environment, module_argv, module_environment
 from app.hardware import Devices
 from app.launch.foreground import held, preflight, take_back, write_folder
-from app.launch.job import Job
+from app.launch.job import TrainJob
 from app.launch.machines import choose_machines
 from app.launch.restarts import run_to_end
 from app.runs.runs import gpu_ids, world_size
@@ -29,7 +29,7 @@ START_TIMEOUT = 60.0
 """Seconds for the supervisor to take the run over; it imports for a second or two."""
 
 
-def start(job: Job, quiet: bool = True) -> dict[str, Any]:
+def start(job: TrainJob, quiet: bool = True) -> dict[str, Any]:
     """Checks a job, writes its folder and starts its supervisor.
 
     Args:
@@ -57,7 +57,7 @@ def start(job: Job, quiet: bool = True) -> dict[str, Any]:
                 take_back(job.run)
 
 
-def _hand_over(job: Job, lock: int) -> dict[str, Any]:
+def _hand_over(job: TrainJob, lock: int) -> dict[str, Any]:
     """Starts the supervisor, which inherits the hold on the run, and waits until it has said that it is there."""
     args = [str(job.run.path), str(lock), *(["--resume_from", job.resume_from] if job.resume_from else [])]
     child = subprocess.Popen(

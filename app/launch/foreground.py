@@ -21,7 +21,7 @@ from typing import Any, TextIO
 
 from app.accelerate_launch import check_argv, check_environment, command_line, launch_environment
 from app.console import clean, counted, number, report, say
-from app.launch.job import Job, refuse_unresumable, run_attempt
+from app.launch.job import TrainJob, refuse_unresumable, run_attempt
 from app.launch.progress import progress_display
 from app.launch.restarts import run_to_end
 from app.launch.supervisor import Listener
@@ -47,7 +47,7 @@ class CheckBroke(RuntimeError):
         super().__init__(cause)
 
 
-def train(job: Job, quiet: bool) -> dict[str, Any]:
+def train(job: TrainJob, quiet: bool) -> dict[str, Any]:
     """Trains a job in the foreground.
 
     Args:
@@ -67,14 +67,14 @@ def train(job: Job, quiet: bool) -> dict[str, Any]:
         return launch(job, _display(job, quiet))
 
 
-def say_choices(job: Job) -> None:
+def say_choices(job: TrainJob) -> None:
     """Says what was chosen for the user, and what the user should know of the own choices."""
     for line in [*job.notes, *(f"warning: {warning}" for warning in job.warnings)]:
         say(clean(line))
 
 
 def launch(
-    job: Job, display: AbstractContextManager[Listener], outer: Mapping[str, str] | None = None
+    job: TrainJob, display: AbstractContextManager[Listener], outer: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     """Trains a job that the pre-flight check let pass.
 
@@ -106,7 +106,7 @@ def launch(
 
 
 @contextlib.contextmanager
-def _display(job: Job, quiet: bool) -> Iterator[Listener]:
+def _display(job: TrainJob, quiet: bool) -> Iterator[Listener]:
     if not quiet:
         say(f"run {job.run.id}: {job.strategy.name} on {where(job)}")
     with progress_display(job.run, quiet, job.warnings) as listener:
@@ -114,7 +114,7 @@ def _display(job: Job, quiet: bool) -> Iterator[Listener]:
 
 
 @contextlib.contextmanager
-def held(job: Job) -> Iterator[TextIO]:
+def held(job: TrainJob) -> Iterator[TextIO]:
     """Holds the job's run, and looks again whether it may start: another start may have come first.
 
     Raises:
@@ -166,7 +166,7 @@ def take_back(run: RunFolder) -> None:
             folder.rmdir()
 
 
-def where(job: Job) -> str:
+def where(job: TrainJob) -> str:
     """`GPUs 0, 2` or `2 CPU processes`, of this machine."""
     ids, count, machines = job.devices.gpu_ids, job.devices.local_processes, job.devices.machines
     gpu_names = f"GPU{'s' * (len(ids) > 1)} {', '.join(map(str, ids))}"
@@ -174,7 +174,7 @@ def where(job: Job) -> str:
     return f"{devices_text} of machine {machines.rank} of {machines.count}" if machines else devices_text
 
 
-def preflight(job: Job, quiet: bool) -> None:
+def preflight(job: TrainJob, quiet: bool) -> None:
     """Lets the training script check data, model and arithmetic, without a launcher.
 
     Raises:
@@ -290,7 +290,7 @@ def spinner(text: str, quiet: bool) -> Iterator[None]:
         yield
 
 
-def write_folder(job: Job) -> None:
+def write_folder(job: TrainJob) -> None:
     """Makes the run folder, or brings a resumed one up to date.
 
     Raises:
@@ -316,7 +316,7 @@ def write_folder(job: Job) -> None:
     register_outside(run, job.config.runs_dir)
 
 
-def result(job: Job, state: Mapping[str, Any]) -> dict[str, Any]:
+def result(job: TrainJob, state: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON document of `train` and `resume`."""
     values = last_values(job.run)
     return {

@@ -37,7 +37,7 @@ _LONGEST_NAME, _LONGEST_PATH = 255, 4095
 
 
 @dataclass
-class Job:
+class TrainJob:
     """A run that can be started.
 
     Args:
@@ -61,7 +61,7 @@ class Job:
     attempt: int | None = None
 
 
-def train_job(args: Args) -> Job:
+def train_job(args: Args) -> TrainJob:
     """The job of `tunesmith train`.
 
     Raises:
@@ -118,7 +118,7 @@ def _file_mistake(word: str) -> Mistake:
     return Mistake("", None, f"{name!r} is not a preset", f"{remedy} or a --model_name_or_path")
 
 
-def resume_job(run: RunFolder, args: Args) -> Job:
+def resume_job(run: RunFolder, args: Args) -> TrainJob:
     """The job that goes on with a stopped or failed run; options given again replace the old ones.
 
     Raises:
@@ -139,7 +139,7 @@ def resume_job(run: RunFolder, args: Args) -> Job:
     return job
 
 
-def clone_job(run: RunFolder, args: Args) -> Job:
+def clone_job(run: RunFolder, args: Args) -> TrainJob:
     """The job of a new run with the settings of another; options given replace the old ones.
 
     Raises:
@@ -206,7 +206,7 @@ def _keeps_strategy(run: RunFolder, values: dict[str, str]) -> bool:
     return processes > 1
 
 
-def job_of(request: Request, values: dict[str, str], mistakes: Mistakes, run: RunFolder | None) -> Job:
+def job_of(request: Request, values: dict[str, str], mistakes: Mistakes, run: RunFolder | None) -> TrainJob:
     """The job of a request.
 
     Args:
@@ -253,7 +253,7 @@ def job_of(request: Request, values: dict[str, str], mistakes: Mistakes, run: Ru
         + _promise(config, strategy)
     )
     resume_from = "auto" if run else config.resume_from_checkpoint
-    return Job(config, strategy, devices, folder, resume_from, warnings, [*request.notes, *fit.notes])
+    return TrainJob(config, strategy, devices, folder, resume_from, warnings, [*request.notes, *fit.notes])
 
 
 def _promise(config: TrainConfig, strategy: Strategy) -> list[str]:

@@ -14,7 +14,7 @@ from app.launch.nodes import FIRST_JOIN_TIMEOUT, JOIN_TIMEOUT, Nodes
 from app.launch.supervisor import POLL, Listener, RunSignals, supervise
 from app.runs.runs import last_checkpoint, saved_step
 from trainers.config.parse import Request, dump_yaml
-from trainers.run.device_locks import Held, Need, enqueue, give_up, try_take, who_has
+from trainers.run.device_locks import HeldSlots, Need, enqueue, give_up, try_take, who_has
 from trainers.run.ending import Ending
 from trainers.run.folder import Process, RunFolder, log_line, read_json, write_atomic
 from trainers.strategy.strategy import load_strategy
@@ -144,7 +144,9 @@ def smaller_batch(run: RunFolder) -> str | None:
     )
 
 
-def wait_for_slots(run: RunFolder, devices: Devices, on_event: Listener, look: Callable[[], bool]) -> Held | None:
+def wait_for_slots(
+    run: RunFolder, devices: Devices, on_event: Listener, keep_waiting: Callable[[], bool]
+) -> HeldSlots | None:
     """The slots of a run on this machine once its turn has come.
 
     Args:
@@ -156,7 +158,7 @@ def wait_for_slots(run: RunFolder, devices: Devices, on_event: Listener, look: C
     need, printed, looked = need_of(devices), "", -QUEUE_POLL
     ticket = enqueue(run.path, run.id, need)
     try:
-        while look():
+        while keep_waiting():
             if time.monotonic() - looked >= QUEUE_POLL:
                 looked = time.monotonic()
                 if (held := try_take(ticket)) is not None:
@@ -180,25 +182,25 @@ class _Attempts:
 
     def to_end(self, share_gpus: bool, resume_from: str | None, max_restarts: int) -> Ending:
         """Waits for the slots, and launches; FileNotFoundError when the run folder is lost meanwhile."""
-        held = Held({}) if share_gpus else self.wait()
+        held = HeldSlots({}) if share_gpus else self.wait()
         if held is None:
             return CANCELLED
         with held:
             return self.go(held, resume_from, max_restarts)
 
-    def wait(self) -> Held | None:
+    def wait(self) -> HeldSlots | None:
         """The run's slots once its turn has come; None when a stop is asked for first."""
 
-        def look() -> bool:
+        def keep_waiting() -> bool:
             self.run.refuse_lost()
             self.signals.pass_on(self.run, self.on_event)
             return self.run.stop_asked() is None
 
         queued = {"state": "queued", "cause": None, "ending": None}
         self.run.write_state(**queued, processes=[Process.of("supervisor").as_json()])
-        return wait_for_slots(self.run, self.devices, self.on_event, look)
+        return wait_for_slots(self.run, self.devices, self.on_event, keep_waiting)
 
-    def go(self, held: Held, resume_from: str | None, max_restarts: int) -> Ending:
+    def go(self, held: HeldSlots, resume_from: str | None, max_restarts: int) -> Ending:
         """Launches until the run ends by itself, is stopped, or would only crash again.
 
         A launch that made no step beyond its checkpoint, or crashed at the very step of the one before, would.
@@ -227,7 +229,7 @@ class _Attempts:
         """Where a further attempt goes on: a copy of a checkpoint may be elsewhere when none is here."""
         return "auto" if last_checkpoint(self.run) else resume_from or "auto"
 
-    def _launch_what_fits(self, held: Held, source: str | None, timeout: float) -> Ending:
+    def _launch_what_fits(self, held: HeldSlots, source: str | None, timeout: float) -> Ending:
         """One launch, and further ones that are no restart after a crash.
 
         Those have smaller batches where memory ran out, or skip the batches of a loss spike. Both come to an end: a
@@ -247,7 +249,7 @@ class _Attempts:
             self.on_event("note", change)
             source = self._source(resume_from)
 
-    def _launch(self, held: Held, source: str | None, timeout: float) -> Ending:
+    def _launch(self, held: HeldSlots, source: str | None, timeout: float) -> Ending:
         """One launch, to its end; the other machines have `timeout` seconds to join it."""
         self.doing = "trained"
         machines = self.devices.machines

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from app.accelerate_launch import launch_argv
-from app.launch.job import Job, as_argument
+from app.launch.job import TrainJob, as_argument
 from app.launch.nodes import FIRST_JOIN_TIMEOUT, JOIN_TIMEOUT, NodeStatus
 from app.launch.process_tree import adopting_orphans
 from app.launch.restarts import lost_state, wait_for_slots
@@ -23,14 +23,14 @@ from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig, absolute_paths
 from trainers.config.parse import Request
 from trainers.config.yaml_file import read_yaml
-from trainers.run.device_locks import Held
+from trainers.run.device_locks import HeldSlots
 from trainers.run.folder import END_STATES, LIVE_STATES, log_line, read_json, register_outside
 
 LEFT = {"state": "stopped", "cause": "stopped before machine 0 had started the run", "step": 0}
 _OWN = ("output_dir", "resume_from_checkpoint", "runs_dir")
 
 
-def join_to_end(job: Job, env: Mapping[str, str], on_event: Listener) -> dict[str, Any]:
+def join_to_end(job: TrainJob, env: Mapping[str, str], on_event: Listener) -> dict[str, Any]:
     """Trains this machine's part of a run whose state machine 0 keeps.
 
     Args:
@@ -52,7 +52,7 @@ def join_to_end(job: Job, env: Mapping[str, str], on_event: Listener) -> dict[st
 
 
 class _WorkerNode:
-    def __init__(self, job: Job, env: Mapping[str, str], on_event: Listener, signals: RunSignals):
+    def __init__(self, job: TrainJob, env: Mapping[str, str], on_event: Listener, signals: RunSignals):
         self.job, self.run, self.env, self.signals = job, job.run, env, signals
         self.name = f"machine {job.devices.machine_rank}"
         self.status_file = NodeStatus(job.run, job.devices.machine_rank)
@@ -61,7 +61,7 @@ class _WorkerNode:
         # The launch that was joined last; an old one's end is not this run's.
         self.joined = before.get("launched_at") if before.get("state") in END_STATES else None
         self.resumes = self.joined is not None
-        self.held: Held | None = Held({}) if job.config.share_gpus else None
+        self.held: HeldSlots | None = HeldSlots({}) if job.config.share_gpus else None
         self.seen: tuple[Any, ...] = ()
         self.seen_at = time.monotonic()
         self.doing = "waited for machine 0"
@@ -160,15 +160,15 @@ class _WorkerNode:
             if local != there
         ]
 
-    def _wait_for_slots(self, launch: str) -> Held | None:
+    def _wait_for_slots(self, launch: str) -> HeldSlots | None:
         """This machine's slots, once they are free; None when the launch is over by then."""
 
-        def look() -> bool:
+        def keep_waiting() -> bool:
             self.run.refuse_lost()
             self.signals.pass_on(self.run, self.tell)
             return not is_over(self._state(), launch)
 
-        return wait_for_slots(self.run, self.job.devices, self.tell, look)
+        return wait_for_slots(self.run, self.job.devices, self.tell, keep_waiting)
 
 
 def is_over(state: Mapping[str, Any], launch: Any) -> bool:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from app.command_line import DEVICES, Args, Verb
 from app.console import shortened
 from app.hardware import CPU_PROCESSES, choose_devices
-from app.launch.job import Job, as_argument, train_job
+from app.launch.job import TrainJob, as_argument, train_job
 from trainers.config.command_line import option, switch
 from trainers.config.mistakes import ConfigError, Mistake, Mistakes
 from trainers.config.options import MACHINE_OPTIONS, UNKNOWN, TrainConfig
@@ -86,7 +86,7 @@ class Row:
 
     strategy: str
     world_size: int
-    job: Job | None = None
+    job: TrainJob | None = None
     reason: str | None = None
     warnings: list[str] = field(default_factory=list)
 
@@ -108,7 +108,7 @@ class Plan:
     folder: Path
     steps: int
     control: str
-    reference: Job
+    reference: TrainJob
     rows: list[Row]
     overrides: list[dict[str, str]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -152,7 +152,7 @@ class _Command:
         preset = self.names[0] if self.names else self.request.preset
         return replace(self.request, preset=preset).resolve()
 
-    def job(self, devices: dict[str, str], changes: Mapping[str, str]) -> Job:
+    def job(self, devices: dict[str, str], changes: Mapping[str, str]) -> TrainJob:
         """The training job with these changes."""
         options = {**self.request.options, **changes}
         return train_job(Args(self.names, devices, request=replace(self.request, options=options)))
@@ -202,7 +202,7 @@ def _fill(plan: Plan, command: _Command, entries: list[_Entry], settings: dict[s
     micro = micro_batch(config.global_batch_size, limit, sizes, several)
     shared = {**settings, "per_device_train_batch_size": str(micro), "runs_dir": str(plan.folder)}
 
-    def job(name: str, devices: dict[str, str], control: str) -> Job:
+    def job(name: str, devices: dict[str, str], control: str) -> TrainJob:
         output_dir = str(plan.folder / name.replace(":", "-"))
         return command.job(devices, {**shared, "output_dir": output_dir, **_known({"control": control})})
 

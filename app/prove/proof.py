@@ -19,7 +19,7 @@ from typing import Any
 from app.console import clean, say
 from app.hardware import cpu_count
 from app.launch.foreground import CheckBroke, how_it_ended, interruptible, launch, preflight, where
-from app.launch.job import Job
+from app.launch.job import TrainJob
 from app.launch.progress import progress_display
 from app.launch.supervisor import Listener
 from app.prove.plan import Plan, Row
@@ -214,7 +214,7 @@ class Proof:
         if not self.quiet:
             say(clean(f"      {verdict(entry, self.plan.control != 'none')}"))
 
-    def _train(self, job: Job, entry: dict[str, Any], label: str, keep: bool = False) -> dict[str, Any]:
+    def _train(self, job: TrainJob, entry: dict[str, Any], label: str, keep: bool = False) -> dict[str, Any]:
         """One run from its check to its end; what it leaves is tidied whatever comes, but for checkpoints to `keep`.
 
         Raises:
@@ -241,7 +241,7 @@ class Proof:
             unregister(job.run)
             _tidy(job.run, keep)
 
-    def _display(self, job: Job) -> AbstractContextManager[Listener]:
+    def _display(self, job: TrainJob) -> AbstractContextManager[Listener]:
         return progress_display(job.run, self.quiet or not sys.stderr.isatty(), job.warnings)
 
     def _judge(self, row: Row, entry: dict[str, Any], state: Mapping[str, Any]) -> None:

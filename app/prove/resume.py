@@ -14,7 +14,7 @@ from typing import Any
 
 from app.console import clean, say
 from app.launch.foreground import CheckBroke
-from app.launch.job import Job
+from app.launch.job import TrainJob
 from app.prove.plan import Plan, Row
 from app.prove.proof import Comparison, Curve, Proof, blank, compare, curve_of, failure
 from app.prove.report import facts, verdict
@@ -96,11 +96,11 @@ class ResumeProof(Proof):
         if not self.quiet:
             say(clean(f"      {verdict(entry, False)}"))
 
-    def _saving(self, job: Job) -> Job:
+    def _saving(self, job: TrainJob) -> TrainJob:
         """The job with a checkpoint in the middle, which stays."""
         return replace(job, config=job.config.model_copy(update={"save_steps": self.middle, "save_total_limit": 100}))
 
-    def _trained(self, job: Job, entry: dict[str, Any], label: str, keep: bool = False) -> str | None:
+    def _trained(self, job: TrainJob, entry: dict[str, Any], label: str, keep: bool = False) -> str | None:
         """One run; what is wrong with it."""
         try:
             return failure(self._train(job, entry, label, keep))
@@ -134,7 +134,7 @@ def _folder(entry: Mapping[str, Any]) -> str:
     return f"{entry['from']}-to-{entry['to']}".replace(":", "-")
 
 
-def _moved(job: Job, checkpoint: Path, folder: Path) -> Job:
+def _moved(job: TrainJob, checkpoint: Path, folder: Path) -> TrainJob:
     """The job of one strategy that goes on from another one's checkpoint, in a folder of its own."""
     config = job.config.model_copy(update={"output_dir": str(folder), "resume_from_checkpoint": str(checkpoint)})
     return replace(job, config=config, run=RunFolder(folder), resume_from=str(checkpoint))

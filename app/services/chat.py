@@ -26,7 +26,7 @@ from app.services.allowed_paths import path_mistakes
 from app.services.rpc_client import Worker, WorkerDied
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import EMBEDDED
-from trainers.run.device_locks import Held, Holder, Need, take_now, who_has
+from trainers.run.device_locks import HeldSlots, Holder, Need, take_now, who_has
 from trainers.run.folder import RunFolder
 
 SIDES = ("tuned", "base")
@@ -215,7 +215,7 @@ class Chats:
         self._load_lock = threading.Lock()
         self._state_lock = threading.RLock()
         self._worker: Worker | None = None
-        self._gpu_lock: Held | None = None
+        self._gpu_lock: HeldSlots | None = None
         self._gpu: Gpu | None = None
         self._target: Target | None = None
         self._stage: str | None = None
@@ -442,7 +442,7 @@ class Chats:
         }
 
 
-def _take_gpu(target: Target) -> tuple[Gpu | None, Held | None]:
+def _take_gpu(target: Target) -> tuple[Gpu | None, HeldSlots | None]:
     """Locks the first free GPU that the target allows; `(None, None)` for the CPU, which needs no lock.
 
     Raises:

@@ -17,7 +17,7 @@ from app.accelerate_launch import by_hand_line
 from app.console import shortened
 from app.hardware import Devices
 from app.launch.device_fit import fit_devices
-from app.launch.job import Job, job_of
+from app.launch.job import TrainJob, job_of
 from app.runs.runs import gpu_ids, run_of_id, world_size
 from app.services.allowed_paths import INPUTS, OUTPUTS, path_mistakes, strategy_mistake
 from app.services.choices import GpuChoice
@@ -87,7 +87,7 @@ class Preview:
     numbers: Numbers | None = None
     yaml: str = ""
     command: str = ""
-    job: Job | None = None
+    job: TrainJob | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -256,7 +256,7 @@ def by_field(mistakes: Iterable[Mistake]) -> dict[str, list[Mistake]]:
     return grouped
 
 
-def _preview_of(job: Job, texts: Mapping[str, str], strategy: str | None) -> Preview:
+def _preview_of(job: TrainJob, texts: Mapping[str, str], strategy: str | None) -> Preview:
     config = job.config
     warnings = [*job.warnings, *(f"Data: {note}." for note in known_notes(config))]
     args = _option_args(config, texts)
@@ -302,7 +302,7 @@ def _reproduces(command: str, expected: Strategy, config: TrainConfig) -> bool:
     return reread.sizes == expected.sizes
 
 
-def _tunesmith_command(strategy: str, job: Job, args: Sequence[str]) -> str:
+def _tunesmith_command(strategy: str, job: TrainJob, args: Sequence[str]) -> str:
     return shlex.join([*tunesmith_program(), "train", "--strategy", strategy, *device_args(job), *args])
 
 
@@ -312,13 +312,13 @@ def tunesmith_program() -> list[str]:
     return [str(script)] if script.exists() else [sys.executable, "-P", "-m", "app.cli"]
 
 
-def device_args(job: Job) -> list[str]:
+def device_args(job: TrainJob) -> list[str]:
     """The job's devices as command-line arguments."""
     ids, count = job.devices.gpu_ids, job.devices.num_processes
     return ["--gpus", ",".join(map(str, ids))] if ids else ["--num_processes", str(count)]
 
 
-def numbers_of(job: Job) -> Numbers:
+def numbers_of(job: TrainJob) -> Numbers:
     """The numbers derived from a job's options."""
     config, ranks, rows = job.config, job.strategy.data_parallel_size, known_rows(job.config)
     per_epoch = math.ceil(rows / config.global_batch_size) if rows else None

@@ -11,7 +11,7 @@ from typing import Any
 
 from app import hardware
 from app.launch.foreground import CheckBroke, where
-from app.launch.job import Job
+from app.launch.job import TrainJob
 from app.plan.command import count
 from app.plan.estimate import GIB, Hardware, plan_row
 from trainers.config.mistakes import ConfigError
@@ -65,14 +65,14 @@ class _VerdictCache:
 _VERDICTS = _VerdictCache()
 
 
-def known_verdict(job: Job) -> Verdict | None:
+def known_verdict(job: TrainJob) -> Verdict | None:
     """The verdict if it is available without counting the model; otherwise None."""
     if _surely_fits(job):
         return Verdict(True)
     return _VERDICTS.get(_key(job))
 
 
-def memory_verdict(job: Job) -> Verdict:
+def memory_verdict(job: TrainJob) -> Verdict:
     """The verdict; counts the model if necessary, which takes some seconds.
 
     If the model cannot be counted, the pre-flight check reports why.
@@ -84,7 +84,7 @@ def memory_verdict(job: Job) -> Verdict:
     return verdict
 
 
-def _count(job: Job) -> Verdict:
+def _count(job: TrainJob) -> Verdict:
     memory, devices = free_memory(job), job.devices
     kind, machines = "gpu" if devices.gpu_ids else "cpu", devices.machines.count if devices.machines else 1
     host = float(host_memory.available()) * machines  # assume that the other machines have as much
@@ -104,7 +104,7 @@ def _count(job: Job) -> Verdict:
     )
 
 
-def free_memory(job: Job) -> float:
+def free_memory(job: TrainJob) -> float:
     """Bytes free for each process; GPUs held by another run count as empty, since this run waits for it to end."""
     ids = job.devices.gpu_ids
     if not ids:
@@ -115,7 +115,7 @@ def free_memory(job: Job) -> float:
     )
 
 
-def _surely_fits(job: Job) -> bool:
+def _surely_fits(job: TrainJob) -> bool:
     """Whether even a generous upper bound fits easily; False when the model is not a local folder."""
     config = job.config
     folder = BASE_DIR if config.model_name_or_path == EMBEDDED else Path(config.model_name_or_path)
@@ -141,6 +141,6 @@ def _activations(config: TrainConfig, model_config: dict[str, Any]) -> float:
     )
 
 
-def _key(job: Job) -> str:
+def _key(job: TrainJob) -> str:
     """A key of all that determines the verdict, with free memory in steps of 1 GiB."""
     return f"{dump_yaml(job.config)}{job.strategy.dump()}{job.devices}{free_memory(job) // GIB}"

@@ -29,7 +29,7 @@ def build(values: dict[str, Any]) -> TrainConfig:
         required = {name: "x" for name, field in TrainConfig.model_fields.items() if field.is_required()}
         good = {name: value for name, value in values.items() if name not in bad}
         config = TrainConfig.model_validate({**required, **good})
-    mistakes += clashes(config)
+    mistakes += conflicting_options(config)
     if mistakes:
         raise ConfigError(mistakes)
     return config
@@ -56,7 +56,7 @@ def _default_hint(name: str) -> str:
     return f"its default is {field.get_default()!r}" if not field.is_required() else "it must be given"
 
 
-def clashes(config: TrainConfig) -> list[Mistake]:
+def conflicting_options(config: TrainConfig) -> list[Mistake]:
     """Options that cannot stand together."""
     evaluates, method = config.has_evaluation(), config.method
     rules: list[tuple[bool, str, object, str, str]] = [

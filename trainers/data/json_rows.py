@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from trainers.config.mistakes import ConfigError
 from trainers.data.files import DataFile
 from trainers.data.formats import NEEDED
-from trainers.data.shards import ROW_BYTES, BadRow, Item, Shard, content_end, lines, too_large
+from trainers.data.shards import ROW_BYTES, BadRow, FileShard, Item, content_end, lines, too_large
 from trainers.data.strict_json import STRICT, DuplicateKey
 
 JSON_BYTES = 512 << 20
@@ -22,7 +22,7 @@ _COLON = re.compile(r"\s*:\s*")
 _LENIENT = json.JSONDecoder()
 
 
-def shard_lines(file: DataFile, shard_bytes: int) -> Iterator[Shard]:
+def shard_lines(file: DataFile, shard_bytes: int) -> Iterator[FileShard]:
     """Shards of a JSONL file: as `group` over its lines would, but newlines are counted a block at a time."""
     with open(file.path, "rb") as stream:
         end = content_end(stream, file.size)
@@ -36,11 +36,11 @@ def shard_lines(file: DataFile, shard_bytes: int) -> Iterator[Shard]:
                 stop += len(block)
                 rows += block.endswith(b"\n")
             rows += stop >= end  # the last line has no newline: the content ends before it
-            yield Shard(file, start, stop, line, 0, rows)
+            yield FileShard(file, start, stop, line, 0, rows)
             start, line = stop, line + rows
 
 
-def read_lines(shard: Shard, sample_by: str, wanted: list[str]) -> Iterator[Item]:
+def read_lines(shard: FileShard, sample_by: str, wanted: list[str]) -> Iterator[Item]:
     """The rows of a JSONL shard."""
     with open(shard.file.path, "rb") as stream:
         for _, line, content in lines(stream, shard.start, shard.end, shard.line):
@@ -78,7 +78,7 @@ def _object(value: Any) -> dict[str, Any] | BadRow:
     )
 
 
-def shard_list(file: DataFile, shard_bytes: int, columns: Mapping[str, str]) -> Iterator[Shard]:
+def shard_list(file: DataFile, shard_bytes: int, columns: Mapping[str, str]) -> Iterator[FileShard]:
     """Shards of a `.json` file whose rows have these `columns`; the whole file is held in memory meanwhile."""
     if _holds_json_lines(file):
         yield from shard_lines(replace(file, kind="jsonl"), shard_bytes)
@@ -93,9 +93,9 @@ def shard_list(file: DataFile, shard_bytes: int, columns: Mapping[str, str]) -> 
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError:
-        yield Shard(file, 0, file.size, 1, 0, 1)  # the reader reports the error
+        yield FileShard(file, 0, file.size, 1, 0, 1)  # the reader reports the error
         return
-    shard: Shard | None = None
+    shard: FileShard | None = None
     rows = 0
     wrapper = _wrapper(text, columns)
     siblings = wrapper.siblings if wrapper else ()
@@ -104,7 +104,7 @@ def shard_list(file: DataFile, shard_bytes: int, columns: Mapping[str, str]) -> 
             yield replace(shard, end=offset, rows=rows)
             shard, siblings = None, ()
         if shard is None:
-            shard, rows = Shard(file, offset, offset, line, 0, 0, in_list=in_list, siblings=siblings), 0
+            shard, rows = FileShard(file, offset, offset, line, 0, 0, in_list=in_list, siblings=siblings), 0
         rows += 1
     if shard:
         yield replace(shard, end=len(content), rows=rows)
@@ -208,7 +208,7 @@ def _rows_key(value: dict[str, Any], columns: Mapping[str, str]) -> str | None:
     return keys[0] if len(keys) == 1 else None
 
 
-def read_list(shard: Shard, sample_by: str, wanted: list[str]) -> Iterator[Item]:
+def read_list(shard: FileShard, sample_by: str, wanted: list[str]) -> Iterator[Item]:
     """The rows of a shard of a `.json` file."""
     with open(shard.file.path, "rb") as stream:
         stream.seek(shard.start)

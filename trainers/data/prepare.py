@@ -27,7 +27,7 @@ from trainers.data.files import DataFile, identity, ignored_files, resolve
 from trainers.data.formats import NEEDED, OPTIONAL, recognise, unrecognised
 from trainers.data.progress import Progress, say
 from trainers.data.report import TOO_LONG, Report
-from trainers.data.shards import SHARD_BYTES, Shard
+from trainers.data.shards import SHARD_BYTES, FileShard
 from trainers.data.sources import plan, read
 from trainers.data.template import Encoder, training_encoder
 from trainers.data.tokenise import Options, Selection, TokenizeTask, row_hashes
@@ -192,7 +192,7 @@ def selection_of(config: TrainConfig, split: Split, rows: int) -> Selection:
     return Selection(config.seed, threshold, split == "eval")
 
 
-def formats_of(config: TrainConfig, shards: list[Shard]) -> dict[str, str]:
+def formats_of(config: TrainConfig, shards: list[FileShard]) -> dict[str, str]:
     """Detects the format of each file from its first readable rows.
 
     Raises:
@@ -211,7 +211,7 @@ def formats_of(config: TrainConfig, shards: list[Shard]) -> dict[str, str]:
     return formats
 
 
-def _sniff(shard: Shard, config: TrainConfig) -> str:
+def _sniff(shard: FileShard, config: TrainConfig) -> str:
     """The format of a file, from its first shard; `auto` (row by row) if none of its first rows can be read."""
     first: tuple[str, list[str]] | None = None
     for count, (line, row) in enumerate(read(shard, config.sample_by)):
@@ -227,11 +227,11 @@ def _sniff(shard: Shard, config: TrainConfig) -> str:
     raise unrecognised(*first, config.columns)
 
 
-def _first_rows(shards: list[Shard], selection: Selection, limit: int | None) -> list[Shard]:
+def _first_rows(shards: list[FileShard], selection: Selection, limit: int | None) -> list[FileShard]:
     """The shards that contain the first `limit` rows of the split."""
     if limit is None:
         return shards
-    selected: list[Shard] = []
+    selected: list[FileShard] = []
     for shard in shards:
         chosen = np.flatnonzero(selection.choose(shard.first_row, shard.rows))
         if len(chosen) >= limit:
@@ -241,12 +241,12 @@ def _first_rows(shards: list[Shard], selection: Selection, limit: int | None) ->
     return selected
 
 
-def _row_count(shards: list[Shard], selection: Selection) -> int:
+def _row_count(shards: list[FileShard], selection: Selection) -> int:
     """Rows of the split in these shards."""
     return sum(int(selection.choose(shard.first_row, shard.rows).sum()) for shard in shards)
 
 
-def _tasks(shards: list[Shard], files: list[DataFile], formats: dict[str, str], folder: Path) -> list[TokenizeTask]:
+def _tasks(shards: list[FileShard], files: list[DataFile], formats: dict[str, str], folder: Path) -> list[TokenizeTask]:
     """Groups shards, in order, into tasks of about `SHARD_BYTES`, each with its own path for part files."""
     numbers = {file.path: number for number, file in enumerate(files)}
     tasks: list[TokenizeTask] = []
@@ -260,7 +260,7 @@ def _tasks(shards: list[Shard], files: list[DataFile], formats: dict[str, str], 
     return tasks
 
 
-def _bytes(shard: Shard) -> int:
+def _bytes(shard: FileShard) -> int:
     """Approximate bytes of text in a shard."""
     return shard.rows * _HUB_ROW_BYTES if shard.file.kind in ("hub", "parquet") else shard.end - shard.start
 

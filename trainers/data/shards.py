@@ -21,7 +21,7 @@ class BadRow(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Shard:
+class FileShard:
     """A contiguous range of one file.
 
     Attributes:
@@ -89,18 +89,18 @@ def lines(stream: BinaryIO, start: int, end: int, line: int) -> Iterator[Record]
 
 def group(
     file: DataFile, records: Iterable[Record], end: int, shard_bytes: int, header: tuple[str, ...] = ()
-) -> Iterator[Shard]:
+) -> Iterator[FileShard]:
     """Groups records into shards of at least `shard_bytes` each, except the last."""
     start, first_line, rows = -1, 1, 0
     for offset, line, _ in records:
         if start < 0:
             start, first_line = offset, line
         elif offset - start >= shard_bytes:
-            yield Shard(file, start, offset, first_line, 0, rows, header)
+            yield FileShard(file, start, offset, first_line, 0, rows, header)
             start, first_line, rows = offset, line, 0
         rows += 1
     if rows:
-        yield Shard(file, start, end, first_line, 0, rows, header)
+        yield FileShard(file, start, end, first_line, 0, rows, header)
 
 
 def too_large() -> BadRow:

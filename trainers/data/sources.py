@@ -13,12 +13,12 @@ from dataclasses import replace
 from trainers.config.mistakes import ConfigError
 from trainers.data import json_rows, table_rows, text_rows
 from trainers.data.files import DataFile, unreadable
-from trainers.data.shards import SHARD_BYTES, BadRow, Item, Shard
+from trainers.data.shards import SHARD_BYTES, BadRow, FileShard, Item
 
 
 def plan(
     files: Iterable[DataFile], sample_by: str, shard_bytes: int = SHARD_BYTES, columns: Mapping[str, str] | None = None
-) -> list[Shard]:
+) -> list[FileShard]:
     """Splits files into shards, in order.
 
     Args:
@@ -35,7 +35,7 @@ def plan(
 
 def iter_shards(
     files: Iterable[DataFile], sample_by: str, shard_bytes: int, columns: Mapping[str, str]
-) -> Iterator[Shard]:
+) -> Iterator[FileShard]:
     """The shards of `plan`, lazily: files are scanned only as far as shards are consumed."""
     row = 0
     for file in files:
@@ -47,11 +47,11 @@ def iter_shards(
         except (OSError, ValueError) as error:
             raise error if isinstance(error, ConfigError) else unreadable(file.display_name, error) from None
         if empty:
-            yield Shard(file, 0, 0, 1, row, 1)
+            yield FileShard(file, 0, 0, 1, row, 1)
             row += 1
 
 
-def read(shard: Shard, sample_by: str, wanted: Iterable[str] = ()) -> Iterator[Item]:
+def read(shard: FileShard, sample_by: str, wanted: Iterable[str] = ()) -> Iterator[Item]:
     """Yields `shard.rows` items: line number (row number for Parquet and Hub data) and row.
 
     Args:
@@ -86,11 +86,11 @@ def unread_columns(file: DataFile, wanted: Iterable[str]) -> list[str]:
     return [name for name in names if columns and name not in columns]
 
 
-def _empty(shard: Shard) -> Iterator[Item]:
+def _empty(shard: FileShard) -> Iterator[Item]:
     yield 1, BadRow("empty file", "it has no rows")
 
 
-def _file_shards(file: DataFile, sample_by: str, shard_bytes: int, columns: Mapping[str, str]) -> Iterator[Shard]:
+def _file_shards(file: DataFile, sample_by: str, shard_bytes: int, columns: Mapping[str, str]) -> Iterator[FileShard]:
     if file.kind == "hub":
         return table_rows.shard_hub(file)
     if file.kind == "parquet":
@@ -102,7 +102,7 @@ def _file_shards(file: DataFile, sample_by: str, shard_bytes: int, columns: Mapp
     return (json_rows.shard_lines if file.kind == "jsonl" else table_rows.shard_csv)(file, shard_bytes)
 
 
-_READERS: dict[str, Callable[[Shard, str, list[str]], Iterator[Item]]] = {
+_READERS: dict[str, Callable[[FileShard, str, list[str]], Iterator[Item]]] = {
     "jsonl": json_rows.read_lines,
     "json": json_rows.read_list,
     "csv": table_rows.read_csv,

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 from trainers.config.mistakes import ConfigError
 from trainers.data.files import DataFile, hub_rows
-from trainers.data.shards import ROW_BYTES, BadRow, Item, Shard, content_end, group, lines, too_large
+from trainers.data.shards import ROW_BYTES, BadRow, FileShard, Item, content_end, group, lines, too_large
 
 HUB_ROWS = 10_000  # rows of a Hub data set per shard
 SNIFFED_LINES = 20
@@ -118,7 +118,7 @@ def _delimiter(stream: BinaryIO, end: int, kind: str) -> str:
     return usual
 
 
-def shard_csv(file: DataFile, shard_bytes: int) -> Iterator[Shard]:
+def shard_csv(file: DataFile, shard_bytes: int) -> Iterator[FileShard]:
     """Shards of a CSV or TSV file, which is parsed to find row boundaries, as a quoted field may contain newlines."""
     with open(file.path, "rb") as stream:
         end = content_end(stream, file.size, b"\r\n")
@@ -141,7 +141,7 @@ def shard_csv(file: DataFile, shard_bytes: int) -> Iterator[Shard]:
         yield from (replace(shard, delimiter=delimiter) for shard in shards)
 
 
-def read_csv(shard: Shard, sample_by: str, wanted: list[str]) -> Iterator[Item]:
+def read_csv(shard: FileShard, sample_by: str, wanted: list[str]) -> Iterator[Item]:
     """The rows of a CSV or TSV shard."""
     with open(shard.file.path, "rb") as stream:
         columns = len(shard.header)
@@ -166,20 +166,20 @@ def _csv_row(fields: list[str], header: tuple[str, ...]) -> dict[str, Any] | Bad
         return BadRow("invalid UTF-8", f"byte 0x{error.object[error.start]:02x}; save the file as UTF-8")
 
 
-def _row_shards(file: DataFile, counts: Iterable[int]) -> Iterator[Shard]:
+def _row_shards(file: DataFile, counts: Iterable[int]) -> Iterator[FileShard]:
     start = 0
     for count in counts:
         if count:
-            yield Shard(file, start, start + count, start + 1, 0, count)
+            yield FileShard(file, start, start + count, start + 1, 0, count)
         start += count
 
 
-def shard_hub(file: DataFile) -> Iterator[Shard]:
+def shard_hub(file: DataFile) -> Iterator[FileShard]:
     """Shards of `HUB_ROWS` rows."""
     return _row_shards(file, [min(HUB_ROWS, file.size - start) for start in range(0, file.size, HUB_ROWS)])
 
 
-def shard_parquet(file: DataFile, shard_bytes: int) -> Iterator[Shard]:
+def shard_parquet(file: DataFile, shard_bytes: int) -> Iterator[FileShard]:
     """Shards of a Parquet file: row groups joined up to `shard_bytes`."""
     import pyarrow.parquet as pq
 
@@ -222,7 +222,7 @@ def _stripped(value: Any) -> Any:
     return [_stripped(item) for item in value] if isinstance(value, list) else value
 
 
-def read_parquet(shard: Shard, sample_by: str, wanted: list[str]) -> Iterator[Item]:
+def read_parquet(shard: FileShard, sample_by: str, wanted: list[str]) -> Iterator[Item]:
     """The rows of a Parquet shard, a few megabytes at a time."""
     import pyarrow.parquet as pq
 
@@ -243,7 +243,7 @@ def read_parquet(shard: Shard, sample_by: str, wanted: list[str]) -> Iterator[It
                 number += 1
 
 
-def read_hub(shard: Shard, sample_by: str, wanted: list[str]) -> Iterator[Item]:
+def read_hub(shard: FileShard, sample_by: str, wanted: list[str]) -> Iterator[Item]:
     """The rows of a shard of a Hub data set."""
     data = hub_rows(shard.file.path, shard.file.config_name, shard.file.split)
     columns = columns_to_read(data.column_names, wanted)

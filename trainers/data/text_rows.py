@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
 from trainers.data.files import DataFile
-from trainers.data.shards import BOM, ROW_BYTES, BadRow, Item, Record, Shard, content_end, group, lines, too_large
+from trainers.data.shards import BOM, ROW_BYTES, BadRow, FileShard, Item, Record, content_end, group, lines, too_large
 
 
 def _text_records(stream: BinaryIO, start: int, end: int, line: int, sample_by: str) -> Iterator[Record]:
@@ -37,7 +37,7 @@ def _paragraphs(records: Iterable[Record]) -> Iterator[Record]:
         yield first, number, b"".join(paragraph) if size <= ROW_BYTES else None
 
 
-def shard_text(file: DataFile, sample_by: str, shard_bytes: int) -> Iterator[Shard]:
+def shard_text(file: DataFile, sample_by: str, shard_bytes: int) -> Iterator[FileShard]:
     """Shards of a text file, split between documents."""
     with open(file.path, "rb") as stream:
         end = content_end(stream, file.size)
@@ -46,7 +46,7 @@ def shard_text(file: DataFile, sample_by: str, shard_bytes: int) -> Iterator[Sha
             yield from group(file, _text_records(stream, 0, end, 1, sample_by), end, shard_bytes)
 
 
-def read_text(shard: Shard, sample_by: str, wanted: list[str]) -> Iterator[Item]:
+def read_text(shard: FileShard, sample_by: str, wanted: list[str]) -> Iterator[Item]:
     """The documents of a text shard, each as a row with `text`."""
     with open(shard.file.path, "rb") as stream:
         for _, line, content in _text_records(stream, shard.start, shard.end, shard.line, sample_by):

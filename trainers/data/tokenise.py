@@ -15,7 +15,7 @@ from trainers.config.mistakes import ConfigError
 from trainers.data.files import DataFile
 from trainers.data.formats import Document, RowError, canonical, wanted_columns
 from trainers.data.report import TOO_LONG, Report
-from trainers.data.shards import BadRow, Shard
+from trainers.data.shards import BadRow, FileShard
 from trainers.data.sources import read, unread_columns
 from trainers.data.template import Encoded, Encoder
 
@@ -93,7 +93,7 @@ class TokenizeTask:
         part: Path of the part files, without their suffixes.
     """
 
-    shards: list[tuple[Shard, int, str]]
+    shards: list[tuple[FileShard, int, str]]
     part: str
 
     def to_json(self) -> dict[str, Any]:
@@ -108,7 +108,9 @@ class TokenizeTask:
             file = DataFile(**shard.pop("file"))
             shards.append(
                 (
-                    Shard(file, **{**shard, "header": tuple(shard["header"]), "siblings": tuple(shard["siblings"])}),
+                    FileShard(
+                        file, **{**shard, "header": tuple(shard["header"]), "siblings": tuple(shard["siblings"])}
+                    ),
                     number,
                     name,
                 )
@@ -156,7 +158,7 @@ def run_task(
 _Row = tuple[int, Document | BadRow]
 
 
-def _batches(shard: Shard, format_name: str, options: Options) -> Iterator[list[_Row]]:
+def _batches(shard: FileShard, format_name: str, options: Options) -> Iterator[list[_Row]]:
     """The shard's documents with their line numbers, a few hundred at a time."""
     batch: list[_Row] = []
     size = 0

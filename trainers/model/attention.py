@@ -83,7 +83,7 @@ def sdpa(
     return sdpa_attention_forward(module, query, key, value, mask, is_causal=True, **_plain(kwargs))
 
 
-class _Spread(torch.autograd.Function):
+class _SpreadSlots(torch.autograd.Function):
     """Rows to their slots, zeros between them; `_Gather` is the way back. Each has the other for its gradient."""
 
     @staticmethod
@@ -96,7 +96,7 @@ class _Spread(torch.autograd.Function):
         return upstream[0].index_select(0, ctx.slots), None, None
 
 
-class _Gather(torch.autograd.Function):
+class _GatherSlots(torch.autograd.Function):
     """The rows in some slots, none twice; so its gradient adds nothing up, unlike that of `index_select`."""
 
     @staticmethod
@@ -124,13 +124,13 @@ def documents(
     _refuse_unknown(attention_mask, kwargs)
     slots, buckets = layout.side_by_side
     sizes = [count * width for count, width in buckets]
-    spread = (_Spread.apply(_rows(states), slots, sum(sizes)) for states in (query, key, value))
+    spread = (_SpreadSlots.apply(_rows(states), slots, sum(sizes)) for states in (query, key, value))
     parts = []
     for bucket, *three in zip(buckets, *(states.split(sizes) for states in spread), strict=True):
         beside = (part.unflatten(0, bucket).transpose(1, 2) for part in three)
         # The padding is on the right, where no token looks.
         parts.append(sdpa_attention_forward(module, *beside, None, is_causal=True, **_plain(kwargs))[0].flatten(0, 1))
-    output = _Gather.apply(torch.cat(parts), slots)
+    output = _GatherSlots.apply(torch.cat(parts), slots)
     return output.unflatten(0, (query.shape[0], query.shape[2])), None
 
 

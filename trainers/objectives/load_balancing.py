@@ -72,7 +72,7 @@ class LoadBalancing:
             totals.append(torch.stack([(values * weight).sum(0) for values in (chosen, probabilities)]))
         return torch.stack(totals).sum(0)
 
-    def weigh(self, counted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def balance_term(self, counted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The term of the global batch, without its coefficient, and what it weighs each probability with.
 
         Args:
@@ -87,7 +87,7 @@ class LoadBalancing:
         return (weights * probabilities).sum(), weights
 
 
-def weighed_probabilities(
+def weighted_probabilities(
     router_logits: Iterable[torch.Tensor], real: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     """Router probabilities times `weights`, summed over experts, real tokens and layers: an fp32 scalar.
@@ -128,7 +128,7 @@ def count_routing(
             real = micro_batch.real.to(device, non_blocking=True)
             counts, _ = model(**micro_batch.inputs(device), real_tokens=real)
             counted = counted + counts
-    term, weights = balancing.weigh(all_reduce(counted if contributes else torch.zeros_like(counted)))
+    term, weights = balancing.balance_term(all_reduce(counted if contributes else torch.zeros_like(counted)))
     # The caller divides the loss by the trained tokens.
     return term, weights * balancing.coefficient * max(batch.trained_tokens, 1)
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from trainers.data.layout import AttentionMetadata, DocumentLayout, MetadataRoute
-from trainers.objectives.load_balancing import LoadBalancing, weighed_probabilities
+from trainers.objectives.load_balancing import LoadBalancing, weighted_probabilities
 
 # 32M fp32 logits (128 MiB) at once; it depends on the vocabulary alone, so that all strategies chunk alike.
 LOGITS_PER_CHUNK = 2**25
@@ -244,6 +244,6 @@ class SupervisedLoss(nn.Module):
         correct = (picked.detach().argmax(-1) == labels).sum()
         loss = functional.cross_entropy(picked, labels, reduction="sum")
         if real is not None and expert_weights is not None:
-            balance = weighed_probabilities(output.router_logits, real, expert_weights)
+            balance = weighted_probabilities(output.router_logits, real, expert_weights)
             loss = loss + (balance - balance.detach())  # its gradient, while the loss that is logged compares
         return loss, correct

@@ -52,7 +52,7 @@ class Holder:
     pid: int = field(default_factory=os.getpid)
 
 
-class Held:
+class HeldSlots:
     """Slots that are held until `close`, or until every process that has the file descriptors has ended."""
 
     def __init__(self, files: dict[str, TextIO]):
@@ -73,7 +73,7 @@ class Held:
             file.close()
         self.files = {}
 
-    def __enter__(self) -> Held:
+    def __enter__(self) -> HeldSlots:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -138,7 +138,7 @@ def _is_held(slot: str) -> bool:
     return False
 
 
-def _lock_all(need: Need, holder: Holder) -> Held | None:
+def _lock_all(need: Need, holder: Holder) -> HeldSlots | None:
     """Locks everything that is needed, or nothing."""
     devices = list(need.gpus)
     if need.cpu_slots:
@@ -148,7 +148,7 @@ def _lock_all(need: Need, holder: Holder) -> Held | None:
         if len(free) < count:
             return None
         devices += free[:count]
-    held = Held({})
+    held = HeldSlots({})
     for slot in devices:
         file = _try_lock(slot, holder)
         if file is None:
@@ -165,7 +165,7 @@ def holders() -> dict[str, dict[str, Any]]:
         return {slot: read_json(_locks() / f"{slot}.lock") or {"run": "?"} for slot in names if _is_held(slot)}
 
 
-def take_now(need: Need, holder: Holder, timeout: float = 0.0) -> Held:
+def take_now(need: Need, holder: Holder, timeout: float = 0.0) -> HeldSlots:
     """Takes slots for what cannot be queued. Those that tickets wait for are not taken.
 
     Args:
@@ -287,7 +287,7 @@ def _end_of(tickets: Sequence[Ticket]) -> int:
     return max((ticket.position for ticket in tickets), default=0) + 1
 
 
-def try_take(ticket: Ticket) -> Held | None:
+def try_take(ticket: Ticket) -> HeldSlots | None:
     """The slots of a ticket, when all of them are free and no earlier ticket waits for one; the ticket ends then."""
     with _mutex():
         held = _lock_all(ticket.need, Holder(ticket.name, ticket.run_dir))

@@ -26,7 +26,7 @@ from trainers.data.formats import wanted_columns
 from trainers.data.prepare import TokenSet, formats_of, load_tokenizer, options_of, refuse_bad, selection_of, tokenised
 from trainers.data.progress import listeners
 from trainers.data.report import Report
-from trainers.data.shards import SHARD_BYTES, BadRow, Shard
+from trainers.data.shards import SHARD_BYTES, BadRow, FileShard
 from trainers.data.sources import iter_shards, read
 from trainers.data.template import training_encoder
 from trainers.data.tokenise import Selection, document_of, encode_rows
@@ -63,7 +63,7 @@ class Preview:
         self.encoder.may_die = True  # this process may end; its parent reports that and starts another
         self.options = options_of(config, self.encoder, Selection())
         self._shard_iterator = iter_shards(self.files, config.sample_by, PAGE_BYTES, config.columns)
-        self._shards: list[Shard] = []
+        self._shards: list[FileShard] = []
         self._all_sharded = False
         self._formats: dict[str, str] = {}
         self._packed: Rows | None = None
@@ -102,7 +102,7 @@ class Preview:
             else:
                 self._shards.append(shard)
 
-    def _items(self, offset: int, count: int) -> Iterator[tuple[Shard, int, int, Any]]:
+    def _items(self, offset: int, count: int) -> Iterator[tuple[FileShard, int, int, Any]]:
         """Rows with their shard, their number and their line."""
         self._advance(offset)
         firsts = [shard.first_row for shard in self._shards]
@@ -122,7 +122,7 @@ class Preview:
                 raise ConfigError(f"{shard.file.display_name} changed while it was read; try again when it is complete")
             index += 1
 
-    def _row(self, shard: Shard, number: int, line: int, item: Any) -> dict[str, Any]:
+    def _row(self, shard: FileShard, number: int, line: int, item: Any) -> dict[str, Any]:
         options, report = self.options, Report()
         raw = item if isinstance(item, BadRow) else document_of(item, self._format(shard.file), options)
         pieces = encode_rows([(line, raw)], shard.file.display_name, self.encoder, options, report)

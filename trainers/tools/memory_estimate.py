@@ -63,7 +63,7 @@ _NIBBLE, _SCALES = 0.5, 0.127 / 8
 """Bytes of a 4-bit weight, and of its share of the scales, which every rank has (`trainers/model/quantization.py`)."""
 
 
-class Live(TorchDispatchMode):
+class PeakMemoryMode(TorchDispatchMode):
     """Bytes of the tensors that were made inside and are still alive: now, and at most.
 
     Args:
@@ -183,7 +183,7 @@ def peak(config: TrainConfig, model: nn.Module, rows: int, length: int) -> int:
             weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
         known = [tensor for weight in loss.parameters() for tensor in (weight, weight.grad) if tensor is not None]
         ids = torch.zeros(rows, length, dtype=torch.int64)
-        live = Live([*known, *loss.buffers(), ids])
+        live = PeakMemoryMode([*known, *loss.buffers(), ids])
         loss.train()
         with live:
             every = ids.new_zeros(ids.numel())

@@ -10,7 +10,7 @@ from typing import Any
 import gradio as gr
 
 from app.launch.foreground import where
-from app.launch.job import Job
+from app.launch.job import TrainJob
 from app.runs.detail import checkpoints
 from app.services.choices import GpuChoice, StrategyChoice
 from app.services.fields import COMMON
@@ -134,7 +134,7 @@ def panel(preview: Preview, progress: str = "") -> Html:
     return element("div", join(parts), id="train-preview", data_errors=json.dumps(preview.error_lines()))
 
 
-def _verdict(job: Job) -> Html:
+def _verdict(job: TrainJob) -> Html:
     """Green only for what is known to fit; a model not counted yet is counted at launch."""
     launch, known = f"{job.strategy.name} on {where(job)}", known_verdict(job)
     if known is None or known.fits is None:
@@ -153,7 +153,7 @@ def _field_link(name: str, line: str) -> Html:
     return element("button", line, type="button", class_="ts-jump", data_field=name, data_section=section)
 
 
-def numbers(derived: Numbers, job: Job) -> list[tuple[str, str]]:
+def numbers(derived: Numbers, job: TrainJob) -> list[tuple[str, str]]:
     """The derived numbers as labels and texts."""
     batch = (
         f"{derived.global_batch_size:,} rows = {derived.micro_batch} per micro-batch x {derived.accumulation_steps} "
@@ -171,7 +171,7 @@ def numbers(derived: Numbers, job: Job) -> list[tuple[str, str]]:
     return [*rows, ("Evaluation", _evaluation(job)), ("Run folder in", str(job.run.path.parent))]
 
 
-def _evaluation(job: Job) -> str:
+def _evaluation(job: TrainJob) -> str:
     config = job.config
     if not config.has_evaluation():
         return "none"

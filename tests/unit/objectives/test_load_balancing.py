@@ -24,7 +24,7 @@ from trainers.embedded import BASE_DIR
 from trainers.model.load import load_model_config
 from trainers.model.small_model import small_config
 from trainers.objectives import load_balancing
-from trainers.objectives.load_balancing import FAMILIES, LoadBalancing, balancing_lines, weighed_probabilities
+from trainers.objectives.load_balancing import FAMILIES, LoadBalancing, balancing_lines, weighted_probabilities
 from trainers.strategy.strategy import load_strategy
 from trainers.tools.preflight import check
 
@@ -72,10 +72,10 @@ def test_one_micro_batch_has_the_loss_of_the_familys_own_forward_pass(family: st
     assert balancing is not None
     own_factor = getattr(model, balancing.name)
     assert balancing.coefficient == own_factor
-    term, weights = balancing.weigh(balancing.count(output.router_logits, real))
+    term, weights = balancing.balance_term(balancing.count(output.router_logits, real))
     limit = bound(0.0)
     assert relative(term, output.aux_loss.double()) < limit
-    assert relative(weighed_probabilities(output.router_logits, real, weights), output.aux_loss) < limit
+    assert relative(weighted_probabilities(output.router_logits, real, weights), output.aux_loss) < limit
 
 
 def gradients(taken: Steps) -> dict[str, torch.Tensor]:

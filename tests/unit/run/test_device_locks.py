@@ -20,7 +20,7 @@ import pytest
 
 from trainers.config.mistakes import ConfigError
 from trainers.run import device_locks
-from trainers.run.device_locks import Held, Holder, Need, Ticket, cpu_slots, local_need
+from trainers.run.device_locks import HeldSlots, Holder, Need, Ticket, cpu_slots, local_need
 from trainers.run.folder import Process, read_json
 
 GPUS = [f"GPU-{number:04}" for number in range(8)]
@@ -32,7 +32,7 @@ class Hands:
     """What another process does when a test asks it to."""
 
     def __init__(self) -> None:
-        self.held = Held({})
+        self.held = HeldSlots({})
         self.ticket: Ticket | None = None
 
     def take_now(self, name: str, need: Need) -> list[str]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as some
 from app.command_line import TRAIN
 from app.launch import actions
 from app.launch.foreground import held, write_folder
-from app.launch.job import Job, clone_job, resume_job, train_job
+from app.launch.job import TrainJob, clone_job, resume_job, train_job
 from tests.made_runs import add_checkpoint, made_run
 from trainers.config.mistakes import ConfigError
 from trainers.embedded import BASE_DIR
@@ -49,7 +49,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def start(run: RunFolder, *more: str) -> Job:
+def start(run: RunFolder, *more: str) -> TrainJob:
     """What a start does, up to the launch."""
     job = train_job(TRAIN.read(["tiny-lora", "--output_dir", str(run.path), *more]))
     with held(job):

@@ -33,7 +33,7 @@ from app.bench.report import advice, conclusion, helpful
 from app.cli import run_verb
 from app.hardware import Gpu
 from app.launch.foreground import CheckBroke
-from app.launch.job import Job
+from app.launch.job import TrainJob
 from app.launch.supervisor import STOP_NOTES, Listener
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
@@ -309,19 +309,21 @@ class Launcher:
         self.interrupt_at = 0
         self.refused: dict[str, Exception] = {}
 
-    def name(self, job: Job) -> str:
+    def name(self, job: TrainJob) -> str:
         given, names = self.given, [name for name in SETTINGS if getattr(job.config, name) != getattr(self.given, name)]
         assert given.model_name_or_path == job.config.model_name_or_path
         return "+".join(f"{name}={getattr(job.config, name)}" for name in names) or "yours"
 
-    def preflight(self, job: Job, quiet: bool) -> None:
+    def preflight(self, job: TrainJob, quiet: bool) -> None:
         if not hasattr(self, "given"):
             self.given = job.config
         for part, error in self.refused.items():
             if part in self.name(job):
                 raise error
 
-    def __call__(self, job: Job, display: AbstractContextManager[Listener], outer: Mapping[str, str]) -> dict[str, Any]:
+    def __call__(
+        self, job: TrainJob, display: AbstractContextManager[Listener], outer: Mapping[str, str]
+    ) -> dict[str, Any]:
         name, run = self.name(job), job.run
         self.ran.append(name)
         self.folders.append(run.path)

@@ -17,17 +17,17 @@ import pytest
 from app.command_line import TRAIN
 from app.hardware import Devices
 from app.launch import actions, background
-from app.launch.job import Job, train_job
+from app.launch.job import TrainJob, train_job
 from app.launch.restarts import need_of
 from app.runs.runs import true_state
 from tests.made_runs import made_run
 from trainers.config.mistakes import ConfigError
-from trainers.run.device_locks import Held, Holder, Need, holders, place_of, take_now
+from trainers.run.device_locks import HeldSlots, Holder, Need, holders, place_of, take_now
 from trainers.run.folder import END_STATES, RunFolder
 
 
 @pytest.fixture(autouse=True)
-def busy(elsewhere: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+def busy(elsewhere: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldSlots]:
     """All CPU slots, held; the check of data and model, which has tests of its own, is left out."""
     monkeypatch.setattr(background, "preflight", lambda job, quiet: None)
     with take_now(Need(cpu_slots=1000), Holder("busy")) as held:
@@ -38,7 +38,7 @@ def busy(elsewhere: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
                     os.kill(process.pid, signal.SIGKILL)
 
 
-def new_job(name: str = "mine") -> Job:
+def new_job(name: str = "mine") -> TrainJob:
     return train_job(TRAIN.read(["tiny-lora", "--num_processes", "1", "--output_dir", f"runs/{name}"]))
 
 
@@ -104,7 +104,7 @@ def test_a_start_pressed_twice_starts_one_run() -> None:
     assert [one.pid for one in here if one.status() != psutil.STATUS_ZOMBIE] == [supervisor(run).pid]
 
 
-def test_a_stop_right_after_the_start_is_heeded(busy: Held) -> None:
+def test_a_stop_right_after_the_start_is_heeded(busy: HeldSlots) -> None:
     run = new_job().run
     background.start(new_job())
     actions.stop(run)

@@ -10,7 +10,7 @@ import pytest
 import app.hardware
 from app.command_line import TRAIN
 from app.hardware import Gpu
-from app.launch.job import Job, train_job
+from app.launch.job import TrainJob, train_job
 from app.services.choices import GpuChoice
 from app.services.form import default_gpus, preview
 from trainers.config.mistakes import ConfigError
@@ -30,7 +30,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(app.hardware, "find_gpus", lambda: machine)
 
 
-def job_of(*words: str) -> Job:
+def job_of(*words: str) -> TrainJob:
     return train_job(TRAIN.read(words))
 
 

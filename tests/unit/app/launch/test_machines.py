@@ -18,7 +18,7 @@ from app.hardware import Devices, Gpu
 from app.launch import restarts, supervisor, worker_node
 from app.launch.exit_cause import cause_of
 from app.launch.foreground import where, write_folder
-from app.launch.job import Job, resume_job, train_job
+from app.launch.job import TrainJob, resume_job, train_job
 from app.launch.machines import choose_machines, devices_here
 from app.launch.nodes import Nodes, NodeStatus
 from app.launch.restarts import need_of, run_to_end
@@ -259,7 +259,7 @@ class Member:
         self.thread = threading.Thread(target=self._go, args=(job,), daemon=True)
         self.thread.start()
 
-    def _go(self, job: Job) -> None:
+    def _go(self, job: TrainJob) -> None:
         try:
             self.state = join_to_end(job, os.environ, lambda kind, text: None)
         except ConfigError as error:

@@ -14,7 +14,7 @@ import pytest
 from app.cli import run_verb
 from app.console import clean
 from app.launch.foreground import CheckBroke
-from app.launch.job import Job
+from app.launch.job import TrainJob
 from app.prove.command import exit_status
 from app.prove.proof import Curve, compare
 from app.prove.report import markdown
@@ -91,7 +91,7 @@ class Launcher:
         self.trained: list[str] = []
         self.listed: list[bool] = []
 
-    def __call__(self, job: Job, display: object, outer: object = None) -> dict[str, Any]:
+    def __call__(self, job: TrainJob, display: object, outer: object = None) -> dict[str, Any]:
         run, name = job.run, job.run.id
         run.create()
         self.trained.append(name)
@@ -193,7 +193,7 @@ def test_without_a_reference_nothing_is_judged(prove: Prove) -> None:
 
 def test_what_the_check_refuses_cannot_run(prove: Prove) -> None:
     class Checking(Launcher):
-        def preflight(self, job: Job, quiet: bool) -> None:
+        def preflight(self, job: TrainJob, quiet: bool) -> None:
             if job.run.id == "ddp":
                 raise ConfigError("method=odd is refused under ddp; use single")
 
@@ -204,7 +204,7 @@ def test_what_the_check_refuses_cannot_run(prove: Prove) -> None:
 
 def test_a_check_that_crashes_is_a_failure(prove: Prove) -> None:
     class Crashing(Launcher):
-        def preflight(self, job: Job, quiet: bool) -> None:
+        def preflight(self, job: TrainJob, quiet: bool) -> None:
             if job.run.id == "ddp":
                 raise CheckBroke("the check broke off", "")
 
@@ -349,7 +349,7 @@ def test_the_help_names_what_is_set(width: str, monkeypatch: pytest.MonkeyPatch,
 class Saving(Launcher):
     """Leaves a checkpoint in the middle too, and logs what comes after it in a run that goes on from one."""
 
-    def __call__(self, job: Job, display: object, outer: object = None) -> dict[str, Any]:
+    def __call__(self, job: TrainJob, display: object, outer: object = None) -> dict[str, Any]:
         state = super().__call__(job, display, outer)
         (job.run.checkpoints / "step-00000001").mkdir(exist_ok=True)
         if job.resume_from:
@@ -393,7 +393,7 @@ def test_on_its_own_topology_the_weights_must_be_the_same(prove: Prove) -> None:
     """Control: the curve is the same, the exported weights are not."""
 
     class Other(Saving):
-        def __call__(self, job: Job, display: object, outer: object = None) -> dict[str, Any]:
+        def __call__(self, job: TrainJob, display: object, outer: object = None) -> dict[str, Any]:
             state = super().__call__(job, display, outer)
             if job.run.id == "ddp-to-ddp":
                 (job.run.model / "model.safetensors").write_text("other weights")

@@ -13,7 +13,7 @@ import app.launch.machines
 from app.command_line import TRAIN
 from app.commands import runs
 from app.hardware import Devices, Gpu, choose_devices
-from app.launch.job import Job, train_job
+from app.launch.job import TrainJob, train_job
 from app.services import memory_check
 from app.services.form import preview
 from app.services.memory_check import Verdict, known_verdict, memory_verdict
@@ -31,7 +31,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, *used: float, busy: int = 0) -> No
     monkeypatch.setattr(app.hardware, "find_gpus", lambda: machine)
 
 
-def job_of(*words: str) -> Job:
+def job_of(*words: str) -> TrainJob:
     return train_job(TRAIN.read(words))
 
 
@@ -100,7 +100,7 @@ def test_on_a_terminal_it_asks(
 ) -> None:  # fmt: skip
     from app.cli import run_verb
 
-    started: list[Job] = []
+    started: list[TrainJob] = []
     monkeypatch.setattr(runs, "memory_verdict", lambda job: Verdict(False, "needs 99 GiB"))
     monkeypatch.setattr(runs, "_train", lambda job, words: started.append(job) or 0)
     monkeypatch.setattr("sys.stdin", stdin)
@@ -130,7 +130,7 @@ def test_gpus_that_others_use_are_not_taken_by_default(monkeypatch: pytest.Monke
 def test_the_demo_asks_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from app.commands import demo
 
-    started: list[Job] = []
+    started: list[TrainJob] = []
     monkeypatch.setattr(runs, "memory_verdict", lambda job: Verdict(False, "needs 99 GiB"))
     monkeypatch.setattr(demo, "train", lambda job, quiet: started.append(job) or {"state": "stopped", "step": 0})
     monkeypatch.setattr("sys.stdin", Terminal("n\n"))
