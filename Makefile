@@ -1,4 +1,4 @@
-# make demo: set up and fine-tune the embedded model.  make test: set up and show each promise once, in ten minutes.
+# make demo: install and fine-tune the embedded model.  make test: set up and show each promise once, in ten minutes.
 # make check: what a change must pass.  make e2e, make parity, make faults: three suites whole.
 # TORCH=cuda|cpu chooses the build of torch; the default follows the machine (see docs/getting-started.md).
 
@@ -7,7 +7,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
-STAMP := $(VENV)/.installed
+# uv where it is installed, which is quicker; else pip.
+INSTALL := $(if $(shell command -v uv 2>/dev/null),uv pip install --python $(BIN)/python,$(BIN)/python -m pip install)
+APP := $(VENV)/.app
+DEVELOPMENT := $(VENV)/.development
 
 # Tests that compare numbers, and the kernels of other machines, which add up in other orders.
 NUMERIC := tests/unit/model/test_attention.py tests/unit/model/test_load.py tests/unit/parallel/test_optimizer.py \
@@ -20,22 +23,26 @@ AVX512 := ATEN_CPU_CAPABILITY=avx512 MKL_ENABLE_INSTRUCTIONS=AVX512
 
 .PHONY: setup demo check test test-all test-browser test-kernels e2e parity faults docs bench lint clean
 
-setup: $(STAMP)
+setup: $(DEVELOPMENT)
 
-# The CPU build is a version of its own (+cpu) where the package index offers it; else the plain one is taken.
-$(STAMP): pyproject.toml constraints.txt
+# The command and its pages: all that the demo needs.
+# The CPU build of torch is a version of its own (+cpu) where the package index offers it; else the plain one is taken.
+$(APP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt pip setuptools
+	$(INSTALL) --quiet -c constraints.txt pip setuptools
 ifeq ($(TORCH),cpu)
-	$(BIN)/python -m pip install --quiet "torch==$(TORCH_VERSION)+cpu" 2>/dev/null \
-	  || $(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(INSTALL) --quiet "torch==$(TORCH_VERSION)+cpu" 2>/dev/null || $(INSTALL) --quiet -c constraints.txt torch
 else
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(INSTALL) --quiet -c constraints.txt torch
 endif
-	$(BIN)/python -m pip install --quiet -c constraints.txt --editable ".[test]"
-	touch $(STAMP)
+	$(INSTALL) --quiet -c constraints.txt --editable ".[ui]"
+	touch $(APP)
 
-demo: setup
+$(DEVELOPMENT): $(APP)
+	$(INSTALL) --quiet -c constraints.txt --editable ".[test]"
+	touch $(DEVELOPMENT)
+
+demo: $(APP)
 	$(BIN)/tunesmith demo
 
 lint: setup

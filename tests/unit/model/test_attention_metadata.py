@@ -19,6 +19,10 @@ from trainers.objectives.sft import SupervisedLoss
 
 DROPS = {"stablelm"}
 """Families whose layers do not hand the arguments of the model call on to attention."""
+ODD = {"bailing_hybrid", "longcat_flash", "xlstm", "zamba2", "blt"}
+"""Families whose small copy fails by itself in a forward pass, or that bring a mask of their own."""
+LEAST_HELD = 75
+"""So that the test of all families cannot pass by leaving them out."""
 SAMPLE = ("llama", "gpt2", "gemma3_text", "qwen3_moe", "stablelm")
 BORDERS = (0, 5, 12, 20)
 
@@ -65,6 +69,11 @@ def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return all(map(torch.equal, ours, theirs))
 
 
+def alike(loss: torch.Tensor, other: torch.Tensor) -> bool:
+    """But for the order of sums, which follows the number of tokens of each expert."""
+    return torch.allclose(loss, other, rtol=1e-6, atol=0)
+
+
 def hold(family: str) -> None:
     """Asserts that a family goes the way that is known of it, with the same loss and gradients as by the other way."""
     loss = small_loss(family)
@@ -74,9 +83,9 @@ def hold(family: str) -> None:
     for by_argument in ways:
         assert same(first, outcome(loss, by_argument)), "both ways are one"
         changed = outcome(loss, by_argument, first_token=40)
-        assert torch.equal(first[0], changed[0]), "no document sees another"
+        assert alike(first[0], changed[0]), "no document sees another"
     leaking = [outcome(loss, ways[-1], first_token=token, packed=False)[0] for token in (1, 40)]
-    assert not torch.equal(*leaking), "control: without their borders they do"
+    assert not alike(*leaking), "control: without their borders they do"
 
 
 @pytest.mark.parametrize("family", SAMPLE)
@@ -85,17 +94,23 @@ def test_both_ways_give_the_same_loss(family: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in SAMPLE])
-def test_both_ways_give_the_same_loss_in_every_family(family: str) -> None:
-    try:
-        small_loss(family)
-        ours = choose_attention(AutoConfig.for_model(family), packing=True) in KERNELS.values()
-    except ConfigError as error:
-        pytest.skip(f"{family} is not trained packed: {error}")
-    except Exception as error:  # families raise what they like
-        pytest.skip(f"no small {family} model: {error}")
-    assert ours
-    hold(family)
+def test_both_ways_give_the_same_loss_in_every_family() -> None:
+    held, refused, failed = list[str](), list[str](), dict[str, str]()
+    for family in set(FAMILIES) - set(SAMPLE):
+        try:
+            small_loss(family)
+        except Exception:  # the sizes of its small copy do not go together; families raise what they like
+            continue
+        try:
+            assert choose_attention(AutoConfig.for_model(family), packing=True) in KERNELS.values()
+            hold(family)
+            held.append(family)
+        except ConfigError:  # it is not trained packed
+            refused.append(family)
+        except Exception as error:
+            failed[family] = f"{type(error).__name__}: {error}"
+    assert failed.keys() == ODD, f"{failed}"
+    assert len(held) >= LEAST_HELD, f"held: {sorted(held)}; refused: {sorted(refused)}"
 
 
 def drop_argument(loss: SupervisedLoss) -> None:
