@@ -172,6 +172,7 @@ def backend(
     precision = torch.bfloat16 if config.tf32 else loss.compute
     if mesh.sizes.pp > 1:  # once split, no rank can run the full model
         check_on_cpu(loss, config.packing, precision)
+    # Kernel, tensor parallelism and compilation change modules in place: apply them before wrapping.
     if loss.base.config._attn_implementation in KERNELS.values():
         _use_kernel(config, ranks, loss)
     split_model(loss, mesh.group("tp"), mesh.index("tp"), mesh.sizes.tp)

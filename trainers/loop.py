@@ -314,6 +314,7 @@ class TrainLoop:
             self._log(result)
         if spike := loss_guard.detect_loss_spike(progress, result.loss, config.loss_spike_factor):
             self._roll_back(spike)
+        # `writing` was summed over ranks, so that all of them publish at the same step.
         if self.context.checkpoints.pending and not result.writing:
             self.context.heartbeat.at("save", progress.step)
             with self.window.pause():

@@ -89,7 +89,7 @@ def _read_settings(path: Path) -> LoraConfig:
         raise ValueError(f"the peft_type in its {path.name} is {kind!r}, and only LORA is supported")
     try:
         settings = PeftConfig.from_pretrained(str(path.parent))
-    except Exception as error:  # as above
+    except Exception as error:  # peft raises errors of any kind
         raise _unusable(error) from None
     assert isinstance(settings, LoraConfig)
     return settings

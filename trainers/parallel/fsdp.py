@@ -54,6 +54,7 @@ class FullySharded(Backend):
         _set_wrap_policy(plugin, loss, self.version)
         self.total_numel = total_numel(loss.model, self.tensor)
         digests = _digests(loss.model.named_parameters()) if plugin.cpu_ram_efficient_loading and ranks.is_main else {}
+        # Accelerate puts FSDP 2's new parameters into an existing optimizer; for FSDP 1, build it after wrapping.
         if self.version == 2:
             optimizer = build_optimizer(parameter_groups(trained_weights(loss.model), self.shapes, config), config)
             self.model, wrapped = accelerator.prepare(loss, optimizer)

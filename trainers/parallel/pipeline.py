@@ -266,6 +266,7 @@ class Pipelined(Backend):
             self.work.take([micro_batch.inputs(self.device)], [1.0], self.device)
             activations = torch.zeros(1, device=self.device)
             for stage, chunk in zip(self.local.stages, self.local.chunks, strict=True):
+                # Receive from and send to neighboring stages, unless they are on this rank too.
                 if stage > 0 and not self._is_local(stage - 1):
                     shape = (self.work.room, self.local.hidden_size)
                     activations = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -281,6 +282,7 @@ class Pipelined(Backend):
                 sent.pop(0)[0].wait()
         for work, _ in sent:
             work.wait()
+        # Without a backward pass, FSDP leaves the stages gathered.
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -181,7 +181,7 @@ def pieces(borders: list[int], spans: list[tuple[int, int]], window: int | None)
     Yields:
         First and last-plus-one query in this rank's shard, first and last-plus-one key in the row.
     """
-    done = 0
+    done = 0  # local columns before this span: queries are indexed in the shard, keys in the row
     for span_start, span_stop in spans:
         for start, stop in pairwise(borders):
             first, last = max(start, span_start), min(stop, span_stop)

@@ -114,7 +114,7 @@ def check_coverage(shards: list[Shard], ranks: Ranks) -> None:
     for shard in shards:
         by_rank = [pieces[shard.name] for pieces in everywhere]
         counts = [0 if piece is None else piece[2] - piece[1] for piece in by_rank]
-        if counts == [shard.numel] * ranks.world:
+        if counts == [shard.numel] * ranks.world:  # not sharded at all
             continue
         pieces = [piece for piece in by_rank if piece is not None and piece[2] > piece[1]]
         if sum(counts) != shard.numel or any(_overlap(a, b) for a, b in combinations(pieces, 2)):

@@ -258,7 +258,7 @@ class _Splitter:
             return
         if type(layer).__name__ != "Linear" or layer.lora_variant:
             raise self.refusal(f"has an adapter of a kind that cannot be cut at {name}")
-        # LoRA's product B @ A must be split like the base: B by outputs, or A by inputs; the other factor is whole.
+        # LoRA's product B @ A must be split like the base: B by outputs, or A by inputs; the other stays full.
         for key in layer.lora_A:
             if style in _COLUMN:
                 self.share(layer.lora_A[key])

@@ -36,7 +36,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         head_needs = want_gradients and ctx.needs_input_grad[1]
         weight_gradient = torch.zeros_like(weight, dtype=wide) if head_needs else None
         bias_gradient = torch.zeros_like(bias, dtype=wide) if head_needs and bias is not None else None
-        size = max(64, sft.LOGITS_PER_CHUNK // vocab_size)  # the full vocabulary, so that all strategies chunk alike
+        size = max(64, sft.LOGITS_PER_CHUNK // vocab_size)  # as without tensor parallelism
         for begin in range(0, hidden.shape[0], size):
             rows, targets = hidden[begin : begin + size], labels[begin : begin + size, None] - start
             logits = (rows @ compute.t()).to(wide)

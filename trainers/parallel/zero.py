@@ -65,6 +65,7 @@ class Zero(Backend):
         _fill(settings, config, self.grad_group_size, hidden)
         self.stage = int(settings["zero_optimization"]["stage"])
         by_decay = parameter_groups(self.trained, self.shapes, config)
+        # If its file configures an optimizer, DeepSpeed builds it itself; Accelerate requires a placeholder then.
         if "optimizer" in settings:
             from accelerate.utils import DummyOptim
 
@@ -221,6 +222,7 @@ class Zero(Backend):
             count: number of local elements.
             start: index of the first local element in the flattened weight.
         """
+        # State tensors as large as the flat tensor share its layout; anything else (the update count) is a scalar.
         state = self.optimizer.optimizer.state.get(flat, {})
         tensors = {
             key: value.reshape(-1).narrow(0, offset, count)
@@ -372,6 +374,7 @@ def _own_swap_folder(settings: dict[str, Any]) -> FileLock | None:
         for old in disk.glob("tunesmith-*/"):
             if not (old / "lock").is_file():
                 continue  # not one of ours
+            # A lock that can be acquired was left by a killed process: its folder is garbage.
             try:
                 FileLock(old / "lock").acquire(timeout=0)
             except Timeout:
