@@ -213,7 +213,7 @@ class SupervisedLoss(nn.Module):
                 return self._own_forward({"input_ids": input_ids, "use_cache": False}, positions, labels)
             with self.route.hand_over(AttentionMetadata(documents, self.over_ranks)) as more:
                 inputs: dict[str, Any] = {"input_ids": input_ids, "use_cache": False, **more}
-                # For unsharded rows of one document, models number positions themselves: RoBERTa does not start at 0.
+                # Otherwise let the model number the positions of its row itself: RoBERTa's do not start at 0.
                 if self.chunked or documents is not None or self.over_ranks is not None:
                     inputs["position_ids"] = position_ids
                 if not self.chunked:
