@@ -1,4 +1,4 @@
-"""Puts the parts of a run together: Accelerator, wrapped model, optimizer, checkpoints, reports."""
+"""Builds the parts of a run: Accelerator, wrapped model and optimizer, checkpoints, reports."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ _HOOKS = {
 }
 _HALF_AN_HOUR = 1800
 _PROJECT = "tunesmith"
-"""What trackers list the run under; TensorBoard's files go into a folder of this name in the run folder."""
+"""Project name for trackers, and name of the folder for TensorBoard's files in the run folder."""
 
 
 def _collectives_wait(config: TrainConfig) -> timedelta:
-    """How long a collective waits for the other ranks, in every group, whoever makes it.
+    """Sets and returns the timeout of collectives in every process group.
 
-    Longer than a hang may last, as the heartbeat names the rank that hangs and NCCL ends those that wait for it. For
-    groups of device meshes and DeepSpeed it takes a default of its own, ten minutes.
+    It exceeds `hang_timeout`, so that the heartbeat can report the hanging rank before NCCL ends the waiting ones. It
+    also replaces NCCL's default of ten minutes, for groups that device meshes and DeepSpeed create.
     """
     timeout = timedelta(seconds=max(_HALF_AN_HOUR, config.hang_timeout) + 300)
     distributed_c10d.default_pg_nccl_timeout = timeout
@@ -75,7 +75,7 @@ def _collectives_wait(config: TrainConfig) -> timedelta:
 
 
 def accelerator(config: TrainConfig, strategy: Strategy, run: RunFolder) -> tuple[Accelerator, Ranks, Mesh]:
-    """The process group and the Accelerator of this run, seeded, and the mesh; as the Accelerate file has them."""
+    """Creates the process group, the Accelerator and the mesh that the Accelerate file specifies, and sets the seed."""
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -85,27 +85,27 @@ def accelerator(config: TrainConfig, strategy: Strategy, run: RunFolder) -> tupl
     if strategy.distributed_type == "DEEPSPEED":
         from trainers.parallel.zero import build_extensions  # DeepSpeed is an extra
 
-        # On a CPU, DeepSpeed compiles its own all-reduce as soon as the process group is made.
+        # On a CPU, DeepSpeed compiles its own all-reduce when the process group is created.
         build_extensions(["ShareMemCommBuilder"] if os.environ.get("DS_ACCELERATOR") == "cpu" else [])
-    os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)  # it would divide the gradients behind our back
-    os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)  # the mesh is ours: Accelerate's has no packed rows
+    os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)  # it would silently divide gradients
+    os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)  # we build the mesh: Accelerate's lacks packing
     ddp = DistributedDataParallelKwargs(
         bucket_cap_mb=config.ddp_bucket_cap_mb,
         gradient_as_bucket_view=True,
         broadcast_buffers=False,
         comm_hook=_HOOKS[config.ddp_comm_hook],
-        # torch would compress nothing for the first 1,000 steps.
+        # By default, torch does not compress during the first 1,000 steps.
         comm_state_option={"start_powerSGD_iter": 10} if config.ddp_comm_hook == "power_sgd" else {},
     )
     timeout = _collectives_wait(config)
     accelerator = Accelerator(
-        # bf16 is applied by the loss module, alike for all; fp16 needs Accelerate's gradient scaler too.
+        # The loss module applies autocast for all strategies; fp16 also needs Accelerate's gradient scaler.
         mixed_precision="fp16" if config.mixed_precision == "fp16" else "no",
         log_with=config.report_to or None,
         project_dir=str(run.path),
         kwargs_handlers=[ddp, InitProcessGroupKwargs(timeout=timeout)],
     )
-    unset_hf_deepspeed_config()  # transformers would cut the weights while it loads them, under ZeRO 3
+    unset_hf_deepspeed_config()  # under ZeRO 3, transformers would partition weights on loading
     set_seed(config.seed)
     ranks = Ranks(accelerator.device)
     mesh = Mesh(strategy.sizes, ranks.rank, ranks.device.type if strategy.has_mesh else None)
@@ -120,7 +120,7 @@ def accelerator(config: TrainConfig, strategy: Strategy, run: RunFolder) -> tupl
 
 
 def _over_group(ddp: DistributedDataParallelKwargs, group: Any) -> Any:
-    """The same settings for DDP, over some of the processes, which Accelerate has no word for."""
+    """A copy of DDP's settings that adds a process group, which Accelerate's handler has no field for."""
     settings = ddp.to_kwargs() | {"process_group": group}
     narrowed = copy.copy(ddp)
     narrowed.to_kwargs = lambda: dict(settings)
@@ -130,14 +130,20 @@ def _over_group(ddp: DistributedDataParallelKwargs, group: Any) -> Any:
 def module(
     config: TrainConfig, main_rank: bool, splits: Sequence[TokenSet | None] = (), pad_token_id: int = 0
 ) -> SupervisedLoss:
-    """The model and its loss on the CPU, in full, before any strategy touches it.
+    """Builds the full model and its loss on the CPU, before any strategy wraps it.
 
     Args:
-        splits: the data, of whose tokens each needs an embedding; so does the token that fills rows.
+        config: the run's config.
+        main_rank: whether this rank prints.
+        splits: the data sets, whose token ids are checked against the size of the embedding.
+        pad_token_id: the token that fills rows; checked too.
+
+    Raises:
+        ConfigError: if the model cannot be loaded, or a token id has no embedding.
     """
     if not main_rank:
         logging.disable_progress_bar()
-    # Deprecations inside the libraries are not the user's to mend.
+    # Users cannot act on deprecations inside the libraries.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft|accelerate|torch)\.")
     model = build_model(config)
     if config.mixed_precision == "fp8":
@@ -153,11 +159,20 @@ def module(
 def backend(
     config: TrainConfig, strategy: Strategy, accelerator: Accelerator, ranks: Ranks, mesh: Mesh, loss: SupervisedLoss
 ) -> tuple[Backend, DtypeProbe]:
-    """The strategy's hold on model and optimizer, its attention proved, and the dtypes seen meanwhile."""
+    """Wraps model and optimizer for the strategy, and probes that the wrapped model computes correctly. Collective.
+
+    Returns:
+        The backend, and the dtypes recorded during the probe.
+
+    Raises:
+        ConfigError: if the model does not fit the strategy or fails the probe.
+        TrainingError: if the weights are not laid out over the ranks as expected.
+    """
     refuse_unsplittable_rows(loss.base.config.get_text_config(), mesh.sizes)
     precision = torch.bfloat16 if config.tf32 else loss.compute
-    if mesh.sizes.pp > 1:  # later, no rank can run the model as a whole
+    if mesh.sizes.pp > 1:  # once split, no rank can run the full model
         check_on_cpu(loss, config.packing, precision)
+    # Kernel, tensor parallelism and compilation change modules in place: apply them before wrapping.
     if loss.base.config._attn_implementation in KERNELS.values():
         _use_kernel(config, ranks, loss)
     split_model(loss, mesh.group("tp"), mesh.index("tp"), mesh.sizes.tp)
@@ -191,10 +206,10 @@ def backend(
 
 
 def check_on_cpu(loss: SupervisedLoss, packing: bool, precision: torch.dtype) -> None:
-    """The probe of a model on the CPU, with plain matrix products: the kernels of GPUs do not run there.
+    """Probes a full model on the CPU with eager attention, as GPU kernels do not run there.
 
     Raises:
-        ConfigError: as `check_model_computes`.
+        ConfigError: see `check_model_computes`.
     """
     if loss.base.config._attn_implementation in KERNELS.values():
         loss.base.set_attn_implementation(KERNELS["eager"])
@@ -202,7 +217,7 @@ def check_on_cpu(loss: SupervisedLoss, packing: bool, precision: torch.dtype) ->
 
 
 def _use_kernel(config: TrainConfig, ranks: Ranks, loss: SupervisedLoss) -> None:
-    """Gives the model its attention kernel, the same on every rank. Collective."""
+    """Sets the model's attention kernel, the same on every rank: `sdpa` if the ranks choose differently. Collective."""
     kernel, error = "sdpa", None
     try:
         kernel = choose(config, loss.base.config.get_text_config(), ranks.device, loss.compute)
@@ -216,10 +231,19 @@ def _use_kernel(config: TrainConfig, ranks: Ranks, loss: SupervisedLoss) -> None
 def checkpoints(
     config: TrainConfig, strategy: Strategy, run: RunFolder, ranks: Ranks, fingerprint: str, base: str, attempt: int
 ) -> Checkpoints:
-    """The run's checkpoints, each of which will tell where it comes from.
+    """Builds the checkpoint manager of the run, with the provenance to record in each checkpoint. Collective.
+
+    Args:
+        config: the run's config.
+        strategy: the run's strategy.
+        run: the run folder.
+        ranks: all processes of the run.
+        fingerprint: fingerprint of the training data.
+        base: digest of the frozen weights.
+        attempt: number of this start of the run.
 
     Raises:
-        TrainingError: on every rank, when `checkpoint_url` cannot be used.
+        TrainingError: on every rank, if `checkpoint_url` cannot be used.
     """
     origin = Origin(strategy.name, plain(config), fingerprint, base, versions())
     checkpoints = Checkpoints(run.checkpoints, ranks, origin, config.save_total_limit, attempt, config.force_resume)
@@ -235,10 +259,10 @@ def checkpoints(
 
 
 def resume_folder(config: TrainConfig, checkpoints: Checkpoints) -> Path | None:
-    """The checkpoint to go on from, None for a start at step 0. Collective.
+    """The checkpoint to resume from, downloaded if necessary; None to start at step 0. Collective.
 
     Raises:
-        TrainingError: on every rank, when it cannot be fetched, or a new run would mix its copies with another's.
+        TrainingError: on every rank, if it cannot be fetched, or a new run would mix its copies with another run's.
     """
     source = config.resume_from_checkpoint
     if source is None or not _is_own(source, checkpoints):
@@ -255,14 +279,17 @@ def resume_folder(config: TrainConfig, checkpoints: Checkpoints) -> Path | None:
 
 
 def _is_own(source: str, checkpoints: Checkpoints) -> bool:
-    """Whether a run goes on from a checkpoint of its own, and no branch of another begins."""
+    """Whether a run resumes from one of its own checkpoints, rather than branching off another run."""
     if is_url(source):
         return checkpoints.remote_copy is not None and split_step(source)[0] == checkpoints.remote_copy.url
     return source == "auto" or Path(source).expanduser().resolve().parent == checkpoints.folder.resolve()
 
 
 def _refuse_used_mirror(checkpoints: Checkpoints) -> None:
-    """A new run needs a place without copies: it would take them for its own. Collective."""
+    """Raises TrainingError if the URL for copies already has some, which a new run would mistake for its own.
+
+    Collective.
+    """
     error = None
     try:
         remote = checkpoints.remote_copy
@@ -277,12 +304,16 @@ def _refuse_used_mirror(checkpoints: Checkpoints) -> None:
 
 
 def _fetched(url: str, checkpoints: Checkpoints) -> Path:
-    """A checkpoint brought here from `URL/step-00000010`, or the newest of a URL. Collective."""
+    """Downloads the checkpoint at `URL/step-00000010`, or the newest one at `URL`. Collective.
+
+    Raises:
+        TrainingError: on every rank, if there is no valid checkpoint, or the URL cannot be read.
+    """
     error, folder = None, None
     if checkpoints.ranks.is_main:
         base_url, step = split_step(url)
         try:
-            source = checkpoints.remote_copy  # its own remembers what could not be read, and keeps it
+            source = checkpoints.remote_copy  # reuse it: it keeps copies that it could not read
             if source is None or source.url != base_url:
                 source = RemoteCopy(base_url, checkpoints.limit)
             target = checkpoints.folder
@@ -296,16 +327,20 @@ def _fetched(url: str, checkpoints: Checkpoints) -> Path:
 
 
 def metrics_file(run: RunFolder, attempt: int) -> MetricsFile:
-    """The metrics file, opened for appending."""
+    """Opens the metrics file for appending."""
     return MetricsFile(run.metrics, attempt)
 
 
 class Reporter:
-    """What rank 0 tells the world while it trains: state file, progress bar, trackers. Other ranks say nothing.
+    """Reports progress to state file, progress bar and trackers. Only rank 0 reports.
 
     Args:
-        console: the terminal from before the log took over; a bar is drawn only if it is one.
-        processes: launcher and ranks, for the state file; the supervisor's entry is kept.
+        run: the run folder.
+        accelerator: provides the trackers.
+        config: the run's config.
+        main_rank: whether this is rank 0.
+        console: the original standard error, before it was redirected to the log; the bar needs a terminal.
+        processes: launcher and ranks, for the state file, which keeps its entry of the supervisor.
     """
 
     def __init__(
@@ -330,7 +365,11 @@ class Reporter:
             accelerator.init_trackers(_PROJECT, config=plain, init_kwargs={"wandb": name, "trackio": name})
 
     def state(self, **changes: Any) -> None:
-        """Writes changes of the state file."""
+        """Writes changes to the state file and updates the progress bar.
+
+        Raises:
+            TrainingError: if the run folder was removed or replaced.
+        """
         if not self.main_rank:
             return
         if changes.get("state") == "running" and self.run.stop_asked() is not None:
@@ -347,7 +386,7 @@ class Reporter:
             self.bar.update(changes["step"] - self.bar.n)
 
     def row(self, row: dict[str, Any]) -> None:
-        """Shows a metrics row."""
+        """Prints a metrics row and passes it to progress bar and trackers."""
         numbers = {key: value for key, value in row.items() if isinstance(value, int | float) and key != "step"}
         postfix = {key: f"{row[key]:.4g}" for key in ("loss", "eval_loss") if row.get(key) is not None}
         if "tokens_per_second" in row:
@@ -358,7 +397,7 @@ class Reporter:
             self.accelerator.log(numbers, step=row["step"])
 
     def close(self, ending: Ending, by_supervisor: bool) -> None:
-        """Ends bar and trackers, then says how the run ended."""
+        """Closes progress bar and trackers, then records how the run ended."""
         self.bar.close()
         for tracker in self.accelerator.trackers if self.trackers else []:
             tracker.finish()  # `Accelerator.end_training` would destroy the process group too
@@ -367,7 +406,7 @@ class Reporter:
 
 
 def tear_down(accelerator: Accelerator, ranks: Ranks, context: Any) -> None:
-    """Leaves the process group in order; gloo is known to abort when the wrapper outlives it."""
+    """Frees the wrapped model, then destroys the process group; gloo aborts if the wrapper outlives it."""
     if accelerator.distributed_type is not DistributedType.NO:
         context.backend = context.bare = None
         accelerator.free_memory()

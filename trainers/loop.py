@@ -1,25 +1,25 @@
-"""The loop.
+"""The training loop.
 
 load a checkpoint, if resuming                                  -> START
 evaluate, if eval_on_start
 for step in steps:
-    take the batch that was prepared meanwhile                  -> data
-    count the routing of experts, if the model balances their load   -> forward, all-reduce
-    for each micro-batch:                                          (only the last one sums gradients over ranks)
+    take the prefetched batch, set the learning rate            -> data
+    count expert routing, if the model balances their load      -> forward, all-reduce
+    for each micro-batch:                                          (DDP reduces gradients in the last one only)
         loss = sum over trained tokens                          -> forward
         gradients of loss / trained tokens of the global batch  -> backward
-    sum loss and requests over the ranks                        -> all-reduce  (every rank now decides alike)
-    stop here, before the update, if a number is not finite     -> FAILED  (or skip the update)
-    clip, set the rate of this step, update                     -> step
+    sum loss and requests over the ranks, clip gradients        -> all-reduce  (every rank now decides alike)
+    fail before the update, if a number is not finite           -> FAILED  (or skip the update)
+    update                                                      -> step
     log a row, every logging_steps                              -> LOG
-    roll back to an earlier checkpoint, if the loss is a spike  -> FAILED  (the next attempt skips its batch)
+    roll back to an earlier checkpoint, if the loss spikes      -> FAILED  (the next attempt skips the batch)
     evaluate, every eval_steps; save if it is the best          -> evaluation, SAVE
-    save, every save_steps, or if any rank was asked to         -> SAVE  (a copy; a thread of each rank writes it)
+    save, every save_steps, or if any rank was asked to         -> SAVE  (a copy, written by a thread of each rank)
     publish the checkpoint, once every rank has written its part
-    save (unless it was asked not to), wait for it, and leave, if any rank was asked to stop  -> SAVE, STOPPED
+    if any rank was asked to stop: save (unless told not to), wait for the save, leave   -> SAVE, STOPPED
     leave, if evaluations stopped improving
-evaluate and save, unless the last step did, and wait for it
-the best checkpoint is exported, if load_best_model_at_end      -> DONE
+evaluate and save, unless the last step did; wait for the save
+name the best checkpoint for export, if load_best_model_at_end  -> DONE
 """
 
 from __future__ import annotations
@@ -65,28 +65,29 @@ from trainers.run.manifest import Progress
 from trainers.strategy.mesh import Mesh
 
 SAVE_TIMEOUT = 0.5
-"""Seconds that the loop waits for a save before it goes on meanwhile: a small one costs no repeated step in a crash."""
+"""Seconds to wait for a save before training continues; small checkpoints are thus published before the next step."""
 WAIT = 5.0
-"""Seconds between two heartbeats while a save or a copy is waited for."""
+"""Seconds between heartbeats while waiting for a save or a copy."""
 
 
 @dataclass
 class TrainContext:
-    """All that the loop works with.
+    """Everything that the loop works with.
 
     Args:
-        mesh: this rank's place among all.
-        backend: the strategy's hold on model and optimizer.
-        bare: the transformers or peft model inside it, for names and buffers.
-        buffers: names of the buffers that checkpoints keep.
-        balancing: the load-balancing loss of a mixture of experts, None without.
-        matmul_parameters: of the full model, (trained, frozen).
-        scaler: fp16's gradient scaler, None without.
-        metrics: the metrics file, on rank 0 only.
-        report: called on rank 0 with changes of the run's state (`step=…`, `state=…`).
-        show: called on rank 0 with each metrics row, for progress bar and trackers.
-        launcher: process id of this rank's parent, without which it must not go on.
-        clock: of the start, which ends with the first step.
+        mesh: this rank's position in the mesh.
+        backend: the wrapped model and optimizer.
+        bare: the transformers or peft model inside the wrapper, for names and buffers.
+        buffers: names of the buffers that checkpoints contain.
+        balancing: the load-balancing loss of a mixture-of-experts model; None if there is none.
+        matmul_parameters: (trained, frozen) parameters in matrix products of the full model.
+        scaler: fp16's gradient scaler; None for other dtypes.
+        eval_rows: rows of the evaluation data; None without evaluation.
+        metrics: the metrics file; None except on rank 0.
+        report: called with changes of the run's state (`step=…`, `state=…`).
+        show: called with each metrics row on rank 0, for progress bar and trackers.
+        launcher: process id of this rank's parent; the run stops if it dies.
+        clock: measures startup, which ends with the first step.
         stragglers: measures this rank's own speed.
     """
 
@@ -114,7 +115,7 @@ class TrainContext:
 
 @dataclass
 class Outcome:
-    """How the loop ended, and the last numbers."""
+    """How the loop ended, with final progress and results for the model card."""
 
     ending: Ending
     progress: Progress
@@ -123,7 +124,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Numbers of one step, alike on every rank."""
+    """Results of one step, equal on every rank."""
 
     loss: float
     grad_norm: float
@@ -137,17 +138,17 @@ class StepResult:
 
 
 def train_step(context: TrainContext, batch: StepBatch, step: int, requests: Requests) -> StepResult:
-    """One optimizer step on this rank's share of the global batch.
+    """Runs one optimizer step on this rank's share of the global batch. Collective.
 
     Raises:
-        TrainingError: on every rank, before the update, when loss or gradient norm is not finite and none is skipped.
+        TrainingError: on every rank, before the update, if loss or gradient norm is not finite and may not be skipped.
     """
     config, backend, ranks, mesh = context.config, context.backend, context.ranks, context.mesh
     beat = partial(context.heartbeat.at, step=step)
     rate = learning_rate(config, step, context.plan.total_steps)
     set_rate(backend.optimizer, rate)
 
-    # Experts: the routing of the whole global batch is counted before any gradient is taken.
+    # Load balancing needs the routing counts of the global batch before any backward pass.
     aux_loss, expert_weights = torch.zeros((), device=ranks.device), None
     if context.balancing is not None:
         beat("forward")
@@ -155,7 +156,7 @@ def train_step(context: TrainContext, batch: StepBatch, step: int, requests: Req
             context.balancing, backend.model, batch, ranks.device, ranks.sum, mesh.contributes_loss
         )
 
-    # Strategies average gradients over ranks: times the ranks, over the global count, is the gradient of the true mean.
+    # Strategies average gradients over ranks: scale by their number to get the mean over the global batch's tokens.
     shares = [mesh.sizes.grad_group_size / max(batch.trained_tokens, 1)] * len(batch.micro_batches)
     if config.control == "mean-of-means":
         counts = [max(len(micro_batch.labels), 1) for micro_batch in batch.micro_batches]
@@ -163,14 +164,14 @@ def train_step(context: TrainContext, batch: StepBatch, step: int, requests: Req
     first_forward = context.stragglers.first_forward()
     own_loss = backend.forward_backward(batch.micro_batches, shares, beat, first_forward, expert_weights)
 
-    # Loss and requests are summed over the ranks, so that all of them decide alike.
+    # Sum loss and requests over the ranks, so that all of them make the same decision.
     beat("all-reduce")
     if not mesh.contributes_loss:
         own_loss = torch.zeros_like(own_loss)
     flags = (*requests.poll(), not context.checkpoints.written())
     summed = ranks.sum(torch.stack([own_loss, *(torch.full_like(own_loss, float(flag)) for flag in flags)]))
     norm = backend.clip_grad_norm(config.max_grad_norm or math.inf)
-    # The one host sync of the step: loss, requests, norm and load-balancing loss come over together.
+    # The only host sync of the step: transfer loss, requests, norm and load-balancing loss together.
     numbers = [scalar.to(ranks.device, torch.float32).reshape(1) for scalar in (norm, aux_loss)]
     loss_sum, stops, discards, saves, writing, grad_norm, aux = torch.cat([summed, *numbers]).tolist()
     loss = loss_sum / max(batch.trained_tokens, 1)
@@ -187,7 +188,7 @@ def train_step(context: TrainContext, batch: StepBatch, step: int, requests: Req
 
 
 def _report_non_finite(context: TrainContext, step: int, loss: float, grad_norm: float, own_loss: torch.Tensor) -> None:
-    """Warns on rank 0 of an update that is skipped, or raises TrainingError on every rank. Collective."""
+    """Warns on rank 0 that an update is skipped, or raises TrainingError on every rank. Collective."""
     finite = context.ranks.gather((context.mesh.data_rank, math.isfinite(own_loss.item())))
     description = (
         f"step {step + 1}: loss {loss}, gradient norm {grad_norm}, on {loss_guard.origin(context.plan, step, finite)}"
@@ -199,7 +200,7 @@ def _report_non_finite(context: TrainContext, step: int, loss: float, grad_norm:
 
 @torch.no_grad()
 def evaluate(context: TrainContext, step: int) -> dict[str, float]:
-    """Loss, perplexity and token accuracy over all trained tokens of the evaluation data, exact over all ranks."""
+    """Loss, perplexity and token accuracy over all trained tokens of the evaluation data and all ranks. Collective."""
     assert context.eval_rows is not None
     rows, model = context.eval_rows, context.backend.model
     size = context.config.per_device_eval_batch_size
@@ -219,7 +220,11 @@ def evaluate(context: TrainContext, step: int) -> dict[str, float]:
 
 
 class TrainLoop:
-    """The state of one run of the loop. `run()` is the loop."""
+    """The state of one execution of the loop; `run()` executes it.
+
+    Args:
+        resumed_from: the checkpoint whose weights are already loaded; None for a new start.
+    """
 
     def __init__(self, context: TrainContext, progress: Progress, resumed_from: Path | None):
         self.context, self.window, self.results = context, Window(), dict[str, Any]()
@@ -234,7 +239,11 @@ class TrainLoop:
             context.clock.ended("resume")
 
     def _resume_from(self, folder: Path) -> None:
-        """What a loaded checkpoint means besides its weights."""
+        """Restores everything but the weights from a checkpoint. Collective.
+
+        Raises:
+            TrainingError: on every rank, if the checkpoint is past the last step or does not fit this optimizer.
+        """
         context, progress, total = self.context, self.progress, self.context.plan.total_steps
         context.checkpoints.restore(folder, context.backend, context.config.seed)
         if progress.step > total:
@@ -252,10 +261,10 @@ class TrainLoop:
             print("\n".join([f"resumed from {folder} at step {progress.step}", *changed]), flush=True)
 
     def run(self) -> Outcome:
-        """Trains from the progress in hand to the end, or until asked to stop."""
+        """Trains from the current progress to the end, or until requested to stop."""
         try:
             return self._steps()
-        except TrainingError:  # on every rank alike
+        except TrainingError:  # raised on every rank: finish the pending checkpoint together
             with contextlib.suppress(TrainingError):
                 self._until(self.context.checkpoints.written)
                 self._publish()
@@ -305,6 +314,7 @@ class TrainLoop:
             self._log(result)
         if spike := loss_guard.detect_loss_spike(progress, result.loss, config.loss_spike_factor):
             self._roll_back(spike)
+        # `writing` was summed over ranks, so that all of them publish at the same step.
         if self.context.checkpoints.pending and not result.writing:
             self.context.heartbeat.at("save", progress.step)
             with self.window.pause():
@@ -312,7 +322,7 @@ class TrainLoop:
         self._evaluate_and_save(result.save)
 
     def _roll_back(self, spike: loss_guard.LossSpike) -> NoReturn:
-        """Keeps no checkpoint that was trained on the spike, and raises RollBack on every rank."""
+        """Sets aside checkpoints trained on the spike, and raises RollBack on every rank. Collective."""
         context, step = self.context, self.progress.step
         context.heartbeat.at("save", step)
         context.checkpoints.finish()
@@ -326,7 +336,7 @@ class TrainLoop:
         raise RollBack(f"step {step}: {spike.description}; it rolls back to {target} and skips {batches}")
 
     def _evaluate_and_save(self, save_asked: bool = False) -> None:
-        """Evaluates and saves where the step, or somebody, asks for it."""
+        """Evaluates and saves if due at this step; `save_asked` saves in any case."""
         config, step = self.context.config, self.progress.step
         if config.eval_steps and step % config.eval_steps == 0 and self.context.eval_rows is not None:
             self._evaluate()
@@ -334,7 +344,7 @@ class TrainLoop:
             self._save()
 
     def _skip(self, step: int) -> None:
-        """Counts a step whose batch is not trained on, and writes it to the metrics."""
+        """Counts a step without training on its batch, and writes it to the metrics."""
         self.progress.step += 1
         rate = learning_rate(self.context.config, step, self.context.plan.total_steps)
         self._emit({"step": step + 1, "skipped": True, "loss": None, "grad_norm": None, "learning_rate": rate})
@@ -372,7 +382,7 @@ class TrainLoop:
         window.reset()
 
     def _warn_slow(self, slow: dict[int, float]) -> None:
-        """Names a slow rank, once in an attempt; it goes on."""
+        """Warns about each slow rank, once per attempt."""
         for rank in slow.keys() - self.warned_slow if self.context.ranks.is_main else ():
             self.warned_slow.add(rank)
             print(slow_warning(rank, slow[rank]), flush=True)
@@ -396,7 +406,7 @@ class TrainLoop:
         progress.stale_evaluations = 0 if enough else progress.stale_evaluations + 1
         if before is None or better > before:
             progress.best_score, progress.best_step, progress.best_results = better, progress.step, scores
-            self.saved_at = -1  # a checkpoint of this very step does not know it yet
+            self.saved_at = -1  # a checkpoint of this step, if any, does not record it as the best
             if context.config.load_best_model_at_end:
                 self._save()
 
@@ -405,15 +415,16 @@ class TrainLoop:
         return patience is not None and self.progress.stale_evaluations >= patience
 
     def _save(self, wait: bool = False) -> None:
-        """Begins a checkpoint of this step, if there is none.
+        """Begins a checkpoint of this step, unless it has one. Collective.
 
         Args:
-            wait: until it is published; else only a moment, and training goes on.
+            wait: wait until it is published; otherwise for at most `SAVE_TIMEOUT`, then training continues.
         """
         context, step = self.context, self.progress.step
         context.heartbeat.at("save", step)
         began, elapsed = time.perf_counter(), self.progress.elapsed_s + self.window.seconds()
         with self.window.pause():
+            # Only one checkpoint is written at a time: publish the previous one first.
             if self.saved_at != step:
                 self._until(context.checkpoints.written)
                 self._publish()
@@ -435,12 +446,12 @@ class TrainLoop:
         self.saved_at = self.progress.step
 
     def _until(self, done: Callable[[float], bool]) -> None:
-        """Waits until that is so on every rank; each look is a heartbeat, so that nobody takes it for a hang."""
+        """Waits until `done` is True on every rank; each poll sends a heartbeat, so that it is not taken for a hang."""
         while not all(self.context.ranks.gather(done(WAIT))):
             self.context.heartbeat.at("save", self.progress.step)
 
     def _publish(self) -> None:
-        """Publishes the checkpoint that was begun, if any, waiting for what is still to be written. Collective."""
+        """Publishes the pending checkpoint, if any, after waiting until it is written. Collective."""
         began = time.perf_counter()
         saved = self.context.checkpoints.finish()
         if saved is None or self.context.metrics is None:
@@ -455,7 +466,7 @@ class TrainLoop:
         step, total = self.progress.step, self.context.plan.total_steps
         signals = self.context.ranks.gather(requests.signal)
         source = next((f"{name} on rank {rank}" for rank, name in enumerate(signals) if name), "a stop request")
-        # A launcher that was asked to stop may be gone first; then it is a stop all the same.
+        # A dead launcher is a failure, except after a signal: the launcher may have received it too and exited first.
         if any(self.context.ranks.gather(requests.orphaned())) and not any(signals):
             cause = f"the launcher was killed; saved at step {step} of {total}; resume goes on from there"
             return Outcome(Ending("failed", cause, retry="again", step=step), self.progress, self.results)

@@ -1,9 +1,9 @@
-"""The training script: every strategy, every method, one file.
+"""The training script, for all strategies and methods.
 
     accelerate launch --config_file accelerate_configs/ddp.yaml trainers/train.py --preset tiny-lora --max_steps 50
 
-The Accelerate file says how the model is spread; the options (`trainers/config/options.py`) say what is trained.
-`--check` tells what would be trained, without launching anything.
+The Accelerate file defines how the model is distributed; the options (`trainers/config/options.py`) define what is
+trained. `--check` reports what would be trained, without training.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    # Python puts trainers/ first on the path (but for PYTHONSAFEPATH); the packages are one folder above.
+    # Python puts trainers/ first on the path (unless PYTHONSAFEPATH is set); the packages are one folder above.
     if not sys.flags.safe_path:
         del sys.path[0]
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -30,7 +30,7 @@ if __name__ == "__main__":
 
 from trainers.monitor.startup_timer import StartupTimer
 
-CLOCK = StartupTimer()  # before the other imports, which take most of a start
+CLOCK = StartupTimer()  # before the other imports, which take most of the startup time
 
 from trainers.config.mistakes import ConfigError, Mistake
 from trainers.config.options import TrainConfig, absolute_paths, precision_lines
@@ -63,9 +63,13 @@ from trainers.tools.preflight import check, describe_plan, machine_mistakes, mak
 
 
 def main(argv: list[str]) -> int:
-    """Parses, opens the run folder, trains; returns the exit status: 0 done or stopped, 1 failed, 2 wrong request."""
+    """Parses the request, opens the run folder and trains.
+
+    Returns:
+        The exit status: 0 if done or stopped, 1 if failed, 2 if the request is invalid.
+    """
     hear_save_requests_later()
-    with contextlib.ExitStack() as locks:  # of the run and its GPUs, held until this process ends
+    with contextlib.ExitStack() as locks:  # locks of the run and its GPUs, held until this process ends
         try:
             check_one_root()
             request = parse_request(argv)
@@ -77,7 +81,7 @@ def main(argv: list[str]) -> int:
             refuse_machine(config, strategy)
             run = open_run(config, launch)
             run.keep()
-            if not launch.supervised and rank_of_environment() == 0:  # a supervisor holds the run for its ranks
+            if not launch.supervised and rank_of_environment() == 0:  # otherwise the supervisor holds it
                 locks.enter_context(run.hold())
             if changes := changes_since_save(run, config, config.resume_from_checkpoint):
                 raise ConfigError(changes)
@@ -93,7 +97,7 @@ def main(argv: list[str]) -> int:
 
 
 def refuse_machine(config: TrainConfig, strategy: Strategy) -> None:
-    """Raises ConfigError where the strategy cannot run with this config, or this machine cannot do what it asks for."""
+    """Raises ConfigError if the strategy does not support this config, or this machine cannot run it."""
     has_gpu = gpu_count() > 0
     problem = refusal(strategy, config, has_gpu)
     mistakes = [Mistake("", None, problem, source=f"strategy {strategy.name}")] if problem else []
@@ -102,17 +106,21 @@ def refuse_machine(config: TrainConfig, strategy: Strategy) -> None:
 
 
 def with_micro_batch(config: TrainConfig, strategy: Strategy, request: Request) -> tuple[TrainConfig, list[str]]:
-    """The config with a micro-batch that divides unless the user chose one, and the lines that say what was chosen."""
+    """Reduces the micro-batch size to one that divides the global batch, unless the user chose it.
+
+    Returns:
+        The config, and log lines about what was chosen.
+    """
     fitted = config if OPTION in request.chosen else fit_micro_batch(config, strategy)
     line = [] if fitted == config else [micro_batch_line(config, fitted, strategy)]
     return fitted, [*request.notes, *line]
 
 
 def take_gpus(config: TrainConfig, run: RunFolder) -> HeldSlots:
-    """The locks of this machine's ranks, taken by the first of them; the others hold none.
+    """Locks the GPUs of this machine's ranks; the first local rank takes the locks for all of them.
 
     Raises:
-        ConfigError: when another run has one of the GPUs.
+        ConfigError: if another run holds one of the GPUs.
     """
     if config.share_gpus or os.environ.get("LOCAL_RANK", "0") != "0":
         return HeldSlots({})
@@ -121,9 +129,9 @@ def take_gpus(config: TrainConfig, run: RunFolder) -> HeldSlots:
 
 
 def in_one_line(error: BaseException) -> str:
-    """What went wrong; a rank that only lost the others says so, and not in its network library's words."""
+    """An error in one line; a lost connection is explained as the failure of another rank."""
     line, _, more = str(error).strip().partition("\n")
-    if "Last error:" in more:  # NCCL's own words
+    if "Last error:" in more:  # NCCL's own message
         line += f" ({more.partition('Last error:')[2].strip()})".replace("\n", " ")
     if any(mark in line for mark in ("Connection closed by peer", "Connection reset by peer", "Read error [")):
         return f"another rank died, was killed or hung; the last lines of log.txt tell which ({line[:80]})"
@@ -131,17 +139,20 @@ def in_one_line(error: BaseException) -> str:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether a smaller batch might have fitted."""
+    """Whether an error is out-of-memory, so that a smaller batch might fit."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
-    # Outside PyTorch's own allocator, the driver and CUDA's libraries have phrases of their own.
+    # Besides PyTorch's allocator, the OS, the CUDA driver and its libraries report it in various ways.
     phrases = ("can't allocate memory", "CUDA error: out of memory", "_ALLOC_FAILED", "Cuda failure 2 'out of memory'")
     return bool(kinds & {"OutOfMemoryError", "MemoryError"}) or any(phrase in str(error) for phrase in phrases)
 
 
 def print_check(request: Request) -> int:
-    """`--check`: what would be trained under `TUNESMITH_STRATEGY`, and whether `TUNESMITH_RUN_DIR` has the room.
+    """`--check`: prints what would be trained under `TUNESMITH_STRATEGY`, and checks the space in `TUNESMITH_RUN_DIR`.
 
-    `TUNESMITH_RESUME_FROM` is the checkpoint to go on from, which the file of a run's options never names.
+    `TUNESMITH_RESUME_FROM` names the checkpoint to resume from, which the options file of a run never contains.
+
+    Returns:
+        The exit status.
     """
     config, run_dir = request.resolve(), os.environ.get("TUNESMITH_RUN_DIR")
     if source := os.environ.get("TUNESMITH_RESUME_FROM"):
@@ -152,17 +163,21 @@ def print_check(request: Request) -> int:
 
 
 def report_mistakes(error: ConfigError, argv: list[str]) -> int:
-    """Prints on rank 0 what is wrong with the request; returns the exit status."""
+    """Prints the mistakes in the request on rank 0; returns the exit status."""
     if rank_of_environment() == 0:
         print("\n".join(error.lines), file=sys.stderr, flush=True)
-        if "--check" in argv:  # for the program that asked; libraries print on both streams, so it comes last
+        if "--check" in argv:  # JSON for the calling program; last, as libraries print to both streams
             print(json.dumps({"mistakes": error.as_json()}), flush=True)
     wait_for_rank0()
     return 2
 
 
 def ending_of(error: BaseException) -> Ending:
-    """How an error ends the run. Those that every rank meets alike would come again, but for a loss spike."""
+    """How an error ends the run, and whether to retry.
+
+    Configuration and training errors are deterministic, so a retry would fail again, except after a loss spike, which
+    rolls back. Any other error is retried.
+    """
     if isinstance(error, ConfigError):
         return Ending("failed", "; ".join(error.lines), retry="never")
     if isinstance(error, TrainingError):
@@ -171,7 +186,7 @@ def ending_of(error: BaseException) -> Ending:
 
 
 def report_failure(error: BaseException, run: RunFolder, launch: Launch) -> int:
-    """Writes how the run ended, rank 0 to its state and the others to a note for rank 0; returns the exit status."""
+    """Records how the run ended: rank 0 in the run's state, others in a note for rank 0. Returns the exit status."""
     ending, rank = ending_of(error), rank_of_environment()
     crashed = ending.retry == "again"
     if crashed:
@@ -179,7 +194,7 @@ def report_failure(error: BaseException, run: RunFolder, launch: Launch) -> int:
         if out_of_memory(error):
             run.note_out_of_memory(rank)
     if rank > 0:
-        if ending.retry != "roll_back":  # this rank may be the only one that met it
+        if ending.retry != "roll_back":  # perhaps this rank alone failed
             run.note_failure(rank, str(ending.cause))
         if not crashed:
             wait_for_rank0()
@@ -195,7 +210,7 @@ def report_failure(error: BaseException, run: RunFolder, launch: Launch) -> int:
 def train(
     config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launch, console: Any, notes: Sequence[str] = ()
 ) -> int:
-    """Data, model, strategy, loop, export: one run on this rank. Returns the exit status."""
+    """Runs training on this rank: data, model, strategy, loop, export. Returns the exit status."""
     main_rank = rank_of_environment() == 0
     attempt = begin(config, strategy, run, launch) if main_rank else 0
 
@@ -213,7 +228,7 @@ def train(
     from trainers.run.manifest import Progress
 
     CLOCK.ended("imports")
-    # The data is tokenised before the ranks meet: a collective would time out while one of them works.
+    # Tokenise before creating the process group: a collective would time out while one rank tokenises.
     tokenizer, data = load_tokenizer(config), prepare(config, "train")
     eval_data = prepare(config, "eval") if config.has_evaluation() else None
     shard = sequence_shard(Mesh(strategy.sizes, rank_of_environment()))
@@ -224,13 +239,13 @@ def train(
     attempt = ranks.broadcast(attempt)
     CLOCK.ended("processes")
     loss = build.module(config, main_rank, [data, eval_data], tokenizer.pad_token_id)
-    base = ranks.broadcast(base_digest(loss.model) if main_rank else "")  # the others may have read no weights
+    base = ranks.broadcast(base_digest(loss.model) if main_rank else "")  # other ranks may not have read the weights
     checkpoints = build.checkpoints(config, strategy, run, ranks, data.fingerprint, base, attempt)
     folder = build.resume_folder(config, checkpoints)
     progress = checkpoints.load(folder, loss.model) if folder else Progress()
     progress.skipped_steps = ranks.broadcast(sorted({*progress.skipped_steps, *run.read_skipped_steps()}))
     buffers, memory = persistent_buffers(loss.model), memory_gib(ranks.device)
-    matmul = matmul_parameters(loss.model)  # before any layer leaves
+    matmul = matmul_parameters(loss.model)  # before layers are split over ranks
     CLOCK.ended("model")
     backend, dtypes = build.backend(config, strategy, accelerator, ranks, mesh, loss)
     lines = compare(strategy, config, accelerator, mesh, backend, loss, dtypes)
@@ -275,7 +290,7 @@ def train(
 
 
 def begin(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launch) -> int:
-    """Writes the first state of this start of the run, on rank 0; returns its attempt number."""
+    """Writes the initial state of this attempt; rank 0 only. Returns the attempt number."""
     from trainers.data.tokenizer import template_record
 
     before = run.read_state()
@@ -295,7 +310,7 @@ def begin(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
 
 
 def pipeline_lines(config: TrainConfig, strategy: Strategy) -> list[str]:
-    """What a pipeline costs by itself; nothing without one."""
+    """A log line about the pipeline's bubble; empty without a pipeline."""
     if strategy.pp_size == 1:
         return []
     micro_batches = config.accumulation_steps(strategy.data_parallel_size)
@@ -303,7 +318,7 @@ def pipeline_lines(config: TrainConfig, strategy: Strategy) -> list[str]:
 
 
 def warnings(config: TrainConfig, strategy: Strategy, supervised: bool) -> list[str]:
-    """What the user should know: choices that do nothing, and choices outside the parity promise."""
+    """Warnings about options without effect, cautions of the strategy, and options outside the parity promise."""
     outside = config.outside_parity() + strategy.outside_parity()
     promise = (
         [f"outside the promise that the strategy never changes the model: {', '.join(outside)}"] if outside else []

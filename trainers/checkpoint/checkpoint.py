@@ -238,6 +238,7 @@ class Checkpoints:
 
     def _share(self, backend: Backend, buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The full tensors that this rank writes, copied to the CPU, and its random state. Collective."""
+        # Copy each gathered tensor to the CPU at once, so that the device holds only one full tensor at a time.
         tensors: dict[str, torch.Tensor] = {}
         shards = backend.shards()
         steps = steps_of(shards, self.ranks)
@@ -247,6 +248,7 @@ class Checkpoints:
         if self.ranks.is_main:
             tensors |= {f"optim.state.{name}.step": torch.tensor(step) for name, step in steps.items()}
             tensors |= {f"model.{name}": _copy(buffer) for name, buffer in buffers.items()}
+        # Generator states differ between ranks: each saves its own.
         return tensors | {f"{name}.{self.ranks.rank}": state for name, state in random_state().items()}
 
     def _check_room(self, needed: int) -> None:
@@ -297,10 +299,11 @@ class Checkpoints:
                 name: {**shape, "file": entry["file"]} for entry in entries for name, shape in entry["tensors"].items()
             },
         }
+        # Flush everything to disk before the rename makes it visible; only then may older checkpoints go.
         write_json(temporary / "manifest.json", {**manifest, "seal": seal(manifest)})
         sync(temporary)
         if final.exists():
-            set_aside(final, "later")  # recomputed after a resume from an older checkpoint
+            set_aside(final, "later")  # this step was repeated after resuming from an older one
         os.replace(temporary, final)
         sync(self.folder)
         self._prune(progress)
@@ -395,9 +398,8 @@ class Checkpoints:
         self.ranks.agree(error, f"loading {folder}")
         self.forget_after(manifest["step"])
         if self.remote_copy and folder.parent == self.folder and manifest["step"] not in self.remote_copy.known:
-            self.remote_copy.copy(
-                folder, manifest["progress"]["best_step"]
-            )  # the attempt that saved it ended before copying it
+            # The attempt that saved this checkpoint ended before copying it.
+            self.remote_copy.copy(folder, manifest["progress"]["best_step"])
 
     def intact(self, step: int) -> bool:
         """Whether the checkpoint of a step, downloaded if necessary, is exactly as written. Collective."""
@@ -456,6 +458,7 @@ def _read(folder: Path, prefix: str, suffix: str = "") -> Iterator[tuple[str, to
 
 def _load_optimizer(folder: Path, manifest: dict[str, Any], backend: Backend) -> None:
     """Fills each weight's optimizer state with this rank's span of the saved tensors."""
+    # Names are `optim.state.<weight>.<key>`; weight names contain dots, keys do not.
     state = {name.removeprefix(_STATE).rpartition(".")[::2] for name in manifest["tensors"] if name.startswith(_STATE)}
     steps = {name: float(value) for name, value in _read(folder, _STATE, ".step")}
     if not steps:

@@ -106,7 +106,7 @@ def export(
         tokenizer, dtype = load_tokenizer(config), _export_dtype(config)
         probes = sample(config, tokenizer, model_card(config, kind, results))
         expected = _write_model(model, config, temporary, kind, probes, tokenizer, dtype)
-        del model  # two at once might not fit
+        del model  # free it before the export is loaded: both might not fit in memory
         checked = load_back(temporary, config, kind, probes, expected, dtype)
         (temporary / "README.md").write_text(model_card(config, kind, results, str(checked)), encoding="utf-8")
         for path in [*temporary.iterdir(), temporary]:
@@ -200,7 +200,7 @@ def _turn_end(tokenizer: Any) -> int | None:
 
 
 def _unquantised(model: Any, config: TrainConfig) -> nn.Module:
-    """The same adapters on the dequantised base; peft would merge into 4 bits, which rounds most of them away."""
+    """The same adapters on the dequantised base; merging into 4-bit weights, as peft does, would round them away."""
     trained = {name: weight.detach().clone() for name, weight in model.named_parameters() if weight.requires_grad}
     plain = add_adapters(dequantise(model.unload()), config)
     with torch.no_grad():

@@ -102,6 +102,7 @@ def sample(config: TrainConfig, tokenizer: Any, text: str) -> list[Probe]:
     probes, room = [], TOKENS
     for index in range(0 if data is None else len(data)):
         assert data is not None
+        # Take documents, the last one truncated, until `TOKENS` are used up; skip those without trained tokens.
         ids, mask = (torch.from_numpy(np.array(values[:room])) for values in data.document(index))
         room -= len(ids)
         if mask[1:].any():
@@ -128,7 +129,7 @@ def trainer_loss(model: nn.Module, probes: Sequence[Probe], compute: torch.dtype
     """Mean loss per trained token of the model before export, computed by the training code."""
     loss = SupervisedLoss(model, compute)
     before = loss.base.config._attn_implementation
-    if before in KERNELS.values():  # others use the model's own attention, which may not be plain softmax
+    if before in KERNELS.values():  # otherwise keep the model's own attention, which may not be plain softmax
         loss.base.set_attn_implementation(KERNELS["eager"])
     was_training = model.training
     model.eval()

@@ -135,12 +135,13 @@ class RemoteCopy:
         step, began = int(folder.name[5:]), time.perf_counter()
         target = f"{self.root}/{folder.name}"
         try:
+            # Replace any older copy of the step; the manifest goes last and so marks the copy as complete.
             self._remove(step)
             self.fs.makedirs(target, exist_ok=True)
             files = sorted(path for path in folder.iterdir() if path.name != _MANIFEST)
             for path in [*files, folder / _MANIFEST]:
                 self.fs.put_file(str(path), f"{target}/{path.name}")
-            # Later copies could not be read; they are left alone, as the user may still want them.
+            # Prune old copies. Later ones could not be read, and are kept, as the user may still want them.
             for old in [copied for copied in self.steps() if copied <= step and copied not in (step, best)][
                 self.limit - 1 :
             ]:

@@ -1,1 +1,1 @@
-"""The model: loading, attention, quantization, and proof that it computes what it should."""
+"""The model: loading, attention, quantization, and checks that it computes correctly."""

@@ -1,4 +1,4 @@
-"""A LoRA adapter as peft saves it, held against a base model before any weight is set. Safetensors only."""
+"""Reads a LoRA adapter saved by peft and checks it against a base model before setting weights. Safetensors only."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ ADAPTER_CONFIG, _WEIGHTS, _PICKLE = "adapter_config.json", "adapter_model.safete
 
 @dataclass(frozen=True)
 class Adapter:
-    """A folder with an adapter whose config and header are whole.
+    """A saved adapter with a valid config and safetensors header.
 
     Args:
-        folder: that holds it.
-        settings: peft's, as they were saved.
-        shapes: of its tensors, by name.
+        folder: the folder of the adapter.
+        settings: its saved peft config.
+        shapes: shapes of its tensors, by name.
     """
 
     folder: Path
@@ -35,14 +35,14 @@ class Adapter:
 
     @classmethod
     def read(cls, folder: Path, base: str) -> Adapter:
-        """Reads config and header, and no weight.
+        """Reads the config and the safetensors header, but no weights.
 
         Args:
-            folder: that peft saved it to.
-            base: Hub id or path of the base model that it is used with.
+            folder: the folder that peft saved the adapter to.
+            base: Hub id or path of the base model to use it with.
 
         Raises:
-            ValueError: when it is not whole, of another kind than LoRA, only a pickle, or made for another base.
+            ValueError: if the adapter is incomplete, not LoRA, only a pickle, or made for another base.
         """
         settings = _read_settings(folder / ADAPTER_CONFIG)
         base_name = settings.base_model_name_or_path
@@ -55,15 +55,22 @@ class Adapter:
         return cls(folder, settings, {name: entry["shape"] for name, entry in header.items()})
 
     def attach(self, base: Any) -> Any:
-        """The adapter with its weights on a base model, whose layers it changes in place.
+        """Attaches the adapter to a base model, whose layers are modified in place, and loads its weights.
+
+        Args:
+            base: the transformers model.
+
+        Returns:
+            The peft model.
 
         Raises:
-            ValueError: naming tensors that only one of the two has, or whose shapes differ.
+            ValueError: if peft cannot use the config, or tensors are missing, unexpected or of another shape.
         """
         try:
             model: Any = get_peft_model(base, self.settings)
-        except Exception as error:  # peft raises what it likes
+        except Exception as error:  # peft raises errors of any kind
             raise _unusable(error) from None
+        # Compare shapes before loading, ignoring weights of the base that peft may have saved as well.
         expected = {name: list(tensor.shape) for name, tensor in _named_tensors(model).items()}
         own = {name: list(tensor.shape) for name, tensor in base.state_dict().items()}
         adapter_shapes = {
@@ -82,7 +89,7 @@ def _read_settings(path: Path) -> LoraConfig:
         raise ValueError(f"the peft_type in its {path.name} is {kind!r}, and only LORA is supported")
     try:
         settings = PeftConfig.from_pretrained(str(path.parent))
-    except Exception as error:  # as above
+    except Exception as error:  # peft raises errors of any kind
         raise _unusable(error) from None
     assert isinstance(settings, LoraConfig)
     return settings
@@ -97,7 +104,7 @@ def _named_tensors(model: nn.Module) -> dict[str, Any]:
 
 
 def _is_base(name: str, own: Shapes) -> bool:
-    """Whether a saved tensor is one of the base's, which peft writes beside an adapter on the embedding."""
+    """Whether a saved tensor belongs to the base model; peft saves those too if the embedding has an adapter."""
     return name.removeprefix("base_model.model.") in own
 
 

@@ -1,7 +1,7 @@
-"""Attention that keeps packed documents apart, as one implementation registered with transformers.
+"""Attention kernels that keep packed documents apart, registered as attention implementations of transformers.
 
-transformers builds no mask for an implementation that it has no mask function for, so ours always applies and
-no host sync is spent on inspecting positions (its own packed-row detection costs one per forward pass).
+transformers builds no mask for implementations without a mask function, so that ours always applies and no host sync is
+spent on inspecting positions (its own detection of packed rows costs one per forward pass).
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 
 from trainers.data.layout import OUR_KERNELS, AttentionMetadata, received
 
-if TYPE_CHECKING:  # it takes its time to import
+if TYPE_CHECKING:  # slow to import
     from torch.nn.attention.flex_attention import BlockMask
 
-# transformers takes any name with `sdpa` in it for its own, and asks the model whether it may be used.
+# transformers treats any name containing `sdpa` as its own and checks that the model supports it: avoid the word.
 KERNELS = {name: OUR_KERNELS + name for name in ("varlen", "flex", "documents", "eager")} | {
     "sdpa": f"{OUR_KERNELS}fused"
 }
 
 
 def avoid_cudnn() -> None:
-    """Keeps cuDNN out of PyTorch's fused attention, of which it is the first choice on Hopper since torch 2.11.
+    """Disables the cuDNN backend of PyTorch's fused attention, its first choice on Hopper since torch 2.11.
 
-    Its backward pass gave NaN for masked rows of some lengths (pytorch issue 196678), and it plans anew for each shape.
+    Its backward pass gave NaN for masked rows of some lengths (pytorch issue 196678), and it builds a new plan for each
+    shape.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def _mask(metadata: AttentionMetadata, length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """`[batch or 1, 1, query, key]`, True where a query may look; None for plain causal attention."""
+    """Mask `[batch or 1, 1, query, key]`, True where a query may attend; None for plain causal attention."""
     ids = None if metadata.layout is None else metadata.layout.ids
     if ids is None and (window is None or window >= length):
         return None
@@ -48,7 +49,7 @@ def _mask(metadata: AttentionMetadata, length: int, window: int | None, device: 
     allowed = allowed[None]
     if ids is not None:
         allowed = allowed & (ids[:, :, None] == ids[:, None, :])
-    if not torch.compiler.is_compiling():  # a compiled block that is checkpointed may not change what lies outside
+    if not torch.compiler.is_compiling():  # compiled, checkpointed blocks must have no side effects
         metadata.masks[window] = allowed[:, None]
     return allowed[:, None]
 
@@ -62,7 +63,7 @@ def _refuse_unknown(attention_mask: Any, arguments: dict[str, Any], softcap: boo
 
 
 def _plain(arguments: dict[str, Any]) -> dict[str, Any]:
-    """What PyTorch's fused attention takes besides tensors and mask."""
+    """The arguments that PyTorch's fused attention takes besides tensors and mask."""
     return {name: arguments[name] for name in ("dropout", "scaling") if name in arguments}
 
 
@@ -70,13 +71,22 @@ def sdpa(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
     metadata: AttentionMetadata, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """PyTorch's fused attention under the document mask: any device and dtype, one shape for all micro-batches.
+    """PyTorch's fused attention with a document mask: any device and dtype, one shape for all micro-batches.
 
     Args:
-        query: `[batch, heads, sequence, head size]`; key and value may have fewer heads.
+        module: the attention layer.
+        query: `[batch, heads, sequence, head size]`.
+        key: `[batch, key heads, sequence, head size]`; query heads are a multiple of key heads.
+        value: same shape as `key`.
+        attention_mask: must be None.
+        metadata: the documents of the micro-batch.
+        kwargs: further arguments of the layer, such as `scaling` and `sliding_window`.
 
     Returns:
-        `[batch, sequence, heads, head size]` and None for the weights.
+        `[batch, sequence, heads, head size]`, and None in place of attention weights.
+
+    Raises:
+        ValueError: if the model passes its own mask or an unsupported argument.
     """
     _refuse_unknown(attention_mask, kwargs)
     mask = _mask(metadata, query.shape[2], kwargs.get("sliding_window"), query.device)
@@ -84,7 +94,7 @@ def sdpa(
 
 
 class _SpreadSlots(torch.autograd.Function):
-    """Rows to their slots, zeros between them; `_Gather` is the way back. Each has the other for its gradient."""
+    """Scatters rows to distinct slots, with zeros in between; the backward pass gathers them (see `_GatherSlots`)."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, slots: torch.Tensor, size: int) -> torch.Tensor:
@@ -97,7 +107,7 @@ class _SpreadSlots(torch.autograd.Function):
 
 
 class _GatherSlots(torch.autograd.Function):
-    """The rows in some slots, none twice; so its gradient adds nothing up, unlike that of `index_select`."""
+    """Gathers rows from distinct slots; its backward pass need not accumulate, unlike that of `index_select`."""
 
     @staticmethod
     def forward(ctx: Any, spread: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -114,28 +124,30 @@ def documents(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
     metadata: AttentionMetadata, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """PyTorch's fused attention on each document by itself, those of like length side by side. Shapes as in `sdpa`.
+    """PyTorch's fused attention on each document separately, in batches of similar length. Shapes as in `sdpa`.
 
-    The work grows with the squares of the documents' lengths and not of the rows'.
+    The cost is quadratic in the lengths of documents, not of rows. Falls back to `sdpa` if a sliding window is shorter
+    than the longest document.
     """
     layout, window = metadata.layout, kwargs.get("sliding_window")
     if layout is None or (window is not None and window < layout.longest):
         return sdpa(module, query, key, value, attention_mask, metadata, **kwargs)
     _refuse_unknown(attention_mask, kwargs)
     slots, buckets = layout.side_by_side
+    # Copy tokens into padded buckets of similar document lengths, attend per bucket, and copy the outputs back.
     sizes = [count * width for count, width in buckets]
     spread = (_SpreadSlots.apply(_rows(states), slots, sum(sizes)) for states in (query, key, value))
     parts = []
     for bucket, *three in zip(buckets, *(states.split(sizes) for states in spread), strict=True):
         beside = (part.unflatten(0, bucket).transpose(1, 2) for part in three)
-        # The padding is on the right, where no token looks.
+        # No mask is needed: padding is on the right, where causal attention does not look.
         parts.append(sdpa_attention_forward(module, *beside, None, is_causal=True, **_plain(kwargs))[0].flatten(0, 1))
     output = _GatherSlots.apply(torch.cat(parts), slots)
     return output.unflatten(0, (query.shape[0], query.shape[2])), None
 
 
 def _rows(heads: torch.Tensor) -> torch.Tensor:
-    """`[batch, heads, sequence, head size]` as `[batch * sequence, heads, head size]`."""
+    """Reshapes `[batch, heads, sequence, head size]` to `[batch * sequence, heads, head size]`."""
     return heads.transpose(1, 2).flatten(0, 1)
 
 
@@ -143,14 +155,14 @@ def varlen(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
     metadata: AttentionMetadata, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Flash attention over documents of any length: NVIDIA GPUs, bf16 or fp16. Shapes as in `sdpa`."""
+    """Flash attention over documents of varying length: NVIDIA GPUs, bf16 or fp16. Shapes as in `sdpa`."""
     from torch.nn.attention.varlen import varlen_attn
 
     layout, window = metadata.layout, kwargs.get("sliding_window")
     if layout is None:
         return sdpa(module, query, key, value, attention_mask, metadata, **kwargs)
     _refuse_unknown(attention_mask, kwargs)
-    # Autocast does not know this kernel, and norms of queries and keys leave them in fp32.
+    # Autocast does not cover this kernel, and normalized queries and keys are fp32: cast them.
     queries, keys, values = (_rows(states).to(value.dtype) for states in (query, key, value))
     more: dict[str, Any] = {"scale": kwargs.get("scaling"), "window_size": (-1 if window is None else window - 1, 0)}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
@@ -158,7 +170,7 @@ def varlen(
     else:
         groups = query.shape[1] // key.shape[1]
         keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
-    # A compiled block would be made anew for each length; a row's is a bound too.
+    # A compiled block would recompile for each length; the length of a row is a valid bound too.
     borders, longest = layout.borders, query.shape[2] if torch.compiler.is_compiling() else layout.longest
     output: Any = varlen_attn(queries, keys, values, borders, borders, longest, longest, **more)
     return output.unflatten(0, (query.shape[0], query.shape[2])), None
@@ -168,7 +180,7 @@ def flex(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
     metadata: AttentionMetadata, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Attention compiled for the documents' blocks and a softcap, if any: NVIDIA GPUs. Shapes as in `sdpa`."""
+    """Compiled FlexAttention with a block mask of documents, and a softcap if any: NVIDIA GPUs. Shapes as in `sdpa`."""
     from torch.nn.attention.flex_attention import flex_attention
 
     _refuse_unknown(attention_mask, kwargs, softcap=True)
@@ -179,7 +191,7 @@ def flex(
         return cap * torch.tanh(score / cap)
 
     attend = _compiled_flex() if query.is_cuda else flex_attention
-    # The kernel for few queries, which "AUTO" takes for short rows, has no size for four queries to a key.
+    # "AUTO" picks the decoding kernel for short rows, which lacks a configuration for four query heads per key head.
     options: Any = {"BACKEND": "TRITON"} if query.is_cuda else None
     output = attend(
         query.to(value.dtype), key.to(value.dtype), value, score_mod=capped if cap else None, block_mask=blocks,
@@ -196,7 +208,7 @@ def _compiled_flex() -> Any:
 
 
 def _blocks(metadata: AttentionMetadata, length: int, window: int | None, like: torch.Tensor) -> BlockMask:
-    """Which blocks of queries and keys meet at all."""
+    """The block mask of documents and sliding window, cached in `metadata`."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     ids = None if metadata.layout is None else metadata.layout.ids
@@ -216,7 +228,7 @@ def eager(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
     metadata: AttentionMetadata, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """The same in plain matrix products, softmax in fp32; honours a softcap. Shapes as in `sdpa`."""
+    """Attention by plain matrix products with softmax in fp32; supports a softcap. Shapes as in `sdpa`."""
     _refuse_unknown(attention_mask, kwargs, softcap=True)
     length = query.shape[2]
     mask = _mask(metadata, length, kwargs.get("sliding_window"), query.device)
@@ -244,11 +256,16 @@ def attend_masked(
     kernel: Any, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     allowed: torch.Tensor | None, **kwargs: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """Attention of some queries to some keys, as many of each as there are; shapes as in `sdpa`.
+    """Attention between different numbers of queries and keys under an explicit mask; shapes as in `sdpa`.
 
     Args:
-        kernel: `eager`, or any other for PyTorch's fused one.
-        allowed: `[query, key]`, True where a query may look; None for a triangle.
+        kernel: `eager` for plain matrix products; any other uses PyTorch's fused attention.
+        module: the attention layer, or a stand-in for it.
+        query: queries of one document.
+        key: keys of the same document.
+        value: values of the same document.
+        allowed: `[query, key]`, True where a query may attend; None for causal attention of equal lengths.
+        kwargs: further arguments of the layer.
     """
     if kernel is eager or kwargs.get("softcap") is not None:
         return _products(module, query, key, value, allowed, **kwargs)
@@ -257,7 +274,7 @@ def attend_masked(
 
 
 def attention_function(kernel: Any) -> Any:
-    """A kernel as transformers calls it: with its metadata, and over the ranks where each has a part of the rows."""
+    """Wraps a kernel for transformers: finds the metadata, and attends across ranks if rows are sharded."""
 
     @wraps(kernel)
     def attend(

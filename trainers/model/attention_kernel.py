@@ -1,4 +1,4 @@
-"""Which attention kernel a run uses: chosen at its start, and held against plain matrix products on its device."""
+"""Chooses the attention kernel at the start of a run and checks it against plain matrix products on the device."""
 
 from __future__ import annotations
 
@@ -15,24 +15,30 @@ from trainers.data.layout import AttentionMetadata, DocumentLayout
 from trainers.model import attention
 
 _TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
-"""Largest relative error of an output or gradient, in the norm."""
+"""Maximum relative error (2-norm) of an output or gradient, by compute dtype."""
 _LENGTHS = (5, 17, 12, 30)
+"""Lengths of the documents in the trial."""
 
 
 def choose(config: TrainConfig, model_config: Any, device: torch.device, compute: torch.dtype) -> str:
-    """The kernel for a model on a device, by its name in `attention.KERNELS`.
+    """Chooses the kernel for a model on a device.
 
     Args:
-        model_config: the config of the language model.
+        config: the run's config.
+        model_config: the transformers config of the language model.
+        device: the device of this rank.
         compute: dtype of matrix products.
 
+    Returns:
+        Its name in `attention.KERNELS`.
+
     Raises:
-        ConfigError: when the one asked for cannot do the work here.
+        ConfigError: if the requested kernel does not work for this model or device.
     """
     requested = config.attn_implementation
     if (
         getattr(model_config, "num_attention_heads", None) is None
-    ):  # there is nothing to try; the probe looks at the model
+    ):  # no attention heads to try it with; the probe checks the model
         if requested in ("auto", "sdpa", "eager"):
             return "sdpa" if requested == "auto" else requested
         raise ConfigError.about(
@@ -45,7 +51,7 @@ def choose(config: TrainConfig, model_config: Any, device: torch.device, compute
         return requested
     if _softcap(model_config):
         return "eager"
-    # Compiled blocks want one shape for all micro-batches, and rows of one document need no mask.
+    # sdpa suits compiled blocks, which need one shape for all micro-batches, and unpacked rows, which need no mask.
     best = "sdpa" if config.torch_compile or not config.packing else "varlen" if device.type == "cuda" else "documents"
     if _unfit(best, model_config, device, compute):
         return "sdpa"
@@ -60,14 +66,14 @@ def _softcap(model_config: Any) -> bool:
 
 
 def _sizes(model_config: Any) -> tuple[int, int, int]:
-    """Query heads, key heads and head size."""
+    """Number of query heads, number of key heads, and head size."""
     heads = int(model_config.num_attention_heads)
     keys = int(getattr(model_config, "num_key_value_heads", None) or heads)
     return heads, keys, int(getattr(model_config, "head_dim", None) or model_config.hidden_size // heads)
 
 
 def _unfit(kernel: str, model_config: Any, device: torch.device, compute: torch.dtype) -> str | None:
-    """Why a kernel is not for this model or device; None when it is."""
+    """Why a kernel does not support this model or device; None if it does."""
     if _softcap(model_config) and kernel not in ("eager", "flex"):
         return "this model caps its attention scores, which eager and flex can do alone"
     if kernel not in ("varlen", "flex"):
@@ -87,9 +93,18 @@ def _unfit(kernel: str, model_config: Any, device: torch.device, compute: torch.
 
 
 def trial(kernel: str, model_config: Any, device: torch.device, compute: torch.dtype) -> str | None:
-    """What goes wrong when it is tried on the device; None when output and gradients are those of `eager`.
+    """Runs a kernel on the device and compares output and gradients with those of `eager` in fp32.
 
-    Plain matrix products in fp32 are the measure; two rows of several documents, heads as the model has them.
+    The inputs are two rows of several documents with random values and the model's numbers of heads.
+
+    Args:
+        kernel: name of the kernel in `attention.KERNELS`.
+        model_config: the transformers config of the language model.
+        device: the device to run on.
+        compute: dtype of the inputs to the kernel.
+
+    Returns:
+        The problem; None if the results agree.
     """
     heads, keys, size = _sizes(model_config)
     generator = torch.Generator().manual_seed(0)
@@ -97,11 +112,11 @@ def trial(kernel: str, model_config: Any, device: torch.device, compute: torch.d
     tensors = [torch.randn(2, count, length, size, generator=generator) for count in (heads, keys, keys)]
     borders = np.cumsum([0, *_LENGTHS, *_LENGTHS[::-1]])
     metadata = AttentionMetadata(DocumentLayout.of(borders, 2).to(device))
-    tf32, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, False  # fp32 is the measure
+    tf32, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, False  # for the reference
     try:
         expected = _outcome("eager", tensors, metadata, device, torch.float32)
         outcome = _outcome(kernel, tensors, metadata, device, compute)
-    except (RuntimeError, ValueError, TypeError, ImportError) as error:  # other devices and versions of torch
+    except (RuntimeError, ValueError, TypeError, ImportError) as error:  # unsupported device or torch
         return f"it fails on this device: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
     finally:
         torch.backends.cuda.matmul.allow_tf32 = tf32
@@ -114,7 +129,7 @@ def trial(kernel: str, model_config: Any, device: torch.device, compute: torch.d
 def _outcome(
     kernel: str, tensors: list[torch.Tensor], metadata: AttentionMetadata, device: torch.device, dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """Output and gradients of query, key and value, in fp32 on the CPU."""
+    """Output of a kernel and gradients of query, key and value, as fp32 on the CPU."""
     module: Any = nn.Module()
     query, key, value = (tensor.to(device, dtype).requires_grad_() for tensor in tensors)
     module.num_key_value_groups = query.shape[1] // key.shape[1]

@@ -1,4 +1,4 @@
-"""Mixtures of experts: which modules route, and what adapters are on."""
+"""Mixture-of-experts models: router modules, and a report of where adapters were added."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def has_experts(text_config: Any) -> bool:
 
 
 def router_names(base: Any) -> list[str]:
-    """Full names of the modules that choose or weigh experts; an adapter there would move tokens between experts."""
+    """Full names of the modules that choose or weigh experts; adapters on them would reroute tokens."""
     if not has_experts(base.config.get_text_config()):
         return []
     return [name for name, _ in base.named_modules() if _ROUTING & set(name.split("."))]
 
 
 def adapter_lines(model: Any) -> list[str]:
-    """What got adapters and which large weights got none, for the log; nothing for a model without adapters.
+    """Log lines about which modules have adapters and which large weights have none; empty without adapters.
 
     Args:
-        model: transformers' or peft's.
+        model: a transformers or peft model.
     """
     targeted = getattr(model, "targeted_module_names", None)
     if not targeted:

@@ -1,6 +1,6 @@
-"""Loads a base model, adds adapters, and knows which dtype each weight has.
+"""Loads a base model, adds adapters, and decides the dtype of each weight.
 
-Weights come from the pretrained files or from one seeded initialisation, alike on every rank.
+Weights come from the pretrained files or from a seeded initialisation, and are equal on every rank.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from trainers.run.weight_headers import ADAPTER_AS_MODEL
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention", "mlp", "moe"}
 _STORED = {"F64": torch.float32, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 Shapes = Mapping[str, Sequence[int]]
-"""Sizes of tensors by name."""
+"""Tensor shapes by name."""
 _COMPUTE = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
 def model_path(config: TrainConfig) -> str:
-    """The Hub id or folder of the base model, the embedded one resolved."""
+    """The Hub id or folder of the base model, with the embedded one resolved."""
     return str(BASE_DIR) if config.model_name_or_path == EMBEDDED else config.model_name_or_path
 
 
@@ -55,12 +55,12 @@ def compute_dtype(config: TrainConfig) -> torch.dtype:
 
 
 def base_dtype(config: TrainConfig) -> torch.dtype:
-    """Dtype that the base is kept in: fp32 where it is trained (see `master_weights`), else the compute dtype."""
+    """Dtype of the base's weights: fp32 if they are trained with `master_weights`, otherwise the compute dtype."""
     return torch.float32 if config.method == "full" and config.master_weights else compute_dtype(config)
 
 
 def stored_dtype(config: TrainConfig) -> torch.dtype:
-    """Dtype of most of the weights in the base model's files, as their headers say; of its config without files."""
+    """The most common dtype in the base model's files by their headers; without files, the dtype in its config."""
     if not config.random_init:
         counts = Counter[torch.dtype]()
         for name, count in element_counts(weight_files(config)).items():
@@ -73,7 +73,7 @@ def stored_dtype(config: TrainConfig) -> torch.dtype:
 
 
 def weight_files(config: TrainConfig) -> list[Path]:
-    """The base model's safetensors files, which are on this machine since it was loaded."""
+    """The base model's safetensors files in the local cache or folder; nothing is downloaded."""
     path = model_path(config)
     options: dict[str, Any] = {"revision": config.model_revision, "local_files_only": True}
     options["_raise_exceptions_for_missing_entries"] = False
@@ -86,7 +86,7 @@ def weight_files(config: TrainConfig) -> list[Path]:
 
 
 def element_counts(files: Iterable[Path]) -> Counter[str]:
-    """How many elements safetensors files hold of each dtype, such as `BF16`; only their headers are read."""
+    """Counts elements per dtype, such as `BF16`, in safetensors files; reads only their headers."""
     counts = Counter[str]()
     for file in files:
         with safe_open(file, framework="pt") as tensors:
@@ -101,13 +101,14 @@ def _where(config: TrainConfig) -> dict[str, Any]:
 
 
 def load_model_config(config: TrainConfig, published: Mapping[str, Any] | None = None) -> Any:
-    """The base model's transformers config, changed as training wants it.
+    """Loads the base model's transformers config and adjusts it for training.
 
     Args:
-        published: what is known of its config.json, which is then not read.
+        config: the run's config.
+        published: contents of its config.json, if already known; the file is then not read.
 
     Raises:
-        ConfigError: when it is missing, gated, damaged or an adapter, or cannot be packed or quantised.
+        ConfigError: if the model is missing, gated, damaged or an adapter, or cannot be packed or quantised.
     """
     try:
         adapter = None if published else find_adapter_config_file(model_path(config), revision=config.model_revision)
@@ -117,14 +118,14 @@ def load_model_config(config: TrainConfig, published: Mapping[str, Any] | None =
             model_config = None if adapter else AutoConfig.from_pretrained(model_path(config), **_where(config))
     except OSError as error:
         raise ConfigError(load_mistake(config, error)) from None
-    except Exception as error:  # each family checks its sizes in a way of its own
+    except Exception as error:  # each family validates its sizes differently
         raise ConfigError.about(
             "model_name_or_path",
             config.model_name_or_path,
             f": its config.json describes no model ({in_one_line(error)})",
             "correct it, or download the model again",
         ) from None
-    if adapter:  # transformers would load the base that it names in place of the model
+    if adapter:  # transformers would silently load the base that it names
         raise ConfigError.about("model_name_or_path", config.model_name_or_path, ADAPTER_AS_MODEL)
     _refuse_other_tasks(config, model_config)
     _keep_layers(config, model_config)
@@ -136,10 +137,10 @@ def load_model_config(config: TrainConfig, published: Mapping[str, Any] | None =
 
 
 def load_base(config: TrainConfig) -> PreTrainedModel:
-    """The base model on the CPU, in `base_dtype` (quantised for qlora), with the attention that keeps documents apart.
+    """Loads the base model on the CPU in `base_dtype` (quantised for qlora), with attention that keeps documents apart.
 
     Raises:
-        ConfigError: when the files are missing, gated or damaged, or the architecture cannot be packed or quantised.
+        ConfigError: if the files are missing, gated or damaged, or the architecture cannot be packed or quantised.
     """
     where, model_config = _where(config), load_model_config(config)
     settings: dict[str, Any] = {
@@ -154,7 +155,7 @@ def load_base(config: TrainConfig) -> PreTrainedModel:
     else:
         settings |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         try:
-            # Safetensors only: other weight files are pickles, which run code when they are read.
+            # Safetensors only: other weight files are pickles, which run code when loaded.
             with many_threads() if config.method == "qlora" else nullcontext():
                 model, report = AutoModelForCausalLM.from_pretrained(
                     model_path(config), config=model_config, use_safetensors=True, **where, **settings
@@ -173,7 +174,7 @@ def load_base(config: TrainConfig) -> PreTrainedModel:
 
 
 def check_attention(config: TrainConfig, model_config: Any) -> str:
-    """The attention to load the model with; raises ConfigError when none of ours and its own can do the work."""
+    """The attention implementation to load the model with; raises ConfigError if neither ours nor its own fits."""
     if own_code(config, model_config):
         return KERNELS["sdpa"]
     try:
@@ -191,14 +192,14 @@ def check_attention(config: TrainConfig, model_config: Any) -> str:
 
 
 def fit_lines(config: TrainConfig, report: dict[str, Any]) -> list[str]:
-    """A line about weights in the files that the model has no place for, if there are any.
+    """Checks that the files contain every weight of the model; returns a log line about unused ones, if any.
 
     Args:
-        report: what transformers tells after loading. Tied weights, and those that a family does not save, are in none
-            of its lists.
+        config: the run's config.
+        report: transformers' loading info, which never lists tied weights or those that a family does not save.
 
     Raises:
-        ConfigError: with the names of weights that the files lack or have in another shape: they would be random.
+        ConfigError: naming weights that are missing or have another shape, and would be initialised randomly.
     """
     missing, unexpected = (sorted(report[kind]) for kind in ("missing_keys", "unexpected_keys"))
     mistakes = []
@@ -225,11 +226,11 @@ def fit_lines(config: TrainConfig, report: dict[str, Any]) -> list[str]:
 
 
 def misfits(expected: Shapes, shapes: Shapes) -> list[str]:
-    """A line for each kind of difference between the weights that a model needs and those that were saved.
+    """One line for each kind of mismatch between the tensors of a model and those in a file.
 
     Args:
-        expected: shapes of the model's, by name.
-        shapes: of those that were saved.
+        expected: shapes of the model's tensors, by name.
+        shapes: shapes of the saved tensors, by name.
     """
     missing, unexpected = sorted(expected.keys() - shapes.keys()), sorted(shapes.keys() - expected.keys())
     differing = sorted(name for name in expected.keys() & shapes.keys() if list(expected[name]) != list(shapes[name]))
@@ -243,25 +244,25 @@ def misfits(expected: Shapes, shapes: Shapes) -> list[str]:
 
 
 def _first_names(names: Sequence[str]) -> str:
-    """Three names, and how many more there are."""
+    """The first three names, and the number of the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _text_parts(base: Any) -> list[nn.Module]:
-    """What text goes through; a vision tower beside it gets no gradients, and stays as it is."""
+    """The modules that process text: all of a language model, or those of a multimodal one without its vision tower."""
     if base.config.get_text_config() is base.config:
         return [base]
     return [part for part in (base.get_decoder(), base.get_output_embeddings()) if part is not None]
 
 
 def silent_weights(base: nn.Module) -> list[nn.Parameter]:
-    """Weights that text does not reach; frozen with any method."""
+    """Weights that text does not reach, such as those of a vision tower; frozen under every method."""
     spoken = {id(weight) for part in _text_parts(base) for weight in part.parameters()}
     return [weight for weight in base.parameters() if id(weight) not in spoken]
 
 
 def load_mistake(config: TrainConfig, error: Exception) -> Mistake:
-    """What is wrong with a model that could not be loaded."""
+    """Describes why a model could not be loaded."""
     path, revision = model_path(config), config.model_revision
     if not Path(path).is_dir() and (mistake := hub_mistake(path, revision, error)):
         return mistake
@@ -272,7 +273,7 @@ def load_mistake(config: TrainConfig, error: Exception) -> Mistake:
 
 
 def _keep_layers(config: TrainConfig, model_config: Any) -> None:
-    """Cuts a model after its first layers, where that is asked for."""
+    """Truncates the model to its first `num_hidden_layers` layers, if the option is set."""
     wanted, text = config.num_hidden_layers, model_config.get_text_config()
     if wanted is None:
         return
@@ -286,7 +287,7 @@ def _keep_layers(config: TrainConfig, model_config: Any) -> None:
 
 
 def _drop_dropout(model_config: Any) -> None:
-    """Sets the model's own dropout to 0: it would differ from strategy to strategy. LoRA's is an option."""
+    """Sets the model's own dropout to 0, as its random numbers would differ between strategies; LoRA's is an option."""
     for name, value in vars(model_config).items():
         if ("dropout" in name or "pdrop" in name) and isinstance(value, float) and value > 0:
             setattr(model_config, name, 0.0)
@@ -300,7 +301,7 @@ def _say(line: str) -> None:
 
 
 def own_code(config: TrainConfig, model_config: Any) -> bool:
-    """Whether the model is built by code that comes with it."""
+    """Whether the model is built by remote code that comes with it."""
     return config.trust_remote_code and "AutoModelForCausalLM" in (getattr(model_config, "auto_map", None) or {})
 
 
@@ -309,7 +310,7 @@ _OTHER_TASKS = ("ForSequenceClassification", "ForTokenClassification", "ForQuest
 
 
 def _refuse_other_tasks(config: TrainConfig, model_config: Any) -> None:
-    """Raises ConfigError for a model of another kind, or one whose head predicts something else than tokens."""
+    """Raises ConfigError for a model that is not a causal language model, or whose head does not predict tokens."""
     subject = f"model_name_or_path={config.model_name_or_path}"
     if own_code(config, model_config):
         return
@@ -342,10 +343,10 @@ def _check_layers(config: TrainConfig, model_config: Any) -> None:
 
 
 def build_model(config: TrainConfig) -> nn.Module:
-    """The model to train: the base, or the base with adapters on it.
+    """Builds the model to train: the base model, with adapters unless `method=full`.
 
     Raises:
-        ConfigError: as `load_base` and `add_adapters`.
+        ConfigError: see `load_base` and `add_adapters`.
     """
     base = load_base(config)
     use_checkpointing(base, config)
@@ -353,7 +354,7 @@ def build_model(config: TrainConfig) -> nn.Module:
 
 
 def use_checkpointing(base: PreTrainedModel, config: TrainConfig) -> None:
-    """Lets the layers compute again in the backward pass what they would have kept for it, where that is asked for."""
+    """Enables activation checkpointing, full or selective, if the config requests it."""
     if not config.gradient_checkpointing:
         return
     choices: dict[str, Any] = {"use_reentrant": False}
@@ -363,16 +364,21 @@ def use_checkpointing(base: PreTrainedModel, config: TrainConfig) -> None:
 
 
 def _keep_products(context: Any, operation: Any, *inputs: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Matrix products and attention are dear to repeat; what lies between them is not."""
+    """Selective checkpointing: saves matmul and attention outputs (expensive to recompute), recomputes the rest."""
     name = operation.name().partition(".")[0].rpartition("::")[2]
     dear = name in ("mm", "addmm", "bmm", "baddbmm", "linear", "_varlen_attn", "_scaled_mm") or "dot_product" in name
     return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def add_adapters(base: PreTrainedModel, config: TrainConfig) -> nn.Module:
-    """peft adapters on a frozen base; trained weights fp32, initialised by the seed on every rank alike."""
+    """Freezes the base and adds LoRA adapters in fp32, initialised equally on every rank by the seed.
+
+    Raises:
+        ConfigError: if `lora_target_modules` matches no module, or merging would change tied embeddings.
+    """
     from peft import LoraConfig, get_peft_model
 
+    # Leave out modules that text does not reach; with "all-linear", also routers and layers adapters do not fit.
     targets = config.lora_target_modules
     spoken = {id(module) for part in _text_parts(base) for module in part.modules()}
     spared = [name for name, part in base.named_modules() if _adaptable(part) and id(part) not in spoken]
@@ -411,18 +417,19 @@ def add_adapters(base: PreTrainedModel, config: TrainConfig) -> nn.Module:
 
 
 def _adaptable(part: nn.Module) -> bool:
-    return isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D"  # GPT-2 writes its linear layers so
+    return isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D"  # GPT-2's linear layers
 
 
 _MAMBA = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
 
 
 def _unadapted(base: Any) -> list[str]:
-    """Linear layers whose product is not the plain one that an adapter would be added to."""
+    """Names of linear layers that adapters do not fit, as they do not compute a plain linear product."""
     names = []
     for name, part in base.named_modules():
-        mamba = base.config.model_type in _MAMBA and _ends(name, "out_proj")  # peft refuses them
-        # Of a model's own code, such as DeepSeek-V4's product in groups; bitsandbytes' layers are peft's to adapt.
+        mamba = base.config.model_type in _MAMBA and _ends(name, "out_proj")  # peft refuses these
+        # Subclasses in transformers with their own forward, such as DeepSeek-V4's grouped product. Not bitsandbytes'
+        # layers, which peft supports.
         own = type(part).__module__.startswith("transformers") and type(part).forward is not nn.Linear.forward
         if (mamba and _adaptable(part)) or (own and isinstance(part, nn.Linear)):
             names.append(name)
@@ -434,7 +441,7 @@ def _ends(name: str, target: str) -> bool:
 
 
 def _refuse_merging_tied(config: TrainConfig, base: Any, targeted: list[str]) -> None:
-    """Merging into one of two tied matrices would change the other one too."""
+    """Raises ConfigError if merging an adapter into one of two tied matrices would change the other one too."""
     head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
     if not config.merge_adapter or head is None or head.weight is not embedding.weight:
         return
@@ -449,16 +456,16 @@ def _refuse_merging_tied(config: TrainConfig, base: Any, targeted: list[str]) ->
 
 
 def compile_blocks(base: PreTrainedModel) -> None:
-    """Compiles each decoder block in place: one graph for all of them, names of weights unchanged."""
+    """Compiles each decoder block in place; all blocks share one graph, and weights keep their names."""
     for block in compiled_blocks(base):
         block.compile()
 
 
 def compiled_blocks(base: PreTrainedModel) -> nn.ModuleList:
-    """The decoder blocks that torch_compile compiles.
+    """The decoder blocks that `torch_compile` compiles.
 
     Raises:
-        ConfigError: when the model has none.
+        ConfigError: if the decoder has no list of layers.
     """
     decoder: Any = base.get_decoder()
     blocks: nn.ModuleList | None = getattr(decoder, "layers", None)
@@ -470,10 +477,10 @@ def compiled_blocks(base: PreTrainedModel) -> nn.ModuleList:
 
 
 def matmul_parameters(model: nn.Module) -> tuple[int, int]:
-    """Parameters in matrix products, (trained, frozen); an embedding look-up is none, an output head is one."""
+    """Number of (trained, frozen) parameters in matrix products; includes the output head, not the embedding lookup."""
     trained = frozen = 0
     for module in model.modules():
         if isinstance(module, nn.Linear) and module.weight is not None:
-            count = module.in_features * module.out_features  # the weight itself may be packed or sharded
+            count = module.in_features * module.out_features  # its weight may be packed or sharded
             trained, frozen = (trained + count, frozen) if module.weight.requires_grad else (trained, frozen + count)
     return trained, frozen

@@ -1,4 +1,4 @@
-"""The learning rate: a pure function of the step, so that no backend can step it too often."""
+"""The learning rate as a pure function of the step; there is no scheduler state to save or to advance twice."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trainers.config.options import TrainConfig
 
 
 def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:
-    """Rate of optimizer step `step` (from 0) of `total_steps`."""
+    """Learning rate of optimizer step `step` (from 0) out of `total_steps`."""
     peak = config.scaled_learning_rate()
     warmup = config.warmup_steps or math.ceil(config.warmup_ratio * total_steps)
     if step < warmup:

@@ -1,7 +1,8 @@
-"""Proves on a model in hand that training computes what the model itself computes, and that no token sees a later one.
+"""Checks that training computes what the model's own forward pass computes, and that no token sees later ones.
 
-A few short documents go through whatever computes the loss and through the model's own forward pass, each document by
-itself. At the start of every run it is the real model, wrapped by its strategy; before that, a small copy of it.
+A few short documents are run through the training loss (packed if the run packs) and through the model's own forward
+pass (one document per row). At the start of every run this probes the real model, wrapped by its strategy; before
+loading weights, `small_model` probes a small copy.
 """
 
 from __future__ import annotations
@@ -21,28 +22,28 @@ from trainers.model.attention import KERNELS
 
 _LENGTH, _HALF = 12, 6
 _FAILURES = (ValueError, TypeError, KeyError, AttributeError, NotImplementedError, RuntimeError, IndexError)
-"""What models raise that cannot run so; out of memory is none of it."""
+"""Errors of models that cannot run this way; `torch.OutOfMemoryError` is excluded where they are caught."""
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 2e-1}
-"""Largest relative difference of hidden states, in the norm, by compute dtype: kernels sum in different orders.
+"""Maximum relative difference (2-norm) of hidden states, by compute dtype: kernels sum in different orders.
 
-Between two attention kernels, 32 dense layers or 24 of experts differ by up to 3e-2 in bf16; deeper ones by more.
+Measured between two attention kernels in bf16: up to 3e-2 for 32 dense or 24 MoE layers, more for deeper models.
 """
 _LOSS_TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 2e-2}
-"""Largest difference of the loss, as a share of it where it is above 1: rounding does not shrink with the loss."""
+"""Maximum difference of the loss, relative if the loss is above 1, otherwise absolute; rounding has a floor."""
 _LEAK = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Largest change of a hidden state that must not move, as a share of the change of one that may."""
+"""Maximum change of a hidden state that must not change, as a fraction of the change of one that may."""
 
 
 class ProbeError(Exception):
-    """Why a model cannot be trained as it is loaded, without a remedy."""
+    """The reason that a model cannot be trained as loaded; does not state a remedy."""
 
 
 @dataclass
 class ForwardPass:
-    """What a forward pass over the probe's rows gave.
+    """The result of a forward pass over the probe's rows.
 
     Args:
-        hidden: `[documents, length, hidden size]` in fp32, from the decoder.
+        hidden: `[rows, length, hidden size]` decoder outputs in fp32.
         loss: mean over the predicted tokens.
     """
 
@@ -51,7 +52,7 @@ class ForwardPass:
 
 
 def probe_rows(vocabulary: int, device: torch.device) -> torch.Tensor:
-    """`[4, 12]` token ids; rows 2 to 4 differ from row 1 in token 6, 11 and 5."""
+    """`[4, 12]` token ids; rows 1 to 3 (from 0) differ from row 0 in token 6, 11 and 5 respectively."""
     ids = (torch.arange(_LENGTH, device=device) + 1).expand(4, _LENGTH) % vocabulary
     ids = ids.clone()
     for row, changed in enumerate((_HALF, _LENGTH - 1, _HALF - 1), start=1):
@@ -72,22 +73,23 @@ def check_model_computes(
     """Runs the probe at the start of a run.
 
     Args:
-        wrapped: the module that computes the loss, as the strategy made it.
+        wrapped: the module that computes the loss, as wrapped by the strategy.
         base: the transformers model in it.
-        packing: several documents to a row.
+        packing: whether rows contain several documents.
+        device: the device of this rank.
         compute: dtype of matrix products.
-        stock: compare with the model's own forward pass too; it needs a `SupervisedLoss` in `wrapped`, with all layers.
-        splits_rows: whether ranks share each row (cp, sp), which needs what packing does: all of a token's looks back
-            go through our attention.
+        stock: also compare with the model's own forward pass, for which `wrapped` must have all layers.
+        splits_rows: whether ranks share each row (cp, sp). As with packing, tokens may then look back only through our
+            attention.
 
     Raises:
-        ConfigError: when tokens see what they must not, when loss or hidden states are not those of the model's own
-            forward pass, or when the model cannot run through our attention at all; with the way out.
+        ConfigError: if tokens see what they must not, if loss or hidden states differ from those of the model's own
+            forward pass, or if the model cannot run with our attention at all. States a remedy.
     """
     packed = packing or splits_rows
     wrapped.eval()
     try:
-        with torch.compiler.set_stance("force_eager"):  # no graph for a shape that never comes again
+        with torch.compiler.set_stance("force_eager"):  # do not compile for a shape that is used once
             own = own_pass(wrapped, base, packed, device) if stock else None
             compare(our_pass(wrapped, base, packed, device), own, base.config.model_type, packed, compute)
     except ProbeError as error:
@@ -102,10 +104,14 @@ def check_model_computes(
 
 
 def compare(ours: ForwardPass, own: ForwardPass | None, kind: str, packing: bool, compute: torch.dtype) -> None:
-    """Holds a pass in training's way against the rules, and against the model's own pass.
+    """Checks a pass of the training code for leaks, and against the model's own pass.
 
     Args:
-        kind: `model_type`.
+        ours: the pass of the training code.
+        own: the model's own pass; None to skip the comparison.
+        kind: `model_type`, for error messages.
+        packing: whether rows contain several documents.
+        compute: dtype of matrix products.
 
     Raises:
         ProbeError: see `check_model_computes`.
@@ -122,7 +128,7 @@ def compare(ours: ForwardPass, own: ForwardPass | None, kind: str, packing: bool
 
 
 def our_pass(wrapped: nn.Module, base: Any, packing: bool, device: torch.device) -> ForwardPass:
-    """A pass as training makes it; raises ProbeError when it fails."""
+    """Runs a pass with the training code; raises ProbeError if it fails."""
     ids = probe_rows(base.config.get_text_config().vocab_size, device)
     index = torch.arange(_LENGTH, device=device).expand(4, _LENGTH)
     length = _HALF if packing else _LENGTH
@@ -136,15 +142,15 @@ def our_pass(wrapped: nn.Module, base: Any, packing: bool, device: torch.device)
             raise
         raise ProbeError(f"{base.config.model_type} models fail in a training step: {in_one_line(error)}") from None
     finally:
-        MetadataRoute.current = None  # whoever calls the model next has none of these documents
+        MetadataRoute.current = None  # the next call of the model has other documents
     return ForwardPass(seen[0], float(total) / len(labels))
 
 
 def own_pass(wrapped: nn.Module, base: Any, packing: bool, device: torch.device) -> ForwardPass:
-    """The model's own forward pass, with the attention that it has by default, each document in a row of its own.
+    """Runs the model's own forward pass with its default attention, one document per row.
 
     Raises:
-        ProbeError: when it fails.
+        ProbeError: if it fails.
     """
     length = _HALF if packing else _LENGTH
     ids = probe_rows(base.config.get_text_config().vocab_size, device).reshape(-1, length)
@@ -161,7 +167,12 @@ def own_pass(wrapped: nn.Module, base: Any, packing: bool, device: torch.device)
 
 
 def _targets(ids: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index of every token with a next one in its document, and that one, of rows of whole documents."""
+    """Flat index of every token that has a next one in its document, and those next tokens.
+
+    Args:
+        ids: token ids in rows of full documents.
+        length: length of each document.
+    """
     tokens = torch.arange(ids.numel(), device=ids.device)
     positions = tokens[tokens % length < length - 1]
     return positions, ids.flatten()[positions + 1]
@@ -169,7 +180,7 @@ def _targets(ids: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor
 
 @contextmanager
 def decoder_outputs(base: Any) -> Iterator[list[torch.Tensor]]:
-    """Collects the decoder's hidden states, in fp32; of a model without one, or that calls its head so, its logits."""
+    """Records the decoder's hidden states in fp32, or logits if there is no separate decoder or it returns logits."""
     seen: list[torch.Tensor] = []
     decoder = base.get_decoder()
 
@@ -185,7 +196,7 @@ def decoder_outputs(base: Any) -> Iterator[list[torch.Tensor]]:
 
 
 def default_attention(base: Any) -> str:
-    """The attention that transformers would give the model on any device."""
+    """The attention implementation that transformers would choose for the model on any device."""
     return "sdpa" if base._supports_sdpa else "eager"
 
 
@@ -203,13 +214,13 @@ def _own_attention(base: Any) -> Iterator[None]:
 
 
 def refuse_encoder(kind: str, own: ForwardPass, compute: torch.dtype) -> None:
-    """Raises ProbeError when tokens see later ones in the model's own forward pass."""
+    """Raises ProbeError if tokens see later ones in the model's own forward pass."""
     length = own.hidden.shape[1]
     rows = own.hidden.reshape(4, -1, length, own.hidden.shape[-1])
     # The first changed token lies in the middle or at the start of a document, the second at its end.
     after = (rows[1] - rows[0]).abs().amax(-1)[-1, _HALF % length + 1 :].max()
     last = (rows[2] - rows[0]).abs().amax(-1)[-1]
-    if last[length - 1] == 0:  # XLM counts padding tokens to know a row's length, wherever they stand
+    if last[length - 1] == 0:  # XLM infers a row's length by counting padding tokens anywhere in it
         raise ProbeError(f"{kind} models leave out the last token of a row in which their padding token stands")
     before = last[: length - 1].max()
     if not before <= _LEAK[compute] * after:
@@ -220,6 +231,7 @@ def refuse_encoder(kind: str, own: ForwardPass, compute: torch.dtype) -> None:
 
 
 def _refuse_leaks(kind: str, ours: ForwardPass, packing: bool, compute: torch.dtype) -> None:
+    # Changing token 6 may move the states after it; changing the last token, or one of another document, must not.
     change = (ours.hidden[1:] - ours.hidden[0]).abs().amax(-1)  # [changed token, position]
     may_move, moved = change[0, _HALF + 1 :].max(), change[1, : _LENGTH - 1].max()
     if packing:
@@ -241,5 +253,5 @@ def _refuse_difference(kind: str, ours: ForwardPass, own: ForwardPass, compute: 
 
 
 def in_one_line(error: BaseException) -> str:
-    """What an exception says, in one line of at most 200 characters."""
+    """The message of an exception in one line of at most 200 characters."""
     return " ".join(str(error).split())[:200] or type(error).__name__

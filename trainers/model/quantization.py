@@ -1,11 +1,12 @@
-"""`method=qlora`: the frozen base in 4 bits by bitsandbytes: nf4, blocks of 64, their scales in 8 bits.
+"""`method=qlora` (https://arxiv.org/abs/2305.14314): a frozen 4-bit base with bitsandbytes, nf4 in blocks of 64.
 
-Apart from its linear layers the model is the one of `method=lora`: embeddings, output head and norms keep the compute
-dtype, the adapters fp32. peft's `prepare_model_for_kbit_training` is not used, since it casts all of that to fp32.
+Double quantisation stores the scales of the blocks in 8 bits. Except for its linear layers, the model is the same as
+with `method=lora`: embeddings, output head and norms keep the compute dtype, adapters fp32. peft's
+`prepare_model_for_kbit_training` is not used, since it casts all of these to fp32.
 
-Weights are quantised on the CPU, before any strategy sees them, so that every strategy and every later export has the
-same bits. They are stored in tensors of the compute dtype, because FSDP shards floating-point tensors only; the bits
-mean nothing as numbers, so nothing may cast them. The scales are no parameters: each rank has all of them
+Weights are quantised on the CPU, before any strategy wraps them, so that every strategy and every later export has the
+same bits. They are stored in tensors of the compute dtype, because FSDP shards only floating-point tensors; their bits
+are not numbers of that dtype, so nothing may cast them. The scales are not parameters: every rank holds all of them
 (0.13 bits per weight).
 """
 
@@ -25,16 +26,17 @@ from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 
 _DEQUANTISED = ("mxfp4", "fp8")
-"""Methods of quantisation whose weights transformers can give back in the compute dtype."""
+"""Quantisation methods whose weights transformers can dequantise to the compute dtype."""
 
 SCALES_BLOCK = 256
+"""Number of scales that share a second-level scale."""
 
 
 def loading_options(dtype: torch.dtype) -> dict[str, Any]:
-    """What `from_pretrained` needs to quantise each weight as it is read; `finish` does the rest.
+    """Arguments of `from_pretrained` that quantise each weight as it is read; `finish` does the rest.
 
     Args:
-        dtype: the compute dtype; the quantised weights are stored in tensors of it.
+        dtype: the compute dtype, also the dtype of the tensors that store the quantised weights.
     """
     quantisation = BitsAndBytesConfig(
         load_in_4bit=True,
@@ -47,20 +49,21 @@ def loading_options(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def settle_quantisation(config: TrainConfig, model_config: Any) -> None:
-    """Has transformers dequantise a base that is stored in few bits, where it can; refuses any other.
+    """Makes transformers dequantise a quantised base model on loading if it can; refuses any other.
 
     Args:
-        model_config: the base model's transformers config, which is changed.
+        config: the run's config.
+        model_config: the base model's transformers config; modified in place.
 
     Raises:
-        ConfigError: for a base that would not be trained as what it is, or that bitsandbytes cannot quantise.
+        ConfigError: for a base that stays quantised, or under qlora one that bitsandbytes cannot quantise.
     """
     if config.random_init:
         for name in {"quantization_config", "compression_config"} & model_config.__dict__.keys():
             delattr(model_config, name)
     stored = getattr(model_config, "quantization_config", None)
     if config.method != "qlora" and stored and stored.get("quant_method") in _DEQUANTISED:
-        # By itself transformers does this only where the GPU or an optional package is missing.
+        # By default, transformers does this only if the GPU or an optional package is missing.
         model_config.quantization_config = {**stored, "dequantize": True}
     refuse_quantised(config, model_config)
     if config.method == "qlora":
@@ -68,11 +71,12 @@ def settle_quantisation(config: TrainConfig, model_config: Any) -> None:
 
 
 def refuse_quantised(config: TrainConfig, model_config: Any, dtypes: Iterable[str] = ()) -> None:
-    """Raises ConfigError for a base stored in 8 bits or less, unless its weights are dequantised as they are loaded.
+    """Raises ConfigError for a base stored in 8 bits or fewer, unless its weights are dequantised on loading.
 
     Args:
+        config: the run's config.
         model_config: the base model's transformers config.
-        dtypes: of the weights in its files, as safetensors spells them.
+        dtypes: dtypes of the weights in its files, in safetensors' spelling.
     """
     stored = getattr(model_config, "quantization_config", getattr(model_config, "compression_config", None))
     narrow = sorted({dtype for dtype in dtypes if dtype.startswith(("F8_", "F4"))})
@@ -88,14 +92,14 @@ def refuse_quantised(config: TrainConfig, model_config: Any, dtypes: Iterable[st
 
 
 def refuse_unfit(model_config: Any, trust_remote_code: bool) -> None:
-    """Looks for what would not be quantised, on a model without memory for its weights.
+    """Checks on the meta device that most of a model would be quantised.
 
     Args:
-        model_config: the model's config.
+        model_config: the model's transformers config.
         trust_remote_code: run model code that comes with the weights.
 
     Raises:
-        ConfigError: when much of the model is not in linear layers, or in ones that nf4 blocks do not fit.
+        ConfigError: if much of the model is outside linear layers, or a linear layer does not fit nf4.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust_remote_code)
@@ -115,7 +119,7 @@ def refuse_unfit(model_config: Any, trust_remote_code: bool) -> None:
                 f": {model_config.model_type} has a linear layer of {size}, which nf4 does not fit",
                 "use lora",
             )
-    # A router or a short convolution may stay as it is; transposed layers would be exported the wrong way round.
+    # Small parts such as routers and short convolutions may stay unquantised; Conv1D would be exported transposed.
     if outside > total / 10 or "Conv1D" in kinds:
         raise ConfigError.about(
             "method",
@@ -128,7 +132,7 @@ def refuse_unfit(model_config: Any, trust_remote_code: bool) -> None:
 
 @contextmanager
 def many_threads() -> Iterator[None]:
-    """This rank's share of the cores: launchers allow one thread, and quantising takes 30 s per 10^9 weights on it."""
+    """Uses this rank's share of the cores. Launchers allow one thread, which quantises 10^9 weights in 30 s."""
     before, ranks = torch.get_num_threads(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(max(before, (os.cpu_count() or 1) // ranks))
     try:
@@ -138,7 +142,7 @@ def many_threads() -> Iterator[None]:
 
 
 def finish(base: PreTrainedModel) -> None:
-    """Quantises the scales of a model just loaded, and keeps its weights in the one format that can be sharded."""
+    """Quantises the scales of a newly loaded model, and keeps its weights in the only format that can be sharded."""
     keep_compute_dtype(base)
     for layer in four_bit_layers(base):
         layer.register_forward_pre_hook(_cast_input)
@@ -147,21 +151,21 @@ def finish(base: PreTrainedModel) -> None:
 
 
 def keep_compute_dtype(model: nn.Module) -> None:
-    """On some CPUs bitsandbytes would repack the weights in evaluation, for a kernel that computes in bf16."""
+    """Prevents bitsandbytes from repacking weights in evaluation for a bf16 kernel, as it would on some CPUs."""
     for layer in four_bit_layers(model):
         layer.support_avx512bf16_for_cpu = False
 
 
 def _cast_input(layer: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """As autocast does for a plain linear layer; bitsandbytes would give the output the dtype of the input."""
+    """Casts the input like autocast does for a linear layer; bitsandbytes would return the dtype of the input."""
     return (inputs[0].to(layer.compute_dtype), *inputs[1:])
 
 
 def quantise_scales(state: Any) -> None:
-    """Double quantisation as bitsandbytes does it, but for the mean: torch's depends on the number of threads.
+    """Double quantisation like bitsandbytes, except for the mean: torch's depends on the number of threads.
 
     Args:
-        state: `quant_state` of a weight whose scales are fp32; changed in place.
+        state: `quant_state` of a weight whose scales are fp32; modified in place.
     """
     from bitsandbytes.functional import quantize_blockwise
 
@@ -172,20 +176,21 @@ def quantise_scales(state: Any) -> None:
 
 
 def four_bit_layers(model: nn.Module) -> list[Any]:
-    """The quantised linear layers, whatever wraps the model."""
+    """The quantised linear layers of a model, wrapped or not."""
     linear = [part for part in model.modules() if isinstance(part, nn.Linear)]
     return [part for part in linear if getattr(part, "quant_state", None) is not None]
 
 
 def whole_layers(model: nn.Module, head: nn.Module | None) -> int:
-    """How many of the quantised layers hold half a byte per weight, and no other frozen linear layer is left.
+    """Counts properly quantised layers, for comparison with the number of quantised layers.
 
     Args:
         model: the model, sharded or not.
         head: the output head, which is not quantised.
 
     Returns:
-        The number of quantised layers, less one for each frozen linear layer that is not.
+        The number of quantised layers that hold half a byte per weight, minus the number of frozen linear layers other
+        than the head that are not quantised.
     """
     quantised = four_bit_layers(model)
     unsharded = [part for part in quantised if _bytes(part.weight) * 2 == part.in_features * part.out_features]
@@ -199,5 +204,5 @@ def _bytes(weight: torch.Tensor) -> int:
 
 
 def dequantise(base: PreTrainedModel) -> PreTrainedModel:
-    """The base with plain linear layers again, as the matrix products saw them: in the compute dtype."""
+    """Converts the base back to plain linear layers, with weights in the compute dtype as used in matrix products."""
     return base.dequantize()

@@ -1,7 +1,7 @@
-"""Rotary frequencies that depend on the length (longrope, dynamic NTK), chosen by each document's own.
+"""Length-dependent rotary frequencies (longrope, dynamic NTK), chosen by the length of each document.
 
-transformers chooses them by the longest position in the micro-batch, and the dynamic ones by the longest seen so far:
-what stands beside a document would change it.
+transformers chooses them by the longest position in the micro-batch, or for dynamic ones the longest seen so far, so
+that a document would be affected by the others next to it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 
 def choose_by_document(model: nn.Module) -> None:
-    """Lets the rotary embeddings of a model, where they depend on the length, look at one document at a time."""
+    """Patches the length-dependent rotary embeddings of a model to choose frequencies by document."""
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
@@ -24,19 +24,25 @@ def choose_by_document(model: nn.Module) -> None:
 
 
 def _depends_on_length(kind: str) -> bool:
-    return kind == "longrope" or "dynamic" in kind  # as transformers' `dynamic_rope_update` tells them apart
+    return kind == "longrope" or "dynamic" in kind  # the same test as in transformers' `dynamic_rope_update`
 
 
 @torch.no_grad()
 def _forward(
     self: Any, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """The module's own forward pass, once for each set of frequencies that the documents need.
+    """Runs the module's own forward pass once for each set of frequencies that the documents need, and merges them.
 
     Args:
-        x: decides dtype and device.
+        x: determines dtype and device.
         position_ids: `[batch, sequence]`, restarting at 0 in each document.
-        layer_type: of models whose frequencies differ from layer to layer.
+        layer_type: type of the layer, for models whose frequencies differ by layer type.
+
+    Returns:
+        Cosines and sines, each `[batch, sequence, rotary size]`.
+
+    Raises:
+        ValueError: if positions have more than two dimensions.
     """
     more = () if layer_type is None else (layer_type,)
     kind = self.rope_type if layer_type is None else self.rope_type[layer_type]
@@ -44,6 +50,7 @@ def _forward(
         return type(self).forward(self, x, position_ids, *more)
     if position_ids.ndim != 2:
         raise ValueError(f"its {kind} rotary embedding takes positions of {position_ids.ndim} dimensions")
+    # Tokens of a group share their frequencies: longrope has two sets, dynamic NTK one per length beyond the original.
     lengths = document_lengths(position_ids)
     if kind == "longrope":
         rope = self.config.rope_parameters
@@ -55,14 +62,14 @@ def _forward(
     for group in groups.unique().tolist():
         inside = groups == group
         if kind != "longrope":
-            type(self).forward(self, x, position_ids.new_zeros(1, 1), *more)  # forget the lengths seen before
+            type(self).forward(self, x, position_ids.new_zeros(1, 1), *more)  # reset the longest length seen
         rotation = type(self).forward(self, x, position_ids.where(inside, 0), *more)
         merged = rotation if merged is None else _merge(inside, rotation, merged)
     return merged
 
 
 def _merge(inside: torch.Tensor, new: Any, old: Any) -> Any:
-    """Leaves of `[batch, sequence, ...]`: the new ones inside, the old ones elsewhere."""
+    """Merges trees of `[batch, sequence, ...]` tensors: `new` where `inside` is True, `old` elsewhere."""
 
     def choose(inner: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         return torch.where(inside.reshape(inside.shape + (1,) * (inner.ndim - 2)), inner, other)
@@ -71,8 +78,8 @@ def _merge(inside: torch.Tensor, new: Any, old: Any) -> Any:
 
 
 def document_lengths(position_ids: torch.Tensor) -> torch.Tensor:
-    """`[batch, sequence]`, for each token the length of its document, whose positions restart at 0."""
-    documents = (position_ids == 0).cumsum(1)  # from 1; 0 is for what goes on from before, as in generation
+    """Length of each token's document, `[batch, sequence]`, from positions that restart at 0 in each document."""
+    documents = (position_ids == 0).cumsum(1)  # from 1; 0 continues an earlier call, as in generation
     room = position_ids.new_zeros(position_ids.shape[0], position_ids.shape[1] + 1)
     longest = room.scatter_reduce(1, documents, position_ids, "amax")
     return longest.gather(1, documents) + 1

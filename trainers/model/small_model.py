@@ -1,7 +1,7 @@
-"""A small model of the same kind as another: its config with small sizes, its weights random.
+"""Small random-weight copies of a model, to check how its family handles attention, masks and documents.
 
-What a family of models does with attention, masks and documents shows on it in a fraction of a second, before any
-weights are read. Families name their sizes in many ways; a config that cannot be made small so tells nothing.
+A check takes a fraction of a second and needs no weights. Families name their sizes in many ways; a config that cannot
+be shrunk is inconclusive.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from trainers.objectives.sft import SupervisedLoss
 _VOCAB_SIZE = 64
 _COUNTED = "tunesmith_counted"
 _LARGEST = 16_000_000
-"""Weights of a copy that costs no time."""
+"""Maximum number of weights of a small copy, so that the check stays fast."""
 _SIZES: dict[int, tuple[str, ...]] = {
     2: ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers",
         "num_decoder_layers", "num_encoder_layers", "num_key_value_heads", "num_experts_per_tok", "moe_topk",
@@ -61,13 +61,13 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
 def small_config(model_config: Any) -> Any:
-    """The config of a small model: two layers at least, one of each kind.
+    """The config of a small model with at least two layers and one layer of each kind.
 
     Args:
-        model_config: of any model; it is left as it is.
+        model_config: the transformers config of any model; not modified.
 
     Raises:
-        Exception: of any kind, where the family's sizes are bound to each other in another way.
+        Exception: of any kind, if the family constrains its sizes in ways that the small ones violate.
     """
     values = _small(copy.deepcopy(model_config))
     return type(model_config).from_dict({**copy.deepcopy(model_config).to_dict(), **values})
@@ -85,7 +85,7 @@ def _small(model_config: Any) -> dict[str, Any]:
     if known.get("num_key_value_heads") and known.get("num_key_value_heads") == known.get("num_attention_heads"):
         values["num_key_value_heads"] = values["num_attention_heads"]
     if isinstance(known.get("initializer_range"), float):
-        values["initializer_range"] = 0.2  # every part of a narrow model is to show in what comes out
+        values["initializer_range"] = 0.2  # so that every part of a narrow model affects its output
     for name in _TOKENS:
         token = known.get(name)
         if isinstance(token, list) or (isinstance(token, int) and token >= _VOCAB_SIZE):
@@ -97,7 +97,7 @@ def _small(model_config: Any) -> dict[str, Any]:
 
 
 def _small_layers(known: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """The first layer of each kind, two layers at least, in all that the config has one entry per layer of."""
+    """Reduces all per-layer lists of a config to the first layer of each kind, at least two layers."""
     count = next((known[name] for name in _LAYERS if name in values), 0)
     lists = {name: value for name, value in known.items() if isinstance(value, list) and len(value) == count > 2}
     chosen = {0, max(min(1, count - 1), 0)}
@@ -110,24 +110,27 @@ def _small_layers(known: dict[str, Any], values: dict[str, Any]) -> dict[str, An
         small["per_layer_config"] = {
             layers[str(layer)]: value for layer, value in known["per_layer_config"].items() if str(layer) in layers
         }
-    if known.get("attention_types"):  # GPT-Neo: kinds, and how often they repeat
+    if known.get("attention_types"):  # GPT-Neo: kinds and repetitions
         small["attention_types"] = [[known["attention_types"][0][0], 1]]
         chosen = set(range(len(known["attention_types"][0][0])))
     return small | {name: len(chosen) for name in _LAYERS if name in values}
 
 
 def choose_attention(model_config: Any, packing: bool) -> str:
-    """The attention to load a model with: ours, or the model's own where it asks for no other.
+    """Chooses the attention to load a model with: ours, or the model's own if it supports no other.
 
-    Tried on a small copy, on which our rows must give what the model itself gives for each document. Where no copy can
-    be made it is ours, which the probe at the start of the run proves or refuses.
+    Tests a small copy, which must compute the same with our attention as the model itself does for each document. If no
+    copy can be made, chooses ours, which the probe at the start of the run accepts or refuses.
 
     Args:
-        model_config: of the model.
-        packing: several documents to a row.
+        model_config: the transformers config of the model.
+        packing: whether rows contain several documents.
+
+    Returns:
+        The name of the attention implementation.
 
     Raises:
-        ConfigError: when models of this kind cannot be trained so; the remedy is packing=false where that helps.
+        ConfigError: if models of this kind cannot be trained this way; suggests packing=false if that helps.
     """
     ours = KERNELS["sdpa"]
     if (reference_pass := _reference(model_config, packing, False)) is None:
@@ -146,10 +149,10 @@ def choose_attention(model_config: Any, packing: bool) -> str:
 
 
 def packing_problem(model_config: Any) -> str | None:
-    """Why our attention cannot keep packed documents apart in models of this kind; None where nothing shows that.
+    """Why our attention cannot keep packed documents apart in models of this kind; None if no problem was found.
 
     Raises:
-        ConfigError: when models of this kind fail by themselves.
+        ConfigError: if models of this kind fail on their own.
     """
     if (reference_pass := _reference(model_config, True)) is None:
         return None
@@ -158,17 +161,24 @@ def packing_problem(model_config: Any) -> str | None:
 
 
 def _reference(model_config: Any, *packings: bool) -> tuple[Any, Any, dict[bool, ForwardPass]] | None:
-    """The config of a small model, the model, and its own forward pass, packed or not; None where none can be made.
+    """Builds a small model and runs its own forward pass.
+
+    Args:
+        model_config: the transformers config of the full model.
+        packings: values of `packing` to run a pass for.
+
+    Returns:
+        Config, model and the pass for each value of `packing`; None if no small model can be made.
 
     Raises:
-        ConfigError: when models of this kind fail by themselves.
+        ConfigError: if models of this kind fail on their own.
     """
     try:
         config = small_config(model_config)
         _refuse_large(config)
         model = _build(config, None)
         return config, model, {packed: _own_pass(model, packed) for packed in packings}
-    except Exception as error:  # families raise what they like
+    except Exception as error:  # families raise errors of any kind
         logging.getLogger(__name__).debug("no small model of this kind", exc_info=True)
         if isinstance(error, ProbeError) and _fails_alike(model_config, error):
             raise ConfigError(f"{error}; use another model") from None
@@ -176,7 +186,7 @@ def _reference(model_config: Any, *packings: bool) -> tuple[Any, Any, dict[bool,
 
 
 def _build(config: Any, attention: str | None) -> Any:
-    """A small model with random fp32 weights, the same for the same config; the state of torch's generator is kept."""
+    """Builds a small model with random fp32 weights that depend only on the config; preserves torch's RNG state."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         settings = {"dtype": torch.float32, "attn_implementation": attention}  # most configs say bf16
@@ -185,7 +195,7 @@ def _build(config: Any, attention: str | None) -> Any:
 
 
 def _refuse_large(config: Any) -> None:
-    """Raises ValueError for a copy that would cost time and memory, before it has any."""
+    """Raises ValueError for a copy that is too large, before allocating its weights."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
     if sum(weight.numel() for weight in model.parameters()) > _LARGEST:
@@ -194,18 +204,18 @@ def _refuse_large(config: Any) -> None:
 
 @torch.no_grad()
 def _fails_alike(model_config: Any, failure: ProbeError) -> bool:
-    """Whether the model in its true size fails in the line in which its small copy failed; it gets no memory."""
+    """Whether the full-size model, run without memory, fails at the same line of code as its small copy."""
     try:
-        with FakeTensorMode():  # the meta device would stop sooner, where a mask looks at its numbers
+        with FakeTensorMode():  # the meta device would fail earlier, where a mask depends on values
             model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config)).eval()
             model(probe_rows(_VOCAB_SIZE, torch.device("cpu")), use_cache=False)
-    except Exception as error:  # as above
+    except Exception as error:
         return _failing_line(error) == _failing_line(failure.__context__)
     return False
 
 
 def _failing_line(error: BaseException | None) -> tuple[str, int] | None:
-    """File and line in which a model's own code failed; what it called may differ without memory."""
+    """File and line at which a model's own code failed; functions that it called may differ for fake tensors."""
     frames = traceback.extract_tb(error.__traceback__) if error is not None else []
     frames = [frame for frame in frames if "/transformers/models/" in frame.filename] or frames
     return (frames[-1].filename, frames[-1].lineno or 0) if frames else None
@@ -218,7 +228,15 @@ def _own_pass(model: Any, packing: bool) -> ForwardPass:
 
 @torch.no_grad()
 def _problem(config: Any, reference: Any, attention: str, packing: bool, expected: ForwardPass) -> str | None:
-    """Why a small model cannot be trained with an attention; None when it can."""
+    """Why a small model cannot be trained with an attention implementation; None if it can.
+
+    Args:
+        config: the config of the small model.
+        reference: the small model with its own attention, whose weights are copied.
+        attention: name of the implementation.
+        packing: whether rows contain several documents.
+        expected: the own forward pass of `reference`.
+    """
     kind, ours = config.model_type, attention in KERNELS.values()
     calls, attend = list[int](), attention_function(eager)
 
@@ -232,7 +250,7 @@ def _problem(config: Any, reference: Any, attention: str, packing: bool, expecte
         try:
             model = _build(config, _COUNTED if ours else attention)
             model.load_state_dict(reference.state_dict())
-        except Exception:  # as above
+        except Exception:
             return f"{kind} models take no attention but their own, which cannot keep packed documents apart"
         outcome = our_pass(SupervisedLoss(model).eval(), model, packing, torch.device("cpu"))
         if ours and not calls:

@@ -1,1 +1,1 @@
-"""What watches a run: heartbeats, metrics, losses gone wrong, slow ranks."""
+"""Monitoring of a run: heartbeats, metrics, loss checks, slow ranks."""

@@ -149,6 +149,7 @@ def hanging_ranks(folder: RunFolder) -> list[dict[str, Any]]:
                 beats.append({**beat, "written": written})
     if not beats:
         return []
+    # Judge silence against the newest file: this machine's clock may differ from that of the file system.
     newest, least = max(beat["written"] for beat in beats), min(beat["passed"] for beat in beats)
     silent = [beat for beat in beats if newest - beat["written"] > 2 * REPEAT]
     return silent or [beat for beat in beats if beat["passed"] == least]

@@ -1,7 +1,7 @@
-"""Numbers gone wrong: a loss or gradient that is not finite, and a loss far above those before it.
+"""Detects non-finite losses and gradients, and loss spikes.
 
-Every rank sees the same numbers and decides alike; the loop acts on what is found here. Each checkpoint holds the steps
-that were skipped (`Progress`), so that a run that resumes from it skips them too.
+Every rank sees the same numbers and makes the same decision; the loop acts on it. Each checkpoint stores the skipped
+steps (`Progress`), so that a run resumed from it skips them too.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from trainers.run.errors import TrainingError
 from trainers.run.manifest import Progress
 
 WINDOW = 32
-"""Losses that a new one is held against."""
+"""Number of previous losses to compare a new one with."""
 LEAST = 8
-"""Losses without which nothing can be said."""
+"""Minimum number of previous losses for a comparison."""
 MOST_IN_A_ROW = 10
-"""Updates skipped one after the other, after which the run is beyond help."""
+"""Number of consecutive skipped updates after which the run fails."""
 
 
 class LossSpike(NamedTuple):
-    """A loss far above those before it.
+    """A loss far above the previous ones.
 
     Args:
         skipped_steps: the steps (from 1) whose batches the next attempt skips.
-        description: which loss, and how far above.
+        description: the loss and how far above the others it is.
     """
 
     skipped_steps: list[int]
@@ -35,16 +35,19 @@ class LossSpike(NamedTuple):
 
 
 def is_finite(loss: float, grad_norm: float, mixed_precision: str) -> bool:
-    """Whether the numbers of a step allow its update."""
-    scaled = mixed_precision == "fp16"  # its loss scaling meets infinite gradients and skips the step
+    """Whether the numbers of a step allow an update. Loss and gradient norm must be finite, in fp16 only the loss."""
+    scaled = mixed_precision == "fp16"  # the gradient scaler skips steps with infinite gradients by itself
     return math.isfinite(loss) and (scaled or math.isfinite(grad_norm))
 
 
 def refuse_unless_skipped(description: str, grad_norm: float, non_finite: str) -> None:
-    """Raises TrainingError for a step whose numbers are not finite, unless its update may be skipped.
+    """Raises TrainingError for a step with non-finite numbers, unless its update may be skipped.
+
+    Only an update with a non-finite gradient norm may be skipped, and only with `non_finite=skip`.
 
     Args:
-        description: step, numbers and rows.
+        description: step, numbers and rows, for the message.
+        grad_norm: gradient norm of the step.
         non_finite: the option of that name.
     """
     if non_finite != "skip" or math.isfinite(grad_norm):
@@ -55,15 +58,16 @@ def refuse_unless_skipped(description: str, grad_norm: float, non_finite: str) -
 
 
 def origin(plan: TrainPlan, step: int, finite: list[tuple[int, bool]]) -> str:
-    """The ranks whose loss is not finite, all where each one's is, and file and line of their rows.
+    """Describes the ranks whose loss is not finite (all ranks if there are none), and file and line of their rows.
 
     Args:
-        step: counted from 0.
-        finite: of each rank, its data-parallel rank, and whether its own loss is finite.
+        plan: the plan of the run's batches.
+        step: the step, from 0.
+        finite: for each rank, its data-parallel rank and whether its own loss is finite.
     """
     wrong = [rank for rank, (_, good) in enumerate(finite) if not good] or list(range(len(finite)))
     whose = f"rank {wrong[0]}" if len(wrong) == 1 else f"ranks {', '.join(map(str, wrong))}"
-    shares = sorted({finite[rank][0] for rank in wrong})  # ranks that cut layers or rows have the same ones
+    shares = sorted({finite[rank][0] for rank in wrong})  # ranks that split layers or rows share a data rank
     places = [
         location for share in shares for rows in plan.shares(step, share) for location in plan.rows.locations(rows)
     ]
@@ -75,7 +79,7 @@ def record_skipped_step(progress: Progress, step: int) -> None:
     """Records that the update of a step (from 1) was skipped.
 
     Raises:
-        TrainingError: when too many were, one after the other.
+        TrainingError: if `MOST_IN_A_ROW` consecutive updates were skipped.
     """
     progress.skipped_steps = sorted({*progress.skipped_steps, step})
     if set(range(step - MOST_IN_A_ROW + 1, step + 1)) <= set(progress.skipped_steps):
@@ -86,13 +90,18 @@ def record_skipped_step(progress: Progress, step: int) -> None:
 
 
 def detect_loss_spike(progress: Progress, loss: float, factor: float) -> LossSpike | None:
-    """Compares the loss of `progress.step` with those before it, and remembers it where it is not a spike.
+    """Compares the loss of `progress.step` with the median of the previous ones, and records it unless it is a spike.
 
-    A bad batch shows in its own loss, and the update that it caused shows in the next one: so the run rolls back to a
-    checkpoint before both, and skips both.
+    A bad batch raises its own loss, and a bad update the loss of the next batch. As either may be the cause, the run
+    rolls back to a checkpoint before the previous step and skips both batches.
 
     Args:
-        factor: `loss_spike_factor`; 0 for no check.
+        progress: the run's progress; `recent_losses` is updated.
+        loss: the loss of the step.
+        factor: `loss_spike_factor`, the multiple of the median that counts as a spike; 0 disables the check.
+
+    Returns:
+        The spike; None if there is none.
     """
     recent, step = progress.recent_losses, progress.step
     if not factor or not math.isfinite(loss):

@@ -56,13 +56,13 @@ class Stragglers:
 
     @contextmanager
     def local_work(self) -> Iterator[None]:
-        """Around work that waits for no other rank."""
+        """Context manager around work that waits for no other rank."""
         began = time.perf_counter()
         yield
         self.measured = self.measured._replace(local=self.measured.local + time.perf_counter() - began)
 
     def first_forward(self) -> AbstractContextManager[None]:
-        """Around the first forward pass of a step."""
+        """Context manager around the first forward pass of a step."""
         return self.local_work() if self.local_forward else nullcontext()
 
     def sample(self, training: float) -> Sample:
@@ -75,7 +75,7 @@ class Stragglers:
 
     def _product(self) -> float:
         """Seconds of a small matrix product, measured after the device has finished its queued work."""
-        (self.matrix @ self.matrix)[0, 0].item()
+        (self.matrix @ self.matrix)[0, 0].item()  # waits for queued work, and warms up
         began = time.perf_counter()
         for _ in range(4):
             product = self.matrix @ self.matrix

@@ -1,1 +1,1 @@
-"""One file per objective: its columns, its collation, its loss."""
+"""Training losses: supervised fine-tuning and load balancing of experts."""

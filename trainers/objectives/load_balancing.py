@@ -1,10 +1,11 @@
-"""The load-balancing loss of a mixture of experts, counted over the global batch.
+"""The load-balancing loss of mixture-of-experts models (https://arxiv.org/abs/2101.03961), over the global batch.
 
     loss += coefficient * experts * sum over experts of (share of choices) * (mean router probability)
 
-The shares and means are over all layers and all real tokens. The shares have no gradient, so a pass without gradients
-counts them over the whole step first. Then the term is a sum over tokens, which micro-batches and ranks may split.
-transformers takes the means of each micro-batch instead, whose products do not add up to that of the global batch.
+Shares and means are over all layers and real tokens. The shares have no gradient, so a first pass without gradients
+counts them over the full step. Given the shares, the term is a sum over tokens, which micro-batches and ranks can
+split. transformers instead uses the means of each micro-batch, whose products do not add up to that of the global batch
+(https://arxiv.org/abs/2501.11873).
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class LoadBalancing:
-    """What a model's config asks for.
+    """The load-balancing loss that a model's config requests.
 
     Args:
-        name: of the coefficient in config.json.
-        coefficient: factor of the term in the loss.
-        top_k: experts that a token is routed to.
+        name: name of the coefficient in config.json.
+        coefficient: weight of the term in the loss.
+        top_k: number of experts that each token is routed to.
     """
 
     name: str
@@ -44,14 +45,14 @@ class LoadBalancing:
 
     @classmethod
     def of(cls, text_config: Any) -> LoadBalancing | None:
-        """None for a model without the loss.
+        """Reads the loss from a config; None for a model without it.
 
         Args:
             text_config: the transformers config of the language model.
         """
         if not getattr(text_config, "output_router_logits", False):
             return None
-        experts = getattr(text_config, "ffn_config", text_config)  # DBRX has a config of its own for them
+        experts = getattr(text_config, "ffn_config", text_config)  # DBRX has a separate config for experts
         top_k = getattr(experts, "moe_top_k", None) or getattr(experts, "num_experts_per_tok", None) or 1
         for name in ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight"):
             if coefficient := getattr(experts, name, None):
@@ -59,11 +60,14 @@ class LoadBalancing:
         return None
 
     def count(self, router_logits: Iterable[torch.Tensor], real: torch.Tensor) -> torch.Tensor:
-        """`[2, experts]` in fp64: how many choices fell on each expert, and the sum of its probabilities.
+        """Counts routing, summed over layers and real tokens.
 
         Args:
-            router_logits: of each layer, `[tokens, experts]`.
+            router_logits: `[tokens, experts]` of each layer.
             real: `[batch, sequence]`, False for padding.
+
+        Returns:
+            `[2, experts]` in fp64: how often each expert was chosen, and the sum of its probabilities.
         """
         totals = []
         for logits in router_logits:
@@ -73,16 +77,17 @@ class LoadBalancing:
         return torch.stack(totals).sum(0)
 
     def balance_term(self, counted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The term of the global batch, without its coefficient, and what it weighs each probability with.
+        """Computes the term of the global batch, without its coefficient.
 
         Args:
-            counted: `[2, experts]`, summed over the global batch.
+            counted: `[2, experts]` result of `count`, summed over the global batch.
 
         Returns:
-            An fp64 scalar, and `[experts]`: times the probabilities, summed over tokens and layers, that is the scalar.
+            The term as an fp64 scalar, and `[experts]` weights: the probabilities times these, summed over experts,
+            tokens and layers, equal the term.
         """
         choices, probabilities = counted
-        rows = (choices.sum() / self.top_k).clamp(min=1)  # tokens x layers
+        rows = (choices.sum() / self.top_k).clamp(min=1)  # tokens * layers
         weights = choices * len(choices) / rows**2
         return (weights * probabilities).sum(), weights
 
@@ -90,12 +95,15 @@ class LoadBalancing:
 def weighted_probabilities(
     router_logits: Iterable[torch.Tensor], real: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Router probabilities times `weights`, summed over experts, real tokens and layers: an fp32 scalar.
+    """Sums router probabilities times `weights` over experts, real tokens and layers.
 
     Args:
-        router_logits: of each layer, `[tokens, experts]`.
+        router_logits: `[tokens, experts]` of each layer.
         real: `[batch, sequence]`, False for padding.
-        weights: `[experts]`.
+        weights: `[experts]`, the weights from `LoadBalancing.balance_term`.
+
+    Returns:
+        An fp32 scalar.
     """
     with torch.autocast(real.device.type, enabled=False):
         layers = [(logits.flatten(0, -2).float().softmax(-1) @ weights.float()) for logits in router_logits]
@@ -111,25 +119,27 @@ def count_routing(
     all_reduce: Callable[[torch.Tensor], torch.Tensor],
     contributes: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pass without gradients over this rank's micro-batches. Collective.
+    """Counts the routing of the global batch in a pass without gradients over this rank's micro-batches. Collective.
 
     Args:
+        balancing: the loss that the model's config requests.
         model: the wrapped `SupervisedLoss`.
-        device: where it is.
+        batch: this rank's micro-batches.
+        device: device of the model.
         all_reduce: sums a tensor over all ranks.
-        contributes: whether this rank's tokens are to be counted, or another one has the same.
+        contributes: False if another rank counts the same tokens.
 
     Returns:
-        The term of the global batch, an fp64 scalar, and the `expert_weights` of `SupervisedLoss.forward`.
+        The term of the global batch as an fp64 scalar, and the `expert_weights` for `SupervisedLoss.forward`.
     """
     counted = torch.zeros((), dtype=torch.float64, device=device)
-    with _same_random_numbers(device):  # the pass with gradients routes alike, under dropout too
+    with _same_random_numbers(device):  # so that the pass with gradients routes equally, even with dropout
         for micro_batch in batch.micro_batches:
             real = micro_batch.real.to(device, non_blocking=True)
             counts, _ = model(**micro_batch.inputs(device), real_tokens=real)
             counted = counted + counts
     term, weights = balancing.balance_term(all_reduce(counted if contributes else torch.zeros_like(counted)))
-    # The caller divides the loss by the trained tokens.
+    # Scale by the trained tokens, as the caller divides the loss by them.
     return term, weights * balancing.coefficient * max(batch.trained_tokens, 1)
 
 
@@ -138,7 +148,7 @@ def _same_random_numbers(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def refuse_load_balancing(config: TrainConfig, model_config: Any) -> None:
-    """Raises ConfigError where the config of a model asks for the loss and training would leave it out."""
+    """Raises ConfigError if a model's config requests the loss but training cannot compute it."""
     text_config = model_config.get_text_config()
     balancing = LoadBalancing.of(text_config)
     if balancing is None:
@@ -161,7 +171,7 @@ def refuse_load_balancing(config: TrainConfig, model_config: Any) -> None:
 
 
 def balancing_lines(balancing: LoadBalancing | None) -> list[str]:
-    """What the loss is and costs, for the log; nothing without it."""
+    """Log lines about the loss and its cost; empty without it."""
     if balancing is None:
         return []
     return [

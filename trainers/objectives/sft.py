@@ -1,7 +1,7 @@
-"""Supervised fine-tuning: the next trained token, summed over the micro-batch, in fp32.
+"""Supervised fine-tuning: next-token cross-entropy over the trained tokens, summed over the micro-batch in fp32.
 
-The loss is computed inside the wrapped module, so that whatever shards the weights has gathered the output head.
-The caller divides by the number of trained tokens of the whole global batch; nothing here averages.
+The loss is computed inside the wrapped module, where FSDP or ZeRO have gathered the weights of the output head.
+The caller divides by the number of trained tokens in the global batch; nothing here averages.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch.nn import functional
 from trainers.data.layout import AttentionMetadata, DocumentLayout, MetadataRoute
 from trainers.objectives.load_balancing import LoadBalancing, weighted_probabilities
 
-# 32M fp32 logits (128 MiB) at once; it depends on the vocabulary alone, so that all strategies chunk alike.
+# 32M fp32 logits (128 MiB) at once. Chunks depend only on the vocabulary size, so that all strategies chunk equally.
 LOGITS_PER_CHUNK = 2**25
 
-# Models whose logits are head(decoder(x)), then scaled, then capped, as `_head_rule` reads it from their config.
-# tests/unit/objectives/test_sft_loss.py compares each with its own forward pass; any other model uses its own.
+# Families whose logits are head(decoder(x)), then scaled, then capped, with the parameters of `_head_rule`.
+# tests/unit/objectives/test_sft_loss.py compares each with its own forward pass, which all other families use.
 LINEAR_HEADS = {
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3"),
     *("olmo", "olmo2", "smollm3", "granite", "cohere", "stablelm"),
@@ -29,7 +29,11 @@ LINEAR_HEADS = {
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Linear head and cross-entropy, chunk by chunk, with the gradients taken in the forward pass."""
+    """Linear head and cross-entropy in chunks of tokens; computes gradients in the forward pass.
+
+    Logits are thus never stored for the backward pass, which only scales the gradients by its upstream factor, as in
+    Liger Kernel (https://arxiv.org/abs/2410.10989).
+    """
 
     @staticmethod
     def forward(
@@ -51,7 +55,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         bias_gradient = torch.zeros_like(bias, dtype=torch.float32) if head_needs and bias is not None else None
         size = max(64, LOGITS_PER_CHUNK // weight.shape[0])
         for start in range(0, hidden.shape[0], size):
-            # The head, its scale and its cap, in fp32, for as many tokens as there is room for.
+            # Logits of one chunk: matmul in the compute dtype; bias, scale and cap in fp32.
             rows, targets = hidden[start : start + size], labels[start : start + size, None]
             logits = rows @ compute.t()
             logits = logits.float() if bias is None else logits.float() + bias.float()
@@ -68,7 +72,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             gradient.scatter_add_(1, targets, torch.full_like(log_sum, -1.0))
             gradient = gradient * (1 - capped**2) if capped is not None else gradient
             gradient = gradient * scale if scale != 1.0 else gradient
-            # The gradients of the head, and of what goes into it.
+            # Accumulate the gradients of the head; write those of its input.
             if bias_gradient is not None:
                 bias_gradient += gradient.sum(0)
             gradient = gradient.to(hidden.dtype)
@@ -82,14 +86,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
-        factor = upstream[0].float()  # rounded to bf16 it would scale the gradient wrongly by up to 0.4 %
+        factor = upstream[0].float()  # bf16 would round the factor by up to 0.4 %
         hidden, weight, bias = (None if grad is None else scaled(grad, factor) for grad in ctx.gradients)
         del ctx.gradients
         return hidden, weight, bias, None, None, None
 
 
 def scaled(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Times the factor, in the factor's dtype; in place where that is its own, as it may be as large as the head."""
+    """Multiplies a gradient by a factor in the factor's dtype; in place if equal to its own, as it may be large."""
     wide = factor.dtype
     return gradient.mul_(factor) if gradient.dtype == wide else (gradient.to(wide) * factor).to(gradient.dtype)
 
@@ -102,25 +106,25 @@ def linear_cross_entropy(
     scale: float = 1.0,
     cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed cross-entropy of `cap * tanh(scale * (hidden @ weight.T + bias) / cap)` without all logits at once.
+    """Summed cross-entropy of `cap * tanh(scale * (hidden @ weight.T + bias) / cap)`, in chunks of tokens.
 
     Args:
         hidden: `[tokens, hidden size]`, in the compute dtype.
         weight: `[vocabulary, hidden size]`, in its master dtype.
         bias: `[vocabulary]` or None.
-        labels: `[tokens]`, every one a trained token.
+        labels: `[tokens]` target ids, all of them trained.
         scale: factor on the logits.
-        cap: softcap of the logits (Gemma 2), None for none.
+        cap: softcap of the logits (Gemma 2); None for none.
 
     Returns:
-        The summed loss (fp32 scalar) and the number of tokens predicted right (counted without gradients only).
+        The summed loss (fp32 scalar) and the number of correctly predicted tokens (counted only without gradients).
     """
     want = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     return _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, (scale, cap), want)
 
 
 def _head_rule(config: Any) -> tuple[float, float | None]:
-    """Scale and softcap of the logits, as the model's config has them."""
+    """Scale and softcap of the logits, from the model's config."""
     scale = float(getattr(config, "logit_scale", None) or 1.0)
     if getattr(config, "logits_scaling", None):
         scale /= float(config.logits_scaling)
@@ -129,7 +133,7 @@ def _head_rule(config: Any) -> tuple[float, float | None]:
 
 
 def inner_model(model: Any) -> Any:
-    """The transformers model, taken out of peft's wrapper where there is one."""
+    """The transformers model, unwrapped from peft if necessary."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -137,26 +141,26 @@ class SupervisedLoss(nn.Module):
     """The model and its loss as one module, which the strategy wraps.
 
     Args:
-        model: a transformers or peft causal language model; its parameters are the only ones here.
-        offloads: keep what the backward pass needs of the layers in CPU memory until then.
-        compute: dtype of matrix products. The one place where it is applied, by autocast, for every strategy:
-            parameters, norms, softmax, logits, loss and the reduction of gradients stay fp32.
+        model: a transformers or peft causal language model, which provides all parameters.
+        compute: dtype of matrix products. For every strategy it is applied only here, by autocast: parameters, norms,
+            softmax, logits, loss and gradient reduction stay fp32.
+        offloads: keep the activations saved for the backward pass in CPU memory.
     """
 
     def __init__(self, model: nn.Module, compute: torch.dtype = torch.float32, offloads: bool = False):
         super().__init__()
         self.model, self.compute, self.offloads = model, compute, offloads
-        self.over_ranks: Any = None  # where each rank has a part of the rows: see trainers/parallel/sequence.py
+        self.over_ranks: Any = None  # set if rows are sharded: see trainers/parallel/sequence.py
         head = self.base.get_output_embeddings()
-        text = self.base.config.get_text_config()  # of a model with a vision tower, its language part
+        text = self.base.config.get_text_config()  # the language part of a multimodal model
         self.chunked = text.model_type in LINEAR_HEADS and isinstance(head, nn.Linear)
         self.rule = _head_rule(text)
         self.route = MetadataRoute(self.base, self.base.get_decoder() if self.chunked else self.base)
         self.balancing = LoadBalancing.of(text)
         adapted: list[Any] = [layer for layer in self.model.modules() if hasattr(layer, "cast_input_dtype_enabled")]
         for layer in adapted if compute != torch.float32 else ():
-            layer.cast_input_dtype_enabled = False  # peft would make an fp32 copy of each input, which autocast undoes
-        # Tensor parallelism, where it is used, puts its own here (`trainers.parallel.tensor.split_model`).
+            layer.cast_input_dtype_enabled = False  # peft would copy each input to fp32, and autocast cast it back
+        # Tensor parallelism replaces both (`trainers.parallel.tensor.split_model`).
         self.tensor: Any = None
         self.cross_entropy: Callable[..., tuple[torch.Tensor, torch.Tensor]] = linear_cross_entropy
 
@@ -167,11 +171,11 @@ class SupervisedLoss(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that the model has embeddings for."""
+        """Number of tokens in the model's vocabulary."""
         return int(self.base.config.get_text_config().vocab_size)
 
     def tie_weights(self) -> None:
-        """Ties embedding and head again; Accelerate calls it where it gives FSDP 2 new weights."""
+        """Ties embedding and head again; Accelerate calls this after replacing weights for FSDP 2."""
         self.base.tie_weights()
 
     def forward(
@@ -190,25 +194,26 @@ class SupervisedLoss(nn.Module):
         Args:
             input_ids: `[batch, sequence]`.
             position_ids: `[batch, sequence]`, restarting at each document.
-            documents: of packed rows, None for one document per row.
+            documents: boundaries of the documents in packed rows; None for one document per row.
             positions: `[trained]` index into the flattened batch of the token before each trained one.
             labels: `[trained]` the trained tokens.
-            own_forward: the reference of the probe at the start: the model is called with the token ids alone.
-            real_tokens: `[batch, sequence]`, False for padding; given where the load of experts is balanced.
-            expert_weights: `[experts]` of `trainers.objectives.load_balancing`; None to count the routing.
+            own_forward: call the model with the token ids only, as the reference of the probe.
+            real_tokens: `[batch, sequence]`, False for padding; given if the load of experts is balanced.
+            expert_weights: `[experts]` from `trainers.objectives.load_balancing`; None to count the routing.
 
         Returns:
-            Loss (fp32 scalar, a sum) and tokens predicted right (int64 scalar; 0 while gradients are on). The gradients
-            are those of the loss and the load-balancing loss. To count the routing: counts in place of the loss.
+            The summed loss (fp32 scalar) and the number of correctly predicted tokens (int64 scalar; the chunked loss
+            counts 0 with gradients). Gradients include those of the load-balancing loss, the loss does not. With
+            `real_tokens` but no `expert_weights`: routing counts (`LoadBalancing.count`) in place of the loss.
         """
         half = self.compute != torch.float32
-        # The cache would keep a half copy of every weight to the end of the pass, whoever had cut them.
+        # Autocast's cache would keep a half-precision copy of every weight until the end of the pass, sharded or not.
         with torch.autocast(input_ids.device.type, self.compute, enabled=half, cache_enabled=False):
             if own_forward and self.tensor is None:
                 return self._own_forward({"input_ids": input_ids, "use_cache": False}, positions, labels)
             with self.route.hand_over(AttentionMetadata(documents, self.over_ranks)) as more:
                 inputs: dict[str, Any] = {"input_ids": input_ids, "use_cache": False, **more}
-                # Of whole rows, models count the tokens themselves: some from 0, RoBERTa from the padding token's id.
+                # Otherwise let the model number the positions of its row itself: RoBERTa's do not start at 0.
                 if self.chunked or documents is not None or self.over_ranks is not None:
                     inputs["position_ids"] = position_ids
                 if not self.chunked:
@@ -217,11 +222,11 @@ class SupervisedLoss(nn.Module):
                     hidden = self.base.get_decoder()(**inputs).last_hidden_state
             picked = hidden.flatten(0, 1).index_select(0, positions).to(self.compute)
         head = self.base.get_output_embeddings()
-        with torch.autocast(input_ids.device.type, enabled=False):  # fp16's Accelerator has one around all this
+        with torch.autocast(input_ids.device.type, enabled=False):  # with fp16, Accelerate wraps all of this in one
             return self.cross_entropy(picked, head.weight, head.bias, labels, *self.rule)
 
     def _resting(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Where what the backward pass needs waits for it."""
+        """Context manager that keeps saved activations in CPU memory if `offloads` is set."""
         pinned = device.type == "cuda"
         return torch.autograd.graph.save_on_cpu(pin_memory=pinned) if self.offloads else nullcontext()
 
@@ -233,6 +238,7 @@ class SupervisedLoss(nn.Module):
         real: torch.Tensor | None = None,
         expert_weights: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        # Load balancing: without `expert_weights`, only count the routing; the head is not needed for that.
         if self.balancing is not None:
             inputs = {**inputs, "output_router_logits": real is not None}
         if self.balancing is not None and real is not None and expert_weights is None:
@@ -245,5 +251,5 @@ class SupervisedLoss(nn.Module):
         loss = functional.cross_entropy(picked, labels, reduction="sum")
         if real is not None and expert_weights is not None:
             balance = weighted_probabilities(output.router_logits, real, expert_weights)
-            loss = loss + (balance - balance.detach())  # its gradient, while the loss that is logged compares
+            loss = loss + (balance - balance.detach())  # add its gradient, but not its value, to the logged loss
         return loss, correct

@@ -1,1 +1,1 @@
-"""One file per kind of parallelism, and what they share."""
+"""Parallel training: one file per kind of parallelism, and shared helpers."""

@@ -1,4 +1,7 @@
-"""What the loop asks of a strategy: `Backend`. One file for each kind: replicated, fsdp, zero, pipeline."""
+"""`Backend`: the interface between the training loop and a strategy.
+
+Implementations: `replicated`, `fsdp`, `zero` and `pipeline`, one file each.
+"""
 
 from __future__ import annotations
 
@@ -18,28 +21,28 @@ if TYPE_CHECKING:
     from trainers.parallel.tensor import TensorParallel
 
 Beat = Callable[[str], None]
-"""Called with the section of the step that begins, for the heartbeat."""
+"""Called with the name of each section of a step as it begins, for the heartbeat."""
 
 
 def no_beat(section: str) -> None:
-    """A `Beat` that nobody hears."""
+    """A `Beat` that does nothing."""
 
 
 class Backend(ABC):
-    """A wrapped model with its optimizer.
+    """A wrapped model and its optimizer.
 
-    The methods that are written out here suit a strategy that runs the micro-batches of a step one after another, and
-    whose optimizer keeps a state for each weight. A pipeline has its own way of the first, ZeRO of the second.
+    The default methods fit strategies that run the micro-batches of a step one after another and whose optimizer keeps
+    one state per weight. `Pipelined` overrides the former, `Zero` the latter.
 
     Attributes:
-        model: the wrapped module, called for the loss.
-        optimizer: with `param_groups`, whose rate the loop sets.
-        device: of this rank.
-        trained: trained weights here, by the names that transformers or peft gives them.
-        shapes: of the trained weights, by name; without tensor parallelism, of the full ones.
-        tensor: what tensor parallelism left this rank of the model, None without.
-        starts: index of this rank's first element in each flattened weight; 0 for a name that is missing.
-        primary: False where another rank holds the same shards.
+        model: the wrapped module; calling it returns the loss.
+        optimizer: has `param_groups`, whose learning rate the loop sets.
+        device: the device of this rank.
+        trained: trained weights on this rank, with their transformers or peft names.
+        shapes: shapes of the trained weights by name, before FSDP or ZeRO shards them (but after tensor parallelism).
+        tensor: the tensor-parallel group and this rank's slices; None without tensor parallelism.
+        starts: index of this rank's first element in each flattened weight; 0 for missing names.
+        primary: False if another rank holds the same shards and saves them.
     """
 
     model: Any
@@ -59,17 +62,18 @@ class Backend(ABC):
         first_forward: AbstractContextManager[Any] | None = None,
         expert_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Forward and backward of this rank's share of a step; the gradients are averaged over the `grad_group`.
+        """Runs forward and backward for this rank's share of a step; averages gradients over the `grad_group`.
 
         Args:
-            micro_batches: of the step.
-            shares: what the summed loss of each is multiplied with before its gradients are taken.
+            micro_batches: the micro-batches of the step.
+            shares: factor on the summed loss of each micro-batch before its backward pass.
             beat: called with `forward` and `backward`.
-            first_forward: around the first forward pass, to time it.
-            expert_weights: `[experts]` of a load-balancing loss.
+            first_forward: context manager around the first forward pass, to time it.
+            expert_weights: `[experts]` weights of a load-balancing loss.
 
         Returns:
-            The summed loss of the micro-batches, not multiplied, an fp32 scalar. No value is read by the host.
+            The summed loss of the micro-batches, without the factors: an fp32 scalar. Does not synchronize with the
+            host.
         """
         total = torch.zeros((), dtype=torch.float32, device=self.device)
         for index, (micro_batch, share) in enumerate(zip(micro_batches, shares, strict=True)):
@@ -83,39 +87,47 @@ class Backend(ABC):
         return total
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
-        """Around forward and backward of one micro-batch; `last` in its step. Here: gradients are reduced in each."""
+        """Context manager around forward and backward of one micro-batch. Default: reduce gradients in every one.
+
+        Args:
+            last: whether it is the last micro-batch of its step.
+        """
         return nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Adds the gradients of `loss`."""
+        """Accumulates the gradients of `loss`."""
         loss.backward()
 
     @abstractmethod
     def clip_grad_norm(self, limit: float) -> torch.Tensor:
-        """Clips the gradients to a global norm, now or in `step`; updates nothing.
+        """Clips the gradients to a global norm, either immediately or in `step`. Does not update weights.
 
         Args:
-            limit: the largest norm; infinity: not clipped.
+            limit: maximum norm; infinity disables clipping.
 
         Returns:
-            The norm before, an fp32 scalar, alike on every rank. No value is read by the host.
+            The norm before clipping, an fp32 scalar, equal on every rank. Does not synchronize with the host.
         """
 
     def step(self) -> None:
-        """Updates the weights, and drops the gradients. After `clip_grad_norm`."""
+        """Updates the weights and clears the gradients. Call after `clip_grad_norm`."""
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
     def skip_step(self) -> None:
-        """In place of `step`: drops the gradients; no weight changes, and nothing that the optimizer keeps."""
+        """Clears the gradients without changing weights or optimizer state. Call in place of `step`."""
         self.optimizer.zero_grad(set_to_none=True)
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[MicroBatch], beat: Beat = no_beat) -> torch.Tensor:
-        """Summed loss and tokens predicted right of some micro-batches: `[2]` in fp64.
+        """Evaluates micro-batches.
 
         Args:
-            beat: called with `evaluation` before each one.
+            micro_batches: this rank's share of the evaluation data.
+            beat: called with `evaluation` before each micro-batch.
+
+        Returns:
+            `[2]` in fp64: summed loss and number of correctly predicted tokens.
         """
         sums = torch.zeros(2, dtype=torch.float64)
         for micro_batch in micro_batches:
@@ -125,20 +137,20 @@ class Backend(ABC):
         return sums
 
     def extra_metrics(self, seconds: float) -> dict[str, float]:
-        """What only this strategy can say in a metrics row, such as a pipeline's bubble. Collective.
+        """Metrics specific to this strategy, such as a pipeline's bubble. Collective.
 
         Args:
-            seconds: of training since the last row.
+            seconds: training time since the last metrics row.
         """
         return {}
 
     def warm_up_buckets(self) -> None:
-        """Before the first step: lets go by what only a wrapper's first passes do, so that a resumed run is alike."""
+        """Runs what a wrapper does only in its first passes, so that a resumed run matches an uninterrupted one."""
         return
 
     @abstractmethod
     def local_and_total_numel(self) -> tuple[int, int, int]:
-        """Elements on this rank of what is sharded, elements of all of it, and the number of ranks that share it."""
+        """Sharded elements on this rank, sharded elements in total, and the number of ranks that share them."""
 
     def shards(self) -> list[Shard]:
         """This rank's span of every trained weight, in the same order on every rank."""
@@ -151,7 +163,10 @@ class Backend(ABC):
         return self._shard(name, self.starts.get(name, 0), tensors, step)
 
     def _shard(self, name: str, start: int, tensors: dict[str, torch.Tensor], step: float | None) -> Shard:
-        """A span of a weight, or of what tensor parallelism left of it; what it left alone, its first rank saves."""
+        """Builds the shard of a weight, or of this rank's tensor-parallel slice of it.
+
+        Weights that tensor parallelism does not split are saved by the first tensor-parallel rank only.
+        """
         part = self.tensor.slices.get(name) if self.tensor else None
         if part is not None:
             return Shard(name, part.shape, start, tensors, step, self.primary, part.slices)
@@ -159,17 +174,21 @@ class Backend(ABC):
         return Shard(name, self.shapes[name], start, tensors, step, primary)
 
     def write_shards(self, shards: list[Shard]) -> None:
-        """Makes what was written to these shards, all of `shards()`, count where they are copies and not views."""
+        """Applies changes to the tensors of `shards` where those are copies of the state, not views.
+
+        Args:
+            shards: the full result of `shards()`, modified in place.
+        """
         written = {shard.name: shard for shard in shards}
         for name, weight in self.trained:
             write_state_vectors(self.optimizer.state.get(weight, {}), written[name].tensors)
 
     def init_optimizer_state(self, keys: Sequence[str], steps: dict[str, float]) -> None:
-        """Gives the optimizer a state of zeros for the weights in `steps`, for a checkpoint to be read into.
+        """Creates zero-filled optimizer state, to be overwritten from a checkpoint.
 
         Args:
-            keys: of the state's tensors.
-            steps: updates of each weight so far, by name.
+            keys: names of the state tensors.
+            steps: number of updates so far for each weight that has state, by name.
         """
         for name, weight in self.trained:
             if name in steps:
@@ -177,22 +196,22 @@ class Backend(ABC):
 
 
 def set_rate(optimizer: Any, rate: float) -> None:
-    """The learning rate of every parameter group."""
+    """Sets the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = rate
 
 
 def trained_weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Trained weights by name, before anything wraps the model."""
+    """Trained weights of an unwrapped model, with their names."""
     return [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
 
 
 def total_numel(model: nn.Module, tensor: TensorParallel | None) -> int:
-    """Elements of the full model.
+    """Number of elements in the full model.
 
     Args:
-        model: transformers' or peft's, before anything wraps it.
-        tensor: what tensor parallelism has left this rank of it; None: all.
+        model: the unwrapped transformers or peft model.
+        tensor: this rank's tensor-parallel slices of it; None if it is not split.
     """
     slices = tensor.slices if tensor else {}
     return sum(slices.get(name, weight).shape.numel() for name, weight in model.named_parameters())

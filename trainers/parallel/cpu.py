@@ -1,7 +1,7 @@
-"""Lets Accelerate run its GPU strategies on gloo where there is no accelerator.
+"""Lets Accelerate run its GPU strategies on the CPU with gloo.
 
-Stock Accelerate 1.15 starts independent one-process runs there, or falls back to plain DDP, without a word.
-`PartialState._prepare_backend` is private: `tests/unit/parallel/test_cpu_adaptation.py` fails when it changes.
+Without an accelerator, stock Accelerate 1.15 silently starts independent one-process runs or falls back to plain DDP.
+`PartialState._prepare_backend` is private; `tests/unit/parallel/test_cpu_adaptation.py` fails if it changes.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from accelerate.utils import DistributedType
 
 
 def needs_adaptation() -> bool:
-    """Whether this run is on the CPU, because nothing else is there or because it was asked for."""
+    """Whether this run uses the CPU, by request or because there is no accelerator."""
     wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes")
     return wants_cpu or not torch.accelerator.is_available()
 
 
 def adapt_to_cpu() -> None:
-    """Makes the coming `Accelerator()` use gloo and the strategy that was asked for. Call before it is built."""
+    """Makes the next `Accelerator()` use gloo and the requested strategy. Call before constructing it."""
     if not needs_adaptation():
         return
     os.environ.update(ACCELERATE_TORCH_DEVICE="cpu", ACCELERATE_BYPASS_DEVICE_MAP="true", ACCELERATE_USE_CPU="false")
-    os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed looks for itself otherwise
+    os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed detects its own
 
     def prepare_backend(self: PartialState, *args: Any, **kwargs: Any) -> tuple[str | None, DistributedType]:
         distributed = int(os.environ.get("LOCAL_RANK", -1)) != -1

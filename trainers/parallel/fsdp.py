@@ -1,7 +1,7 @@
-"""FSDP 1 and 2 (and HSDP): weights, gradients and optimizer state sharded over the ranks.
+"""FSDP 1 and 2 (and HSDP): weights, gradients and optimizer state are sharded over the ranks.
 
-No mixed-precision policy is given to them: parameters and reductions are fp32, and the compute dtype is autocast's,
-as under every other strategy. Gradients are reduced at every micro-batch, so that they stay sharded too.
+FSDP gets no mixed-precision policy: parameters and reductions are fp32, and autocast sets the compute dtype, as under
+every other strategy. Gradients are reduced in every micro-batch, so that they stay sharded too.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ from trainers.parallel.shards import local_part
 from trainers.run.errors import TrainingError
 from trainers.strategy.mesh import Mesh
 
-_WRAPPER = "_fsdp_wrapped_module."  # FSDP 1 puts it into names
+_WRAPPER = "_fsdp_wrapped_module."  # inserted into names by FSDP 1
 
 
 class FullySharded(Backend):
-    """`fsdp1`, `fsdp2`, `hsdp` and their kin.
+    """`fsdp1`, `fsdp2`, `hsdp` and their variants.
 
     Args:
         loss: the module that computes the loss; its `.model` is the transformers or peft model.
-        accelerator: wraps it as its Accelerate file says.
+        config: the run's config.
+        accelerator: wraps `loss` as its Accelerate file specifies.
         ranks: all processes of the run.
-        mesh: of all of them.
+        mesh: the mesh of all ranks.
 
     Raises:
-        ConfigError: when FSDP cannot wrap the model so; see `wrapped_classes`.
-        TrainingError: when a weight is not what was loaded (RAM-efficient loading sends it over the wire).
+        ConfigError: if FSDP cannot wrap the model as specified; see `wrapped_classes`.
+        TrainingError: if RAM-efficient loading, which broadcasts the weights from rank 0, changed any of them.
     """
 
     def __init__(self, loss: Any, config: TrainConfig, accelerator: Any, ranks: Ranks, mesh: Mesh):
@@ -53,6 +54,7 @@ class FullySharded(Backend):
         _set_wrap_policy(plugin, loss, self.version)
         self.total_numel = total_numel(loss.model, self.tensor)
         digests = _digests(loss.model.named_parameters()) if plugin.cpu_ram_efficient_loading and ranks.is_main else {}
+        # Accelerate puts FSDP 2's new parameters into an existing optimizer; for FSDP 1, build it after wrapping.
         if self.version == 2:
             optimizer = build_optimizer(parameter_groups(trained_weights(loss.model), self.shapes, config), config)
             self.model, wrapped = accelerator.prepare(loss, optimizer)
@@ -64,11 +66,11 @@ class FullySharded(Backend):
             self.optimizer = build_optimizer(parameter_groups(self.trained, self.shapes, config), config)
         if plugin.cpu_ram_efficient_loading:
             _verify(self.model, digests, ranks)
-        # Counted before any forward pass: after one without gradients FSDP leaves the root's weights gathered.
+        # Count before any forward pass: after one without gradients, FSDP leaves the root's weights gathered.
         self.local_numel = sum(local_part(weight).numel() for weight in self.model.parameters())
         shard_ranks = distributed.get_process_group_ranks(self._shard_group())
         self.primary = shard_ranks[0] == 0 if mesh.device_mesh is None else mesh.index("dp_replicate") == 0
-        # The sizes on the ranks before this one, added up, say where its span of a weight starts.
+        # This rank's span of a weight starts after those of the preceding ranks in its shard group.
         sizes = ranks.gather({name: local_part(weight).numel() for name, weight in self.trained})
         before = shard_ranks[: shard_ranks.index(ranks.rank)]
         self.starts = {
@@ -78,14 +80,14 @@ class FullySharded(Backend):
         }
 
     def _shard_group(self) -> Any:
-        """The ranks that together hold one full weight."""
+        """The ranks over which each weight is sharded."""
         if self.version == 1:
             return self.model.process_group
         weight: Any = self.trained[0][1]
         return weight.device_mesh.get_group(weight.device_mesh.ndim - 1)
 
     def local_and_total_numel(self) -> tuple[int, int, int]:
-        """See `Backend`; frozen weights too."""
+        """See `Backend`; includes frozen weights."""
         tensor_ranks = self.tensor.size if self.tensor else 1
         return self.local_numel, self.total_numel, tensor_ranks * distributed.get_world_size(self._shard_group())
 
@@ -100,12 +102,12 @@ class FullySharded(Backend):
 
 
 def _plain(name: str) -> str:
-    """The name that transformers or peft gave a weight, from the one in the wrapped loss module."""
+    """Converts a name in the wrapped loss module to the transformers or peft name."""
     return name.replace(_WRAPPER, "").removeprefix("model.")
 
 
 def _set_wrap_policy(plugin: Any, loss: Any, version: int) -> None:
-    """Tells Accelerate which layers are units: it looks for the names on the module that it is given."""
+    """Sets which layers become FSDP units; Accelerate reads `_no_split_modules` of the module it wraps."""
     loss._no_split_modules = _layer_classes(loss)
     by_size = plugin.auto_wrap_policy is size_based_auto_wrap_policy
     wraps = by_size or plugin.auto_wrap_policy is transformer_auto_wrap_policy
@@ -115,36 +117,37 @@ def _set_wrap_policy(plugin: Any, loss: Any, version: int) -> None:
         plugin.transformer_cls_names_to_wrap = classes
         plugin.auto_wrap_policy = transformer_auto_wrap_policy if classes else None
     if classes and version == 1 and len({weight.dtype for weight in loss.parameters()}) > 1:
-        # FSDP 1 flattens a unit into one tensor of one dtype: fp32 adapters apart from the bf16 base.
+        # FSDP 1 flattens each unit into one tensor of one dtype: keep fp32 adapters apart from the bf16 base.
         kinds = {type(module) for module in loss.modules() if type(module).__name__ in classes}
         plugin.auto_wrap_policy = functools.partial(_layers_and_adapters, classes=tuple(kinds))
 
 
 def refuse_wrap(loss: Any, fsdp_config: dict[str, Any]) -> None:
-    """Raises ConfigError when FSDP cannot wrap a model as an Accelerate file says.
+    """Raises ConfigError if FSDP cannot wrap a model as an Accelerate file specifies.
 
     Args:
         loss: the module that computes the loss; its weights may be on the meta device.
-        fsdp_config: of that file.
+        fsdp_config: the `fsdp_config` section of the file.
     """
     policy = fsdp_config["fsdp_auto_wrap_policy"]
     names = fsdp_config.get("fsdp_transformer_layer_cls_to_wrap")
     least = fsdp_config["fsdp_min_num_params"] if policy == "SIZE_BASED_WRAP" else None
-    # Accelerate splits the names so.
+    # Split names at commas only, as Accelerate does.
     wrapped_classes(loss, fsdp_config["fsdp_version"], names.split(",") if names else [], policy != "NO_WRAP", least)
 
 
 def wrapped_classes(loss: Any, version: int, names: Sequence[str], wraps: bool, least: int | None) -> list[str]:
-    """The classes of which each instance is a unit of FSDP; empty for one unit of all.
+    """Class names whose instances become FSDP units; empty if the whole model is one unit.
 
     Args:
-        version: of FSDP.
+        loss: the module that computes the loss.
+        version: FSDP version, 1 or 2.
         names: `fsdp_transformer_layer_cls_to_wrap`.
-        wraps: whether `fsdp_auto_wrap_policy` asks for units at all.
-        least: `fsdp_min_num_params`, where that decides.
+        wraps: whether `fsdp_auto_wrap_policy` requests units at all.
+        least: `fsdp_min_num_params` under the size-based policy, otherwise None.
 
     Raises:
-        ConfigError: when a class is not in the model, none is known, or FSDP 1 cannot flatten an adapter.
+        ConfigError: if a class is not in the model, no layer class is known, or FSDP 1 cannot flatten an adapter.
     """
     kind, own = loss.base.config.model_type, _layer_classes(loss)
     if missing := sorted(set(names) - {type(module).__name__ for module in loss.modules()}):
@@ -166,16 +169,16 @@ def wrapped_classes(loss: Any, version: int, names: Sequence[str], wraps: bool, 
 
 
 def _layer_classes(loss: Any) -> list[str]:
-    """The classes that transformers takes for the layers of this model."""
+    """Names of this model's layer classes, according to transformers."""
     present = {type(module).__name__ for module in loss.modules()}
     return [name for name in getattr(loss.base, "_no_split_modules", None) or [] if name in present]
 
 
 def _classes_by_size(loss: nn.Module, layers: list[str], least: int) -> list[str]:
-    """The smallest parts of decoder layers with more weights than `least`, by class; the layers where none is smaller.
+    """Class names of the smallest blocks in decoder layers (or the layers themselves) with more than `least` weights.
 
-    The libraries' own policies by size cut lists of layers, which FSDP 2 refuses, and the output head, whose weight
-    the loss uses from outside.
+    The libraries' own size-based policies would also wrap lists of layers, which FSDP 2 refuses, and the output head,
+    whose weight the loss uses directly.
     """
     blocks = [module for module in loss.modules() if type(module).__name__ in layers]
     large = [part for block in blocks for part in block.modules() if _is_block(part) and _numel(part) > least]
@@ -184,7 +187,7 @@ def _classes_by_size(loss: nn.Module, layers: list[str], least: int) -> list[str
 
 
 def _is_block(part: nn.Module) -> bool:
-    """Written for the architecture, such as its attention; no plain layer, which the output head may be too."""
+    """Whether a module is a composite block of transformers, such as attention; excludes generic layers like heads."""
     return type(part).__module__.startswith("transformers") and bool(list(part.children()))
 
 
@@ -193,7 +196,7 @@ def _numel(part: nn.Module) -> int:
 
 
 def _refuse_odd_adapters(loss: nn.Module) -> None:
-    """Adapters that FSDP 1 cannot flatten: on fused experts, and, in a dtype of their own, on embeddings."""
+    """Raises ConfigError for adapters FSDP 1 cannot flatten: on fused experts, or on embeddings of another dtype."""
     mixed = len({weight.dtype for weight in loss.parameters()}) > 1
     for name, module in loss.named_modules():
         kind = type(module).__name__
@@ -207,14 +210,14 @@ def _refuse_odd_adapters(loss: nn.Module) -> None:
 
 
 def _layers_and_adapters(module: nn.Module, recurse: bool, nonwrapped_numel: int, classes: tuple[type, ...]) -> bool:
-    """A wrap policy of FSDP 1: decoder layers, and each trained leaf."""
+    """FSDP 1 wrap policy: wraps decoder layers and trained leaf modules."""
     weights = list(module.parameters(recurse=False))
     leaf = not list(module.children()) and bool(weights) and all(weight.requires_grad for weight in weights)
     return recurse or isinstance(module, classes) or leaf
 
 
 def _digests(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """sha256 of the bytes of each weight."""
+    """sha256 of the bytes of each weight, by name."""
     return {
         name: hashlib.sha256(weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
         for name, weight in weights
@@ -222,7 +225,7 @@ def _digests(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
 
 
 def _full_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight put together again on every rank, a unit at a time. Collective."""
+    """Yields every weight gathered in full on every rank, one FSDP unit at a time. Collective."""
     if not isinstance(model, FullyShardedDataParallel):
         for name, weight in model.named_parameters():
             yield _plain(name), weight.full_tensor() if isinstance(weight, DTensor) else weight
@@ -231,12 +234,12 @@ def _full_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
         if isinstance(unit, FullyShardedDataParallel):
             with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
                 for name, weight in unit.named_parameters():
-                    if _WRAPPER not in name.removeprefix(_WRAPPER):  # not a unit of its own
+                    if _WRAPPER not in name.removeprefix(_WRAPPER):  # skip the weights of nested units
                         yield _plain(f"{prefix}.{name}" if prefix else name), weight
 
 
 def _verify(model: nn.Module, expected: dict[str, str], ranks: Ranks) -> None:
-    """Compares the weights that every rank now shares with those that rank 0 loaded, bit for bit."""
+    """Checks that the sharded weights equal those that rank 0 loaded, bit for bit. Collective."""
     got = {name: digest for name, digest in _digests(_full_weights(model)).items() if ranks.is_main}
     wrong = sorted(name for name in expected if got.get(name) != expected[name])
     problem = TrainingError(f"{len(wrong)} weights differ from the file, such as {wrong[0]}") if wrong else None

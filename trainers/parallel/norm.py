@@ -1,4 +1,4 @@
-"""The gradient norm of a model of which each tensor-parallel rank has a part, sharded by FSDP 2 or not."""
+"""Gradient norm and clipping under tensor parallelism, with or without FSDP 2."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from trainers.parallel.shards import local_part
 
 @torch.no_grad()
 def global_norm(gradients: Iterable[tuple[str, torch.Tensor]], sliced: Container[str], group: Any) -> torch.Tensor:
-    """Norm over every element of the full model once. Collective over `group` and, with DTensors, over FSDP's group.
+    """2-norm over the full model, counting every element once.
+
+    Collective over `group` and, with DTensors, over the FSDP shard group.
 
     Args:
-        gradients: by the name of the weight; plain tensors or DTensors of FSDP 2.
-        sliced: names of the weights of which each rank of `group` has a part; the others are alike on all of them.
-        group: the tensor-parallel ranks; None for none.
+        gradients: weight names and gradients; plain tensors or FSDP 2 DTensors.
+        sliced: names of the weights split over `group`; all others are replicated on it.
+        group: the tensor-parallel ranks; None without tensor parallelism.
 
     Returns:
-        An fp32 scalar, the same on every rank that shares the model. No value is read by the host.
+        An fp32 scalar, equal on every rank that shares the model. Does not synchronize with the host.
     """
     gradients = list(gradients)
     device = gradients[0][1].device if gradients else None
-    # Squares of [those that are sliced, those that are alike], for plain tensors and for what FSDP 2 shards.
+    # Squared norms of [sliced, replicated] weights, separately for plain tensors and for those that FSDP 2 shards.
     plain, sharded = (
         torch.stack([
             _squares([grad for name, grad in gradients if _is_sharded(grad) is by_fsdp and (name in sliced) is part],
@@ -36,11 +38,12 @@ def global_norm(gradients: Iterable[tuple[str, torch.Tensor]], sliced: Container
         ])
         for by_fsdp in (False, True)
     )  # fmt: skip
+    # All shards have the same group: one all-reduce over that of the first completes the sums.
     for _, grad in gradients:
         if isinstance(grad, DTensor) and (dim := _shard_dim(grad)) is not None:
             distributed.all_reduce(sharded, group=grad.device_mesh.get_group(dim))
             break
-    # Then the tensor-parallel ranks add what each has a part of, and count once what is alike on them.
+    # Sum sliced weights over the tensor-parallel ranks; replicated weights count once.
     parts, alike = (plain + sharded).unbind()
     parts = parts.clone()
     if group is not None:
@@ -52,13 +55,16 @@ def global_norm(gradients: Iterable[tuple[str, torch.Tensor]], sliced: Container
 def clip_grad_norm(
     weights: Iterable[tuple[str, nn.Parameter]], sliced: Container[str], group: Any, limit: float
 ) -> torch.Tensor:
-    """Clips gradients to a global norm, as `torch.nn.utils.clip_grad_norm_` does; arguments as in `global_norm`.
+    """Clips gradients to a global norm like `torch.nn.utils.clip_grad_norm_`.
 
     Args:
-        limit: the largest norm; infinity: not clipped.
+        weights: weight names and weights; those without a gradient are ignored.
+        sliced: see `global_norm`.
+        group: see `global_norm`.
+        limit: maximum norm; infinity disables clipping.
 
     Returns:
-        The norm before.
+        The norm before clipping.
     """
     gradients = [(name, weight.grad) for name, weight in weights if weight.grad is not None]
     norm = global_norm(gradients, sliced, group)
@@ -69,7 +75,7 @@ def clip_grad_norm(
 
 
 def _shard_dim(tensor: DTensor) -> int | None:
-    """The dimension of the mesh along which a tensor is sharded."""
+    """The mesh dimension over which a tensor is sharded; None if it is replicated."""
     return next((dim for dim, placement in enumerate(tensor.placements) if placement.is_shard()), None)
 
 
@@ -78,7 +84,7 @@ def _is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def _squares(tensors: list[torch.Tensor], device: torch.device | None) -> torch.Tensor:
-    """The sum of squares of what this rank has, in fp32 at least."""
+    """Sum of squares of the local parts, in fp32."""
     if not tensors:
         return torch.zeros((), dtype=torch.float32, device=device)
     norms = torch._foreach_norm([local_part(tensor) for tensor in tensors], 2, torch.float32)

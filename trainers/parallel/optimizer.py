@@ -1,7 +1,7 @@
-"""AdamW: torch's fused one, and one for weights kept in bf16 and states kept in 8 bits.
+"""AdamW: torch's fused version, and one for bf16 weights and 8-bit optimizer states.
 
-Libraries have 8-bit states too (bitsandbytes, torchao). Their codes, once read, do not give the same codes back, and
-a run that was interrupted would not go on as if it had not been; these do, so that checkpoints hold plain fp32 states.
+The 8-bit states of bitsandbytes (https://arxiv.org/abs/2110.02861) and torchao change when they are dequantized and
+quantized again. These do not, so checkpoints can store plain fp32 states and a resumed run continues bit for bit.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from trainers.config.options import TrainConfig
 from trainers.parallel.shards import local_part
 
 BLOCK = 256
-"""Elements that share a scale."""
+"""Number of elements that share a scale."""
 SMALLEST = 4096
-"""Weights with fewer elements here keep fp32 states: norms and biases are few, and matter."""
+"""Weights with fewer local elements keep fp32 states: norms and biases are small, and sensitive to rounding."""
 CHUNK = 2**24
-"""Elements that are updated at once; all that is fp32 for a moment only is 64 MiB each."""
+"""Number of elements to update at once; limits each temporary fp32 tensor to 64 MiB."""
 KEYS = ("exp_avg", "exp_avg_sq")
 
 
 def parameter_groups(
     trained: list[tuple[str, nn.Parameter]], shapes: dict[str, torch.Size], config: TrainConfig
 ) -> list[dict[str, Any]]:
-    """Trained weights for AdamW: matrices decay, norms and biases do not.
+    """Parameter groups for AdamW: weight decay applies to matrices, not to norms and biases.
 
     Args:
-        trained: the weights by name, which a strategy may have cut and flattened.
-        shapes: of the whole weights.
+        trained: names and weights, which a strategy may have sharded and flattened.
+        shapes: shapes of the unsharded weights by name.
+        config: the run's config.
     """
     matrices = [weight for name, weight in trained if len(shapes[name]) >= 2]
     vectors = [weight for name, weight in trained if len(shapes[name]) < 2]
@@ -46,7 +47,7 @@ def parameter_groups(
 
 
 def build_optimizer(groups: list[dict[str, Any]], config: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW over the trained weights. The loop sets its rate at every step."""
+    """Builds AdamW over the trained weights. The loop sets its learning rate at every step."""
     settings: dict[str, Any] = {
         "lr": config.scaled_learning_rate(),
         "betas": (config.adam_beta1, config.adam_beta2),
@@ -58,13 +59,14 @@ def build_optimizer(groups: list[dict[str, Any]], config: TrainConfig) -> torch.
 
 
 class Codes:
-    """A vector of fp32 numbers in 8 bits each, with a scale for every `BLOCK` of them.
+    """A vector of fp32 numbers stored in 8 bits each, with one scale per `BLOCK` elements.
 
-    Reading and writing it again changes nothing: the largest number of a block is 1 or -1 times its scale exactly.
+    Writing what was read changes nothing: the largest element of a block is exactly 1 or -1 times its scale.
 
     Args:
-        size: elements.
-        signed: False for numbers that are never below 0, which get twice the codes.
+        size: number of elements.
+        signed: False for numbers that are never negative, which use all codes for the positive range.
+        device: device of codes and scales.
     """
 
     def __init__(self, size: int, signed: bool, device: torch.device):
@@ -73,27 +75,30 @@ class Codes:
         self.scales = torch.zeros(-(-size // BLOCK), device=device)
 
     def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """`[stop - start]` fp32 numbers; `start` is a multiple of `BLOCK`."""
+        """Dequantizes elements `start` to `stop` to fp32; `start` must be a multiple of `BLOCK`."""
         codes = self.codes[start:stop]
         scales = self.scales[start // BLOCK : -(-(start + len(codes)) // BLOCK)]
         return self.values[codes.int()] * scales.repeat_interleave(BLOCK)[: len(codes)]
 
     def write(self, numbers: torch.Tensor, start: int = 0, chance: torch.Generator | None = None) -> None:
-        """Keeps one of the two codes next to each number, from `start` on, a multiple of `BLOCK`.
+        """Quantizes numbers to one of their two neighboring codes each.
 
         Args:
-            chance: takes either, in proportion; the nearer one without. A mean that moves by less than half a code
-                at each update would otherwise stand still.
+            numbers: `[count]` fp32 numbers.
+            start: index of the first element to write, a multiple of `BLOCK`.
+            chance: generator for stochastic rounding; None rounds to nearest. With the latter, a mean that moves by
+                less than half a code per update would never change.
         """
         count = numbers.numel()
         blocks = functional.pad(numbers, (0, -count % BLOCK)).view(-1, BLOCK)
         scales = blocks.abs().amax(-1)
         shares = (blocks / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).view(-1)[:count]
+        # Find the two codes around each number, then choose between them.
         below = torch.bucketize(shares, self.values, right=True, out_int32=True).sub_(1).clamp_(0, len(self.values) - 2)
         low, high = self.values[below], self.values[below + 1]
         bound = 0.5 if chance is None else torch.rand(count, device=shares.device, generator=chance)
         codes = below + ((shares - low) / (high - low) > bound)
-        if not self.signed:  # a mean square that falls to 0 would divide by nothing
+        if not self.signed:  # a mean square rounded to 0 would make its update huge
             codes = torch.where(shares > 0, codes.clamp(min=1), codes)
         self.codes[start : start + count] = codes.to(torch.uint8)
         self.scales[start // BLOCK : start // BLOCK + len(scales)] = scales
@@ -101,9 +106,10 @@ class Codes:
 
 @cache
 def _values(signed: bool, device: torch.device) -> torch.Tensor:
-    """What the codes stand for: 0, 1 and floats of three bits of mantissa between, over 16 (signed) or 32 powers of 2.
+    """The values of the codes, ascending: 0, 1 and floats between with 3 mantissa bits over 16 (signed) or 32 octaves.
 
-    Signed: `[255]`, alike on both sides of 0. Else `[256]`.
+    Returns:
+        `[255]` values, symmetric around 0, if signed; otherwise `[256]`.
     """
     powers = range(1, 17 if signed else 33)
     floats = sorted({1.0, *((8 + part) / 8 * 2.0**-power for power in powers for part in range(8))})[2:]
@@ -112,15 +118,15 @@ def _values(signed: bool, device: torch.device) -> torch.Tensor:
 
 
 class SmallAdamW(torch.optim.Optimizer):
-    """AdamW computed in fp32, whose weights may rest in bf16 and whose states may rest in 8 bits.
+    """AdamW computed in fp32, with weights stored in fp32 or bf16 and states in fp32 or 8 bits.
 
-    A bf16 weight is rounded stochastically, so that updates smaller than half a bf16 step add up.
-    The chances are a function of seed, weight and update, alike on every rank and after a resume.
+    bf16 weights are rounded stochastically (https://arxiv.org/abs/2010.06192), so that updates smaller than half a bf16
+    step accumulate. Random numbers depend only on seed, weight and update count, so replicas and resumed runs agree.
 
     Args:
-        groups, lr, betas, eps: as torch's AdamW has them.
-        eight_bit: keep the states of weights of at least `SMALLEST` elements as `Codes`.
-        seed: of the rounding.
+        groups, lr, betas, eps: see `torch.optim.AdamW`.
+        eight_bit: store the states of weights with at least `SMALLEST` local elements as `Codes`.
+        seed: seed of the stochastic rounding.
     """
 
     def __init__(
@@ -132,7 +138,7 @@ class SmallAdamW(torch.optim.Optimizer):
         self._chance: dict[torch.device, torch.Generator] = {}
 
     def empty_state(self, weight: torch.Tensor, keys: Iterable[str], step: float) -> dict[str, Any]:
-        """Zeros for each key, `[elements of this rank]`, as they are stored, and the count of updates, on the CPU."""
+        """Zero state of a weight: `[local elements]` per key, as stored, and the update count on the CPU."""
         local = local_part(weight)
         size, device = local.numel(), local.device
         if self.eight_bit and size >= SMALLEST:
@@ -156,13 +162,14 @@ class SmallAdamW(torch.optim.Optimizer):
     def _update(
         self, weight: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any], index: int
     ) -> None:
-        """One weight, a chunk at a time."""
+        """Updates one weight, chunk by chunk."""
         (beta1, beta2), rate, step = group["betas"], group["lr"], float(state["step"])
         size = rate / (1 - beta1**step)
         root = (1 - beta2**step) ** 0.5
         chance = self._seeded(weight.device, index, int(step))
         for start in range(0, weight.numel(), CHUNK):
             chunk = slice(start, min(start + CHUNK, weight.numel()))
+            # Compute the update in fp32; `mean` and `square` are views of fp32 states, or copies of 8-bit ones.
             slope = gradient[chunk].float()
             mean, square = (_read(state[key], chunk) for key in KEYS)
             mean = mean.lerp_(slope, 1 - beta1)
@@ -176,14 +183,17 @@ class SmallAdamW(torch.optim.Optimizer):
 
     def _seeded(self, device: torch.device, index: int, step: int) -> torch.Generator:
         chance = self._chance.setdefault(device, torch.Generator(device))
-        return chance.manual_seed(crc32(f"{self.seed} {step} {index}".encode()))  # a CPU's takes 32 bits
+        return chance.manual_seed(crc32(f"{self.seed} {step} {index}".encode()))  # CPU generators use 32 bits
 
 
 def empty_state(optimizer: Any, weight: torch.Tensor, keys: Iterable[str], step: float) -> dict[str, Any]:
-    """Zeros for each key, and the count of updates as the optimizer keeps it.
+    """Zero state of a weight in the optimizer's format.
 
     Args:
-        optimizer: one of `build_optimizer`, in Accelerate's wrapper or not.
+        optimizer: a result of `build_optimizer`, wrapped by Accelerate or not.
+        weight: the weight, possibly a DTensor.
+        keys: names of the state tensors.
+        step: the update count.
     """
     inner = getattr(optimizer, "optimizer", optimizer)
     if isinstance(inner, SmallAdamW):
@@ -193,7 +203,7 @@ def empty_state(optimizer: Any, weight: torch.Tensor, keys: Iterable[str], step:
 
 
 def state_vectors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """What this rank has of a weight's state, as `[elements]` fp32 vectors: views, but copies on the CPU of `Codes`."""
+    """A weight's local state as `[local elements]` fp32 vectors: views, or CPU copies for `Codes`."""
     return {
         key: value.read().cpu() if isinstance(value, Codes) else local_part(value).reshape(-1)
         for key, value in state.items()
@@ -202,19 +212,19 @@ def state_vectors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def write_state_vectors(state: dict[str, Any], vectors: dict[str, torch.Tensor]) -> None:
-    """Makes what was written to `state_vectors` count where they are copies."""
+    """Writes modified `state_vectors` back to the state where they are copies."""
     for key, value in state.items():
         if isinstance(value, Codes):
             value.write(vectors[key].to(value.codes.device))
 
 
 def _read(values: torch.Tensor | Codes, chunk: slice) -> torch.Tensor:
-    """Numbers to be changed in place; those of `Codes` are written back."""
+    """fp32 numbers to modify in place; those of `Codes` are a copy that must be written back."""
     return values.read(chunk.start, chunk.stop) if isinstance(values, Codes) else values[chunk]
 
 
 def rounded_by_chance(values: torch.Tensor, chance: torch.Generator) -> torch.Tensor:
-    """fp32 numbers in bf16, each one of its two neighbours, so that the mean of many roundings is the number."""
+    """Rounds fp32 numbers stochastically to one of the two nearest bf16 values, without bias."""
     bits = values.view(torch.int32)
     noise = torch.randint(0, 2**16, bits.shape, dtype=torch.int32, device=bits.device, generator=chance)
     return (bits + noise).bitwise_and_(-(2**16)).view(torch.float32).to(torch.bfloat16)

@@ -1,8 +1,9 @@
-"""Pipeline parallelism: each rank has some of the layers, and the micro-batches of a step flow through them.
+"""Pipeline parallelism: each rank holds some of the layers, and the micro-batches of a step flow through them.
 
-The schedules are torch's. Every rank of a pipeline makes the same micro-batches from the plan, so that only hidden
-states and their gradients travel. They travel flattened, in buffers with room for the largest micro-batch so far, and
-each stage takes its micro-batch out of them: whatever the widths, it computes the shapes that one process computes.
+The schedules are those of `torch.distributed.pipelining`. Every rank of a pipeline builds the same micro-batches from
+the plan, so that only hidden states and their gradients are sent. These are flattened into buffers sized for the
+largest micro-batch so far; each stage slices its micro-batch out of them and so computes the same shapes as a single
+process, whatever the width of the rows.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ from trainers.strategy.mesh import Mesh
 from trainers.strategy.pipeline_schedules import SCHEDULES, measured_bubble, micro_batch_mistake, rank_of
 
 BUCKET = 2**23
-"""Elements of the gradients that are averaged in one collective."""
+"""Maximum number of gradient elements to average in one collective (a larger gradient gets its own)."""
 
 
 class Busy:
-    """How long a rank computes, and does not wait for others.
+    """Measures the time that a rank spends computing rather than waiting for other ranks.
 
     Args:
-        device: a GPU is asked for its own times, and only when `seconds` is.
+        device: the device of this rank; on a GPU, time is measured by CUDA events, which only `seconds` waits for.
     """
 
     def __init__(self, device: torch.device):
@@ -57,7 +58,7 @@ class Busy:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Around what is counted."""
+        """Context manager around work that counts as computing."""
         if self.on_gpu:
             events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             events[0].record()
@@ -70,7 +71,7 @@ class Busy:
         self.passed += time.perf_counter() - began
 
     def seconds(self) -> float:
-        """Since it was last asked."""
+        """Seconds of computing since the last call."""
         for began, ended in self.events:
             ended.synchronize()
             self.passed += began.elapsed_time(ended) / 1000
@@ -80,7 +81,7 @@ class Busy:
 
 
 class Stage(PipelineStage):
-    """torch's stage, which takes up the documents of a micro-batch before it computes on it, and times itself."""
+    """A torch stage that selects a micro-batch's attention metadata before computing on it, and times itself."""
 
     submod: Chunk
     busy: Busy
@@ -105,19 +106,20 @@ class Stage(PipelineStage):
 
 
 class Pipelined(Backend):
-    """A pipeline, whose schedule says which micro-batch of a step is computed when.
+    """A pipeline; its schedule orders the forward and backward passes of a step's micro-batches.
 
     Args:
-        loss: the `SupervisedLoss` on the CPU, with its weights; it is split in place.
-        device: of this rank.
+        loss: the `SupervisedLoss` on the CPU, with its weights; split in place.
+        config: the run's config.
+        device: the device of this rank.
         group: the ranks of this pipeline, first stage first.
         schedule: one of `SCHEDULES`.
-        replicas: the ranks with the same stages, over which gradients are averaged; None without.
-        shard_mesh: over which FSDP 2 shards the stages and averages their gradients, `[shard]` or
-            `[replicate, shard]`; None without. It goes in place of `replicas`.
+        replicas: the ranks with the same stages, over which gradients are averaged; None if there are none.
+        shard_mesh: mesh over which FSDP 2 shards the stages and averages their gradients, `[shard]` or
+            `[replicate, shard]`; replaces `replicas`. None without FSDP.
 
     Raises:
-        ConfigError: when the model cannot be split into such stages.
+        ConfigError: if the model cannot be split into these stages.
     """
 
     def __init__(
@@ -137,14 +139,14 @@ class Pipelined(Backend):
         if shard_mesh is not None:
             refuse_tied_shards(loss, schedule)
         self.local: LocalStages = split_model(loss, schedule, self.ranks, self.rank, self.work)
-        gc.collect()  # the layers of other ranks are in cycles
+        gc.collect()  # reference cycles keep the layers of other ranks alive
         self.trained, self.shapes, self.tied = self.local.trained, self.local.shapes, self.local.tied
         self.stages = self.ranks * len(self.local.chunks)
         self.model = PipelineStages(loss, self.local.chunks, self.local.hidden_size, self.local.dtype).to(device)
         self.dtype = self._activation_dtype()
         if shard_mesh is not None:
             self.trained = _shard_stages(self.local, shard_mesh)
-        # Counted before any forward pass: after one FSDP may leave weights gathered.
+        # Count before any forward pass, after which FSDP may leave weights gathered.
         self.local_numel = sum(local_part(weight).numel() for weight in self.model.parameters())
         self.optimizer = build_optimizer(parameter_groups(self.trained, self.shapes, config), config)
         self.last_rank = self._rank_of(self.stages - 1)
@@ -157,14 +159,14 @@ class Pipelined(Backend):
 
     @classmethod
     def on(cls, mesh: Mesh, loss: Any, config: TrainConfig, device: torch.device, schedule: str) -> Pipelined:
-        """The pipeline of this rank in a mesh: FSDP 2 where it has `dp_shard`, else gradients averaged after the step.
+        """Builds this rank's pipeline in a mesh, with FSDP 2 if `dp_shard` > 1, otherwise with replicated stages.
 
         Args:
-            mesh: with `pp` of more than 1.
-            loss, config, device, schedule: as above; `loss` is split by tensor parallelism already, where there is any.
+            mesh: a mesh with `pp` > 1.
+            loss, config, device, schedule: as above; tensor parallelism, if any, has already split `loss`.
 
         Raises:
-            ConfigError: as above.
+            ConfigError: if the model cannot be split into these stages.
         """
         group, shard_mesh = mesh.group("pp"), None
         assert group is not None
@@ -177,7 +179,7 @@ class Pipelined(Backend):
 
     @torch.no_grad()
     def _activation_dtype(self) -> torch.dtype:
-        """Dtype of the hidden states between stages: what a stage makes of the embedding's. Collective."""
+        """Dtype of the hidden states sent between stages, found by running the first stage. Collective."""
         chunk = self.local.chunks[0]
         positions = torch.arange(2, device=self.device)[None]
         hidden = torch.zeros(1, 2, self.local.hidden_size, device=self.device, dtype=self.local.dtype)
@@ -196,34 +198,40 @@ class Pipelined(Backend):
         first_forward: AbstractContextManager[Any] | None = None,
         expert_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `Backend`; collective. The loss is alike on every rank of the pipeline, and so are the micro-batches.
+        """See `Backend`. Collective; micro-batches and the returned loss are equal on every rank of the pipeline.
 
         Raises:
-            TrainingError: when the schedule cannot take so many micro-batches.
+            TrainingError: if the schedule does not support this number of micro-batches.
         """
         assert expert_weights is None, "a mixture of experts cannot be split into stages"
         self._make_room(len(micro_batches), max(micro_batch.input_ids.numel() for micro_batch in micro_batches))
         self.work.beat = beat
         inputs = [micro_batch.inputs(self.device) for micro_batch in micro_batches]
         self.work.take(inputs, shares, self.device)
-        # Only the numbers of the micro-batches go through the schedule: each stage has their tensors.
+        # Pass only indices of micro-batches through the schedule: `work` holds their tensors on every rank.
         numbers = torch.arange(len(micro_batches), device=self.device)
         self._schedule.step(numbers, target=numbers, losses=[], return_outputs=False)
         self.work.micro_batches = []
         beat("all-reduce")
         self._average()
         self._sum_tied()
-        distributed.all_reduce(self.work.loss, group=self.group)  # the other ranks have 0
+        distributed.all_reduce(self.work.loss, group=self.group)  # 0 on all ranks but the last stage's
         return self.work.loss
 
     def _make_room(self, count: int, slots: int) -> None:
-        """Stages and schedule for a number of micro-batches, with buffers that only ever grow."""
+        """Rebuilds stages and schedule if the number of micro-batches changed or `slots` exceed the buffers.
+
+        Args:
+            count: micro-batches of the step.
+            slots: tokens of its largest micro-batch, padding included.
+        """
         self.work.room = max(slots, self.work.room)
         if self._schedule_size == (count, self.work.room):
             return
         if mistake := micro_batch_mistake(self.schedule, self.ranks, count):
             raise TrainingError(mistake)
-        self._schedule = None  # its buffers go first
+        self._schedule = None  # free its buffers before allocating new ones
+        # Meta tensors declare what each stage receives and sends, so that torch need not infer it by a forward pass.
         shape = (self.work.room, self.local.hidden_size)
         activations = torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
         number = torch.empty(1, dtype=torch.long, device="meta")
@@ -239,17 +247,17 @@ class Pipelined(Backend):
         for stage in stages:
             stage.busy = self.busy
         kind = getattr(pipelining, SCHEDULES[self.schedule].name)
-        # Every share is given; nothing is divided by the number of micro-batches.
+        # The last stage already returns a scaled loss: pass it through, and do not divide by the micro-batches.
         settings: dict[str, Any] = {"loss_fn": lambda score, number: score, "scale_grads": False}
         self._schedule = kind(stages if SCHEDULES[self.schedule].chunks > 1 else stages[0], count, **settings)
         self._schedule_size = (count, self.work.room)
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[MicroBatch], beat: Beat = no_beat) -> torch.Tensor:
-        """See `Backend`; collective, and alike on every rank of the pipeline.
+        """See `Backend`. Collective; the result is equal on every rank of the pipeline.
 
-        Each micro-batch goes through all stages before a rank takes the next; with one stage per rank, the ranks work
-        at different ones meanwhile.
+        A rank runs all of its stages on a micro-batch before it starts the next one. With one stage per rank, the
+        ranks work on different micro-batches at the same time.
         """
         sums, sent = torch.zeros(2, dtype=torch.float64, device=self.device), list[Any]()
         for micro_batch in micro_batches:
@@ -258,6 +266,7 @@ class Pipelined(Backend):
             self.work.take([micro_batch.inputs(self.device)], [1.0], self.device)
             activations = torch.zeros(1, device=self.device)
             for stage, chunk in zip(self.local.stages, self.local.chunks, strict=True):
+                # Receive from and send to neighboring stages, unless they are on this rank too.
                 if stage > 0 and not self._is_local(stage - 1):
                     shape = (self.work.room, self.local.hidden_size)
                     activations = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -268,10 +277,12 @@ class Pipelined(Backend):
                     work = distributed.isend(activations, group=self.group, group_dst=self._rank_of(stage + 1))
                     sent.append((work, activations))
             sums += torch.stack([self.work.loss.double(), self.work.correct.double()])
+            # Bound the number of unfinished sends, and so the activations that they keep alive.
             while len(sent) > self.ranks:
                 sent.pop(0)[0].wait()
         for work, _ in sent:
             work.wait()
+        # Without a backward pass, FSDP leaves the stages gathered.
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -290,10 +301,11 @@ class Pipelined(Backend):
                 yield weight.grad
 
     def _average(self) -> None:
-        """The mean of the gradients over the replicas of these stages, a few large collectives."""
+        """Averages the gradients over the replicas of these stages, in few large collectives."""
         if self.replicas is None:
             return
         count, bucket = distributed.get_world_size(self.replicas), list[torch.Tensor]()
+        # Fill a bucket with gradients of one dtype; reduce it when full, and once more at the end (None).
         for gradient in [*self._gradients(), None]:
             fits = gradient is not None and sum(grad.numel() for grad in [*bucket, gradient]) <= BUCKET
             if bucket and (not fits or gradient is None or gradient.dtype != bucket[0].dtype):
@@ -307,9 +319,9 @@ class Pipelined(Backend):
                 bucket.append(gradient)
 
     def _sum_tied(self) -> None:
-        """Adds the gradients of embedding and head where two ranks hold the one weight of both.
+        """Sums the gradients of tied embedding and head if two ranks each hold a copy of the weight.
 
-        Both add the same two numbers, so that both hold the same bits, and go on holding the same weight.
+        Both ranks add the same two tensors, so their copies stay bit-identical.
         """
         ends = {0, self.last_rank}
         if self.tied is None or len(ends) == 1 or self.rank not in ends:
@@ -327,34 +339,34 @@ class Pipelined(Backend):
         local += other
 
     def _owns(self, name: str) -> bool:
-        """Whether this rank answers for a weight that it has: for a tied one the first rank does."""
+        """Whether this rank, which holds a weight, counts and saves it; the first rank owns a tied weight."""
         return name != self.tied or self.rank == 0
 
     def clip_grad_norm(self, limit: float) -> torch.Tensor:
-        """See `Backend`; over all ranks of the pipeline."""
+        """See `Backend`; collective over the pipeline."""
         sliced, group = (self.tensor.slices, self.tensor.group) if self.tensor else ({}, None)
         owned = [(name, weight.grad) for name, weight in self.trained if weight.grad is not None and self._owns(name)]
         squared = global_norm(owned, sliced, group).double() ** 2
         distributed.all_reduce(squared, group=self.group)
         norm = squared.sqrt().float()
-        factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch's own does, without asking the device
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # as in torch, without a host sync
         for gradient in self._gradients():
             local_part(gradient).mul_(factor)
         return norm
 
     def extra_metrics(self, seconds: float) -> dict[str, float]:
-        """`bubble`: the share of the time in which the ranks of this pipeline waited. Collective."""
+        """`bubble`: the fraction of time that the ranks of this pipeline spent waiting. Collective."""
         busy: list[Any] = [None] * self.ranks
         distributed.all_gather_object(busy, self.busy.seconds(), group=self.group)
         return {"bubble": measured_bubble(busy, seconds)}
 
     def local_and_total_numel(self) -> tuple[int, int, int]:
-        """See `Backend`; of the stages here, whose sizes differ, and frozen weights too."""
+        """See `Backend`; counts this rank's stages, which differ in size, including frozen weights."""
         shard_ranks = 1 if self.shard_mesh is None else self.shard_mesh.size(self.shard_mesh.ndim - 1)
         return self.local_numel, self.local.total_numel, shard_ranks * (self.tensor.size if self.tensor else 1)
 
     def shards(self) -> list[Shard]:
-        """See `Backend`; of a weight on another rank, none of its elements."""
+        """See `Backend`; includes an empty shard for each weight on another rank of the pipeline."""
         shards = {name: self._weight_shard(name, weight) for name, weight in self.trained}
         for name in self.shapes.keys() - shards:
             nothing = torch.empty(0, dtype=self.local.dtypes[name], device=self.device)
@@ -366,7 +378,7 @@ class Pipelined(Backend):
         return shard if self._owns(name) else replace(shard, primary=False)
 
     def _start(self, weight: nn.Parameter) -> int:
-        """Index of this rank's first element: FSDP 2 shards weights by rows."""
+        """Index of this rank's first element of a weight; FSDP 2 shards weights by rows."""
         if self.shard_mesh is None:
             return 0
         rows, index = weight.shape[0], self.shard_mesh.get_local_rank(self.shard_mesh.ndim - 1)
@@ -375,7 +387,8 @@ class Pipelined(Backend):
 
 
 def _shard_stages(local: LocalStages, mesh: DeviceMesh) -> list[tuple[str, nn.Parameter]]:
-    """Shards the weights of each layer, and of what is beside the layers, over a mesh; returns the new trained ones."""
+    """Applies FSDP 2 to each layer and to the remaining weights of each stage; returns the new trained parameters."""
+    # FSDP replaces parameters: remember the module and attribute of each, to find its replacement by name.
     owners = {
         id(weight): (module, name)
         for chunk in local.chunks
@@ -384,7 +397,7 @@ def _shard_stages(local: LocalStages, mesh: DeviceMesh) -> list[tuple[str, nn.Pa
     }
     trained = [(name, owners[id(weight)]) for name, weight in local.trained]
     for chunk in local.chunks:
-        # A stage stays gathered from its first micro-batch to its last: each would gather it again.
+        # Keep a stage gathered for the whole step; otherwise every micro-batch would gather it again.
         for layer in chunk.decoder.layers:
             if not isinstance(layer, Absent):
                 fully_shard(layer, mesh=mesh, reshard_after_forward=False)

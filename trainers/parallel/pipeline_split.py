@@ -1,7 +1,7 @@
-"""Splits a model into pipeline stages, whose weights keep the names that transformers and peft gave them.
+"""Splits a model into pipeline stages; weights keep their transformers and peft names.
 
-What a rank does not hold is replaced by modules without weights. A stage is a shallow copy of the decoder in which the
-layers of all other stages only hand on the hidden states, so that the decoder's own forward pass is the stage's.
+Modules that a rank does not hold are replaced by ones without weights. A stage is a shallow copy of the decoder in
+which the layers of other stages pass hidden states through unchanged, so that it reuses the decoder's own `forward`.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ _NORMS = ("norm", "final_layernorm")
 
 
 class Absent(nn.Module):
-    """In the place of a module of another stage; hands on the hidden states."""
+    """Replaces a module of another stage; returns the hidden states unchanged."""
 
     def __init__(self, kind: Any = None):
         super().__init__()
-        self.attention_type = kind  # some decoders look there for the mask
+        self.attention_type = kind  # some decoders choose the mask by it
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """`hidden` as it is."""
+        """Returns `hidden` unchanged."""
         return hidden
 
 
 @dataclass
 class Work:
-    """The step in hand, which all stages of a rank look at.
+    """State of the current step, shared by all stages of a rank.
 
     Args:
-        micro_batches: their tensors, on the device.
-        shares: what each one's summed loss is multiplied with before its gradients are taken.
-        room: tokens that the buffers between stages have place for.
-        beat: told `forward` and `backward` as they begin.
-        loss: fp32, summed over the micro-batches so far; on the last stage's rank.
-        correct: tokens predicted right, counted without gradients only.
+        micro_batches: tensors of each micro-batch, on the device.
+        shares: factor on the summed loss of each micro-batch before its backward pass.
+        room: number of tokens that the buffers between stages can hold.
+        beat: called with `forward` and `backward` as they begin.
+        loss: fp32 sum over the micro-batches so far; only on the rank of the last stage.
+        correct: number of correctly predicted tokens; counted only without gradients.
     """
 
     micro_batches: list[dict[str, Any]] = field(default_factory=list)
@@ -57,14 +57,14 @@ class Work:
     correct: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
 
     def take(self, micro_batches: list[dict[str, Any]], shares: Sequence[float], device: torch.device) -> None:
-        """A new step."""
+        """Starts a new step and resets the sums."""
         self.micro_batches, self.shares = micro_batches, shares
         self.loss = torch.zeros((), device=device)
         self.correct = torch.zeros((), dtype=torch.int64, device=device)
 
 
 class _Known(torch.autograd.Function):
-    """A loss whose gradient is known already; it may be asked for more than once."""
+    """Attaches a precomputed gradient to a loss; may be backpropagated more than once (split-backward schedules)."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, loss: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -77,26 +77,33 @@ class _Known(torch.autograd.Function):
 
 
 class Chunk(nn.Module):
-    """One stage.
+    """One pipeline stage.
 
     Args:
         loss: the `SupervisedLoss` whose model is split.
-        decoder: the stage's copy of it.
-        head: the output head, on the last stage.
-        first: takes token ids in place of hidden states.
-        work: shared with the rank's other stages.
+        decoder: the stage's copy of the decoder.
+        head: the output head on the last stage, otherwise None.
+        first: whether this is the first stage, which takes token ids instead of hidden states.
+        work: state shared with the rank's other stages.
     """
 
     def __init__(self, loss: Any, decoder: Any, head: nn.Module | None, first: bool, work: Work):
         super().__init__()
         self.decoder, self.head, self.first, self.work = decoder, head, first, work
         self.compute: torch.dtype = loss.compute
-        self.source = [loss]  # in a list, so that torch does not take it for a part of the stage
+        self.source = [loss]  # in a list, so that torch does not register it as a submodule
         self.number = 0
         self.metadata = AttentionMetadata()
 
     def take_up(self, number: int, section: str) -> None:
-        """Sets the documents of a micro-batch: another one's may be in hand, and checkpointed layers run again."""
+        """Selects a micro-batch and makes its attention metadata current.
+
+        Needed before backward passes too: checkpointed layers run again, and another micro-batch may have run since.
+
+        Args:
+            number: index of the micro-batch in `work`.
+            section: name of the pass, for the heartbeat.
+        """
         self.number = number
         self.work.beat(section)
         loss = self.source[0]
@@ -104,18 +111,19 @@ class Chunk(nn.Module):
         loss.route.take_up(self.metadata)
 
     def forward(self, activations: torch.Tensor) -> torch.Tensor:
-        """The stage's part of the micro-batch that was taken up.
+        """Runs the stage on the micro-batch selected by `take_up`.
 
         Args:
-            activations: `[room, hidden size]`, the hidden states of the flattened micro-batch, then anything; the first
-                stage reads token ids instead.
+            activations: `[room, hidden size]` hidden states of the flattened micro-batch, followed by unused slots;
+                ignored by the first stage, which reads token ids instead.
 
         Returns:
-            The same of the next stage; of the last one the scaled loss, fp32 `[1]`.
+            `[room, hidden size]` input of the next stage; from the last stage, the scaled loss as fp32 `[1]`.
         """
         micro_batch = self.work.micro_batches[self.number]
         rows, width = micro_batch["input_ids"].shape
         half = self.compute != torch.float32
+        # Slice the micro-batch out of the buffer, run the layers, and pad the result to the size of the buffer again.
         with torch.autocast(activations.device.type, self.compute, enabled=half, cache_enabled=False):
             start = micro_batch["input_ids"] if self.first else activations[: rows * width].unflatten(0, (rows, width))
             with self.source[0]._resting(micro_batch["input_ids"].device):
@@ -127,10 +135,14 @@ class Chunk(nn.Module):
         return self.score(picked, micro_batch["labels"], self.work.shares[self.number])
 
     def run(self, start: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        """Through the stage's layers.
+        """Runs the stage's layers.
 
         Args:
             start: `[batch, sequence]` token ids, or `[batch, sequence, hidden size]` hidden states.
+            position_ids: `[batch, sequence]`, restarting at each document.
+
+        Returns:
+            `[batch, sequence, hidden size]` hidden states.
         """
         inputs = {"input_ids": start} if self.first and not start.is_floating_point() else {"inputs_embeds": start}
         with self.source[0].route.hand_over(self.metadata) as more:
@@ -140,10 +152,15 @@ class Chunk(nn.Module):
         return hidden
 
     def score(self, picked: torch.Tensor, labels: torch.Tensor, share: float) -> torch.Tensor:
-        """The loss; the head's gradients are taken at once, so that no micro-batch waits with them until its backward.
+        """Computes the loss and, immediately, the head's gradients, so that no micro-batch stores them until backward.
 
         Args:
-            picked: `[trained, hidden size]` the hidden states before the trained tokens.
+            picked: `[trained, hidden size]` hidden states that predict the trained tokens.
+            labels: `[trained]` the trained tokens.
+            share: factor on the summed loss.
+
+        Returns:
+            The scaled loss as fp32 `[1]`; the unscaled loss in evaluation.
         """
         head: Any = self.head
         cross_entropy, rule = self.source[0].cross_entropy, self.source[0].rule
@@ -152,6 +169,7 @@ class Chunk(nn.Module):
                 loss, correct = cross_entropy(picked, head.weight, head.bias, labels, *rule)
                 self.work.loss, self.work.correct = self.work.loss + loss, self.work.correct + correct
                 return loss.reshape(1)
+            # Backpropagate through the head only, up to a detached copy; `_Known` continues from its gradient later.
             leaf = picked.detach().requires_grad_()
             loss, _ = cross_entropy(leaf, head.weight, head.bias, labels, *rule)
             scaled = loss * share
@@ -166,13 +184,16 @@ class LocalStages:
     """The stages of a rank.
 
     Args:
-        chunks: the stages, in order; numbers in `stages`.
-        shapes: of every trained weight of the full model, by name; `dtypes` likewise.
-        trained: the trained weights of this rank, by the same names.
-        tied: name of the weight that the first and the last stage both hold, None without.
-        hidden_size: of the hidden states between stages.
-        total_numel: elements of these stages' weights, of which tensor parallelism may have left this rank fewer.
-        layers: of each stage of the pipeline.
+        chunks: the stages of this rank, in order.
+        stages: their numbers in the pipeline.
+        shapes: shape of every trained weight of the full model, by name.
+        dtypes: dtype of every trained weight of the full model, by name.
+        trained: names and parameters of the trained weights on this rank.
+        tied: name of the trained weight that is both embedding and output head; None if there is none.
+        hidden_size: size of the hidden states between stages.
+        dtype: dtype of the embedding weight.
+        total_numel: elements of these stages' weights before tensor parallelism.
+        layers: the decoder layers of each stage of the pipeline.
     """
 
     chunks: list[Chunk]
@@ -191,30 +212,32 @@ def split_model(loss: Any, schedule: str, ranks: int, rank: int, work: Work) -> 
     """Splits the model of a `SupervisedLoss` in place and returns this rank's stages.
 
     Args:
-        loss: with its weights, split by tensor parallelism or not, before anything wraps it.
-        ranks: of one pipeline.
-        rank: within it.
+        loss: the unwrapped loss module with its weights; tensor parallelism may have split it already.
+        schedule: one of `SCHEDULES`.
+        ranks: number of ranks in the pipeline.
+        rank: index of this rank in it.
+        work: state shared by the stages.
 
     Raises:
-        ConfigError: when the model cannot be split so.
+        ConfigError: if the model cannot be split into these stages.
     """
     base, model = loss.base, loss.model
     decoder, head, embedding = base.get_decoder(), base.get_output_embeddings(), base.get_input_embeddings()
     layers = split_layers(loss, schedule, ranks)
     stages, total = stages_of(schedule, ranks, rank), len(layers)
-    # What the full model has is noted while it is all there; names stay, while its modules go.
+    # Record names, shapes and dtypes of the full model before any of its modules are removed.
     slices = loss.tensor.slices if loss.tensor else {}
     weights, tied, dtype = list(model.named_parameters()), tied_weight(loss), embedding.weight.dtype
     full_shapes = {name: slices.get(name, weight).shape for name, weight in weights}
     shapes = {name: full_shapes[name] for name, weight in weights if weight.requires_grad}
     dtypes = {name: weight.dtype for name, weight in weights if weight.requires_grad}
-    # Each stage is a copy of the decoder that shares the weights of its layers.
+    # Build each stage as a copy of the decoder that shares the weights of its layers.
     chunks = []
     for stage in stages:
         first, last = stage == 0, stage == total - 1
         copied = _stage(decoder, layers[stage], embedding, first, last)
         chunks.append(Chunk(loss, copied, head if last else None, first, work))
-    # Then the model itself lets go of what no stage of this rank has.
+    # Remove from the original model what no stage of this rank holds, so that its memory is freed.
     for layer in set(range(len(decoder.layers))) - {layer for stage in stages for layer in layers[stage]}:
         decoder.layers[layer] = Absent()
     if 0 not in stages:
@@ -230,14 +253,18 @@ def split_model(loss: Any, schedule: str, ranks: int, rank: int, work: Work) -> 
 
 
 def split_layers(loss: Any, schedule: str, ranks: int) -> list[range]:
-    """The decoder layers of each stage.
+    """Assigns decoder layers to stages, balanced by their matrix products.
 
     Args:
         loss: the `SupervisedLoss`; its weights may be on the meta device.
-        ranks: of one pipeline.
+        schedule: one of `SCHEDULES`.
+        ranks: number of ranks in the pipeline.
+
+    Returns:
+        The decoder layers of each stage, first stage first.
 
     Raises:
-        ConfigError: when the model has no layers that can be split so, or too few.
+        ConfigError: if the model cannot be split by layers, or has too few of them.
     """
     decoder, head = loss.base.get_decoder(), loss.base.get_output_embeddings()
     _refuse_unsplittable_layers(loss, decoder, head)
@@ -251,7 +278,7 @@ def split_layers(loss: Any, schedule: str, ranks: int) -> list[range]:
 
 
 def tied_weight(loss: Any) -> str | None:
-    """Name of the trained weight that is both embedding and output head; None without one."""
+    """Name of the trained weight that is both embedding and output head; None if there is none."""
     weight: Any = getattr(loss.base.get_output_embeddings(), "weight", None)
     tied = weight is not None and weight is getattr(loss.base.get_input_embeddings(), "weight", None)
     if not tied or not weight.requires_grad:
@@ -260,7 +287,7 @@ def tied_weight(loss: Any) -> str | None:
 
 
 def refuse_tied_shards(loss: Any, schedule: str) -> None:
-    """Raises ConfigError when one rank would hold a tied weight in two stages, as FSDP 2 cannot shard it twice."""
+    """Raises ConfigError if one rank would hold a tied weight in two stages: FSDP 2 cannot shard it twice."""
     if SCHEDULES[schedule].turns and tied_weight(loss) is not None:
         raise ConfigError(
             f"pp_schedule={schedule} puts embedding and head on one rank, and this model ties them, which FSDP cannot "
@@ -269,7 +296,7 @@ def refuse_tied_shards(loss: Any, schedule: str) -> None:
 
 
 def refuse_unsplittable_family(kind: str) -> None:
-    """Raises ConfigError for a `model_type` whose models have no pipeline stages here."""
+    """Raises ConfigError for a `model_type` without support for pipeline stages."""
     if kind not in LINEAR_HEADS:
         raise _unsplittable(kind)
 
@@ -294,7 +321,7 @@ def _refuse_unsplittable_layers(loss: Any, decoder: Any, head: Any) -> None:
 
 
 def _stage(decoder: Any, layers: range, embedding: nn.Module, first: bool, last: bool) -> Any:
-    """A copy of the decoder that shares the weights of some layers and lacks the others."""
+    """A shallow copy of the decoder with only some of its layers, whose weights it shares."""
     part = copy.copy(decoder)
     part._modules = dict(decoder._modules)
     part.layers = nn.ModuleList(
@@ -308,13 +335,13 @@ def _stage(decoder: Any, layers: range, embedding: nn.Module, first: bool, last:
     _replace(part, embedding)
     if hasattr(part, "embed_dropout"):
         part.embed_dropout = nn.Identity()
-    if hasattr(part, "embedding_multiplier"):  # Granite's decoder scales whatever comes in
+    if hasattr(part, "embedding_multiplier"):  # Granite scales any input, also hidden states
         part.embedding_multiplier = 1.0
     return part
 
 
 def _norm(decoder: Any) -> nn.Module | None:
-    """The norm after the last layer."""
+    """The final norm, after the last layer; None if it is not found."""
     return next((decoder._modules[name] for name in _NORMS if decoder._modules.get(name) is not None), None)
 
 
@@ -325,11 +352,13 @@ def _replace(parent: Any, child: Any) -> None:
 
 
 class PipelineStages(nn.Module):
-    """A rank's stages, each on stand-in hidden states, for looks at the model that send nothing.
+    """Runs each of a rank's stages on synthetic hidden states, to probe the model without communication.
 
     Args:
-        loss: the module that was split; its weights have their names from it.
-        dtype: of the hidden states.
+        loss: the module that was split; it provides the names of the weights.
+        chunks: the stages of this rank.
+        hidden_size: size of the hidden states.
+        dtype: dtype of the hidden states.
     """
 
     def __init__(self, loss: Any, chunks: list[Chunk], hidden_size: int, dtype: torch.dtype):
@@ -346,7 +375,7 @@ class PipelineStages(nn.Module):
         positions: torch.Tensor,
         labels: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A loss without meaning; arguments and results as `SupervisedLoss.forward`."""
+        """Returns a meaningless loss; for arguments and results, see `SupervisedLoss.forward`."""
         waves = torch.arange(1, self.hidden_size + 1, device=input_ids.device)
         stand_in = torch.sin(input_ids.reshape(-1, 1) * waves).to(self.dtype)
         names = ("input_ids", "position_ids", "documents", "positions", "labels")

@@ -1,4 +1,4 @@
-"""The processes of a run and the few things they agree on."""
+"""The processes of a run and simple collectives between them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from trainers.run.errors import TrainingError
 
 
 class Ranks:
-    """This process among the run's processes; works alike for one process and without a process group.
+    """This process among those of the run; also works for a single process without a process group.
 
     Args:
-        device: where collectives take their tensors.
+        device: device of the tensors in collectives.
     """
 
     def __init__(self, device: torch.device):
@@ -28,13 +28,13 @@ class Ranks:
         return self.rank == 0
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """`values` summed over all ranks, in place."""
+        """Sums `values` over all ranks, in place."""
         if self.grouped:
             distributed.all_reduce(values)
         return values
 
     def gather(self, value: Any) -> list[Any]:
-        """The small object of every rank, in order of rank, on every rank."""
+        """Gathers a small object from every rank onto every rank, in rank order."""
         if not self.grouped:
             return [value]
         gathered: list[Any] = [None] * self.world
@@ -42,7 +42,7 @@ class Ranks:
         return gathered
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's small object on every rank."""
+        """Returns rank 0's small object on every rank."""
         if not self.grouped:
             return value
         values = [value]
@@ -50,10 +50,14 @@ class Ranks:
         return values[0]
 
     def agree(self, error: BaseException | None, doing: str) -> None:
-        """Raises on all ranks when any failed, so that none is left waiting in a collective.
+        """Raises on every rank if any rank failed, so that none is left waiting in a collective. Collective.
+
+        Args:
+            error: this rank's error; None if it succeeded.
+            doing: the action, for the message.
 
         Raises:
-            TrainingError: naming the ranks and their errors.
+            TrainingError: listing the failed ranks and their errors.
         """
         message = None if error is None else str(error) or type(error).__name__
         failures = [f"rank {rank}: {text}" for rank, text in enumerate(self.gather(message)) if text is not None]
@@ -61,7 +65,7 @@ class Ranks:
             raise TrainingError(f"{doing} failed: {'; '.join(failures)}") from error
 
     def close(self) -> None:
-        """Leaves the process group in order: nobody goes while another still talks."""
+        """Destroys the process group once every rank has arrived here."""
         if self.grouped:
             distributed.barrier()
             distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""One process, or DistributedDataParallel: every rank holds everything."""
+"""A single process, or DistributedDataParallel: every rank holds all weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class Replicated(Backend):
 
     Args:
         loss: the module that computes the loss; its `.model` is the transformers or peft model.
-        accelerator: wraps it as its Accelerate file says.
+        config: the run's config.
+        accelerator: wraps `loss` as its Accelerate file specifies.
     """
 
     def __init__(self, loss: Any, config: TrainConfig, accelerator: Any):
@@ -35,10 +36,10 @@ class Replicated(Backend):
         self.model, self.optimizer = accelerator.prepare(loss.to(self.device), optimizer)
 
     def warm_up_buckets(self) -> None:
-        """Two passes whose gradients are thrown away, on more than two ranks.
+        """Runs two passes and discards their gradients, on more than two ranks.
 
-        DDP regroups its buckets once, by the order in which the first gradients come, and with more than two ranks the
-        grouping decides the order of their sums: a resumed run would begin in the first groups again, and differ.
+        DDP rebuilds its buckets once, in the order in which the first gradients arrive. With more than two ranks the
+        buckets decide the summation order, so a resumed run, starting again from the initial buckets, would differ.
         """
         model = self.model
         if not isinstance(model, DistributedDataParallel) or distributed.get_world_size(model.process_group) <= 2:
@@ -53,7 +54,7 @@ class Replicated(Backend):
         self.optimizer.zero_grad(set_to_none=True)
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
-        """Under DDP the gradients are summed over the ranks in the last micro-batch only."""
+        """See `Backend`; DDP reduces gradients in the last micro-batch only."""
         return nullcontext() if last else self.accelerator.no_sync(self.model)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -68,12 +69,12 @@ class Replicated(Backend):
         return self.accelerator.clip_grad_norm_([weight for _, weight in self.trained], limit)
 
     def skip_step(self) -> None:
-        """See `Backend`; unless fp16's scaler hears of it, it takes the next gradients for scaled back already."""
+        """See `Backend`; also updates the fp16 scaler, which would otherwise treat the next gradients as unscaled."""
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.update()
         super().skip_step()
 
     def local_and_total_numel(self) -> tuple[int, int, int]:
-        """See `Backend`; nothing is sharded but by tensor parallelism."""
+        """See `Backend`; only tensor parallelism shards weights here."""
         local = sum(weight.numel() for weight in self.model.parameters())
         return local, self.total_numel, 1 if self.tensor is None else self.tensor.size

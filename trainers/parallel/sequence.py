@@ -1,8 +1,9 @@
-"""Rows split over ranks: each rank has a part of every row, and attention alone looks at the others.
+"""Sequence sharding: each rank holds a shard of every row; only attention communicates with the other ranks.
 
-Ulysses (`sp`) changes the parts of rows for parts of the heads and back, after https://arxiv.org/abs/2309.14509, so
-that any kernel sees whole rows. Context parallelism (`cp`) gathers keys and values, which costs no heads, and attends
-with the queries in hand; parts are cut in zigzag, so that all ranks look at as many keys.
+Ulysses (`sp`, https://arxiv.org/abs/2309.14509) exchanges shards of rows for subsets of heads around attention, so that
+any kernel sees full rows. Context parallelism (`cp`) gathers keys and values as Llama 3 does
+(https://arxiv.org/abs/2407.21783), whatever the number of heads, and attends with the local queries; zigzag shards
+balance the work of causal attention.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Kernel = Callable[..., tuple[torch.Tensor, None]]
 
 
 class _Exchange(torch.autograd.Function):
-    """Part `i` of the first dimension goes to rank `i`; so does its gradient, back."""
+    """All-to-all: sends part `i` of the first dimension to rank `i`; the backward pass returns the gradients."""
 
     @staticmethod
     def forward(ctx: Any, parts: torch.Tensor, group: Any) -> torch.Tensor:
@@ -44,7 +45,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _GatherSequence(torch.autograd.Function):
-    """The parts of all ranks, `[ranks, ...]`; each rank's gradient is summed over the ranks, in fp32."""
+    """All-gathers the shards of all ranks into `[ranks, ...]`; the backward pass reduce-scatters gradients in fp32."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: Any) -> torch.Tensor:
@@ -64,7 +65,7 @@ class _GatherSequence(torch.autograd.Function):
 
 
 class Ulysses:
-    """All of a row's tokens for some of the heads, during attention.
+    """Attention over full rows with a subset of the heads per rank.
 
     Args:
         group: the ranks that share rows.
@@ -77,8 +78,9 @@ class Ulysses:
         self, kernel: Kernel, metadata: AttentionMetadata, module: Any,
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
-        """Shapes as those of a kernel, with this rank's part of the sequence."""
-        repeats = lcm(key.shape[1], self.size) // key.shape[1]  # fewer key heads than ranks
+        """Runs a kernel; same shapes as the kernel, with this rank's shard of the sequence."""
+        # Repeat key heads where the ranks outnumber or do not divide them, so that every rank gets the same number.
+        repeats = lcm(key.shape[1], self.size) // key.shape[1]
         if repeats > 1:
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
         query, key, value = (self._to_heads(states) for states in (query, key, value))
@@ -86,18 +88,18 @@ class Ulysses:
         return self._to_rows(attended), None
 
     def _to_heads(self, rows: torch.Tensor) -> torch.Tensor:
-        """`[batch, heads, part, size]` to `[batch, heads / ranks, sequence, size]`."""
+        """Converts `[batch, heads, shard, head size]` to `[batch, heads / ranks, sequence, head size]`."""
         parts = rows.unflatten(1, (self.size, -1)).movedim(1, 0).contiguous()
         return _Exchange.apply(parts, self.group).movedim(0, 2).flatten(2, 3)
 
     def _to_rows(self, heads: torch.Tensor) -> torch.Tensor:
-        """`[batch, sequence, heads / ranks, size]` to `[batch, part, heads, size]`."""
+        """Converts `[batch, sequence, heads / ranks, head size]` to `[batch, shard, heads, head size]`."""
         parts = heads.unflatten(1, (self.size, -1)).movedim(1, 0).contiguous()
         return _Exchange.apply(parts, self.group).movedim(0, 2).flatten(2, 3)
 
 
 class ContextParallel:
-    """This rank's queries against the keys and values of whole rows, document by document.
+    """Attention of this rank's queries to the keys and values of full rows, one document at a time.
 
     Args:
         group: the ranks that share rows.
@@ -111,9 +113,10 @@ class ContextParallel:
         self, kernel: Kernel, metadata: AttentionMetadata, module: Any,
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
-        """Shapes as those of a kernel, with this rank's part of the sequence."""
+        """Runs a kernel; same shapes as the kernel, with this rank's shard of the sequence."""
         key, value = self._gathered(torch.stack([key.to(value.dtype), value])).unbind()
         stand_in, window = _stand_in(module, query, key), kwargs.get("sliding_window")
+        # Which queries meet which keys depends only on documents and window: compute it once for all layers.
         if window not in metadata.pieces:
             metadata.pieces[window] = list(self._pieces(metadata.layout, key.shape[2], window, key.device))
         lines = []
@@ -129,7 +132,7 @@ class ContextParallel:
     def _pieces(
         self, layout: DocumentLayout | None, length: int, window: int | None, device: torch.device
     ) -> Iterator[tuple[slice, list[Any]]]:
-        """Of each row, or of all that are alike: the `pieces` of its documents, each with its mask."""
+        """Yields rows with equal document borders, and their `pieces`, each with its mask."""
         spans = SequenceShard(self.rank, self.size, True).spans(length)
         for rows, borders in _lines(layout, length):
             yield (
@@ -141,7 +144,8 @@ class ContextParallel:
             )
 
     def _gathered(self, part: torch.Tensor) -> torch.Tensor:
-        """`[2, batch, heads, part, size]` of all ranks, in the order of the rows."""
+        """Gathers `[2, batch, heads, shard, head size]` to `[2, batch, heads, sequence, head size]`, in token order."""
+        # Shards arrive in rank order, but are zigzag: permute their columns back into place.
         length = part.shape[3] * self.size
         order = torch.cat(
             [torch.from_numpy(SequenceShard(rank, self.size, True).columns(length)) for rank in range(self.size)]
@@ -151,12 +155,12 @@ class ContextParallel:
 
 
 def _stand_in(module: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
-    """What kernels read of an attention layer, for the heads in hand."""
+    """The attributes that kernels read from an attention layer, for the given numbers of heads."""
     return SimpleNamespace(training=module.training, num_key_value_groups=query.shape[1] // key.shape[1])
 
 
 def _lines(layout: DocumentLayout | None, length: int) -> Iterator[tuple[slice, list[int]]]:
-    """Rows whose documents lie alike, and where those begin and end; without a layout each row is one document."""
+    """Yields rows with equal document borders, and those borders; without a layout, each row is one document."""
     if layout is None:
         yield slice(None), [0, length]
         return
@@ -167,17 +171,17 @@ def _lines(layout: DocumentLayout | None, length: int) -> Iterator[tuple[slice, 
 
 
 def pieces(borders: list[int], spans: list[tuple[int, int]], window: int | None) -> Iterator[tuple[int, int, int, int]]:
-    """Queries of one document that this rank has, and the keys that any of them may look at.
+    """Local queries of each document, and the keys that they may attend to.
 
     Args:
-        borders: where the documents of a row begin, and the end of the last.
-        spans: this rank's columns of the row.
-        window: keys that a query sees at most, itself included.
+        borders: start of each document in a row, and the end of the last one.
+        spans: `[start, end)` columns of the row on this rank.
+        window: sliding window, the maximum number of keys per query including itself; None for none.
 
     Yields:
-        first and last-plus-one query in this rank's part, first and last-plus-one key in the row.
+        First and last-plus-one query in this rank's shard, first and last-plus-one key in the row.
     """
-    done = 0
+    done = 0  # local columns before this span: queries are indexed in the shard, keys in the row
     for span_start, span_stop in spans:
         for start, stop in pairwise(borders):
             first, last = max(start, span_start), min(stop, span_stop)
@@ -188,7 +192,10 @@ def pieces(borders: list[int], spans: list[tuple[int, int]], window: int | None)
 
 
 def _causal(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """`[queries, keys]`, True where the last `queries` of the keys' places may look; None for a plain triangle."""
+    """Mask `[queries, keys]`, True where a query may attend, with queries at the last positions of the keys.
+
+    None if it is a plain lower triangle.
+    """
     if queries == keys and (window is None or window >= keys):
         return None
     ahead = torch.arange(keys, device=device)[None] - torch.arange(keys - queries, keys, device=device)[:, None]
@@ -196,22 +203,23 @@ def _causal(queries: int, keys: int, window: int | None, device: torch.device) -
 
 
 def sequence_shard(mesh: Mesh) -> SequenceShard:
-    """The shard of every row that this rank has."""
+    """The shard of every row that this rank holds."""
     return SequenceShard(mesh.sequence_shard, mesh.sizes.sequence_shards, mesh.sizes.cp > 1)
 
 
 def over_ranks(mesh: Mesh) -> Ulysses | ContextParallel | None:
-    """How attention looks at the other parts of rows; None where rows are whole."""
+    """Attention across the ranks that share rows; None if rows are not sharded."""
     if mesh.sizes.sp > 1:
         return Ulysses(mesh.group("sp"))
     return ContextParallel(mesh.group("cp")) if mesh.sizes.cp > 1 else None
 
 
 def refuse_unsplittable_rows(model_config: Any, sizes: MeshSizes) -> None:
-    """Raises ConfigError for a model whose rows cannot be split, or whose heads Ulysses cannot share out.
+    """Raises ConfigError for a model whose rows cannot be sharded, or whose heads Ulysses cannot distribute.
 
     Args:
-        model_config: of the language model.
+        model_config: transformers config of the language model.
+        sizes: sizes of the mesh.
     """
     if sizes.sequence_shards == 1:
         return
@@ -234,6 +242,6 @@ def refuse_unsplittable_rows(model_config: Any, sizes: MeshSizes) -> None:
         )
     if mistake := heads_mistake(sizes, int(model_config.num_attention_heads), kind):
         raise ConfigError(mistake)
-    # A part of a row is attended to like packed documents: by our kernels alone, which hide what is elsewhere.
+    # Sharded rows, like packed ones, need all attention to go through our kernels.
     if problem := packing_problem(model_config):
         raise ConfigError(f"{sizes}: {problem}; {remedy}")

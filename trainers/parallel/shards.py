@@ -1,8 +1,8 @@
-"""The shard of each trained weight that this rank holds, whatever made it; how full tensors are gathered for a save.
+"""A common description of this rank's shard of each trained weight, and gathering of full tensors for checkpoints.
 
-Tensor parallelism leaves a rank one rectangle of a weight; every backend then splits that, read as one long vector,
-into spans of consecutive elements. A `Shard` is one such span, so that a checkpoint can be written from any layout and
-read into any other without knowing which ones they are.
+Tensor parallelism leaves each rank one rectangle of a weight; every backend then splits the flattened rectangle into
+spans of consecutive elements. A `Shard` is one such span, so that checkpoints written from any layout can be read into
+any other.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from trainers.parallel.ranks import Ranks
 from trainers.run.errors import TrainingError
 
 WEIGHT = "model"
+"""Key of the weight itself in `Shard.tensors`."""
 
 
 @torch.no_grad()
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor, sharing its memory, without a gradient of its own."""
+    """The local part of a tensor, detached and sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """The rectangle of a weight that tensor parallelism leaves this rank, before a backend splits it again.
+    """The rectangle of a weight that tensor parallelism leaves this rank, before a backend splits it further.
 
     Args:
-        shape: of the full weight.
-        slices: with start and stop, one for each dimension.
+        shape: shape of the full weight.
+        slices: a slice with start and stop for each dimension.
     """
 
     shape: torch.Size
@@ -45,14 +46,14 @@ class Shard:
     """This rank's span of one trained weight.
 
     Args:
-        name: the weight's name in transformers and peft.
-        shape: of the full weight.
-        start: index of the first element held here in the flattened weight, or in its flattened rectangle.
-        tensors: `[elements here]` vectors that share the layout: the weight (`WEIGHT`) and the optimizer's
-            (`exp_avg`, ...). They are views: writing to them changes model and optimizer (see `Backend.write_shards`).
-        step: the optimizer's count of updates of this weight, None before the first.
-        primary: False where another rank holds the same span.
-        slices: the rectangle of the full weight that the span lies in, a slice for each dimension; empty: all of it.
+        name: transformers or peft name of the weight.
+        shape: shape of the full weight.
+        start: index of the first local element in the flattened weight, or in its flattened rectangle.
+        tensors: `[local elements]` vectors with the same layout: the weight (`WEIGHT`) and its optimizer state
+            (`exp_avg`, ...). Usually views: writing to them changes model and optimizer (see `Backend.write_shards`).
+        step: the optimizer's update count of this weight; None before the first update.
+        primary: False if another rank saves the same span.
+        slices: the rectangle of the full weight that contains the span, a slice per dimension; empty for all of it.
     """
 
     name: str
@@ -65,31 +66,31 @@ class Shard:
 
     @property
     def numel(self) -> int:
-        """Elements of the full weight."""
+        """Number of elements of the full weight."""
         return self.shape.numel()
 
     @property
     def elements(self) -> int:
-        """Elements held here."""
+        """Number of local elements."""
         return self.tensors[WEIGHT].numel()
 
     def copied(self) -> Shard:
-        """The same span with tensors of its own, in CPU memory."""
+        """The same span with its tensors copied to CPU memory."""
         return replace(self, tensors={key: tensor.detach().cpu().clone() for key, tensor in self.tensors.items()})
 
     def take(self, other: Shard) -> None:
-        """Copies the tensors of another shard of the same span into this one's."""
+        """Copies the tensors of another shard with the same span into this one's."""
         for key, tensor in self.tensors.items():
             tensor.copy_(other.tensors[key])
 
     def fill(self, key: str, full: torch.Tensor) -> None:
-        """Takes this rank's span out of a full tensor."""
+        """Copies this rank's span from a full tensor into `tensors[key]`."""
         span = self.tensors[key]
         rectangle = full.reshape(self.shape)[self.slices] if self.slices else full
         span.copy_(rectangle.reshape(-1)[self.start : self.start + span.numel()])
 
     def put(self, span: torch.Tensor, full: torch.Tensor) -> None:
-        """Writes a span that lies as this one does into a full flattened tensor of zeros."""
+        """Writes `span`, which has this shard's layout, to its place in `full`, a flattened full tensor of zeros."""
         if not self.slices:
             full[self.start : self.start + span.numel()] = span
             return
@@ -100,20 +101,20 @@ class Shard:
 
 
 _Piece = tuple[tuple[tuple[int, int], ...], int, int]
-"""Borders of a rectangle, first element of a span in it, and the element after its last."""
+"""`(start, stop)` of a rectangle in each dimension, then first and last-plus-one element of a span in it."""
 
 
 def check_coverage(shards: list[Shard], ranks: Ranks) -> None:
-    """Every element of every weight is on exactly one rank, replicas apart: what a checkpoint relies on. Collective.
+    """Checks that the primary shards cover every element of every weight exactly once, as checkpoints need. Collective.
 
     Raises:
-        TrainingError: naming a weight of which there is too little or too much.
+        TrainingError: naming a weight with missing or duplicate elements.
     """
     everywhere = ranks.gather({shard.name: _piece(shard) for shard in shards})
     for shard in shards:
         by_rank = [pieces[shard.name] for pieces in everywhere]
         counts = [0 if piece is None else piece[2] - piece[1] for piece in by_rank]
-        if counts == [shard.numel] * ranks.world:
+        if counts == [shard.numel] * ranks.world:  # not sharded at all
             continue
         pieces = [piece for piece in by_rank if piece is not None and piece[2] > piece[1]]
         if sum(counts) != shard.numel or any(_overlap(a, b) for a, b in combinations(pieces, 2)):
@@ -121,20 +122,20 @@ def check_coverage(shards: list[Shard], ranks: Ranks) -> None:
 
 
 def _piece(shard: Shard) -> _Piece | None:
-    """What this rank answers for."""
+    """The part of a weight that this rank saves; None if it is not primary."""
     slices = shard.slices or tuple(slice(0, size) for size in shard.shape)
     borders = tuple((side.start, side.stop) for side in slices)
     return (borders, shard.start, shard.start + shard.elements) if shard.primary else None
 
 
 def _overlap(a: _Piece, b: _Piece) -> bool:
-    """Whether two pieces share an element, or might: different rectangles must not meet at all."""
+    """Whether two pieces may share an element. Different rectangles that intersect always count as overlapping."""
     meet = all(x[0] < y[1] and y[0] < x[1] for x, y in zip(a[0], b[0], strict=True))
     return meet and (a[0] != b[0] or (a[1] < b[2] and b[1] < a[2]))
 
 
 def steps_of(shards: list[Shard], ranks: Ranks) -> dict[str, float]:
-    """The update count of every weight that the optimizer has a state for. Collective."""
+    """The update count of every weight with optimizer state, by name. Collective."""
     local = {shard.name: shard.step for shard in shards if shard.step is not None and shard.elements}
     return {name: step for steps in ranks.gather(local) for name, step in steps.items()}
 
@@ -142,29 +143,34 @@ def steps_of(shards: list[Shard], ranks: Ranks) -> dict[str, float]:
 def gather_full_tensors(
     shards: list[Shard], steps: dict[str, float], ranks: Ranks
 ) -> Iterator[tuple[str, str, int, torch.Tensor | None]]:
-    """Every tensor of the weights and of their optimizer state, each gathered on one rank. Collective.
+    """Gathers every tensor of the weights and their optimizer state, each onto one rank. Collective.
+
+    Args:
+        shards: this rank's shards; every rank passes the same names.
+        steps: the result of `steps_of`; names the weights that have optimizer state.
+        ranks: all processes of the run.
 
     Yields:
-        weight name, key, owning rank, and the full tensor on its owner (None elsewhere). One full tensor is in memory
-        at a time.
+        Weight name, key, owning rank, and the full tensor on its owner (None elsewhere). Only one full tensor is in
+        memory at a time.
     """
-    # A rank may hold nothing of a weight, and so know neither the keys of its state nor that it is sharded.
+    # A rank that holds no elements of a weight knows neither its state keys nor whether it is sharded: ask all ranks.
     keys = sorted(set().union(*ranks.gather({key for shard in shards for key in shard.tensors if key != WEIGHT})))
     sharded = set().union(*ranks.gather([shard.name for shard in shards if shard.elements < shard.numel]))
-    # All ranks go through the tensors in one order, and the owner changes with each, so that all write as much.
+    # All ranks visit the tensors in the same order; owners alternate, so that each rank writes a similar amount.
     index = 0
     for shard in sorted(shards, key=lambda shard: shard.name):
         for key in [WEIGHT, *(keys if shard.name in steps else [])]:
             owner, index = index % ranks.world, index + 1
             if shard.name in sharded:
                 full = _gather_full_tensor(shard, key, owner, ranks)
-            else:  # whoever owns it holds all of it
+            else:  # the owner already holds all of it
                 full = shard.tensors[key].reshape(shard.shape) if ranks.rank == owner else None
             yield shard.name, key, owner, full
 
 
 def _gather_full_tensor(shard: Shard, key: str, owner: int, ranks: Ranks) -> torch.Tensor | None:
-    """Sums the spans, each in its place among zeros, as integers: the bits come over as they are."""
+    """Sums the spans, each placed in a tensor of zeros, as integers: this preserves every bit, even of NaN and -0."""
     span = shard.tensors.get(key)
     dtype = shard.tensors[WEIGHT].dtype if key == WEIGHT else torch.float32
     bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype]

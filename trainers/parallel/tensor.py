@@ -1,8 +1,8 @@
-"""Tensor parallelism: the linear layers of each block, the embedding and the head split over ranks.
+"""Tensor parallelism: splits the linear layers of each block, the embedding and the head over ranks.
 
-Each rank keeps plain, smaller weights and computes its own heads, channels and words; where their results meet, the
-ranks add or collect them. What wraps the model afterwards (DDP, FSDP 2) sees nothing unusual. Everything that every
-rank holds (norms, the residual stream) has the same bits on all of them, in both directions.
+After Megatron-LM (https://arxiv.org/abs/1909.08053). Each rank holds smaller plain weights and computes its own heads,
+channels and vocabulary range; ranks sum or gather the results. Wrappers applied afterwards (DDP, FSDP 2) need no
+changes. Replicated tensors (norms, the residual stream) are bit-identical on all ranks, as are their gradients.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _ROW = {"rowwise", "rowwise_split_input"}
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The ranks that share each layer, and this one among them.
+    """The tensor-parallel group of this rank, and its slices of the model.
 
     Args:
-        group: their process group.
-        rank: index in it.
-        size: of it.
-        first: False where other ranks hold the same parts, and a checkpoint takes theirs.
-        slices: what this rank holds of each weight that is split, by the name that transformers or peft gives it.
+        group: process group of the ranks that share each layer.
+        rank: index of this rank in the group.
+        size: size of the group.
+        first: False if other ranks hold the same slices and save them.
+        slices: this rank's slice of each split weight, by its transformers or peft name.
     """
 
     group: Any
@@ -46,7 +46,7 @@ class TensorParallel:
 
 
 class _Copy(torch.autograd.Function):
-    """Into a part that each rank computes for itself: what the ranks' gradients add up to is the gradient."""
+    """Enters a tensor-parallel region: identity forward, all-reduce backward (Megatron's f)."""
 
     @staticmethod
     def forward(ctx: Any, full: torch.Tensor, group: Any) -> torch.Tensor:
@@ -59,7 +59,7 @@ class _Copy(torch.autograd.Function):
 
 
 class _Reduce(torch.autograd.Function):
-    """Out of it again: the sum of what each rank computed. Its gradient is the same for every summand."""
+    """Leaves a tensor-parallel region: all-reduce forward, identity backward (Megatron's g)."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: Any) -> torch.Tensor:
@@ -71,7 +71,7 @@ class _Reduce(torch.autograd.Function):
 
 
 class _GatherOutputs(torch.autograd.Function):
-    """All ranks' parts side by side in the last dimension; `_SplitInputs` is the way back, and its gradient."""
+    """Concatenates the parts of all ranks in the last dimension; the backward pass keeps this rank's part."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
@@ -84,7 +84,7 @@ class _GatherOutputs(torch.autograd.Function):
 
 
 class _SplitInputs(torch.autograd.Function):
-    """This rank's part of the last dimension."""
+    """Keeps this rank's part of the last dimension; the backward pass concatenates the parts of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, full: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
@@ -97,7 +97,7 @@ class _SplitInputs(torch.autograd.Function):
 
 
 def _summed(part: torch.Tensor, group: Any) -> torch.Tensor:
-    # A tensor of its own: activation checkpointing may keep the other one.
+    # Reduce a copy: activation checkpointing may have saved the original.
     total = part.clone(memory_format=torch.contiguous_format)
     distributed.all_reduce(total, group=group)
     return total
@@ -115,41 +115,44 @@ def _own_part(full: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
 
 
 class ColumnParallel(nn.Linear):
-    """A linear layer with some of its outputs. `in_features` and `out_features` are those of the full layer.
+    """A linear layer with a subset of its outputs. `in_features` and `out_features` are those of the full layer.
 
-    Its input comes through `_Copy` where the block begins, once for all layers that read it.
+    The block applies `_Copy` to its input once, for all of its column-parallel layers.
     """
 
     tp: TensorParallel
     gathers: bool
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """`[..., in_features]` to `[..., out_features / size]`, or to all of them with `gathers`."""
+        """Maps `[..., in_features]` to `[..., out_features / size]`, or to `[..., out_features]` with `gathers`."""
         output = functional.linear(input, self.weight, self.bias)
         return _GatherOutputs.apply(output, self.tp) if self.gathers else output
 
 
 class RowParallel(nn.Linear):
-    """A linear layer with some of its inputs; its bias is full. Features as in `ColumnParallel`."""
+    """A linear layer with a subset of its inputs and the full bias. Its features are those of the full layer."""
 
     tp: TensorParallel
     splits: bool
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """`[..., in_features / size]`, or all of them with `splits`, to `[..., out_features]`, alike on each rank."""
+        """Maps `[..., in_features / size]`, or `[..., in_features]` with `splits`, to `[..., out_features]`.
+
+        The output is equal on every rank.
+        """
         part = _SplitInputs.apply(input, self.tp) if self.splits else input
         output = _Reduce.apply(functional.linear(part, self.weight), self.tp.group)
         return output if self.bias is None else output + self.bias
 
 
 class _VocabularyParallel:
-    """An embedding with some of the words; scales of its class stay, since they are linear."""
+    """An embedding with a range of the vocabulary; a scale that its class applies stays valid, as it is linear."""
 
     tp: TensorParallel
     start: int
 
     def forward(self: Any, input_ids: torch.Tensor) -> torch.Tensor:
-        """`[batch, sequence]` to `[batch, sequence, hidden size]`."""
+        """Maps `[batch, sequence]` token ids to `[batch, sequence, hidden size]`, equal on every rank."""
         local_ids = input_ids - self.start
         absent = (local_ids < 0) | (local_ids >= self.weight.shape[0])
         embedded = super().forward(local_ids.masked_fill(absent, 0))  # type: ignore[misc]
@@ -157,15 +160,15 @@ class _VocabularyParallel:
 
 
 class _PartialGradient:
-    """A module whose weights every rank has in full while it uses them on its own heads: their gradients are added up.
+    """Mixin for a module with replicated weights that each rank applies to its own heads; sums their gradients.
 
-    In the forward pass and not by a hook on the weight, which would not outlive FSDP's exchange of weights.
+    Done in `forward` instead of by a hook on the weights, which would be lost when FSDP replaces them.
     """
 
     tp: TensorParallel
 
     def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
-        """As the class that this is mixed into."""
+        """Calls the forward of the original class with weights whose gradients are summed over the ranks."""
         weights = dict(self._parameters)
         copies = {
             name: weight if weight is None else _Copy.apply(weight, self.tp.group) for name, weight in weights.items()
@@ -178,35 +181,46 @@ class _PartialGradient:
 
 
 class ShardedHead(nn.Linear):
-    """An output head with some of the words, whose weights the loss takes."""
+    """An output head with a range of the vocabulary; only the loss uses its weights."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Refused: nothing here needs full logits."""
+        """Raises NotImplementedError: training never needs full logits."""
         raise NotImplementedError("the output head is cut by tensor parallelism; call the loss module instead")
 
 
 @lru_cache
 def _mixed(mixin: Any, kind: Any) -> Any:
-    """The class with a mixin before it, under its own name, by which others know it."""
+    """A subclass that puts a mixin before a class and keeps its name, by which other code identifies it."""
     return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
 
 
 class _Splitter:
-    """Splits one model in place, and keeps book of it by weight."""
+    """Splits one model in place and records the slice of each weight by its id.
+
+    Args:
+        kind: `model_type`, for error messages.
+        tp: the tensor-parallel group.
+    """
 
     def __init__(self, kind: str, tp: TensorParallel):
         self.kind, self.tp, self.slices = kind, tp, dict[int, TensorSlice]()
 
     def refusal(self, problem: str, remedy: str = "use tp_size=1, with fsdp2 for instance") -> ConfigError:
-        """What cannot be split, and the way out."""
+        """The error for a model that cannot be split, with a remedy."""
         return ConfigError(f"tp_size={self.tp.size}: {self.kind} {problem}; {remedy}")
 
     def block(self, name: str, parent: nn.Module, styles: dict[str, str]) -> None:
-        """The layers of an attention or MLP module, between which each rank computes its own part.
+        """Splits the layers of an attention or MLP module, between which each rank computes its own part.
 
         Args:
-            styles: of the plan, such as `colwise`, by the name of the child.
+            name: name of the module in the decoder.
+            parent: the module.
+            styles: style of each child in the plan, such as `colwise`, by name.
+
+        Raises:
+            ConfigError: if the plan is not supported, or leaves out weights of the module.
         """
+        # Refuse unsupported styles, and weights that the plan leaves out, before changing anything.
         used = set(styles.values())
         alike = used <= GATHERED
         if not (alike or used <= BY_HEADS) or not used & _COLUMN or not used & _ROW:
@@ -230,7 +244,7 @@ class _Splitter:
         return inputs, {**kwargs, "hidden_states": _Copy.apply(kwargs["hidden_states"], self.tp.group)}
 
     def linear(self, name: str, layer: Any, style: str) -> None:
-        """A linear layer, and the adapter on it."""
+        """Splits a linear layer and its adapter, if any."""
         adapted = hasattr(layer, "base_layer")
         base = layer.base_layer if adapted else layer
         if type(base) is not nn.Linear:
@@ -244,6 +258,7 @@ class _Splitter:
             return
         if type(layer).__name__ != "Linear" or layer.lora_variant:
             raise self.refusal(f"has an adapter of a kind that cannot be cut at {name}")
+        # LoRA's product B @ A must be split like the base: B by outputs, or A by inputs; the other stays full.
         for key in layer.lora_A:
             if style in _COLUMN:
                 self.share(layer.lora_A[key])
@@ -264,15 +279,15 @@ class _Splitter:
         layer.__class__, layer.tp, layer.splits = RowParallel, self.tp, splits
 
     def share(self, module: Any) -> None:
-        """Keeps the full weights, and adds their gradients up."""
+        """Keeps the full weights and sums their gradients over the ranks."""
         kind: Any = type(module)
         module.__class__, module.tp = _mixed(_PartialGradient, kind), self.tp
 
     def vocabulary(self, embedding: Any, head: Any) -> TensorSlice:
-        """Embedding and head, by words; shares may differ by one. Tied, they stay one weight.
+        """Splits embedding and head by vocabulary, into ranges that may differ in size by one; tied weights stay tied.
 
         Returns:
-            What this rank has of the head.
+            This rank's slice of the head.
         """
         kind: Any = type(embedding)
         if not issubclass(kind, nn.Embedding):
@@ -289,13 +304,13 @@ class _Splitter:
             self.keep(weight, 0, part)
         padding = embedding.padding_idx
         inside = padding is not None and part.start <= padding < part.stop
-        embedding.padding_idx = padding - part.start if inside else None  # its gradient is none
+        embedding.padding_idx = padding - part.start if inside else None  # it gets no gradient
         embedding.__class__ = _mixed(_VocabularyParallel, kind)
         embedding.tp, embedding.start, head.__class__ = tp, part.start, ShardedHead
         return self.slices[id(head.weight)]
 
     def keep(self, weight: nn.Parameter | None, dim: int, part: slice) -> None:
-        """Leaves a part of one dimension of a weight; the parameter stays the one that others know."""
+        """Narrows a weight in place to a part of one dimension, so that references to the parameter stay valid."""
         if weight is None:
             return
         slices = tuple(part if axis == dim else slice(0, size) for axis, size in enumerate(weight.shape))
@@ -312,22 +327,22 @@ class _Splitter:
 def split_model(
     loss: SupervisedLoss, group: Any, rank: int, size: int, first: bool | None = None
 ) -> dict[str, TensorSlice]:
-    """Leaves this rank's part of each layer in a full model, in place, before anything wraps it.
+    """Splits a full, unwrapped model in place, leaving this rank's slice of each layer.
 
     Args:
-        loss: on any device, its model full and alike on every rank: read, adapted, and filled from a checkpoint.
+        loss: the loss module on any device; its model has its adapters and final weights, equal on every rank.
         group: process group of the ranks that share each layer.
-        rank: index in it.
-        size: of it; 1 changes nothing.
-        first: see `TensorParallel`; None: the group that has the run's first rank.
+        rank: index of this rank in the group.
+        size: size of the group; 1 changes nothing.
+        first: see `TensorParallel`; None for whether the group contains global rank 0.
 
     Returns:
-        What this rank holds of each weight that is split, by its name in `loss.model.named_parameters()`.
-        `loss.tensor` keeps it too.
+        This rank's slice of each split weight, by its name in `loss.model.named_parameters()`; also set in
+        `loss.tensor`.
 
     Raises:
-        ConfigError: when the model has no plan that is known here, or its sizes do not divide. The model must not
-            be used then.
+        ConfigError: if the model has no supported plan, or its sizes are not divisible. The model may then be partly
+            split and must not be used.
     """
     if size == 1:
         return {}
@@ -347,6 +362,7 @@ def split_model(
             else "computes its logits in a way of its own, which tensor parallelism does not cut",
             "leave it out of lora_target_modules" if adapted else "use tp_size=1, with fsdp2 for instance",
         )
+    # Collect the planned layers by parent module: each parent is split as a unit.
     plan, blocks = layer_plan(text), dict[str, dict[str, str]]()
     decoder = loss.base.get_decoder()
     for name, _ in decoder.named_modules():

@@ -1,4 +1,4 @@
-"""Cross-entropy of a head whose vocabulary is split over ranks: no rank ever has all logits of a token."""
+"""Cross-entropy with a vocabulary-parallel output head: no rank ever holds all logits of a token."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from trainers.objectives import sft
 
 
 class _VocabularyCrossEntropy(torch.autograd.Function):
-    """Linear head and cross-entropy, chunk by chunk, with the gradients taken in the forward pass.
+    """Linear head and cross-entropy in chunks of tokens; computes gradients in the forward pass.
 
-    Three collectives a chunk at most: the largest logit, then sums, then (in evaluation) who has the largest.
+    At most three collectives per chunk: the maximum logit, the sums, and (in evaluation) the index of the maximum.
     """
 
     @staticmethod
@@ -36,7 +36,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         head_needs = want_gradients and ctx.needs_input_grad[1]
         weight_gradient = torch.zeros_like(weight, dtype=wide) if head_needs else None
         bias_gradient = torch.zeros_like(bias, dtype=wide) if head_needs and bias is not None else None
-        size = max(64, sft.LOGITS_PER_CHUNK // vocab_size)  # by the full vocabulary, so that all strategies chunk alike
+        size = max(64, sft.LOGITS_PER_CHUNK // vocab_size)  # as without tensor parallelism
         for begin in range(0, hidden.shape[0], size):
             rows, targets = hidden[begin : begin + size], labels[begin : begin + size, None] - start
             logits = (rows @ compute.t()).to(wide)
@@ -45,12 +45,12 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
             capped = torch.tanh(logits / cap) if cap is not None else None
             logits = capped * cap if capped is not None and cap is not None else logits
 
-            # The largest logit of all ranks first, so that no exponential overflows.
+            # Find the maximum logit over all ranks first, so that no exponential overflows.
             largest, largest_index = logits.max(-1, keepdim=True)
             top = largest.clone()
             distributed.all_reduce(top, distributed.ReduceOp.MAX, group)
 
-            # Then the sum of exponentials, and the target's logit, which one rank alone has.
+            # Sum the exponentials, and the target's logit, which only one rank holds.
             elsewhere = (targets < 0) | (targets >= logits.shape[1])
             targets = targets.masked_fill(elsewhere, 0)
             odds = (logits - top).exp_()
@@ -60,7 +60,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
             total, target = sums.split(1, 1)
             loss += (total.log() - target).sum()
             if not want_gradients:
-                # Of several largest the first one counts, as for one process.
+                # Break ties in favor of the lowest index, as a single process does.
                 first = torch.where(largest == top, largest_index + start, vocab_size)
                 distributed.all_reduce(first, distributed.ReduceOp.MIN, group)
                 correct += (first == labels[begin : begin + size, None]).sum()
@@ -79,7 +79,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
             if weight_gradient is not None:
                 weight_gradient += gradient.t() @ rows
 
-        # Each rank has the part of the input's gradient that its words give.
+        # Each rank's share of the vocabulary contributes a term to the input's gradient.
         if hidden_gradient is not None:
             distributed.all_reduce(hidden_gradient, group=group)
         ctx.gradients = (hidden_gradient, weight_gradient, bias_gradient)
@@ -107,22 +107,22 @@ def vocabulary_cross_entropy(
     start: int,
     vocab_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`linear_cross_entropy` of a head of which each rank of a group has consecutive words. Collective.
+    """`linear_cross_entropy` with a head whose vocabulary is split over a group of ranks. Collective.
 
     Args:
-        hidden: `[tokens, hidden size]`, the same on every rank of the group.
-        weight: `[words of this rank, hidden size]`, in its master dtype.
-        bias: `[words of this rank]` or None.
-        labels: `[tokens]`, every one a trained token, the same on every rank.
+        hidden: `[tokens, hidden size]`, equal on every rank of the group.
+        weight: `[local vocabulary, hidden size]`, in its master dtype.
+        bias: `[local vocabulary]` or None.
+        labels: `[tokens]` target ids, all of them trained, equal on every rank.
         scale: factor on the logits.
-        cap: softcap of the logits, None for none.
-        group: the ranks that share the vocabulary.
-        start: the first word of this rank.
-        vocab_size: words in the full vocabulary.
+        cap: softcap of the logits; None for none.
+        group: the ranks that share the vocabulary, each with a contiguous range of it.
+        start: first token id of this rank's range.
+        vocab_size: size of the full vocabulary.
 
     Returns:
-        The summed loss (scalar, fp32 or wider) and the number of tokens predicted right (counted without gradients
-        only), the same on every rank. The gradient of `hidden` is summed over the ranks.
+        The summed loss (scalar, fp32 or wider) and the number of correctly predicted tokens (counted only without
+        gradients), equal on every rank. The gradient of `hidden` is summed over the ranks.
     """
     want = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     part = (group, start, vocab_size)

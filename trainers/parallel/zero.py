@@ -1,7 +1,8 @@
-"""DeepSpeed ZeRO 1, 2 and 3, with its offload, over all ranks or over those with one part of the weights.
+"""DeepSpeed ZeRO 1, 2 and 3 (https://arxiv.org/abs/1910.02054) with offload, alone or under tensor parallelism.
 
-The engine keeps the parameters in fp32 and gets its compute dtype from autocast, as every other strategy does. It
-takes the norm, clips and updates in one call, `step`, so the norm is handed in, and with it whether to update.
+The engine keeps parameters in fp32; autocast sets the compute dtype, as under every other strategy. Its `step` computes
+the norm, clips and updates in one call, so it is given a norm that was computed before: an infinite one skips the
+update.
 """
 
 from __future__ import annotations
@@ -41,9 +42,13 @@ class Zero(Backend):
 
     Args:
         loss: the module that computes the loss; its `.model` is the transformers or peft model.
-        accelerator: wraps it as its Accelerate file says.
+        config: the run's config.
+        accelerator: wraps `loss` as its Accelerate file specifies.
         ranks: all processes of the run.
-        mesh: of all of them.
+        mesh: the mesh of all ranks.
+
+    Raises:
+        TrainingError: if DeepSpeed's account of its memory layout is wrong, or NVMe cannot be used for offload.
     """
 
     def __init__(self, loss: Any, config: TrainConfig, accelerator: Any, ranks: Ranks, mesh: Mesh):
@@ -60,6 +65,7 @@ class Zero(Backend):
         _fill(settings, config, self.grad_group_size, hidden)
         self.stage = int(settings["zero_optimization"]["stage"])
         by_decay = parameter_groups(self.trained, self.shapes, config)
+        # If its file configures an optimizer, DeepSpeed builds it itself; Accelerate requires a placeholder then.
         if "optimizer" in settings:
             from accelerate.utils import DummyOptim
 
@@ -68,21 +74,22 @@ class Zero(Backend):
             optimizer = build_optimizer(by_decay, config)
         build_extensions(_builders(settings))
         self.swap_lock = _own_swap_folder(settings)
-        if ranks.is_main:  # the one that writes it
+        if ranks.is_main:  # which writes the file
             _use_new_profile_file(settings)
         weight: Any
         for name, weight in self.trained:
-            weight.model_parallel = self.tensor is not None and name in self.tensor.slices  # counted on every rank
+            # DeepSpeed's norm counts slices on every tensor-parallel rank, replicated weights on the first only.
+            weight.model_parallel = self.tensor is not None and name in self.tensor.slices
         with _initialized_over(groups):
             self.model, _ = accelerator.prepare(loss, optimizer)
         self.optimizer = self.model.optimizer
         self._check_layout()
 
     def _check_layout(self) -> None:
-        """Each fp32 span equals its part of the working weight: DeepSpeed's own account of its layout is not enough.
+        """Checks that each fp32 span equals its part of the model's weight, rather than trusting DeepSpeed's offsets.
 
         Raises:
-            TrainingError: on every rank, naming a weight; its checkpoints would be scrambled.
+            TrainingError: on every rank, naming a weight that differs; checkpoints would be scrambled.
         """
         wrong, weights = "", dict[str, Any](self.trained)
         for shard in self.shards():
@@ -94,7 +101,7 @@ class Zero(Backend):
         self.ranks.agree(problem, "checking the layout of the weights")
 
     def local_and_total_numel(self) -> tuple[int, int, int]:
-        """See `Backend`; all weights under ZeRO 3; the optimizer's of what tensor parallelism left under 1 and 2."""
+        """See `Backend`; all weights under ZeRO 3, otherwise the optimizer's share of the (tensor-parallel) weights."""
         if self.stage == 3:
             weights: list[Any] = list(self.model.module.parameters())
             return sum(weight.ds_tensor.numel() for weight in weights), self.total_numel, self.ranks.world
@@ -102,7 +109,7 @@ class Zero(Backend):
         return sum(shard.elements for shard in self.shards()), left, self.grad_group_size
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
-        """Tells the engine where a step ends; its own count of micro-batches is left at one."""
+        """See `Backend`; marks the step boundary explicitly, as the engine is configured without accumulation."""
         self.model.set_gradient_accumulation_boundary(last)
         return nullcontext()
 
@@ -111,12 +118,12 @@ class Zero(Backend):
         self.model.backward(loss, scale_wrt_gas=False)
 
     def clip_grad_norm(self, limit: float) -> torch.Tensor:
-        """See `Backend`; DeepSpeed clips in its own step, to the limit in its settings."""
+        """See `Backend`; DeepSpeed clips later, in its own step, to the limit in its settings."""
         from deepspeed.runtime.utils import combine_grad_norm_groups
 
         optimizer = self.optimizer
         if self.stage == 3:
-            self.norms = optimizer._get_norm_groups()  # -1 for one that is not finite
+            self.norms = optimizer._get_norm_groups()  # -1 for a non-finite norm
             norm = combine_grad_norm_groups(self.norms)
         else:
             optimizer._wait_for_offload_copies()
@@ -129,21 +136,21 @@ class Zero(Backend):
         self._engine_step(self.norms)
 
     def skip_step(self) -> None:
-        """See `Backend`; DeepSpeed drops the gradients by itself when their norm is not finite."""
+        """See `Backend`; DeepSpeed discards the gradients if their norm is not finite."""
         self._engine_step([math.inf])
 
     def _engine_step(self, norms: list[Any]) -> None:
-        """DeepSpeed's step, which would compute the norm once more, and update or not as it finds it: it gets ours."""
+        """Runs DeepSpeed's step with given norms; it would otherwise recompute them and decide itself to update."""
         name, norm = ("_get_norm_groups", norms) if self.stage == 3 else ("scaled_global_norm", norms[0])
         setattr(self.optimizer, name, lambda: norm)
         self.model.step()
         delattr(self.optimizer, name)
 
     def shards(self) -> list[Shard]:
-        """See `Backend`; copies, where the optimizer's state rests on NVMe."""
+        """See `Backend`; shards are copies if the optimizer state is on NVMe."""
         if not self.on_disk():
             return [self._weight_shard(name, weight) for name, weight in self.trained]
-        # A sub-group's flat tensors are empty while it rests on NVMe: its shards are copied while it is in memory.
+        # The flat tensors of a sub-group are empty while it is on NVMe: swap each in and copy its shards.
         copies: dict[str, Shard] = {}
         for number in self.on_disk():
             with self._in_memory(number, keep=False):
@@ -159,7 +166,7 @@ class Zero(Backend):
                     self._weight_shard(name, weight).take(written[name])
 
     def on_disk(self) -> list[int]:
-        """The sub-groups of weights whose optimizer state rests on NVMe; their flat tensors are empty meanwhile."""
+        """The sub-groups of weights whose optimizer state is on NVMe; their flat tensors are empty when swapped out."""
         if self.stage != 3:
             return []
         groups = range(len(self.optimizer.fp32_partitioned_groups_flat))
@@ -167,7 +174,12 @@ class Zero(Backend):
 
     @contextmanager
     def _in_memory(self, number: int, keep: bool) -> Iterator[torch.Tensor]:
-        """A sub-group read from NVMe into its flat tensor; `keep` writes it back."""
+        """Swaps a sub-group in from NVMe and yields its flat fp32 tensor.
+
+        Args:
+            number: index of the sub-group.
+            keep: write changes back to NVMe.
+        """
         optimizer = self.optimizer
         flat = optimizer.fp32_partitioned_groups_flat[number]
         optimizer.optimizer_swapper.swap_in_optimizer_state(flat)
@@ -181,7 +193,7 @@ class Zero(Backend):
         return [(name, weight) for name, weight in self.trained if self._position(weight)[0] == number]
 
     def _position(self, weight: Any) -> tuple[int, int, int]:
-        """ZeRO 3: a weight's sub-group, its first element in that group's flat tensor, its elements with padding."""
+        """ZeRO 3: sub-group of a weight, its offset in the group's flat tensor, and its local elements with padding."""
         position: tuple[int, int, int] = self.optimizer.grad_position[self.optimizer.get_param_id(weight)]
         return position
 
@@ -192,7 +204,7 @@ class Zero(Backend):
             start = min(self.shard_index * padded, self.shapes[name].numel())
             count = min(padded, self.shapes[name].numel() - start)
             return self._flat_shard(name, optimizer.fp32_partitioned_groups_flat[group], offset, count, start)
-        # 1 and 2: the fragment of the weight in this rank's flat fp32 partition, if any
+        # ZeRO 1 and 2: the fragment of the weight in this rank's flat fp32 partition, if any
         mapping = weight._hp_mapping
         if mapping is None:
             return self._shard(name, 0, {WEIGHT: torch.empty(0)}, None)
@@ -201,7 +213,16 @@ class Zero(Backend):
         return self._flat_shard(name, flat, in_flat.start, in_weight.numel, in_weight.start)
 
     def _flat_shard(self, name: str, flat: torch.Tensor, offset: int, count: int, start: int) -> Shard:
-        """What lies at `offset` of a flat tensor and its optimizer state: of a weight, from its element `start` on."""
+        """Builds a shard from views of a flat tensor and its optimizer state.
+
+        Args:
+            name: name of the weight.
+            flat: the flat fp32 tensor.
+            offset: index in `flat` of the first local element.
+            count: number of local elements.
+            start: index of the first local element in the flattened weight.
+        """
+        # State tensors as large as the flat tensor share its layout; anything else (the update count) is a scalar.
         state = self.optimizer.optimizer.state.get(flat, {})
         tensors = {
             key: value.reshape(-1).narrow(0, offset, count)
@@ -213,9 +234,9 @@ class Zero(Backend):
         return self._shard(name, start, {WEIGHT: weight, **tensors}, step)
 
     def init_optimizer_state(self, keys: Sequence[str], steps: dict[str, float]) -> None:
-        """See `Backend`; a flat partition has one count of updates for all weights in it."""
+        """See `Backend`; a flat partition has a single update count for all of its weights."""
         inner = self.optimizer.optimizer
-        plain_count = type(inner).__module__.startswith("deepspeed")  # they count in plain integers
+        plain_count = type(inner).__module__.startswith("deepspeed")  # DeepSpeed's optimizers count in integers
         updates = max(steps.values())
         flats = "fp32_partitioned_groups_flat" if self.stage == 3 else "single_partition_of_fp32_groups"
         for number, flat in enumerate(getattr(self.optimizer, flats)):
@@ -226,47 +247,47 @@ class Zero(Backend):
 
 
 class TensorGroups:
-    """The groups of a tensor-parallel model, by the names under which DeepSpeed asks for them (Megatron's `mpu`).
+    """Process groups of a tensor-parallel model, with the interface that DeepSpeed expects (Megatron's `mpu`).
 
     Args:
-        mesh: of all ranks.
+        mesh: the mesh of all ranks.
     """
 
     def __init__(self, mesh: Mesh):
         self.tensor, self.data = mesh.group("tp"), mesh.group("grad_group")
 
     def get_model_parallel_group(self) -> Any:
-        """The ranks that share each weight that is split."""
+        """The ranks that share each split weight."""
         return self.tensor
 
     def get_model_parallel_rank(self) -> int:
-        """This rank's index among them."""
+        """Index of this rank in that group."""
         return distributed.get_rank(self.tensor)
 
     def get_model_parallel_world_size(self) -> int:
-        """How many they are."""
+        """Size of that group."""
         return distributed.get_world_size(self.tensor)
 
     def get_data_parallel_group(self) -> Any:
-        """The ranks with the same part of the weights, over which gradients are averaged and ZeRO shards."""
+        """The ranks with the same slice of the weights, over which gradients are averaged and ZeRO shards."""
         return self.data
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's index among them."""
+        """Index of this rank in that group."""
         return distributed.get_rank(self.data)
 
     def get_data_parallel_world_size(self) -> int:
-        """How many they are."""
+        """Size of that group."""
         return distributed.get_world_size(self.data)
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        """Their numbers in the run."""
+        """Global ranks of that group."""
         return distributed.get_process_group_ranks(self.data)
 
 
 @contextmanager
 def _initialized_over(groups: TensorGroups | None) -> Iterator[None]:
-    """Within it DeepSpeed is started with these groups, for which Accelerate has no word; None: over all ranks."""
+    """Makes `deepspeed.initialize` use these groups, which Accelerate cannot pass on; None for all ranks."""
     import deepspeed
 
     plain = deepspeed.initialize
@@ -279,15 +300,18 @@ def _initialized_over(groups: TensorGroups | None) -> Iterator[None]:
 
 
 def _fill(settings: dict[str, Any], config: TrainConfig, world: int, hidden: int) -> None:
-    """Sets what the config decides, and every "auto".
+    """Fills DeepSpeed settings in place: those that the config determines, and every "auto".
 
     Args:
-        world: ranks over which gradients are averaged.
+        settings: the DeepSpeed config.
+        config: the run's config.
+        world: number of ranks over which gradients are averaged.
+        hidden: hidden size of the model, which bucket sizes depend on.
     """
     micro = config.per_device_train_batch_size
     settings.update(
         train_micro_batch_size_per_gpu=micro,
-        gradient_accumulation_steps=1,  # the script says where a step ends
+        gradient_accumulation_steps=1,  # `accumulate` marks where a step ends
         train_batch_size=micro * world,
         gradient_clipping=config.max_grad_norm,
         zero_allow_untested_optimizer=True,
@@ -318,7 +342,7 @@ def _optimizer_device(settings: dict[str, Any]) -> str:
 
 
 def _builders(settings: dict[str, Any]) -> list[str]:
-    """DeepSpeed's builders of the Adam that it will use (none for torch's), and of what reaches NVMe."""
+    """Names of the DeepSpeed op builders for the Adam that it will use (none for torch's) and for NVMe access."""
     device, optimizer = _optimizer_device(settings), settings.get("optimizer", {})
     own = str(optimizer.get("type", "none")).lower() in ("adam", "adamw") and not optimizer["params"].get("torch_adam")
     if device == "nvme":
@@ -327,16 +351,16 @@ def _builders(settings: dict[str, Any]) -> list[str]:
 
 
 def _own_swap_folder(settings: dict[str, Any]) -> FileLock | None:
-    """Gives this process a folder of its own under `nvme_path`, empty, and removed at its end.
+    """Creates an empty folder under `nvme_path` for this process, which is removed when the process exits.
 
-    DeepSpeed names its files by rank alone: two runs with one `nvme_path` would train on each other's weights, and
-    what it wrote would stay. What a killed process left is known by its lock, which nobody holds.
+    DeepSpeed names its files by rank only and never removes them: two runs with the same `nvme_path` would train on
+    each other's weights. Folders left by killed processes, recognized by their unheld locks, are removed.
 
     Returns:
-        the lock, to be kept as long as the folder is used; None when nothing rests on NVMe.
+        The folder's lock, to be held as long as the folder is in use; None without offload to NVMe.
 
     Raises:
-        TrainingError: when `nvme_path` cannot be made.
+        TrainingError: if `nvme_path` cannot be created.
     """
     if _optimizer_device(settings) != "nvme":
         return None
@@ -349,7 +373,8 @@ def _own_swap_folder(settings: dict[str, Any]) -> FileLock | None:
     with FileLock(disk / "tunesmith.lock"):
         for old in disk.glob("tunesmith-*/"):
             if not (old / "lock").is_file():
-                continue  # a folder of the user's
+                continue  # not one of ours
+            # A lock that can be acquired was left by a killed process: its folder is garbage.
             try:
                 FileLock(old / "lock").acquire(timeout=0)
             except Timeout:
@@ -364,10 +389,10 @@ def _own_swap_folder(settings: dict[str, Any]) -> FileLock | None:
 
 
 def _use_new_profile_file(settings: dict[str, Any]) -> None:
-    """Lets DeepSpeed's FLOPs profiler, which truncates its `output_file`, write to one that was not there before.
+    """Gives DeepSpeed's FLOPs profiler, which truncates its `output_file`, a file that did not exist before.
 
     Raises:
-        TrainingError: when it cannot be made.
+        TrainingError: if the file cannot be created.
     """
     section = settings.get("flops_profiler") or {}
     if not section.get("enabled") or not section.get("output_file"):
@@ -394,15 +419,21 @@ def _use_new_profile_file(settings: dict[str, Any]) -> None:
 
 
 def extensions_folder() -> Path:
-    """Where compiled extensions lie: each Python environment has its own, as two would undo each other's builds."""
+    """Cache folder of compiled extensions, one per Python environment, as two would overwrite each other's builds."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tunesmith" / "torch_extensions"
     return cache / hashlib.sha256(f"{sys.prefix} {torch.__version__}".encode()).hexdigest()[:12]
 
 
 def build_extensions(builders: list[str]) -> None:
-    """Compiles what DeepSpeed will load, in a folder of our own, one rank and one run at a time, and says so.
+    """Compiles the extensions that DeepSpeed will load, one process at a time, and prints a line for each build.
 
-    torch's builder waits for ever on the lock file of a build that was killed; under our lock such a file is stale.
+    torch's builder waits forever on the lock file of a killed build; any lock file found under our own lock is stale.
+
+    Args:
+        builders: names of DeepSpeed op builders.
+
+    Raises:
+        TrainingError: if libaio, which NVMe access needs, is not installed.
     """
     folder = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(extensions_folder())))
     folder.mkdir(parents=True, exist_ok=True)
