@@ -1,7 +1,7 @@
-"""Presets: a YAML file per model, with its methods, their strategies on 1, 2 and 8 GPUs, and its published config.
+"""Presets: one YAML file per model, with its methods, their strategies on 1, 2 and 8 GPUs, and its published config.
 
-A preset is named `<model>-<method>`, such as `qwen3-8b-lora`: the model's options, with those of the method on top.
-Imports no torch.
+A preset is named `<model>-<method>`, such as `qwen3-8b-lora`: the options of the model, overridden by those of the
+method. Imports no torch.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class Preset:
 
     Args:
         name: `<model>-<method>`.
-        summary: one line that says what it trains and what that needs.
-        options: those that differ from the defaults of `TrainConfig`.
-        gpus: strategies and memory by number of GPUs, fewest first.
+        summary: One line on what it trains and how much memory that needs.
+        options: Options that differ from the defaults of `TrainConfig`.
+        gpus: Strategies and memory by number of GPUs, in ascending order.
     """
 
     name: str
@@ -101,7 +101,11 @@ def preset_names() -> list[str]:
 
 @lru_cache
 def model_presets(model: str) -> ModelPresets:
-    """The file of a model by its name in `model_names`."""
+    """Loads the preset file of a model; cached.
+
+    Args:
+        model: A name from `model_names`.
+    """
     return ModelPresets.model_validate(read_yaml(PRESETS_DIR / f"{model}.yaml"))
 
 
@@ -111,14 +115,14 @@ def is_preset(name: str) -> bool:
 
 
 def find_preset(name: str, method: object = None) -> Preset:
-    """The preset of a name.
+    """Returns a preset by name.
 
     Args:
-        name: `<model>-<method>`, or the model alone.
-        method: in place of the one in the name, where the model has it. A model alone gets LoRA otherwise.
+        name: `<model>-<method>`, or just the model.
+        method: Overrides the method in the name, if the model supports it. Without either, LoRA is used.
 
     Raises:
-        ConfigError: when there is no such model or method.
+        ConfigError: If there is no such model or method.
     """
     parts = _split(name)
     if parts is None:
@@ -133,13 +137,13 @@ def find_preset(name: str, method: object = None) -> Preset:
 
 
 def methods_line(model: str) -> str:
-    """`there are full, lora and qlora`."""
+    """Lists the methods of a model, as in `there are full, lora and qlora`."""
     *others, last = model_presets(model).methods
     return f"there are {', '.join(others)} and {last}"
 
 
 def published_config(model_name_or_path: str) -> dict[str, Any] | None:
-    """The config.json of a Hub model that has presets, as far as they keep it; None for other models."""
+    """Returns the part of a Hub model's config.json that its preset file keeps; None for models without presets."""
     for presets in map(model_presets, model_names()):
         if presets.model and presets.options["model_name_or_path"] == model_name_or_path:
             return presets.model.config
@@ -147,7 +151,7 @@ def published_config(model_name_or_path: str) -> dict[str, Any] | None:
 
 
 def _split(name: str) -> tuple[str, str | None] | None:
-    """Model and method of a preset's name, None for the method where it names the model alone."""
+    """Splits a preset name into model and method; the method is None if the name is just a model."""
     if name in model_names():
         return name, None
     model, _, method = name.rpartition("-")
@@ -163,7 +167,10 @@ def _unknown(name: str) -> Mistake:
 
 
 def _summary(title: str, method: str, preset: Method) -> str:
-    """`Qwen3 8B with LoRA: estimated 19 GiB on a GPU of 24 GiB`; the fewest GPUs that do without the host's memory."""
+    """Summarizes a preset, as in `Qwen3 8B with LoRA: estimated 19 GiB on a GPU of 24 GiB`.
+
+    Picks the smallest number of GPUs that needs no host memory, if there is one.
+    """
     if preset.measured:
         return f"{_METHOD_TITLES[method].format(title)}: measured {preset.measured}"
     able = {count: entry for count, entry in preset.gpus.items() if entry.strategies}
