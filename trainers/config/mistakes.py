@@ -45,7 +45,7 @@ class ConfigError(ValueError):
 
     Args:
         mistakes: One or several; a string is a mistake that concerns no particular option.
-        source: File or strategy that contains all of them; prefixed to the source of each mistake that has one.
+        source: File or strategy that contains all of them; becomes the source of each, or its prefix if it has one.
     """
 
     def __init__(self, mistakes: str | Mistake | Iterable[str | Mistake], source: str = ""):

@@ -82,6 +82,7 @@ class TrainConfig(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _plain_values(cls, value: Any, info: ValidationInfo) -> Any:
+        # Control characters, and those that reverse the direction of text, could disguise a value in logs.
         texts = [value] if isinstance(value, str) else [*value, *value.values()] if isinstance(value, dict) else []
         for text in texts:
             if any(ord(letter) < 32 or 0x202A <= ord(letter) <= 0x202E for letter in str(text)):

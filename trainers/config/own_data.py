@@ -27,6 +27,7 @@ def without_preset_data(
     Returns:
         The remaining values, and a line that lists what was removed (no line if nothing was).
     """
+    # Other training data replaces all data options; other evaluation data only those of evaluation.
     own = [key for key in ("dataset_name", "eval_dataset_name") if _replaced(preset, chosen, key)]
     if not own:
         return dict(preset), []

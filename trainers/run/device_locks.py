@@ -298,6 +298,7 @@ def try_take(ticket: Ticket) -> HeldSlots | None:
         if ticket.path not in order:
             ticket.write(_end_of(tickets))  # its file is missing: the folder was cleared
             order.append(ticket.path)
+        # The slots are free, but go to earlier tickets that need any of them.
         earlier = tickets[: order.index(ticket.path)]
         if any(_clash(other.need, ticket.need) and other.owner.alive() for other in earlier):
             held.close()

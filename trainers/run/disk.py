@@ -76,6 +76,7 @@ def bytes_needed(config: TrainConfig, tensors: list[Tensor], steps: int | None) 
     adapters = _adapter_weights(config, present)
     every = sum(math.prod(tensor.shape) for tensor in present if tensor.is_text)
     trained = every if config.method == "full" else adapters
+    # Bytes per trained weight in a checkpoint: the weight itself, and its optimizer state.
     weight = 4.0 if config.master_weights or config.method != "full" else 2.0
     state = _ADAM_BYTES if config.optim == "adamw" else _ADAM_8BIT_BYTES
     checkpoint = trained * (weight + state)
@@ -125,7 +126,7 @@ def check_room(config: TrainConfig, tensors: list[Tensor], folder: Path, steps: 
         steps: Steps of the run, if known.
 
     Raises:
-        ConfigError: If it has not; states the bytes needed and free.
+        ConfigError: If there is too little room; states the bytes needed and free.
     """
     near = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     disk = os.statvfs(near)

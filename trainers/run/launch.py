@@ -101,7 +101,7 @@ def open_run(config: TrainConfig, launch: Launch) -> RunFolder:
     run = RunFolder(config.output_dir or Path(config.runs_dir) / run_id)
     # Read `used` before the processes: rank 0 may write its first state between the two.
     used = run.exists()
-    # Only the ranks of the first machine decide, as they may have written their first state already.
+    # Ranks on other machines leave the check to the first machine, which may have written its first state already.
     other = os.environ.get("GROUP_RANK", "0") != "0"
     launchers = [process for process in run.processes() if process.role == "launcher"]
     our_launch = launch.supervised or other or launch.launcher in launchers

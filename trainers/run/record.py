@@ -105,6 +105,7 @@ class RunRecord:
             ConfigError: If anything there was not written by this run.
         """
         self.refuse_foreign(name)
+        # Record the files first: after a crash in between, they still count as the run's own.
         target = self.folder / name
         files = (Path(base, file).relative_to(temporary) for base, file in _files_below(temporary))
         self.enter(f"{name}/{file}" for file in files)

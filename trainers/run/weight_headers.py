@@ -37,6 +37,7 @@ def read_header(path: Path) -> dict[str, Any]:
         header = parse_json(file.read(length))
     try:
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        # The tensor data must fill the file exactly: a truncated download has a valid header, but too few bytes.
         ends = [entry["data_offsets"] for entry in entries.values()]
         valid = all(0 <= start <= end for start, end in ends) and max(end for _, end in ends) + 8 + length == size
         valid = valid and all(isinstance(entry["dtype"], str) and math.prod(entry["shape"]) >= 0

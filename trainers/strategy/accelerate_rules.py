@@ -193,6 +193,7 @@ def _mesh_mistakes(config: AccelerateConfig, written: dict[str, int], pp_size: i
     kind, fsdp = str(config.distributed_type), config.fsdp_config or FsdpConfig()
     if (not written and pp_size == 1) or config.num_processes is None:
         return
+    # Without `parallelism_config`, the data axis of the type takes all processes of a stage.
     stages = {"pp": pp_size} if pp_size > 1 else {}
     try:
         sizes = fitted(stages | (written or {data_axis(kind): -1}), config.num_processes)
@@ -200,6 +201,7 @@ def _mesh_mistakes(config: AccelerateConfig, written: dict[str, int], pp_size: i
         yield from error.mistakes
         return
     yield from combination_mistakes(kind, sizes)
+    # Accelerate's own settings for cp and sp have no effect, because the training script splits the rows.
     for axis in ("cp", "sp"):
         keys = config.parallelism_config.model_fields_set if config.parallelism_config else ()
         for key in sorted(keys):

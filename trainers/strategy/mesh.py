@@ -100,6 +100,7 @@ def fitted(sizes: Mapping[str, int], processes: int) -> MeshSizes:
         raise ConfigError(
             Mistake(option, None, f": {', '.join(bad)} is not a size", "write at least 1, or -1 for the rest")
         )
+    # The sizes must multiply to the number of processes; an axis of -1 takes the quotient.
     fixed = {axis: size for axis, size in sizes.items() if size != -1}
     product = prod(fixed.values())
     replicas, remainder = divmod(processes, product)
@@ -128,6 +129,7 @@ def combination_mistakes(kind: str, sizes: MeshSizes) -> list[Mistake]:
         for axis, size in used.items()
         if axis not in BACKENDS[kind]
     ]
+    # Axes that the type supports one by one may still exclude each other.
     for pair in combinations(used, 2):
         if reason := APART.get(frozenset(pair)):
             mistakes.append(

@@ -90,6 +90,7 @@ def micro_batch_mistake(schedule: str, ranks: int, micro_batches: int) -> str | 
             f"pp_schedule={schedule} over {ranks} ranks needs at least {ranks} micro-batches in a step, not "
             f"{micro_batches}; use a larger global_batch_size, a smaller per_device_train_batch_size, or gpipe"
         )
+    # torch's interleaved schedules run micro-batches in rounds of equal size, at least one per rank.
     rounds = micro_batches // ranks
     if schedule in ("interleaved", "zero_bubble") and micro_batches % rounds:
         return (

@@ -215,6 +215,7 @@ def _mistake(option: str, section: type[Section], key: str, details: list[ErrorD
     expected = ", or ".join(
         _EXPECTED[each["type"]].format(**each.get("ctx", {})) for each in details if each["type"] in _EXPECTED
     )
+    # YAML 1.1 parses a bare NO or off as false, so a flag where text is expected has a specific remedy.
     if value is False and (expected == "text" or "'no'" in expected.lower()):
         return Mistake(option, value, ": YAML reads a bare NO as false", "put it in quotes")
     text = str(value).lower() if isinstance(value, bool) else shortened(repr(value))

@@ -416,7 +416,7 @@ def resolve(
         mistakes.append(FP16_UNSCALED)
     if mistakes:
         raise ConfigError(mistakes, f"strategy {strategy.name}")
-    if not strategy.deepspeed.get("deepspeed_config_file"):  # Accelerate refuses the key beside a DeepSpeed JSON
+    if not strategy.deepspeed.get("deepspeed_config_file"):  # Accelerate refuses the key together with a DeepSpeed JSON
         values["mixed_precision"] = "fp16" if mixed_precision == "fp16" else "no"
     return replace(strategy, values=values, **pipeline)
 
@@ -427,7 +427,7 @@ def _fit_mesh(values: dict[str, Any], num_processes: int, pp_size: int) -> list[
     if pp_size > 1 and (mistakes := combination_mistakes(kind, MeshSizes(pp=pp_size))):
         return mistakes
     if requested == {"pp": 1, data_axis(kind): -1}:
-        return []
+        return []  # purely data-parallel: any number of processes fits
     free = next((axis for axis, size in requested.items() if size == -1), data_axis(kind))
     fixed = {axis: size for axis, size in requested.items() if axis != free}
     product, factors = prod(fixed.values()), " x ".join(f"{axis} {size}" for axis, size in fixed.items() if size > 1)
@@ -470,6 +470,7 @@ def from_launcher(argv: Sequence[str], script: str) -> Strategy:
     Raises:
         ConfigError: If `--config_file` is missing, or flags would override the strategy in the file.
     """
+    # Only the words before the script are flags of the launcher.
     ends = [index for index, word in enumerate(argv) if Path(word).name == script]
     given_flags = [word for word in argv[: ends[0]] if word.startswith("--")] if ends else []
     if not any(word.partition("=")[0] == "--config_file" for word in given_flags):

@@ -137,6 +137,7 @@ def weight_terms(kind: str, sizes: MeshSizes, model: ModelSizes, steps: int, mic
         return (
             [term("all-reduce", "weights", reduced * steps, sizes.grad_group_size)] if sizes.grad_group_size > 1 else []
         )
+    # FSDP. Default: layers are gathered twice per micro-batch (forward and backward), all other weights once.
     if sizes.pp > 1:
         gathered, quantity, times, how = full, "weights", steps, ""
     elif kind == "GRAD_OP":
@@ -203,6 +204,7 @@ def _pipeline(
 
     If embedding and head are tied, the ranks that hold them also exchange the gradient of that weight.
     """
+    # Buffers only grow: a micro-batch is sent in a buffer as large as the largest one up to its step.
     room, elements = 0, 0
     for number, step in enumerate(steps):
         room = max(room, *(counts[0] for counts in step))

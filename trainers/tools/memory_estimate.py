@@ -131,6 +131,7 @@ def empty_model(config: TrainConfig, model_config: Any, tp: int = 1, layers: int
     model_config = copy.deepcopy(model_config)
     text = model_config.get_text_config()
     if tp > 1:
+        # Fix the head size first: with fewer heads, it would otherwise be derived from the hidden size.
         text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
             if getattr(text, name, None):
@@ -251,6 +252,7 @@ def case(config: TrainConfig, model_config: Any, name: str) -> dict[str, Any]:
         return {"refused": why}
     length = -(-config.max_length // (cp * sp))
     facts: dict[str, Any] = weights(config, empty_model(config, model_config, tp))
+    # Memory is linear in the number of layers: measure two small models, and split it into a fixed part and a slope.
     few = [min(count, model_config.get_text_config().num_hidden_layers) for count in _FEW]
     try:
         first, second = (peak(config, empty_model(config, model_config, tp, count), rows, length) for count in few)

@@ -26,50 +26,50 @@ class _Strict(BaseModel):
 
 
 class Placement(_Strict):
-    """What a method gets, and needs, on a number of GPUs."""
+    """Strategies and memory of a method on a number of GPUs."""
 
     strategies: tuple[str, ...]
-    """Those that fit, best first; empty where the GPUs are too small."""
+    """Strategies that fit, best first; empty if the GPUs are too small."""
     gib: float = Field(gt=0)
-    """GiB on each GPU under the most demanding of the strategies; where there is none, under `single` on one GPU and
-    `fsdp2` on several. As `tunesmith plan` estimates it, unless the method says that it was measured."""
+    """GiB per GPU with the most demanding of the strategies; if none fits, with `single` on one GPU and `fsdp2` on
+    several. An estimate of `tunesmith plan`, unless the method has `measured`."""
     host_gib: float = Field(0.0, ge=0)
-    """GiB of host memory that each process fills besides, likewise."""
+    """GiB of host memory that each process needs in addition; determined likewise."""
 
 
 class Method(_Strict):
-    """What a model's file says of a method."""
+    """A method in a model's preset file."""
 
     options: dict[str, Any]
-    """On top of the model's."""
+    """Options that override those of the model."""
     gpu_gib: int | None = Field(None, gt=0)
-    """Memory of the GPUs that it is meant for; None: any, or a CPU."""
+    """Memory in GiB of the GPUs that the preset is meant for; None for any GPU, or a CPU."""
     gpus: dict[int, Placement]
-    """By number of GPUs."""
+    """Placement by number of GPUs."""
     measured: str | None = None
-    """What was measured, in place of an estimate."""
+    """The measurement, if there is one instead of an estimate."""
 
 
 class PublishedModel(_Strict):
-    """What the Hub says of a model."""
+    """A model as published on the Hub."""
 
     safetensors_total: int
-    """Elements in its weight files."""
+    """Number of elements in its weight files."""
     tied_head_stored: bool = False
-    """Whether the files hold a tied output head a second time."""
+    """Whether the files also contain the output head although it is tied."""
     config: dict[str, Any]
-    """Its config.json, as far as the number, shapes and uses of its weights follow from it."""
+    """The part of its config.json that determines the number, shapes and use of its weights."""
 
 
 class ModelPresets(_Strict):
-    """A model's file."""
+    """A model's preset file."""
 
     title: str
     options: dict[str, Any]
-    """Shared by all methods."""
+    """Options shared by all methods."""
     methods: dict[str, Method]
     model: PublishedModel | None = None
-    """None for the model that ships."""
+    """None for the embedded model."""
 
 
 @dataclass(frozen=True)
