@@ -1,4 +1,4 @@
-"""A page of plain PyTorch on a transformers model: the baseline of the benchmarks.
+"""A training loop in plain PyTorch on a transformers model: the baseline of the benchmarks.
 
 `torchrun benchmarks/bare_loop.py --model FOLDER --batches FILE --micro N --steps N --warm N --rate R --out FILE`
 """
@@ -50,7 +50,7 @@ def device_here() -> torch.device:
 
 
 def moment(device: torch.device) -> float:
-    """Clock time in seconds, after the device has finished its queued work."""
+    """Returns the clock time in seconds, after the device has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -94,7 +94,7 @@ def write_result(args: argparse.Namespace, seconds: float, losses: torch.Tensor)
 
 
 def collate(batches: Batches, rows: range) -> dict[str, torch.Tensor]:
-    """Rows padded to the longest of them."""
+    """Pads rows to the longest of them: `ids`, `labels` (-100 if not trained) and `position_ids`, `[rows, width]`."""
     content = [batches.row(row) for row in rows]
     shape = (len(content), max(len(ids) for ids, _, _ in content))
     ids, labels, position_ids = (

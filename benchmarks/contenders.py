@@ -51,8 +51,14 @@ class Case:
 
     Args:
         model: one of `benchmarks.shapes.NAMES`.
+        packing: whether rows are packed.
+        processes: number of ranks.
         warm: warm-up steps.
         timed: timed steps after them.
+        micro: rows per micro-batch.
+        global_batch: rows per step.
+        max_length: tokens per row.
+        rate: learning rate.
         grouped: whether unpacked rows are grouped by length.
     """
 
@@ -140,7 +146,7 @@ class Bench:
         """Runs one contender once.
 
         Raises:
-            Broke: when it fails, or the time is up.
+            RunFailed: if it fails, or the deadline has passed.
         """
         batches, output = self.batches(case), self.output()
         seconds, peak, losses = (self._tunesmith if tool == "tunesmith" else self._other)(case, tool, batches, output)
@@ -166,13 +172,16 @@ class Bench:
         return [*([*TORCHRUN, case.processes] if torchrun else []), script, *flags(options), *switches]
 
     def wait(self, argv: list[Any], processes: int, output: Path, on_line: Callable[[str], None] | None = None) -> int:
-        """Runs Python with these arguments; returns the memory of its largest process in KiB.
+        """Runs Python with these arguments; returns the peak resident memory of its largest process in KiB.
 
         Args:
+            argv: Python's arguments.
+            processes: number of processes that share the cores.
+            output: the path at which the result is written.
             on_line: called with each line that it prints.
 
         Raises:
-            Broke: when it fails, or the time is up.
+            RunFailed: if it fails, or the deadline has passed.
         """
         remaining = None if self.deadline is None else self.deadline - time.monotonic()
         if remaining is not None and remaining <= 0:

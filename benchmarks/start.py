@@ -39,10 +39,12 @@ def tunesmith(bench: Bench, case: Case, cold: bool) -> dict[str, float]:
     """Seconds of each phase of a foreground `tunesmith train`, in order, and their sum as `total`.
 
     Args:
+        bench: runs the command.
+        case: the training to start.
         cold: start without tokenised data.
 
     Raises:
-        Broke: when it fails.
+        RunFailed: if it fails.
     """
     output, seen = bench.output(), dict[str, float]()
     options = {**bench.options(case), "num_processes": case.processes, "output_dir": output}
@@ -77,7 +79,7 @@ def bare(bench: Bench, case: Case) -> dict[str, float]:
     """Seconds of the bare loop under `torchrun` until it has written the result of its only step.
 
     Raises:
-        Broke: when it fails.
+        RunFailed: if it fails.
     """
     output = bench.output()
     argv = bench.other_argv(case, "bare", bench.batches(case), output, torchrun=True)

@@ -39,7 +39,7 @@ def cases(quick: bool) -> list[Case]:
 
 
 def tools(case: Case) -> list[str]:
-    """TRL separates packed documents only with flash attention, which needs a GPU; it is left out of packed cases."""
+    """The tools to compare; without TRL for packed rows, as it needs flash attention (a GPU) to separate documents."""
     return ["tunesmith", "bare"] if case.packing else ["tunesmith", "bare", "trl"]
 
 

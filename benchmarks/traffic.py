@@ -66,7 +66,7 @@ class Traffic:
 
     Args:
         folder: folder in which `rank-N.json` is written after each step.
-        warm: number of first steps that are not counted.
+        warm: number of warm-up steps, which are not counted.
     """
 
     def __init__(self, folder: Path, warm: int):

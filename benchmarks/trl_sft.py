@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer on the same batches, with its fastest settings here. Arguments as in `bare_loop.py`."""
+"""TRL's SFTTrainer on the same batches, with the settings fastest for it. Arguments as in `bare_loop.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times the server's work for the pages of runs, on real run folders: `python -m benchmarks.ui_views [FOLDER]`."""
+"""Times the server's work for the UI's run pages, on real run folders: `python -m benchmarks.ui_views [FOLDER]`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def timed(name: str, work: Callable[[], Any]) -> Any:
 
 
 def history(folder: Path) -> None:
-    """The table of `RUNS` runs of 300 logged steps each."""
+    """Times the history page with `RUNS` runs of 300 logged steps each."""
     first = made_run(folder, "run-0000", steps=300)
     state = first.read_state() or {}
     for number in range(1, RUNS):
@@ -50,7 +50,7 @@ def history(folder: Path) -> None:
 
 
 def log(run: RunFolder) -> None:
-    """A log of `LOG_LINES` lines."""
+    """Times the log page with a log of `LOG_LINES` lines."""
     lines = log_lines(LOG_LINES // 2)
     run.log.write_text("".join(lines), encoding="utf-8")
     first = timed(f"log of {LOG_LINES:,} lines, its end", lambda: read_log(run, {}))
@@ -66,7 +66,7 @@ def log(run: RunFolder) -> None:
 
 
 def metrics(run: RunFolder) -> None:
-    """Metrics of `STEPS` steps."""
+    """Times the charts with metrics of `STEPS` steps."""
     lines = metric_lines(STEPS)
     run.metrics.write_text("".join(lines), encoding="utf-8")
     curves, calls, worst, token, began, busy = Curves(), 0, 0.0, "", time.perf_counter(), time.process_time()

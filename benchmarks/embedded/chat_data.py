@@ -51,7 +51,7 @@ TASKS = tuple(_REQUESTS)
 
 
 def make_row(rng: random.Random, split: Split) -> tuple[dict[str, Any], Record]:
-    """One chat row and the record that it is about.
+    """Returns a chat row and the record that it is about.
 
     Args:
         rng: random number generator.
@@ -84,7 +84,7 @@ def rows(split: Split, seed: int = SEED) -> Iterator[tuple[dict[str, Any], Recor
 
 
 def read_answer(task: str, text: str) -> Record:
-    """The record that an answer states; raises ValueError or xml's ParseError if there is none."""
+    """Parses the record in an answer; raises ValueError or xml's ParseError if there is none."""
     return read_xml(text) if task == "record_to_xml" else read_json(text)
 
 

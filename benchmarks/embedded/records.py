@@ -1,7 +1,7 @@
-"""Records about an invented world, and the five ways to write one down.
+"""Records about an invented world, and five formats to write them in.
 
-A record is an ordered dict of fields (`kind` first); proper names are random syllables. Every name belongs to
-one split, decided by the hash of the word alone, so that no list of names is needed to hold test names out.
+A record is an ordered dict of fields (`kind` first); proper names are random syllables. The hash of a word alone
+decides which split it belongs to, so no list of names is needed to hold out test names.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CODAS = ("", "", "", "n", "r", "s", "l", "k")
 
 @dataclass(frozen=True)
 class Field:
-    """One field of a kind: its key, what its values look like, and how a sentence says it."""
+    """One field of a kind: its key, the type of its values, and the clause that states it in a sentence."""
 
     key: str
     value: ValueType
@@ -125,7 +125,7 @@ _BY_NAME = {kind.name: kind for kind in KINDS}
 
 
 def split_of(word: str) -> Split:
-    """The split that owns a name: 70% train, 15% eval, 15% test, by the hash of the word in lower case."""
+    """The split of a name: 70% train, 15% eval, 15% test, by the hash of the word in lower case."""
     bucket = int.from_bytes(hashlib.sha256(word.lower().encode()).digest()[:4], "big") % 100
     return "train" if bucket < 70 else "eval" if bucket < 85 else "test"
 
@@ -140,7 +140,7 @@ def make_word(rng: random.Random, split: Split) -> str:
 
 
 def make_date(rng: random.Random) -> str:
-    """A date as YYYY-MM-DD, days up to 28 so that every month has them."""
+    """A date as YYYY-MM-DD, with days up to 28 so that it is valid in every month."""
     return f"{rng.randint(1950, 2029)}-{rng.randint(1, 12):02d}-{rng.randint(1, 28):02d}"
 
 
@@ -161,7 +161,7 @@ def _make_value(rng: random.Random, value: ValueType, split: Split) -> str | int
 
 
 def make_record(rng: random.Random, split: Split) -> Record:
-    """A record with names of `split` only: its kind, its subject, two to four more fields in any order."""
+    """A record with names of `split` only: its kind, its subject, and two to four other fields in random order."""
     kind = rng.choice(KINDS)
     record: Record = {"kind": kind.name, kind.subject: _make_value(rng, "name", split)}
     for field in rng.sample(kind.fields, rng.choice((2, 3, 3, 4))):
@@ -170,14 +170,14 @@ def make_record(rng: random.Random, split: Split) -> Record:
 
 
 def names_in(text: str) -> set[str]:
-    """The names in a text: its capitalised words, sentence openers left out."""
+    """The names in a text: its capitalised words, without words that start sentences."""
     tokens = "".join(c if c.isalpha() else " " for c in text).split()
     openers = {"The", "It", "This"}
     return {word for word in tokens if word[0].isupper() and word[1:].islower() and word not in openers}
 
 
 def to_lines(record: Record) -> str:
-    """`key: value`, one field a line."""
+    """Lines of `key: value`, one per field."""
     return "\n".join(f"{key}: {value}" for key, value in record.items())
 
 
@@ -187,7 +187,7 @@ def to_json(record: Record) -> str:
 
 
 def to_xml(record: Record) -> str:
-    """One line of XML: an element named by the kind with one child per field."""
+    """One line of XML: an element named after the kind, with one child per field."""
     root = ElementTree.Element(str(record["kind"]))
     for key, value in record.items():
         if key != "kind":
@@ -202,7 +202,7 @@ def _clauses(record: Record) -> tuple[str, str, list[str]]:
 
 
 def to_sentence(record: Record) -> str:
-    """One sentence that says every field in the record's order."""
+    """One sentence that states every field, in the record's order."""
     kind, subject, clauses = _clauses(record)
     return f"The {kind} {subject} {', '.join(clauses[:-1])} and {clauses[-1]}."
 
@@ -214,7 +214,7 @@ def to_sentences(record: Record) -> str:
 
 
 def read_json(text: str) -> Record:
-    """The record that `to_json` wrote; raises ValueError where the text is not a JSON object."""
+    """The record that `to_json` wrote; raises ValueError if the text is not a JSON object."""
     record = json.loads(text)
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
@@ -223,6 +223,6 @@ def read_json(text: str) -> Record:
 
 def read_xml(text: str) -> Record:
     """The record that `to_xml` wrote, whole numbers read as int; raises ParseError for bad XML."""
-    root = ElementTree.fromstring(text)  # noqa: S314  read only what our own models answer
+    root = ElementTree.fromstring(text)  # noqa: S314  only parses answers of our own models
     fields = {child.tag: child.text or "" for child in root}
     return {"kind": root.tag} | {key: int(v) if v.isdigit() else v for key, v in fields.items()}

@@ -1,7 +1,7 @@
-"""The texts that go beside the weights: the chat template and the model card."""
+"""The texts that are stored with the weights: the chat template and the model card."""
 
-# The answer is marked with its end-of-turn token, for the loss mask. No line end follows that token: as in
-# pre-training, what comes after it starts afresh.
+# The generation markers include the end-of-turn token, so that it is trained. No newline follows it: as in
+# pre-training, a new document starts after it.
 CHAT_TEMPLATE = r"""{%- for message in messages -%}
     {%- if message['role'] == 'assistant' -%}
         {{- 'Assistant:\n' -}}
@@ -51,4 +51,4 @@ no real text.
 
 Made again by `python -m benchmarks.embedded.pretrain --output DIR`.
 """
-"""Filled from the keys of `recipe.json`, with `minutes` and `million` (tokens) beside them."""
+"""Formatted with the keys of `recipe.json`, and with `minutes` and `million` (tokens)."""

@@ -1,1 +1,1 @@
-"""What a user may ask for: the options, how they are read, and what is refused. Imports no torch."""
+"""Training options: their definition, parsing and validation. Imports no torch."""

@@ -1,7 +1,6 @@
-"""The options of `TrainConfig` on a command line, for the training script and for every verb that takes them.
+"""Command-line options of `TrainConfig`, for the training script and every `tunesmith` command that takes them.
 
-They are options of typer, made from the fields: reading a command line and showing its help use the same ones.
-Imports no torch.
+The typer options are generated from the fields, so that parsing and `--help` share one definition. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ _VALUES = {"bool": "true|false", "int": "int", "float": "number", "text": "text"
 
 
 def option(name: str, metavar: str, text: str, panel: str = "Options", hidden: bool = False) -> Any:
-    """`--name VALUE`.
+    """Builds the typer option `--name VALUE`.
 
     Args:
-        name: without the dashes.
-        metavar: what a value looks like, such as `<int>`.
-        text: its help.
-        panel: the section of the help that shows it.
-        hidden: whether the help leaves it out.
+        name: Option name, without dashes.
+        metavar: Placeholder for the value, such as `<int>`.
+        text: Help text.
+        panel: Help section that lists the option.
+        hidden: Whether to hide the option from the help.
     """
     import typer
 
@@ -35,17 +34,17 @@ def option(name: str, metavar: str, text: str, panel: str = "Options", hidden: b
 
 
 def switch(name: str, text: str, hidden: bool = False) -> Any:
-    """`--name`, which takes no value."""
+    """Builds the typer flag `--name`, which takes no value."""
     import typer
 
     return typer.Option(False, f"--{name}", metavar="", help=text, hidden=hidden)
 
 
 def config_options(hidden: Collection[str] = ()) -> dict[str, Any]:
-    """Every option of `TrainConfig` by name.
+    """Returns every option of `TrainConfig` by name.
 
     Args:
-        hidden: those that the help leaves out, beside `preset`, which is given as an argument.
+        hidden: Options to hide from the help, in addition to `preset`, which is a positional argument.
     """
     options = {"preset": option("preset", "<name>", "Preset to start from.", hidden=True)}
     for field in fields():
@@ -62,21 +61,21 @@ def config_options(hidden: Collection[str] = ()) -> dict[str, Any]:
 def read(
     argv: Sequence[str], options: Mapping[str, Any], verb: str, argument: str = "names", **settings: Any
 ) -> tuple[list[str], dict[str, Any], list[Mistake]] | None:
-    """Reads a command line.
+    """Parses a command line.
 
     Args:
-        argv: its words, without the program.
-        options: made by `option` and `switch`, by name.
-        verb: of `tunesmith`, whose help is named where an option is unknown.
-        argument: what the help calls a positional argument.
-        settings: those of `typer.Typer.command`, such as `help`.
+        argv: Arguments, without the program name.
+        options: Options built by `option` and `switch`, by name.
+        verb: The `tunesmith` command, named in the help and in messages about unknown options.
+        argument: Name of the positional argument in the help.
+        settings: Keyword arguments of `typer.Typer.command`, such as `help`.
 
     Returns:
-        Positional arguments, the values given by option (True for a switch), and what is wrong so far: unknown
-        options, and options without a value. None when the help was asked for, and printed.
+        The positional arguments, the given values by option name (True for a switch), and the mistakes so far: unknown
+        options, and options without a value. None if the help was requested and printed.
 
     Raises:
-        ConfigError: for a switch with a value.
+        ConfigError: If a switch is given a value.
     """
     import typer
 
@@ -85,8 +84,9 @@ def read(
     def command(**parsed: Any) -> None:
         values.update(parsed)
 
+    # typer reads the options from the function's signature, so build one from `options`.
     argument_info = typer.Argument(None, metavar=argument.upper(), help=settings.pop("argument_help", None))
-    # The help of a list would promise several.
+    # For a list, the help would show the argument as repeatable.
     argument_type = str if {"-h", "--help"} & set(argv) and settings.get("add_help_option", True) else list[str]
     kinds = {name: bool if info.default is False else str for name, info in options.items()}
     command.__annotations__ = {"names": argument_type, **kinds}
@@ -117,7 +117,7 @@ def read(
 
 
 def _without_empty(argv: Sequence[str], flags: Collection[str]) -> tuple[list[str], list[Mistake]]:
-    """The words without the flags that lack their value: typer would take the option that follows for it."""
+    """Removes flags that lack a value, for which typer would consume the next option, and reports each as a mistake."""
     kept_argv, mistakes = [], []
     for word, following in zip(argv, [*argv[1:], "--"], strict=False):
         if word in flags and following.startswith("--"):
@@ -128,7 +128,7 @@ def _without_empty(argv: Sequence[str], flags: Collection[str]) -> tuple[list[st
 
 
 def _sorted(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Positional arguments, and the names of unknown options, each of which takes the word after it."""
+    """Separates positional arguments from the names of unknown options, each of which consumes the next word."""
     names, unknown, queue = [], [], list(argv)
     while queue:
         word = queue.pop(0)

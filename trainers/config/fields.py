@@ -1,4 +1,4 @@
-"""Every option of `TrainConfig` as a form or a help shows it, and the text that stands for a value. No torch."""
+"""The options of `TrainConfig` as shown in forms and help, and the text form of their values. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ TITLES = {
 _KINDS: dict[Any, Kind] = {bool: "bool", int: "int", float: "float", list: "list", dict: "map"}
 _SIGNS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below", "max_length": "letters at most"}
 _NO_LIMIT = 10**9
-"""From here on a bound guards the machine, and tells nobody anything."""
+"""Upper bounds from here on are only safety limits, and are not shown."""
 
 
 @dataclass(frozen=True)
 class OptionField:
-    """One option, as a form or a help shows it.
+    """One option, as shown in a form or in help.
 
     Args:
-        name: the option's name on the command line and in YAML.
-        section: the group it belongs to, a key of `TITLES`.
-        kind: what its value is.
-        optional: whether `none` is a value.
-        choices: the values of a `choice`, `none` among them where that is one.
-        limits: unit and range in words, such as `steps, at least 1`; empty without any.
-        unit: e.g. `tokens`; empty for plain numbers.
-        default: the default as text; None when the option must be given.
-        help: one sentence.
+        name: Name on the command line and in YAML.
+        section: Group that it belongs to, a key of `TITLES`.
+        kind: Type of the value.
+        optional: Whether `none` is a valid value.
+        choices: Values of a `choice`, including `none` if it is valid.
+        limits: Unit and range in words, such as `steps, at least 1`; may be empty.
+        unit: Unit, such as `tokens`; empty for plain numbers.
+        default: Default as text; None if the option is required.
+        help: One sentence.
     """
 
     name: str
@@ -51,7 +51,7 @@ class OptionField:
 
 @cache
 def fields() -> tuple[OptionField, ...]:
-    """Every option but `preset`, in the order of `TrainConfig`."""
+    """Returns every option except `preset`, in the order of `TrainConfig`."""
     return tuple(
         _field(section, name, info)
         for section, options in sections().items()
@@ -72,7 +72,7 @@ def _field(section: str, name: str, info: Any) -> OptionField:
 
 
 def _kind(annotation: Any) -> tuple[Kind, bool, tuple[str, ...]]:
-    """Kind, whether it may be None, and choices of an annotation."""
+    """Returns the kind of an annotation, whether it allows None, and its choices."""
     origin = typing.get_origin(annotation)
     if origin is typing.Annotated:
         return _kind(typing.get_args(annotation)[0])
@@ -85,7 +85,7 @@ def _kind(annotation: Any) -> tuple[Kind, bool, tuple[str, ...]]:
 
 
 def text_of(value: Any) -> str:
-    """A value as it is written after its option on the command line."""
+    """Formats a value as it is written on the command line."""
     if value is None or isinstance(value, bool):
         return {None: "none", True: "true", False: "false"}[value]
     if isinstance(value, dict):

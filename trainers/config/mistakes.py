@@ -1,6 +1,6 @@
-"""What is wrong with a request, as values: a form finds the field of a mistake, a verb its own way to say it.
+"""User errors as structured values, so that a form can mark the field and each command can word the message.
 
-The lowest module of the house, so that every room can refuse a request. Imports no torch.
+The lowest module in the import order: every package may raise these errors. Imports no torch.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Mistake:
-    """One thing that is wrong; `str()` gives its line: `SOURCE: OPTION=VALUE PROBLEM; REMEDY`.
+    """One user error; `str()` formats it as `SOURCE: OPTION=VALUE PROBLEM; REMEDY`.
 
     Args:
-        option: the option or dotted key that it is about; empty for the request as a whole.
-        value: what was given; None where the problem is not the value.
-        problem: what is wrong. One that begins with a colon or comma follows the value without a space.
-        remedy: the way out; empty where the problem says it.
-        source: the Accelerate file or strategy that holds the option; empty for the request itself.
+        option: The option or dotted key that it concerns; empty for the request as a whole.
+        value: The given value; None if the value is not the problem.
+        problem: What is wrong. If it starts with a colon or comma, it follows the value without a space.
+        remedy: How to fix it; empty if the problem already says so.
+        source: The Accelerate file or strategy that contains the option; empty for the request itself.
     """
 
     option: str
@@ -41,11 +41,11 @@ class Mistake:
 
 
 class ConfigError(ValueError):
-    """The request cannot be fulfilled as it stands; the message has a line for each mistake.
+    """The request is invalid; the message has one line per mistake.
 
     Args:
-        mistakes: one or several; a text is a mistake about no option.
-        source: the file or strategy that holds all of them, or the files that their sources stand in.
+        mistakes: One or several; a string is a mistake that concerns no particular option.
+        source: File or strategy that contains all of them; becomes the source of each, or its prefix if it has one.
     """
 
     def __init__(self, mistakes: str | Mistake | Iterable[str | Mistake], source: str = ""):
@@ -60,16 +60,16 @@ class ConfigError(ValueError):
 
     @classmethod
     def about(cls, option: str, value: object, problem: str, remedy: str = "") -> ConfigError:
-        """The error of one mistake, from the parts of `Mistake`."""
+        """Builds the error for a single mistake from the fields of `Mistake`."""
         return cls(Mistake(option, value, problem, remedy))
 
     @property
     def lines(self) -> list[str]:
-        """Each mistake as text."""
+        """The mistakes as text, one line each."""
         return [str(mistake) for mistake in self.mistakes]
 
     def as_json(self) -> list[dict[str, Any]]:
-        """The parts of each mistake as plain values, for another process."""
+        """Returns the fields of each mistake as plain values, to be sent to another process."""
         return [
             {**vars(mistake), "value": mistake.value if mistake.value is None else str(mistake.value)}
             for mistake in self.mistakes
@@ -77,12 +77,12 @@ class ConfigError(ValueError):
 
     @classmethod
     def from_json(cls, mistakes: Iterable[dict[str, Any]]) -> ConfigError:
-        """The error of which another process sent `as_json()`."""
+        """Rebuilds the error from `as_json()` of another process."""
         return cls(Mistake(**parts) for parts in mistakes)
 
 
 class Mistakes(list[Mistake]):
-    """Collects what several checks refuse, so that the user sees all of it at once: `with mistakes: check()`."""
+    """Collects the errors of several checks, so that the user sees all of them at once: `with mistakes: check()`."""
 
     def __enter__(self) -> Mistakes:
         return self
@@ -93,12 +93,12 @@ class Mistakes(list[Mistake]):
         return isinstance(error, ConfigError)
 
     def refuse(self) -> None:
-        """Raises ConfigError when there are any."""
+        """Raises `ConfigError` if there are any mistakes."""
         if self:
             raise ConfigError(self)
 
 
 def nearest(name: str, known: Iterable[str], otherwise: str) -> str:
-    """The remedy for an unknown name: the known one that is nearest, or else the one given."""
+    """Returns the remedy for an unknown name: the closest known name, or `otherwise` if none is close."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"did you mean {near[0]}?" if near else otherwise

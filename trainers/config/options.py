@@ -1,7 +1,7 @@
-"""Every training option, once: its name, type, range, unit, default and one sentence of help.
+"""Definition of every training option: name, type, range, unit, default and one sentence of help.
 
-The command line, the YAML files, the page and the reference table are all made from `TrainConfig`.
-How the options are read (flags, YAML, presets) is in `trainers/config/parse.py`. Imports no torch.
+The command line, YAML files, web page and reference table are all generated from `TrainConfig`. Options are parsed
+(from flags, YAML and presets) in `trainers/config/parse.py`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainers.config.mistakes import ConfigError, Mistake, nearest
 
 EMBEDDED = "embedded"
 FIXED_DATE = "2024-07-26"
-"""What a chat template gets for today unless another date is asked for: the one that Llama's templates fall back to."""
+"""Default date passed to chat templates: the one that Llama's templates fall back to."""
 COLUMN_ROLES = (
     "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "system", "text",
     "history", "tools", "functions", "chat_template_kwargs",
@@ -27,7 +27,7 @@ COLUMN_ROLES = (
 MACHINE_OPTIONS = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
 LAUNCH_OPTIONS = ("strategy", "gpus", "num_processes", *MACHINE_OPTIONS)
 UNKNOWN = "is not an option"
-"""The problem of a name that no option has."""
+"""`Mistake.problem` of an unknown option."""
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
@@ -36,7 +36,7 @@ def _split_commas(value: Any) -> Any:
 
 
 def _pairs(value: Any) -> Any:
-    """`prompt=question,completion=answer` as a mapping; a mapping passes through."""
+    """Parses `prompt=question,completion=answer` into a mapping; mappings are returned unchanged."""
     if not isinstance(value, str):
         return value
     pairs = [part.partition("=") for part in _split_commas(value)]
@@ -48,12 +48,12 @@ def _none_word(value: Any) -> Any:
 
 
 def _off(value: Any) -> Any:
-    """YAML reads a bare `no` as false."""
+    """Undoes YAML's reading of a bare `no` as false."""
     return "no" if value is False else value
 
 
 def _iso_date(value: Any) -> Any:
-    """A date of YAML or of text as `2024-07-26`."""
+    """Formats a date, from YAML or text, as `2024-07-26`."""
     try:
         return date.fromisoformat(str(value)).isoformat()
     except ValueError:
@@ -70,11 +70,11 @@ def _option(section: str, default: Any = ..., unit: str = "", **constraints: Any
 
 
 class TrainConfig(BaseModel):
-    """A complete description of one fine-tuning run, apart from its strategy (the Accelerate file says that).
+    """All options of one fine-tuning run except its strategy, which the Accelerate file defines.
 
     Raises:
-        pydantic.ValidationError: on unknown keys or values; `trainers.config.validation.build` makes it a
-        `ConfigError`.
+        pydantic.ValidationError: On unknown keys or invalid values; `trainers.config.validation.build` converts it to
+            a `ConfigError`.
     """
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
@@ -82,6 +82,7 @@ class TrainConfig(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _plain_values(cls, value: Any, info: ValidationInfo) -> Any:
+        # Control characters, and those that reverse the direction of text, could disguise a value in logs.
         texts = [value] if isinstance(value, str) else [*value, *value.values()] if isinstance(value, dict) else []
         for text in texts:
             if any(ord(letter) < 32 or 0x202A <= ord(letter) <= 0x202E for letter in str(text)):
@@ -300,17 +301,17 @@ class TrainConfig(BaseModel):
     """Train with a deliberate, well-known mistake, so that `tunesmith prove` can show that it detects it."""
 
     def scaled_learning_rate(self) -> float:
-        """The peak rate after the scaling rule."""
+        """Returns the peak learning rate after applying `lr_scaling`."""
         if self.lr_scaling == "none" or self.lr_scaling_batch_size is None:
             return self.learning_rate
         factor = self.global_batch_size / self.lr_scaling_batch_size
         return self.learning_rate * (factor if self.lr_scaling == "linear" else math.sqrt(factor))
 
     def accumulation_steps(self, data_parallel_size: int) -> int:
-        """Micro-batches per step on each of `data_parallel_size` ranks.
+        """Returns the number of micro-batches per step on each of `data_parallel_size` ranks.
 
         Raises:
-            ConfigError: when the global batch does not divide; the message has the arithmetic.
+            ConfigError: If the global batch does not divide evenly; the message shows the arithmetic.
         """
         micro = self.per_device_train_batch_size
         rows, total = micro * data_parallel_size, self.global_batch_size
@@ -328,17 +329,17 @@ class TrainConfig(BaseModel):
         )
 
     def small_optimizer(self) -> bool:
-        """Whether weights or Adam's states are kept in less than fp32, by an optimizer of our own."""
+        """Whether weights or Adam states are kept below fp32, which takes Tunesmith's own optimizer."""
         return self.optim != "adamw" or not self.master_weights
 
     def has_evaluation(self) -> bool:
-        """Whether any evaluation data is named or held out."""
+        """Whether there is evaluation data, named or held out."""
         return self.eval_dataset_name is not None or self.eval_share > 0
 
     def outside_parity(self) -> list[str]:
-        """The choices that leave the promise that the strategy never changes the model, and are to be warned of.
+        """Returns the choices to warn about because they void the promise that the strategy never changes the model.
 
-        bf16, which most runs train in, has its measured band too; `precision_lines` says so.
+        Excludes bf16, which most runs use and for which a tolerance was measured; see `precision_lines`.
         """
         choices = []
         if self.ddp_comm_hook != "none":
@@ -359,14 +360,14 @@ class TrainConfig(BaseModel):
 
 
 def precision_lines(config: TrainConfig) -> list[str]:
-    """What bf16 means for the promise; nothing for other dtypes."""
+    """Explains what bf16 means for parity between strategies; empty for other dtypes."""
     if config.mixed_precision != "bf16":
         return []
     return ["mixed_precision=bf16: matrix products in bf16; strategies agree within its measured band, not to the bit"]
 
 
 def sections() -> dict[str, dict[str, Any]]:
-    """Options by section, in the order of `TrainConfig`: `{section: {name: FieldInfo}}`."""
+    """Groups the options by section, in the order of `TrainConfig`: `{section: {name: FieldInfo}}`."""
     grouped: dict[str, dict[str, Any]] = {}
     for name, field in TrainConfig.model_fields.items():
         extra: Any = field.json_schema_extra
@@ -375,12 +376,12 @@ def sections() -> dict[str, dict[str, Any]]:
 
 
 def unknown_option(name: str, known: Iterable[str] | None = None, verb: str = "train") -> Mistake:
-    """The mistake for a name that no option has.
+    """Returns the mistake for an unknown option.
 
     Args:
-        name: as given.
-        known: the names that there are; default: those of `TrainConfig`.
-        verb: whose help lists them.
+        name: The given name.
+        known: The valid names; default: those of `TrainConfig`.
+        verb: The `tunesmith` command whose help lists the options.
     """
     if name in LAUNCH_OPTIONS:
         remedy = f"write --{name} on the command line of `tunesmith {verb}`"
@@ -390,7 +391,7 @@ def unknown_option(name: str, known: Iterable[str] | None = None, verb: str = "t
 
 
 def absolute_paths(config: TrainConfig) -> TrainConfig:
-    """The config with each local path made absolute, so that a saved one works from any folder."""
+    """Returns the config with local paths made absolute, so that a saved config works from any folder."""
     names = ("model_name_or_path", "dataset_name", "eval_dataset_name", "chat_template")
     local = {name: value for name in names if (value := getattr(config, name)) and value != EMBEDDED}
     absolute = {name: str(Path(value).expanduser().absolute()) for name, value in local.items() if _is_local(value)}
@@ -398,10 +399,10 @@ def absolute_paths(config: TrainConfig) -> TrainConfig:
 
 
 def _is_local(value: str) -> bool:
-    """Whether the value names files here: it exists, or its glob matches."""
+    """Whether the value is a local path: it exists, or is a glob pattern."""
     path = Path(value).expanduser()
     try:
         there = path.exists()
-    except OSError:  # such as a name of 300 letters
+    except OSError:  # e.g. a name of 300 letters
         there = False
     return there or (any(mark in value for mark in "*?[") and not value.startswith("hf://"))

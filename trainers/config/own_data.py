@@ -1,4 +1,4 @@
-"""Which of a preset's options describe its data, and go when a run brings data of its own. Imports no torch."""
+"""Drops the options of a preset that describe its data when the user supplies other data. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ _EVALUATION = ("eval_dataset_name", "eval_split", "max_eval_samples")
 _DATA = ("dataset_config_name", "dataset_split", "dataset_format", "columns", "sample_by", "max_train_samples",
          "eval_share", *_EVALUATION)  # fmt: skip
 _WHEN = ("eval_steps", "eval_on_start")
-"""When to evaluate, which means nothing once the evaluation data has gone."""
+"""When to evaluate; meaningless without evaluation data."""
 DESCRIBING = (*_DATA, *_WHEN)
-"""All that may go."""
+"""All options that may be dropped."""
 
 
 def without_preset_data(
     preset: Mapping[str, Any], chosen: Mapping[str, Any], name: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """A preset's values without those that describe data that the run does not use.
+    """Removes the values of a preset that describe data which the run does not use.
 
     Args:
-        preset: its values.
-        chosen: what the user gave, which stands above them.
-        name: of the preset.
+        preset: Values of the preset.
+        chosen: Values given by the user, which override the preset's.
+        name: Name of the preset.
 
     Returns:
-        The values that stay, and a line that says which went; no line when none did.
+        The remaining values, and a line that lists what was removed (no line if nothing was).
     """
+    # Other training data replaces all data options; other evaluation data only those of evaluation.
     own = [key for key in ("dataset_name", "eval_dataset_name") if _replaced(preset, chosen, key)]
     if not own:
         return dict(preset), []

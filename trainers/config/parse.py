@@ -1,6 +1,6 @@
-"""The three ways into a `TrainConfig`: flags, a YAML file, a preset. All are read strictly and alike.
+"""Builds a `TrainConfig` from its three sources: a preset, a YAML file and command-line flags, each parsed strictly.
 
-Order, later wins: preset, YAML file, flags. Imports no torch.
+Later sources override earlier ones: preset, YAML file, flags. Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from trainers.config.yaml_file import read_yaml
 
 @dataclass
 class Request:
-    """What a command line asked for, before validation.
+    """A parsed command line, before validation.
 
     Args:
-        preset: its name.
-        config: path of a YAML file.
-        check: whether `--check` was given.
-        options: those given one by one.
-        chosen: names of the options that came from the file or one by one; set by `resolve`.
-        notes: lines that say which preset was taken and what of it was left out; set by `resolve`.
-        mistakes: what was wrong with the command line; `resolve` reports them with all others.
+        preset: Name of the preset.
+        config: Path of a YAML file.
+        check: Whether `--check` was given.
+        options: Options given as flags.
+        chosen: Names of the options set in the file or by flags; set by `resolve`.
+        notes: Lines on which preset was used and which of its options were dropped; set by `resolve`.
+        mistakes: Mistakes in the command line; `resolve` reports them along with all others.
     """
 
     preset: str | None = None
@@ -44,10 +44,10 @@ class Request:
     mistakes: list[Mistake] = field(default_factory=list)
 
     def resolve(self) -> TrainConfig:
-        """The validated config: preset, then YAML, then flags; data options of the preset go with its data.
+        """Returns the validated config; the preset's data options are dropped if the user replaces its data.
 
         Raises:
-            ConfigError: with every mistake at once.
+            ConfigError: Lists every mistake.
         """
         mistakes = Mistakes(self.mistakes)
         with mistakes:
@@ -68,7 +68,7 @@ class Request:
 
 
 def _other_preset(name: str, preset: Preset, chosen: Mapping[str, Any]) -> list[str]:
-    """A line when the preset is another than model and method were said to be."""
+    """Returns a line if the preset used differs from the name and method that the user gave."""
     if preset.name in (name, f"{name}-{chosen.get('method')}"):
         return []
     why = f": method={chosen['method']}" if "method" in chosen else f", which names no method: {methods_line(name)}"
@@ -76,10 +76,10 @@ def _other_preset(name: str, preset: Preset, chosen: Mapping[str, Any]) -> list[
 
 
 def parse_request(argv: Sequence[str]) -> Request:
-    """Reads `--preset`, `--config`, `--check` and every option of `TrainConfig`; what is wrong so far is in `mistakes`.
+    """Parses `--preset`, `--config`, `--check` and every option of `TrainConfig`; errors are collected in `mistakes`.
 
     Raises:
-        ConfigError: for `--check` with a value.
+        ConfigError: If `--check` is given a value.
     """
     own = {"config": option("config", "<file>", "YAML file with options."), "check": switch("check", "")}
     parsed = read(argv, {**own, **config_options()}, "train", add_help_option=False)
@@ -89,18 +89,18 @@ def parse_request(argv: Sequence[str]) -> Request:
 
 
 def request_of(values: Mapping[str, Any], mistakes: Iterable[Mistake] = ()) -> Request:
-    """The request of a command line's values: `preset`, `config`, `check`, and the options of training."""
+    """Builds a request from parsed values: `preset`, `config`, `check` and training options."""
     options = {name: value for name, value in values.items() if name not in ("preset", "config", "check")}
     fields = (values.get("preset"), values.get("config"), values.get("check", False))
     return Request(*fields, options, mistakes=list(mistakes))
 
 
 def unexpected_argument(text: str) -> Mistake:
-    """The mistake for a word that follows no option."""
+    """Returns the mistake for a positional argument where none is expected."""
     return Mistake("", None, f"unexpected argument {text!r}", "options are written --name value")
 
 
 def dump_yaml(config: TrainConfig) -> str:
-    """The config as flat YAML, run-specific paths left out so that it can be run again as it is."""
+    """Returns the config as flat YAML, without run-specific paths, so that it can be reused for a new run."""
     values = config.model_dump(exclude={"output_dir", "resume_from_checkpoint"})
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)

@@ -1,4 +1,4 @@
-"""Builds a validated `TrainConfig`: each option by itself, then those that cannot stand together. Imports no torch."""
+"""Builds a validated `TrainConfig`: checks each option by itself, then their combinations. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from trainers.config.mistakes import ConfigError, Mistake
 from trainers.config.options import COLUMN_ROLES, EMBEDDED, TRACKERS, TrainConfig, unknown_option
 
 MISSING = "is missing"
-"""The problem of a required option that nobody gave."""
+"""`Mistake.problem` of a required option that was not given."""
 
 
 def build(values: dict[str, Any]) -> TrainConfig:
-    """A validated config from plain values.
+    """Builds a validated config from plain values.
 
     Raises:
-        ConfigError: with every mistake at once.
+        ConfigError: Lists every mistake.
     """
     try:
         config = TrainConfig.model_validate(values)
         mistakes = []
     except ValidationError as error:
         mistakes = [_explain(dict(detail)) for detail in error.errors()]
+        # Build a config of the valid options, so that conflicts between those are reported in the same error.
         bad = {str(detail["loc"][0]) for detail in error.errors()}
         required = {name: "x" for name, field in TrainConfig.model_fields.items() if field.is_required()}
         good = {name: value for name, value in values.items() if name not in bad}
@@ -36,7 +37,7 @@ def build(values: dict[str, Any]) -> TrainConfig:
 
 
 def _explain(detail: dict[str, Any]) -> Mistake:
-    """One pydantic error as a mistake."""
+    """Converts a pydantic error to a mistake."""
     name, value, context = str(detail["loc"][0]), detail["input"], detail.get("ctx", {})
     text = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
     if detail["type"] == "extra_forbidden":
@@ -57,7 +58,7 @@ def _default_hint(name: str) -> str:
 
 
 def conflicting_options(config: TrainConfig) -> list[Mistake]:
-    """Options that cannot stand together."""
+    """Returns a mistake for each combination of options that is not allowed."""
     evaluates, method = config.has_evaluation(), config.method
     rules: list[tuple[bool, str, object, str, str]] = [
         (config.load_best_model_at_end and not evaluates,
@@ -116,12 +117,12 @@ def conflicting_options(config: TrainConfig) -> list[Mistake]:
 
 
 def _holds_credentials(url: str | None) -> bool:
-    """Whether a URL has a user or password before its host: it would stand in argv, log and state."""
+    """Whether a URL has a user or password before its host, which would end up in argv, the log and the state file."""
     return url is not None and "://" in url and "@" in url.partition("://")[2].partition("/")[0]
 
 
 def ignored_choices(config: TrainConfig) -> list[Mistake]:
-    """A warning for each of the user's choices that another choice leaves without effect."""
+    """Returns a warning for each option set by the user that has no effect because of another option."""
     changed = {name for name in config.model_fields_set if getattr(config, name) != _defaults().get(name)}
     ignored: list[Mistake] = []
 

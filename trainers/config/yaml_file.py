@@ -1,4 +1,4 @@
-"""YAML files, read strictly: plain mappings of bounded size, no duplicate keys, no aliases. Imports no torch."""
+"""Strict YAML parsing: plain mappings of bounded size, without duplicate keys or aliases. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_YAML_BYTES = 1_000_000
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader that refuses duplicate keys and aliases (an alias bomb needs them, a flat file does not)."""
+    """SafeLoader that rejects duplicate keys, and aliases, which a flat file does not need but an alias bomb does."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -34,10 +34,10 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file.
+    """Reads the mapping in a YAML file.
 
     Raises:
-        ConfigError: unreadable, too large, not a mapping, or with duplicate keys, aliases or Python tags.
+        ConfigError: If the file is unreadable, too large, not a mapping, or has duplicate keys, aliases or Python tags.
     """
     try:
         if path.exists() and not path.is_file():
@@ -51,14 +51,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, name: str) -> dict[str, Any]:
-    """The mapping in a YAML text.
+    """Parses YAML text into a mapping.
 
     Args:
-        text: the YAML.
-        name: what messages call it.
+        text: The YAML.
+        name: Name used in messages.
 
     Raises:
-        ConfigError: too large, not a mapping, or with duplicate keys, aliases or Python tags.
+        ConfigError: If the text is too large, not a mapping, or has duplicate keys, aliases or Python tags.
     """
     if len(text) > MAX_YAML_BYTES:
         raise ConfigError(f"{name} is larger than {MAX_YAML_BYTES} bytes; a config is a short YAML file")
@@ -67,7 +67,7 @@ def parse_yaml(text: str, name: str) -> dict[str, Any]:
     except (yaml.YAMLError, RecursionError) as error:
         where = str(error).replace("\n", " ")[:300]
         raise ConfigError(f"{name} is not plain YAML: {where}; write one `key: value` per line") from None
-    except ValueError as error:  # such as a date of month 13, or a number of thousands of digits
+    except ValueError as error:  # e.g. a date with month 13, or a number with thousands of digits
         raise ConfigError(f"{name} holds a value that is none: {str(error)[:200]}; write it in quotes") from None
     if loaded is None:
         return {}

@@ -150,7 +150,7 @@ class Rows:
         return [self.documents.where(int(member)) for group in members for member in group]
 
     def collate(self, rows: np.ndarray) -> MicroBatch:
-        """The tensors of the given rows; if empty, one row of weight zero, so that every rank does the same passes."""
+        """The tensors of the given rows; if empty, one row of weight zero, as every rank must do the same passes."""
         return self.collate_each([rows])[0]
 
     def collate_each(self, shares: Sequence[np.ndarray]) -> list[MicroBatch]:
@@ -167,6 +167,7 @@ class Rows:
         together = np.concatenate(members)
         tokens, mask = self.documents.gather(together)
         lengths = self.documents.lengths[together].tolist()
+        # The documents of all rows were read in one go; cut their tokens apart again.
         contents, start, first = [], 0, 0
         for in_row in members:
             row_lengths = lengths[first : first + len(in_row)]
@@ -188,7 +189,7 @@ class Rows:
         position_ids = (np.arange(ids.size) - firsts.repeat(starts[1:] - firsts)).reshape(ids.shape)
         if self.packing:  # the padding of a row may be longer than any document, and than the model's maximum position
             position_ids = np.minimum(position_ids, max((max(lengths) for _, _, lengths in content), default=1) - 1)
-        real = np.arange(width) < np.array(filled or [0])[:, None]
+        real = np.arange(width) < np.array(filled or [0])[:, None]  # padding is at the end of each row
         documents = DocumentLayout.of(starts, len(ids)) if self.packing else None
         # Labels come from full rows; the inputs are cut to this rank's shard.
         *arrays, trained_at = self._split(ids, position_ids, real, mask.nonzero()[0])
@@ -228,10 +229,12 @@ class Rows:
         """
         if self.shard.count == 1:
             return ids, position_ids, real, trained - 1, trained
+        # A label belongs to the rank that holds the preceding token, which predicts it, even if the label itself is in
+        # the shard of another rank.
         width, columns = ids.shape[1], self.shard.columns(ids.shape[1])
         local_column = np.full(width, -1)
         local_column[columns] = np.arange(len(columns))
-        row, before = np.divmod(trained - 1, width)  # the token before predicts it
+        row, before = np.divmod(trained - 1, width)
         local = local_column[before] >= 0
         positions = (row * len(columns) + local_column[before])[local]
         return ids[:, columns], position_ids[:, columns], real[:, columns], positions, trained[local]
@@ -290,6 +293,7 @@ class TrainPlan:
     def _grouped(self, order: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """Orders rows so that batches have similar lengths; batches in random order, the partial one last."""
         size = self.config.global_batch_size
+        # Sort by length within blocks of many shuffled batches, then shuffle the batches.
         block = size * _GROUPED_BATCHES
         blocks = [order[start : start + block] for start in range(0, len(order), block)]
         ordered = np.concatenate([part[np.argsort(-self.rows.lengths[part], kind="stable")] for part in blocks])
@@ -306,6 +310,7 @@ class TrainPlan:
     def shares(self, step: int, rank: int) -> list[np.ndarray]:
         """Row numbers of each micro-batch of `rank` in the global batch of `step`; some may be empty."""
         chosen, size = self.rows_of(step), self.config.per_device_train_batch_size
+        # Interleaved between ranks: with rows sorted by length, all ranks do similar work at a time.
         starts = [(number * self.world + rank) * size for number in range(self.accumulation)]
         return [chosen[start : start + size] for start in starts]
 
@@ -317,7 +322,7 @@ class TrainPlan:
         return StepBatch(micro_batches, *counts)
 
     def batches(self, rank: int, first_step: int) -> Generator[StepBatch]:
-        """The batches of `rank` from `first_step` on; the next is prepared while the current step computes."""
+        """Yields the batches of `rank` from `first_step` on; the next is prepared while the current step computes."""
         with ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
             upcoming = pool.submit(self.batch, first_step, rank)
             for step in range(first_step, self.total_steps):
@@ -328,7 +333,10 @@ class TrainPlan:
 
 
 def evaluation_batches(rows: Rows, batch_size: int, rank: int, world: int) -> Iterator[MicroBatch]:
-    """Every row once over all ranks, in as many micro-batches on each; rows of weight zero fill the last one."""
+    """Yields this rank's micro-batches of an evaluation: each row once over all ranks, the same number on each rank.
+
+    Ranks without rows left get a micro-batch of weight zero.
+    """
     for start in range(0, len(rows), batch_size * world):
         first = start + rank * batch_size
         yield rows.collate(np.arange(first, min(first + batch_size, len(rows))))

@@ -19,7 +19,7 @@ _BETWEEN = re.compile(r"[\s,]*")
 _COLON = re.compile(r"\s*:\s*")
 
 
-_LENIENT = json.JSONDecoder()
+_LENIENT = json.JSONDecoder()  # finds the end of a value even if it has duplicate keys
 
 
 def shard_lines(file: DataFile, shard_bytes: int) -> Iterator[FileShard]:
@@ -30,6 +30,7 @@ def shard_lines(file: DataFile, shard_bytes: int) -> Iterator[FileShard]:
         while start < end:
             stream.seek(start)
             block = stream.read(min(shard_bytes, end - start))
+            # Extend the block to the end of its last line.
             stop, rows = start + len(block), block.count(b"\n")
             while block and not block.endswith(b"\n") and stop < end:
                 block = stream.readline(min(1 << 20, end - stop))
@@ -113,6 +114,7 @@ def shard_list(file: DataFile, shard_bytes: int, columns: Mapping[str, str]) -> 
 def _records(text: str, wrapper: _Wrapper | None) -> Iterator[tuple[int, int, bool]]:
     """Offset and line of each row, and whether it is in a list; stops after the first that cannot be parsed."""
     position = wrapper.start if wrapper else int(text.startswith("\ufeff"))
+    # Positions are in characters, offsets in bytes; both advance together, as encoding from the start would be slow.
     offset, line, last = len(text[:position].encode()), 1 + text.count("\n", 0, position), position
     in_list = wrapper is not None
     while True:

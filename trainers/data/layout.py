@@ -96,17 +96,17 @@ FULL_SEQUENCE = SequenceShard()
 
 
 OUR_KERNELS = "tunesmith_"
-"""What the names of our attention functions begin with."""
+"""Prefix of the names of Tunesmith's attention functions."""
 
 
 class AttentionMetadata:
-    """What the tokens of a micro-batch may attend to; one for all layers, so that masks are built once.
+    """What the tokens of a micro-batch may attend to; shared by all layers, so that masks are built once.
 
-    No dataclass, as wrappers of modules look into those: FSDP would cast or move what lies inside.
+    Deliberately not a dataclass: module wrappers such as FSDP recurse into those, and would cast or move the tensors.
 
     Args:
-        layout: the documents; a token attends to earlier tokens of its own. None: each row is one document, padded on
-            the right if at all.
+        layout: the documents; a token attends to earlier tokens of its own document. None if each row is a single
+            document, possibly padded on the right.
         over_ranks: attention across the sequence shards of other ranks (`trainers/parallel/sequence.py`); None if
             rows are not sharded.
     """
@@ -121,19 +121,20 @@ class AttentionMetadata:
 
 
 class MetadataRoute:
-    """How the metadata of a micro-batch reaches the attention function of a model.
+    """Passes the metadata of a micro-batch to the attention function of a model.
 
-    As an argument of the model call, `attention_metadata`, which transformers hands on. Where a family drops it on the
-    way (StableLM), by a global variable: no `ContextVar`, as autograd computes layers again in threads of its own. The
-    first forward pass, that of the probe, gives both and sees whether any layer went without the argument.
+    Normally through the keyword argument `attention_metadata` of the model call, which transformers forwards. For
+    families that drop it on the way (StableLM), through a global variable; a `ContextVar` would not reach the autograd
+    threads that recompute layers. The first forward pass (the probe's) uses both, and detects whether any layer misses
+    the argument.
 
     Args:
         model: a transformers model.
-        decoder: called in place of `model` where the loss applies the head itself.
+        decoder: called instead of `model` if the loss applies the head itself.
     """
 
     current: AttentionMetadata | None = None
-    """Of the pass in hand, for layers without the argument; all routes share it."""
+    """Metadata of the current pass, for layers that do not get the argument; shared by all routes."""
 
     def __init__(self, model: Any, decoder: Any):
         self.config = model.config
@@ -141,9 +142,9 @@ class MetadataRoute:
 
     @contextmanager
     def hand_over(self, metadata: AttentionMetadata) -> Iterator[dict[str, AttentionMetadata]]:
-        """Yields the arguments for a model call, and makes `metadata` current where the model needs that.
+        """Yields the keyword arguments for a model call, and sets `current` if the model needs it.
 
-        It stays current after the call, for layers that are recomputed in the backward pass.
+        `current` stays set after the call, for layers that are recomputed in the backward pass.
         """
         if not self._ours():
             yield {}
@@ -155,7 +156,7 @@ class MetadataRoute:
             self.take_up(metadata)
 
     def take_up(self, metadata: AttentionMetadata) -> None:
-        """Makes `metadata` current where the model needs that: another micro-batch's may have been, in a pipeline."""
+        """Sets `current` if the model needs it; in a pipeline, it may hold the metadata of another micro-batch."""
         MetadataRoute.current = None if self.by_argument else metadata
 
     def _ours(self) -> bool:
@@ -168,14 +169,15 @@ def _takes_any(module: Any) -> bool:
 
 
 def received(argument: AttentionMetadata | None, compiling: bool) -> AttentionMetadata:
-    """The metadata of a call of attention, by either way.
+    """Returns the metadata for an attention call, from its argument or else from `MetadataRoute.current`.
 
     Args:
         argument: `attention_metadata` of the call.
-        compiling: a compiled block that is checkpointed may not change what lies outside, so that nothing is noted.
+        compiling: whether the layer is compiled; which way was used is not recorded then, as a compiled block with
+            activation checkpointing must not have side effects.
 
     Raises:
-        RuntimeError: when it came by neither: tokens would see other documents.
+        RuntimeError: if there is no metadata; tokens would attend to other documents.
     """
     metadata = MetadataRoute.current if argument is None else argument
     if metadata is None:

@@ -162,6 +162,7 @@ def _parse_message(
         raise RowError(
             "missing key", f"{location} has no {role_key!r}{near(role_key, [str(name) for name in message])}"
         )
+    # Role, content and tool calls, also in OpenAI's older `function_call` form.
     role = text_of(message[role_key], f"{location}.{role_key}")
     content = message.get(content_key)
     calls = message.get("tool_calls") or None
@@ -184,6 +185,7 @@ def _parse_message(
         if role != "assistant":
             raise RowError("wrong type", f"{location} of the {role} has tool_calls, which only the assistant makes")
         checked["tool_calls"] = _tool_calls(calls, f"{location}.tool_calls", fields)
+    # Optional fields; what is left is reported as unused.
     path, used = _path(location), {role_key, content_key, "tool_calls", _OLD_CALL}
     for key in ("tool_call_id", "name"):
         if message.get(key) is not None:

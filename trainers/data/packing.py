@@ -60,7 +60,9 @@ def pack(lengths: npt.ArrayLike, max_length: int) -> PackedRows:
     sizes = np.asarray(lengths, dtype=np.int64)
     if sizes.size and (sizes.min() < 1 or sizes.max() > max_length):
         raise ValueError(f"lengths go from {sizes.min()} to {sizes.max()}; each must be from 1 to {max_length} tokens")
-    room = np.empty(len(sizes), dtype=np.min_scalar_type(max_length))  # that a document leaves in a row
+    # Sort by the room that a document leaves in an empty row (longest first), assign rows, then group by row. Arrays
+    # are narrow and deleted early, because packing sets a run's peak host memory.
+    room = np.empty(len(sizes), dtype=np.min_scalar_type(max_length))
     np.subtract(max_length, sizes, out=room, casting="unsafe")
     longest_first, _ = _by_key(room, max_length)
     row_of, rows = _best_fit(room[longest_first], max_length)
@@ -83,7 +85,8 @@ def _by_key(keys: npt.NDArray[Any], count: int) -> tuple[IntArray, npt.NDArray[n
     counts = np.zeros(count, dtype=np.int64)
     for start in starts:
         counts += np.bincount(keys[start : start + block], minlength=count)
-    next_index = np.cumsum(counts) - counts  # of the next item with each key
+    # Counting sort: place the items of each block, sorted, after those of earlier blocks with the same key.
+    next_index = np.cumsum(counts) - counts  # where the next item with each key goes
     for start in starts:
         chunk = keys[start : start + block]
         inside = np.argsort(chunk, kind="stable")
@@ -102,6 +105,7 @@ def _best_fit(room: npt.NDArray[Any], max_length: int) -> tuple[IntArray, int]:
         max_length: Capacity of a row, in tokens.
     """
     row_of: IntArray = np.empty(len(room), dtype=np.int32)
+    # Documents of equal length are adjacent; each such run is placed at once.
     starts = [0, *(np.flatnonzero(room[1:] != room[:-1]) + 1).tolist()] if len(room) else []
     open_rows = _OpenRows(max_length)
     for start, end in zip(starts, [*starts[1:], len(room)], strict=False):

@@ -184,9 +184,9 @@ def selection_of(config: TrainConfig, split: Split, rows: int) -> Selection:
         return Selection()
     if rows < 2:
         raise ConfigError.about("eval_share", config.eval_share, f"cannot hold out one of {rows} rows", "add data")
-    if rows > _EXACT_SHARE_ROWS:
+    if rows > _EXACT_SHARE_ROWS:  # an approximate share, as holding all hashes would take too much memory
         threshold = int(config.eval_share * 2**64)
-    else:
+    else:  # exactly `count` hashes are below the one at index `count`
         count = min(rows - 1, max(1, round(config.eval_share * rows)))
         threshold = int(np.partition(row_hashes(0, rows, config.seed), count)[count])
     return Selection(config.seed, threshold, split == "eval")

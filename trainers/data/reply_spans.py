@@ -44,7 +44,9 @@ class ReplySpans:
         joined = _joined(spans)
         if len(joined) == len(replies):  # one marked span per reply
             grouped = [[span] for span in joined]
-        else:  # count the spans of each reply, by rendering the conversation up to the next one
+        else:
+            # A reply may have several spans, such as a thought and an answer. The number of spans in the conversation
+            # up to each next reply tells which of them belong together.
             ends = [*replies[1:], len(messages)]
             _refuse_long(ends[:-1])
             counts = [
@@ -103,6 +105,7 @@ class ReplySpans:
         last = index == len(messages) - 1
         up_to = text if last else self._probe.render(messages[: index + 1], variables=self._variables)[0]
         if text.startswith(up_to) and len(up_to) > len(head):
+            # Leave out whitespace after the end-of-turn token, which the model never generates.
             trimmed = up_to.rstrip()
             return len(trimmed) if trimmed.endswith(self._turn_ends) else len(up_to)
         # The last turn may differ from earlier ones (thoughts kept, a closing token): search for the reply.

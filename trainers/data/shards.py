@@ -75,6 +75,7 @@ def lines(stream: BinaryIO, start: int, end: int, line: int) -> Iterator[Record]
         if not content:
             return
         offset += len(content)
+        # Skip the rest of a line that is too large in pieces, without keeping it.
         large = len(content) > ROW_BYTES + 1
         while offset < end and not content.endswith(b"\n"):
             content = stream.readline(min(1 << 20, end - offset))

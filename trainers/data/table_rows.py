@@ -45,6 +45,7 @@ class _Lines:
             self.count += 1
             if self.count == 1:
                 self.second_line = self.next_line
+            # A line too large to hold is replaced by one that exceeds `csv.field_size_limit`, so that it is reported.
             yield "x" * (ROW_BYTES + 2) if content is None else content.decode("latin-1")
 
 
@@ -113,6 +114,7 @@ def _delimiter(stream: BinaryIO, end: int, kind: str) -> str:
     for delimiter in (usual, *(other for other in ",;\t|" if other != usual)):
         rows = [fields for _, _, fields in islice(_csv_records(stream, 0, end, 1, delimiter), SNIFFED_LINES)]
         widths = [0 if isinstance(fields, BadRow) else len(fields) for fields in rows if fields]
+        # A table has several columns, and at least half of its rows are as wide as the header.
         if widths and widths[0] > 1 and 2 * widths.count(widths[0]) >= len(widths):
             return delimiter
     return usual
@@ -228,6 +230,7 @@ def read_parquet(shard: FileShard, sample_by: str, wanted: list[str]) -> Iterato
 
     with pq.ParquetFile(shard.file.path, memory_map=True, pre_buffer=False) as parquet:
         columns = columns_to_read(parquet.schema_arrow.names, wanted) or None
+        # Find the row groups of the shard, and the bytes per row of the heaviest, to limit a batch to about 4 MiB.
         groups, row, weight = [], 0, 0
         for index in range(parquet.metadata.num_row_groups):
             group = parquet.metadata.row_group(index)

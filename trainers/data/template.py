@@ -104,6 +104,7 @@ class Encoder:
         """
         if tokenizer.eos_token_id is None:
             raise ConfigError(f"{tokenizer.name_or_path}: its tokenizer has no eos_token; add one to its config")
+        # Compare with and without special tokens to find out what the tokenizer adds around plain text.
         bare = tokenizer("a", add_special_tokens=False)["input_ids"]
         full = tokenizer("a")["input_ids"]
         at = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)
@@ -193,6 +194,7 @@ class Encoder:
     def _takes_parts(self) -> bool:
         """Whether the template only accepts contents as lists of parts, as those of vision models do."""
         question = [{"role": "user", "content": "Qquestionq"}]
+        # `_apply` reads this property, so set the cached value for each trial: plain text first, then parts.
         self.__dict__["_takes_parts"] = False
         try:
             if "Qquestionq" in self._apply(question)[0]:
@@ -378,6 +380,7 @@ class Encoder:
                 first, last = _token_span(encoding, start, end, len(item.text))
                 mask[first:last] = True
         if item.plain:
+            # Add the tokenizer's prefix, unless the text already starts with it, and its suffix, which is trained.
             before, after = self.options.prefix, self.options.suffix
             before = [] if before and ids[: len(before)] == before else before
             ids = [*before, *ids, *after]
@@ -425,7 +428,7 @@ def _refuse_empty(messages: Sequence[Message], trained: Sequence[int]) -> None:
             raise RowError("no trained token", detail)
 
 
-class _TooLong(BaseException):
+class _TooLong(BaseException):  # not an Exception, which code around the template might catch
     pass
 
 

@@ -84,6 +84,7 @@ class TemplateProbe:
     @cached_property
     def _empty_thought(self) -> re.Pattern[str]:
         """Matches an empty thought at the start of a reply; its opening tag may be part of the generation prompt."""
+        # The tags around a placeholder thought are those of the template, whatever they are called.
         tags = {("<think>", "</think>")}
         before, _, after = self._with_thought.partition(_THOUGHT)
         opening, closing = _OPENING.search(before), _CLOSING.search(after)
@@ -98,6 +99,7 @@ class TemplateProbe:
         match = self._empty_thought.match(text, start, end)
         if not match:
             return start
+        # Without an opening tag in the reply or right before it, a closing tag is ordinary text.
         opened = match[0].lstrip().startswith(self._opening_tags)
         return match.end() if opened or text[:start].rstrip().endswith(self._opening_tags) else start
 
@@ -153,6 +155,7 @@ class TemplateProbe:
     def _closings(self) -> list[str]:
         """The text from the end of a reply through its stop token, for a last reply and for an earlier one."""
         question, reply = {"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}
+        # Prefer the model's configured stop tokens; a template may end turns with another special token.
         after = self._text(question, reply).partition(_ANSWER)[2]
         last = self._up_to_special(after, self._stops) or self._up_to_special(after, self._special)
         earlier = self._text(question, reply, {"role": "user", "content": _NEXT}).partition(_ANSWER)[2]

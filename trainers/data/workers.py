@@ -104,7 +104,7 @@ class Pool:
 
     def _submit(self, task: TokenizeTask) -> Future[Report]:
         future = self._threads.submit(self._run, task)
-        future.add_done_callback(lambda _: self._rows.put(0))
+        future.add_done_callback(lambda _: self._rows.put(0))  # wakes `_wait`
         return future
 
     def _wait(self, future: Future[Report], progress: Callable[[int], None]) -> Report:
@@ -141,7 +141,7 @@ class Pool:
                 while (answer := worker.stdout.readline()).startswith(_ROWS):
                     self._rows.put(int(answer.removeprefix(_ROWS)))
         except (OSError, ValueError):
-            pass
+            pass  # the worker died: there is no answer, which is reported below
         self._idle.put(worker)
         if not answer:
             raise ConfigError(self._death(worker))

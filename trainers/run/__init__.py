@@ -1,1 +1,1 @@
-"""A run on disk and on this machine. Imports no torch."""
+"""The run folder, and the resources of this machine that runs use. Imports no torch."""

@@ -1,7 +1,4 @@
-"""What a resume would change in a run: it is named, and refused where the model that comes out would be another one.
-
-Imports no torch.
-"""
+"""Compares a resumed run with its checkpoint, and refuses changes that lead to another model. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from trainers.run.manifest import read_manifest
 PACKAGES = ("torch", "accelerate", "transformers", "datasets", "peft", "safetensors")
 EXTRAS = ("bitsandbytes", "deepspeed")
 PLACES = ("output_dir", "resume_from_checkpoint", "force_resume", "runs_dir")
-"""Options that say where a run is and how it is started; its checkpoints do not keep them."""
+"""Options that say where a run is stored and how it is started; not saved in checkpoints."""
 FREE = frozenset({
     "preset", "model_revision", "trust_remote_code", "attn_implementation",
     "dataset_name", "dataset_config_name", "dataset_split", "chat_template",
@@ -34,17 +31,17 @@ FREE = frozenset({
     "max_restarts", "hang_timeout", "share_gpus", "non_finite", "loss_spike_factor", "report_to", "merge_adapter",
     "export_dtype",
 })  # fmt: skip
-"""Options that change what a run costs, watches or exports, and no step of it beyond parity; and names of data, whose
-content the ranks compare."""
+"""Options that may change on resume: they affect cost, monitoring or export, but no training step beyond the parity
+tolerance. Includes the names of the data, as the ranks compare its content."""
 FORCE = "go on all the same with --force (by hand: --force_resume true)"
 LENGTH = ("max_steps", "num_train_epochs")
-"""How far a run goes; free where the learning rate of a step does not depend on it."""
+"""Options for the length of a run; they may change if the learning rate of a step does not depend on the length."""
 STRUCTURE = ("method", "lora_r", "lora_target_modules", "num_hidden_layers")
-"""Options that decide which tensors there are; no force makes a checkpoint fit."""
+"""Options that determine the set of tensors; a checkpoint cannot fit after a change, even with --force."""
 
 
 def versions() -> dict[str, str]:
-    """What decides a result besides the config: versions of the packages, and of this one with its code's digest."""
+    """Returns what determines a result besides the config: package versions, and Tunesmith's own with a code digest."""
     names = [*PACKAGES, *(name for name in EXTRAS if importlib.util.find_spec(name) is not None)]
     versions = {name: version(name).partition("+")[0] for name in names}  # +cpu, +cu128: builds of one version
     try:
@@ -55,7 +52,7 @@ def versions() -> dict[str, str]:
 
 
 def code_digest() -> str:
-    """The first letters of a digest of all the code in `trainers/`."""
+    """Returns the first 10 hex digits of a sha256 over all code in `trainers/`."""
     digest, root = hashlib.sha256(), Path(__file__).parent.parent
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
@@ -63,7 +60,7 @@ def code_digest() -> str:
 
 
 def changed_options(manifest: dict[str, Any], config: dict[str, Any]) -> list[Mistake]:
-    """Each option that has another value than when the checkpoint was saved."""
+    """Returns each option whose value differs from when the checkpoint was saved."""
     then, step = manifest["config"], manifest["step"]
     return [
         Mistake(name, text_of(value), f", and {text_of(then[name])} when the checkpoint of step {step} was saved")
@@ -73,7 +70,7 @@ def changed_options(manifest: dict[str, Any], config: dict[str, Any]) -> list[Mi
 
 
 def changed_versions(manifest: dict[str, Any], installed: dict[str, str]) -> list[Mistake]:
-    """Each package of another version."""
+    """Returns each package whose version differs from when the checkpoint was saved."""
     then, step = manifest["versions"], manifest["step"]
     return [
         Mistake("", None, f"{name} is {number}, and was {then[name]} when the checkpoint of step {step} was saved")
@@ -85,13 +82,13 @@ def changed_versions(manifest: dict[str, Any], installed: dict[str, str]) -> lis
 def refusals(
     manifest: dict[str, Any], config: dict[str, Any], installed: dict[str, str], force: bool = False
 ) -> list[Mistake]:
-    """The changes with which a run must not go on from a checkpoint, with the way out.
+    """Returns the changes that prevent resuming from a checkpoint, with remedies.
 
     Args:
-        manifest: of the checkpoint.
-        config: all options now, as plain values.
-        installed: `versions()` now.
-        force: let pass all but what its tensors do not fit.
+        manifest: Manifest of the checkpoint.
+        config: All current options, as plain values.
+        installed: Current result of `versions()`.
+        force: Only refuse changes that the checkpoint's tensors do not fit.
     """
     changed = changed_options(manifest, config)
     misfits = [
@@ -108,11 +105,11 @@ def refusals(
 
 
 def checkpoint_to_resume(source: str | None, run_dir: Path | None) -> Path | None:
-    """The folder that a run goes on from as far as this machine can tell; None for none, and for a URL.
+    """Returns the checkpoint folder to resume from, as far as this machine can tell; None for a URL or without one.
 
     Args:
-        source: `auto` for the newest of the run, a checkpoint's path or URL, or None.
-        run_dir: of the run; None where it is not known.
+        source: `auto` for the newest checkpoint of the run, path or URL of a checkpoint, or None.
+        run_dir: The run folder; None if unknown.
     """
     if source == "auto":
         checkpoints = RunFolder(run_dir).checkpoints if run_dir else None
@@ -121,14 +118,14 @@ def checkpoint_to_resume(source: str | None, run_dir: Path | None) -> Path | Non
 
 
 def changes_since_save(run: RunFolder, config: TrainConfig, source: str | None) -> list[Mistake]:
-    """Each change that the checkpoint to go on from cannot follow; the data is looked at by the ranks.
+    """Returns each change that prevents resuming from the checkpoint; the ranks compare the data later.
 
-    It comes before anything is written: a `config.yaml` that its checkpoints do not fit fails every later resume too.
+    Called before anything is written, as a `config.yaml` that does not fit the checkpoints breaks all later resumes.
 
     Args:
-        run: the run that goes on.
-        config: its options now.
-        source: `auto`, a checkpoint's path, or None for a start at step 0.
+        run: The run to resume.
+        config: Its current options.
+        source: `auto`, path of a checkpoint, or None to start at step 0.
     """
     folder = checkpoint_to_resume(source, run.path)
     if folder is None:
@@ -136,12 +133,12 @@ def changes_since_save(run: RunFolder, config: TrainConfig, source: str | None) 
     try:
         manifest = read_manifest(folder)
     except ValueError:
-        return []  # the ranks say what is wrong with it, and may take the one before
+        return []  # the ranks report what is wrong with it, and may use the previous one
     return refusals(manifest, plain(config), versions(), config.force_resume)
 
 
 def plain(config: TrainConfig) -> dict[str, Any]:
-    """The options that a checkpoint keeps."""
+    """Returns the options that a checkpoint saves."""
     return config.model_dump(exclude=set(PLACES))
 
 

@@ -1,8 +1,8 @@
-"""Who uses which GPU, without a daemon: one lock file per GPU, and a queue of tickets. Imports no torch.
+"""GPU allocation without a daemon: one lock file per GPU, and a queue of tickets. Imports no torch.
 
-A lock is a `flock` on a file in the user's state folder, held for as long as its holder lives, so that it can never
-outlast it. Where there is no GPU the locks are CPU slots, one a core. Everything that looks at several locks or
-tickets does so under one mutex, held for milliseconds.
+A lock is a `flock` on a file in the user's state folder, which the kernel releases when its holder ends. Without GPUs,
+the locks stand for CPU slots, one per core. Code that reads several locks or tickets holds a single mutex, for
+milliseconds.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ CPU = "cpu-"
 
 @dataclass(frozen=True)
 class Need:
-    """The slots that a run takes, all of them at once.
+    """The slots that a run needs, which are taken all at once.
 
     Args:
-        gpus: UUIDs of GPUs; each is taken by name.
-        cpu_slots: number of CPU slots; any will do. At most as many as there are is taken.
+        gpus: UUIDs of specific GPUs.
+        cpu_slots: Number of CPU slots; any will do. Capped at the number of slots that exist.
     """
 
     gpus: tuple[str, ...] = ()
@@ -39,12 +39,12 @@ class Need:
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a slot, as the others are told.
+    """The holder of a slot, as shown to others.
 
     Args:
-        name: run id, or what it is called.
-        run_dir: its run folder; empty when it is not a run.
-        pid: the process that took it.
+        name: Run id, or another name if it is not a run.
+        run_dir: The run folder; empty if it is not a run.
+        pid: Process that took the slot.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Holder:
 
 
 class HeldSlots:
-    """Slots that are held until `close`, or until every process that has the file descriptors has ended."""
+    """Slots that are held until `close`, or until every process with the file descriptors has ended."""
 
     def __init__(self, files: dict[str, TextIO]):
         self.files = files
@@ -64,11 +64,11 @@ class HeldSlots:
 
     @property
     def descriptors(self) -> list[int]:
-        """For a child (`pass_fds`) that must keep the slots when this process is killed."""
+        """File descriptors for `pass_fds` of a child that must keep the slots if this process is killed."""
         return [file.fileno() for file in self.files.values()]
 
     def close(self) -> None:
-        """Frees the slots; twice is the same."""
+        """Releases the slots; idempotent."""
         for file in self.files.values():
             file.close()
         self.files = {}
@@ -81,13 +81,13 @@ class HeldSlots:
 
 
 def cpu_slots() -> list[str]:
-    """Names of the CPU slots: one for each core that this process may run on."""
+    """Returns the names of the CPU slots, one for each core that this process may run on."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return [f"{CPU}{number}" for number in range(cores)]
 
 
 def _locks() -> Path:
-    return state_folder() / "hosts" / socket.gethostname() / "locks"  # a home folder may be shared by machines
+    return state_folder() / "hosts" / socket.gethostname() / "locks"  # machines may share a home folder
 
 
 def _queue() -> Path:
@@ -108,7 +108,7 @@ def _mutex() -> Iterator[None]:
         yield
 
 
-# -- locks: each function here is called under the mutex ---------------------------------------------------------------
+# -- locks: functions with an underscore must be called under the mutex ------------------------------------------------
 
 
 def _open(slot: str) -> TextIO:
@@ -139,7 +139,7 @@ def _is_held(slot: str) -> bool:
 
 
 def _lock_all(need: Need, holder: Holder) -> HeldSlots | None:
-    """Locks everything that is needed, or nothing."""
+    """Locks all slots that are needed, or none."""
     devices = list(need.gpus)
     if need.cpu_slots:
         every = cpu_slots()
@@ -159,22 +159,22 @@ def _lock_all(need: Need, holder: Holder) -> HeldSlots | None:
 
 
 def holders() -> dict[str, dict[str, Any]]:
-    """The slots that are held now: slot (a GPU's UUID, `cpu-0`, …) -> `{"run", "run_dir", "pid"}`."""
+    """Returns the holder of each slot that is held: slot (GPU UUID, `cpu-0`, …) -> `{"run", "run_dir", "pid"}`."""
     with _mutex():
         names = [path.name.removesuffix(".lock") for path in sorted(_locks().glob("*.lock"))]
         return {slot: read_json(_locks() / f"{slot}.lock") or {"run": "?"} for slot in names if _is_held(slot)}
 
 
 def take_now(need: Need, holder: Holder, timeout: float = 0.0) -> HeldSlots:
-    """Takes slots for what cannot be queued. Those that tickets wait for are not taken.
+    """Takes slots without queueing, unless a ticket waits for them.
 
     Args:
-        need: the slots.
-        holder: for whom.
-        timeout: seconds to try; the last processes of a run that was killed may need some to end.
+        need: The slots.
+        holder: Who takes them.
+        timeout: Seconds to keep trying, as processes of a killed run may take a while to end.
 
     Raises:
-        ConfigError: when one is held or waited for, with the name of who has it.
+        ConfigError: If a slot is held or waited for; names the holder.
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -193,14 +193,14 @@ def take_now(need: Need, holder: Holder, timeout: float = 0.0) -> HeldSlots:
 
 
 def describe_need(need: Need) -> str:
-    """`GPU-1a2b…, GPU-3c4d…` or `2 CPU slots`."""
+    """Formats a need as `GPU-1a2b…, GPU-3c4d…` or `2 CPU slots`."""
     if need.gpus:
         return ", ".join(gpu[:12] for gpu in need.gpus)
     return f"{need.cpu_slots} CPU slot{'s' * (need.cpu_slots > 1)}"
 
 
 def who_has(need: Need) -> str:
-    """`GPU-1a2b… is held by RUN, …`: those who hold what is needed; empty when nobody does."""
+    """Lists who holds the needed slots, as in `GPU-1a2b… held by RUN; …`; empty if nobody does."""
     wanted = set(need.gpus) | (set(cpu_slots()) if need.cpu_slots else set())
     by_name: dict[str, list[str]] = {}
     for slot, holder in holders().items():
@@ -217,11 +217,11 @@ class Ticket:
     """A place in the queue.
 
     Args:
-        name: run id.
-        run_dir: the run folder.
-        need: what it waits for.
-        position: its order; lower goes first.
-        owner: the process that waits.
+        name: Run id.
+        run_dir: The run folder.
+        need: The slots that it waits for.
+        position: Sort key; lower goes first.
+        owner: The waiting process.
     """
 
     name: str
@@ -235,7 +235,7 @@ class Ticket:
         return _queue() / f"{self.owner.pid}-{self.owner.started:.2f}.json"
 
     def write(self, position: int) -> None:
-        """Writes it to the queue folder at `position`; called under the mutex."""
+        """Writes the ticket to the queue folder with a new position; must be called under the mutex."""
         need = {"gpus": list(self.need.gpus), "cpu_slots": self.need.cpu_slots}
         entry = {"name": self.name, "run_dir": self.run_dir, "need": need, "place": position}
         self.path.write_text(json.dumps({**entry, "owner": self.owner.as_json()}), encoding="utf-8")
@@ -254,13 +254,13 @@ def _read_ticket(path: Path) -> Ticket | None:
 
 
 def _tickets() -> list[Ticket]:
-    """The tickets, first in the queue first; the owner of one may be dead."""
+    """Returns all tickets in queue order, including those whose owner has died."""
     read = [ticket for path in _queue().glob("*.json") if (ticket := _read_ticket(path)) is not None]
     return sorted(read, key=lambda ticket: (ticket.position, ticket.owner.started, ticket.owner.pid))
 
 
 def live_tickets() -> list[Ticket]:
-    """The tickets whose owner still waits, first in the queue first; those of dead owners are removed."""
+    """Returns the tickets of living owners in queue order; removes the others."""
     tickets = []
     for ticket in _tickets():
         if ticket.owner.alive():
@@ -271,12 +271,12 @@ def live_tickets() -> list[Ticket]:
 
 
 def _clash(first: Need, two: Need) -> bool:
-    """Whether both want the same; CPU slots are alike, so two that want some always do."""
+    """Whether two needs overlap; needs for CPU slots always do, as the slots are interchangeable."""
     return bool(set(first.gpus) & set(two.gpus)) or (first.cpu_slots > 0 and two.cpu_slots > 0)
 
 
 def enqueue(run_dir: Path, name: str, need: Need) -> Ticket:
-    """Takes a ticket at the end of the queue, in the name of this process."""
+    """Adds a ticket owned by this process to the end of the queue."""
     ticket = Ticket(name, str(run_dir), need, 0, Process.of("supervisor"))
     with _mutex():
         ticket.write(_end_of(live_tickets()))
@@ -288,16 +288,17 @@ def _end_of(tickets: Sequence[Ticket]) -> int:
 
 
 def try_take(ticket: Ticket) -> HeldSlots | None:
-    """The slots of a ticket, when all of them are free and no earlier ticket waits for one; the ticket ends then."""
+    """Takes the slots of a ticket and removes it; None if a slot is held, or an earlier ticket waits for one."""
     with _mutex():
         held = _lock_all(ticket.need, Holder(ticket.name, ticket.run_dir))
         if held is None:
-            return None  # most looks end here, before the tickets are read
+            return None  # the common case: no need to read the tickets
         tickets = _tickets()
         order = [other.path for other in tickets]
         if ticket.path not in order:
-            ticket.write(_end_of(tickets))  # its file is gone: somebody cleared the folder
+            ticket.write(_end_of(tickets))  # its file is missing: the folder was cleared
             order.append(ticket.path)
+        # The slots are free, but go to earlier tickets that need any of them.
         earlier = tickets[: order.index(ticket.path)]
         if any(_clash(other.need, ticket.need) and other.owner.alive() for other in earlier):
             held.close()
@@ -307,7 +308,7 @@ def try_take(ticket: Ticket) -> HeldSlots | None:
 
 
 def give_up(ticket: Ticket) -> None:
-    """Leaves the queue."""
+    """Removes a ticket from the queue."""
     with _mutex():
         ticket.path.unlink(missing_ok=True)
 
@@ -316,14 +317,14 @@ def move(run_dir: Path, places: int) -> int:
     """Moves a run's ticket in the queue.
 
     Args:
-        run_dir: the run folder.
-        places: towards the end; negative goes to the front.
+        run_dir: The run folder.
+        places: Number of places to move back; negative moves it forward.
 
     Returns:
-        Its new place, counted from 1.
+        Its new place, from 1.
 
     Raises:
-        ConfigError: when the run does not wait.
+        ConfigError: If the run is not in the queue.
     """
     with _mutex():
         tickets = live_tickets()
@@ -338,7 +339,7 @@ def move(run_dir: Path, places: int) -> int:
 
 
 def place_of(run_dir: Path) -> int | None:
-    """A run's place in the queue, counted from 1; None when it does not wait."""
+    """Returns a run's place in the queue, from 1; None if it is not in the queue."""
     with _mutex():
         index = _place_of(run_dir, live_tickets())
     return None if index is None else index + 1
@@ -350,5 +351,5 @@ def _place_of(run_dir: Path, tickets: Sequence[Ticket]) -> int | None:
 
 
 def local_need(local_world: int, gpu_uuids: Sequence[str]) -> Need:
-    """What the ranks of this machine take: the first GPUs that they see, or a CPU slot each."""
+    """Returns what the ranks of this machine need: the first `local_world` visible GPUs, or a CPU slot each."""
     return Need(gpus=tuple(gpu_uuids[:local_world])) if gpu_uuids else Need(cpu_slots=local_world)

@@ -1,7 +1,7 @@
-"""Bytes that a run writes, from the headers of its base model's files, and whether its disk has them. Imports no torch.
+"""Estimates the disk space of a run from the headers of its base model, and checks that it is free. Imports no torch.
 
-A checkpoint holds what is trained and both moments of Adam; the ones that are kept are on the disk while the next is
-written, and the export comes beside them.
+A checkpoint holds the trained weights and both Adam moments. All kept checkpoints are on disk while the next one is
+written, and so is the export.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Tensor:
     """A weight in a file.
 
     Args:
-        name: in the model.
-        shape: of it.
-        dtype: as safetensors spells it.
+        name: Name in the model.
+        shape: Its shape.
+        dtype: Dtype as named by safetensors.
     """
 
     name: str
@@ -38,11 +38,11 @@ class Tensor:
 
     @property
     def is_text(self) -> bool:
-        """Whether it belongs to the language model, and not to a tower for images."""
+        """Whether it belongs to the language model rather than a vision tower."""
         return "vision" not in self.name
 
     def layer(self) -> int | None:
-        """Number of the decoder layer that it is in; None outside of all."""
+        """Returns the index of its decoder layer; None if it is in no layer."""
         parts = self.name.split(".")
         numbers = [int(part) for before, part in pairwise(parts)
                    if before in ("layers", "h", "blocks") and part.isdigit()]  # fmt: skip
@@ -50,32 +50,33 @@ class Tensor:
 
 
 def tensors_of(headers: Headers) -> list[Tensor]:
-    """The weights that headers tell of."""
+    """Converts headers to tensors."""
     return [Tensor(name, tuple(shape), dtype) for name, (dtype, shape) in headers.items()]
 
 
 def local_tensors(config: TrainConfig) -> list[Tensor]:
-    """The weights in the base model's folder; none where it is not a folder, or cannot be read."""
+    """Returns the weights in the base model's folder; empty if it is not a folder, or cannot be read."""
     folder = base_folder(config)
     try:
         return tensors_of(read_headers(folder)) if folder.is_dir() else []
-    except ConfigError:  # the pre-flight check says so
+    except ConfigError:  # reported by the pre-flight check
         return []
 
 
 def bytes_needed(config: TrainConfig, tensors: list[Tensor], steps: int | None) -> int:
-    """Bytes of checkpoints, export and logs when there are most of them.
+    """Returns the peak bytes of checkpoints, export and logs.
 
     Args:
-        config: of the run.
-        tensors: of its base model.
-        steps: of the run; None where they are not known yet, so that one checkpoint is counted.
+        config: Config of the run.
+        tensors: Weights of its base model.
+        steps: Steps of the run; if None, `max_steps`, and without that one checkpoint is assumed.
     """
     limit = config.num_hidden_layers
     present = [tensor for tensor in tensors if limit is None or (tensor.layer() or 0) < limit]
     adapters = _adapter_weights(config, present)
     every = sum(math.prod(tensor.shape) for tensor in present if tensor.is_text)
     trained = every if config.method == "full" else adapters
+    # Bytes per trained weight in a checkpoint: the weight itself, and its optimizer state.
     weight = 4.0 if config.master_weights or config.method != "full" else 2.0
     state = _ADAM_BYTES if config.optim == "adamw" else _ADAM_8BIT_BYTES
     checkpoint = trained * (weight + state)
@@ -89,14 +90,14 @@ def bytes_needed(config: TrainConfig, tensors: list[Tensor], steps: int | None) 
 
 
 def _checkpoints(config: TrainConfig, steps: int | None) -> int:
-    """How many lie on the disk at once: those that are kept, the best one, and the one that is written."""
+    """Returns how many checkpoints are on disk at once: those kept, the best one, and the one being written."""
     steps = steps or config.max_steps
     saves = math.ceil(steps / config.save_steps) if steps and config.save_steps else 1
     return min(saves, config.save_total_limit + config.load_best_model_at_end + 1)
 
 
 def _adapter_weights(config: TrainConfig, tensors: list[Tensor]) -> int:
-    """Weights of the adapters on matrices of decoder layers."""
+    """Returns the number of adapter weights, on the matrices of decoder layers."""
     ends = tuple(f"{name}.weight" for name in config.lora_target_modules)
     everywhere = config.lora_target_modules == ["all-linear"]
     matrices = [
@@ -110,22 +111,22 @@ def _export_bytes(config: TrainConfig, tensor: Tensor) -> int:
 
 
 def _written(folder: Path) -> int:
-    """Bytes of checkpoints and export that a resumed run has on the disk already."""
+    """Returns the bytes of checkpoints and export that a resumed run already has on disk."""
     files = [path for name in ("checkpoints", "model") for path in (folder / name).rglob("*.safetensors")]
     return sum(path.stat().st_size for path in files if path.is_file())
 
 
 def check_room(config: TrainConfig, tensors: list[Tensor], folder: Path, steps: int | None = None) -> None:
-    """Refuses a disk that is too small for checkpoints and export.
+    """Checks that the disk has room for checkpoints and export.
 
     Args:
-        config: of the run.
-        tensors: of its base model.
-        folder: the run's; need not exist.
-        steps: of the run, where they are known.
+        config: Config of the run.
+        tensors: Weights of its base model.
+        folder: The run folder; need not exist.
+        steps: Steps of the run, if known.
 
     Raises:
-        ConfigError: with bytes needed and free.
+        ConfigError: If there is too little room; states the bytes needed and free.
     """
     near = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     disk = os.statvfs(near)

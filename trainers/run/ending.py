@@ -1,4 +1,4 @@
-"""How a run ends, as a value: rank 0 hands it to the supervisor, which acts on it or publishes it. No torch."""
+"""The outcome of a run as a value, which rank 0 passes to the supervisor to act on or publish. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class Ending:
 
     Args:
         state: `done`, `stopped` or `failed`.
-        cause: why, in one sentence; None for a run that reached its last step.
-        retry: what a supervisor does with a failed launch. `never`: it would fail the same way again. `again`: it
-            crashed, and is restarted up to `max_restarts` times. `roll_back`: it met a loss spike, and goes on from an
-            earlier checkpoint without those batches; that is not a crash.
-        step: optimizer steps done; None leaves the step that the state file has.
-        export_dir: folder of the exported model.
+        cause: The reason in one sentence; None for a run that reached its last step.
+        retry: What the supervisor does after a failed launch. `never`: it would fail again in the same way. `again`: it
+            crashed, and is restarted up to `max_restarts` times. `roll_back`: after a loss spike, training continues
+            from an earlier checkpoint without those batches, which does not count as a crash.
+        step: Completed optimizer steps; None keeps the step in the state file.
+        export_dir: Folder of the exported model.
     """
 
     state: str
@@ -29,16 +29,16 @@ class Ending:
     export_dir: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """The value of `ending` in `state.json`, by which rank 0 hands it to the supervisor."""
+        """Returns the value of `ending` in `state.json`, through which rank 0 passes it to the supervisor."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Ending:
-        """Reads what `as_json` wrote; keys of other versions are ignored."""
+        """Rebuilds an ending from `as_json`; unknown keys, written by other versions, are ignored."""
         return cls(**{key: values[key] for key in cls.__dataclass_fields__ if key in values})
 
     def published(self) -> dict[str, Any]:
-        """The keys of `state.json` that say so once nothing of the launch lives."""
+        """Returns the keys of `state.json` to publish once all processes of the launch have ended."""
         ending = self.as_json()
         del ending["retry"]
         return {"cause": None, **ending}

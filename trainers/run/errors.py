@@ -1,9 +1,9 @@
-"""How a run ends when it cannot go on."""
+"""Errors that end a run."""
 
 
 class TrainingError(RuntimeError):
-    """The run cannot go on; the message says why and what to do, in one sentence."""
+    """The run cannot continue; the message says why and what to do, in one sentence."""
 
 
 class RollBack(TrainingError):
-    """A loss spike: every rank ends, and the next launch goes on from an earlier checkpoint without its batches."""
+    """A loss spike: every rank exits, and the next launch resumes from an earlier checkpoint without those batches."""

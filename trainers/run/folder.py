@@ -1,4 +1,4 @@
-"""The run folder: its names, its states, and writers that never leave half a file. Imports no torch."""
+"""The run folder: file names, run states, and atomic writes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ STATES = LIVE_STATES + END_STATES
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replaces `path` by `text` in one step: a reader sees the old file or the new one, never a part."""
+    """Replaces the content of `path` atomically: readers see the old file or the new one, never a partial one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
@@ -56,12 +56,12 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """`write_atomic` of one JSON document."""
+    """Writes a JSON document atomically."""
     write_atomic(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object in `path`; None when there is not a regular file or no whole object in it."""
+    """Reads the JSON object in `path`; None if it is not a regular file, or contains no valid object."""
     try:
         value = load_json(path)
     except (OSError, ValueError):
@@ -70,17 +70,18 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def now() -> str:
-    """UTC time as ISO 8601 with milliseconds."""
+    """Returns the UTC time in ISO 8601, with milliseconds."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def new_run_id(name: str, started: float, number: int) -> str:
-    """`20261121-101530-tiny-lora-2s1`: time, name, and a number that tells apart two runs of one second.
+    """Returns a run id such as `20261121-101530-tiny-lora-2c1`: time, name, and a number in hex.
 
     Args:
-        name: preset or model; what a path cannot hold is taken out.
-        started: seconds since the epoch.
-        number: e.g. the process id of the launcher, so that all ranks derive the same id alone.
+        name: Preset or model; characters that are not safe in a path are replaced.
+        started: Start time in seconds since the epoch.
+        number: Distinguishes runs started in the same second, e.g. the launcher's process id, from which all ranks
+            derive the same id without communication.
     """
     word = re.sub(r"[^A-Za-z0-9._]+", "-", Path(name).name).strip("-.")[:40] or "run"
     stamp = datetime.fromtimestamp(started).strftime("%Y%m%d-%H%M%S")
@@ -88,7 +89,7 @@ def new_run_id(name: str, started: float, number: int) -> str:
 
 
 def folder_identity(path: Path) -> tuple[int, int] | None:
-    """What tells a folder from another one at its path: device and inode; None when none is there."""
+    """Returns device and inode, to detect that the folder at a path was replaced; None if there is none."""
     try:
         status = os.stat(path)
     except OSError:
@@ -98,14 +99,14 @@ def folder_identity(path: Path) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class Process:
-    """A process of a run, told apart from a later one of the same pid by its start time.
+    """A process of a run; its start time distinguishes it from a later process with the same pid.
 
     Args:
-        role: supervisor, launcher or rank.
-        rank: global rank; None for the others.
-        pid: its process id.
-        started: seconds since the epoch. When the system's clock is set, the system tells another time for it.
-        since_boot: seconds from the machine's start to its own, which no clock changes; None where that is not known.
+        role: `supervisor`, `launcher` or `rank`.
+        rank: Global rank; None for other roles.
+        pid: Process id.
+        started: Start time in seconds since the epoch; the system reports another value after the clock is adjusted.
+        since_boot: Start time in seconds since boot, which does not depend on the clock; None if unknown.
     """
 
     role: str
@@ -116,7 +117,7 @@ class Process:
 
     @classmethod
     def of(cls, role: str, rank: int | None = None, pid: int | None = None) -> Process:
-        """The process `pid` (default: this one) in a role: supervisor, launcher or rank."""
+        """Describes the process `pid` (default: this one) in a role: `supervisor`, `launcher` or `rank`."""
         process = psutil.Process(pid)
         return cls(role, rank, process.pid, process.create_time(), _since_boot(process))
 
@@ -124,9 +125,9 @@ class Process:
         return asdict(self)
 
     def alive(self) -> bool:
-        """Whether that very process still runs.
+        """Whether this process is still running.
 
-        A zombie does not, unless threads of it are left: its main thread may be gone first, and they hold its files.
+        A zombie counts as running while it has other threads, which keep its files open after the main thread ended.
         """
         try:
             process = psutil.Process(self.pid)
@@ -175,38 +176,38 @@ class RunFolder:
         return self.path.name
 
     def keep(self) -> None:
-        """Takes the folder that is here now for this run's: nothing is written into another one at its path."""
+        """Remembers the identity of the current folder, so that nothing is written to another one at the same path."""
         self._identity = folder_identity(self.path)
 
     def lost(self) -> str | None:
-        """What became of the folder that was kept, such as `removed`; None while it is here."""
+        """Returns what happened to the folder since `keep`, such as `removed`; None if it is unchanged."""
         if self._identity is None or (current := folder_identity(self.path)) == self._identity:
             return None
         return "removed" if current is None else "replaced by another"
 
     def refuse_lost(self) -> None:
-        """Raises FileNotFoundError when the folder that was kept is no longer here."""
+        """Raises `FileNotFoundError` if the folder was removed or replaced since `keep`."""
         if how := self.lost():
             raise FileNotFoundError(errno.ENOENT, f"the run folder was {how}", str(self.path))
 
     def exists(self) -> bool:
-        """Whether a run is here."""
+        """Whether the folder contains a run."""
         return self._began() and (self.state_file.exists() or self.config.exists())
 
     def _began(self) -> bool:
-        """Whether a run made this folder its own."""
+        """Whether a run was started in this folder."""
         return self.record.exists() or (self.read_state() or {}).get("state") in STATES
 
     def create(self) -> None:
-        """Makes the folder, its record and its fixed subfolders.
+        """Creates the folder, its record and its fixed subfolders.
 
         Raises:
-            ConfigError: when that is not possible, or the folder holds something else than a run.
+            ConfigError: If that is not possible, or the folder contains anything other than a run.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.refuse_foreign()
-            self.record.begin()  # before anything else: other ranks take a folder that has none for a stranger's
+            self.record.begin()  # first: other ranks refuse a folder that has files but no record
             self.heartbeats.mkdir(exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
         except OSError as error:
@@ -215,7 +216,7 @@ class RunFolder:
             ) from None
 
     def refuse_used(self) -> None:
-        """Raises ConfigError when a run is here already, which must be resumed and not written over, or other files."""
+        """Raises `ConfigError` if the folder contains other files, or a run, which may be resumed but not replaced."""
         self.refuse_foreign()
         if self.exists():
             raise ConfigError.about(
@@ -223,11 +224,11 @@ class RunFolder:
             )
 
     def refuse_foreign(self) -> None:
-        """Raises ConfigError for a folder of the user's own, or one where an export would replace files of theirs."""
+        """Raises `ConfigError` if the folder contains no run but other files, or an export would replace such files."""
         try:
             names = sorted(os.listdir(self.path))
         except (FileNotFoundError, NotADirectoryError):
-            return  # a new folder, or one that cannot be made
+            return  # a new folder, or one that cannot be created
         if names and not self._began():
             listed = ", ".join(name if len(name) <= 40 else f"{name[:39]}…" for name in names[:3])
             listed += f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -239,12 +240,12 @@ class RunFolder:
         self.record.refuse_foreign(self.model.name)
 
     def own_folder(self, name: str) -> None:
-        """Enters a folder that a library is about to make for this run; one that is there already stays whose it is."""
+        """Records a folder that a library is about to create for this run; an existing one is not claimed."""
         if not (self.path / name).exists():
             self.record.enter([f"{name}/"])
 
     def mistakes_in(self, config: TrainConfig) -> list[Mistake]:
-        """A line when the base model lies in this folder, where the export would replace it."""
+        """Returns a mistake if the base model is inside this folder, where the export would replace it."""
         base = os.path.expanduser(config.model_name_or_path)
         if not os.path.exists(base) or not Path(base).resolve().is_relative_to(self.path.resolve()):
             return []
@@ -258,17 +259,17 @@ class RunFolder:
         ]
 
     def machine_file(self, machine: int) -> Path:
-        """Where the supervisor of a machine other than 0 leaves word for that of machine 0."""
+        """Returns the file through which a machine's supervisor reports to that of machine 0."""
         return self.heartbeats / f"machine-{machine}.json"
 
     def hold(self, machine: int = 0) -> TextIO:
         """Marks the run as live for as long as the returned file is open.
 
         Args:
-            machine: in a run over several machines, the one that this process supervises.
+            machine: In a multi-machine run, the machine that this process supervises.
 
         Raises:
-            ConfigError: when another process holds it.
+            ConfigError: If another process holds the lock.
         """
         path = self.heartbeats / f"machine-{machine}.lock" if machine else self.lock
         file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - held open on purpose
@@ -281,33 +282,33 @@ class RunFolder:
         return file
 
     def note_failure(self, rank: int, cause: str) -> None:
-        """Records why a non-zero rank failed; rank 0 copies it into the state file."""
+        """Records why a rank other than 0 failed; rank 0 copies it into the state file."""
         path = self.heartbeats / f"rank-{rank}.json"
         self._write_note(path, rank=rank, section="failed", cause=without_secrets(cause))
 
     def note_out_of_memory(self, rank: int) -> None:
-        """Records that memory ran out on a rank, and in which section: a smaller batch may fit."""
+        """Records that a rank ran out of memory, and in which section, as a smaller batch may fit."""
         beat = read_json(self.heartbeats / f"rank-{rank}.json") or {}
         self._write_note(self.out_of_memory, rank=rank, section=beat.get("section"))
 
     def _write_note(self, path: Path, **facts: Any) -> None:
-        with contextlib.suppress(FileNotFoundError):  # the run folder was removed, and is not to come back
+        with contextlib.suppress(FileNotFoundError):  # the run folder was removed: do not recreate it
             self.refuse_lost()
             write_json(path, {**facts, "time": now()})
 
     def noted_failure(self) -> str | None:
-        """What `note_failure` recorded, with the rank that failed; None without one."""
+        """Returns what `note_failure` recorded, with the rank; None if there is no failure."""
         notes = (read_json(path) or {} for path in sorted(self.heartbeats.glob("rank-*.json")))
         return next(
             (f"rank {note['rank']}: {note['cause']}" for note in notes if note.get("section") == "failed"), None
         )
 
     def read_state(self) -> dict[str, Any] | None:
-        """What the state file says, unchecked; None when there is none."""
+        """Returns the content of the state file, without validation; None if there is none."""
         return read_json(self.state_file)
 
     def write_state(self, **changes: Any) -> dict[str, Any]:
-        """Replaces the given keys of the state file. Only the run's one writer may call this."""
+        """Replaces the given keys of the state file; only the run's single writer may call this."""
         fresh: dict[str, Any] = {
             "id": self.id, "state": "starting", "cause": None, "step": 0, "total_steps": None, "attempt": 0,
             "host": socket.gethostname(), "processes": [], "started_at": now(), "updated_at": now(),
@@ -322,14 +323,14 @@ class RunFolder:
         return state
 
     def end(self, ending: Ending, by_supervisor: bool) -> None:
-        """Writes how the run ended, on its rank 0.
+        """Writes how the run ended; called on rank 0.
 
-        A supervisor publishes it once no process lives and the GPUs are free: till then it is the key `ending`, and a
-        run that came to its end by itself is not said to be stopping.
+        With a supervisor, this only sets the key `ending`, which the supervisor publishes once all processes have ended
+        and the GPUs are free. Until then, the state becomes `stopping`, unless the run completed by itself.
 
         Args:
-            ending: its cause is written without secrets.
-            by_supervisor: whether the run was started by one; when that is dead, the end is published here.
+            ending: The outcome; secrets in its cause are redacted.
+            by_supervisor: Whether a supervisor started the run; if it has died, the ending is published here.
         """
         ending = replace(ending, cause=ending.cause and without_secrets(ending.cause))
         if not by_supervisor or not any(
@@ -342,34 +343,34 @@ class RunFolder:
             self.write_state(state="stopping", ending=ending.as_json())
 
     def processes(self) -> list[Process]:
-        """The processes that the state file names."""
+        """Returns the processes listed in the state file."""
         entries = (self.read_state() or {}).get("processes") or []
         return [Process(**entry) for entry in entries]
 
     def ask_stop(self, save: bool = True) -> None:
-        """Asks the ranks to stop at the next step; asking twice is the same.
+        """Requests that the ranks stop at the next step; idempotent.
 
         Args:
-            save: save a checkpoint there first; False also takes back a request that would save.
+            save: Whether to save a checkpoint first; False also overrides an earlier request that would save.
         """
         if save and self.stop_request.exists():
-            return  # an earlier request may be one without saving
+            return  # keep an earlier request, which may be one without saving
         self.refuse_lost()
         write_json(self.stop_request, {"save": save, "time": now()})
 
     def stop_asked(self) -> bool | None:
-        """None when no stop is asked for; else whether it saves first."""
+        """Returns whether a requested stop saves first; None if no stop is requested."""
         if not self.stop_request.exists():
             return None
         return (read_json(self.stop_request) or {}).get("save") is not False
 
     def forget_last_attempt(self) -> None:
-        """Removes what the ranks of the attempt before left word of."""
+        """Removes the heartbeats and notes of the previous attempt's ranks."""
         for old in (*self.heartbeats.glob("rank-*.json"), self.out_of_memory):
             old.unlink(missing_ok=True)
 
     def remove_unfinished(self) -> None:
-        """Removes the checkpoints that a killed attempt had begun; no process of the run may live."""
+        """Removes checkpoints left incomplete by a killed attempt; no process of the run may be alive."""
         for path in self.checkpoints.glob("step-*.tmp-*"):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -379,17 +380,17 @@ class RunFolder:
         write_json(self.skipped_steps, {"steps": steps})
 
     def read_skipped_steps(self) -> list[int]:
-        """What `write_skipped_steps` recorded; empty without a record."""
+        """Returns what `write_skipped_steps` recorded; empty if nothing was."""
         steps = (read_json(self.skipped_steps) or {}).get("steps")
         return [step for step in steps if isinstance(step, int)] if isinstance(steps, list) else []
 
     def ask_save(self) -> None:
-        """Asks the ranks to save at the next step and go on; asking twice before that is the same."""
+        """Requests that the ranks save at the next step and continue; idempotent until that step."""
         self.refuse_lost()
         write_json(self.save_request, {"time": now()})
 
     def take_save_request(self) -> bool:
-        """Whether a save was asked for since the last look. For rank 0 alone."""
+        """Returns whether a save was requested since the last call, and clears the request; for rank 0 only."""
         requested = self.save_request.exists() and not self.lost()
         if requested:
             self.save_request.unlink(missing_ok=True)
@@ -397,29 +398,29 @@ class RunFolder:
 
 
 def state_folder() -> Path:
-    """Tunesmith's folder in the user's state folder: locks, queue, and notes of runs outside their `runs_dir`."""
+    """Returns Tunesmith's folder in the user's state folder: locks, queue, and the registry of runs."""
     home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(home).expanduser().absolute() / "tunesmith"
 
 
 def registry() -> Path:
-    """Folder with one small file for each run outside its `runs_dir`."""
+    """Returns the folder with a small file for each registered run, such as runs outside `runs_dir`."""
     return state_folder() / "runs"
 
 
 def register_outside(run: RunFolder, runs_dir: str | Path) -> None:
-    """Notes a run folder that is not in `runs_dir`, so that lists find it; one inside needs no note."""
+    """Registers a run folder that is not in `runs_dir`, so that lists find it."""
     if run.path.resolve().parent != Path(runs_dir).expanduser().resolve():
         register(run)
 
 
 def register(run: RunFolder) -> None:
-    """Notes a run folder, so that lists find it wherever it is."""
+    """Registers a run folder, so that lists find it wherever it is."""
     try:
         registry().mkdir(parents=True, exist_ok=True)
         write_json(_note_of(run), {"run_dir": str(run.path.resolve())})
     except OSError:
-        return  # a run that lists do not find is better than no run
+        return  # better an unlisted run than no run
 
 
 def _note_of(run: RunFolder) -> Path:
@@ -427,14 +428,14 @@ def _note_of(run: RunFolder) -> Path:
 
 
 def unregister(run: RunFolder) -> bool:
-    """Takes back what `register_outside` noted; tells whether there was a note."""
+    """Unregisters a run folder; returns whether it was registered."""
     noted = _note_of(run).exists()
     _note_of(run).unlink(missing_ok=True)
     return noted
 
 
 def registered_runs() -> list[Path]:
-    """The noted run folders that are still there."""
+    """Returns the registered run folders that still exist."""
     entries = (read_json(path) or {} for path in sorted(registry().glob("*.json")))
     paths = [Path(str(entry["run_dir"])) for entry in entries if entry.get("run_dir")]
     return [path for path in paths if path.is_dir()]

@@ -9,21 +9,21 @@ from dataclasses import dataclass
 import pynvml
 
 _IDLE_SHARE, _IDLE_PERCENT = 0.1, 20
-"""What a driver, a display or a moment's work of no consequence may take of a GPU."""
-LEAST_CAPABILITY = (8, 9)  # of GPUs with float8 tensor cores: Ada and Hopper
+"""Memory fraction and utilization in percent up to which a GPU counts as idle: driver, display, brief activity."""
+LEAST_CAPABILITY = (8, 9)  # first with float8 tensor cores (Ada; Hopper is 9.0)
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU, as NVML numbers it.
+    """One GPU, as reported by NVML.
 
     Args:
-        index: the id that `nvidia-smi` and `--gpus` use.
-        uuid: name that stays when the machine is renumbered.
-        name: the maker's name.
-        memory: bytes.
-        used: bytes that processes of any kind have.
-        busy: percent of the last moments in which it computed.
+        index: Index, as in `nvidia-smi` and `--gpus`.
+        uuid: Identifier that stays the same if GPUs are renumbered.
+        name: Product name.
+        memory: Total memory in bytes.
+        used: Memory used by any process, in bytes.
+        busy: Recent utilization in percent.
     """
 
     index: int
@@ -35,17 +35,17 @@ class Gpu:
 
     @property
     def free(self) -> int:
-        """Bytes that nobody has."""
+        """Unused memory in bytes."""
         return max(0, self.memory - self.used)
 
     @property
     def in_use(self) -> bool:
-        """Whether somebody works on it: a tenth of its memory is taken, or it computes."""
+        """Whether it is busy: over a tenth of its memory is used, or over 20 percent of its time."""
         return self.used > _IDLE_SHARE * self.memory or self.busy > _IDLE_PERCENT
 
 
 def find_gpus() -> list[Gpu]:
-    """The GPUs that this process may use, in the order of an outer CUDA_VISIBLE_DEVICES; empty without any."""
+    """Returns the GPUs that this process may use, in the order of CUDA_VISIBLE_DEVICES if set; empty without any."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -64,18 +64,18 @@ def _describe(index: int) -> Gpu:
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
     try:
         busy = int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
-    except pynvml.NVMLError:  # a part of a GPU does not tell it
+    except pynvml.NVMLError:  # not reported for MIG instances
         busy = 0
     uuid, name = str(pynvml.nvmlDeviceGetUUID(handle)), str(pynvml.nvmlDeviceGetName(handle))
     return Gpu(index, uuid, name, int(memory.total), int(memory.used), busy)
 
 
 def visible(gpus: Sequence[Gpu], variable: str | None) -> list[Gpu]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves; like CUDA it reads the list up to its first bad entry.
+    """Returns the GPUs selected by CUDA_VISIBLE_DEVICES; like CUDA, stops at the first invalid entry.
 
     Args:
-        gpus: every GPU of the machine.
-        variable: the variable's value: indices or (the beginnings of) UUIDs; None when it is not set.
+        gpus: All GPUs of the machine.
+        variable: Value of the variable: indices, or UUIDs or prefixes of them; None if it is not set.
     """
     if variable is None:
         return list(gpus)
@@ -89,7 +89,10 @@ def visible(gpus: Sequence[Gpu], variable: str | None) -> list[Gpu]:
 
 
 def gpu_count() -> int:
-    """GPUs that NVML sees and CUDA_VISIBLE_DEVICES leaves, MIG instances too; 0 without a driver."""
+    """Returns the number of GPUs that NVML reports and CUDA_VISIBLE_DEVICES selects; 0 without a driver.
+
+    Counts entries for MIG instances too.
+    """
     try:
         pynvml.nvmlInit()
         total = int(pynvml.nvmlDeviceGetCount())
@@ -102,7 +105,7 @@ def gpu_count() -> int:
 
 
 def capability() -> tuple[int, int]:
-    """The least CUDA compute capability of the machine's GPUs; (0, 0) without any."""
+    """Returns the lowest CUDA compute capability of the machine's GPUs; (0, 0) without any."""
     try:
         pynvml.nvmlInit()
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]

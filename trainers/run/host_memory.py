@@ -1,4 +1,4 @@
-"""Main memory that this process may take, of the machine or of the container that it runs in. Imports no torch."""
+"""Host memory available to this process, given the limits of the machine and of its container. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import psutil
 
 
 def available(root: Path = Path("/")) -> int:
-    """Bytes that are free for this process: the least of what the machine and its control groups have.
+    """Returns the bytes available to this process: the minimum over the machine and its control groups.
 
     Args:
-        root: of the file system that holds `/proc` and `/sys`.
+        root: Root of the file system with `/proc` and `/sys`.
     """
-    # Files that the system keeps in memory count as free: it lets them go.
+    # The page cache counts as available, because the kernel can reclaim it.
     return max(0, min([psutil.virtual_memory().available, *(limit - used for limit, used in _groups(root))]))
 
 
 def total(root: Path = Path("/")) -> int:
-    """Bytes that this process could have with nothing else there."""
+    """Returns the bytes that this process could use if nothing else were running."""
     return min([psutil.virtual_memory().total, *(limit for limit, _ in _groups(root))])
 
 
 def _groups(root: Path) -> list[tuple[int, int]]:
-    """Limit and use of the groups that this process is in, and of those around them: version 1 and 2."""
+    """Returns limit and usage of this process's control groups (version 1 and 2) and of their ancestors, in bytes."""
     limits = []
     with contextlib.suppress(OSError, ValueError):
         for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
@@ -36,7 +36,7 @@ def _groups(root: Path) -> list[tuple[int, int]]:
             else:
                 continue
             inner = base / path.lstrip("/")
-            # In a container the group's own path may not be there: its root is then the group.
+            # In a container, the group's own path may not exist; the root of the hierarchy is the group then.
             for folder in (inner, *inner.parents):
                 if folder.is_relative_to(base) and (group := _group(folder, *names)) is not None:
                     limits.append(group)
@@ -47,7 +47,7 @@ _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_
 
 
 def _group(folder: Path, limit: str, usage: str, cached: str) -> tuple[int, int] | None:
-    """Limit and use of one group; None where it has none (`max`), or cannot be read."""
+    """Returns limit and usage of one group, in bytes; None if it has no limit (`max`), or cannot be read."""
     try:
         most, used = (int((folder / name).read_text(encoding="ascii")) for name in (limit, usage))
         lines = (folder / "memory.stat").read_text(encoding="ascii").splitlines()

@@ -1,4 +1,4 @@
-"""What an answer of the Hub means, or none, in one sentence. Imports no torch."""
+"""Explains errors of the Hub and of the network in one sentence. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from trainers.config.mistakes import Mistake
 
 
 def hub_mistake(name: str, revision: str | None, error: BaseException) -> Mistake | None:
-    """What keeps the base model from being read from the Hub.
+    """Explains why the base model cannot be read from the Hub.
 
     Args:
-        name: of the model on the Hub.
-        revision: of it; None for the newest.
-        error: of huggingface_hub, httpx or the system; libraries hide the Hub's behind others of their own.
+        name: Hub id of the model.
+        revision: Revision of the model; None for the newest.
+        error: The error raised, by huggingface_hub, httpx or the system, possibly wrapped in those of other libraries.
 
     Returns:
-        None for an error that is not the Hub's, nor the network's.
+        The mistake; None if neither the Hub nor the network caused the error.
     """
     from huggingface_hub import constants, errors
 
@@ -50,7 +50,7 @@ def hub_mistake(name: str, revision: str | None, error: BaseException) -> Mistak
 
 
 def _causes(error: BaseException | None) -> list[BaseException]:
-    """The first cause first, as later ones tell less."""
+    """Returns the chain of causes, root cause first, as it is the most specific."""
     chain: list[BaseException] = []
     while error is not None and error not in chain:
         chain.insert(0, error)

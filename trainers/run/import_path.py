@@ -1,4 +1,4 @@
-"""What a process imports: never a file of the working folder, where the user's data lies. Standard library only."""
+"""Keeps processes from importing files in the working folder, which holds the user's data. Standard library only."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Mapping
 
 
 def child_environment(outer: Mapping[str, str], root: str | None = None) -> dict[str, str]:
-    """An environment whose processes, and those that they start, import nothing from the folder they run in.
+    """Returns an environment in which processes and their descendants import nothing from the working folder.
 
-    A `yaml.py` or `queue.py` beside the data would otherwise take over the launcher and every rank. `-P` keeps the
-    folder out of one process and is not inherited; an empty or relative entry of PYTHONPATH brings it back.
+    Otherwise a `yaml.py` or `queue.py` next to the data would be imported by the launcher and every rank. `-P` is not
+    enough: it is not inherited, and empty or relative entries of PYTHONPATH override it.
 
     Args:
-        outer: environment to extend.
-        root: folder to import from before any other.
+        outer: Environment to extend.
+        root: Folder to import from before any other.
     """
     absolute = [path for path in outer.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(path)]
     paths = os.pathsep.join([*([root] if root else []), *absolute])
@@ -24,7 +24,10 @@ def child_environment(outer: Mapping[str, str], root: str | None = None) -> dict
 
 
 def leave_out_working_folder() -> None:
-    """Takes the working folder off this process's path, unless PYTHONPATH names it in full, and off its children's."""
+    """Removes the working folder from the import path of this process and its children.
+
+    It stays if PYTHONPATH contains its absolute path.
+    """
     environment, folder = child_environment(os.environ), os.getcwd()
     if folder not in environment.get("PYTHONPATH", "").split(os.pathsep):
         sys.path[1:] = [path for path in sys.path[1:] if path not in ("", folder)]

@@ -1,4 +1,4 @@
-"""Reads JSON from files that may be anything: pipes, gigabytes, brackets a hundred thousand deep. No torch."""
+"""Reads JSON from untrusted files: refuses pipes, gigabytes and excessive nesting. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 MAX_BYTES = 200_000_000
-"""A manifest of a very large model has a few MB; a tokenizer may have tens."""
+"""The manifest of a very large model takes a few MB, a tokenizer tens of MB."""
 
 
 def open_file(path: Path) -> BinaryIO:
-    """A regular file, open for reading bytes; a pipe would block its reader for ever.
+    """Opens a regular file for reading bytes.
 
     Raises:
-        OSError: for anything else.
+        OSError: If it is anything else, such as a pipe, which would block its reader forever.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -26,10 +26,10 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def parse_json(content: str | bytes) -> Any:
-    """`json.loads`, but for nesting that is too deep, which is one more ValueError.
+    """Like `json.loads`, but raises ValueError if the JSON is nested too deeply.
 
     Raises:
-        ValueError: when it is not JSON.
+        ValueError: If the content is not valid JSON.
     """
     try:
         return json.loads(content)
@@ -38,11 +38,15 @@ def parse_json(content: str | bytes) -> Any:
 
 
 def load_json(path: Path, most: int = MAX_BYTES) -> Any:
-    """The JSON value in a file.
+    """Reads the JSON value in a file.
+
+    Args:
+        path: The file.
+        most: Size limit in bytes.
 
     Raises:
-        OSError: when it is not a regular file, or cannot be read.
-        ValueError: when it is too large or no JSON.
+        OSError: If it is not a regular file, or cannot be read.
+        ValueError: If it is too large, or not valid JSON.
     """
     with open_file(path) as file:
         if os.fstat(file.fileno()).st_size > most:

@@ -1,4 +1,4 @@
-"""How a rank finds out what it is part of: its launcher, the strategy asked for, and the run folder. No torch."""
+"""How a rank determines its launcher, its strategy and its run folder. Imports no torch."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Launch:
     """What started this rank.
 
     Args:
-        launcher: the `accelerate launch` process.
-        strategy: what its command line and Accelerate file ask for.
-        parent: process id of this rank's parent.
-        supervised: whether Tunesmith's supervisor made the run folder and writes the first and last state.
+        launcher: The `accelerate launch` process.
+        parent: Process id of this rank's parent.
+        strategy: Strategy given by the launcher's command line and Accelerate file.
+        supervised: Whether Tunesmith's supervisor created the run folder and writes the first and last state.
     """
 
     launcher: Process
@@ -44,15 +44,15 @@ class Launch:
 
 
 def rank_of_environment() -> int:
-    """The global rank that the launcher gave this process."""
+    """Returns the global rank that the launcher assigned to this process."""
     return int(os.environ.get("RANK", "0"))
 
 
 def find_launch() -> Launch:
-    """The launcher above this process, as its own command line tells.
+    """Finds the launcher among the ancestors of this process, and parses its command line.
 
     Raises:
-        ConfigError: when there is none, or its strategy is not one.
+        ConfigError: If there is no launcher, or its strategy is invalid.
     """
     parent = os.getppid()
     end_with_launcher(True)
@@ -68,10 +68,10 @@ def find_launch() -> Launch:
 
 
 def check_one_root() -> None:
-    """Refuses to mix a clone with an installed copy: `app`, `trainers` and `ui` must come from one root.
+    """Refuses to mix a clone with an installed copy: `app`, `trainers` and `ui` must be imported from one root.
 
     Raises:
-        ConfigError: naming both roots.
+        ConfigError: If they are not; names both roots.
     """
     from importlib.util import find_spec
 
@@ -89,19 +89,19 @@ def check_one_root() -> None:
 
 
 def open_run(config: TrainConfig, launch: Launch) -> RunFolder:
-    """The folder of this run; every rank of it gets the same one without talking to the others.
+    """Opens the folder of this run; every rank derives the same one without communication.
 
     Raises:
-        ConfigError: when the folder holds another run and this one does not resume it.
+        ConfigError: If the folder contains another run, which this one does not resume.
     """
     if config.output_dir is None and os.environ.get("LOCAL_WORLD_SIZE", "1") != os.environ.get("WORLD_SIZE", "1"):
         raise ConfigError("a run on several machines needs --output_dir, a folder that all of them see")
     name = config.preset or config.model_name_or_path
     run_id = new_run_id(name, launch.launcher.started, launch.launcher.pid)
     run = RunFolder(config.output_dir or Path(config.runs_dir) / run_id)
-    # First whether it is used, then by whom: rank 0 may write its first state between the two looks.
+    # Read `used` before the processes: rank 0 may write its first state between the two.
     used = run.exists()
-    # On another machine than the first, whose ranks decide alone: they may have written their first state already.
+    # Ranks on other machines leave the check to the first machine, which may have written its first state already.
     other = os.environ.get("GROUP_RANK", "0") != "0"
     launchers = [process for process in run.processes() if process.role == "launcher"]
     our_launch = launch.supervised or other or launch.launcher in launchers
@@ -114,28 +114,28 @@ def open_run(config: TrainConfig, launch: Launch) -> RunFolder:
 
 
 def _resumes(config: TrainConfig, run: RunFolder) -> bool:
-    """Whether the config goes on with the run in this very folder."""
+    """Whether the config resumes the run in this folder."""
     source = config.resume_from_checkpoint
     return source == "auto" or (source is not None and Path(source).resolve().parent == run.checkpoints.resolve())
 
 
 def end_with_launcher(on: bool) -> None:
-    """Whether the system sends SIGTERM to this rank when its launcher dies (Linux, `man 2 prctl`).
+    """Sets whether the kernel sends SIGTERM to this rank when its launcher dies (Linux only, see `man 2 prctl`).
 
-    A rank that waits for the others at its start could not notice by itself.
+    A rank that waits for others at startup would not notice otherwise.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM if on else 0)  # 1: PR_SET_PDEATHSIG
 
 
 def hear_save_requests_later() -> None:
-    """SIGUSR1 asks to save; until there is something to save it is passed over, and would end the process."""
+    """Ignores SIGUSR1, which requests a save and by default ends the process, until there is something to save."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])  # the supervisor blocks it for its launcher
 
 
 def write_run_files(run: RunFolder, config: TrainConfig, strategy: Strategy) -> None:
-    """Writes config, strategy and command of a run that no supervisor prepared."""
+    """Writes config, strategy and command of a run without a supervisor."""
     write_atomic(run.config, dump_yaml(absolute_paths(config)))
     write_atomic(run.accelerate, strategy.dump())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -148,25 +148,25 @@ def write_run_files(run: RunFolder, config: TrainConfig, strategy: Strategy) -> 
 
 
 def asked_strategy(launch: Launch, config: TrainConfig) -> Strategy:
-    """The launcher's strategy, resolved with the config's precision."""
+    """Resolves the launcher's strategy with the precision and the pipeline options of the config."""
     strategy = launch.strategy
     return resolve(strategy, strategy.num_processes, config.mixed_precision, config.pp_size, config.pp_schedule)
 
 
 def wait_for_rank0(seconds: float = 30.0) -> None:
-    """Lets rank 0, which meets the same error, report it: waits until the launcher ends this rank."""
+    """Waits until the launcher ends this rank, so that rank 0, which hits the same error, reports it."""
     if rank_of_environment() > 0:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         signal.sigtimedwait([signal.SIGTERM], seconds)
 
 
 def exit_now(status: int) -> NoReturn:
-    """Ends this process, once all that is registered for its end has run.
+    """Runs the `atexit` handlers and ends this process.
 
-    Python's own way out takes thousands of modules apart first: one to four seconds in which the run is not over.
+    A regular exit first tears down thousands of modules, which takes one to four seconds.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        with contextlib.suppress(OSError):  # its reader is gone
             stream.flush()
     os._exit(status)

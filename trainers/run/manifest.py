@@ -1,4 +1,4 @@
-"""What is known of a checkpoint besides its tensors: `manifest.json`, and whether the files are as it says."""
+"""The manifest of a checkpoint (`manifest.json`): everything but the tensors, and checksums of the files."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ FORMAT = 1
 
 @dataclass
 class Progress:
-    """What a run knows besides tensors; it is saved and comes back with a checkpoint.
+    """The state of a run besides its tensors; saved in checkpoints and restored from them.
 
     Args:
-        step: optimizer steps done.
-        elapsed_s: seconds of training over all attempts.
-        tokens: real tokens trained on.
-        best_step, best_score, best_results: the best evaluation so far.
-        stale_evaluations: evaluations since the best one.
-        loss_scale: state of fp16's gradient scaler.
-        skipped_steps: steps (from 1) without an update: their numbers, or their batches, were bad.
-        recent_losses: those that the next one is held against.
+        step: Completed optimizer steps.
+        elapsed_s: Seconds of training over all attempts.
+        tokens: Tokens trained on, without padding.
+        best_step, best_score, best_results: The best evaluation so far.
+        stale_evaluations: Evaluations since the best one.
+        loss_scale: State of the fp16 gradient scaler.
+        skipped_steps: Steps (from 1) without an update, because of non-finite values or a loss spike.
+        recent_losses: Losses that the next one is compared with, to detect spikes.
     """
 
     step: int = 0
@@ -45,16 +45,17 @@ class Progress:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Progress:
-        """Reads what a manifest holds; in older ones `skipped_steps` is called `passed_over`."""
+        """Rebuilds the progress from a manifest; older ones call `skipped_steps` `passed_over`."""
         return cls(**{"skipped_steps" if name == "passed_over" else name: value for name, value in values.items()})
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a checkpoint comes from; kept in its manifest.
+    """Where a checkpoint comes from; saved in its manifest.
 
     Args:
-        base: digest of the frozen weights, which a checkpoint of adapters does not hold; empty without any.
+        base: Digest of the frozen base weights, which a checkpoint of adapters does not contain; empty if there are
+            none.
     """
 
     layout: str
@@ -65,13 +66,13 @@ class Origin:
 
 
 def sha256(path: Path) -> str:
-    """Hex digest of a file, read in pieces."""
+    """Returns the sha256 of a file in hex, without loading the file into memory."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:
-    """Makes a file's or folder's content survive a power cut."""
+    """Flushes a file or folder to disk, so that it survives a power failure."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -80,7 +81,7 @@ def sync(path: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes a checkpoint; of one that is a link, the link alone."""
+    """Removes a checkpoint; if it is a symlink, only the link."""
     with contextlib.suppress(OSError):
         if folder.is_symlink():
             folder.unlink()
@@ -88,23 +89,23 @@ def remove(folder: Path) -> None:
 
 
 def set_aside(folder: Path, why: str) -> Path:
-    """Renames a checkpoint so that nothing takes it for one; the next save removes it."""
+    """Renames a checkpoint to `<why>-<name>`, so that it is not used as one; the next save removes it."""
     aside = folder.with_name(f"{why}-{folder.name}")
     remove(aside)
     return folder.rename(aside)
 
 
 def seal(manifest: dict[str, Any]) -> str:
-    """Digest of a manifest without its own seal, so that a flipped bit in it is seen too."""
+    """Returns the digest of a manifest without its own seal, to detect corruption of the manifest itself."""
     body = {key: value for key, value in manifest.items() if key != "seal"}
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint.
+    """Reads the manifest of a checkpoint.
 
     Raises:
-        ValueError: when it is missing, damaged or of another format.
+        ValueError: If it is missing, damaged or of another format.
     """
     manifest = read_json(folder / "manifest.json")
     if manifest is None:
@@ -117,10 +118,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def verify(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint whose every file is as it was written.
+    """Reads the manifest of a checkpoint, and checks sizes and checksums of its files.
 
     Raises:
-        ValueError: naming the first file that is missing, of another size, or of another content.
+        ValueError: If the manifest is invalid, or a file is missing or has changed; names the first such file.
     """
     manifest = read_manifest(folder)
     match = re.fullmatch(r"step-(\d{8})(\.tmp-\w+)?", folder.name)

@@ -1,7 +1,7 @@
-"""Limits on what a tokenizer and a chat template may cost; they come with a model, from anybody. Imports no torch.
+"""Limits on time and memory of tokenizers and chat templates, which come with untrusted models. Imports no torch.
 
-Python raises MemoryError at a limit of memory; the tokenizers library, which is Rust, aborts the process, and nothing
-stops it within a call. So what it does happens in child processes, whose death is told in a sentence.
+At a memory limit, Python raises MemoryError, but the tokenizers library, written in Rust, aborts the process, and its
+calls cannot be interrupted. It therefore runs in child processes, whose death is reported in one sentence.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pathlib import Path
 
 RENDER_BYTES = 2 << 30
 TOKENIZER_BYTES = 4 << 30
-"""For a tokenizer to load, and for a few rows; the largest vocabularies load in a quarter of it."""
+"""For loading a tokenizer and encoding a few rows; the largest vocabularies load in a quarter of it."""
 LOAD_SECONDS = 120.0
 _BYTES_PER_BYTE = 400
-"""Of text: byte-level tokens of Chinese take 220."""
+"""Memory per byte of text; byte-level tokens of Chinese text take 220."""
 _SECONDS = 30.0
 _SECONDS_PER_BYTE = 5e-5
-"""Ten times what a byte-level tokenizer without a split into words takes."""
+"""Ten times what a byte-level tokenizer without pre-tokenization takes."""
 _SECONDS_PER_MESSAGE = 0.1
 OUT_OF_MEMORY = 75
 """Exit status of a child in which Python ran out of memory."""
@@ -31,9 +31,9 @@ OUT_OF_MEMORY = 75
 
 @contextmanager
 def memory_limit(size: int) -> Iterator[None]:
-    """Lets the process take so many bytes more within the block; beyond that Python raises `MemoryError`.
+    """Limits additional memory within the block to `size` bytes; beyond that, Python raises `MemoryError`.
 
-    On Linux alone: elsewhere the system keeps to no such limit.
+    Linux only: other systems do not enforce the limit.
     """
     if sys.platform != "linux":
         yield
@@ -51,7 +51,11 @@ def memory_limit(size: int) -> Iterator[None]:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Has the system end this process (SIGXCPU) when the block takes more processor time, in all its threads."""
+    """Has the kernel end this process (SIGXCPU) if the block takes more CPU time, summed over threads.
+
+    Args:
+        seconds: CPU time allowed for the block.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
     limit = math.ceil(time.process_time() + seconds) + 1
     ceiling = min((value for value in (soft, hard) if value != resource.RLIM_INFINITY), default=limit)
@@ -63,27 +67,27 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def encoding_bytes(size: int) -> int:
-    """Memory that a tokenizer may take for so many bytes of text."""
+    """Returns the bytes of memory that a tokenizer may use for `size` bytes of text."""
     return TOKENIZER_BYTES + _BYTES_PER_BYTE * size
 
 
 def encoding_seconds(size: int, messages: int = 0) -> float:
-    """Processor time that rendering and tokenising may take for so many bytes of text in so many messages."""
+    """Returns the CPU seconds that rendering and tokenizing `size` bytes of text in `messages` messages may take."""
     return _SECONDS + _SECONDS_PER_BYTE * size + _SECONDS_PER_MESSAGE * messages
 
 
 def expect_death() -> None:
-    """Has this process leave no core file when it ends at a limit."""
+    """Disables core dumps for this process, which may be ended at a limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
 
 
 def at_a_limit(status: int, errors: str) -> str | None:
-    """What a tokenizer or template took that ended its process at a limit; None when it died otherwise.
+    """Returns which limit of a tokenizer or template ended its process; None if it died otherwise.
 
     Args:
-        status: as `Popen.returncode` has it.
-        errors: what the process wrote to standard error.
+        status: Exit status, as in `Popen.returncode`.
+        errors: Standard error of the process.
     """
     if status == -signal.SIGXCPU:
         return "takes too much processor time"
@@ -93,7 +97,7 @@ def at_a_limit(status: int, errors: str) -> str | None:
 
 
 def why_it_died(status: int, errors: str) -> str:
-    """What a tokenizer or template did that ended its process; arguments as of `at_a_limit`."""
+    """Returns why the process of a tokenizer or template died; arguments as for `at_a_limit`."""
     if excess := at_a_limit(status, errors):
         return excess
     if status == -signal.SIGKILL:

@@ -1,7 +1,7 @@
-"""The record of what a run wrote into its folder: exports replace, and `runs delete` removes, nothing else. No torch.
+"""Records which files a run wrote into its folder, so that exports and `runs delete` touch no others. Imports no torch.
 
-A run begins in a new or an empty folder, so that the fixed names in it are the run's from the moment that the record is
-there; exports, whose files vary, are entered file by file before they appear.
+A run starts in a new or empty folder, so once the record exists, all files with fixed names belong to the run. The
+files of exports vary, and each is recorded before it is written.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trainers.config.mistakes import ConfigError
 
 RECORD = ".written.jsonl"
 CHAT_TEMPLATE = "chat_template.json"
-"""The chat template that the run trains with, and the digest of the model's own."""
+"""Holds the chat template that the run trains with, and the digest of the model's own."""
 FILES = frozenset({
     "config.yaml", "accelerate.yaml", "command.txt", "state.json", "metrics.jsonl", "log.txt", "stop", "save",
     "passed_over.json", CHAT_TEMPLATE, ".lock", RECORD,
@@ -33,31 +33,31 @@ _CHECKPOINT = re.compile(r"(bad-|later-)?step-\d{8}")
 _UNFINISHED = re.compile(r"step-\d{8}\.tmp-\w+")
 _CHECKPOINT_FILE = re.compile(r"rank-\d{5}\.safetensors|manifest\.json")
 _HALF_WRITTEN = re.compile(r"\.(.+)\.\d+\.[0-9a-f]{8}")
-"""What a writer leaves behind that is killed before it can rename its file: `.NAME.PID.RANDOM`."""
+"""Temporary files of writers that were killed before renaming them: `.NAME.PID.RANDOM`."""
 
 
 class RunRecord:
-    """What belongs to the run in a folder.
+    """The record of the files that belong to a run.
 
     Args:
-        folder: the run folder; need not exist yet.
+        folder: The run folder; need not exist yet.
     """
 
     def __init__(self, folder: Path):
         self.folder, self.path = folder, folder / RECORD
 
     def exists(self) -> bool:
-        """Whether a run began in this folder."""
+        """Whether a run was started in this folder."""
         return self.path.is_file()
 
     def begin(self) -> None:
-        """Marks the folder, which must be empty, as a run's; doing so twice is the same."""
+        """Marks the folder, which must be empty, as a run folder; idempotent."""
         with contextlib.suppress(FileExistsError):
             os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
 
     def enter(self, names: Iterable[str]) -> None:
-        """Enters paths relative to the folder, before they are written; one that ends in `/` is a whole folder."""
-        lines = "\n" + "".join(json.dumps(name) + "\n" for name in names)  # a line before it may be cut short
+        """Records paths relative to the folder, before they are written; a trailing `/` stands for a whole folder."""
+        lines = "\n" + "".join(json.dumps(name) + "\n" for name in names)  # the previous line may be incomplete
         handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             os.write(handle, lines.encode())
@@ -66,7 +66,7 @@ class RunRecord:
             os.close(handle)
 
     def entries(self) -> set[str]:
-        """What was entered; a line cut short by a crash is left out, as nothing was written for it."""
+        """Returns the recorded paths; skips lines truncated by a crash, for which nothing was written."""
         if not self.path.is_file() or self.path.stat().st_size > MAX_BYTES:
             return set()
         names = []
@@ -76,7 +76,7 @@ class RunRecord:
         return {name for name in names if isinstance(name, str)}
 
     def foreign(self, name: str) -> str | None:
-        """The first path at or below `name` that this run did not write; None when there is none."""
+        """Returns the first path at or below `name` that this run did not write; None if there is none."""
         top, entries = self.folder / name, self.entries()
         if not os.path.lexists(top):
             return None
@@ -86,7 +86,7 @@ class RunRecord:
         return next((str(path) for path in sorted(files) if not _is_entered(path, entries)), None)
 
     def temporary(self, name: str) -> Path:
-        """A new empty folder beside `name`, entered as the run's; what an earlier export left of one is removed."""
+        """Creates and records an empty folder next to `name`; removes those left by earlier exports."""
         for entry in self.entries():
             if entry.startswith(f".{name}.") and entry.count("/") == 1 and entry.endswith("/"):
                 shutil.rmtree(self.folder / entry, ignore_errors=True)
@@ -99,12 +99,13 @@ class RunRecord:
         return folder
 
     def publish(self, temporary: Path, name: str) -> None:
-        """Renames a folder to `name`, in place of what the run wrote there before.
+        """Renames a folder to `name`, replacing what the run wrote there before.
 
         Raises:
-            ConfigError: when something there was not written by this run.
+            ConfigError: If anything there was not written by this run.
         """
         self.refuse_foreign(name)
+        # Record the files first: after a crash in between, they still count as the run's own.
         target = self.folder / name
         files = (Path(base, file).relative_to(temporary) for base, file in _files_below(temporary))
         self.enter(f"{name}/{file}" for file in files)
@@ -117,17 +118,17 @@ class RunRecord:
         shutil.rmtree(old, ignore_errors=True)
 
     def refuse_foreign(self, name: str) -> None:
-        """Raises ConfigError when something at or below `name` was not written by this run."""
+        """Raises `ConfigError` if anything at or below `name` was not written by this run."""
         if (path := self.foreign(name)) is not None:
             raise ConfigError(
                 f"{self.folder / path} was not written by this run, which exports to {name}; move it to another folder"
             )
 
     def remove_all(self) -> None:
-        """Removes what the run wrote, the state file first and this record last; folders go when nothing else is left.
+        """Removes what the run wrote, the state file first and this record last; keeps folders that are not empty then.
 
         Raises:
-            OSError: for what cannot be removed.
+            OSError: If something cannot be removed.
         """
         entries = self.entries()
         (self.folder / "state.json").unlink(missing_ok=True)
@@ -138,7 +139,7 @@ class RunRecord:
         for base, _, _ in os.walk(self.folder, topdown=False):
             relative = Path(base).relative_to(self.folder)
             if relative.parts and _is_own_folder(relative, entries):
-                with contextlib.suppress(OSError):  # it holds something of the user's
+                with contextlib.suppress(OSError):  # it contains files of the user
                     os.rmdir(base)
         self.path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
@@ -146,7 +147,7 @@ class RunRecord:
 
 
 def not_regular(folder: Path) -> str | None:
-    """The first of the fixed names that is a pipe, a device or the like, on which every reader would hang."""
+    """Returns the first fixed name that is a pipe, device or the like, on which readers would hang; None if none is."""
     for name in (*sorted(FILES), *FOLDERS):
         with contextlib.suppress(OSError):
             mode = os.stat(folder / name).st_mode
@@ -156,7 +157,7 @@ def not_regular(folder: Path) -> str | None:
 
 
 def _files_below(folder: Path) -> list[tuple[str, str]]:
-    """Folder and name of everything below that is not a folder; a link to a folder is one of them, and not followed."""
+    """Returns parent and name of everything below that is not a folder; links to folders are included, not followed."""
     paths = []
     for base, folders, files in os.walk(folder):
         links = [name for name in folders if os.path.islink(os.path.join(base, name))]
@@ -165,7 +166,7 @@ def _files_below(folder: Path) -> list[tuple[str, str]]:
 
 
 def _is_fixed(path: PurePath) -> bool:
-    """Whether a file is one that every run may write, or what is left of one that was being written."""
+    """Whether a file is one that every run may write, or the temporary file of one."""
     top, name = path.parts[0], path.name
     half = _HALF_WRITTEN.fullmatch(name)
     original = half[1] if half else name

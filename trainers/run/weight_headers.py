@@ -1,4 +1,4 @@
-"""Names, dtypes and shapes of weights, from the headers of safetensors files here or on the Hub. Imports no torch."""
+"""Reads names, dtypes and shapes of weights from headers of safetensors files, local or on the Hub. No torch."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ from trainers.embedded import BASE_DIR
 from trainers.run.json_file import MAX_BYTES, load_json, open_file, parse_json
 
 Headers = dict[str, tuple[str, list[int]]]
-"""Name to dtype, as safetensors writes it, and shape."""
+"""Maps each name to its dtype (as named by safetensors) and its shape."""
 ADAPTER_AS_MODEL = "holds an adapter, not a full model; merge it, use its base model, or resume the run that trained it"
-"""The problem with such a folder, as a part of a Mistake."""
+"""`Mistake.problem` of an adapter folder given as the base model."""
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """The entries of a safetensors file by name, `dtype`, `shape` and `data_offsets`: a length, then JSON, then bytes.
+    """Reads the header of a safetensors file, which consists of the header's length, JSON, and the tensor data.
+
+    Returns:
+        `dtype`, `shape` and `data_offsets` by tensor name.
 
     Raises:
-        OSError: when it cannot be read.
-        ValueError: when it is damaged, cut short or too long.
+        OSError: If the file cannot be read.
+        ValueError: If the file is damaged or truncated, or its header is too long.
     """
     with open_file(path) as file:
         size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
@@ -34,6 +37,7 @@ def read_header(path: Path) -> dict[str, Any]:
         header = parse_json(file.read(length))
     try:
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        # The tensor data must fill the file exactly: a truncated download has a valid header, but too few bytes.
         ends = [entry["data_offsets"] for entry in entries.values()]
         valid = all(0 <= start <= end for start, end in ends) and max(end for _, end in ends) + 8 + length == size
         valid = valid and all(isinstance(entry["dtype"], str) and math.prod(entry["shape"]) >= 0
@@ -46,10 +50,10 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def read_headers(folder: Path) -> Headers:
-    """Names, dtypes and shapes in the weight files of a folder that transformers would read, their headers whole.
+    """Reads names, dtypes and shapes from the weight files in a folder that transformers would load.
 
     Raises:
-        ConfigError: when a file is missing or damaged.
+        ConfigError: If a file is missing or damaged.
     """
     try:
         entries = [entry for path in _files(folder) for entry in read_header(path).items()]
@@ -64,7 +68,7 @@ def read_headers(folder: Path) -> Headers:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The weight files that transformers would read; those that an index names need not be there."""
+    """Returns the weight files that transformers would load; those listed in an index may be missing."""
     index, single = folder / _INDEX, folder / _SINGLE
     if single.is_file():
         return [single]
@@ -74,12 +78,12 @@ def _files(folder: Path) -> list[Path]:
 
 
 def base_folder(config: TrainConfig) -> Path:
-    """Where the base model lies when it is a folder; need not exist."""
+    """Returns the path of the base model if it is a folder; need not exist."""
     return BASE_DIR if config.model_name_or_path == EMBEDDED else Path(config.model_name_or_path).expanduser()
 
 
 def cached_folder(config: TrainConfig) -> Path | None:
-    """The folder of a Hub model whose config and weights were downloaded before, all of them; None otherwise."""
+    """Returns the cache folder of a Hub model if its config and all its weights are downloaded; None otherwise."""
     from huggingface_hub import try_to_load_from_cache
 
     name, revision = config.model_name_or_path, config.model_revision
@@ -87,16 +91,16 @@ def cached_folder(config: TrainConfig) -> Path | None:
         cached = try_to_load_from_cache(name, "config.json", revision=revision)
         folder = Path(cached).parent if isinstance(cached, str) else None
         files = _files(folder) if folder is not None else []
-    except _DAMAGE:  # a name that the Hub does not allow, or an index that is not whole
+    except _DAMAGE:  # a name that the Hub does not allow, or a damaged index
         return None
     return folder if files and all(path.is_file() for path in files) else None
 
 
 def hub_headers(config: TrainConfig) -> Headers | None:
-    """Headers of weight files on the Hub, of which nothing else is fetched; None where the Hub does not answer.
+    """Fetches only the headers of weight files on the Hub; None if the Hub is unreachable.
 
     Raises:
-        ConfigError: when a file is damaged, or one that the index names is not there.
+        ConfigError: If a file is damaged, or one listed in the index is missing.
     """
     from huggingface_hub import HfApi, errors
 
@@ -104,7 +108,7 @@ def hub_headers(config: TrainConfig) -> Headers | None:
     try:
         files = HfApi().get_safetensors_metadata(name, revision=config.model_revision)
     except (errors.SafetensorsParsingError, errors.EntryNotFoundError, ValueError, TypeError, AttributeError) as error:
-        if isinstance(error, errors.LocalEntryNotFoundError):  # the index was not fetched
+        if isinstance(error, errors.LocalEntryNotFoundError):  # the index could not be fetched
             return None
         problem = str(error).strip().partition("\n")[0][:200]
         if isinstance(error, errors.RemoteEntryNotFoundError):
@@ -113,7 +117,7 @@ def hub_headers(config: TrainConfig) -> Headers | None:
             f"model_name_or_path={name}: its weight files on the Hub are not whole ({problem}); use another "
             "revision or model"
         ) from None
-    except Exception:  # no network shows itself in the exceptions of several libraries; the start reads the files
+    except Exception:  # without a network, several libraries raise different errors; the run checks the files later
         return None
     return {
         name: (tensor.dtype, list(tensor.shape))

@@ -1,1 +1,1 @@
-"""Accelerate files, and the mesh that they make of the ranks. Imports no torch."""
+"""Parsing and validation of Accelerate files, and the device mesh that they define. Imports no torch."""

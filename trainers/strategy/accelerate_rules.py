@@ -1,6 +1,6 @@
-"""What an Accelerate config as a whole has wrong: keys that contradict, miss or silently undo each other. No torch.
+"""Checks an Accelerate config for keys that are missing, contradict or silently override each other. Imports no torch.
 
-What single keys may hold is in `trainers/strategy/accelerate_schema.py`, what a DeepSpeed JSON may hold in
+The values allowed for each key are defined in `trainers/strategy/accelerate_schema.py`, and for a DeepSpeed JSON in
 `trainers/strategy/deepspeed_schema.py`.
 """
 
@@ -26,20 +26,20 @@ from trainers.strategy.schema import parse, shortened
 TYPES = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
 MESH_TYPES = ("FSDP", "MULTI_GPU", "DEEPSPEED")
 _TYPES_OF = {"fsdp_config": ("FSDP",), "deepspeed_config": ("DEEPSPEED",), "parallelism_config": MESH_TYPES}
-SCALED_TYPES = ("NO", "MULTI_GPU")  # the ones under which the training script scales the loss for fp16
+SCALED_TYPES = ("NO", "MULTI_GPU")  # types under which the training script scales the loss for fp16
 FP16_UNSCALED = Mistake(
     "mixed_precision", "fp16", "needs loss scaling, which is only done under single and ddp", "use bf16"
 )
 
 
 def check(values: dict[str, Any], pp_size: int = 1) -> list[Mistake]:
-    """Every mistake in an Accelerate config; those of single keys hide those of the whole.
+    """Returns every mistake in an Accelerate config; combinations are only checked once each key is valid.
 
-    Reads the DeepSpeed JSON that the config names.
+    Also reads and checks the DeepSpeed JSON that the config names.
 
     Args:
-        values: as they were read.
-        pp_size: pipeline stages, for which Accelerate has no key.
+        values: The parsed YAML.
+        pp_size: Pipeline stages, for which Accelerate has no key.
     """
     try:
         config = parse(AccelerateConfig, values)
@@ -57,7 +57,7 @@ def check(values: dict[str, Any], pp_size: int = 1) -> list[Mistake]:
 
 
 def mesh_sizes(values: dict[str, Any]) -> dict[str, int]:
-    """Sizes of the device mesh by axis, but for pp, as written; empty when the config has none."""
+    """Returns the sizes of the device mesh by axis, as written and without pp; empty if the config has none."""
     written = values.get("parallelism_config") or {}
     return {axis: int(written[key]) for axis in AXES if (key := size_option(axis)) in written}
 
@@ -153,7 +153,7 @@ ONLY_FSDP1 = {
     "fsdp_backward_prefetch": "remove the line",
     "fsdp_forward_prefetch": "remove the line",
 }
-"""Keys that version 2 ignores in silence, and the way out."""
+"""Keys that FSDP version 2 silently ignores, and how to fix them."""
 
 
 def _fsdp2_mistakes(fsdp: FsdpConfig) -> Iterator[Mistake]:
@@ -161,7 +161,7 @@ def _fsdp2_mistakes(fsdp: FsdpConfig) -> Iterator[Mistake]:
         if getattr(fsdp, key) is not None:
             yield Mistake(f"fsdp_config.{key}", None, "is ignored under fsdp_version=2", remedy)
     reshard = fsdp.fsdp_reshard_after_forward
-    if isinstance(reshard, str):  # Accelerate stops at the words of version 1
+    if isinstance(reshard, str):  # Accelerate rejects the values of version 1
         flags = {"FULL_SHARD": "write true", "SHARD_GRAD_OP": "write false"}
         remedy = flags.get(reshard, "write true or false, or use hsdp")
         yield Mistake("fsdp_config.fsdp_reshard_after_forward", reshard, "is a word of fsdp_version=1", remedy)
@@ -169,7 +169,7 @@ def _fsdp2_mistakes(fsdp: FsdpConfig) -> Iterator[Mistake]:
 
 def _fsdp1_mistakes(config: AccelerateConfig, fsdp: FsdpConfig) -> Iterator[Mistake]:
     sharding, reshard = fsdp.fsdp_sharding_strategy or "FULL_SHARD", fsdp.fsdp_reshard_after_forward
-    # Version 1 never reads the key, as the launcher always sets a sharding strategy; the same word is harmless.
+    # Version 1 never reads this key, as the launcher always sets a sharding strategy; the same value is harmless.
     if reshard is not None and reshard != sharding:
         word = reshard if isinstance(reshard, str) else None
         remedy = f"write fsdp_sharding_strategy: {word or 'FULL_SHARD (true) or SHARD_GRAD_OP (false)'}"
@@ -193,6 +193,7 @@ def _mesh_mistakes(config: AccelerateConfig, written: dict[str, int], pp_size: i
     kind, fsdp = str(config.distributed_type), config.fsdp_config or FsdpConfig()
     if (not written and pp_size == 1) or config.num_processes is None:
         return
+    # Without `parallelism_config`, the data axis of the type takes all processes of a stage.
     stages = {"pp": pp_size} if pp_size > 1 else {}
     try:
         sizes = fitted(stages | (written or {data_axis(kind): -1}), config.num_processes)
@@ -200,6 +201,7 @@ def _mesh_mistakes(config: AccelerateConfig, written: dict[str, int], pp_size: i
         yield from error.mistakes
         return
     yield from combination_mistakes(kind, sizes)
+    # Accelerate's own settings for cp and sp have no effect, because the training script splits the rows.
     for axis in ("cp", "sp"):
         keys = config.parallelism_config.model_fields_set if config.parallelism_config else ()
         for key in sorted(keys):
@@ -258,12 +260,12 @@ def _deepspeed_mistakes(config: AccelerateConfig) -> Iterator[Mistake]:
         yield from _zero_plus_plus_mistakes(config, zero)
         stage = zero.stage
     option = "deepspeed_config.zero3_init_flag"
-    if stage == 3 and section.zero3_init_flag:  # Accelerate puts it off by itself under the other stages
+    if stage == 3 and section.zero3_init_flag:  # Accelerate itself turns it off under the other stages
         problem = "is refused: weights come from one place and never from sharded init"
         remedy = "write false, and for a model larger than memory use fsdp2 with fsdp_cpu_ram_efficient_loading"
         yield Mistake(option, True, problem, remedy)
     if stage == 3 and section.zero3_init_flag is None:
-        # Without the key DeepSpeedPlugin takes true under stage 3, and each rank would build its share by itself.
+        # Without the key, DeepSpeedPlugin defaults to true under stage 3, and each rank would initialize its own shard.
         yield Mistake(option, None, "is missing, and Accelerate would take true", "write false")
 
 

@@ -1,6 +1,6 @@
-"""What may stand in an Accelerate YAML, as pydantic models. No torch.
+"""Pydantic models of an Accelerate YAML. Imports no torch.
 
-`tests/unit/strategy/test_accelerate_files.py` compares the keys with those of the Accelerate that is installed.
+`tests/unit/strategy/test_accelerate_files.py` compares the keys with those of the installed Accelerate.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _is_port(value: int | str) -> bool:
 
 
 class DynamoConfig(Section):
-    """`dynamo_config`. Under the backend NO, which is also the default, nobody acts on the other keys."""
+    """`dynamo_config`; with the backend NO, which is also the default, the other keys have no effect."""
 
     dynamo_backend: Literal["NO", "no"] | None = key(_NO_DYNAMO)
     dynamo_mode: str | None = key(Ignored(_NO_COMPILE.reason, lambda value: value != "default"))
@@ -61,7 +61,7 @@ class FsdpConfig(Section):
     fsdp_auto_wrap_policy: Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"] | None = None
     fsdp_transformer_layer_cls_to_wrap: str | None = None
     fsdp_min_num_params: Annotated[int, Field(ge=1)] | None = None
-    # A flag under version 2. Under 1 `accelerate config` writes the sharding strategy here, where nobody reads it.
+    # A flag under version 2. Under version 1, `accelerate config` writes the sharding strategy here, which is not read.
     fsdp_reshard_after_forward: bool | Sharding | None = None
     fsdp_sharding_strategy: Sharding | None = None
     fsdp_backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"] | None = None
@@ -70,8 +70,8 @@ class FsdpConfig(Section):
     fsdp_use_orig_params: bool | None = None
     fsdp_sync_module_states: bool | None = None
     fsdp_cpu_ram_efficient_loading: bool | None = None
-    # Accelerate's own checkpoints resume FSDP1 wrongly, so that nothing here writes or reads one, and neither type does
-    # anything: ours are always sharded, exports always full. `accelerate config` writes one of these by default.
+    # Has no effect: Tunesmith's checkpoints are always sharded and its exports full, as Accelerate's own checkpoints
+    # resume FSDP1 incorrectly. `accelerate config` writes one of these two values by default.
     fsdp_state_dict_type: Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT"] | None = key(
         Refused("checkpoints are Tunesmith's own and exports are full", "remove the line"),
         Ignored("checkpoints are Tunesmith's own, always sharded, and exports are full; remove the line"),
@@ -119,7 +119,7 @@ class DeepSpeedConfig(Section):
 
     @classmethod
     def explain_unknown(cls, name: str) -> tuple[str, str]:
-        """A key of the JSON may have been written into the YAML."""
+        """Also recognizes keys of a DeepSpeed JSON."""
         if name in DeepSpeedJson.model_fields:
             return (
                 "is a key of a DeepSpeed JSON, and Accelerate ignores it here",
@@ -128,7 +128,7 @@ class DeepSpeedConfig(Section):
         return super().explain_unknown(name)
 
 
-# Accelerate refuses these beside `deepspeed_config_file`: DeepSpeedPlugin._deepspeed_config_checks.
+# Accelerate refuses these together with `deepspeed_config_file`; see DeepSpeedPlugin._deepspeed_config_checks.
 NOT_BESIDE_FILE = (
     "gradient_accumulation_steps",
     "gradient_clipping",
@@ -164,7 +164,7 @@ SECTIONS = ("fsdp_config", "deepspeed_config", "parallelism_config")
 
 
 class AccelerateConfig(Section):
-    """The file: `ClusterConfig` of Accelerate 1.15."""
+    """The whole file; corresponds to `ClusterConfig` of Accelerate 1.15."""
 
     compute_environment: Literal["LOCAL_MACHINE"] | None = None
     distributed_type: str | None = None
@@ -212,7 +212,7 @@ class AccelerateConfig(Section):
 
     @classmethod
     def explain_unknown(cls, name: str) -> tuple[str, str]:
-        """A flag of the launcher may have been written into the YAML."""
+        """Also recognizes flags of `accelerate launch`."""
         if name in LAUNCHER_FLAGS:
             return "is a flag of `accelerate launch` and no key of its YAML", f"pass --{name}"
         return super().explain_unknown(name)

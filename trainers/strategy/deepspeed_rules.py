@@ -1,6 +1,6 @@
-"""Reads a DeepSpeed JSON strictly, and checks its keys against each other. No torch.
+"""Parses a DeepSpeed JSON strictly, and checks combinations of keys. Imports no torch.
 
-What single keys may hold is in `trainers/strategy/deepspeed_schema.py`.
+The values allowed for each key are defined in `trainers/strategy/deepspeed_schema.py`.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_json(name: str) -> dict[str, Any]:
-    """The object in a DeepSpeed JSON.
+    """Reads the object in a DeepSpeed JSON.
 
     Args:
-        name: its path; a relative one counts from the current folder, as in Accelerate.
+        name: Path of the file; relative to the current folder, as in Accelerate.
 
     Raises:
-        ConfigError: unreadable, too large, not an object, with a duplicate key, NaN or an infinite number.
+        ConfigError: If the file is unreadable, too large, not an object, or has a duplicate key, NaN or infinity.
     """
     path = Path(os.path.expanduser(name))
     where = f"deepspeed_config_file={shortened(name)}"
@@ -61,7 +61,7 @@ def read_json(name: str) -> dict[str, Any]:
             raise ConfigError(f"{where} is larger than {MAX_JSON_BYTES} bytes; a DeepSpeed JSON is a short file")
         text = path.read_text(encoding="utf-8")
         loaded = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_refuse_constant)
-    except ConfigError:  # a ValueError too
+    except ConfigError:  # a subclass of ValueError
         raise
     except OSError as error:
         reason = error.strerror or error
@@ -74,10 +74,10 @@ def read_json(name: str) -> dict[str, Any]:
 
 
 def output_paths(content: dict[str, Any]) -> dict[str, str]:
-    """Every path that DeepSpeed would write to, by its dotted key.
+    """Returns every path that DeepSpeed would write to, by dotted key.
 
     Args:
-        content: of a JSON that may not have been checked.
+        content: Content of a JSON, which need not have been validated.
     """
     paths = {}
     for key in OUTPUT_PATHS:
@@ -90,12 +90,12 @@ def output_paths(content: dict[str, Any]) -> dict[str, str]:
 
 
 def parse_json(content: dict[str, Any]) -> DeepSpeedJson:
-    """The content of a DeepSpeed JSON, checked.
+    """Validates the content of a DeepSpeed JSON.
 
     Raises:
-        ConfigError: with every mistake in it; those of single keys hide those across keys.
+        ConfigError: Lists every mistake; combinations of keys are only checked once each key is valid.
     """
-    # At the top DeepSpeed reads only what it knows, so that a comment does nothing; its sections stop at one.
+    # DeepSpeed ignores unknown top-level keys, so a `_comment` is harmless there; within a section it is an error.
     settings = parse(
         DeepSpeedJson, {name: value for name, value in content.items() if not name.startswith("_")}, source=SOURCE
     )
@@ -105,10 +105,10 @@ def parse_json(content: dict[str, Any]) -> DeepSpeedJson:
 
 
 def drop_without_effect(settings: dict[str, Any]) -> None:
-    """Takes out, in place, what is accepted because it asks for nothing: DeepSpeed stops at some of it all the same.
+    """Removes, in place, keys that were accepted because they have no effect, as DeepSpeed rejects some of them anyway.
 
     Args:
-        settings: the content of a DeepSpeed JSON that has passed the check, before DeepSpeed gets it.
+        settings: Validated content of a DeepSpeed JSON, before it is passed to DeepSpeed.
     """
     for name in [name for name, value in settings.items() if value is None or name in WITHOUT_EFFECT]:
         del settings[name]
@@ -167,7 +167,7 @@ def _optimizer_mistakes(optimizer: Optimizer | None) -> list[Mistake]:
         parse(OPTIMIZERS[kind], params, "optimizer.params")
     except ConfigError as error:
         return error.mistakes
-    # The loop sets lr and the groups of weights bring weight_decay, so that only these two could slip away unseen.
+    # The training loop sets lr, and the parameter groups set weight_decay; only these two would silently differ.
     problem = "is missing, and DeepSpeed would take a default of its own"
     return [
         Mistake(f"optimizer.params.{key}", None, problem, 'write "auto"')
@@ -177,10 +177,10 @@ def _optimizer_mistakes(optimizer: Optimizer | None) -> list[Mistake]:
 
 
 def leaves_parity(content: dict[str, Any]) -> list[str]:
-    """The choices of a DeepSpeed JSON that leave the promise that the strategy never changes the model.
+    """Returns the choices in a DeepSpeed JSON that void the promise that the strategy never changes the model.
 
     Args:
-        content: of a JSON that has passed the check; empty without one.
+        content: Validated content of a JSON; empty if there is none.
     """
     settings = parse_json(content) if content else DeepSpeedJson()
     zero, optimizer = settings.zero_optimization or ZeroOptimization(), settings.optimizer

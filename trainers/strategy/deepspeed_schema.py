@@ -1,7 +1,7 @@
-"""What may stand in a DeepSpeed JSON, as pydantic models: what would leave the training script's rules is refused.
+"""Pydantic models of a DeepSpeed JSON; values that would change what the training script computes are refused.
 
-The keys are listed here and not asked of DeepSpeed, whose import takes seconds and which need not be installed;
-`tests/unit/strategy/test_deepspeed_schema.py` compares them with DeepSpeed's models. No torch.
+The keys are listed here because importing DeepSpeed takes seconds, and it need not be installed;
+`tests/unit/strategy/test_deepspeed_schema.py` compares them with DeepSpeed's own models. Imports no torch.
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ def _renamed(name: str) -> Refused:
 
 
 class JsonSection(Section):
-    """A mapping in the JSON."""
+    """Model of a mapping in the JSON."""
 
     owner: ClassVar[str] = "DeepSpeed"
 
     @classmethod
     def explain_unknown(cls, name: str) -> tuple[str, str]:
-        """DeepSpeed stops at a comment."""
+        """Also recognizes `_comment` keys, which DeepSpeed rejects within a section."""
         return (": JSON has no comments", "remove it") if name.startswith("_") else super().explain_unknown(name)
 
 
-# What the config decides, so that the JSON may only say "auto"; a number here would be passed over, or overrule it.
+# Set by the config, so the JSON may only say "auto"; a number here would be ignored, or override the config.
 _LEARNING_RATE = Refused("learning_rate of the config decides", 'write "auto"')
 _WEIGHT_DECAY = Refused("weight_decay of the config decides", 'write "auto"')
 
 
 class AdamParams(JsonSection):
-    """`optimizer.params` of Adam and AdamW: what their constructors take on a GPU and on a CPU alike."""
+    """`optimizer.params` of Adam and AdamW: arguments that the GPU and the CPU implementation both accept."""
 
     lr: Auto | None = key(_LEARNING_RATE)
     betas: Auto | None = key(Refused("adam_beta1 and adam_beta2 of the config decide", 'write "auto"'))
@@ -86,9 +86,9 @@ class LionParams(JsonSection):
 
 # DeepSpeed 0.19, DEEPSPEED_OPTIMIZERS.
 OPTIMIZERS: dict[str, type[JsonSection]] = {"adam": AdamParams, "adamw": AdamParams, "lion": LionParams}
-AS_CONFIGURED = ("adam", "adamw")  # what they compute is the config's AdamW, up to rounding
-# Our checkpoints were never run with the state of these. LAMB's trust ratio would be that of a flat partition too.
-# The mu-parametrised ones are no names here at all: they need a package of their own.
+AS_CONFIGURED = ("adam", "adamw")  # these compute the config's AdamW, up to rounding
+# Checkpoints are untested with the state of these; LAMB would also compute its trust ratio on a flat partition.
+# The mu-parametrized optimizers are not listed at all, as they need another package.
 UNTRIED = ("adagrad", "lamb", "muon")
 ONE_BIT = ("onebitadam", "zerooneadam", "onebitlamb")
 
@@ -190,12 +190,12 @@ class ZeroOptimization(JsonSection):
 
     @property
     def quantized(self) -> list[str]:
-        """The keys of ZeRO++ that are on and send rounded numbers."""
+        """Enabled keys of ZeRO++ that quantize communication."""
         return [name for name in QUANTIZED if getattr(self, name)]
 
     @property
     def zero_plus_plus(self) -> dict[str, Any]:
-        """The keys of ZeRO++ that ask for something, with their values."""
+        """Enabled keys of ZeRO++, with their values."""
         second_copy = {"zero_hpz_partition_size": self.zero_hpz_partition_size}
         return dict.fromkeys(self.quantized, True) | (second_copy if self.zero_hpz_partition_size > 1 else {})
 
@@ -204,7 +204,7 @@ QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "z
 
 
 class Fp16(JsonSection):
-    """`fp16`, which may only say that it is off, or leave that to Accelerate."""
+    """`fp16`, which may only be off or `"auto"`."""
 
     enabled: OnlyFalse | Auto | None = key(_COMPUTE_RULE)
     auto_cast: bool | float | None = None
@@ -218,7 +218,7 @@ class Fp16(JsonSection):
 
 
 class Bf16(JsonSection):
-    """`bf16`, likewise."""
+    """`bf16`, which may only be off or `"auto"`."""
 
     enabled: OnlyFalse | Auto | None = key(_COMPUTE_RULE)
     immediate_grad_update: bool | float | None = None
@@ -267,7 +267,7 @@ class Aio(JsonSection):
 
 
 def _all_auto(value: Any) -> bool:
-    """Whether a section leaves everything to the training script, as many files for transformers do."""
+    """Whether every parameter of a section is `"auto"`, as in many files written for transformers."""
     if not isinstance(value, dict) or not set(value) <= {"type", "params"}:
         return False
     params = value.get("params")
@@ -279,7 +279,7 @@ def _is_silent(comms_logger: dict[str, Any]) -> bool:
 
 
 class DeepSpeedJson(JsonSection):
-    """The file."""
+    """The whole file."""
 
     train_batch_size: Auto | None = key(_BATCH)
     train_micro_batch_size_per_gpu: Auto | None = key(_BATCH)
@@ -353,10 +353,10 @@ WITHOUT_EFFECT = (
     *("scheduler", "amp", "torch_autocast", "tensorboard", "wandb", "csv_monitor", "comet"),
     *("data_efficiency", "hybrid_engine", "autotuning"),
 )
-"""Sections that are accepted only where they ask for nothing."""
+"""Sections that are only accepted if they have no effect."""
 OUTPUT_PATHS = (
     "zero_optimization.offload_param.nvme_path",
     "zero_optimization.offload_optimizer.nvme_path",
     "flops_profiler.output_file",
 )
-"""The paths that DeepSpeed writes to."""
+"""Keys of paths that DeepSpeed writes to."""

@@ -1,8 +1,8 @@
-"""The mesh of processes that all kinds of parallelism share: its sizes, what goes together, each process's groups.
+"""The device mesh shared by all kinds of parallelism: its sizes, valid combinations of axes, and process groups.
 
     pp x dp_replicate x dp_shard x cp x sp x tp = processes
 
-The last axis is the innermost: its ranks are neighbours, and so inside a machine. Imports torch only to build groups.
+The last axis is the innermost: its ranks are adjacent, and so on the same machine. Imports torch only to build groups.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ BACKENDS = {
     "FSDP": frozenset({"pp", "dp_replicate", "dp_shard", "cp", "sp", "tp"}),
     "DEEPSPEED": frozenset({"dp_shard", "cp", "sp", "tp"}),
 }
-"""The axes that each `distributed_type` goes with."""
+"""The axes that each `distributed_type` supports."""
 APART = {
     frozenset({"cp", "sp"}): "both cut the rows",
 }
-"""Pairs of axes that do not go together, and why."""
+"""Pairs of axes that cannot be combined, and why."""
 
 
 @dataclass(frozen=True)
@@ -54,27 +54,27 @@ class MeshSizes:
 
     @property
     def by_axis(self) -> dict[str, int]:
-        """Every axis, outermost first."""
+        """Size of every axis, outermost first."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     @property
     def world(self) -> int:
-        """All processes."""
+        """Total number of processes."""
         return prod(self.by_axis.values())
 
     @property
     def data(self) -> int:
-        """Processes, or groups of them, that see different rows of a global batch."""
+        """Number of processes, or groups of them, that see different rows of a global batch."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def grad_group_size(self) -> int:
-        """Processes over which gradients are averaged: those with different rows or different parts of a row."""
+        """Number of processes that gradients are averaged over: those with different rows or parts of rows."""
         return self.data * self.cp * self.sp
 
     @property
     def sequence_shards(self) -> int:
-        """Shards that each row is split into."""
+        """Number of shards that each row is split into."""
         return self.cp * self.sp
 
     def __str__(self) -> str:
@@ -83,14 +83,14 @@ class MeshSizes:
 
 
 def fitted(sizes: Mapping[str, int], processes: int) -> MeshSizes:
-    """The sizes for a number of processes.
+    """Completes the sizes for a number of processes.
 
     Args:
-        sizes: sizes by axis; those left out are 1, one of them may be -1 for the rest.
-        processes: of the run.
+        sizes: Size by axis; missing axes are 1, and one may be -1 to take the remaining processes.
+        processes: Processes of the run.
 
     Raises:
-        ConfigError: when two are -1, one is below 1, or their product is not the number of processes.
+        ConfigError: If two sizes are -1, one is below 1, or the product is not the number of processes.
     """
     option = "pp_size" if sizes.get("pp", 1) > 1 else "parallelism_config"
     open_axes = [axis for axis, size in sizes.items() if size == -1]
@@ -100,6 +100,7 @@ def fitted(sizes: Mapping[str, int], processes: int) -> MeshSizes:
         raise ConfigError(
             Mistake(option, None, f": {', '.join(bad)} is not a size", "write at least 1, or -1 for the rest")
         )
+    # The sizes must multiply to the number of processes; an axis of -1 takes the quotient.
     fixed = {axis: size for axis, size in sizes.items() if size != -1}
     product = prod(fixed.values())
     replicas, remainder = divmod(processes, product)
@@ -111,23 +112,24 @@ def fitted(sizes: Mapping[str, int], processes: int) -> MeshSizes:
 
 
 def data_axis(kind: str) -> str:
-    """The axis that takes the processes which no other axis asks for."""
+    """Returns the data-parallel axis that takes the processes which no other axis uses."""
     return "dp_replicate" if kind == "MULTI_GPU" else "dp_shard"
 
 
 def size_option(axis: str) -> str:
-    """The option, or Accelerate's key, for the size of an axis."""
+    """Returns the option, or the Accelerate key, that sets the size of an axis."""
     return "pp_size" if axis == "pp" else f"parallelism_config_{axis}_size"
 
 
 def combination_mistakes(kind: str, sizes: MeshSizes) -> list[Mistake]:
-    """Axes that do not go with a `distributed_type` or with each other."""
+    """Returns a mistake for each axis that does not support a `distributed_type` or another axis in use."""
     used = {axis: size for axis, size in sizes.by_axis.items() if size > 1}
     mistakes = [
         Mistake(size_option(axis), size, f"does not go with distributed_type={kind}", f"use {_kinds(axis)}")
         for axis, size in used.items()
         if axis not in BACKENDS[kind]
     ]
+    # Axes that the type supports one by one may still exclude each other.
     for pair in combinations(used, 2):
         if reason := APART.get(frozenset(pair)):
             mistakes.append(
@@ -137,7 +139,7 @@ def combination_mistakes(kind: str, sizes: MeshSizes) -> list[Mistake]:
 
 
 def heads_mistake(sizes: MeshSizes, heads: int, model_type: str) -> str | None:
-    """Why Ulysses cannot share out a model's attention heads, or what tp leaves of them; None when it can."""
+    """Returns why Ulysses (sp) cannot split the attention heads that tp leaves to a rank; None if it can."""
     left = heads // sizes.tp
     if left % sizes.sp == 0:
         return None
@@ -148,12 +150,12 @@ def heads_mistake(sizes: MeshSizes, heads: int, model_type: str) -> str | None:
 
 def _kinds(axis: str) -> str:
     kinds = " or ".join(kind for kind, axes in BACKENDS.items() if axis in axes)
-    # pp may come from an option, and not from the strategy's file
+    # pp may be set by an option instead of the strategy's file.
     return f"{kinds}, or pp_size=1" if axis == "pp" else kinds or "another strategy"
 
 
 def matrix() -> str:
-    """What goes with what, as the Markdown table of docs/strategies.md."""
+    """Returns the combinations that are supported, as the Markdown table in docs/strategies.md."""
     backends = [kind for kind, axes in BACKENDS.items() if axes]
     lines = [f"| | {' | '.join((*backends, *AXES))} |", f"|---{'|---' * (len(backends) + len(AXES))}|"]
     for axis in AXES:
@@ -169,31 +171,31 @@ def _apart(first: str, other: str) -> bool:
 
 
 class Mesh:
-    """A process's place in the mesh, and its groups there.
+    """The coordinates and process groups of one process in the mesh.
 
     Args:
-        sizes: checked ones.
-        rank: of this process.
-        device_type: `cpu` or `cuda`; None builds no groups, for one process.
+        sizes: Validated sizes.
+        rank: Global rank of this process.
+        device_type: `cpu` or `cuda`; None to build no groups, for a single process.
     """
 
     def __init__(self, sizes: MeshSizes, rank: int = 0, device_type: str | None = None):
         self.sizes, self.rank, self.device_mesh = sizes, rank, None
         self._index: dict[str, int] = {}
-        for axis in reversed(AXES):
+        for axis in reversed(AXES):  # innermost first: it varies fastest with the rank
             rank, self._index[axis] = divmod(rank, getattr(sizes, axis))
         if device_type is not None:
             self.device_mesh = _device_mesh(sizes, device_type)
 
     def index(self, axis: str) -> int:
-        """This process's index along an axis, from 0."""
+        """Returns the index of this process along an axis, from 0."""
         return self._index[axis]
 
     def group(self, axis: str) -> ProcessGroup | None:
-        """The processes that differ from this one along an axis alone; None where it is not used.
+        """Returns the group of processes that differ from this one only along an axis; None if its size is 1.
 
         Args:
-            axis: one of `AXES`, or `grad_group`: all over which gradients are averaged.
+            axis: One of `AXES`, or `grad_group` for all processes that gradients are averaged over.
         """
         if self.device_mesh is None or (axis in AXES and getattr(self.sizes, axis) == 1):
             return None
@@ -202,28 +204,28 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Which share of a global batch's rows is this process's."""
+        """Index of this process's share of the rows of a global batch."""
         return self.index("dp_replicate") * self.sizes.dp_shard + self.index("dp_shard")
 
     @property
     def sequence_shard(self) -> int:
-        """Which shard of each row is this process's."""
+        """Index of this process's shard of each row."""
         return self.index("cp") * self.sizes.sp + self.index("sp")
 
     @property
     def contributes_loss(self) -> bool:
-        """Whether this process's loss is added up: others of its tensor group and its pipeline have the very same."""
+        """Whether this process's loss is summed; the other ranks of its tensor group and pipeline have the same one."""
         return self.index("tp") == self.index("pp") == 0
 
 
 def _device_mesh(sizes: MeshSizes, device_type: str) -> Any:
-    """torch's mesh of the axes that are used; FSDP shards over `dp_shard_cp`, DDP averages over `grad_group`.
+    """Builds torch's mesh of the axes in use, with two flattened axes: `dp_shard_cp` for FSDP, `grad_group` for DDP.
 
-    Names that are alike in Accelerate, which takes FSDP's from here.
+    Accelerate reads FSDP's axis from this mesh, so the names match those that Accelerate uses.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    # DDP is given a group in any case, if only of one.
+    # DDP always needs a group, even of one process.
     used = [axis for axis in AXES if getattr(sizes, axis) > 1 or axis == "dp_replicate"]
     mesh = init_device_mesh(device_type, tuple(getattr(sizes, axis) for axis in used), mesh_dim_names=tuple(used))
     for name, parts in (

@@ -1,6 +1,6 @@
-"""The micro-batch of a run that names none: the largest with which its global batch divides. Imports no torch.
+"""Chooses the micro-batch size when the user sets none: the largest that divides the global batch. Imports no torch.
 
-Global batch, and with it the model, stay as they are: a micro-batch changes speed and memory alone.
+The micro-batch only affects speed and memory; the global batch, and so the trained model, stays the same.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ OPTION = "per_device_train_batch_size"
 
 
 def fit_micro_batch(config: TrainConfig, strategy: Strategy) -> TrainConfig:
-    """The config with the largest micro-batch, at most its own, that divides; as it is where none does.
+    """Returns the config with the largest micro-batch, up to the configured one, that divides the global batch.
+
+    The config is returned unchanged if there is none.
 
     Args:
-        config: validated.
-        strategy: resolved for its processes.
+        config: A validated config.
+        strategy: A strategy resolved for the processes of the run.
     """
     rows, remainder = divmod(config.global_batch_size, strategy.data_parallel_size)
     if remainder:
@@ -33,7 +35,7 @@ def fit_micro_batch(config: TrainConfig, strategy: Strategy) -> TrainConfig:
 
 
 def micro_batch_line(before: TrainConfig, after: TrainConfig, strategy: Strategy) -> str:
-    """One line that says which micro-batch was chosen, and why."""
+    """Returns one line on which micro-batch was chosen, and why."""
     ranks = strategy.data_parallel_size
     return (
         f"{OPTION}={after.per_device_train_batch_size} in place of {before.per_device_train_batch_size}: "

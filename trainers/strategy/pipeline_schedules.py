@@ -1,22 +1,22 @@
-"""How a pipeline is cut and timed: layers to stages, stages to ranks, micro-batches, idle time. Imports no torch."""
+"""Pipeline schedules: layers per stage, stages per rank, micro-batches and idle time. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_TIMES = 3  # forward, gradients of the inputs, gradients of the weights: taken as equally long
+_TIMES = 3  # phases assumed to take equally long: forward, input gradients, weight gradients
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One order of the forward and backward passes of a step.
+    """An order of the forward and backward passes of a step.
 
     Args:
-        name: torch's class, in `torch.distributed.pipelining`.
-        chunks: stages of each rank.
-        turns: the ranks hold their second stages in reverse order, so that the first rank has the last stage too.
-        splits: the gradients of inputs and of weights are taken apart, so that the latter fill idle time.
+        name: Class in `torch.distributed.pipelining`.
+        chunks: Stages per rank.
+        turns: Whether second stages are assigned in reverse order (V shape), so that rank 0 also holds the last stage.
+        splits: Whether weight gradients are computed separately from input gradients, to fill idle time.
     """
 
     name: str
@@ -35,29 +35,34 @@ SCHEDULES = {
 
 
 def rank_of(schedule: str, ranks: int, stage: int) -> int:
-    """The rank, within its pipeline, that holds a stage."""
+    """Returns the rank, within its pipeline, that holds a stage."""
     around, index = divmod(stage, ranks)
     return ranks - 1 - index if SCHEDULES[schedule].turns and around % 2 else index
 
 
 def stages_of(schedule: str, ranks: int, rank: int) -> list[int]:
-    """The stages that a rank of a pipeline holds, in order."""
+    """Returns the stages that a rank of a pipeline holds, in order."""
     stages = ranks * SCHEDULES[schedule].chunks
     return [stage for stage in range(stages) if rank_of(schedule, ranks, stage) == rank]
 
 
 def balance(layers: int, stages: int, layer_cost: float, head_cost: float) -> list[range]:
-    """The layers of each stage, so that the dearest stage is as cheap as can be.
+    """Assigns layers to stages such that the cost of the most expensive stage is minimal.
 
-    The embedding is a look-up and costs nothing; the last stage has the head on top of its layers. Among the stages
-    before it the later ones get the odd layer: the earlier ones keep more micro-batches in memory.
+    The embedding is a look-up and counts as free; the last stage also computes the head. Of the other stages, the later
+    ones get the leftover layers, because earlier stages keep more micro-batches in memory.
 
     Args:
-        layers: decoder layers, each of `layer_cost`.
-        stages: every one gets a layer at least.
+        layers: Number of decoder layers.
+        stages: Number of stages; each gets at least one layer.
+        layer_cost: Cost of a layer, in any unit.
+        head_cost: Cost of the head, in the same unit.
+
+    Returns:
+        The range of layers of each stage.
 
     Raises:
-        ValueError: when there are more stages than layers.
+        ValueError: If there are more stages than layers.
     """
     if stages > layers:
         raise ValueError(f"{stages} stages for {layers} layers; use at most {layers} stages")
@@ -68,6 +73,7 @@ def balance(layers: int, stages: int, layer_cost: float, head_cost: float) -> li
     def dearest(last: int) -> tuple[float, int]:
         return max(-(-(layers - last) // others) * layer_cost, last * layer_cost + head_cost), -last
 
+    # Only the last stage differs from the others: try every number of layers for it, and split the rest evenly.
     last = min(range(1, layers - others + 1), key=dearest)
     each, odd = divmod(layers - last, others)
     sizes = [each + (stage >= others - odd) for stage in range(others)] + [last]
@@ -76,7 +82,7 @@ def balance(layers: int, stages: int, layer_cost: float, head_cost: float) -> li
 
 
 def micro_batch_mistake(schedule: str, ranks: int, micro_batches: int) -> str | None:
-    """What is wrong with the number of micro-batches of a step, and the way out; None where it fits."""
+    """Returns what is wrong with the number of micro-batches per step, and how to fix it; None if it is valid."""
     if schedule == "gpipe":
         return None
     if micro_batches < ranks:
@@ -84,6 +90,7 @@ def micro_batch_mistake(schedule: str, ranks: int, micro_batches: int) -> str | 
             f"pp_schedule={schedule} over {ranks} ranks needs at least {ranks} micro-batches in a step, not "
             f"{micro_batches}; use a larger global_batch_size, a smaller per_device_train_batch_size, or gpipe"
         )
+    # torch's interleaved schedules run micro-batches in rounds of equal size, at least one per rank.
     rounds = micro_batches // ranks
     if schedule in ("interleaved", "zero_bubble") and micro_batches % rounds:
         return (
@@ -94,41 +101,46 @@ def micro_batch_mistake(schedule: str, ranks: int, micro_batches: int) -> str | 
 
 
 def bubble(schedule: str, ranks: int, micro_batches: int) -> float:
-    """The share of a step in which a rank waits for others, were all stages alike and sending free.
+    """Returns the fraction of a step that a rank is idle, assuming equal stages and free communication.
 
     Args:
-        ranks: of one pipeline.
-        micro_batches: of one pipeline in a step.
+        schedule: A key of `SCHEDULES`.
+        ranks: Ranks of one pipeline.
+        micro_batches: Micro-batches per step of one pipeline.
 
     Returns:
-        0 to 1.
+        A fraction from 0 to 1.
     """
     kind = SCHEDULES[schedule]
     idle = ranks - 1 if kind.splits else _TIMES * (ranks - 1)
-    if kind.turns:  # too few micro-batches to fill the way down and up again
+    if kind.turns:  # too few micro-batches to fill both legs of the V
         idle += max(0, 2 * ranks - 1 - micro_batches)
     return idle / (_TIMES * kind.chunks * micro_batches + idle)
 
 
 def in_flight(schedule: str, ranks: int, micro_batches: int) -> float:
-    """Micro-batches whose activations the fullest rank of a pipeline holds at once; a stage of several counts in part.
+    """Returns how many micro-batches of activations the fullest rank of a pipeline holds at once.
+
+    If a rank has several stages, a micro-batch in one of them counts as a fraction.
 
     Args:
-        ranks: of one pipeline.
-        micro_batches: of one pipeline in a step.
+        schedule: A key of `SCHEDULES`.
+        ranks: Ranks of one pipeline.
+        micro_batches: Micro-batches per step of one pipeline.
     """
     kind = SCHEDULES[schedule]
     if schedule == "gpipe":
         return float(micro_batches)
     if kind.turns or kind.chunks == 1:
         return float(min(ranks, micro_batches))
+    # Forward passes before the first backward pass on rank 0, as in torch's ScheduleInterleaved1F1B.
     turn = micro_batches // max(1, micro_batches // ranks)
     warm = 2 * (ranks - 1) + (kind.chunks - 1) * turn + 1
     return min(warm / kind.chunks, float(micro_batches))
 
 
 def bubble_line(schedule: str, ranks: int, micro_batches: int) -> str:
-    """What a run says of its pipeline at its start."""
+    """Returns the line that describes the pipeline at the start of a run."""
     share = bubble(schedule, ranks, micro_batches)
     return (
         f"pipeline: {schedule} over {ranks} ranks with {micro_batches} micro-batches in a step; a rank waits "
@@ -137,9 +149,10 @@ def bubble_line(schedule: str, ranks: int, micro_batches: int) -> str:
 
 
 def measured_bubble(busy: Sequence[float], step_seconds: float) -> float:
-    """The idle share that was measured.
+    """Returns the measured idle fraction of a step, from 0 to 1.
 
     Args:
-        busy: seconds that each rank computed in a step.
+        busy: Seconds that each rank spent computing in a step.
+        step_seconds: Duration of the step, in seconds.
     """
     return max(0.0, 1.0 - sum(busy) / (len(busy) * step_seconds)) if busy and step_seconds > 0 else 0.0

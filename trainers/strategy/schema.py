@@ -1,6 +1,7 @@
-"""Files of other tools as pydantic models: what each key takes, and why one is refused or ignored. No torch.
+"""Base classes for pydantic models of Accelerate and DeepSpeed files. Imports no torch.
 
-Accelerate and DeepSpeed pass over much in silence and train something else; here that is a mistake or a warning.
+A key states which values it takes, and why others are refused or ignored. Accelerate and DeepSpeed silently ignore many
+keys and then train something else; here each of these is an error or a warning.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from trainers.config.mistakes import ConfigError, Mistake
 
 MAX_PROCESSES = 65_536
-"""More than any cluster has; a larger number is a slip, and loops over processes would never end."""
-_MAX_MISTAKES = 100  # of a file with thousands of keys that nobody knows
+"""More than any cluster has; a larger number is a typo, and loops over processes would never end."""
+_MAX_MISTAKES = 100  # reported for a file with thousands of unknown keys
 _MAX_SHOWN = 200
 
 
 @dataclass(frozen=True)
 class Refused:
-    """Why a key, or any value of it that its type does not hold, is refused.
+    """Why a key is refused, or any of its values that does not match its type.
 
     Args:
-        problem: why.
-        remedy: the way out.
+        problem: The reason.
+        remedy: How to fix it.
     """
 
     problem: str
@@ -40,11 +41,11 @@ class Refused:
 
 @dataclass(frozen=True)
 class Ignored:
-    """Why a value that a key's type holds has no effect.
+    """Why a value that matches a key's type has no effect.
 
     Args:
-        reason: why, and the way out.
-        applies: whether a value asks for something, so that the user is warned.
+        reason: The reason, and how to fix it.
+        applies: Whether to warn about a value.
     """
 
     reason: str
@@ -52,30 +53,30 @@ class Ignored:
 
 
 def key(*notes: Refused | Ignored) -> Any:
-    """A key that may be left out, with what users are told about its values."""
+    """Declares an optional key, with notes on its values for the user."""
     extra: dict[str, Any] = {"notes": notes}
     return Field(default=None, json_schema_extra=extra)
 
 
 def notes_of(field: FieldInfo) -> tuple[Refused | Ignored, ...]:
-    """What users are told about a key's values."""
+    """Returns the notes on a key's values."""
     extra: Any = field.json_schema_extra or {}
     return tuple(extra.get("notes", ()))
 
 
 def shortened(text: str) -> str:
-    """The text for a message: one line of bounded length."""
+    """Shortens a text to one line of bounded length, for messages."""
     text = text if text.isprintable() else repr(text[:_MAX_SHOWN])
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a section or list holds nothing, as `accelerate config` and old files write many."""
+    """Whether a section or list is empty, as many are in files written by `accelerate config`."""
     return value in ({}, [])
 
 
 def is_off(value: Any) -> bool:
-    """Whether a section says that it is off, or nothing."""
+    """Whether a section is empty, or has `enabled: false`."""
     return is_empty(value) or (isinstance(value, dict) and value.get("enabled") is False)
 
 
@@ -83,7 +84,7 @@ def _never(value: Any) -> bool:
     return False
 
 
-# `Literal` takes true and 1.0 for 1, and so holds only texts here.
+# `Literal[1]` would also accept true and 1.0, so `Literal` is only used for text.
 Absent = Annotated[Any, Predicate(_never)]
 Empty = Annotated[Any, Predicate(is_empty)]
 Off = Annotated[Any, Predicate(is_off)]
@@ -93,7 +94,7 @@ Processes = Annotated[int, Field(ge=0, le=MAX_PROCESSES)]
 
 
 class Section(BaseModel):
-    """The keys of a mapping; an unknown key, one without a value and a value of another type are mistakes."""
+    """Model of a mapping; unknown keys, keys without a value and values of another type are mistakes."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     owner: ClassVar[str] = "Accelerate"
@@ -107,7 +108,7 @@ class Section(BaseModel):
 
     @classmethod
     def explain_unknown(cls, name: str) -> tuple[str, str]:
-        """Problem and remedy of a key that is not in the section."""
+        """Returns problem and remedy for a key that the section does not have."""
         longer = [key for key in cls.model_fields if key.endswith(f"_{name}")]
         if len(longer) == 1:
             return f": the {cls.owner} key has a prefix", f"write {longer[0]}"
@@ -119,16 +120,18 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 
 def parse(model: type[SectionT], values: Mapping[str, Any], where: str = "", source: str = "") -> SectionT:
-    """The values as a model; at the top of a file, where `where` is empty, a key without a value is as if left out.
+    """Validates a mapping.
+
+    At the top level of a file (`where` is empty), known keys without a value are ignored.
 
     Args:
-        model: what may stand in the mapping.
-        values: the mapping as it was read.
-        where: path of the mapping, which begins each option.
-        source: what the mistakes say that they are in.
+        model: Model of the mapping.
+        values: The parsed mapping.
+        where: Dotted path of the mapping, which prefixes the option of each mistake.
+        source: Source named in the mistakes.
 
     Raises:
-        ConfigError: with a mistake for each key that is wrong, at any depth.
+        ConfigError: Lists a mistake for each invalid key, at any depth.
     """
     present = {
         name: value for name, value in values.items() if where or value is not None or name not in model.model_fields
@@ -137,7 +140,7 @@ def parse(model: type[SectionT], values: Mapping[str, Any], where: str = "", sou
         return model.model_validate(present)
     except ValidationError as error:
         by_key: dict[str, tuple[type[Section], str, list[ErrorDetails]]] = {}
-        for detail in error.errors(include_url=False):  # one for each type that the key could have
+        for detail in error.errors(include_url=False):  # one error per member of a union
             section, keys = _locate(model, detail["loc"])
             option = shortened(".".join(filter(None, (where, *keys))))
             by_key.setdefault(option, (section, keys[-1], []))[2].append(detail)
@@ -146,18 +149,18 @@ def parse(model: type[SectionT], values: Mapping[str, Any], where: str = "", sou
 
 
 def nested_section(field: FieldInfo) -> type[Section] | None:
-    """The model of the mapping that a key holds; None where it holds something else."""
+    """Returns the model of a key whose value is a mapping; None for other keys."""
     kinds = (field.annotation, *get_args(field.annotation))
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
 
 
 def ignored_keys(model: type[Section], values: Mapping[str, Any], where: str = "") -> list[str]:
-    """A line for each value that has no effect.
+    """Returns a line for each value that has no effect.
 
     Args:
-        model: what may stand in the mapping.
-        values: a mapping without mistakes.
-        where: path of the mapping; empty at the top.
+        model: Model of the mapping.
+        values: A valid mapping.
+        where: Dotted path of the mapping; empty at the top level.
     """
     lines = []
     for name, value in values.items():
@@ -173,7 +176,7 @@ def ignored_keys(model: type[Section], values: Mapping[str, Any], where: str = "
 
 
 def _locate(model: type[Section], loc: tuple[int | str, ...]) -> tuple[type[Section], list[str]]:
-    """The section that an error is in, and the keys that lead to it, without what pydantic adds for a union's types."""
+    """Returns the section that contains an error and the path of keys to it, without pydantic's entries for unions."""
     keys: list[str] = []
     section = inner = model
     for name in map(str, loc):
@@ -200,7 +203,7 @@ _EXPECTED = {
     "multiple_of": "a whole number",
     "string_type": "text",
 }
-"""What pydantic's errors ask for, by their type; a type that stands alone with a `Predicate` has a `Refused`."""
+"""What is expected, by type of pydantic error; keys whose only type is a `Predicate` have a `Refused` note instead."""
 
 
 def _mistake(option: str, section: type[Section], key: str, details: list[ErrorDetails]) -> Mistake:
@@ -212,6 +215,7 @@ def _mistake(option: str, section: type[Section], key: str, details: list[ErrorD
     expected = ", or ".join(
         _EXPECTED[each["type"]].format(**each.get("ctx", {})) for each in details if each["type"] in _EXPECTED
     )
+    # YAML 1.1 parses a bare NO or off as false, so a flag where text is expected has a specific remedy.
     if value is False and (expected == "text" or "'no'" in expected.lower()):
         return Mistake(option, value, ": YAML reads a bare NO as false", "put it in quotes")
     text = str(value).lower() if isinstance(value, bool) else shortened(repr(value))

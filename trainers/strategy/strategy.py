@@ -1,6 +1,6 @@
-"""Reads Accelerate configs, checks them strictly and resolves one for the processes at hand. Imports no torch.
+"""Loads Accelerate configs, validates them strictly, and resolves one for the available processes. Imports no torch.
 
-Accelerate ignores much in silence (unknown nested keys, process counts on a CPU); here all of it is refused.
+Accelerate silently ignores many mistakes (unknown nested keys, process counts on a CPU); here they are errors.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from trainers.strategy.mesh import MeshSizes, combination_mistakes, data_axis, f
 from trainers.strategy.pipeline_schedules import SCHEDULES, micro_batch_mistake
 from trainers.strategy.schema import MAX_PROCESSES, ignored_keys
 
-HEADER = "# strategy: "  # begins the copy of an Accelerate file that a run keeps
+HEADER = "# strategy: "  # first line of the copy of an Accelerate file that a run saves
 STRATEGIES_DIR = Path(__file__).resolve().parents[2] / "accelerate_configs"
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """A checked Accelerate config.
+    """A validated Accelerate config.
 
     Args:
-        name: the file's stem.
-        summary: first comment line of the file.
-        values: the keys that Accelerate reads.
-        deepspeed_json: content of `deepspeed_config_file`; empty without one (Accelerate then builds DeepSpeed's
+        name: Stem of the file name.
+        summary: First comment line of the file.
+        values: Keys that Accelerate reads.
+        deepspeed_json: Content of `deepspeed_config_file`; empty if there is none (Accelerate then builds DeepSpeed's
             config from the inline keys).
-        pp_size: pipeline stages, and
-        pp_schedule: their order of work; Accelerate's YAML has no word for either, so that they stand in comments.
+        pp_size: Number of pipeline stages; read from a comment, as Accelerate has no key for it.
+        pp_schedule: Pipeline schedule, a key of `SCHEDULES`; read from a comment likewise.
     """
 
     name: str
@@ -62,27 +62,27 @@ class Strategy:
 
     @property
     def num_processes(self) -> int:
-        """Processes over all machines."""
+        """Number of processes on all machines."""
         return int(self.values["num_processes"])
 
     @property
     def sizes(self) -> MeshSizes:
-        """The mesh of all its processes; without one in the file they are all data-parallel."""
+        """Sizes of the mesh of all processes; purely data-parallel unless the file defines a mesh."""
         return fitted(_requested_sizes(self.values, self.pp_size), self.num_processes)
 
     @property
     def has_mesh(self) -> bool:
-        """Whether more is asked for than the data parallelism of its `distributed_type`."""
+        """Whether there is more than the data parallelism of the `distributed_type`."""
         return bool(self.mesh) or self.pp_size > 1
 
     @property
     def splits_model(self) -> bool:
-        """Whether the model's modules decide if it can be split so; ZeRO shards any."""
+        """Whether the model's modules determine if the strategy can split it; ZeRO shards any model."""
         return self.distributed_type == "FSDP" or self.sizes.tp * self.sizes.pp > 1
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks, or groups of them, that see different rows of a global batch."""
+        """Number of ranks, or groups of them, that see different rows of a global batch."""
         return self.sizes.data
 
     @property
@@ -92,7 +92,7 @@ class Strategy:
 
     @property
     def fsdp_version(self) -> int:
-        """1 or 2; 0 when this is not FSDP."""
+        """1 or 2; 0 if this is not FSDP."""
         return int(self.fsdp.get("fsdp_version", 0))
 
     @property
@@ -102,28 +102,28 @@ class Strategy:
 
     @property
     def zero_stage(self) -> int:
-        """1 to 3; 0 when this is not DeepSpeed."""
+        """1 to 3; 0 if this is not DeepSpeed."""
         stage = self.deepspeed_json.get("zero_optimization", {}).get("stage", self.deepspeed.get("zero_stage", 0))
         return int(stage)
 
     @property
     def second_copies(self) -> int:
-        """Ranks over which ZeRO++ keeps another copy of the weights; 1 for none."""
+        """Number of ranks that ZeRO++ shards its secondary copy of the weights over; 1 if it keeps none."""
         return int(self.deepspeed_json.get("zero_optimization", {}).get("zero_hpz_partition_size", 1))
 
     @property
     def mesh(self) -> dict[str, int]:
-        """Sizes of the device mesh by axis, as the file has them; empty without `parallelism_config`."""
+        """Sizes of the device mesh by axis, as written in the file; empty without `parallelism_config`."""
         return mesh_sizes(self.values)
 
     @property
     def offload(self) -> str:
-        """Where parameters or optimizer state rest: `none`, `cpu` or `nvme`."""
+        """Where parameters or optimizer state are offloaded to: `none`, `cpu` or `nvme`."""
         devices = {self.offload_of("optimizer"), self.offload_of("param")}
         return next((device for device in ("nvme", "cpu") if device in devices), "none")
 
     def offload_of(self, target: str) -> str:
-        """The same of `param` or of `optimizer`, with which go the gradients."""
+        """Returns where `param` or `optimizer` is offloaded to; gradients go with the optimizer."""
         zero = self.deepspeed_json.get("zero_optimization", {})
         devices = {str(self.deepspeed.get(f"offload_{target}_device", "none")),
                    str((zero.get(f"offload_{target}") or {}).get("device", "none"))}  # fmt: skip
@@ -132,14 +132,14 @@ class Strategy:
 
     @property
     def sharded(self) -> bool:
-        """Whether each rank holds only a share of the parameters."""
+        """Whether each rank holds only a shard of the parameters."""
         if self.distributed_type == "FSDP":
             return self.fsdp.get("fsdp_sharding_strategy") != "NO_SHARD"
         return self.zero_stage == 3
 
     @property
     def wrapped_class(self) -> str | None:
-        """Name of the class that must wrap the model, None for none."""
+        """Name of the class that must wrap the model; None if it is not wrapped."""
         if self.pp_size > 1:
             return "PipelineStages"
         if self.distributed_type == "FSDP":
@@ -147,11 +147,11 @@ class Strategy:
         return {"MULTI_GPU": "DistributedDataParallel", "DEEPSPEED": "DeepSpeedEngine"}.get(self.distributed_type)
 
     def outside_parity(self) -> list[str]:
-        """The choices that leave the promise that the strategy never changes the model."""
+        """Returns the choices that void the promise that the strategy never changes the model."""
         return leaves_parity(self.deepspeed_json)
 
     def cautions(self, config: TrainConfig) -> list[str]:
-        """What is allowed and slow, such as the axes that speak most across machines; options that do nothing."""
+        """Returns warnings: options without effect, and axes that communicate in every layer across machines."""
         machines, sizes = int(self.values.get("num_machines") or 1), self.sizes
         lines = []
         if config.pp_schedule and sizes.pp == 1:
@@ -166,6 +166,7 @@ class Strategy:
         lines += ignored_keys(AccelerateConfig, self.values)
         lines += [f"{SOURCE}: {line}" for line in ignored_keys(DeepSpeedJson, self.deepspeed_json)]
         local = self.num_processes // machines
+        # An axis stays within machines if the processes that it spans, inner axes included, divide those of a machine.
         inner = {"tp": sizes.tp, "sp": sizes.sp * sizes.tp, "cp": sizes.cp * sizes.sp * sizes.tp}
         return lines + [
             f"{axis}={getattr(sizes, axis)} goes across machines of {local} processes each, and speaks in every layer; "
@@ -175,7 +176,7 @@ class Strategy:
         ]
 
     def dump(self) -> str:
-        """The YAML that Accelerate gets, the strategy's name in its first line."""
+        """Returns the YAML that is passed to Accelerate, with the strategy's name in the first line."""
         name = "".join(letter for letter in self.name if letter.isprintable())
         pipeline = f"# pp_size: {self.pp_size}\n# pp_schedule: {self.pp_schedule}\n" if self.pp_size > 1 else ""
         return f"{HEADER}{name}\n{pipeline}{yaml.safe_dump(self.values, sort_keys=False)}"
@@ -183,13 +184,13 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Machines:
-    """The machines of a run over several of them, as one of them sees it.
+    """A multi-machine run, as seen by one of its machines.
 
     Args:
-        count: how many there are, at least 2.
-        rank: this one's number, from 0.
-        ip: address of machine 0, where all meet.
-        port: the port there.
+        count: Number of machines, at least 2.
+        rank: Number of this machine, from 0.
+        ip: Address of machine 0, where all machines rendezvous.
+        port: Rendezvous port on machine 0.
     """
 
     count: int
@@ -199,11 +200,11 @@ class Machines:
 
 
 def over_machines(strategy: Strategy, machines: Machines | None) -> Strategy:
-    """The strategy for these machines; the same on each, as a machine's own rank is told on its command line.
+    """Returns the strategy for these machines; the same on each, as a machine's rank is passed on the command line.
 
     Args:
-        strategy: may name machines itself.
-        machines: None for this machine alone.
+        strategy: A strategy that may name machines itself.
+        machines: The machines of the run; None for this machine alone.
     """
     if machines is None and (strategy.values.get("num_machines") or 1) == 1:
         return strategy
@@ -217,20 +218,20 @@ def over_machines(strategy: Strategy, machines: Machines | None) -> Strategy:
 
 
 def strategy_names() -> list[str]:
-    """Names of the strategies that ship, the one without parallelism first."""
+    """Returns the names of the bundled strategies, `single` first."""
     return sorted((path.stem for path in STRATEGIES_DIR.glob("*.yaml")), key=lambda name: (name != "single", name))
 
 
 def default_strategy(num_processes: int, preset: str | None = None) -> str:
-    """The strategy of a run that names none.
+    """Returns the name of the default strategy.
 
     Args:
-        num_processes: of the run.
-        preset: whose file names strategies for numbers of GPUs; None on a CPU and without one.
+        num_processes: Processes of the run.
+        preset: Preset that lists strategies by number of GPUs; None on a CPU, or without a preset.
 
     Returns:
-        What the preset names for so many GPUs, or the nearest number below, or where that holds it nowhere, above;
-        else `single` for one process and `ddp` for several.
+        `single` for one process. For several, the best strategy of the preset for this number of GPUs, or else for the
+        next lower one that it fits on, or else for the lowest; `ddp` without a preset.
     """
     if num_processes == 1:
         return "single"
@@ -241,10 +242,10 @@ def default_strategy(num_processes: int, preset: str | None = None) -> str:
 
 
 def load_strategy(name_or_path: str) -> Strategy:
-    """A strategy by its name or the path of an Accelerate YAML, checked.
+    """Loads and validates a strategy, given by name or by the path of an Accelerate YAML.
 
     Raises:
-        ConfigError: with every mistake in it.
+        ConfigError: Lists every mistake in it.
     """
     path = STRATEGIES_DIR / f"{name_or_path}.yaml"
     if name_or_path not in strategy_names():
@@ -262,7 +263,7 @@ def load_strategy(name_or_path: str) -> Strategy:
     mistakes += check(values, int(pipeline.get("pp_size", 1)))
     if mistakes:
         raise ConfigError(mistakes, path.name)
-    if isinstance(values.get("main_process_port"), str):  # Accelerate's look at whether it is free takes a number only
+    if isinstance(values.get("main_process_port"), str):  # Accelerate's check for a free port only takes numbers
         values["main_process_port"] = int(values["main_process_port"])
     file = (values.get("deepspeed_config") or {}).get("deepspeed_config_file")
     content = read_json(file) if file else {}
@@ -275,16 +276,16 @@ def load_strategy(name_or_path: str) -> Strategy:
 
 
 def deepspeed_paths(file: str) -> dict[str, str]:
-    """The paths to which a DeepSpeed JSON lets DeepSpeed write, by their dotted keys.
+    """Returns the paths that DeepSpeed would write to according to a DeepSpeed JSON, by dotted key.
 
     Raises:
-        ConfigError: when it cannot be read.
+        ConfigError: If the file cannot be read.
     """
     return output_paths(read_json(file))
 
 
 def _pipeline(text: str) -> tuple[dict[str, Any], list[Mistake]]:
-    """`pp_size` and `pp_schedule` from the comment lines that say them, and what is wrong with them."""
+    """Parses `pp_size` and `pp_schedule` from comment lines; also returns the mistakes in them."""
     options, mistakes = dict[str, Any](), []
     for name, value in re.findall(
         r"^[ \t]*#+[ \t]*(pp_size|pp_schedule)[ \t]*[:=][ \t]*(.*?)[ \t]*$", text, re.MULTILINE
@@ -299,12 +300,12 @@ def _pipeline(text: str) -> tuple[dict[str, Any], list[Mistake]]:
 
 
 def _requested_sizes(values: dict[str, Any], pp_size: int) -> dict[str, int]:
-    """The mesh as it is asked for; without one in the file all processes are data-parallel, but for the stages."""
+    """Returns the requested mesh sizes; without a mesh in the file, all processes of a stage are data-parallel."""
     return {"pp": pp_size, **(mesh_sizes(values) or {data_axis(str(values["distributed_type"])): -1})}
 
 
 def _absolute_json(values: dict[str, Any]) -> dict[str, Any]:
-    """The values with the path of a DeepSpeed JSON made absolute, so that a run's copy works from any folder."""
+    """Makes the path of a DeepSpeed JSON absolute, so that the copy saved by a run works from any folder."""
     inline = values.get("deepspeed_config")
     if not isinstance(inline, dict) or not isinstance(file := inline.get("deepspeed_config_file"), str):
         return values
@@ -313,13 +314,13 @@ def _absolute_json(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def cannot_run(strategy: Strategy, method: str, has_gpu: bool, small_optimizer: bool = False) -> str | None:
-    """Why a strategy cannot run on this machine or with this method; None when it can. Nothing is launched for it.
+    """Returns why a strategy cannot run on this machine or with this method; None if it can. Launches nothing.
 
     Args:
-        strategy: the strategy.
-        method: what is trained.
-        has_gpu: whether the run would be on GPUs.
-        small_optimizer: whether weights or Adam's states are to be kept in less than fp32.
+        strategy: The strategy.
+        method: `full`, `lora` or `qlora`.
+        has_gpu: Whether the run would use GPUs.
+        small_optimizer: Whether weights or Adam states are kept below fp32.
     """
     deepspeed, offloads = strategy.distributed_type == "DEEPSPEED", strategy.offload != "none"
     if deepspeed and not _has("deepspeed"):
@@ -349,10 +350,12 @@ def cannot_run(strategy: Strategy, method: str, has_gpu: bool, small_optimizer: 
 
 
 def refusal(strategy: Strategy, config: TrainConfig, has_gpu: bool) -> str | None:
-    """Why a strategy cannot train this here, as `cannot_run` has it, or for too few micro-batches; None when it can.
+    """Returns why a strategy cannot train this config on this machine; None if it can.
+
+    Besides `cannot_run`, checks options against the mesh, and the number of micro-batches of a pipeline.
 
     Raises:
-        ConfigError: when the global batch does not divide.
+        ConfigError: If the global batch does not divide evenly.
     """
     if reason := cannot_run(strategy, config.method, has_gpu, config.small_optimizer()):
         return reason
@@ -364,7 +367,7 @@ def refusal(strategy: Strategy, config: TrainConfig, has_gpu: bool) -> str | Non
             "weights; leave it out"
         )
     micro_batches, sizes = config.accumulation_steps(strategy.data_parallel_size), strategy.sizes
-    # With torch 2.11, compiled layers that tp has cut get no gradient at all.
+    # With torch 2.11, compiled layers sharded by tp get no gradient at all.
     if config.torch_compile and sizes.tp * sizes.pp * sizes.sequence_shards > 1:
         return f"torch_compile=true is not proved with {sizes}; leave it out, or use a strategy without tp, pp, cp, sp"
     return micro_batch_mistake(strategy.pp_schedule, strategy.pp_size, micro_batches) if strategy.pp_size > 1 else None
@@ -378,17 +381,20 @@ def resolve(
     strategy: Strategy, num_processes: int, mixed_precision: str, pp_size: int | None = None,
     pp_schedule: str | None = None,
 ) -> Strategy:  # fmt: skip
-    """The strategy for these processes: counts and mesh set, device choice left to CUDA_VISIBLE_DEVICES.
+    """Resolves a strategy for a number of processes: sets counts and mesh; CUDA_VISIBLE_DEVICES selects the devices.
 
-    The file says `mixed_precision: no` for bf16 as well: the training script applies autocast itself, inside the
-    wrapped module and alike for every backend; a backend's own would cast parameters, outputs or reductions too.
+    The result has `mixed_precision: no` even for bf16: the training script applies autocast itself, inside the wrapped
+    module and identically for every backend; a backend's own would also cast parameters, outputs or reductions.
 
     Args:
-        pp_size: pipeline stages, and
-        pp_schedule: their order of work; None for what the file says.
+        strategy: The loaded strategy.
+        num_processes: Processes of the run.
+        mixed_precision: Precision from the config.
+        pp_size: Pipeline stages; None for the value in the file.
+        pp_schedule: Pipeline schedule; None for the value in the file.
 
     Raises:
-        ConfigError: when the strategy cannot have that many, or its precision is not the one asked for.
+        ConfigError: If the strategy does not support this number of processes, or specifies another precision.
     """
     values = {key: value for key, value in strategy.values.items() if key not in ("gpu_ids", "mixed_precision")}
     values["num_processes"] = num_processes
@@ -405,23 +411,23 @@ def resolve(
             f"pass --mixed_precision {written} or take it out of the YAML",
         )
         mistakes.append(Mistake("mixed_precision", written, f"in the file {problem}", remedy))
-    cut = mesh_sizes(values).get("tp", 1) > 1 or stages > 1  # each rank would find other gradients to be infinite
+    cut = mesh_sizes(values).get("tp", 1) > 1 or stages > 1  # ranks would disagree on which gradients are infinite
     if mixed_precision == "fp16" and (cut or strategy.distributed_type not in SCALED_TYPES):
         mistakes.append(FP16_UNSCALED)
     if mistakes:
         raise ConfigError(mistakes, f"strategy {strategy.name}")
-    if not strategy.deepspeed.get("deepspeed_config_file"):  # Accelerate refuses the key beside a DeepSpeed JSON
+    if not strategy.deepspeed.get("deepspeed_config_file"):  # Accelerate refuses the key together with a DeepSpeed JSON
         values["mixed_precision"] = "fp16" if mixed_precision == "fp16" else "no"
     return replace(strategy, values=values, **pipeline)
 
 
 def _fit_mesh(values: dict[str, Any], num_processes: int, pp_size: int) -> list[Mistake]:
-    """Sets the mesh in `values` to the processes: the axis that takes the rest follows them, others stay as written."""
+    """Fits the mesh in `values` to the processes: one axis takes the remaining ones, the others stay as written."""
     requested, kind = _requested_sizes(values, pp_size), str(values["distributed_type"])
     if pp_size > 1 and (mistakes := combination_mistakes(kind, MeshSizes(pp=pp_size))):
         return mistakes
     if requested == {"pp": 1, data_axis(kind): -1}:
-        return []
+        return []  # purely data-parallel: any number of processes fits
     free = next((axis for axis, size in requested.items() if size == -1), data_axis(kind))
     fixed = {axis: size for axis, size in requested.items() if axis != free}
     product, factors = prod(fixed.values()), " x ".join(f"{axis} {size}" for axis, size in fixed.items() if size > 1)
@@ -455,15 +461,16 @@ _SWITCHES = ("debug", "quiet", "same_network", "enable_cpu_affinity")
 
 
 def from_launcher(argv: Sequence[str], script: str) -> Strategy:
-    """The strategy that a launcher's own command line asks for.
+    """Reads the strategy from the launcher's command line.
 
     Args:
-        argv: the command line of the `accelerate launch` process.
-        script: file name of the training script, which ends the launcher's own flags.
+        argv: Command line of the `accelerate launch` process.
+        script: File name of the training script, which ends the launcher's own flags.
 
     Raises:
-        ConfigError: without `--config_file`, or with flags that would change the strategy behind the file's back.
+        ConfigError: If `--config_file` is missing, or flags would override the strategy in the file.
     """
+    # Only the words before the script are flags of the launcher.
     ends = [index for index, word in enumerate(argv) if Path(word).name == script]
     given_flags = [word for word in argv[: ends[0]] if word.startswith("--")] if ends else []
     if not any(word.partition("=")[0] == "--config_file" for word in given_flags):

@@ -1,4 +1,4 @@
-"""What tensor parallelism asks of a model's config. Imports no torch, so that it can be asked before any launch."""
+"""Checks whether tensor parallelism supports a model config. Imports no torch, so that it can run before any launch."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from math import gcd
 from typing import Any
 
 BY_HEADS = {"colwise", "rowwise", "replicated_with_grad_allreduce"}
-"""Words of a plan whose block computes its own heads or channels on each rank."""
+"""Plan styles of blocks in which each rank computes its own heads or channels."""
 GATHERED = {"colwise_gather_output", "rowwise_split_input"}
-"""Words of a plan whose block computes alike on each rank between its linear layers."""
+"""Plan styles of blocks in which every rank computes the same between the linear layers."""
 _OTHER_WAY = "use tp_size=1, with fsdp2 for instance, which cuts any model"
 
 
 def layer_plan(config: Any) -> dict[str, str]:
-    """What transformers' plan says of each layer; empty without a plan.
+    """Returns the style of each layer in transformers' tensor-parallel plan; empty if the model has none.
 
-    The vocabulary is left out, as it is always cut by words; some versions name it where head and embedding are tied.
+    Leaves out the embedding, which is always sharded by vocabulary; some transformers versions list it if it is tied.
     """
     plan = getattr(config, "base_model_tp_plan", None) or {}
     return {name: word for name, word in plan.items() if name != "embed_tokens"}
 
 
 def refusals(config: Any, tp_size: int) -> list[str]:
-    """Why a model cannot be cut into `tp_size` parts, a line each; empty where it can.
+    """Returns the reasons why a model cannot be split over `tp_size` ranks, one line each; empty if it can.
 
     Args:
-        config: the transformers config of the language model (`get_text_config()` of one with a vision tower).
-        tp_size: ranks that share each layer.
+        config: Transformers config of the language model (`get_text_config()` of a vision-language model).
+        tp_size: Ranks that share each layer.
     """
     if tp_size == 1:
         return []

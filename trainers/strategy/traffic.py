@@ -1,4 +1,4 @@
-"""What a training step sends, from the model's sizes and the mesh alone. Imports no torch."""
+"""Predicts the communication of a training step from the sizes of the model and of the mesh. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainers.strategy.mesh import MeshSizes
 
 FP32 = 4
 TokenCounts = Sequence[int]
-"""Of a micro-batch on one rank: token slots, and trained tokens."""
+"""Token slots and trained tokens of a micro-batch on one rank."""
 
 
 @dataclass(frozen=True)
@@ -19,15 +19,15 @@ class ModelSizes:
     """The sizes of a model.
 
     Args:
-        parameters: all of them; a tied weight counts once.
-        vectors: those of them in weights of one dimension, which tensor parallelism leaves whole.
-        outside: those outside the layers: embedding, last norm, head.
-        tied: embedding and head are one weight.
-        trained_share: share of the parameters that get gradients.
-        gradient_bytes: bytes of a number of those.
-        gathered_bytes: bytes of a parameter where weights are gathered, the mean.
-        matmul_bytes: bytes of an element that a matrix product returns.
-        hidden_bytes: bytes of an element of the hidden states.
+        parameters: Number of parameters; tied weights count once.
+        vectors: Parameters in one-dimensional weights, which tensor parallelism does not shard.
+        outside: Parameters outside the layers: embedding, final norm, head.
+        tied: Whether embedding and head share a weight.
+        trained_share: Fraction of the parameters that get gradients.
+        gradient_bytes: Bytes per gradient element.
+        gathered_bytes: Mean bytes per parameter in an all-gather of weights.
+        matmul_bytes: Bytes per element of a matrix product's output.
+        hidden_bytes: Bytes per element of the hidden states.
     """
 
     parameters: int
@@ -48,7 +48,7 @@ class ModelSizes:
 
     @classmethod
     def of(cls, model: Any) -> ModelSizes:
-        """The sizes of a transformers model, all of it trained in fp32."""
+        """Returns the sizes of a transformers model, assuming that all of it is trained in fp32."""
         weights, config = dict(model.named_parameters()), model.config.get_text_config()
         return cls(
             sum(weight.numel() for weight in weights.values()),
@@ -60,7 +60,7 @@ class ModelSizes:
         )  # fmt: skip
 
     def local_parameters(self, sizes: MeshSizes) -> float:
-        """Parameters that tensor and pipeline parallelism leave a rank, before FSDP; the mean over ranks."""
+        """Returns the parameters per rank under tensor and pipeline parallelism, before FSDP; the mean over ranks."""
         full = (self.parameters - self.vectors) / sizes.tp + self.vectors
         twice = self.vocab_size * self.hidden / sizes.tp if self.tied and sizes.pp > 1 else 0
         return (full + twice) / sizes.pp
@@ -68,13 +68,13 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class Term:
-    """A part of a step's traffic.
+    """One component of the traffic.
 
     Args:
-        collective: as the counted ones are called.
-        formula: how it follows from the sizes.
-        bytes: given by a rank in all steps; the mean over the ranks of a pipeline.
-        wire: bytes that a rank then sends, in the best algorithm there is.
+        collective: Name of the collective, as in the measured counts.
+        formula: How the size is derived, in words.
+        bytes: Bytes that a rank passes to the collective in all counted steps; the mean over the ranks of a pipeline.
+        wire: Bytes that a rank sends as a result, with an optimal algorithm.
     """
 
     collective: str
@@ -84,7 +84,7 @@ class Term:
 
 
 def term(collective: str, formula: str, size: float, ways: int) -> Term:
-    """A part of a step's traffic among `ways` ranks."""
+    """Returns the component for a collective over `ways` ranks, of which each passes `size` bytes."""
     shares = {"all-reduce": 2 * (ways - 1) / ways, "all-gather": ways - 1, "send": 1.0}
     return Term(collective, formula, size, size * shares.get(collective, (ways - 1) / ways))
 
@@ -92,12 +92,16 @@ def term(collective: str, formula: str, size: float, ways: int) -> Term:
 def predicted(
     kind: str, sizes: MeshSizes, chunks: int, model: ModelSizes, steps: Sequence[Sequence[TokenCounts]], warm: int
 ) -> list[Term]:
-    """What a rank should send in all steps after the first `warm`, by collective; nothing for what has no formula.
+    """Predicts what a rank sends in all steps after warm-up, by collective; omits traffic that has no formula.
 
     Args:
-        kind: the `distributed_type`, or `ZERO` and its stage, or `GRAD_OP`: FSDP that keeps what it has gathered.
-        chunks: pipeline stages of each rank.
-        steps: this rank's micro-batches, those of the first steps too.
+        kind: The `distributed_type`, `ZERO` followed by the stage, or `GRAD_OP` for FSDP without resharding after the
+            forward pass.
+        sizes: Sizes of the mesh.
+        chunks: Pipeline stages per rank.
+        model: Sizes of the model.
+        steps: Micro-batches of this rank in each step, warm-up included.
+        warm: Number of warm-up steps, which are not counted.
     """
     counted = steps[warm:]
     micro_batches = [counts for step in counted for counts in step]
@@ -113,16 +117,16 @@ def _in_order(terms: Sequence[Term]) -> list[str]:
 
 
 def _together(terms: Sequence[Term]) -> Term:
-    """One term for those of one collective."""
+    """Merges the terms of one collective."""
     formula = " + ".join(term.formula for term in terms)
     return Term(terms[0].collective, formula, sum(term.bytes for term in terms), sum(term.wire for term in terms))
 
 
 def weight_terms(kind: str, sizes: MeshSizes, model: ModelSizes, steps: int, micro_batches: int) -> list[Term]:
-    """Gradients, and gathered weights.
+    """Returns the traffic of gradients and gathered weights.
 
-    FSDP keeps what is outside the layers from forward to backward, and of a pipeline's stages, reduced once in a step,
-    all.
+    FSDP keeps the weights outside the layers gathered from forward to backward. Under pipelining it keeps all weights
+    of a stage gathered, and reduces gradients once per step.
     """
     ways, copies = sizes.dp_shard * sizes.sequence_shards, sizes.dp_replicate
     local = model.local_parameters(sizes)
@@ -133,6 +137,7 @@ def weight_terms(kind: str, sizes: MeshSizes, model: ModelSizes, steps: int, mic
         return (
             [term("all-reduce", "weights", reduced * steps, sizes.grad_group_size)] if sizes.grad_group_size > 1 else []
         )
+    # FSDP. Default: layers are gathered twice per micro-batch (forward and backward), all other weights once.
     if sizes.pp > 1:
         gathered, quantity, times, how = full, "weights", steps, ""
     elif kind == "GRAD_OP":
@@ -151,7 +156,7 @@ def weight_terms(kind: str, sizes: MeshSizes, model: ModelSizes, steps: int, mic
 
 
 def _zero(stage: int, held: float, ways: int, steps: int, micro_batches: int) -> list[Term]:
-    """Gradients once a step or in each micro-batch, and the updated weights. Nothing for what stage 3 gathers."""
+    """Gradients, per step or per micro-batch, and updated weights; the gathers of stage 3 have no formula."""
     if stage == 3:
         return [term("reduce-scatter", "weights per micro-batch", held * micro_batches, ways)]
     times, how = (steps, "") if stage == 1 else (micro_batches, " per micro-batch")
@@ -162,7 +167,7 @@ def _zero(stage: int, held: float, ways: int, steps: int, micro_batches: int) ->
 
 
 def _tensor(sizes: MeshSizes, model: ModelSizes, micro_batches: Sequence[TokenCounts]) -> list[Term]:
-    """Two sums forward and two backward in each layer, one behind the embedding; the loss: two sums and a gradient."""
+    """Two sums forward and two backward per layer, one after the embedding; the loss takes two sums and a gradient."""
     if sizes.tp == 1:
         return []
     slots, trained = (sum(counts[column] for counts in micro_batches) for column in (0, 1))
@@ -195,10 +200,11 @@ def _rows(sizes: MeshSizes, model: ModelSizes, micro_batches: Sequence[TokenCoun
 def _pipeline(
     kind: str, sizes: MeshSizes, chunks: int, model: ModelSizes, steps: Sequence[Sequence[TokenCounts]], warm: int
 ) -> list[Term]:
-    """Hidden states and their gradients at each border of stages, in buffers of the largest micro-batch so far.
+    """Hidden states and their gradients at each stage boundary, in buffers as large as the largest micro-batch so far.
 
-    The ranks with embedding and head, where these are one weight, tell each other its gradient.
+    If embedding and head are tied, the ranks that hold them also exchange the gradient of that weight.
     """
+    # Buffers only grow: a micro-batch is sent in a buffer as large as the largest one up to its step.
     room, elements = 0, 0
     for number, step in enumerate(steps):
         room = max(room, *(counts[0] for counts in step))

@@ -1,1 +1,1 @@
-"""Programs that `app/` starts and that are no ranks, and the check before a run."""
+"""Programs that `app/` starts besides the training ranks, and the pre-flight check of a run."""

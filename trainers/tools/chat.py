@@ -187,7 +187,7 @@ def _is_checkpoint(weights: Path) -> bool:
 
 
 def _exported_adapter(config: TrainConfig, weights: Path) -> Any:
-    """The base with an exported adapter, which is looked at before the base is read."""
+    """The base with an exported adapter, which is checked before the base is read."""
     from trainers.model.adapter import Adapter
 
     try:

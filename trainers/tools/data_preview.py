@@ -105,6 +105,7 @@ class Preview:
     def _items(self, offset: int, count: int) -> Iterator[tuple[FileShard, int, int, Any]]:
         """Rows with their shard, their number and their line."""
         self._advance(offset)
+        # Start in the shard that contains row `offset`, and go on to the next shards as needed.
         firsts = [shard.first_row for shard in self._shards]
         index = max(0, int(np.searchsorted(firsts, offset, side="right")) - 1)
         number = offset

@@ -1,10 +1,10 @@
-"""What a model weighs, counted with torch's fake tensors: no weights are loaded, no memory is taken for them.
-The config of a model that has presets ships with them; that of another is read from its folder or the Hub.
+"""Estimates the memory of a model with torch's fake tensors, without loading or allocating weights.
 
     python -m trainers.tools.memory_estimate --config FILE --cases 1:1:1:1:8 2:1:1:1:8 --here
 
-A case is `tp:cp:sp:stages:rows`, the last one rows of a micro-batch. `--here`: this machine is to train it. The last
-line on stdout is a JSON object; a wrong request is told on stderr after a line `mistakes:`, exit status 2.
+A case is `tp:cp:sp:stages:rows`, where rows is the micro-batch size. `--here` means that this machine is to train the
+model. The model config comes with the presets, or else from the model's folder or the Hub. The last line on stdout is a
+JSON object: the estimate, or `mistakes` with exit status 2 if the request is invalid.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ from trainers.tools.preflight import check_model, machine_mistakes
 
 _KERNEL = "tunesmith_weighed"
 _FEW = (2, 4)
-"""Layers of two models; what the second needs more is a layer's share."""
+"""Numbers of layers of two small models; the difference in memory gives the cost of a layer."""
 _NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _TIMED = 0.3
-"""Seconds for which matrix products are timed."""
+"""Seconds for which to time matrix products."""
 _NIBBLE, _SCALES = 0.5, 0.127 / 8
-"""Bytes of a 4-bit weight, and of its share of the scales, which every rank has (`trainers/model/quantization.py`)."""
+"""Bytes of a 4-bit weight, and of its share of the unsharded scales (see `trainers/model/quantization.py`)."""
 
 
 class PeakMemoryMode(TorchDispatchMode):
-    """Bytes of the tensors that were made inside and are still alive: now, and at most.
+    """Tracks the current and the peak bytes of live tensors created inside the context.
 
     Args:
-        known: tensors that were there before, which do not count.
+        known: Existing tensors, which are not counted.
     """
 
     def __init__(self, known: Iterable[torch.Tensor]):
@@ -76,7 +76,7 @@ class PeakMemoryMode(TorchDispatchMode):
         self._seen = WeakIdKeyDictionary({tensor.untyped_storage(): True for tensor in known})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operator and looks at what it made."""
+        """Runs an operator, and counts new storages among its outputs."""
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
@@ -96,9 +96,9 @@ class PeakMemoryMode(TorchDispatchMode):
 
 
 class _Attention(torch.autograd.Function):
-    """Shapes of a fused kernel: the output, and for the backward pass that, what went in, and a number per query.
+    """Stands in for a fused attention kernel: saves inputs, output and the log-sum-exp per query for the backward pass.
 
-    Key heads are not repeated, as by the kernels of GPUs; sdpa on a CPU needs that.
+    Key heads are not repeated, as in the GPU kernels; sdpa on a CPU would repeat them.
     """
 
     @staticmethod
@@ -120,21 +120,23 @@ def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: An
 
 
 def empty_model(config: TrainConfig, model_config: Any, tp: int = 1, layers: int | None = None) -> nn.Module:
-    """The model that `build_model` would build, not quantised, on the meta device.
+    """Builds the model of `build_model` on the meta device, without quantization.
 
     Args:
-        model_config: the base model's transformers config.
-        tp: ranks that share each matrix; this is what one of them has.
-        layers: only so many.
+        config: The training config.
+        model_config: Transformers config of the base model.
+        tp: Ranks that share each matrix; the result has the sizes of one rank.
+        layers: Number of layers; None for all.
     """
     model_config = copy.deepcopy(model_config)
     text = model_config.get_text_config()
     if tp > 1:
+        # Fix the head size first: with fewer heads, it would otherwise be derived from the hidden size.
         text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
             if getattr(text, name, None):
                 setattr(text, name, -(-getattr(text, name) // tp))
-        text.pad_token_id = None  # which may lie beyond the smaller vocabulary
+        text.pad_token_id = None  # may be out of range in the smaller vocabulary
     if layers is not None:
         text.num_hidden_layers = layers
         if getattr(text, "layer_types", None):
@@ -157,7 +159,7 @@ def empty_model(config: TrainConfig, model_config: Any, tp: int = 1, layers: int
 
 
 def _as_fakes(model: nn.Module) -> None:
-    """Fake tensors of the CPU for those of the meta device, for which torch has no autocast; ties stay."""
+    """Replaces meta tensors, for which torch has no autocast, by fake CPU tensors; tied weights stay tied."""
     fakes: dict[int, Any] = {}
     for part in model.modules():
         for held in (part._parameters, part._buffers):
@@ -169,12 +171,13 @@ def _as_fakes(model: nn.Module) -> None:
 
 
 def peak(config: TrainConfig, model: nn.Module, rows: int, length: int) -> int:
-    """Bytes that a micro-batch needs at most, forward and backward, beside weights and gradients.
+    """Returns the peak bytes of a micro-batch, forward and backward, in addition to weights and gradients.
 
     Args:
-        model: an empty one.
-        rows: of the micro-batch, each of
-        length: tokens.
+        config: The training config.
+        model: Result of `empty_model`.
+        rows: Rows of the micro-batch.
+        length: Tokens per row.
     """
     with FakeTensorMode():
         _as_fakes(model)
@@ -192,9 +195,12 @@ def peak(config: TrainConfig, model: nn.Module, rows: int, length: int) -> int:
 
 
 def weights(config: TrainConfig, model: nn.Module) -> dict[str, float]:
-    """Numbers of weights: all, trained ones inside and outside of the layers, in vectors; and bytes of frozen ones.
+    """Counts weights.
 
-    `scales`: bytes of the scales of 4-bit weights, which no strategy cuts.
+    Returns:
+        Numbers of weights: `parameters` (all), `parameters_outside` (the layers), `vectors` (in 1-d weights),
+        `trained_inside` and `trained_outside`. Bytes: `frozen_inside` and `frozen_outside`, and `scales` of 4-bit
+        weights, which no strategy shards.
     """
     names = ("parameters", "parameters_outside", "vectors", "trained_inside", "trained_outside", "frozen_inside",
              "frozen_outside", "scales")  # fmt: skip
@@ -220,7 +226,7 @@ def _quantised(model: Any) -> list[torch.Tensor]:
 
 
 def refused(model_config: Any, sizes: MeshSizes, stages: int) -> str | None:
-    """Why a model cannot be split so, None where it can."""
+    """Returns why a model cannot be split in this way; None if it can."""
     text = model_config.get_text_config()
     if lines := refusals(text, sizes.tp):
         return "; ".join(lines)
@@ -235,24 +241,30 @@ def refused(model_config: Any, sizes: MeshSizes, stages: int) -> str | None:
 
 
 def case(config: TrainConfig, model_config: Any, name: str) -> dict[str, Any]:
-    """One rank's weights, and the bytes of a micro-batch: of all but the layers, and of each layer."""
+    """Estimates one case for one rank.
+
+    Returns:
+        The counts of `weights`, and bytes of a micro-batch: `fixed` (outside the layers) and per `layer`. Both are None
+        if they cannot be determined, with `why`. Or just `refused`, the reason why the model cannot be split so.
+    """
     tp, cp, sp, stages, rows = map(int, name.split(":"))
     if why := refused(model_config, MeshSizes(cp=cp, sp=sp, tp=tp), stages):
         return {"refused": why}
     length = -(-config.max_length // (cp * sp))
     facts: dict[str, Any] = weights(config, empty_model(config, model_config, tp))
+    # Memory is linear in the number of layers: measure two small models, and split it into a fixed part and a slope.
     few = [min(count, model_config.get_text_config().num_hidden_layers) for count in _FEW]
     try:
         first, second = (peak(config, empty_model(config, model_config, tp, count), rows, length) for count in few)
     except (RuntimeError, ValueError) as error:
-        # Some operators of mixtures of experts have no fake; attention refuses what it does not know.
+        # Some mixture-of-experts operators have no fake implementation; attention rejects unknown variants.
         return {**facts, "fixed": None, "layer": None, "why": str(error).partition("\n")[0][:200]}
     layer = (second - first) / (few[1] - few[0]) if few[1] > few[0] else first / few[0]
     return {**facts, "fixed": first - layer * few[0], "layer": layer}
 
 
 def speed(hidden: int, config: TrainConfig) -> float:
-    """FLOP/s of matrix products of the model's width on this device, with as many threads as a rank gets."""
+    """Measures FLOP/s of matrix products of the model's width on this device, with as many threads as a rank has."""
     device, dtype = "cuda" if torch.cuda.is_available() else "cpu", compute_dtype(config)
     torch.backends.cuda.matmul.allow_tf32 = config.tf32
     rows, matrix = (torch.ones(size, hidden, dtype=dtype, device=device) for size in (2048, hidden))
@@ -261,20 +273,21 @@ def speed(hidden: int, config: TrainConfig) -> float:
         rows @ matrix
         if device == "cuda":
             torch.cuda.synchronize()
-        done, began = (done + 1, began) if began else (0, time.perf_counter())  # the first one only warms up
+        done, began = (done + 1, began) if began else (0, time.perf_counter())  # the first one is warm-up
     return done * 2 * 2048 * hidden * hidden / (time.perf_counter() - began)
 
 
 def estimate_memory(config: TrainConfig, model_config: Any, cases: list[str], time_here: bool) -> dict[str, Any]:
-    """All that a plan needs to know of a model.
+    """Returns everything that `tunesmith plan` needs to know about a model.
 
     Args:
-        model_config: its transformers config.
-        cases: see above.
-        time_here: time matrix products on this machine.
+        config: The training config.
+        model_config: Transformers config of the model.
+        cases: Cases in the format described above.
+        time_here: Whether to time matrix products on this machine.
 
     Raises:
-        ConfigError: when it is not a causal language model with attention layers.
+        ConfigError: If it is not a causal language model with attention layers.
     """
     resting = psutil.Process().memory_info().rss
     text = model_config.get_text_config()
@@ -283,7 +296,7 @@ def estimate_memory(config: TrainConfig, model_config: Any, cases: list[str], ti
         raise ConfigError(f"{cannot}: they have no {', '.join(missing)}; use one with attention, or `tunesmith bench`")
     try:
         model: Any = empty_model(config, model_config)
-    except (ValueError, KeyError) as error:  # it is not a causal one, or knows no attention but its own
+    except (ValueError, KeyError) as error:  # it is no causal model, or does not support custom attention functions
         why = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
         raise ConfigError(f"{cannot} ({why}); use another model, or `tunesmith bench`") from None
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -296,7 +309,7 @@ def estimate_memory(config: TrainConfig, model_config: Any, cases: list[str], ti
         "key_heads": getattr(text, "num_key_value_heads", None) or heads,
         "head_size": getattr(text, "head_dim", None) or text.hidden_size // heads,
         "tied": bool(text.tie_word_embeddings), "matmul_trained": trained, "matmul_frozen": frozen,
-        # Elsewhere matrices are no linear layers (GPT-2), or not each is used for a token (experts).
+        # False if matrices are not linear layers (GPT-2), or a token does not use all of them (experts).
         "all_linear": trained + frozen > 0.9 * (matrices - text.vocab_size * text.hidden_size),
         "layer_matmul": sum(matmul_parameters(layers[0])) if layers is not None else 0,
         "flops_per_second": speed(text.hidden_size, config) if time_here and config.mixed_precision != "fp8" else None,
@@ -306,7 +319,7 @@ def estimate_memory(config: TrainConfig, model_config: Any, cases: list[str], ti
 
 
 def main(argv: list[str]) -> int:
-    """Prints what was counted; returns the exit status."""
+    """Prints the estimate as JSON; returns the exit status."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--cases", nargs="*", default=[])
@@ -317,7 +330,7 @@ def main(argv: list[str]) -> int:
         mistakes = machine_mistakes(config, gpu_count() > 0) if args.here else []
         published = published_config(config.model_name_or_path) if config.model_revision is None else None
         if published is None:
-            mistakes += check_model(config.model_copy(update={"random_init": True}))  # weights: not needed
+            mistakes += check_model(config.model_copy(update={"random_init": True}))  # needs no weights
         if mistakes:
             raise ConfigError(mistakes)
         print(

@@ -1,4 +1,4 @@
-"""What can be known of a model before its weights are read: from its config, a small copy, and its files' headers."""
+"""Checks a model without reading its weights: from its config, an empty copy of it, and the headers of its files."""
 
 from __future__ import annotations
 
@@ -42,18 +42,19 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 
 def inspect_model(config: TrainConfig, headers: Headers | None, strategy: Strategy) -> dict[str, Any]:
-    """What is worth knowing about a model that can be trained; nothing is read of it but config and tokenizer.
+    """Checks whether a model can be trained; only reads its config and tokenizer.
 
     Args:
-        config: what is trained.
-        headers: of all its weight files; None where they are not at hand, or not needed.
+        config: The training config.
+        headers: Headers of all weight files; None if unavailable or not needed.
+        strategy: The strategy, resolved for all processes.
 
     Returns:
         `lines` for the user, `vocab_size` and `pad_token_id`.
 
     Raises:
-        ConfigError: when the config describes no causal language model that can be built and trained here, or the
-            weights in the files are not those that it needs, or the strategy cannot split it.
+        ConfigError: If the config describes no causal language model that can be built and trained here, the weights in
+            the files do not fit it, or the strategy cannot split it.
     """
     model_config = load_model_config(config)
     if not config.random_init:
@@ -65,7 +66,7 @@ def inspect_model(config: TrainConfig, headers: Headers | None, strategy: Strate
         return {"lines": [], **facts}
     model = check_empty(config, model_config)
     splits = strategy.splits_model
-    # What fits no name shows on it.
+    # Adding adapters reveals `lora_target_modules` that match no module.
     if config.method != "full" and (splits or config.lora_target_modules != ["all-linear"]):
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             model = add_adapters(model, config)
@@ -78,7 +79,7 @@ def inspect_model(config: TrainConfig, headers: Headers | None, strategy: Strate
 
 
 def _refuse_sizes(model_config: Any, strategy: Strategy) -> None:
-    """Raises ConfigError when the config alone tells that rows or matrices cannot be split over the mesh."""
+    """Raises `ConfigError` if the model config shows that rows or matrices cannot be split over the mesh."""
     text, sizes = model_config.get_text_config(), strategy.sizes
     refuse_unsplittable_rows(text, sizes)
     if mistakes := refusals(text, sizes.tp):
@@ -86,14 +87,17 @@ def _refuse_sizes(model_config: Any, strategy: Strategy) -> None:
 
 
 def refuse_split(config: TrainConfig, model: Any, strategy: Strategy) -> None:
-    """Raises ConfigError when a strategy cannot split a model over its ranks, or its blocks cannot be compiled.
+    """Checks that a strategy can split a model over its ranks, and that its blocks can be compiled.
 
-    In the order in which `trainers.build.backend` does it, by the functions that each rank calls there.
+    Calls the same functions, in the same order, as each rank does in `trainers.build.backend`.
 
     Args:
-        config: what is trained.
-        model: with its adapters, on the meta device; it is cut in place.
-        strategy: for all its processes.
+        config: The training config.
+        model: The model with its adapters, on the meta device; modified in place.
+        strategy: The strategy, resolved for all processes.
+
+    Raises:
+        ConfigError: If it cannot.
     """
     if config.mixed_precision == "fp8":
         convert(model)
@@ -110,10 +114,10 @@ def refuse_split(config: TrainConfig, model: Any, strategy: Strategy) -> None:
 
 
 def checkpoint_misfits(config: TrainConfig, manifest: dict[str, Any]) -> list[str]:
-    """How the weights that a checkpoint's manifest names differ from those that the model would be trained with.
+    """Returns how the weights listed in a checkpoint's manifest differ from those of the model; empty if they match.
 
     Raises:
-        ConfigError: when there is no such model.
+        ConfigError: If the model cannot be built.
     """
     model_config = load_model_config(config)
     if own_code(config, model_config):
@@ -131,10 +135,10 @@ def checkpoint_misfits(config: TrainConfig, manifest: dict[str, Any]) -> list[st
 
 
 def check_empty(config: TrainConfig, model_config: Any) -> Any:
-    """The model without memory for its weights.
+    """Builds the model on the meta device, without memory for its weights.
 
     Raises:
-        ConfigError: when its sizes do not go together.
+        ConfigError: If its config is inconsistent, or a package is missing.
     """
     try:
         with torch.device("meta"):
@@ -143,7 +147,7 @@ def check_empty(config: TrainConfig, model_config: Any) -> Any:
         raise ConfigError.about(
             "model_name_or_path", config.model_name_or_path, f"needs a package that is missing: {in_one_line(error)}"
         ) from None
-    except Exception as error:  # families raise what they like
+    except Exception as error:  # model families raise errors of any type
         raise ConfigError.about(
             "model_name_or_path",
             config.model_name_or_path,
@@ -153,9 +157,9 @@ def check_empty(config: TrainConfig, model_config: Any) -> Any:
 
 
 def _loading_report(model_config: Any, headers: Headers) -> dict[str, Any]:
-    """What transformers would say after loading: it loads tensors without memory, of the names and shapes in the files.
+    """Returns transformers' loading report for meta tensors with the names and shapes in the files.
 
-    So all that it renames, fuses and splits while it loads is taken into account.
+    Loading them takes into account everything that transformers renames, fuses or splits.
     """
     tensors = {
         name: torch.empty(shape, dtype=_DTYPES.get(dtype, torch.float32), device="meta")

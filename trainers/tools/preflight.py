@@ -228,10 +228,10 @@ def _inspected(config: TrainConfig, local: Path | None, headers: Headers | None,
 
 
 def _check_checkpoint(config: TrainConfig, run_dir: Path | None) -> None:
-    """Refuses a checkpoint to go on from that cannot be read, or whose weights are not those of the model.
+    """Checks that the checkpoint to resume from can be read, and that its weights fit the model.
 
     Raises:
-        ConfigError: with what is wrong with it.
+        ConfigError: If not; says what is wrong with it.
     """
     source = config.resume_from_checkpoint
     folder = checkpoint_to_resume(source, run_dir)
@@ -250,7 +250,7 @@ def _check_checkpoint(config: TrainConfig, run_dir: Path | None) -> None:
         manifest = read_manifest(folder)
     except (OSError, ValueError) as error:
         if source == "auto":
-            return  # the ranks set it aside, and take the one before
+            return  # the ranks set it aside and use the previous one
         raise ConfigError(f"{label} cannot be used: {error}; use another checkpoint") from None
 
     from trainers.tools.model_check import checkpoint_misfits

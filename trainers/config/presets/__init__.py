@@ -1,7 +1,7 @@
-"""Presets: a YAML file per model, with its methods, their strategies on 1, 2 and 8 GPUs, and its published config.
+"""Presets: one YAML file per model, with its methods, their strategies on 1, 2 and 8 GPUs, and its published config.
 
-A preset is named `<model>-<method>`, such as `qwen3-8b-lora`: the model's options, with those of the method on top.
-Imports no torch.
+A preset is named `<model>-<method>`, such as `qwen3-8b-lora`: the options of the model, overridden by those of the
+method. Imports no torch.
 """
 
 from __future__ import annotations
@@ -26,50 +26,50 @@ class _Strict(BaseModel):
 
 
 class Placement(_Strict):
-    """What a method gets, and needs, on a number of GPUs."""
+    """Strategies and memory of a method on a number of GPUs."""
 
     strategies: tuple[str, ...]
-    """Those that fit, best first; empty where the GPUs are too small."""
+    """Strategies that fit, best first; empty if the GPUs are too small."""
     gib: float = Field(gt=0)
-    """GiB on each GPU under the most demanding of the strategies; where there is none, under `single` on one GPU and
-    `fsdp2` on several. As `tunesmith plan` estimates it, unless the method says that it was measured."""
+    """GiB per GPU with the most demanding of the strategies; if none fits, with `single` on one GPU and `fsdp2` on
+    several. An estimate of `tunesmith plan`, unless the method has `measured`."""
     host_gib: float = Field(0.0, ge=0)
-    """GiB of host memory that each process fills besides, likewise."""
+    """GiB of host memory that each process needs in addition; determined likewise."""
 
 
 class Method(_Strict):
-    """What a model's file says of a method."""
+    """A method in a model's preset file."""
 
     options: dict[str, Any]
-    """On top of the model's."""
+    """Options that override those of the model."""
     gpu_gib: int | None = Field(None, gt=0)
-    """Memory of the GPUs that it is meant for; None: any, or a CPU."""
+    """Memory in GiB of the GPUs that the preset is meant for; None for any GPU, or a CPU."""
     gpus: dict[int, Placement]
-    """By number of GPUs."""
+    """Placement by number of GPUs."""
     measured: str | None = None
-    """What was measured, in place of an estimate."""
+    """The measurement, if there is one instead of an estimate."""
 
 
 class PublishedModel(_Strict):
-    """What the Hub says of a model."""
+    """A model as published on the Hub."""
 
     safetensors_total: int
-    """Elements in its weight files."""
+    """Number of elements in its weight files."""
     tied_head_stored: bool = False
-    """Whether the files hold a tied output head a second time."""
+    """Whether the files also contain the output head although it is tied."""
     config: dict[str, Any]
-    """Its config.json, as far as the number, shapes and uses of its weights follow from it."""
+    """The part of its config.json that determines the number, shapes and use of its weights."""
 
 
 class ModelPresets(_Strict):
-    """A model's file."""
+    """A model's preset file."""
 
     title: str
     options: dict[str, Any]
-    """Shared by all methods."""
+    """Options shared by all methods."""
     methods: dict[str, Method]
     model: PublishedModel | None = None
-    """None for the model that ships."""
+    """None for the embedded model."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ class Preset:
 
     Args:
         name: `<model>-<method>`.
-        summary: one line that says what it trains and what that needs.
-        options: those that differ from the defaults of `TrainConfig`.
-        gpus: strategies and memory by number of GPUs, fewest first.
+        summary: One line on what it trains and how much memory that needs.
+        options: Options that differ from the defaults of `TrainConfig`.
+        gpus: Strategies and memory by number of GPUs, in ascending order.
     """
 
     name: str
@@ -101,7 +101,11 @@ def preset_names() -> list[str]:
 
 @lru_cache
 def model_presets(model: str) -> ModelPresets:
-    """The file of a model by its name in `model_names`."""
+    """Loads the preset file of a model; cached.
+
+    Args:
+        model: A name from `model_names`.
+    """
     return ModelPresets.model_validate(read_yaml(PRESETS_DIR / f"{model}.yaml"))
 
 
@@ -111,14 +115,14 @@ def is_preset(name: str) -> bool:
 
 
 def find_preset(name: str, method: object = None) -> Preset:
-    """The preset of a name.
+    """Returns a preset by name.
 
     Args:
-        name: `<model>-<method>`, or the model alone.
-        method: in place of the one in the name, where the model has it. A model alone gets LoRA otherwise.
+        name: `<model>-<method>`, or just the model.
+        method: Overrides the method in the name, if the model supports it. Without either, LoRA is used.
 
     Raises:
-        ConfigError: when there is no such model or method.
+        ConfigError: If there is no such model or method.
     """
     parts = _split(name)
     if parts is None:
@@ -133,13 +137,13 @@ def find_preset(name: str, method: object = None) -> Preset:
 
 
 def methods_line(model: str) -> str:
-    """`there are full, lora and qlora`."""
+    """Lists the methods of a model, as in `there are full, lora and qlora`."""
     *others, last = model_presets(model).methods
     return f"there are {', '.join(others)} and {last}"
 
 
 def published_config(model_name_or_path: str) -> dict[str, Any] | None:
-    """The config.json of a Hub model that has presets, as far as they keep it; None for other models."""
+    """Returns the part of a Hub model's config.json that its preset file keeps; None for models without presets."""
     for presets in map(model_presets, model_names()):
         if presets.model and presets.options["model_name_or_path"] == model_name_or_path:
             return presets.model.config
@@ -147,7 +151,7 @@ def published_config(model_name_or_path: str) -> dict[str, Any] | None:
 
 
 def _split(name: str) -> tuple[str, str | None] | None:
-    """Model and method of a preset's name, None for the method where it names the model alone."""
+    """Splits a preset name into model and method; the method is None if the name is just a model."""
     if name in model_names():
         return name, None
     model, _, method = name.rpartition("-")
@@ -163,7 +167,10 @@ def _unknown(name: str) -> Mistake:
 
 
 def _summary(title: str, method: str, preset: Method) -> str:
-    """`Qwen3 8B with LoRA: estimated 19 GiB on a GPU of 24 GiB`; the fewest GPUs that do without the host's memory."""
+    """Summarizes a preset, as in `Qwen3 8B with LoRA: estimated 19 GiB on a GPU of 24 GiB`.
+
+    Picks the smallest number of GPUs that needs no host memory, if there is one.
+    """
     if preset.measured:
         return f"{_METHOD_TITLES[method].format(title)}: measured {preset.measured}"
     able = {count: entry for count, entry in preset.gpus.items() if entry.strategies}
