@@ -40,7 +40,7 @@ SHORT_RUN = {
     "load_best_model_at_end": "false", "early_stopping_patience": "none", "max_restarts": "0",
 }  # fmt: skip
 """Options of a run of which only the logged steps are needed."""
-# Options under which strategies are comparable; see `Scope` in the design. Those unknown to this version are left out.
+# Options under which strategies are comparable; see docs/parity.md. Those unknown to this version are left out.
 SETTINGS = {
     "mixed_precision": "no", "lora_dropout": "0", "tf32": "false", "deterministic": "true", "ddp_comm_hook": "none",
     "torch_compile": "false", "master_weights": "true", "optim": "adamw", "eval_share": "0",
