@@ -152,10 +152,10 @@ def _find_by_id(name: str, quoted: str, runs_dir: Path) -> RunFolder:
 def true_state(run: RunFolder) -> dict[str, Any]:
     """The state file, corrected by which processes are alive.
 
-    A run that is marked live but has no live process is `failed`. A run that is marked ended but has a rank still
-    exiting, and so still holding its GPU, is `stopping` (`running` if it finished by itself); that happens without a
-    supervisor, where rank 0 writes the end state. Processes are identified by pid and start time on this host; the state
-    of a run on another host is taken as it is.
+    A run marked live without a live process is `failed`. A run marked ended with a rank that is still exiting, and so
+    still holds its GPU, is `stopping` (`running` if it finished by itself); this happens without a supervisor, when
+    rank 0 writes the end state. Processes are identified by pid and start time on this host; the state of a run on
+    another host is returned as it is.
     """
     state = run.read_state() or {"state": "failed", "cause": "it never started: there is no state file"}
     if state.get("host") != socket.gethostname():
