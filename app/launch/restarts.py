@@ -242,7 +242,10 @@ class _Attempts:
         return ending
 
     def _source(self, resume_from: str | None) -> str | None:
-        """Where another attempt resumes: `auto`, or the original source while the run has no checkpoint of its own."""
+        """Where another attempt resumes: `auto`, or the original source while the run has no checkpoint of its own.
+
+        Without either, `auto` too: there may be a copy of a checkpoint elsewhere (`checkpoint_url`).
+        """
         return "auto" if last_checkpoint(self.run) else resume_from or "auto"
 
     def _launch_what_fits(self, held: HeldSlots, source: str | None, timeout: float) -> Ending:
