@@ -1,1 +1,1 @@
-"""What runs outside the ranks: the command line, the launcher, the supervisor. Never imports torch."""
+"""Everything that runs outside the ranks: command line, launch and supervision, services. Never imports torch."""

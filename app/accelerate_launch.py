@@ -1,4 +1,4 @@
-"""Every command line that Tunesmith starts is built here, as a list of words: nothing goes through a shell."""
+"""Builds every command that Tunesmith runs, as a list of arguments: no command goes through a shell."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainers.strategy.strategy import Machines
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN_SCRIPT = ROOT / "trainers" / "train.py"
 _GPUS = "CUDA_VISIBLE_DEVICES"
-# NVML and `--gpus` count in PCI order; CUDA's own default is "fastest first".
+# NVML and `--gpus` number GPUs in PCI order, whereas CUDA by default starts with the fastest.
 _ORDER = "CUDA_DEVICE_ORDER"
 
 
@@ -27,14 +27,14 @@ def launch_argv(
     machines: Machines | None = None,
     timeout: float = 0,
 ) -> list[str]:
-    """The `accelerate launch` command that trains into `run`.
+    """The `accelerate launch` command that trains into the folder of `run`.
 
     Args:
-        run: a folder with `config.yaml` and `accelerate.yaml`.
-        num_processes: ranks, over all machines.
-        resume_from: `auto` for the newest good checkpoint of `run`, or the path of one.
-        machines: None for this machine alone.
-        timeout: seconds in which all machines must have met.
+        run: a run folder with `config.yaml` and `accelerate.yaml`.
+        num_processes: number of ranks on all machines.
+        resume_from: `auto` for the newest good checkpoint of `run`, or the path of a checkpoint.
+        machines: machines of the run; None for a single one.
+        timeout: seconds that all machines have to join.
     """
     argv = [*_new_run_argv(run, num_processes, machines), "--output_dir", str(run.path)]
     if machines:
@@ -54,19 +54,19 @@ def _new_run_argv(run: RunFolder, num_processes: int, machines: Machines | None)
 
 
 def command_line(run: RunFolder, devices: Devices) -> str:
-    """The line of `command.txt`: pasted in a terminal it starts a new run with the same resolved config."""
+    """The line of `command.txt`: pasted into a terminal, it starts a new run with the same resolved config."""
     gpus = _device_variables(devices)
     variables = [f"{name}={value}" for name, value in gpus.items()]
     return " ".join([*variables, shlex.join(_new_run_argv(run, devices.num_processes, devices.machines))])
 
 
 def by_hand_line(strategy_file: Path, devices: Devices, options: Sequence[str]) -> str:
-    """The `accelerate launch` line, quoted for a shell, with which a person starts a new run from any folder.
+    """The `accelerate launch` command, quoted for a shell, that starts a new run from any folder.
 
     Args:
         strategy_file: absolute path of an Accelerate YAML.
         devices: GPUs and processes.
-        options: words for the training script, such as `--preset NAME`.
+        options: arguments for the training script, such as `--preset NAME`.
     """
     script = Path(sys.executable).with_name("accelerate")
     program = [str(script)] if script.exists() else [sys.executable, "-P", "-m", "accelerate.commands.accelerate_cli"]
@@ -77,7 +77,7 @@ def by_hand_line(strategy_file: Path, devices: Devices, options: Sequence[str]) 
 
 
 def read_command_line(line: str) -> tuple[list[int], list[str]]:
-    """The GPU ids and the argv of a line that `command_line` wrote; no ids where it names none."""
+    """Parses a line written by `command_line` into GPU ids, empty on CPU, and arguments."""
     try:
         argv = shlex.split(line)
     except ValueError:
@@ -100,32 +100,38 @@ def launch_environment(devices: Devices, outer: Mapping[str, str] | None = None)
     """The environment of a supervised launch.
 
     Args:
-        devices: what the run is started on.
+        devices: devices of the run.
         outer: environment to extend; default: this process's.
     """
     outer = os.environ if outer is None else outer
     threads = max(1, cpu_count() // devices.local_processes)
-    # Unbuffered, so that a rank's last words are in the log when it is killed.
+    # Unbuffered output, so that the last lines of a killed rank reach the log.
     fixed = {**_device_variables(devices), "TUNESMITH_SUPERVISED": "1", "PYTHONUNBUFFERED": "1"}
     return {"OMP_NUM_THREADS": str(threads), **child_environment(outer), **fixed}
 
 
 def check_argv(config: Path) -> list[str]:
-    """The training script alone, to check a config: data, model and arithmetic, without any launcher."""
+    """The command that checks a config (data, model, batch arithmetic) with the training script, without a launcher."""
     return [sys.executable, str(TRAIN_SCRIPT), "--check", "--config", str(config)]
 
 
 def check_environment(devices: Devices, strategy: Path, outer: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of `check_argv`, for a run on `devices` as an Accelerate file says."""
+    """The environment of `check_argv` for a run.
+
+    Args:
+        devices: devices of the run.
+        strategy: its Accelerate YAML.
+        outer: environment to extend; default: this process's.
+    """
     outer = os.environ if outer is None else outer
     return {**child_environment(outer), **_device_variables(devices), "TUNESMITH_STRATEGY": str(strategy)}
 
 
 def module_argv(module: str, arguments: Sequence[str]) -> list[str]:
-    """A program such as `trainers.checkpoint.export`; run it with `cwd=ROOT` and `module_environment()`."""
+    """The command of a module such as `trainers.checkpoint.export`; needs `cwd=ROOT` and `module_environment()`."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def module_environment(outer: Mapping[str, str] | None = None) -> dict[str, str]:
-    """An environment in which `trainers` is the one beside this package, from a clone and from a wheel."""
+    """An environment in which `trainers` is imported from beside this package, in a clone as in an installed wheel."""
     return child_environment(os.environ if outer is None else outer, str(ROOT))

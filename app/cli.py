@@ -1,4 +1,4 @@
-"""The `tunesmith` command. Each verb imports what it needs when it runs, so that `--help` answers at once."""
+"""The `tunesmith` command. Each verb imports its dependencies when it runs, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -324,15 +324,15 @@ def ui(
 
 
 def run_verb(arguments: Sequence[str]) -> int:
-    """Runs a command line.
+    """Runs a command line; reports the user's mistakes and system errors instead of raising them.
 
     Returns:
-        The exit status: 0 done, 1 the run failed, 130 stopped, 2 the request was wrong.
+        The exit status: 0 success, 1 the run failed, 2 invalid request, 130 stopped or interrupted.
     """
     from app.console import report_json, say
 
     try:
-        alone = list(arguments) in ([], ["runs"])  # a verb is missing: show which there are
+        alone = list(arguments) in ([], ["runs"])  # without a verb, show the help
         return int(_invoke(app, [*arguments, "--help"] if alone else arguments) or 0)
     except (KeyboardInterrupt, Interrupted):
         say("interrupted")
@@ -340,12 +340,12 @@ def run_verb(arguments: Sequence[str]) -> int:
             report_json({"run_dir": None, "state": "stopped", "cause": "interrupted"})
         return 130
     except BrokenPipeError:
-        sys.stdout = None  # the reader has gone; nothing is left to say
+        sys.stdout = None  # the reader is gone; keep Python from flushing to it at exit
         return 1
     except OSError as error:
         return _system_error(error, "--json" in arguments)
     except Exception as error:
-        if hasattr(error, "cause"):  # CheckBroke, which is not imported here for the sake of speed
+        if hasattr(error, "cause"):  # CheckBroke, not imported here for speed
             return _broke(error, "--json" in arguments)
         mistakes = _mistakes(error)
         if not mistakes:
@@ -354,7 +354,7 @@ def run_verb(arguments: Sequence[str]) -> int:
 
 
 def _system_error(error: OSError, as_json: bool) -> int:
-    """The answer to an error of the system that no check foresaw: 2 when a name of the user's was too long, else 1."""
+    """Reports an OSError that no check has caught; returns 2 if a given name is too long, otherwise 1."""
     from app.console import refuse, report_json, shortened
 
     subject = shortened(str(error.filename or "system"))
@@ -382,7 +382,7 @@ def _invoke(verbs: Callable[..., Any], arguments: Sequence[str]) -> Any:
 
 
 def _mistakes(error: Exception) -> list[str]:
-    """The lines of an error that is the user's; none for any other."""
+    """The lines to print for a mistake of the user's; empty for any other error."""
     if lines := [
         str(mistake) for mistake in getattr(error, "mistakes", ())
     ]:  # ConfigError, not imported here for speed
@@ -403,7 +403,7 @@ def _refuse(mistakes: list[str], as_json: bool) -> int:
 
 
 def main() -> None:
-    """The entry point of the installed command."""
+    """Entry point of the installed command."""
     sys.exit(run_verb(sys.argv[1:]))
 
 

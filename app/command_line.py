@@ -1,4 +1,4 @@
-"""The command lines of the verbs that take the options of training: what each reads, refuses and shows as its help."""
+"""Command lines of the verbs that take training options: what each one reads, refuses and shows in its help."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ _SWITCHES = {
 
 @dataclass
 class Args:
-    """A command line, read but not checked.
+    """A parsed command line, not yet validated.
 
     Args:
         names: positional arguments: the preset, or the run.
-        launch: those of the `LAUNCH_OPTIONS`, such as `strategy`.
-        switches: those of `json`, `quiet`, `check`, `detach` and `force` that were given.
-        request: preset, config file and options of training.
-        own: the verb's own options.
+        launch: values of the given `LAUNCH_OPTIONS`, such as `strategy`.
+        switches: the given switches out of `json`, `quiet`, `check`, `detach` and `force`.
+        request: preset, config file and training options.
+        own: values of the verb's own options.
     """
 
     names: list[str] = field(default_factory=list)
@@ -63,19 +63,19 @@ class Args:
 
 @dataclass(frozen=True)
 class Verb:
-    """A verb that takes the options of training.
+    """A verb that takes training options.
 
-    All of them read every option and switch, so that one that makes no sense is refused with its reason; the help
-    shows those that do.
+    Every verb parses all options and switches, so that those it does not support can be refused with a reason; its
+    help shows only those that it supports.
 
     Args:
-        name: such as `train`.
-        help: what it does.
-        argument: name and help of the positional argument.
-        own: its own options by name, or its own help of one of training.
-        launch: the `LAUNCH_OPTIONS` that its help shows.
-        switches: those that its help shows beside `--json` and `--quiet`.
-        hidden: options of training that its help leaves out.
+        name: name of the verb, such as `train`.
+        help: help text of the verb.
+        argument: name and help text of the positional argument.
+        own: the verb's own options by name; may also replace the help of a training option.
+        launch: the `LAUNCH_OPTIONS` to show in the help.
+        switches: the switches to show in the help, besides `--json` and `--quiet`.
+        hidden: training options to leave out of the help.
     """
 
     name: str
@@ -87,7 +87,7 @@ class Verb:
     hidden: Collection[str] = ()
 
     def options(self) -> dict[str, Any]:
-        """All that it reads, by name, in the order of its help."""
+        """All options and switches by name, in the order of the help."""
         hidden = set(self.hidden)
         launch = {
             name: option(name, metavar, text, hidden=name not in self.launch)
@@ -100,7 +100,7 @@ class Verb:
         return {**launch, **switches, **self.own, "config": file, **training}
 
     def read(self, argv: Sequence[str]) -> Args | None:
-        """What a command line says; None when it asked for the help, which is printed.
+        """Parses a command line; if it asks for help, prints the help and returns None.
 
         Raises:
             ConfigError: for a switch with a value.
@@ -126,7 +126,7 @@ class Verb:
         )
 
     def _print_narrow(self, options: Mapping[str, Any]) -> None:
-        """Name and values of an option on a line, what it does below: typer would cut the names to fit its columns."""
+        """Prints the help with each option's text below its name; typer would truncate the names to fit its columns."""
         width, name = shutil.get_terminal_size().columns, self.argument[0].upper()
 
         def wrapped(text: str, indent: int) -> str:

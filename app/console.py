@@ -1,4 +1,4 @@
-"""What the command line prints: reports on stdout, everything about the way there on stderr."""
+"""Terminal output: results go to stdout, progress and messages to stderr."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-# Escape sequences and other control characters: a log or a model's answer must not drive the terminal.
+# Escape sequences and other control characters: a log or a model's answer must not control the terminal.
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _BIDI = re.compile("[\u202a-\u202e\u2066-\u2069]")
 
-_GAP = 3  # blanks that the drawn table has between two columns
+_GAP = 3  # spaces between two columns of a table drawn by rich
 _LEAST_CELL = 20
-"""Letters of a cut cell that still tell something."""
+"""Characters below which a shortened cell is no longer useful."""
 
 
 def clean(text: str) -> str:
-    """The text without control characters, but with its tabs and line ends."""
+    """The text without control characters, except for tabs and line feeds."""
     return _BIDI.sub("", _CONTROL.sub("", text))
 
 
 def shortened(text: str, most: int = 100) -> str:
-    """The text, or its beginning with dots where it is longer than a line of mistakes should be."""
+    """The text, cut to at most `most` characters with an ellipsis, for use in messages."""
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def say(text: str) -> None:
-    """One line on stderr; a terminal that is gone is not an error."""
+    """Prints a line on stderr; ignores a terminal that is gone."""
     try:
         print(text, file=sys.stderr, flush=True)
     except (OSError, ValueError):
@@ -38,12 +38,12 @@ def say(text: str) -> None:
 
 
 def report(text: str) -> None:
-    """One line on stdout."""
+    """Prints a line on stdout."""
     print(text, flush=True)
 
 
 def report_json(document: Any) -> None:
-    """The one JSON document of a verb; numbers that JSON cannot hold become null."""
+    """Prints the JSON document of a verb on stdout; non-finite numbers become null."""
     print(json.dumps(_finite(document), indent=1, ensure_ascii=False), flush=True)
 
 
@@ -56,19 +56,19 @@ def _finite(value: Any) -> Any:
 
 
 def refuse(mistakes: Sequence[str]) -> None:
-    """The mistakes of a request on stderr, a line each."""
+    """Prints the mistakes of a request on stderr, one per line."""
     for mistake in mistakes:
         say("error: " + clean(mistake).replace("\n", " "))
 
 
 def show_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], expendable: Sequence[str] = ()) -> None:
-    """A table on stdout: drawn on a terminal, plain columns elsewhere.
+    """Prints a table on stdout: drawn on a terminal, plain columns elsewhere.
 
     Args:
         headers: names of the columns.
         rows: a cell for each column.
-        expendable: columns to leave out, the first one first, where the terminal is too narrow for a line per row;
-            the first is cut before it goes. Without any, long cells are wrapped.
+        expendable: columns to drop, in this order, if the terminal is too narrow for one line per row; the first is
+            shortened before it is dropped. If empty, long cells are wrapped instead.
     """
     texts = [[clean("" if cell is None else str(cell)).replace("\n", " ") for cell in row] for row in rows]
     if sys.stdout.isatty():
@@ -86,7 +86,7 @@ def _widths(headers: Sequence[str], texts: Sequence[Sequence[str]]) -> list[int]
 def _fitting(
     headers: Sequence[str], texts: Sequence[Sequence[str]], expendable: Sequence[str]
 ) -> tuple[list[str], list[list[str]]]:
-    """The columns that fit into the terminal."""
+    """Headers and rows with only the columns that fit into the terminal."""
     columns, cells = list(headers), [list(row) for row in texts]
     room = shutil.get_terminal_size().columns
     for name in expendable:
@@ -115,7 +115,7 @@ def _drawn(headers: Sequence[str], texts: Sequence[Sequence[str]], one_line: boo
         table.add_column(header, no_wrap=one_line)
     for row in texts:
         table.add_row(*(Text(cell) for cell in row))
-    # A row wider than the terminal is wrapped by the terminal: cut, its id would be of no use to any verb.
+    # Let the terminal wrap a row that is still too wide: a shortened id would be useless as an argument.
     needed = sum(_widths(headers, texts)) + _GAP * (len(headers) - 1) if one_line else 0
     Console(width=max(needed, shutil.get_terminal_size().columns)).print(table)
 
@@ -126,5 +126,5 @@ def counted(count: int, singular: str, plural: str) -> str:
 
 
 def number(value: Any, digits: int = 4) -> str:
-    """A measured number for people; a dash for none."""
+    """Formats a measured number; a dash for None and non-finite values."""
     return f"{value:.{digits}f}" if isinstance(value, int | float) and math.isfinite(value) else "-"

@@ -1,4 +1,4 @@
-"""The GPUs and CPU cores of this machine, and which of them a run gets. Imports no torch."""
+"""The GPUs and CPU cores of this machine, and the choice of a run's devices. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ MAX_PROCESSES = 256
 
 @dataclass(frozen=True)
 class Devices:
-    """What a run is started on: one process per GPU, or processes on the CPU where `gpu_ids` is empty.
+    """The devices of a run: one process per GPU, or processes on the CPU if `gpu_ids` is empty.
 
     Args:
-        gpu_ids: of this machine.
-        num_processes: over all machines.
-        machines: None for this machine alone.
-        left_out: GPUs that other programs use, and that nobody asked for.
+        gpu_ids: ids of the GPUs on this machine.
+        num_processes: number of processes on all machines.
+        machines: machines of the run; None for a single one.
+        left_out: ids of GPUs that were not chosen because other programs use them.
     """
 
     gpu_ids: list[int]
@@ -40,12 +40,12 @@ class Devices:
 
     @property
     def machine_rank(self) -> int:
-        """This machine's number among those of the run."""
+        """This machine's rank among the machines of the run."""
         return self.machines.rank if self.machines else 0
 
 
 def cpu_count() -> int:
-    """Cores that this process may run on."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -55,16 +55,17 @@ def choose_devices(
     machine: Sequence[Gpu] | None = None,
     strategy_processes: int | None = None,
 ) -> Devices:
-    """The devices of one run.
+    """Chooses the devices of a run on a single machine.
 
     Args:
-        gpus: ids such as `0,2`; None for all GPUs that no other program uses, or all where each is used.
-        num_processes: how many processes; needed only without GPUs, where it may exceed the cores.
+        gpus: ids such as `0,2`; None for all GPUs that no other program uses, or all GPUs if every one is in use.
+        num_processes: number of processes; needed only without GPUs, where it may exceed the number of cores.
         machine: the GPUs to choose from; default: `find_gpus()`.
-        strategy_processes: processes that the chosen strategy's file carries: the default on a CPU; 1 takes one GPU.
+        strategy_processes: number of processes in the file of the chosen strategy: the default on a CPU; 1 limits the
+            default to one GPU.
 
     Raises:
-        ConfigError: with every mistake, a line each.
+        ConfigError: with all mistakes.
     """
     available = list(find_gpus() if machine is None else machine)
     mistakes: list[Mistake] = []
@@ -83,7 +84,7 @@ def choose_devices(
             )
     else:
         foreign = _foreign(available)
-        # Those that other programs use come last, and only when as many are asked for.
+        # GPUs in use by other programs come last, and are used only if so many are requested or all are in use.
         ids = [gpu.index for gpu in available if gpu.index not in foreign]
         left_out = foreign if ids and count is None else ()
         ids += [] if left_out else foreign
@@ -103,7 +104,7 @@ def choose_devices(
 
 
 def _foreign(available: Sequence[Gpu]) -> tuple[int, ...]:
-    """The GPUs that processes use which are no run of ours; for those of a run one waits."""
+    """The GPUs in use by programs other than Tunesmith runs; for a GPU held by a run, a new run waits in the queue."""
     in_use = [gpu for gpu in available if gpu.in_use]
     held = holders() if in_use else {}
     return tuple(gpu.index for gpu in in_use if gpu.uuid not in held)
@@ -128,7 +129,7 @@ def _count(value: int | str | None, mistakes: list[Mistake]) -> int | None:
 
 
 def _gpu_ids(gpus: str, available: Sequence[Gpu], mistakes: list[Mistake]) -> list[int]:
-    """The ids in `gpus`; what is wrong with them is added to `mistakes`."""
+    """Parses the ids in `gpus`; adds their mistakes to `mistakes`."""
     parts = [part.strip() for part in gpus.split(",")]
     strange = [word for word in parts if not (word.isascii() and word.isdigit())]
     if strange:

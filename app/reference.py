@@ -1,4 +1,4 @@
-"""The table of all options, made from `TrainConfig`: `python -m app.reference > docs/OPTIONS.md`."""
+"""Generates the table of all options from `TrainConfig`: `python -m app.reference > docs/OPTIONS.md`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trainers.config.options import sections
 
 
 def options_table() -> str:
-    """Markdown: a section each, a row per option with default, values or unit, and help."""
+    """The options as Markdown: a table per section, and a row per option with default, values or unit, and help."""
     parts = ["# Options", "", "Made by `python -m app.reference`; a test keeps it current.", ""]
     for section, fields in sections().items():
         parts += [f"## {section.capitalize()}", "", "| option | default | values | what |", "|---|---|---|---|"]
@@ -23,7 +23,7 @@ def _row(name: str, field: Any) -> str:
 
 
 def _values(field: Any) -> str:
-    """Allowed words of a choice, else the range and the unit."""
+    """The allowed values of a choice, otherwise the range and the unit."""
     choices = [word for word in get_args(field.annotation) if isinstance(word, str)]
     if choices:
         return ", ".join(f"`{word}`" for word in choices)

@@ -1,4 +1,4 @@
-"""The look of `--help` of every verb: switches take no value, so none is named, and `-h` asks for it too."""
+"""How all verbs show `--help`: `-h` works too, and switches are shown without a value type, as they take no value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
 class Interrupted(Exception):
-    """A verb met Ctrl-C, SIGTERM or SIGHUP; typer would turn KeyboardInterrupt into a silent exit status."""
+    """A verb was interrupted; used because typer turns KeyboardInterrupt into a silent exit."""
 
 
 def _without_value(option: Any) -> Any:
@@ -22,7 +22,7 @@ def _without_value(option: Any) -> Any:
 
 
 class PlainCommand(TyperCommand):
-    """A verb whose `--help` is shown without a type, and whose interruption is told."""
+    """A verb whose `--help` is shown without a value type, and which raises `Interrupted` on KeyboardInterrupt."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -35,17 +35,17 @@ class PlainCommand(TyperCommand):
 
 
 class PlainGroup(TyperGroup):
-    """A group of verbs whose `--help` is shown without a type."""
+    """A group of verbs whose `--help` is shown without a value type."""
 
     def get_help_option(self, ctx: Any) -> Any:
         return _without_value(super().get_help_option(ctx))
 
 
 class Verbs(typer.Typer):
-    """A `Typer` of such verbs.
+    """A `Typer` whose commands and groups are `PlainCommand` and `PlainGroup`.
 
     Args:
-        **settings: those of `Typer`.
+        **settings: arguments of `Typer`.
     """
 
     def __init__(self, **settings: Any):

@@ -1,1 +1,1 @@
-"""The pages: each only shows what `app/` returns and calls what `app/` offers."""
+"""The web UI: pages that only show what `app/` returns and call its functions."""

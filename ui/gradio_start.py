@@ -1,7 +1,7 @@
-"""Imports Gradio without what a local server does not need. Import this before Gradio.
+"""Imports Gradio without features that a local server does not need. Import this module before Gradio.
 
-Adds two limits that Gradio's upload parser lacks: form fields other than files are short, and the partial file of an
-aborted upload is removed.
+Also fixes two shortcomings of Gradio's upload parser: it limits the size of form fields that are not files, and removes
+the partial file of an aborted upload.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from starlette.formparsers import MultiPartException
 
 for _name in [name for name in os.environ if name.startswith("GRADIO_") and name != "GRADIO_TEMP_DIR"]:
-    del os.environ[_name]  # shares, proxies and paths that must not be opened
+    del os.environ[_name]  # could enable sharing or proxies, or expose paths
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
 
 
@@ -45,11 +45,11 @@ with _no_stub_files():
     from gradio.routes import App
 
 MAX_FIELD = 64 << 10
-"""Bytes of a form field that is not a file; fields are kept in memory."""
+"""Most bytes of a form field that is not a file; such fields are kept in memory."""
 
 
 class _UploadParser(route_utils.GradioMultiPartParser):
-    """Parses an upload as it arrives."""
+    """Limits form fields while an upload arrives, and cleans up after an aborted one."""
 
     def on_part_data(self, data: bytes, start: int, end: int) -> None:
         part = self._current_part

@@ -20,7 +20,7 @@ def live_part(name: str, script: str, functions: Sequence[Function], heading: st
     """An empty element that a script fills and keeps up to date.
 
     Args:
-        name: the element has the class `ts-NAME`.
+        name: gives the element the class `ts-NAME`.
         script: name of the renderer, `Live.SCRIPT` in `ui/static/live_*.js`.
         functions: what the script may call as `server.FUNCTION(request)`; read-only, as anyone can call them.
         heading: text of an `<h2>` above it.
@@ -46,7 +46,7 @@ def _with_plain_values(function: Function) -> Function:
 
 
 def json_response(build_document: Callable[[], Any]) -> Response:
-    """The document as JSON, bypassing Gradio's slow processing; `{"error": …}` for a wrong request."""
+    """The document as a JSON response, which bypasses Gradio's slow processing; `{"error": …}` on ConfigError."""
     try:
         document = build_document()
     except ConfigError as error:

@@ -41,8 +41,9 @@ def element(tag: str, content: Any = "", **attributes: Any) -> Html:
 
     Args:
         tag: e.g. `div`.
-        content: escaped unless `Html`.
-        **attributes: `class_` stands for `class`, an underscore for a hyphen; True writes only the name.
+        content: content of the element; escaped unless `Html`.
+        **attributes: attributes by name; `class_` stands for `class`, and other underscores become hyphens. True writes
+            only the name.
     """
     named_attributes = {name.rstrip("_").replace("_", "-"): value for name, value in attributes.items()}
     attribute_texts = [

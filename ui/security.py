@@ -19,11 +19,11 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_UPLOAD = 2 << 30
-"""Bytes of one uploaded file."""
+"""Most bytes of an uploaded file."""
 MAX_BODY = 16 << 20
-"""Bytes of any other request."""
+"""Most bytes of any other request."""
 MAX_LOGIN = 16 << 10
-"""Bytes of a login request."""
+"""Most bytes of a login request."""
 
 UPLOAD_PATH = "/gradio_api/upload"
 LOGIN_PATH = "/login"
@@ -38,7 +38,7 @@ _API_NAMES = (
     "startup-events", "upload", "upload_progress",
 )  # fmt: skip
 
-# Gradio's pages use inline scripts and compile functions from strings. Event handlers in attributes, the usual way
+# Gradio's pages need inline scripts and functions compiled from strings. Event handlers in attributes, the usual vector
 # of injection, stay forbidden, and so do all other origins.
 _POLICY = (
     "default-src 'none'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; script-src-attr 'none'; "
@@ -69,7 +69,7 @@ def bracketed(host: str) -> str:
 
 @dataclass(frozen=True)
 class TrustedHosts:
-    """Host names that browsers may use for this server; any other could be DNS rebinding.
+    """Host names that browsers may use for this server; any other could be a DNS rebinding attack.
 
     Args:
         host: the host that the server is bound to.
@@ -194,9 +194,9 @@ class _LimitedBody:
     """Counts the bytes of a request as they arrive; past the limit it answers 413 and disconnects the app.
 
     Args:
-        receive: of the request.
-        send: of the request.
-        max_bytes: limit for the body.
+        receive: receives the client's messages.
+        send: sends messages to the client.
+        max_bytes: limit for the body, in bytes.
     """
 
     def __init__(self, receive: Receive, send: Send, max_bytes: int):
@@ -293,17 +293,20 @@ class _Attempts:
 
 
 class Throttle:
-    """Counts wrong passwords; after too many within a minute, refuses all logins for a growing pause.
+    """Counts wrong passwords; after too many within a minute, refuses logins for a pause that grows each time.
+
+    The limits apply per address, and to all addresses together.
 
     Args:
         clock: a monotonic clock, in seconds.
     """
 
     MAX_FAILURES = 5
-    """Wrong passwords from one address within `WINDOW`."""
+    """Wrong passwords from one address within `WINDOW` that start a pause."""
     MAX_TOTAL_FAILURES = 20
-    """Wrong passwords from all addresses within `WINDOW`."""
+    """Wrong passwords from all addresses within `WINDOW` that start a pause."""
     WINDOW = 60.0
+    """Seconds for which wrong passwords count."""
     PAUSE = 60.0
     """Seconds of the first pause; each further pause is twice as long."""
     MAX_PAUSE = 3600.0
@@ -315,7 +318,7 @@ class Throttle:
         self._attempts: dict[str, _Attempts] = {}
 
     def begin(self, address: str) -> float:
-        """Counts a login attempt as failed in advance, unless paused.
+        """Counts a login attempt as failed in advance, unless paused, so that concurrent attempts count too.
 
         Returns:
             Seconds until the next allowed attempt; 0 if this one may proceed.

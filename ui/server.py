@@ -111,7 +111,7 @@ def serve(settings: Settings, password: str | None) -> int:
 
     Args:
         settings: from `tunesmith ui`.
-        password: of `settings.user`; None without a user.
+        password: password of `settings.user`; None without a user.
 
     Returns:
         The exit status: 0 after SIGTERM, 130 after Ctrl-C.
@@ -134,7 +134,7 @@ def serve(settings: Settings, password: str | None) -> int:
             report(f"http://{_address(settings.host)}:{port}")
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            logging.disable()  # open pages are disconnected, which is not an error
+            logging.disable()  # disconnecting open pages is not worth an error message
             self.status = 130 if sig == signal.SIGINT else 0
             self.should_exit = True
 
@@ -154,7 +154,7 @@ def _address(host: str) -> str:
 
 
 def _exit_soon(status: int) -> None:
-    """Ends the process even if the thread of a request does not."""
+    """Ends the process after `_SHUTDOWN_SECONDS`, even if the thread of a request is still running."""
     timer = threading.Timer(_SHUTDOWN_SECONDS, os._exit, (status,))
     timer.daemon = True
     timer.start()

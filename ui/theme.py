@@ -14,7 +14,7 @@ _MONO = ("ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "Liberation Mono
 
 
 class Tunesmith(Base):
-    """Slate and teal, system fonts, dense; every text has a contrast of at least 4.5 in light and dark."""
+    """A dense theme in slate and teal with system fonts; all text has a contrast of at least 4.5 in light and dark."""
 
     def __init__(self) -> None:
         super().__init__(

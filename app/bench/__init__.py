@@ -1,1 +1,1 @@
-"""`tunesmith bench`."""
+"""`tunesmith bench`: measures which settings train fastest."""

@@ -1,1 +1,1 @@
-"""One file per small verb."""
+"""The verbs of the command line that have no package of their own."""

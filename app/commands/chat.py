@@ -44,6 +44,12 @@ def chat_verb(
         remote_code: run model code that comes with the weights.
         sampling: values by the names of `app.services.chat.SAMPLING`; None keeps the default.
         as_json: print one JSON document; needs a prompt.
+
+    Returns:
+        The exit status: 0, or 1 if the model's process has died.
+
+    Raises:
+        ConfigError: for an invalid request.
     """
     if as_json and prompt is None:
         raise ConfigError("--json needs a prompt; add --prompt TEXT")
@@ -69,7 +75,7 @@ def chat_verb(
 
 
 def _once(chats: Chats, target: Target, prompt: str, request: dict[str, Any], as_json: bool) -> int:
-    """Answers one question."""
+    """Answers a single prompt."""
     answers: dict[str, Any] = {"base": None, "tuned": None}
     for document in _print_pieces(
         chats.ask([{"role": "user", "content": prompt}], **request), as_json, request["side"] == "both"
@@ -131,7 +137,7 @@ def _line(terminal: bool) -> str | None:
 
 
 def _turn(chats: Chats, history: list[dict[str, str]], request: dict[str, Any], label: bool) -> None:
-    """Adds one answer to the history; if it is stopped or refused, removes its question."""
+    """Adds the answer to the history; if it is stopped or refused, removes its question instead."""
     answer = None
     try:
         for document in _print_pieces(chats.ask(history, **request), label=label):

@@ -29,10 +29,10 @@ _BAR = 40
 
 
 def data_verb(argv: Sequence[str]) -> int:
-    """`tunesmith data`: 0, or 1 when the process that reads the data has died.
+    """`tunesmith data`: returns 0, or 1 if the process that reads the data has died.
 
     Raises:
-        ConfigError: for a wrong request, or data that contains nothing to train on.
+        ConfigError: for an invalid request, or data that contains nothing to train on.
     """
     args = DATA.read(argv)
     if args is None:

@@ -22,13 +22,20 @@ METHODS = ("lora", "full")
 
 
 def run_demo(method: str, gpus: str | None, num_processes: str | None, runs_dir: Path, as_json: bool) -> int:
-    """Trains, scores and reports.
+    """Trains the embedded model, scores it before and after, and reports the scores.
+
+    Args:
+        method: `lora` or `full`.
+        gpus: GPU ids such as `0,2`; None for the default.
+        num_processes: number of processes without GPUs; None for the default.
+        runs_dir: folder of run folders.
+        as_json: print one JSON document.
 
     Returns:
         The exit status.
 
     Raises:
-        ConfigError: for a wrong request.
+        ConfigError: for an invalid request.
     """
     if method not in METHODS:
         raise ConfigError.about("method", repr(method), "is not a method of the demo", f"use {' or '.join(METHODS)}")
@@ -97,7 +104,7 @@ def _show(job: TrainJob, before: dict[str, Any], after: dict[str, Any]) -> None:
 
 
 def _next_commands(job: TrainJob) -> list[str]:
-    """Three commands that work on this machine: own data, another strategy, the list of runs."""
+    """Three commands that work on this machine: train on own data, use another strategy, list the runs."""
     preset, processes = job.config.preset, job.devices.num_processes
     others = [name for name in strategy_names() if name != job.strategy.name]
     preferred = "single" if processes > 1 else "ddp"

@@ -1,4 +1,4 @@
-"""The verbs that start, show and change runs. Each returns an exit status, and raises ConfigError for wrong input."""
+"""The verbs that start, show and change runs. Each returns an exit status, and raises ConfigError on invalid input."""
 
 from __future__ import annotations
 
@@ -73,20 +73,20 @@ def _check(job: TrainJob, args: Args) -> int:
 
 
 def _start(job: TrainJob, args: Args) -> int:
-    """Starts the run, in the background or here; one that will hardly fit only after a question, on a terminal.
+    """Starts the run in the foreground or background, after `confirm_memory`.
 
     Raises:
-        ConfigError: when the user declines.
+        ConfigError: if the user declines.
     """
     confirm_memory(job, "quiet" in args.switches, "json" in args.switches)
     return _detach(job, args) if "detach" in args.switches else _train(job, args)
 
 
 def confirm_memory(job: TrainJob, quiet: bool, as_json: bool) -> None:
-    """Warns when the run is not expected to fit, and on a terminal asks whether to start it anyway.
+    """Warns if the run is not expected to fit into memory, and on a terminal asks whether to start it anyway.
 
     Raises:
-        ConfigError: when the user declines.
+        ConfigError: if the user declines.
     """
     with spinner("checking memory", quiet or known_verdict(job) is not None):
         verdict = memory_verdict(job)
@@ -146,7 +146,7 @@ def clone_verb(argv: Sequence[str]) -> int:
 
 
 def stop_verb(name: str, timeout: str, save: bool, force: bool, runs_dir: Path, as_json: bool) -> int:
-    """`tunesmith stop`: returns 0 when the run has ended, 1 when it has not within the timeout."""
+    """`tunesmith stop`: returns 0 if the run has ended, 1 if it has not within the timeout."""
     seconds = _parse_seconds(timeout)
     run = find_run(name, runs_dir)
     if not as_json:

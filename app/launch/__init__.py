@@ -1,1 +1,1 @@
-"""Starts and ends processes."""
+"""Starts, supervises and stops the processes of a run."""

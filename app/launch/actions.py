@@ -1,6 +1,6 @@
-"""What can be done to a run: stop, resume, clone, rename, delete, move in the queue, export.
+"""Actions on a run: stop, save, resume, clone, rename, delete, move in the queue, export.
 
-The command line and the pages call the same functions; each checks its run and values as if a stranger had sent them.
+Shared by the command line and the pages. Each action checks the run and its arguments as untrusted input.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class Exported(NamedTuple):
-    """An export: its folder, the dtype of its weights, and what came of loading it back.
+    """A finished export.
 
     Attributes:
-        loss_difference: of the export's loss and the trainer's; None where they were not compared.
-        check: the line that says so.
+        folder: the export's folder.
+        kind: `full`, `adapter` or `merged`.
+        dtype: dtype of the weights.
+        loss_difference: difference between the loss of the reloaded export and the trainer's; None if not compared.
+        check: a line about this comparison.
     """
 
     folder: Path
@@ -46,40 +49,43 @@ class Exported(NamedTuple):
 
 
 class ExportFailed(RuntimeError):
-    """The export program broke; the text is one line that says how."""
+    """The export program crashed; the message is one line that says how."""
 
 
 def stop(run: RunFolder, save: bool = True) -> None:
-    """Asks a run to stop, and returns at once; asking again, or when it has ended, does no harm.
+    """Asks a run to stop, and returns immediately; does nothing if it has ended.
 
     Args:
-        run: a queued one is cancelled.
-        save: a checkpoint first.
+        run: the run; a queued one is cancelled.
+        save: whether to save a checkpoint first.
     """
     if true_state(run)["state"] not in END_STATES:
         run.ask_stop(save)
 
 
 def save(run: RunFolder) -> None:
-    """Asks a run to save after its current step and go on, and returns at once; nothing happens when it has ended."""
+    """Asks a run to save after its current step and continue, and returns immediately.
+
+    Does nothing if the run is queued or has ended.
+    """
     if true_state(run)["state"] not in (*END_STATES, "queued"):
         run.ask_save()
 
 
 def resume(run: RunFolder, args: Args | None = None) -> dict[str, Any]:
-    """Goes on with a stopped or failed run, detached; returns its state.
+    """Resumes a stopped or failed run in the background; returns its state.
 
     Raises:
-        ConfigError: when it is done or lives, or with what is wrong with the request.
+        ConfigError: if the run is done or still live, or with the mistakes in the request.
     """
     return background.start(resume_job(run, args or Args()))
 
 
 def clone(run: RunFolder, args: Args | None = None) -> TrainJob:
-    """A new run with the settings, strategy and devices of `run`, and with the values of `args` in their place.
+    """The job of a new run with the settings, strategy and devices of `run`; values in `args` override them.
 
     Raises:
-        ConfigError: with every mistake at once.
+        ConfigError: with all mistakes at once.
     """
     return clone_job(run, args or Args())
 
@@ -88,7 +94,7 @@ def rename(run: RunFolder, new_id: str) -> RunFolder:
     """Renames the folder of a run that has ended.
 
     Raises:
-        ConfigError: for a name that is not a plain word or is taken, or a run that lives.
+        ConfigError: if the name is taken or has other than the allowed characters, or the run is still live.
     """
     quoted = repr(shortened(str(new_id)))
     if not isinstance(new_id, str) or not _ID.fullmatch(new_id):
@@ -106,7 +112,7 @@ def rename(run: RunFolder, new_id: str) -> RunFolder:
 
 
 def _repoint(old: RunFolder, new: RunFolder) -> None:
-    """Brings the files that name the folder itself up to date."""
+    """Updates the files that contain the path of the run folder."""
     state = new.read_state() or {}
     exported = state.get("export_dir")
     new.write_state(id=new.id, export_dir=_moved(str(exported), old, new) if exported else None)
@@ -118,7 +124,7 @@ def _repoint(old: RunFolder, new: RunFolder) -> None:
 
 
 def _moved(word: str, old: RunFolder, new: RunFolder) -> str:
-    """A path in the old folder as one in the new; any other word as it is."""
+    """A path inside the old folder, moved to the new one; any other argument unchanged."""
     path = Path(word)
     return str(new.path / path.relative_to(old.path)) if path.is_relative_to(old.path) else word
 
@@ -127,8 +133,12 @@ def _moved(word: str, old: RunFolder, new: RunFolder) -> str:
 def _ended(run: RunFolder, verb: str) -> Iterator[TextIO]:
     """Holds a run that has ended.
 
+    Args:
+        run: the run.
+        verb: the action, for error messages, such as `delete`.
+
     Raises:
-        ConfigError: when it lives.
+        ConfigError: if the run is still live, or its folder is a link.
     """
     state = true_state(run)["state"]
     if state not in END_STATES:
@@ -140,7 +150,7 @@ def _ended(run: RunFolder, verb: str) -> Iterator[TextIO]:
 
 
 def size(run: RunFolder) -> int:
-    """Bytes of all files in the run folder; links are not followed."""
+    """Size of all files in the run folder in bytes; links are not followed."""
     total = 0
     for folder, _, files in os.walk(run.path):
         for name in files:
@@ -150,13 +160,13 @@ def size(run: RunFolder) -> int:
 
 
 def delete(run: RunFolder) -> int:
-    """Deletes what an ended run wrote, its checkpoints and exports too; all other files are left.
+    """Deletes all files that an ended run wrote, including checkpoints and exports; other files are kept.
 
     Returns:
         Bytes freed.
 
     Raises:
-        ConfigError: when it lives, or something cannot be removed.
+        ConfigError: if the run is still live, or a file cannot be removed.
     """
     with _ended(run, "delete"):
         before = size(run)
@@ -169,10 +179,10 @@ def delete(run: RunFolder) -> int:
 
 
 def move(run: RunFolder, places: int) -> int:
-    """Moves a queued run; negative goes to the front. Returns its new place, counted from 1.
+    """Moves a queued run by `places` (negative: towards the front); returns its new place, counted from 1.
 
     Raises:
-        ConfigError: when it does not wait.
+        ConfigError: if the run is not queued.
     """
     return device_locks.move(run.path, places)
 
@@ -184,18 +194,18 @@ def export(
     output: Path | None = None,
     dtype: str | None = None,
 ) -> Exported:
-    """Exports a checkpoint as a folder that transformers or peft load; waits for it.
+    """Exports a checkpoint to a folder that transformers or peft can load, and waits until it is done.
 
     Args:
         run: the run.
-        checkpoint: name such as `step-00000120`; default: the newest.
-        merged: merge the adapters into the base.
+        checkpoint: name of the checkpoint, such as `step-00000120`; default: the newest.
+        merged: whether to merge the adapters into the base model.
         output: a new folder; default: `export-KIND` in the run folder.
-        dtype: of the weights, such as `bfloat16`; default: the run's `export_dtype`.
+        dtype: dtype of the weights, such as `bfloat16`; default: the run's `export_dtype`.
 
     Raises:
-        ConfigError: for a wrong request.
-        ExportFailed: when the export program broke, or the export is not the model that was trained.
+        ConfigError: for an invalid request.
+        ExportFailed: if the export program crashes, or the export does not match the trained model.
     """
     known = get_args(TrainConfig.model_fields["export_dtype"].annotation)
     if dtype is not None and dtype not in known:
@@ -221,7 +231,7 @@ def export(
 
 
 def _refuse_target(target: Path) -> None:
-    """Raises ConfigError for a folder that an export would spoil, or that cannot be made."""
+    """Raises ConfigError for a folder that already has files, or that cannot be created."""
     try:
         used = target.exists() and (not target.is_dir() or any(target.iterdir()))
     except OSError:

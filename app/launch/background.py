@@ -1,4 +1,4 @@
-"""Starts a run that outlives what started it: its supervisor is a small process in a session of its own."""
+"""Starts a run in the background: its supervisor is a small process in its own session that outlives the starter."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from trainers.run.folder import Process, RunFolder
 from trainers.run.log import start_tee
 
 START_TIMEOUT = 60.0
-"""Seconds for the supervisor to take the run over; it imports for a second or two."""
+"""Seconds that the supervisor has to take over the run; its imports take a second or two."""
 
 
 def start(job: TrainJob, quiet: bool = True) -> dict[str, Any]:
     """Checks a job, writes its folder and starts its supervisor.
 
     Args:
-        job: what to train.
-        quiet: do not show the check's progress on stderr.
+        job: the job.
+        quiet: whether to hide the check's progress.
 
     Returns:
-        The state, `queued` or later. The run goes on when this process ends.
+        The state, `queued` or later. The run continues when this process ends.
 
     Raises:
-        ConfigError: when the pre-flight check refuses the job, or another command started the run meanwhile.
-        CheckBroke: when that check crashed.
+        ConfigError: if the pre-flight check refuses the job, or another command has started the run meanwhile.
+        CheckBroke: if the check crashes.
     """
     if job.devices.machine_rank:
         remedy = "leave --detach out there, and keep the command from its terminal by nohup, tmux or your scheduler"
@@ -58,14 +58,14 @@ def start(job: TrainJob, quiet: bool = True) -> dict[str, Any]:
 
 
 def _hand_over(job: TrainJob, lock: int) -> dict[str, Any]:
-    """Starts the supervisor, which inherits the hold on the run, and waits until it has said that it is there."""
+    """Starts the supervisor, which inherits the lock on the run, and waits until it appears in the state."""
     args = [str(job.run.path), str(lock), *(["--resume_from", job.resume_from] if job.resume_from else [])]
     child = subprocess.Popen(
         module_argv("app.launch.background", args), env=module_environment(), stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, pass_fds=[lock],
     )  # fmt: skip
     assert child.stderr is not None
-    # The starter may live long (the page's server) and must not leave a zombie.
+    # Reap the child: the starter may be a long-lived process, such as the server of the pages.
     threading.Thread(target=child.wait, daemon=True).start()
     deadline = time.monotonic() + START_TIMEOUT
     try:
@@ -76,11 +76,12 @@ def _hand_over(job: TrainJob, lock: int) -> dict[str, Any]:
                 return state
             time.sleep(0.05)
     except KeyboardInterrupt:
-        job.run.ask_stop(save=False)  # whoever interrupts the start does not want the run
+        job.run.ask_stop(save=False)  # interrupting the start cancels the run
         raise
+    # The supervisor has exited or timed out: either the run is already over, or it could not be started.
     final = job.run.read_state() or {}
     if final.get("state") not in (None, "queued"):
-        return final  # it has ended already
+        return final
     child.kill()
     last_line = child.stderr.read().decode("utf-8", "replace").strip().splitlines()[-1:]
     cause = f"the supervisor could not be started: {last_line[0] if last_line else f'exit status {child.wait()}'}"
@@ -88,13 +89,13 @@ def _hand_over(job: TrainJob, lock: int) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> int:
-    """The supervisor: takes over the hold on a written run folder, and trains it to its end."""
+    """Entry point of the supervisor: takes over the lock on a written run folder, and trains the run to its end."""
     parser = argparse.ArgumentParser(prog="python -m app.launch.background")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("lock", type=int, help="open descriptor of the run's lock, kept to the end")
     parser.add_argument("--resume_from")
     args = parser.parse_args(argv)
-    os.set_inheritable(args.lock, False)  # the hold is the supervisor's alone
+    os.set_inheritable(args.lock, False)  # only the supervisor holds the run, not its children
     run = RunFolder(args.run_dir)
     start_tee(run.log, "supervisor", echo=False)
     try:
@@ -118,7 +119,7 @@ def main(argv: list[str]) -> int:
 
 
 def _unheard(kind: str, text: str) -> None:
-    """Nobody listens to a detached run; its notes are in the log."""
+    """Ignores events: nobody watches a detached run, and its notes are in the log."""
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Devices, strategy and micro-batch of a run that leaves them open: chosen so that its global batch divides.
+"""Chooses the devices, strategy and micro-batch that a run leaves open, such that its global batch divides evenly.
 
-What the user named is never changed: then the arithmetic is refused as it stands.
+Values that the user has set are never changed; if the batch does not divide with them, the run is refused.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _OWN_MODEL = ("model_name_or_path", "method")
 
 @dataclass(frozen=True)
 class DeviceFit:
-    """What a run gets.
+    """The result of `fit_devices`.
 
     Args:
-        config: its micro-batch made to divide.
-        strategy: resolved for the devices.
-        devices: those that are used.
-        notes: lines that say what was chosen.
-        warnings: what the preset says these GPUs lack.
+        config: the config, with a micro-batch that divides the global batch.
+        strategy: the strategy, resolved for the devices.
+        devices: the devices to use.
+        notes: lines about what was chosen for the user.
+        warnings: a line if the preset has no strategy for these GPUs.
     """
 
     config: TrainConfig
@@ -40,17 +40,17 @@ class DeviceFit:
 def fit_devices(
     config: TrainConfig, strategy: Strategy | None, devices: Devices, fixed: bool, chosen: Collection[str]
 ) -> DeviceFit:
-    """The most of the devices over which the global batch divides, with the largest micro-batch up to the config's.
+    """Uses as many devices as divide the global batch, with the largest micro-batch up to the config's.
 
     Args:
-        config: validated.
-        strategy: the one named; None for the preset's own, or the usual one.
-        devices: all that the run may have.
-        fixed: whether the user named them, so that all are used.
-        chosen: options that the user gave, which stay.
+        config: the validated config.
+        strategy: the strategy that the user named; None for the preset's, otherwise the default.
+        devices: all devices that the run may use.
+        fixed: whether the user named the devices, so that all must be used.
+        chosen: options that the user set, which are not changed.
 
     Raises:
-        ConfigError: why the run cannot be on all of them, where fewer will not do either.
+        ConfigError: why the run cannot use all of the devices, if it cannot use fewer either.
     """
     most = devices.num_processes
     preset = _preset_of(config) if devices.gpu_ids else None
@@ -76,7 +76,7 @@ def _on(config: TrainConfig, strategy: Strategy, devices: Devices, fit: bool) ->
     """Config and strategy for exactly these devices.
 
     Raises:
-        ConfigError: why they cannot be.
+        ConfigError: if the run cannot use them.
     """
     spread = over_machines(strategy, devices.machines)
     resolved = resolve(spread, devices.num_processes, config.mixed_precision, config.pp_size, config.pp_schedule)
@@ -87,7 +87,7 @@ def _on(config: TrainConfig, strategy: Strategy, devices: Devices, fit: bool) ->
 
 
 def _preset_of(config: TrainConfig) -> str | None:
-    """The preset whose strategies are meant for this run: its model and method are still the preset's."""
+    """The config's preset if its strategies apply, that is, if model and method are unchanged; otherwise None."""
     if config.preset is None:
         return None
     values = find_preset(config.preset).options
@@ -113,7 +113,7 @@ def _gpus(count: int) -> str:
 
 
 def _lacks(preset: str | None, count: int) -> list[str]:
-    """A line when the preset names no strategy for so many GPUs."""
+    """A warning if the preset names no strategy for this number of GPUs."""
     if preset is None:
         return []
     gpus = find_preset(preset).gpus

@@ -1,4 +1,4 @@
-"""One sentence for why a run ended, from its log and its launcher's exit status."""
+"""Determines in one sentence why a run ended, from its log and its launcher's exit status."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ TAIL_BYTES = 2_000_000
 MAX_CAUSE = 500
 _LINE = re.compile(r"^\S+ \[(launcher|rank \d+)\] (.*)$")
 _RAISED = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:: .*)?$")
-# What a rank says when another one has gone: true, and not the cause.
+# Errors that a rank reports when another rank has exited: consequences, not the cause.
 _CONSEQUENCE = re.compile(
     r"connection (closed|reset|refused)|broken pipe|socket (closed|timeout)|remote process|gloo|nccl|DistBackendError",
     re.IGNORECASE,
 )
 _ECHOES = ("ChildFailedError", "CalledProcessError", "SignalException")
-# The launcher's summary of a rank without a traceback, and accelerate's own launcher of one process.
+# torchrun's summary of a failed rank; `_DIED_WITH` matches that of accelerate's launcher for a single process.
 _EXIT_CODE = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
-_MACHINE = re.compile(r"(machine \d+): ")  # whose launcher it is, where it is not machine 0's
+_MACHINE = re.compile(r"(machine \d+): ")  # marks lines of a launcher that is not machine 0's
 _MEMORY = " (by hand, or by the system when memory ran out)"
 _DIED_WITH = re.compile(r"died with <Signals\.(\w+)")
 
 
 @dataclass
 class _Trace:
-    """A traceback being read: where it began, and its last exception so far."""
+    """The tracebacks of one process: index of the first line, last exception so far, whether one is still open."""
 
     start: int
     raised: str = ""
@@ -36,16 +36,18 @@ class _Trace:
 
 
 def cause_of(run: RunFolder, offset: int, status: int, otherwise: str = "") -> str:
-    """Why the launcher's processes ended without saying so themselves.
+    """Why the launcher's processes ended, where rank 0 did not record it.
 
     Args:
-        run: its log is read.
+        run: the run, whose log is read.
         offset: byte of the log at which this attempt begins.
         status: the launcher's exit status; negative for a signal.
-        otherwise: the answer where neither the log nor a signal tells more.
+        otherwise: the answer if neither the log nor a signal shows a cause.
     """
     lines = _lines(run.log, offset)
     raised = _exceptions(lines)
+    # From the most to the least specific: an exception that is no mere consequence, a rank killed by a signal (whose
+    # victims then report lost connections), any exception, a rank's exit status, a launcher killed by a signal.
     return (
         _origin(raised) or _killed_rank(lines, by_signal=True) or (raised and raised[0])
         or _with_last_words(_killed_rank(lines, by_signal=False), lines) or _killed_launcher(status) or otherwise
@@ -54,7 +56,7 @@ def cause_of(run: RunFolder, offset: int, status: int, otherwise: str = "") -> s
 
 
 def root_cause(cause: str, run: RunFolder, offset: int) -> str:
-    """What felled another rank first, where `cause` only says that this other one has gone."""
+    """The error of the rank that failed first, if `cause` is only a consequence of it; otherwise `cause`."""
     if not _CONSEQUENCE.search(cause):
         return cause
     lines = _lines(run.log, offset)
@@ -78,7 +80,10 @@ def _lines(log: Path, offset: int) -> list[tuple[str, str]]:
 
 
 def _exceptions(lines: list[tuple[str, str]]) -> list[str]:
-    """`rank 1: ValueError: text` of each process with a traceback, in the order in which those began."""
+    """The last exception of each process as `rank 1: ValueError: text`, in the order of their first tracebacks.
+
+    Those of the launcher come last.
+    """
     traces: dict[str, _Trace] = {}
     for index, (source, text) in enumerate(lines):
         text = re.sub(r"^\[rank\d+\]:\s?", "", text)
@@ -94,7 +99,7 @@ def _exceptions(lines: list[tuple[str, str]]) -> list[str]:
 
 
 def _killed_rank(lines: list[tuple[str, str]], by_signal: bool) -> str:
-    """The rank that the launcher saw ending first, by a signal or by an exit status."""
+    """How the rank that the launcher reports first ended, by a signal or with an exit status; empty if none did."""
     for _, text in lines:
         if match := _EXIT_CODE.search(text):
             code, rank = int(match[1]), match[2]
@@ -112,7 +117,7 @@ def _killed_launcher(status: int) -> str:
 
 
 def _with_last_words(cause: str, lines: list[tuple[str, str]]) -> str:
-    """Adds what was printed last before the launcher's own summary, such as why a program could not be started."""
+    """Adds the last line before the launcher's own summary, such as why a program could not be started."""
     last = ""
     for source, text in lines:
         if source == "launcher" and (_EXIT_CODE.search(text) or text.startswith("Traceback (most recent call last)")):

@@ -1,4 +1,4 @@
-"""From a job to its end: pre-flight check, run folder, supervised launch, and what came of it."""
+"""Runs a job in the foreground: pre-flight check, run folder, supervised launch, summary of the result."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ EXIT_CODES = {"done": 0, "failed": 1, "stopped": 130}
 
 
 class CheckBroke(RuntimeError):
-    """The pre-flight check crashed, which is not a mistake of the user's.
+    """The pre-flight check crashed, which is not the user's mistake.
 
     Args:
-        cause: one line.
-        output: what the check printed on standard error.
+        cause: the cause, in one line.
+        output: the standard error of the check.
     """
 
     def __init__(self, cause: str, output: str):
@@ -51,15 +51,15 @@ def train(job: TrainJob, quiet: bool) -> dict[str, Any]:
     """Trains a job in the foreground.
 
     Args:
-        job: what to train.
-        quiet: print warnings and errors alone.
+        job: the job.
+        quiet: print only warnings and errors.
 
     Returns:
         The final state.
 
     Raises:
-        ConfigError: when the pre-flight check refuses the job; a new run leaves no folder then.
-        CheckBroke: when that check crashed.
+        ConfigError: if the pre-flight check refuses the job; a new run then leaves no folder.
+        CheckBroke: if the check crashes.
     """
     say_choices(job)
     with interruptible():
@@ -68,7 +68,7 @@ def train(job: TrainJob, quiet: bool) -> dict[str, Any]:
 
 
 def say_choices(job: TrainJob) -> None:
-    """Says what was chosen for the user, and what the user should know of the own choices."""
+    """Prints the notes (choices made for the user) and warnings of a job on stderr."""
     for line in [*job.notes, *(f"warning: {warning}" for warning in job.warnings)]:
         say(clean(line))
 
@@ -76,18 +76,18 @@ def say_choices(job: TrainJob) -> None:
 def launch(
     job: TrainJob, display: AbstractContextManager[Listener], outer: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Trains a job that the pre-flight check let pass.
+    """Trains a job that has passed the pre-flight check.
 
     Args:
-        job: what to train.
-        display: entered once the run folder is written; shows the run.
+        job: the job.
+        display: shows the run; entered once the run folder is written.
         outer: environment to extend; default: this process's.
 
     Returns:
         The final state.
 
     Raises:
-        ConfigError: when the run was started by another command meanwhile, or machine 0 trains something else.
+        ConfigError: if another command has started the run meanwhile, or machine 0 trains with other settings.
     """
     env, config = launch_environment(job.devices, outer), job.config
     if job.devices.machine_rank:
@@ -115,10 +115,10 @@ def _display(job: TrainJob, quiet: bool) -> Iterator[Listener]:
 
 @contextlib.contextmanager
 def held(job: TrainJob) -> Iterator[TextIO]:
-    """Holds the job's run, and looks again whether it may start: another start may have come first.
+    """Holds the job's run, and checks again whether it may start, as another command may have started it meanwhile.
 
     Raises:
-        ConfigError: when another process holds it, or has started it since the job was made.
+        ConfigError: if another process holds the run, or has started it since the job was made.
     """
     run = job.run
     if job.attempt is None:
@@ -144,7 +144,7 @@ def held(job: TrainJob) -> Iterator[TextIO]:
 
 
 def _hold(run: RunFolder, timeout: float = 10.0) -> TextIO:
-    """Holds the run; a supervisor that has just said how it ended gets the time to let go."""
+    """Holds the run; waits up to `timeout` seconds for the supervisor of an ended run to release it."""
     deadline = time.monotonic() + timeout
     while True:
         try:
@@ -156,7 +156,7 @@ def _hold(run: RunFolder, timeout: float = 10.0) -> TextIO:
 
 
 def take_back(run: RunFolder) -> None:
-    """Removes what `write_folder` made, when a start was interrupted before there was a run; nothing else."""
+    """Removes the files of `write_folder`, and only those, after a start was interrupted before the run existed."""
     if run.lost():
         return
     for path in (run.config, run.accelerate, run.command, run.log, run.lock, run.record.path):
@@ -167,7 +167,7 @@ def take_back(run: RunFolder) -> None:
 
 
 def where(job: TrainJob) -> str:
-    """`GPUs 0, 2` or `2 CPU processes`, of this machine."""
+    """The devices of a job on this machine as text, such as `GPUs 0, 2` or `2 CPU processes`."""
     ids, count, machines = job.devices.gpu_ids, job.devices.local_processes, job.devices.machines
     gpu_names = f"GPU{'s' * (len(ids) > 1)} {', '.join(map(str, ids))}"
     devices_text = gpu_names if ids else counted(count, "CPU process", "CPU processes")
@@ -175,11 +175,11 @@ def where(job: TrainJob) -> str:
 
 
 def preflight(job: TrainJob, quiet: bool) -> None:
-    """Lets the training script check data, model and arithmetic, without a launcher.
+    """Runs the training script's check of data, model and batch arithmetic, without a launcher.
 
     Raises:
-        ConfigError: with what it refuses.
-        CheckBroke: when it crashed.
+        ConfigError: with the mistakes that it finds.
+        CheckBroke: if it crashes.
     """
     with tempfile.TemporaryDirectory(prefix="tunesmith-") as folder:
         config, strategy = Path(folder) / "config.yaml", Path(folder) / "accelerate.yaml"
@@ -195,16 +195,16 @@ def preflight(job: TrainJob, quiet: bool) -> None:
 
 
 def run_checker(argv: Sequence[str], env: Mapping[str, str], cwd: Path | None = None) -> str:
-    """What a program of `trainers` prints that checks a request.
+    """Runs a program of `trainers` that checks a request; returns its standard output.
 
     Args:
-        argv: its words.
-        env: its whole environment.
-        cwd: folder to run in.
+        argv: the command.
+        env: its complete environment.
+        cwd: working directory.
 
     Raises:
-        ConfigError: with what it refuses.
-        CheckBroke: when it crashed.
+        ConfigError: with the mistakes that it finds.
+        CheckBroke: if it crashes.
     """
     status, out, errors = run_program(argv, env, cwd)
     lines = [clean(line).strip() for line in errors.splitlines() if line.strip()]
@@ -216,7 +216,7 @@ def run_checker(argv: Sequence[str], env: Mapping[str, str], cwd: Path | None = 
 
 
 def refusal_in(printed: str) -> ConfigError:
-    """The error that a program with exit status 2 gave as the last line of its standard output."""
+    """The error that a program with exit status 2 printed as JSON on the last line of its standard output."""
     last = printed.strip().rpartition("\n")[2]
     try:
         return ConfigError.from_json(json.loads(last)["mistakes"])
@@ -225,19 +225,19 @@ def refusal_in(printed: str) -> ConfigError:
 
 
 def _broken(lines: list[str], status: int) -> str:
-    """One line for a check that crashed: its exception, or how it ended."""
+    """One line for a check that crashed: its last exception, or its exit status or signal."""
     raised = [line for line in lines if re.match(r"^[\w.]*[A-Z]\w*(Error|Exception|Exit|Interrupt)\b", line)]
     why = raised[-1] if raised else f"signal {-status}" if status < 0 else f"exit status {status}"
     return f"the check of this run broke off: {why[:400]}"
 
 
 def run_program(argv: Sequence[str], env: Mapping[str, str], cwd: Path | None = None) -> tuple[int, str, str]:
-    """Runs a program to its end; Ctrl-C, SIGTERM and SIGHUP end it and raise KeyboardInterrupt.
+    """Runs a program to its end; on Ctrl-C, SIGTERM or SIGHUP, kills it and raises KeyboardInterrupt.
 
     Args:
-        argv: its words.
-        env: its whole environment.
-        cwd: folder to run in.
+        argv: the command.
+        env: its complete environment.
+        cwd: working directory.
 
     Returns:
         Exit status, standard output and standard error.
@@ -259,7 +259,10 @@ def run_program(argv: Sequence[str], env: Mapping[str, str], cwd: Path | None = 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt, in a background job too; in the main thread alone."""
+    """Makes SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt, in shell background jobs too.
+
+    Does nothing outside the main thread.
+    """
 
     def interrupt(signum: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -277,7 +280,7 @@ def interruptible() -> Iterator[None]:
 
 @contextlib.contextmanager
 def spinner(text: str, quiet: bool) -> Iterator[None]:
-    """Says what is being done, and on a terminal that it still is."""
+    """Prints what is being done; on a terminal, with a spinner until it is done."""
     if quiet:
         yield
     elif sys.stderr.isatty():
@@ -291,15 +294,16 @@ def spinner(text: str, quiet: bool) -> Iterator[None]:
 
 
 def write_folder(job: TrainJob) -> None:
-    """Makes the run folder, or brings a resumed one up to date.
+    """Creates the run folder, or updates that of a resumed run.
 
     Raises:
-        ConfigError: when it cannot be made, or another start took it meanwhile.
+        ConfigError: if it cannot be created, or another command has taken it meanwhile.
     """
     run = job.run
     run.create()
     run.keep()
     if job.resume_from is None:
+        # Claim the folder atomically: of two concurrent starts, only one can create its config.
         try:
             with open(run.config, "x", encoding="utf-8"):
                 pass
@@ -308,7 +312,7 @@ def write_folder(job: TrainJob) -> None:
     write_atomic(run.config, dump_yaml(job.config))
     write_atomic(run.accelerate, job.strategy.dump())
     write_atomic(run.command, command_line(run, job.devices) + "\n")
-    if job.notes:  # the ranks read a config that has them settled
+    if job.notes:  # the ranks read a config in which these choices are made, and cannot log them
         with open(run.log, "a", encoding="utf-8") as log:
             log.writelines(log_line("supervisor", line, secrets_in(os.environ)) for line in job.notes)
     for request in (run.stop_request, run.save_request):
@@ -317,7 +321,7 @@ def write_folder(job: TrainJob) -> None:
 
 
 def result(job: TrainJob, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON document of `train` and `resume`."""
+    """The JSON document that `train` and `resume` print."""
     values = last_values(job.run)
     return {
         "run_dir": str(job.run.path) if job.run.exists() else None,
@@ -335,21 +339,21 @@ def result(job: TrainJob, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def speed(run: RunFolder) -> tuple[float | None, float | None]:
-    """Seconds of training, and the median of the logged tokens per second."""
+    """Seconds of training, and the median of the logged tokens per second; each None if not logged."""
     rates = [row["tokens_per_second"] for row in metrics(run) if row.get("tokens_per_second")]
     seconds = last_values(run).get("elapsed_s")
     return seconds, statistics.median(rates) if rates else None
 
 
 def how_it_ended(state: Mapping[str, Any]) -> str:
-    """State, step and cause in one line, the state said once."""
+    """State, step and cause in one line, without repeating a state that the cause already names."""
     name, cause = str(state["state"]), clean(str(state.get("cause") or ""))
     start = name if state.get("step") is None else f"{name} at step {state['step']}"
     return cause if cause.startswith(name) else f"{start}: {cause}" if cause else start
 
 
 def print_summary(run: RunFolder, state: Mapping[str, Any]) -> None:
-    """How it ended, for people: a success on stdout, anything else on stderr with what to do next."""
+    """Prints how a run ended: a success on stdout, anything else on stderr, with the command to continue."""
     values = last_values(run)
     losses = f"train loss {number(values.get('loss'))}, eval loss {number(values.get('eval_loss'))}"
     if state["state"] == "done":

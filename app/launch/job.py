@@ -1,4 +1,4 @@
-"""What `tunesmith train` and `resume` were asked for: words -> config, strategy and devices, checked together."""
+"""Turns the arguments of `tunesmith train`, `resume` and `clone` into a job: config, strategy and devices, checked."""
 
 from __future__ import annotations
 
@@ -41,14 +41,15 @@ class TrainJob:
     """A run that can be started.
 
     Args:
-        config: validated, paths absolute.
-        strategy: resolved for the devices.
+        config: validated config with absolute paths.
+        strategy: strategy, resolved for the devices.
         devices: GPUs and processes.
-        run: its folder; holds a run only when resumed.
-        resume_from: `auto` or a checkpoint's path, when it goes on from one.
+        run: the run folder; contains a run only if that is resumed.
+        resume_from: `auto` or the path of the checkpoint to resume from; None to start from the beginning.
         warnings: lines that the user should read.
-        notes: lines that say what was chosen for the user.
-        attempt: of the run when a resume was asked for; another number at its start means that another came first.
+        notes: lines about what was chosen for the user.
+        attempt: number of the run's last attempt when the job to resume it was made; if it differs at the start,
+            another command has resumed the run meanwhile. None for a new run.
     """
 
     config: TrainConfig
@@ -65,7 +66,7 @@ def train_job(args: Args) -> TrainJob:
     """The job of `tunesmith train`.
 
     Raises:
-        ConfigError: with every mistake in options, strategy and devices at once.
+        ConfigError: with all mistakes in options, strategy and devices at once.
     """
     mistakes, request = Mistakes(), args.request
     request.preset = named_preset(args.names, request.preset, mistakes)
@@ -79,13 +80,18 @@ def train_job(args: Args) -> TrainJob:
 
 
 def named_preset(names: list[str], flag: str | None, mistakes: Mistakes) -> str | None:
-    """The preset, given as the positional argument or after `--preset`; other positional arguments are mistakes.
+    """The preset, given as the positional argument or with `--preset`; other positional arguments are mistakes.
+
+    Args:
+        names: the positional arguments.
+        flag: value of `--preset`.
+        mistakes: mistakes found so far; more are added.
 
     Raises:
-        ConfigError: when a file is given as a positional argument, with the option for it.
+        ConfigError: if a positional argument names a file; says which option to use for it.
     """
     files = [word for word in names if _names_a_file(word)]
-    if files:  # what else is missing follows from it
+    if files:  # reported alone, as other mistakes would only follow from it
         raise ConfigError([*mistakes, *map(_file_mistake, files)])
     mistakes += [unexpected_argument(word) for word in names[1:]]
     if names and flag and names[0] != flag:
@@ -94,7 +100,7 @@ def named_preset(names: list[str], flag: str | None, mistakes: Mistakes) -> str 
 
 
 def _names_a_file(word: str) -> bool:
-    """Whether a word that should be a preset names a file or folder instead: it is there, or ends like data or YAML."""
+    """Whether an argument is a file or folder, not a preset: it exists, or looks like a path of data or YAML."""
     if is_preset(word):
         return False
     with contextlib.suppress(OSError, ValueError):
@@ -119,13 +125,13 @@ def _file_mistake(word: str) -> Mistake:
 
 
 def resume_job(run: RunFolder, args: Args) -> TrainJob:
-    """The job that goes on with a stopped or failed run; options given again replace the old ones.
+    """The job that resumes a stopped or failed run; given options override the stored ones.
 
     Raises:
-        ConfigError: with every mistake at once; also when the run is done or still lives.
+        ConfigError: with all mistakes at once; also if the run is done or still live.
     """
     attempt = run_attempt(run)
-    # On another machine than 0 it may have been resumed already.
+    # On machines other than 0, the run is live if machine 0 has already resumed it.
     if args.launch.get("machine_rank", "0") == "0" or true_state(run)["state"] == "done":
         refuse_unresumable(run)
     mistakes, request = Mistakes(), args.request
@@ -133,17 +139,17 @@ def resume_job(run: RunFolder, args: Args) -> TrainJob:
     fixed += [name for name in ("preset", "config") if getattr(request, name)]
     mistakes += [Mistake(name, None, "cannot change when a run is resumed", "leave it out") for name in fixed]
     request.config, request.preset = str(run.config), None
-    request.options["force_resume"] = "force" in args.switches  # for this once: config.yaml may say otherwise
+    request.options["force_resume"] = "force" in args.switches  # applies to this attempt only; overrides config.yaml
     job = job_of(request, _as_before(run, args.launch), mistakes, run)
     job.attempt = attempt
     return job
 
 
 def clone_job(run: RunFolder, args: Args) -> TrainJob:
-    """The job of a new run with the settings of another; options given replace the old ones.
+    """The job of a new run with the settings of another one; given options override the stored ones.
 
     Raises:
-        ConfigError: with every mistake at once.
+        ConfigError: with all mistakes at once.
     """
     mistakes, request = Mistakes(), args.request
     if "force" in args.switches:
@@ -155,13 +161,13 @@ def clone_job(run: RunFolder, args: Args) -> TrainJob:
 
 
 def run_attempt(run: RunFolder) -> int:
-    """How often the run was started before its last start; -1 when its state does not tell."""
+    """Number of the run's last attempt, from 0; -1 if its state has none."""
     attempt = (run.read_state() or {}).get("attempt")
     return attempt if isinstance(attempt, int) else -1
 
 
 def refuse_unresumable(run: RunFolder) -> None:
-    """Raises ConfigError when the run is done or lives."""
+    """Raises ConfigError if the run is done or still live."""
     state, path = true_state(run)["state"], shlex.quote(str(run.path))
     if state == "done":
         again = f"tunesmith train --config {shlex.quote(str(run.config))} --max_steps N"
@@ -171,12 +177,12 @@ def refuse_unresumable(run: RunFolder) -> None:
 
 
 def as_argument(value: Any) -> str:
-    """A value as one would write it on the command line, and not longer than a line."""
+    """Formats a value as on the command line, shortened to fit in a message."""
     return shortened(text_of(value))
 
 
 def _as_before(run: RunFolder, values: dict[str, str]) -> dict[str, str]:
-    """Devices and strategy as in the last attempt, where nothing else is asked for."""
+    """The launch options, with devices and strategy of the last attempt for those that are not given."""
     before = {"strategy": str(run.accelerate)} if _keeps_strategy(run, values) else {}
     if not {"gpus", "num_processes"} & set(values):
         ids, processes = gpu_ids(run), world_size(run)
@@ -188,9 +194,10 @@ def _as_before(run: RunFolder, values: dict[str, str]) -> dict[str, str]:
 
 
 def _keeps_strategy(run: RunFolder, values: dict[str, str]) -> bool:
-    """Whether the last attempt's strategy stays: none is named, and it can run on the processes that are asked for.
+    """Whether to keep the last attempt's strategy: none is given, and the stored one can run on the given devices.
 
-    One process needs no other ranks' strategy; a sharded run on fewer processes stays sharded, for its memory.
+    A run moved to a single process gets the default strategy; a sharded run moved to fewer processes stays sharded,
+    as it may need the memory.
     """
     if "strategy" in values:
         return False
@@ -211,13 +218,14 @@ def job_of(request: Request, values: dict[str, str], mistakes: Mistakes, run: Ru
 
     Args:
         request: preset, config file and options.
-        values: of the `LAUNCH_OPTIONS`, such as `--strategy`.
-        mistakes: those found so far; more are added.
-        run: the one that is resumed; None for a new one.
+        values: values of the `LAUNCH_OPTIONS`, such as `--strategy`.
+        mistakes: mistakes found so far; more are added.
+        run: the run to resume; None for a new one.
 
     Raises:
-        ConfigError: with every mistake at once.
+        ConfigError: with all mistakes at once.
     """
+    # Each block collects its mistakes and leaves its results None, so that one call reports all mistakes together.
     config = strategy = devices = fit = None
     with mistakes:
         config = _config(request, mistakes)
@@ -257,13 +265,13 @@ def job_of(request: Request, values: dict[str, str], mistakes: Mistakes, run: Ru
 
 
 def _promise(config: TrainConfig, strategy: Strategy) -> list[str]:
-    """The warning of the training script in its words, so that the display can leave its echo out."""
+    """The warning about parity, worded as in the training script, so that displays can recognize the repetition."""
     outside = config.outside_parity() + strategy.outside_parity()
     return [f"outside the promise that the strategy never changes the model: {', '.join(outside)}"] if outside else []
 
 
 def _config(request: Request, mistakes: Mistakes) -> TrainConfig:
-    """The validated config; where preset or file cannot be read, what else is wrong is found all the same."""
+    """The validated config; if preset or file cannot be read, the options are still checked for other mistakes."""
     unread = Mistakes()
     if request.preset:
         with unread:
@@ -284,7 +292,7 @@ def _config(request: Request, mistakes: Mistakes) -> TrainConfig:
 
 
 def _too_long(config: TrainConfig) -> list[Mistake]:
-    """Each path or name that no file system holds; every look for such a file is an OSError."""
+    """Mistakes for paths and names longer than file systems allow, for which any file access raises OSError."""
     mistakes = []
     for name in _PATHS:
         value = str(getattr(config, name) or "")
@@ -297,10 +305,14 @@ def _too_long(config: TrainConfig) -> list[Mistake]:
 
 
 def _new_folder(config: TrainConfig, member: bool) -> RunFolder:
-    """The folder of a run that `train` starts; it holds one only when that is resumed, or started by machine 0.
+    """The folder of a run that `train` starts; contains a run only if that is resumed, or started by machine 0.
+
+    Args:
+        config: the validated config.
+        member: whether this machine is not machine 0.
 
     Raises:
-        ConfigError: when it holds a run that is not resumed, or one that lives.
+        ConfigError: if it contains a run that is not to be resumed, or that is still live.
     """
     try:
         run = RunFolder(Path(config.output_dir).expanduser() if config.output_dir else _free_folder(config))
@@ -332,10 +344,15 @@ def _free_folder(config: TrainConfig) -> Path:
 
 
 def writable_parent(path: Path, option: str, remedy: str) -> Path:
-    """The nearest folder at or above `path` that is there.
+    """The nearest existing folder at or above `path`.
+
+    Args:
+        path: a folder to be created.
+        option: name of the option with the path, for the mistake.
+        remedy: what to do about the mistake.
 
     Raises:
-        ConfigError: naming the option, when `path` cannot be made in it.
+        ConfigError: if `path` cannot be created in that folder.
     """
 
     def refuse(reason: object) -> ConfigError:
@@ -354,6 +371,6 @@ def writable_parent(path: Path, option: str, remedy: str) -> Path:
 
 
 def _check_room(config: TrainConfig, run: RunFolder) -> None:
-    """Refuses a folder that cannot be written, or whose disk is too small; the pre-flight check knows more of it."""
+    """Refuses a folder that cannot be written, or a disk that is surely too small; the pre-flight check knows more."""
     writable_parent(run.path, "output_dir", "choose another folder")
     check_room(config, local_tensors(config), run.path)

@@ -1,4 +1,4 @@
-"""Which machines a run is spread over, from the words of its command line and from its Accelerate file."""
+"""Determines the machines of a run, and its devices on them, from command-line options and its Accelerate file."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
 
 
 def choose_machines(options: Mapping[str, str], file: Mapping[str, Any]) -> Machines | None:
-    """The machines of a run; None when it is this one alone.
+    """The machines of a run; None for a single machine.
 
     Args:
         options: values of `--num_machines`, `--machine_rank`, `--main_process_ip` and `--main_process_port`.
-        file: the Accelerate file's values, which stand where no word does.
+        file: values of the Accelerate file, used for options that are not given.
 
     Raises:
-        ConfigError: with every mistake, a line each.
+        ConfigError: with all mistakes.
     """
     chosen = {name: options.get(name, file.get(name)) for name in MACHINE_OPTIONS}
     extra = [name for name in MACHINE_OPTIONS[1:] if name in options]
@@ -75,16 +75,16 @@ def devices_here(
     strategy_processes: int | None,
     machine: Sequence[Gpu] | None = None,
 ) -> Devices:
-    """The devices of a run: GPUs of this machine, processes over all of them.
+    """The devices of a run: the GPUs of this machine, and the number of processes on all machines.
 
     Args:
         options: values of `--gpus` and `--num_processes`.
-        machines: of the run.
-        strategy_processes: what the chosen strategy's file carries.
-        machine: the GPUs to choose from; default: those that are here.
+        machines: machines of the run; None for a single one.
+        strategy_processes: number of processes in the file of the chosen strategy.
+        machine: the GPUs to choose from; default: those of this machine.
 
     Raises:
-        ConfigError: with every mistake, a line each.
+        ConfigError: with all mistakes.
     """
     gpus, count = options.get("gpus"), options.get("num_processes")
     if machines is None:
@@ -113,7 +113,7 @@ def devices_here(
 
 
 def as_words(file: Mapping[str, Any]) -> dict[str, str]:
-    """The words of the machines that a run's Accelerate file names, but for `machine_rank`; none for one machine."""
+    """The machines of a run's Accelerate file as option values, without `machine_rank`; empty for a single machine."""
     if (file.get("num_machines") or 1) == 1:
         return {}
     names = [name for name in MACHINE_OPTIONS if name != "machine_rank" and file.get(name) is not None]
@@ -121,7 +121,7 @@ def as_words(file: Mapping[str, Any]) -> dict[str, str]:
 
 
 def folder_mistakes(config: TrainConfig | None, machines: Machines | None) -> list[Mistake]:
-    """What is wrong when a run over several machines has no folder that all of them know."""
+    """A mistake if a run on several machines has no `output_dir`, which they need to find its folder."""
     if config and machines and config.output_dir is None:
         return [
             Mistake("num_machines", machines.count, "needs --output_dir, a folder that all machines see under one path")

@@ -1,8 +1,8 @@
-"""What the supervisors of a run over several machines tell each other, through small files in the run folder.
+"""How the supervisors of a multi-machine run communicate: through small files in the shared run folder.
 
-Machine 0's supervisor writes the state as in every run; with each launch it notes there what the others must know
-(`machines`). Each of the others, a member, leaves word in a file of its own of the launch that it has joined, and of
-how its launcher ended.
+Machine 0's supervisor writes the state file as in any run, and adds under `machines` what the others need to join a
+launch. Every other machine (a member) reports in a file of its own which launch it has joined and how its launcher
+ended.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from trainers.run.folder import Process, RunFolder, read_json, write_json
 from trainers.strategy.strategy import Machines
 
 FIRST_JOIN_TIMEOUT = 600.0
-"""Seconds for the other machines to join a start; somebody types a command on each."""
+"""Seconds that the other machines have to join the first launch, as someone starts a command on each."""
 JOIN_TIMEOUT = 60.0
-"""The same for a restart: their supervisors are there, and end what is left within 20 seconds."""
+"""Seconds to join a restart: the supervisors are already running, and clear the last launch within 20 seconds."""
 LINGER = 30.0
-"""Seconds for the nodes to end their launchers once machine 0's is gone."""
+"""Seconds that the nodes have to end their launchers after machine 0's has exited."""
 
 
 class NodeStatus:
-    """The file in which a member tells what it does.
+    """The file in which a member reports its status.
 
     Args:
         run: the run.
-        machine: the member's number.
+        machine: rank of the member.
     """
 
     def __init__(self, run: RunFolder, machine: int):
@@ -41,9 +41,9 @@ class NodeStatus:
         """Replaces the file.
 
         Args:
-            launch: `launched_at` of the launch that it has joined.
-            launcher: process id.
-            ended: exit status of its launcher once nothing of it lives.
+            launch: `launched_at` of the joined launch.
+            launcher: pid of its launcher.
+            ended: exit status of its launcher, once all its processes have exited.
             refused: why it does not join.
         """
         processes = [Process.of("supervisor").as_json()]
@@ -55,13 +55,13 @@ class NodeStatus:
 
 
 class Nodes:
-    """The other machines, as machine 0's supervisor sees them during one launch.
+    """The other machines during one launch, as machine 0's supervisor sees them.
 
     Args:
         run: the run.
         machines: its machines.
-        source: from where this launch resumes: `auto`, a checkpoint's path, or None.
-        timeout: seconds for all to join.
+        source: where this launch resumes: `auto`, the path of a checkpoint, or None.
+        timeout: seconds that all have to join.
     """
 
     def __init__(self, run: RunFolder, machines: Machines, source: str | None, timeout: float):
@@ -71,30 +71,35 @@ class Nodes:
             self.source = str(Path(str(source)).expanduser().absolute())
 
     def notice(self, launch: str, over: bool = False) -> dict[str, Any]:
-        """What the state tells them of a launch."""
+        """What the state tells the members about a launch.
+
+        Args:
+            launch: its `launched_at`.
+            over: whether it has ended.
+        """
         self.launch = launch
         return {"resume_from": self.source, "timeout": self.timeout, "over": over}
 
     def statuses(self) -> dict[int, dict[str, Any]]:
-        """What those who have joined this launch left word of, by machine."""
+        """The statuses of the members that have joined this launch or refused to, by machine."""
         files = {machine: read_json(self.run.machine_file(machine)) or {} for machine in range(1, self.machines.count)}
         return {machine: word for machine, word in files.items() if word.get("launch") == self.launch}
 
     def missing(self) -> list[int]:
-        """Those who have not joined."""
+        """The members without a status for this launch."""
         statuses = self.statuses()
         return [machine for machine in range(1, self.machines.count) if machine not in statuses]
 
     def crashed(self) -> bool:
-        """Whether a launcher of theirs has failed, or a machine refuses to join."""
+        """Whether a member's launcher has failed, or a member refuses to join."""
         return any(word.get("ended") or word.get("refused") for word in self.statuses().values())
 
     def ended(self) -> bool:
-        """Whether nothing lives any more on those who had joined."""
+        """Whether all processes of the members that joined have exited."""
         return all(word.get("ended") is not None or word.get("refused") for word in self.statuses().values())
 
     def ending(self, waited: float) -> Ending | None:
-        """How the launch ended, where they are the reason: a start again would end alike.
+        """How the launch ended if a member refused to join or is missing; None otherwise. A retry would not help.
 
         Args:
             waited: seconds since the launch.

@@ -1,4 +1,4 @@
-"""The process tree of a run: found while it lives, and ended to the last process."""
+"""Tracks the process tree of a launch while it runs, and terminates every process in it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @contextlib.contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """Makes this process the parent of orphaned descendants, so that none escapes (Linux; elsewhere nothing)."""
+    """Makes this process the parent of orphaned descendants (a subreaper), so that none escapes; only on Linux."""
     if not sys.platform.startswith("linux"):
         yield
         return
@@ -31,10 +31,11 @@ def adopting_orphans() -> Iterator[None]:
 
 
 class Descendants:
-    """Every process that comes from a launcher, whatever session it moved to.
+    """All processes started by a launcher, in any session.
 
-    The launcher puts each rank into a session of its own, so neither a process group nor a look after its death
-    finds them: they are collected while it lives. Children that this process had before are left alone.
+    The launcher starts each rank in a session of its own, so that the ranks are found neither by process group nor by
+    parent once the launcher has exited: they are collected while it runs. Children that this process already had are
+    left alone.
     """
 
     def __init__(self) -> None:
@@ -42,16 +43,18 @@ class Descendants:
         self.since = time.time() - 1.0
         self.known: set[psutil.Process] = set()
         self.waited_for: int | None = None
-        """Pid that another owner (a `Popen`) waits for, so that its exit status is left alone."""
+        """Pid that its owner (a `Popen`) waits for; not reaped here, which would discard its exit status."""
 
     def collect(self, roots: Iterable[Process] = ()) -> None:
-        """Looks for new ones.
+        """Adds new descendants.
 
         Args:
-            roots: processes that the run's files name; taken in when they started after this object.
+            roots: processes listed in the run's files; added if they started after this object was created.
         """
+        # Children of this process from before, and their descendants, belong to someone else.
         foreign = set(self.before).union(*(_below(process) for process in self.before))
         self.known |= _below(psutil.Process()) - foreign
+        # Without a subreaper, orphans leave this process's tree: look below every known process too.
         if not sys.platform.startswith("linux"):
             self.known.update(*(_below(process) for process in self.known))
         for entry in roots:
@@ -60,7 +63,7 @@ class Descendants:
                     self.known.add(psutil.Process(entry.pid))
 
     def alive(self) -> list[psutil.Process]:
-        """Those that still run; ended ones are reaped and forgotten."""
+        """The processes that are still running, by pid; exited ones are reaped and forgotten."""
         living = {process for process in self.known if self._lives(process)}
         self.known = living
         return sorted(living, key=lambda process: process.pid)
@@ -69,7 +72,7 @@ class Descendants:
         try:
             if not process.is_running():
                 return False
-            # Threads may outlive the main one, with all that the process holds.
+            # A zombie whose main thread has exited may have other threads, which keep its memory and GPU in use.
             if process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1:
                 return True
             if process.ppid() == os.getpid() and process.pid != self.waited_for:
@@ -79,7 +82,10 @@ class Descendants:
         return False
 
     def end(self, timeout: float) -> None:
-        """SIGTERM to all of them, and SIGKILL after `timeout` seconds; returns when none lives."""
+        """Sends SIGTERM to all, and SIGKILL to those still running after `timeout` seconds.
+
+        Returns when none is alive, or 30 seconds after the first SIGKILL.
+        """
         self.collect()
         for process in self.alive():
             with contextlib.suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""What a foreground run shows while it trains: a bar on a terminal, the first rank's lines elsewhere."""
+"""Progress of a foreground run: a progress bar on a terminal, the log lines of rank 0 elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 
-# What rank 0 says beside its rows and must reach the user whatever shows them.
+# Beginnings of rank 0's log lines that every display shows.
 _NOTED = ("warning:", "checkpoint ", "there is no checkpoint", "the best checkpoint")
 _NARROW = 60
 _BAR_AND_REST = 105
@@ -25,12 +25,12 @@ _BAR_AND_REST = 105
 
 @contextlib.contextmanager
 def progress_display(run: RunFolder, quiet: bool, warnings: Sequence[str] = ()) -> Iterator[Listener]:
-    """The listener that shows a run on stderr.
+    """Yields a listener that shows the progress of a run on stderr.
 
     Args:
-        run: the run; what it held before is not shown again.
-        quiet: show notes and warnings alone.
-        warnings: warnings that the user has read already.
+        run: the run; earlier log lines and metrics are not shown.
+        quiet: show only notes and warnings.
+        warnings: warnings that have already been shown.
     """
     if quiet:
         yield _QuietDisplay(run, warnings)
@@ -52,11 +52,11 @@ def _end_of(run: RunFolder, name: str) -> Tail:
 
 
 class _FirstRank:
-    """What rank 0 adds to the log, without its time.
+    """New lines of rank 0 in the log, without their timestamps.
 
     Args:
         run: the run.
-        warnings: warnings that are not to be repeated.
+        warnings: warnings to leave out.
     """
 
     def __init__(self, run: RunFolder, warnings: Sequence[str]):
@@ -64,7 +64,7 @@ class _FirstRank:
         self.warnings = {f"warning: {line}" for line in warnings}
 
     def lines(self, starts: tuple[str, ...] = ("",)) -> Iterator[str]:
-        """New lines with one of these beginnings."""
+        """New lines that begin with one of `starts`."""
         for line in self.log.lines():
             _, mark, message = line.partition(" [rank 0] ")
             if mark and message.startswith(starts) and message not in self.warnings:
@@ -72,7 +72,7 @@ class _FirstRank:
 
 
 class _QuietDisplay:
-    """Notes, and the lines of rank 0 that warn."""
+    """Shows notes, and important lines of rank 0."""
 
     def __init__(self, run: RunFolder, warnings: Sequence[str] = ()):
         self.rank = _FirstRank(run, warnings)
@@ -85,7 +85,7 @@ class _QuietDisplay:
 
 
 class _PlainDisplay:
-    """The log lines of rank 0 as they come."""
+    """Shows notes, and all log lines of rank 0."""
 
     def __init__(self, run: RunFolder, warnings: Sequence[str] = ()):
         self.rank = _FirstRank(run, warnings)
@@ -98,7 +98,7 @@ class _PlainDisplay:
 
 
 def _bar(width: int | None = None) -> Progress:
-    """The bar for a terminal of this many letters (default: as it is); the step count and the loss come first."""
+    """A progress bar that fits `width` columns (default: the terminal's); the step count and the loss come first."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
@@ -119,8 +119,8 @@ class _TerminalDisplay:
 
     Args:
         run: the run.
-        progress: the bar, already shown.
-        warnings: warnings that the user has read already.
+        progress: the started progress bar.
+        warnings: warnings that have already been shown.
     """
 
     def __init__(self, run: RunFolder, progress: Progress, warnings: Sequence[str] = ()):
@@ -130,7 +130,7 @@ class _TerminalDisplay:
         self.task = progress.add_task("starting", total=None, loss="-", rate="-", eta="-")
 
     def __call__(self, kind: str, text: str) -> None:
-        with contextlib.suppress(OSError):  # the terminal may have hung up; the run goes on to its stop
+        with contextlib.suppress(OSError):  # the terminal may have hung up; the run must not crash because of it
             for line in self.rank.lines((*_NOTED, "resumed from")):
                 self.progress.console.print(line, markup=False, highlight=False)
             if kind == "note":
@@ -151,14 +151,14 @@ class _TerminalDisplay:
 
 
 def _doing(state: dict[str, Any], beat: dict[str, Any]) -> str:
-    """One word: the state, or while it runs what takes long enough to be read."""
+    """The current activity in one word: the state, or a long section of a running run."""
     if state.get("state") != "running":
         return clean(str(state.get("state") or "starting"))
     return str(beat["section"]) if beat.get("section") in ("evaluation", "save", "export") else "training"
 
 
 def _fields(row: Any) -> dict[str, str]:
-    """Texts of the bar's fields that a metrics row has."""
+    """The fields of the progress bar that a metrics row updates."""
     texts: dict[str, str] = {}
     if not isinstance(row, dict):
         return texts

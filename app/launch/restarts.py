@@ -1,4 +1,4 @@
-"""A run from the queue to its end: waits for its GPUs, launches, restarts after a crash, and says how it ended."""
+"""Takes a run from the queue to its end: waits for its GPUs, launches, restarts after crashes, publishes the result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainers.run.folder import Process, RunFolder, log_line, read_json, write_a
 from trainers.strategy.strategy import load_strategy
 
 QUEUE_POLL = 1.0
-"""Seconds between two looks at the queue; each costs a few milliseconds, and many runs may wait."""
+"""Seconds between two checks of the queue; each takes a few milliseconds, and many runs may be waiting."""
 CANCELLED = Ending("stopped", "cancelled before it started")
 
 
@@ -33,22 +33,22 @@ def run_to_end(
     max_restarts: int = 0,
     share_gpus: bool = False,
 ) -> dict[str, Any]:
-    """Trains a run whose folder is written, and publishes how it ended.
+    """Trains a run whose folder has been written, and publishes how it ended.
 
-    SIGINT, SIGTERM and SIGHUP to this process (when called in its main thread) ask the ranks to save and stop,
-    SIGUSR1 to save and go on.
+    When called in the main thread, SIGINT, SIGTERM and SIGHUP to this process ask the ranks to save and stop, and
+    SIGUSR1 asks them to save and continue.
 
     Args:
-        run: held by the caller (`RunFolder.hold`).
-        devices: what it is started on.
-        env: the launcher's whole environment.
-        on_event: gets the progress.
-        resume_from: `auto` or a checkpoint's path.
-        max_restarts: after a crash, as long as each attempt gets beyond the checkpoint that it started from.
-        share_gpus: do not wait for the GPUs, and take no locks.
+        run: the run, held by the caller (`RunFolder.hold`).
+        devices: devices to run on.
+        env: the launcher's complete environment.
+        on_event: receives progress events.
+        resume_from: `auto` or the path of a checkpoint; None to start from the beginning.
+        max_restarts: most restarts after crashes; an attempt that would only crash again is not restarted.
+        share_gpus: neither wait for the GPUs nor lock them.
 
     Returns:
-        The final state. No process of the run lives any more, and its GPUs are free.
+        The final state. No process of the run is alive, and its GPUs are free.
     """
     run.keep()
     with RunSignals() as signals:
@@ -67,11 +67,14 @@ def run_to_end(
 
 
 def lost_state(run: RunFolder, doing: str) -> dict[str, Any] | None:
-    """The final state of a run whose folder is lost, which is written nowhere; None while the folder is here.
+    """The final state of a run whose folder was removed or replaced; it is not written anywhere.
 
     Args:
-        run: whose folder was kept (`RunFolder.keep`).
-        doing: such as `trained`.
+        run: the run; `RunFolder.keep` must have been called.
+        doing: what the run did when it lost its folder, in the past tense, such as `trained`.
+
+    Returns:
+        The state, or None if the folder is still there.
     """
     if (how := run.lost()) is None:
         return None
@@ -79,7 +82,7 @@ def lost_state(run: RunFolder, doing: str) -> dict[str, Any] | None:
 
 
 def _noting(run: RunFolder, on_event: Listener) -> Listener:
-    """Puts the notes into the run's log too."""
+    """A listener that also writes notes to the run's log."""
 
     def listen(kind: str, text: str) -> None:
         if kind == "note" and not run.lost():
@@ -91,7 +94,7 @@ def _noting(run: RunFolder, on_event: Listener) -> Listener:
 
 
 def need_of(devices: Devices) -> Need:
-    """The slots that a run on these devices takes."""
+    """The slots that a run on these devices needs."""
     if not devices.gpu_ids:
         return Need(cpu_slots=devices.local_processes)
     uuids = {gpu.index: gpu.uuid for gpu in find_gpus()}
@@ -99,14 +102,14 @@ def need_of(devices: Devices) -> Need:
 
 
 def _hopeless(number: int, allowed: int, begun_at: int, reached: int, crashed_at: int) -> str:
-    """Why a run that has just crashed is not started again; empty when it is, or was never to be.
+    """Why a run that has just crashed is not restarted; empty if it is, or if restarts are off.
 
     Args:
-        number: restarts so far.
+        number: number of restarts so far.
         allowed: `max_restarts`.
-        begun_at: step of the checkpoint that this attempt began with.
+        begun_at: step of the checkpoint from which the crashed attempt started.
         reached: step at which it crashed.
-        crashed_at: step at which the attempt before it crashed; -1 without one.
+        crashed_at: step at which the previous attempt crashed; -1 if there was none.
     """
     if not allowed:
         return ""
@@ -119,9 +122,12 @@ def _hopeless(number: int, allowed: int, begun_at: int, reached: int, crashed_at
 
 
 def smaller_batch(run: RunFolder) -> str | None:
-    """Halves the micro-batch of a run that ran out of memory, in its config; a line for the user, None when it cannot.
+    """Reduces the micro-batch in the config of a run that ran out of memory, to half or the next size that divides.
 
-    The global batch stays, and by that the result: there is more accumulation in its place.
+    The global batch, and so the result, stays the same: gradient accumulation makes up for the difference.
+
+    Returns:
+        A line for the user; None if the run did not run out of memory or the micro-batch cannot be reduced.
     """
     note = read_json(run.out_of_memory)
     if note is None:
@@ -147,13 +153,16 @@ def smaller_batch(run: RunFolder) -> str | None:
 def wait_for_slots(
     run: RunFolder, devices: Devices, on_event: Listener, keep_waiting: Callable[[], bool]
 ) -> HeldSlots | None:
-    """The slots of a run on this machine once its turn has come.
+    """Waits in the queue until a run may use its slots on this machine, and takes them.
 
     Args:
-        run: named in the queue.
-        devices: what it needs.
-        on_event: hears for whom it waits.
-        look: called several times a second; when it is false, the wait is given up with None.
+        run: the run to enqueue.
+        devices: the devices that it needs.
+        on_event: receives a note on who holds the slots whenever that changes.
+        keep_waiting: called several times a second; once it returns False, the run leaves the queue.
+
+    Returns:
+        The held slots; None if the run left the queue.
     """
     need, printed, looked = need_of(devices), "", -QUEUE_POLL
     ticket = enqueue(run.path, run.id, need)
@@ -174,6 +183,8 @@ def wait_for_slots(
 
 
 class _Attempts:
+    """The launches of one run; see `run_to_end` for the arguments."""
+
     def __init__(
         self, run: RunFolder, devices: Devices, env: Mapping[str, str], on_event: Listener, signals: RunSignals
     ):
@@ -181,7 +192,11 @@ class _Attempts:
         self.doing = "waited for its turn"
 
     def to_end(self, share_gpus: bool, resume_from: str | None, max_restarts: int) -> Ending:
-        """Waits for the slots, and launches; FileNotFoundError when the run folder is lost meanwhile."""
+        """Waits for the slots, then launches.
+
+        Raises:
+            FileNotFoundError: when the run folder is removed or replaced meanwhile.
+        """
         held = HeldSlots({}) if share_gpus else self.wait()
         if held is None:
             return CANCELLED
@@ -189,7 +204,7 @@ class _Attempts:
             return self.go(held, resume_from, max_restarts)
 
     def wait(self) -> HeldSlots | None:
-        """The run's slots once its turn has come; None when a stop is asked for first."""
+        """Waits for the run's slots; None if a stop is requested first."""
 
         def keep_waiting() -> bool:
             self.run.refuse_lost()
@@ -203,7 +218,8 @@ class _Attempts:
     def go(self, held: HeldSlots, resume_from: str | None, max_restarts: int) -> Ending:
         """Launches until the run ends by itself, is stopped, or would only crash again.
 
-        A launch that made no step beyond its checkpoint, or crashed at the very step of the one before, would.
+        The latter is assumed of an attempt that made no step beyond its checkpoint, or that crashed at the same step
+        as the previous one.
         """
         if self.run.stop_asked() is not None:
             return CANCELLED
@@ -226,14 +242,17 @@ class _Attempts:
         return ending
 
     def _source(self, resume_from: str | None) -> str | None:
-        """Where a further attempt goes on: a copy of a checkpoint may be elsewhere when none is here."""
+        """Where another attempt resumes: `auto`, or the original source while the run has no checkpoint of its own.
+
+        Without either, `auto` too: there may be a copy of a checkpoint elsewhere (`checkpoint_url`).
+        """
         return "auto" if last_checkpoint(self.run) else resume_from or "auto"
 
     def _launch_what_fits(self, held: HeldSlots, source: str | None, timeout: float) -> Ending:
-        """One launch, and further ones that are no restart after a crash.
+        """Launches, and launches again with a smaller micro-batch after out-of-memory, or past a loss spike.
 
-        Those have smaller batches where memory ran out, or skip the batches of a loss spike. Both come to an end: a
-        batch cannot be halved for ever, and every spike must add a step that is skipped.
+        These do not count as restarts. The loop ends: a micro-batch can be reduced only so often, and each rollback
+        must add a step to those that are skipped.
         """
         resume_from, skipped_steps = source, self.run.read_skipped_steps()
         while True:
@@ -250,7 +269,7 @@ class _Attempts:
             source = self._source(resume_from)
 
     def _launch(self, held: HeldSlots, source: str | None, timeout: float) -> Ending:
-        """One launch, to its end; the other machines have `timeout` seconds to join it."""
+        """Runs one launch to its end; other machines have `timeout` seconds to join it."""
         self.doing = "trained"
         machines = self.devices.machines
         if machines is None:
@@ -269,7 +288,7 @@ class _Attempts:
         self.on_event("note", f"restart {number} of {allowed}, from {come_from}, after: {cause}")
 
     def _step(self) -> int:
-        """The step that the last attempt is known to have reached."""
+        """The latest step that the last attempt is known to have reached."""
         beats = [read_json(path) or {} for path in self.run.heartbeats.glob("rank-*.json")]
         steps = [entry.get("step") for entry in [self.run.read_state() or {}, *beats]]
         return max((step for step in steps if isinstance(step, int)), default=0)

@@ -1,7 +1,8 @@
-"""Runs one launcher from its start to the end of its last process, and tells how it ended.
+"""Supervises one launch: starts the launcher, waits for its last process to exit, and determines how it ended.
 
-The supervisor writes the state before the launch and after everything is gone; in between rank 0 does. Success is
-what rank 0 left there (`ending`), never an exit status: a clean stop and a crash both end the launcher with 1.
+The supervisor writes the state file before the launch and after all processes have exited; in between, rank 0 writes
+it. Success is decided by the `ending` that rank 0 recorded there, never by an exit status: the launcher exits with 1
+after a clean stop as well as after a crash.
 """
 
 from __future__ import annotations
@@ -25,25 +26,25 @@ from trainers.run.folder import Process, RunFolder, log_line, now, read_json, se
 
 POLL = 0.2
 LOOK = 2.0
-"""Seconds between two looks for new descendants: each reads every process of the machine."""
+"""Seconds between two scans for new descendants; each scan reads every process of the machine."""
 EXIT_TIMEOUT = 10.0
-"""Seconds for the ranks to end by themselves once their launcher is gone."""
+"""Seconds that the ranks have to exit on their own after their launcher has exited."""
 TEARDOWN_TIMEOUT = 30.0
-"""Seconds for the processes to end once the ranks have written an end state."""
+"""Seconds that the processes have to exit after rank 0 has recorded an ending."""
 TERM_TIMEOUT = 10.0
-"""Seconds between SIGTERM and SIGKILL for what is left."""
+"""Seconds between SIGTERM and SIGKILL for the remaining processes."""
 MAX_LINE = 65536
 
 Listener = Callable[[str, str], None]
-"""Called with `tick` and nothing several times a second, and with `note` and a line for the user."""
+"""Callback, called several times a second with `("tick", "")`, and with `("note", line)` to inform the user."""
 STOP_NOTES = ("stopping: the ranks save first", "already stopping: the ranks are saving")
-"""The notes of a first and of a further signal that asks to stop."""
+"""Notes for the first stop signal and for further ones."""
 
 
 class RunSignals:
-    """Notes the signals that ask to stop, and SIGUSR1, which asks to save; restores the old handlers at the end.
+    """Context manager that records stop signals and SIGUSR1 (save), and restores the previous handlers on exit.
 
-    For the main thread.
+    Outside the main thread, which alone may set handlers, it does nothing.
     """
 
     WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -66,11 +67,11 @@ class RunSignals:
             signal.signal(number, handler)
 
     def pass_on(self, run: RunFolder, on_event: Listener) -> None:
-        """Turns new signals into requests."""
+        """Turns signals received since the last call into stop and save requests of the run."""
         fresh, earlier = self.seen[self.handled :], self.seen[: self.handled]
         self.handled += len(fresh)
         if run.lost():
-            return  # nobody is left to ask; the supervision ends it
+            return  # no one can answer a request; `Supervision` ends the processes
         if signal.SIGUSR1 in fresh:
             run.ask_save()
             on_event("note", "asked to save: the ranks do so after their current step, and go on")
@@ -90,34 +91,31 @@ def supervise(
     descriptors: Sequence[int] = (),
     nodes: Nodes | None = None,
 ) -> Ending:
-    """Launches once, waits, and ends what is left.
+    """Runs one launch to its end and terminates any remaining processes.
 
     Args:
-        run: the run folder, with its config written; the caller holds it (`RunFolder.hold`), so that the config that
-            it wrote is the one that is trained.
+        run: the run folder, with its config written. The caller holds it (`RunFolder.hold`), so that no other process
+            can replace the config.
         argv: the launcher's command.
-        env: its whole environment.
-        on_event: gets the progress.
-        signals: entered; those that come ask the ranks to save and stop.
-        grace: seconds in which the ranks must end after a stop request; counted again whenever a heartbeat moves.
-        descriptors: open files that the launcher inherits.
-        nodes: the other machines of the run; None for this one alone.
+        env: its complete environment.
+        on_event: receives progress events.
+        signals: an entered `RunSignals`; received signals ask the ranks to save, or to save and stop.
+        grace: seconds that the ranks have to exit after a stop request; restarted whenever a heartbeat advances.
+        descriptors: file descriptors that the launcher inherits.
+        nodes: the other machines of the run; None for a single machine.
 
     Returns:
-        How it ended, which is not published yet. No process of it lives.
+        How the launch ended. It is not published yet, and no process of the launch is alive.
     """
     with adopting_orphans():
         return Supervision(run, argv, env, on_event, grace, signals, descriptors, nodes).go()
 
 
 class Supervision:
-    """One launcher, from its start to the end of its last process.
-
-    The arguments are those of `supervise`.
-    """
+    """One launch; see `supervise` for the arguments."""
 
     mark = ""
-    """Stands before each line of the launcher in the log."""
+    """Prefix of the launcher's lines in the log."""
 
     def __init__(
         self,
@@ -144,9 +142,10 @@ class Supervision:
         self.exit_status = 1
 
     def go(self) -> Ending:
-        """Launches and waits; returns how it ended."""
+        """Launches and waits; returns how the launch ended."""
         self._announce()
-        # The launcher would die of a SIGUSR1; the ranks unblock it. A supervisor handles it in its own loop.
+        # The launcher has no handler for SIGUSR1 and would be killed by it, so it inherits the signal blocked (the
+        # ranks unblock it). This process unblocks it again below.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
         try:
             launcher = subprocess.Popen(
@@ -176,7 +175,7 @@ class Supervision:
         return self._ending()
 
     def _announce(self) -> None:
-        """`starting`, with this process named, the attempt counted, and the step that it starts from."""
+        """Writes the state `starting`, with this process, the number of the attempt and the step it starts from."""
         self.run.forget_last_attempt()
         before = self.run.read_state() or {}
         last = before.get("attempt")
@@ -189,16 +188,16 @@ class Supervision:
         )  # fmt: skip
 
     def _name(self, launcher: subprocess.Popen[bytes]) -> None:
-        """Names the launcher in the state, where rank 0 does so only once the ranks have met.
+        """Adds the launcher to the state's processes, long before rank 0 does so after the rendezvous.
 
-        Without it a run whose supervisor is killed in between would count as dead, and could be started twice.
+        Otherwise, if the supervisor were killed in between, the run would look dead and could be started twice.
         """
         processes = [Process.of("supervisor").as_json(), Process.of("launcher", pid=launcher.pid).as_json()]
         with contextlib.suppress(OSError):
             self.run.write_state(processes=processes)
 
     def _copy_log(self, pipe: IO[bytes]) -> None:
-        """Appends what the launcher prints to the log, line by line; runs in a thread of its own."""
+        """Appends the launcher's output to the log, line by line; runs in its own thread."""
         hidden = secrets_in(self.env)
         with pipe, open(self.run.log, "a", encoding="utf-8") as log:
             for line in iter(lambda: pipe.readline(MAX_LINE), b""):
@@ -207,8 +206,12 @@ class Supervision:
                     log.flush()
 
     def _over(self, launcher: subprocess.Popen[bytes]) -> bool:
-        """Whether nothing lives any more, or what lives has had its time."""
+        """Whether all processes have exited, or a deadline for the remaining ones has passed.
+
+        `exit_at`, `end_at` and `stop_at` are the times at which the conditions behind the deadlines were first seen.
+        """
         clock = time.monotonic()
+        # Scan right away once the launcher has exited: its children may have started since the last scan.
         gone = launcher.poll() is not None
         if gone or clock >= self.look_at:
             self.look_at = clock + LOOK
@@ -221,17 +224,18 @@ class Supervision:
         self.end_at = (self.end_at or clock) if ending else None
         if self.run.stop_asked() is not None:
             self.stop_at = self.stop_at or clock
-        if self.run.lost():  # what the ranks learn is of no use any more
+        if self.run.lost():  # the run folder is gone: nothing can be saved any more
             self.exit_at = self.exit_at or clock
         self._feel_pulse(clock)
+        # Before all machines have joined there is nothing to save: a stop ends the launch at once.
         early = self.stop_at is not None and self.nodes is not None and bool(self.nodes.missing())
-        if self.nodes and not ending and self.nodes.crashed():  # their ranks are gone; ours may wait for them
+        if self.nodes and not ending and self.nodes.crashed():  # the ranks here would wait for those that are gone
             self.exit_at = self.exit_at or clock
         self.overdue = early or clock > self._deadline()
         return self.overdue
 
     def _dismiss(self) -> None:
-        """Tells the nodes that this launch is over, and waits until nothing of theirs lives."""
+        """Tells the nodes that the launch is over, and waits up to `LINGER` seconds for their processes to exit."""
         if self.nodes is None:
             return
         with contextlib.suppress(OSError):
@@ -243,6 +247,7 @@ class Supervision:
             time.sleep(POLL)
 
     def _deadline(self) -> float:
+        """The monotonic time at which remaining processes are terminated; infinite while all is well."""
         limits = [float("inf")]
         if self.exit_at is not None:
             limits.append(self.exit_at + EXIT_TIMEOUT)
@@ -253,14 +258,14 @@ class Supervision:
         return min(limits)
 
     def _feel_pulse(self, clock: float) -> None:
-        """Notes when a rank last moved; that it writes its heartbeat only tells that it lives."""
+        """Records when a rank last made progress: a heartbeat that is merely rewritten does not count."""
         files = (read_json(path) or {} for path in sorted(self.run.heartbeats.glob("rank-*.json")))
         beat = tuple((status.get("section"), status.get("step"), status.get("passed")) for status in files)
         if beat != self.beat:
             self.beat, self.beat_at = beat, clock
 
     def _named_processes(self) -> list[Process]:
-        """Those that the state names, on a machine of its own; several may have the same process ids."""
+        """The processes that the state lists; none with several machines, as pids of another one mean nothing here."""
         if (self.run.read_state() or {}).get("machines"):
             return []
         try:
@@ -269,15 +274,17 @@ class Supervision:
             return []
 
     def _ending(self) -> Ending:
-        """What rank 0 wrote, or what the log, the other machines and the stop request say in its place."""
+        """The ending that rank 0 recorded, or one derived from the log, the other machines and a stop request."""
         written = (self.run.read_state() or {}).get("ending")
         if isinstance(written, dict):
             ending = Ending.from_json(written)
             if ending.state != "failed":
                 return ending
-            # Rank 0 knows only what it met itself; the log shows whether another rank failed before it.
+            # Rank 0 reports only the error it ran into itself; the log shows whether another rank failed first.
             known = ending.cause and root_cause(ending.cause, self.run, self.log_start)
             return replace(ending, cause=known or cause_of(self.run, self.log_start, self.exit_status))
+        # Rank 0 recorded nothing: in order of certainty, a stop before the rendezvous, a fault of another machine,
+        # ranks that ignored a stop request, and what the log shows.
         if self.nodes and self.stop_at is not None and self.nodes.missing():
             return Ending("stopped", "stopped before all machines had joined")
         if self.nodes and (ending_of_nodes := self.nodes.ending(time.monotonic() - self.began)):

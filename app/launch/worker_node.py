@@ -1,6 +1,6 @@
-"""The supervisor of a run's machines other than 0: it joins each launch of machine 0, until the run has ended.
+"""The supervisor on machines other than 0: joins every launch of machine 0 until the run has ended.
 
-It writes no state. It reads machine 0's, and leaves word of what it does (`app/launch/nodes.py`).
+It reads the state that machine 0 writes, and reports its own status in a separate file (`app/launch/nodes.py`).
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _OWN = ("output_dir", "resume_from_checkpoint", "runs_dir")
 
 
 def join_to_end(job: TrainJob, env: Mapping[str, str], on_event: Listener) -> dict[str, Any]:
-    """Trains this machine's part of a run whose state machine 0 keeps.
+    """Trains this machine's part of a run that machine 0 controls.
 
     Args:
-        job: on a machine other than 0.
-        env: the launcher's whole environment.
-        on_event: gets the progress.
+        job: the job, with a machine rank other than 0.
+        env: the launcher's complete environment.
+        on_event: receives progress events.
 
     Returns:
-        The run's final state; no process of it lives on this machine.
+        The run's final state. None of its processes is alive on this machine.
 
     Raises:
-        ConfigError: when machine 0 trains something else, or another process does this already.
+        ConfigError: if machine 0 trains with other settings, or another process has already joined as this machine.
     """
     job.run.create()
     job.run.keep()
@@ -52,13 +52,15 @@ def join_to_end(job: TrainJob, env: Mapping[str, str], on_event: Listener) -> di
 
 
 class _WorkerNode:
+    """This machine's part of a run; see `join_to_end` for the arguments."""
+
     def __init__(self, job: TrainJob, env: Mapping[str, str], on_event: Listener, signals: RunSignals):
         self.job, self.run, self.env, self.signals = job, job.run, env, signals
         self.name = f"machine {job.devices.machine_rank}"
         self.status_file = NodeStatus(job.run, job.devices.machine_rank)
         self.listener = on_event
         before = self.run.read_state() or {}
-        # The launch that was joined last; an old one's end is not this run's.
+        # `launched_at` of the last joined launch; at first that of an attempt that has ended, which is not joined.
         self.joined = before.get("launched_at") if before.get("state") in END_STATES else None
         self.resumes = self.joined is not None
         self.held: HeldSlots | None = HeldSlots({}) if job.config.share_gpus else None
@@ -67,13 +69,14 @@ class _WorkerNode:
         self.doing = "waited for machine 0"
 
     def tell(self, kind: str, text: str) -> None:
+        """Passes an event on to the listener, and writes notes to the log."""
         if kind == "note" and not self.run.lost():
             with contextlib.suppress(OSError), open(self.run.log, "a", encoding="utf-8") as log:
                 log.write(log_line("supervisor", f"{self.name}: {text}"))
         self.listener(kind, text)
 
     def go(self) -> dict[str, Any]:
-        """Joins launch after launch; returns the state in which the run ended."""
+        """Joins every launch; returns the final state of the run."""
         self.listener("note", f"{self.name}: waiting for machine 0 to start {self.run.path}")
         try:
             return self._to_end()
@@ -86,8 +89,14 @@ class _WorkerNode:
                 self.held.close()
 
     def _to_end(self) -> dict[str, Any]:
-        """As `go`; FileNotFoundError when the run folder is lost meanwhile."""
+        """As `go`.
+
+        Raises:
+            FileNotFoundError: if the run folder is removed or replaced meanwhile.
+        """
         while True:
+            # A live run takes stop requests; an ended one ends this loop, unless it is about to be resumed. Before
+            # machine 0 has started it, there is no run to ask, so a stop signal just leaves.
             state = self._state()
             self.run.refuse_lost()
             if state.get("state") in LIVE_STATES:
@@ -108,11 +117,15 @@ class _WorkerNode:
         return true_state(self.run) if self.run.state_file.exists() else {}
 
     def _can_join(self, state: Mapping[str, Any]) -> bool:
+        """Whether machine 0 is starting a launch that was not joined yet."""
         launch = state.get("launched_at")
         return state.get("state") == "starting" and launch not in (None, self.joined) and not is_over(state, launch)
 
     def _silence(self, state: Mapping[str, Any]) -> str:
-        """Why it waits no longer, once machine 0 has been silent for too long; a queued run may wait for ever."""
+        """Why to give up, once machine 0 has shown no progress for `FIRST_JOIN_TIMEOUT`; otherwise empty.
+
+        A queued run may wait forever.
+        """
         beat = read_json(self.run.heartbeats / "rank-0.json") or {}
         seen = (state.get("updated_at"), beat.get("time"))
         if seen != self.seen or state.get("state") == "queued":
@@ -123,7 +136,11 @@ class _WorkerNode:
         return f"{self.name} has heard nothing of machine 0 for {FIRST_JOIN_TIMEOUT:g} s; {remedy}"
 
     def _join(self, state: Mapping[str, Any]) -> None:
-        """Takes part in one launch, to its end."""
+        """Takes part in one launch until it ends.
+
+        Raises:
+            ConfigError: if machine 0 trains with other settings.
+        """
         launch, notice = str(state["launched_at"]), state.get("machines") or {}
         if mistakes := self._differences():
             self.status_file.write(launch, refused="; ".join(mistakes))
@@ -146,7 +163,7 @@ class _WorkerNode:
         self.seen_at, self.doing = time.monotonic(), "waited for machine 0"
 
     def _differences(self) -> list[str]:
-        """What machine 0 trains and this one was not asked for; its files are what every rank reads."""
+        """Differences between this machine's command and machine 0's, whose files all ranks read; a line for each."""
         theirs, ours = absolute_paths(Request(config=str(self.run.config)).resolve()), self.job.config
         halved = ("per_device_train_batch_size", "per_device_eval_batch_size") if ours.auto_find_batch_size else ()
         names = [name for name in TrainConfig.model_fields if name not in (*_OWN, *halved)]
@@ -161,7 +178,7 @@ class _WorkerNode:
         ]
 
     def _wait_for_slots(self, launch: str) -> HeldSlots | None:
-        """This machine's slots, once they are free; None when the launch is over by then."""
+        """Waits for this machine's slots; None if the launch is over first."""
 
         def keep_waiting() -> bool:
             self.run.refuse_lost()
@@ -172,15 +189,22 @@ class _WorkerNode:
 
 
 def is_over(state: Mapping[str, Any], launch: Any) -> bool:
-    """Whether machine 0 is done with a launch."""
+    """Whether a launch of machine 0 is over."""
     notice = state.get("machines") or {}
     return state.get("launched_at") != launch or state.get("state") in END_STATES or notice.get("over") is True
 
 
 class _Part(Supervision):
-    """One launcher of a launch that machine 0 has announced."""
+    """This machine's part of a launch that machine 0 has announced; reports to a status file, not to the state."""
 
     def join(self, status_file: NodeStatus, launch: str, mark: str) -> None:
+        """Sets the launch to join.
+
+        Args:
+            status_file: this machine's status file.
+            launch: `launched_at` of the launch.
+            mark: prefix of the launcher's lines in the log.
+        """
         self.status_file, self.launch, self.mark = status_file, launch, mark
 
     def _announce(self) -> None:

@@ -1,1 +1,1 @@
-"""`tunesmith plan`."""
+"""`tunesmith plan`: estimates memory and speed under each strategy."""

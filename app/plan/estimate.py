@@ -20,7 +20,7 @@ from trainers.strategy.traffic import FP32, ModelSizes, predicted, weight_terms
 
 GIB = 2**30
 ROOM = {"gpu": 0.92, "cpu": 0.5}
-"""Fraction of memory that a plan may fill: allocators waste some, on a CPU most (`benchmarks/plan.py`)."""
+"""Fraction of memory that a plan may fill; the rest is lost to allocators, most on a CPU (`benchmarks/plan.py`)."""
 CUDA_GIB, NCCL_GIB = 1.0, 0.5
 """GiB that CUDA's context and libraries take on a GPU, and that NCCL takes if there are several GPUs."""
 LINKS = {"gpu": 25.0, "cpu": 1.0}
@@ -124,10 +124,10 @@ class _Share:
     Args:
         layers: number of layers.
         buffers: number of receive buffers for stage inputs and gradients, per micro-batch of a step.
-        trained: trained parameters; `trained_layer` in one layer, `trained_outside` in embedding and head.
+        trained: number of trained parameters; `trained_layer` in one layer, `trained_outside` in embedding and head.
         frozen: bytes of frozen weights; `frozen_layer` and `frozen_outside` likewise.
         scales: bytes of the scales of 4-bit weights.
-        parameters: all parameters.
+        parameters: number of all parameters.
     """
 
     layers: int
@@ -158,6 +158,7 @@ def _shares(strategy: Strategy, counted: Mapping[str, Any], case: Mapping[str, A
     layers, ranks, schedule = counted["layers"], strategy.pp_size, strategy.pp_schedule
     if ranks == 1:
         return [_Share.of(case, layers, layers, 1.0, 0)]
+    # The first stage has the embedding, the last the head: half of what is outside the layers each, or all if tied.
     total = ranks * SCHEDULES[schedule].chunks
     layers_of_stage, shares = balance(layers, total, counted["layer_matmul"], counted["words"] * counted["hidden"]), []
     end = 1.0 if counted["tied"] else 0.5
@@ -264,6 +265,7 @@ def _memory(
     """Bytes on a rank by use, and bytes offloaded from it."""
     sizes, on_gpu = strategy.sizes, hardware.kind == "gpu"
     micro_batches = config.accumulation_steps(strategy.data_parallel_size)
+    # A pipeline stage keeps the activations of all micro-batches in flight, and a buffer for each received tensor.
     held = in_flight(strategy.pp_schedule, strategy.pp_size, micro_batches) if strategy.pp_size > 1 else 1
     received = share.buffers * micro_batches * _slots(strategy, config) * counted["hidden"] * _activation_bytes(config)
     memory = dict.fromkeys(("weights", "gradients", "optimizer"), 0.0)

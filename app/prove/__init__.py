@@ -1,1 +1,1 @@
-"""`tunesmith prove`."""
+"""`tunesmith prove`: compares training under each strategy with a single process."""

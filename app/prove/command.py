@@ -1,4 +1,4 @@
-"""The verb `prove`."""
+"""The verb `prove`: makes the plan, runs it, and shows the report."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def prove_verb(argv: Sequence[str]) -> int:
     """`tunesmith prove`.
 
     Returns:
-        The exit status: 0 when every row that ran has passed (with a control: has failed, as it must) and one has run.
+        The exit status; see `exit_status`.
 
     Raises:
-        ConfigError: for a request that is wrong; nothing is left behind then.
+        ConfigError: for an invalid request, which leaves no files behind.
     """
     args = PROVE.read(argv)
     if args is None:
@@ -35,10 +35,10 @@ def prove_verb(argv: Sequence[str]) -> int:
 
 
 def exit_status(document: Mapping[str, Any]) -> int:
-    """0 done, 1 a row failed or none could be judged, 130 interrupted.
+    """The exit status: 0 passed, 1 a row failed or none could be judged, 130 interrupted.
 
-    A row without a verdict cannot run on this machine, which is not a failure beside rows that pass; alone it proves
-    nothing.
+    With a control, passing means that every judged row showed the fault. A row without a verdict could not run on this
+    machine, which is not a failure as long as another row passes.
     """
     if document["interrupted"]:
         return 130

@@ -1,6 +1,6 @@
-"""What `tunesmith prove` will train: the user's request with all that leaves the promise taken out, once per strategy.
+"""Plans what `tunesmith prove` trains: the user's request, once per strategy, without options that change the numbers.
 
-Every run is a job of `tunesmith train`, so that what is proved is what the user gets.
+Every run is a job of `tunesmith train`, so that the proof covers what users actually run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trainers.run.folder import new_run_id
 from trainers.strategy.strategy import Strategy, cannot_run, load_strategy, resolve, strategy_names
 
 PRESET = "tiny-full"
-"""Taken when neither preset, config nor model is named: it trains all weights of the model that ships."""
+"""Used if neither preset, config nor model is given: trains all weights of the embedded model."""
 STEPS = 20
 MOST_COUNT = 100_000
 SHORT_RUN = {
@@ -39,8 +39,8 @@ SHORT_RUN = {
     "eval_dataset_name": "none", "eval_steps": "0", "eval_on_start": "false",
     "load_best_model_at_end": "false", "early_stopping_patience": "none", "max_restarts": "0",
 }  # fmt: skip
-"""Of a run of which only its logged steps are wanted."""
-# What the promise is measured with; see `Scope` in the design. Options that this version has not are left out.
+"""Options of a run of which only the logged steps are needed."""
+# Options under which strategies are comparable; see docs/parity.md. Those unknown to this version are left out.
 SETTINGS = {
     "mixed_precision": "no", "lora_dropout": "0", "tf32": "false", "deterministic": "true", "ddp_comm_hook": "none",
     "torch_compile": "false", "master_weights": "true", "optim": "adamw", "eval_share": "0",
@@ -69,19 +69,19 @@ PROVE = Verb(
     hidden={*SETTINGS, "max_steps"},
 )  # fmt: skip
 REFERENCE = "reference"
-"""Folder of the run that all others are compared with."""
+"""Folder name of the run that all others are compared with."""
 
 
 @dataclass
 class Row:
-    """One strategy: what will be trained, or why it cannot be.
+    """One strategy: the job to train, or why it cannot be trained.
 
     Args:
         strategy: its name.
-        world_size: processes.
-        job: None when it cannot run here.
-        reason: then why.
-        warnings: about this strategy alone.
+        world_size: number of processes.
+        job: None if it cannot run here.
+        reason: why it cannot run; None if it can.
+        warnings: warnings about this strategy only.
     """
 
     strategy: str
@@ -96,12 +96,12 @@ class Plan:
     """Everything that `prove` will do.
 
     Args:
-        folder: of the report and of all runs; not made yet.
-        steps: of each run.
-        control: the fault that every row but not the reference trains with; `none`.
-        reference: one process.
-        rows: in the order asked for.
-        overrides: `option`, `given` and `used` of each choice that is replaced, and `why` where that needs words.
+        folder: folder of the report and of all runs; not created yet.
+        steps: number of steps of each run.
+        control: the fault that every row except the reference is trained with; `none` for no fault.
+        reference: the job on a single process.
+        rows: one row per strategy, in the requested order.
+        overrides: `option`, `given` and `used` of each replaced choice, and `why` if that is not obvious.
         warnings: lines that the user should read.
     """
 
@@ -120,10 +120,10 @@ _T = TypeVar("_T")
 
 
 class _Mistakes(Mistakes):
-    """Also gives what the checks return."""
+    """Mistakes that also pass on what checks return."""
 
     def of(self, check: Callable[[], _T]) -> _T | None:
-        """What the check returns; None when it refused."""
+        """The result of a check; None if it raised, in which case its mistakes are added."""
         with self:
             return check()
         return None
@@ -131,14 +131,14 @@ class _Mistakes(Mistakes):
 
 @dataclass
 class _Command:
-    """A command line, read but not checked.
+    """A parsed command line, not yet validated.
 
     Args:
         names: positional arguments.
-        values: `--gpus` and `--num_processes`.
-        request: options of training.
-        own: options of `prove`, taken out of the request.
-        chosen: options of training that the user chose by flag or file; a preset is not a choice of each of its values.
+        values: values of `--gpus` and `--num_processes`.
+        request: training options.
+        own: options of `prove`, not part of the request.
+        chosen: training options that the user set by flag or config file; the values of a preset do not count.
     """
 
     names: list[str]
@@ -148,12 +148,12 @@ class _Command:
     chosen: dict[str, Any]
 
     def config(self) -> TrainConfig:
-        """What `train` would make of the request."""
+        """The config that `train` would use for the request."""
         preset = self.names[0] if self.names else self.request.preset
         return replace(self.request, preset=preset).resolve()
 
     def job(self, devices: dict[str, str], changes: Mapping[str, str]) -> TrainJob:
-        """The training job with these changes."""
+        """The training job on these devices, with these options changed."""
         options = {**self.request.options, **changes}
         return train_job(Args(self.names, devices, request=replace(self.request, options=options)))
 
@@ -169,10 +169,10 @@ def _read(args: Args, mistakes: _Mistakes) -> _Command:
 
 
 def make_plan(args: Args) -> Plan:
-    """The plan that a command line asks for.
+    """Makes the plan of a command line.
 
     Raises:
-        ConfigError: with every mistake at once, or with the arithmetic when no batch suits all rows.
+        ConfigError: with all mistakes at once, or with the arithmetic if no micro-batch suits all rows.
     """
     mistakes = _Mistakes()
     command = _read(args, mistakes)
@@ -193,10 +193,10 @@ def make_plan(args: Args) -> Plan:
 
 
 def _fill(plan: Plan, command: _Command, entries: list[_Entry], settings: dict[str, str], config: TrainConfig) -> None:
-    """Adds the rows, once the micro-batch that suits all of them is known."""
+    """Chooses a micro-batch that suits all rows, and adds the rows, the reference, overrides and warnings."""
     user = command.config()
     possible = [(entry.name, entry.strategy) for entry in entries if not entry.reason]
-    # A pipeline needs a micro-batch for each of its ranks.
+    # A pipeline needs at least one micro-batch per stage.
     sizes = {name: strategy.data_parallel_size * strategy.pp_size for name, strategy in possible}
     limit, several = user.per_device_train_batch_size, plan.control != "none"
     micro = micro_batch(config.global_batch_size, limit, sizes, several)
@@ -232,14 +232,14 @@ def _fill(plan: Plan, command: _Command, entries: list[_Entry], settings: dict[s
 
 
 def _own_warnings(strategy: Strategy) -> list[str]:
-    """What the user should know of one row: all rows share the config, so that only the strategy can differ."""
+    """Warnings about one row: since all rows share the config, only its strategy can be the cause."""
     outside = strategy.outside_parity()
     return [f"outside the promise that the strategy never changes the model: {', '.join(outside)}"] if outside else []
 
 
 def _for_prove(mistake: Mistake, config: TrainConfig | None, folder: Path | None) -> Mistake:
-    """A mistake of `train` in one of the runs, as one of the request for `prove`."""
-    # A flag would have been taken: the config file has it.
+    """Rewords a mistake that `train` found in one of the runs as a mistake in the request for `prove`."""
+    # As a flag, the option would have been accepted, so it comes from the config file.
     if mistake.option in PROVE.own and mistake.problem == UNKNOWN:
         remedy = f"write --{mistake.option} on the command line of `tunesmith prove`"
         return Mistake(mistake.option, None, "is not an option of the config", remedy)
@@ -250,7 +250,7 @@ def _for_prove(mistake: Mistake, config: TrainConfig | None, folder: Path | None
 
 
 def _known(options: Mapping[str, str]) -> dict[str, str]:
-    """Those that this version has."""
+    """The options that this version has."""
     return {name: value for name, value in options.items() if name in TrainConfig.model_fields}
 
 
@@ -263,7 +263,7 @@ def _count(value: Any, name: str, example: int) -> int:
 
 
 def _layers(command: _Command) -> dict[str, str]:
-    """The option that cuts the model, when it is asked for."""
+    """The option for `--layers`, which cuts the model; empty if not given."""
     if "layers" not in command.own:
         return {}
     if "num_hidden_layers" in command.chosen:
@@ -272,7 +272,7 @@ def _layers(command: _Command) -> dict[str, str]:
 
 
 def _refuse_others(args: Args, command: _Command, mistakes: _Mistakes) -> None:
-    """What `train` takes and `prove` decides by itself."""
+    """Adds mistakes for options of `train` that `prove` decides itself."""
     if "strategy" in args.launch:
         mistakes.append(Mistake("strategy", args.launch["strategy"], ": prove has several", "write --strategies a,b,c"))
     others = [name for name in MACHINE_OPTIONS if name in args.launch]
@@ -287,10 +287,10 @@ def _refuse_others(args: Args, command: _Command, mistakes: _Mistakes) -> None:
 
 
 def _folder(command: _Command, config: TrainConfig) -> Path:
-    """The folder of the report: new, so that nothing of the user's is mixed with it.
+    """The folder of the report, which must be new or empty.
 
     Raises:
-        ConfigError: when it holds something.
+        ConfigError: if it contains files, or cannot be used.
     """
     try:
         if config.output_dir is None:
@@ -313,9 +313,9 @@ def _folder(command: _Command, config: TrainConfig) -> Path:
 
 @dataclass
 class _Entry:
-    """A strategy that was asked for: its name or file, resolved for its processes, and why it cannot run.
+    """A requested strategy: its name or file, the strategy resolved for its processes, and why it cannot run.
 
-    `precision` is what the file says of it, where prove sets another.
+    `precision` is the mixed precision in its file, if `prove` overrides it.
     """
 
     spec: str
@@ -329,13 +329,13 @@ class _Entry:
 
     @property
     def is_file(self) -> bool:
-        """Whether it is the user's own, where what does not fit is a wrong request."""
+        """Whether it is a file of the user's; if that does not fit, the request is refused."""
         return self.spec not in strategy_names()
 
 
 @contextlib.contextmanager
 def _file_of(entry: _Entry) -> Iterator[str]:
-    """What `--strategy` gets: the user's word, or for its duration a copy of the file without its precision."""
+    """The value for `--strategy`: as given, or a temporary copy of the file without its precision."""
     if not entry.precision:
         yield entry.spec
         return
@@ -346,10 +346,10 @@ def _file_of(entry: _Entry) -> Iterator[str]:
 
 
 def _entries(command: _Command, method: str) -> list[_Entry]:
-    """The strategies that were asked for, and on what each would run.
+    """The requested strategies, each resolved for its number of processes.
 
     Raises:
-        ConfigError: for unknown ones, one that is named twice, a file that does not fit, or devices that are not there.
+        ConfigError: for unknown or repeated strategies, a file that does not fit, or unavailable devices.
     """
     mistakes = _Mistakes()
     strategies = _strategies(str(command.own.get("strategies", "all")), mistakes)
@@ -368,7 +368,7 @@ def _entries(command: _Command, method: str) -> list[_Entry]:
 
 
 def _strategies(text: str, mistakes: _Mistakes) -> list[tuple[str, Strategy, int | None]]:
-    """Names or files, what they mean, and processes of their own where `NAME:4` says so; each name stands once."""
+    """Parses `--strategies`: name or file, strategy, and the number of processes if given as `NAME:4`; names differ."""
     specs = strategy_names() if text == "all" else [word.strip() for word in text.split(",")]
     rows: list[tuple[str, Strategy, int | None]] = []
     if "all" in specs:
@@ -390,7 +390,7 @@ def _strategies(text: str, mistakes: _Mistakes) -> list[tuple[str, Strategy, int
 
 
 def _load(spec: str) -> Strategy:
-    """A strategy whose name is fit for a folder; that of a file may be anything."""
+    """Loads a strategy; a name that comes from a file is made safe to use as a folder name."""
     strategy = load_strategy(spec)
     return replace(strategy, name=re.sub(r"[^\w.-]+", "-", strategy.name).strip(".-") or "strategy")
 
@@ -398,7 +398,7 @@ def _load(spec: str) -> Strategy:
 def _entry(spec: str, strategy: Strategy, ids: list[int], wanted: int | None, own: int | None, method: str) -> _Entry:
     written = strategy.values.get("mixed_precision")
     precision = written if written in ("fp16", "bf16") else None
-    if precision:  # prove sets its own precision, so that the file's is not a contradiction
+    if precision:  # `prove` sets its own precision, which the file must not contradict
         values = {key: value for key, value in strategy.values.items() if key != "mixed_precision"}
         strategy = replace(strategy, values=values)
     world = resolve(strategy, own, "no").num_processes if own is not None else _world(strategy, wanted)
@@ -419,7 +419,7 @@ def _too_few(world: int, ids: list[int]) -> str | None:
 
 
 def _world(strategy: Strategy, wanted: int | None) -> int:
-    """Processes of a row: as many as asked for, or the file's own number where that is too few for its mesh."""
+    """Processes of a row: the requested number, or the strategy's own number if that is too few for its mesh."""
     if strategy.distributed_type == "NO":
         return 1
     if wanted:
@@ -431,22 +431,22 @@ def _world(strategy: Strategy, wanted: int | None) -> int:
 
 
 def _gpu_ids(command: _Command) -> list[int]:
-    """The GPUs that rows may have."""
+    """The GPUs that rows may use."""
     choose_devices(
         command.values.get("gpus"), command.values.get("num_processes")
-    )  # refuses what does not fit together
+    )  # only to refuse contradicting options
     return choose_devices(command.values.get("gpus"), None).gpu_ids
 
 
 def _wanted(command: _Command) -> int | None:
-    """The number of processes that the user named."""
+    """The number of processes that the user requested; None if not given."""
     if "gpus" in command.values:
         return len(_gpu_ids(command))
     return int(command.values["num_processes"]) if "num_processes" in command.values else None
 
 
 def _devices(command: _Command, world: int) -> dict[str, str]:
-    """The options of `train` that give a run its devices."""
+    """The options of `train` for a run with this number of processes."""
     ids = _gpu_ids(command)
     return {"gpus": ",".join(map(str, ids[:world]))} if ids else {"num_processes": str(world)}
 
@@ -455,16 +455,16 @@ def _devices(command: _Command, world: int) -> dict[str, str]:
 
 
 def micro_batch(total: int, limit: int, sizes: Mapping[str, int], several: bool) -> int:
-    """The largest micro-batch up to the one asked for that divides the global batch on every row alike.
+    """The largest micro-batch, up to the requested one, that divides the global batch under every strategy.
 
     Args:
         total: rows of a global batch.
-        limit: the user's micro-batch.
-        sizes: data-parallel ranks by strategy, times the stages of each.
-        several: whether a global batch must have two micro-batches at least.
+        limit: the requested micro-batch.
+        sizes: number of data-parallel ranks times pipeline stages, by strategy.
+        several: whether a global batch must have at least two micro-batches.
 
     Raises:
-        ConfigError: with the arithmetic, when the global batch does not divide by the ranks.
+        ConfigError: with the arithmetic, if the global batch does not divide by the ranks.
     """
     common = math.lcm(*sizes.values()) if sizes else 1
     if total % common:
@@ -483,7 +483,7 @@ def micro_batch(total: int, limit: int, sizes: Mapping[str, int], several: bool)
 def _overrides(
     command: _Command, user: TrainConfig, used: TrainConfig, settings: Mapping[str, str], sizes: Mapping[str, int]
 ) -> list[dict[str, str]]:
-    """What of the user's is replaced; of a preset's only what would have changed the numbers."""
+    """The user's choices that are replaced; values of a preset only if they would have changed the numbers."""
     reported = {*command.chosen, *_NUMBERS}
     changed = [name for name in settings if name in reported and getattr(user, name) != getattr(used, name)]
     overrides = [

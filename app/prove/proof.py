@@ -1,7 +1,7 @@
-"""`tunesmith prove`: the user's model and data under each strategy on this machine, compared with one process.
+"""`tunesmith prove`: trains the user's model and data under each strategy, and compares each with a single process.
 
-Every run goes the way of `tunesmith train`: pre-flight check, run folder, launcher, supervisor. One after the other,
-as they would share the cores and the memory.
+Every run takes the path of `tunesmith train`: pre-flight check, run folder, launcher, supervisor. The runs follow one
+another, as they would otherwise share cores and memory.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from trainers.config.mistakes import ConfigError
 from trainers.run.folder import RunFolder, read_json, register_outside, unregister
 
 LOSS_TOLERANCE = 1e-5
-"""Largest difference of a step's loss."""
+"""Largest allowed absolute difference in the loss of a step."""
 NORM_TOLERANCE = 1e-4
-"""Largest difference of a step's gradient norm, as a share of the reference's."""
+"""Largest allowed difference in the gradient norm of a step, relative to the reference's."""
 _TINY = 1e-30
 
 Curve = dict[int, tuple[float | None, float | None]]
-"""Loss and gradient norm by step; None for a number that is not finite."""
+"""Loss and gradient norm by step; None if not finite."""
 
 
 # -- the comparison --------------------------------------------------------------------------------------------------
@@ -43,14 +43,14 @@ Curve = dict[int, tuple[float | None, float | None]]
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far a run is from the reference.
+    """The difference between a run and the reference.
 
     Args:
-        loss: largest absolute difference; None when no step can be compared.
-        norm: largest relative difference of the gradient norms.
-        bit_equal: steps whose loss and gradient norm have the same bits.
-        fault: why the run cannot be compared as a whole.
-        apart: which difference is out of tolerance.
+        loss: largest absolute difference of the loss; None if no step can be compared.
+        norm: largest relative difference of the gradient norm; None likewise.
+        bit_equal: number of steps whose loss and gradient norm are bitwise equal.
+        fault: why the run is not complete; None if it is.
+        apart: the first difference out of tolerance; None if there is none.
     """
 
     loss: float | None
@@ -65,12 +65,15 @@ class Comparison:
 
 
 def curve_of(run: RunFolder) -> Curve:
-    """The logged steps of a run; of a step that was logged twice the last one."""
+    """The logged steps of a run; if a step was logged twice, its last values."""
     return {row["step"]: (row.get("loss"), row.get("grad_norm")) for row in metrics(run) if "loss" in row}
 
 
 def incomplete(curve: Curve, steps: int, first: int = 1) -> str | None:
-    """Why a curve is not a whole one from `first` on: steps that are missing, or numbers that are not finite."""
+    """Why a curve is not complete from step `first` to `steps`: a step is missing, or a number is not finite.
+
+    None if it is complete.
+    """
     wanted = range(first, steps + 1)
     missing = [step for step in wanted if step not in curve]
     if missing:
@@ -88,12 +91,12 @@ def _is_finite(value: Any) -> bool:
 
 
 def compare(reference: Curve, row: Curve, steps: int, first: int = 1) -> Comparison:
-    """Compares step by step.
+    """Compares two curves step by step.
 
     Args:
-        reference: a whole curve of that many steps.
+        reference: a complete curve.
         row: the curve to judge.
-        steps: that both must have.
+        steps: last step of both.
         first: step at which the comparison begins.
     """
     losses: dict[int, float] = {}
@@ -118,19 +121,19 @@ def _apart(name: str, differences: Mapping[int, float], most: float) -> str | No
 
 
 class Proof:
-    """Runs a plan; `document` is current after every run, and kept in the folder as `report.json` and `report.md`.
+    """Runs a plan. `document` is updated after every run, and written to the folder as `report.json` and `report.md`.
 
     Args:
-        plan: what to do.
+        plan: the plan.
         argv: the command line, for the report.
-        quiet: show warnings alone.
+        quiet: show only warnings.
     """
 
     def __init__(self, plan: Plan, argv: Sequence[str], quiet: bool):
         self.plan, self.quiet = plan, quiet
         self.curve: Curve = {}
         self.weights: str | None = None
-        # The same number of threads for each run: sums are then cut alike, and only the strategy differs.
+        # The same number of threads for every run, as it affects the order of summation: only the strategy may differ.
         most = max([row.world_size for row in plan.rows if row.job] or [1])
         self.outer = {"OMP_NUM_THREADS": str(max(1, cpu_count() // most)), **os.environ}
         config = plan.reference.config
@@ -146,11 +149,11 @@ class Proof:
         }  # fmt: skip
 
     def run(self) -> None:
-        """Trains the reference and every row that can run.
+        """Trains the reference and every row that can run; on an interrupt, reports what was done so far.
 
         Raises:
-            ConfigError: when the pre-flight check refuses the reference.
-            CheckBroke: when that check crashed.
+            ConfigError: if the pre-flight check refuses the reference.
+            CheckBroke: if that check crashes.
         """
         self._announce()
         with interruptible():
@@ -190,7 +193,7 @@ class Proof:
             self._write()
 
     def _train_reference(self, count: int) -> str | None:
-        """Trains it; returns what is wrong with it."""
+        """Trains the reference; returns why it failed, or None."""
         job, entry = self.plan.reference, self.document["reference"]
         state = self._train(job, entry, f"[1/{count}] reference")
         self.curve, self.weights = curve_of(job.run), entry["weights_sha256"]
@@ -200,7 +203,7 @@ class Proof:
         return fault
 
     def _train_row(self, row: Row, entry: dict[str, Any], label: str) -> None:
-        """Trains one row and judges it; a strategy that the check refuses is one that cannot run here."""
+        """Trains one row and judges it; if the pre-flight check refuses it, the strategy cannot run here."""
         if row.job is None:
             raise AssertionError(f"{row.strategy} cannot run")
         try:
@@ -215,17 +218,28 @@ class Proof:
             say(clean(f"      {verdict(entry, self.plan.control != 'none')}"))
 
     def _train(self, job: TrainJob, entry: dict[str, Any], label: str, keep: bool = False) -> dict[str, Any]:
-        """One run from its check to its end; what it leaves is tidied whatever comes, but for checkpoints to `keep`.
+        """Trains one job from its pre-flight check to its end; returns the final state.
+
+        Its export is always deleted, its checkpoints unless `keep`.
+
+        Args:
+            job: the job.
+            entry: the row of the document to update.
+            label: prefix of the progress line.
+            keep: whether to keep the checkpoints.
 
         Raises:
-            KeyboardInterrupt: when it was stopped.
+            ConfigError: if the pre-flight check refuses the job.
+            CheckBroke: if that check crashes.
+            KeyboardInterrupt: if the run was stopped.
         """
         if not self.quiet:
             say(f"{label} on {where(job)}")
         began = time.monotonic()
         preflight(job, quiet=True)
         try:
-            # Lists pass over what lies inside a report; while a run lives they must find it, as prove may be killed.
+            # Lists of runs skip report folders. Register the run while it is live, so that it can be found and
+            # stopped if this process is killed.
             register_outside(job.run, job.run.path)
             state = launch(job, self._display(job), self.outer)
             entry |= {"seconds": round(time.monotonic() - began, 1), "run_dir": str(job.run.path)}
@@ -256,13 +270,13 @@ class Proof:
             entry["fault_seen"] = fault is None and comparison.apart is not None
 
     def _not_repeated(self, comparison: Comparison, weights: str | None) -> str:
-        """Why a run of one process is not an exact rerun of the reference; empty when it is."""
+        """Why a run on one process is not an exact repetition of the reference; empty if it is."""
         if comparison.bit_equal < self.plan.steps:
             return f"a rerun must have the same bits; {comparison.bit_equal} of {self.plan.steps} steps have"
         return "" if weights == self.weights else "a rerun must have the same bits; the exported weights have not"
 
     def _note_origin(self, run: RunFolder) -> None:
-        """What the reference's checkpoint says of its data and its libraries."""
+        """Records the data fingerprint from the reference's checkpoint."""
         manifests = sorted(run.checkpoints.glob("step-*/manifest.json"))
         manifest = (read_json(manifests[-1]) if manifests else None) or {}
         self.document["data_fingerprint"] = manifest.get("data_fingerprint")
@@ -273,7 +287,7 @@ class Proof:
             self.document["control"] |= {"seen": sum(seen), "rows": len(seen)}
 
     def _open(self) -> list[dict[str, Any]]:
-        """The rows that have no verdict."""
+        """The rows without a verdict."""
         return [row for row in self.rows if row["passed"] is None]
 
     def _write(self) -> None:
@@ -289,12 +303,12 @@ def blank(row: Row, method: str) -> dict[str, Any]:
 
 
 def failure(state: Mapping[str, Any]) -> str | None:
-    """Why a run is not done; None when it is."""
+    """Why a run is not done; None if it is."""
     return None if state["state"] == "done" else str(state.get("cause") or state["state"])
 
 
 def _weights_digest(run: RunFolder) -> str | None:
-    """Digest of the exported weights; None without any."""
+    """SHA-256 over the digests of the exported weight files; None if there are none."""
     digest = hashlib.sha256()
     files = sorted(run.model.glob("*.safetensors"))
     for path in files:
@@ -304,7 +318,7 @@ def _weights_digest(run: RunFolder) -> str | None:
 
 
 def _tidy(run: RunFolder, keep: bool) -> None:
-    """Deletes checkpoints and export, which a proof needs no longer: each may be as large as the model or larger."""
+    """Deletes exports, and unless `keep` checkpoints: they are as large as the model and no longer needed."""
     for folder in (*([] if keep else [run.checkpoints]), run.model, *run.path.glob("export-*")):
         shutil.rmtree(folder, ignore_errors=True)
     if run.state_file.exists():
@@ -312,7 +326,7 @@ def _tidy(run: RunFolder, keep: bool) -> None:
 
 
 def _lost(cause: str | None) -> str | None:
-    """The cause of a stop without its promise that a resume goes on: prove keeps no checkpoint."""
+    """The cause of a stop without the hint to resume, as `prove` keeps no checkpoint."""
     if not cause or "resume goes on from there" not in cause:
         return cause
     return f"{cause.partition('; ')[0]}; prove keeps no checkpoint of it, run prove again"

@@ -1,4 +1,4 @@
-"""What `tunesmith prove` shows and keeps: the table, and a folder with `report.json`, `report.md` and `config.yaml`."""
+"""Reports of `tunesmith prove`: the table, and a folder with `report.json`, `report.md` and `config.yaml`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ HEADERS = ("strategy", "world", "max loss difference", "max gradient-norm differ
            "reason")  # fmt: skip
 _SHORT = ("strategy", "world", "loss diff", "norm diff", "same bits", "verdict")
 _EXPENDABLE = ("same bits", "norm diff", "world", "loss diff")
-"""Columns that a narrow terminal goes without; never the strategy, whose names differ in their last letters."""
+"""Columns to drop on a narrow terminal; never the strategy, whose names may differ only at their end."""
 _PACKAGES = ("tunesmith", "torch", "accelerate", "transformers", "datasets", "peft", "safetensors", "deepspeed",
              "bitsandbytes")  # fmt: skip
 _MODEL_FILES = ("config.json", "*.safetensors", "tokenizer.json", "tokenizer_config.json")
 
 
 def facts(config: TrainConfig) -> dict[str, Any]:
-    """What a reader needs in order to judge or repeat a report: versions, hardware, the base model's hashes."""
+    """What a reader needs to judge or reproduce a report: versions, hardware, hashes of the base model."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -48,7 +48,7 @@ def _cpu_name() -> str:
 
 
 def _hashes(config: TrainConfig) -> dict[str, str]:
-    """sha256 of the base model's files by name; empty when it is not a local folder."""
+    """SHA-256 of the base model's files by name; empty if it is not a local folder."""
     folder = BASE_DIR if config.model_name_or_path == EMBEDDED else Path(config.model_name_or_path).expanduser()
     digests: dict[str, str] = {}
     for path in sorted(path for pattern in _MODEL_FILES for path in folder.glob(pattern)):
@@ -58,12 +58,12 @@ def _hashes(config: TrainConfig) -> dict[str, str]:
 
 
 def name_of(row: Mapping[str, Any]) -> str:
-    """The strategy, or the pair of a resume."""
+    """The display name of a row: the strategy, or the pair of a resume."""
     return f"{row['from']} -> {row['to']}" if "from" in row else str(row["strategy"])
 
 
 def matrix(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Headers and rows of the table from x to: the largest difference of the loss, FAIL, or why there is none."""
+    """Headers and rows of the from-to table of resumes; a cell has the largest loss difference, `FAIL` or `not run`."""
     rows_by_pair = {(row["from"], row["to"]): row for row in rows}
     names = list(dict.fromkeys(row["from"] for row in rows))
     lines = [[first, *(_cell(rows_by_pair[first, second]) for second in names)] for first in names]
@@ -75,7 +75,7 @@ def _cell(row: Mapping[str, Any]) -> str:
 
 
 def cells(row: Mapping[str, Any], control: bool) -> list[str]:
-    """A row of the table."""
+    """The cells of a row of the table."""
     differences = [_difference(row[key]) for key in ("max_loss_difference", "max_grad_norm_difference")]
     equal = "-" if row["bit_equal_steps"] is None else str(row["bit_equal_steps"])
     return [name_of(row), str(row["world_size"]), *differences, equal, _word(row, control), row["reason"] or ""]
@@ -94,14 +94,14 @@ def _word(row: Mapping[str, Any], control: bool) -> str:
 
 
 def verdict(row: Mapping[str, Any], control: bool) -> str:
-    """A row in one line, said when its run has ended."""
+    """A row in one line, printed when its run has ended."""
     _, _, loss, norm, equal, word, reason = cells(row, control)
     numbers = f"loss within {loss}, gradient norm within {norm}, {equal} steps bit-equal"
     return "; ".join(filter(None, [f"{word}: {numbers}" if loss != "-" else word, reason]))
 
 
 def summary(document: Mapping[str, Any]) -> list[str]:
-    """What it all comes to."""
+    """The closing lines of a report."""
     rows, control, within = document["rows"], document["control"], document["tolerance"]
     passed, failed = (sum(row["passed"] is wanted for row in rows) for wanted in (True, False))
     lines = ["interrupted: the rows above are what was done so far"] if document["interrupted"] else []
@@ -119,7 +119,7 @@ def summary(document: Mapping[str, Any]) -> list[str]:
 
 
 def show(document: Mapping[str, Any]) -> None:
-    """The table and what it comes to, on stdout."""
+    """Prints the table and the closing lines on stdout."""
     control = document["control"] is not None
     if "resumed_at" in document:
         show_table(*matrix(document["rows"]))
@@ -137,14 +137,14 @@ def show(document: Mapping[str, Any]) -> None:
 
 
 def write_report(folder: Path, document: Mapping[str, Any], config: TrainConfig) -> None:
-    """Writes the report as it stands."""
+    """Writes the current report."""
     write_json(folder / "report.json", document)
     write_atomic(folder / "report.md", markdown(document))
     write_atomic(folder / "config.yaml", dump_yaml(config))
 
 
 def markdown(document: Mapping[str, Any]) -> str:
-    """The report for people."""
+    """The report as Markdown."""
     hardware, control = document.get("hardware", {}), document["control"] is not None
     gpus = ", ".join(hardware.get("gpus") or []) or "no GPU"
     versions = ", ".join(f"{name} {number}" for name, number in document.get("versions", {}).items())

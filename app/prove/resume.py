@@ -1,7 +1,8 @@
-"""`tunesmith prove --resume`: a checkpoint from each strategy goes on under each of them, and must go on as if never.
+"""`tunesmith prove --resume`: resumes a checkpoint of each strategy under every strategy.
 
-Every strategy trains all steps and saves in the middle. From there every strategy trains the rest, which is compared
-with one undisturbed process; on the topology that saved it, every number must have the same bits as there.
+Each strategy trains all steps and saves a checkpoint half-way. From it, every strategy trains the remaining steps,
+which are compared with the uninterrupted reference. A resume under the strategy that saved the checkpoint must be
+bitwise equal to the run that saved it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ from trainers.run.folder import RunFolder
 
 
 class ResumeProof(Proof):
-    """Runs a plan pairwise; a row of `document` is a pair, with `from` and `to`."""
+    """Runs a plan for pairs of strategies; a row of `document` is a pair, with `from` and `to`.
+
+    Raises:
+        ConfigError: if there is only one step, or a control is given.
+    """
 
     def __init__(self, plan: Plan, argv: Sequence[str], quiet: bool):
         super().__init__(plan, argv, quiet)
@@ -53,11 +58,12 @@ class ResumeProof(Proof):
             self._resume_from(row)
 
     def _label(self, text: str) -> str:
+        """The label of the next run, with its number."""
         self.count += 1
         return f"[{self.count}/{self.total}] {text}"
 
     def _resume_from(self, row: Row) -> None:
-        """Trains one strategy whole, and everything that can go on from its checkpoint."""
+        """Trains all steps under one strategy, then resumes its checkpoint under every strategy that can run."""
         assert row.job is not None
         job, scratch = self._saving(row.job), dict[str, Any]()
         resumed = [
@@ -82,7 +88,14 @@ class ResumeProof(Proof):
             shutil.rmtree(job.run.checkpoints, ignore_errors=True)
 
     def _resume_to(self, row: Row, entry: dict[str, Any], checkpoint: Path, same: tuple[Curve, str] | None) -> None:
-        """Trains the rest under one strategy and judges it; `same`: curve and weights' digest of its own topology."""
+        """Resumes a checkpoint under one strategy and judges the result.
+
+        Args:
+            row: the strategy.
+            entry: the pair's row of the document.
+            checkpoint: the checkpoint.
+            same: if the strategy itself saved the checkpoint, the curve and digest of the weights of that run.
+        """
         assert row.job is not None
         text = f"{entry['from']} -> {entry['to']}"
         job = _moved(self._saving(row.job), checkpoint, self.plan.folder / _folder(entry))
@@ -97,11 +110,11 @@ class ResumeProof(Proof):
             say(clean(f"      {verdict(entry, False)}"))
 
     def _saving(self, job: TrainJob) -> TrainJob:
-        """The job with a checkpoint in the middle, which stays."""
+        """The job, with a checkpoint half-way that is kept."""
         return replace(job, config=job.config.model_copy(update={"save_steps": self.middle, "save_total_limit": 100}))
 
     def _trained(self, job: TrainJob, entry: dict[str, Any], label: str, keep: bool = False) -> str | None:
-        """One run; what is wrong with it."""
+        """Trains one job; returns why it failed, or None."""
         try:
             return failure(self._train(job, entry, label, keep))
         except ConfigError as error:
@@ -110,11 +123,18 @@ class ResumeProof(Proof):
             return error.cause
 
     def _tail(self, entry: Mapping[str, Any]) -> Comparison:
+        """Compares the steps after the checkpoint with the reference."""
         curve = curve_of(RunFolder(entry["run_dir"])) if "run_dir" in entry else {}
         return compare(self.curve, curve, self.plan.steps, self.middle + 1)
 
     def _not_exact(self, entry: Mapping[str, Any], same: Curve, weights: str) -> str:
-        """Why it is not what the run that saved the checkpoint went on to be; empty when it is."""
+        """Why a resume is not bitwise equal to the run that saved the checkpoint; empty if it is.
+
+        Args:
+            entry: the pair's row of the document.
+            same: curve of the run that saved the checkpoint.
+            weights: digest of its exported weights.
+        """
         comparison = compare(same, curve_of(RunFolder(entry["run_dir"])), self.plan.steps, self.middle + 1)
         remaining = self.plan.steps - self.middle
         if comparison.bit_equal == remaining:
@@ -135,6 +155,6 @@ def _folder(entry: Mapping[str, Any]) -> str:
 
 
 def _moved(job: TrainJob, checkpoint: Path, folder: Path) -> TrainJob:
-    """The job of one strategy that goes on from another one's checkpoint, in a folder of its own."""
+    """The job of one strategy that resumes from a checkpoint, in a folder of its own."""
     config = job.config.model_copy(update={"output_dir": str(folder), "resume_from_checkpoint": str(checkpoint)})
     return replace(job, config=config, run=RunFolder(folder), resume_from=str(checkpoint))

@@ -87,6 +87,7 @@ class History:
         if state_stamp is None:
             return None
         unchanged = previous is not None and previous.stamps[0] == state_stamp
+        # The row of an ended run is final once its state file says so itself.
         if previous and unchanged and previous.row["truly"] and previous.row["state"] in END_STATES:
             return previous
         stamps = (state_stamp, stamp(run.metrics))

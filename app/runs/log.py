@@ -36,7 +36,7 @@ _FRAME = re.compile(rb"^(?:\[rank\d+\]: ?)?\s*File \"[^\"]*\", line \d")
 
 
 class Line(NamedTuple):
-    """A line of a log: byte offset, time, writer (`launcher`, `supervisor`, a rank or empty), text, whether an error."""
+    """A line of a log; `offset` is in bytes, `writer` is `launcher`, `supervisor`, the number of a rank, or empty."""
 
     offset: int
     time: str
@@ -126,7 +126,7 @@ def _read_before(path: Path, end: int, size: int, writer: bytes | None, last: bo
         if begin > 0 and skip == len(data):
             skip = 0  # one line that is longer than a chunk, or only its end
         data = data[skip:]
-        # At the end of the log, leave a line that is still being written to the next call.
+        # At the end of the log, leave a line that is still being written for the next call.
         if last and not lines and start == end:
             data = _complete_lines(path, data) or data[:0]
             stop = begin + skip + len(data)

@@ -204,11 +204,10 @@ def _view(file: _MetricsFile, since: str) -> Values:
     evals, _ = _split_replaced(file.evals, first_steps)
     last = max((int(columns["step"][-1]) for columns in (train, evals) if len(columns["step"])), default=0)
     # A point covers a power of two of steps: as the run grows, existing points only ever merge in pairs.
-    # A point covers a power of two of steps: as the run grows, existing points only ever merge in pairs.
     width = 1 << max(0, math.ceil(math.log2(max(1, last) / MAX_POINTS)))
     generation = f"{file.inode}.{file.replacements}.{width}.{len(first_steps)}.{first_steps[-1][1] if first_steps else 0}"
-    # A token is `generation.rows.last`. Same generation: the caller keeps its points before the last one it has.
-    # A token is `generation.rows.last`. Same generation: the caller keeps its points before the last one it has.
+    # A token is `generation.rows.last`. If the generation is the same, the caller keeps its points up to its last one,
+    # which may have grown: only the points from there on are sent.
     known_generation, _, known_step = since.rpartition(".")
     known_generation = known_generation.rpartition(".")[0]
     start = int(known_step) if known_generation == generation and known_step.isascii() and known_step.isdigit() else 0
@@ -233,6 +232,7 @@ def _split_replaced(table: _Table, first_steps: list[tuple[int, int]]) -> tuple[
     """The columns sorted by step: the current rows, and those that a later attempt replaced."""
     steps = np.array(table.steps, dtype=np.int64)
     attempts = np.array(table.attempts, dtype=np.int64)
+    # A row is replaced if a later attempt started at or before its step.
     limit = np.full(len(steps), _MAX_STEP)
     for number, (attempt, _) in enumerate(first_steps):
         later_starts = [step for _, step in first_steps[number + 1 :]]

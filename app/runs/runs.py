@@ -129,6 +129,7 @@ def _is_lexically_in(path: Path, folder: Path) -> bool:
 def _find_by_id(name: str, quoted: str, runs_dir: Path) -> RunFolder:
     run = RunFolder(runs_dir / name)
     try:
+        # A link in the runs folder could lead to any folder: its target must be named by path.
         if _is_run(run) and not _is_inside(run.path, runs_dir):
             raise ConfigError(f"{quoted} points outside {runs_dir}; give the full path of the folder it points to")
     except OSError:
@@ -151,14 +152,14 @@ def _find_by_id(name: str, quoted: str, runs_dir: Path) -> RunFolder:
 def true_state(run: RunFolder) -> dict[str, Any]:
     """The state file, corrected by which processes are alive.
 
-    A run that is marked live but has no live process is `failed`. A run that is marked ended but has a rank still
-    exiting, and so still holding its GPU, is `stopping` (`running` if it finished by itself); that happens without a
-    supervisor, where rank 0 writes the end state. Processes are identified by pid and start time on this host; the state
-    of a run on another host is taken as it is.
+    A run marked live without a live process is `failed`. A run marked ended with a rank that is still exiting, and so
+    still holds its GPU, is `stopping` (`running` if it finished by itself); this happens without a supervisor, when
+    rank 0 writes the end state. Processes are identified by pid and start time on this host; the state of a run on
+    another host is returned as it is.
     """
     state = run.read_state() or {"state": "failed", "cause": "it never started: there is no state file"}
     if state.get("host") != socket.gethostname():
-        return state
+        return state  # pids of another host mean nothing here
     if state.get("state") in END_STATES and any(process.role == "rank" and _is_alive(process) for process in processes_in(state)):
         return {**state, "state": "running" if state["state"] == "done" else "stopping"}
     while state.get("state") in LIVE_STATES and not _any_alive(state):
@@ -396,6 +397,7 @@ def end_by_force(run: RunFolder, timeout: float = 15.0) -> Stopped:
         run: a run on this host.
         timeout: seconds its supervisor has to record the end before it is killed too.
     """
+    # Kill the supervisor last: it may still record how the run ended.
     for roles in (("launcher", "rank"), ("supervisor",)):
         alive = [process for process in processes_in(true_state(run)) if process.role in roles and _is_alive(process)]
         tree = {process for entry in alive for process in _with_children(entry.pid)}

@@ -1,4 +1,4 @@
-"""Opens files of run folders for reading: regular files only, never through a symbolic link."""
+"""Safely reads files of run folders, which others may write: only regular files, never through a symbolic link."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ Stamp = tuple[int, int, int]
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Opens a file for reading bytes, unbuffered.
+    """Opens a file for unbuffered binary reading.
 
     Raises:
         OSError: for a missing file, a link, a folder, a device or a pipe (which would block forever).
     """
+    # O_NONBLOCK keeps the open itself from waiting for the writer of a pipe. The type is checked on the open
+    # descriptor, as the path may be replaced in between.
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
@@ -25,7 +27,11 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_span(path: Path, start: int, max_bytes: int) -> tuple[bytes, int]:
-    """Reads at most `max_bytes` from byte `start`; returns them and the file's size, or `(b"", 0)` if not a regular file."""
+    """Reads at most `max_bytes` bytes from offset `start`.
+
+    Returns:
+        The bytes and the size of the file; `(b"", 0)` if it is missing or not a regular file.
+    """
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -36,7 +42,7 @@ def read_span(path: Path, start: int, max_bytes: int) -> tuple[bytes, int]:
 
 
 def stamp(path: Path) -> Stamp | None:
-    """Changes whenever the file does; None when there is no file."""
+    """A value that changes whenever the file does; None if there is no file."""
     try:
         status = os.stat(path)
     except OSError:

@@ -1,1 +1,1 @@
-"""What the command line and the pages both ask."""
+"""Services shared by the command line and the pages."""

@@ -417,8 +417,12 @@ class Chats:
             self.free()
 
     def state(self) -> dict[str, Any]:
-        """What is loaded: `loaded`, `loading` (a stage or None), `name`, `weights`, `device`, `pid`, `busy`,
-        `memory_bytes` (of the process), `idle_seconds` (since the last answer), and what the process reported."""
+        """What is loaded.
+
+        Returns:
+            `loaded`, `loading` (a stage or None), `name`, `weights`, `device`, `pid`, `busy`, `memory_bytes` (of the
+            process), `idle_seconds` (since the last answer), and what the process reported about the model.
+        """
         worker, target, about, gpu = self._worker, self._target, self._model_info, self._gpu
         if about is not None and worker is not None and not worker.alive:
             self.free()

@@ -28,7 +28,7 @@ class StrategyChoice:
 
 @dataclass(frozen=True)
 class GpuChoice:
-    """A GPU that a run may get.
+    """A GPU that a run may use.
 
     Args:
         index: its id.

@@ -293,10 +293,14 @@ def known_notes(config: TrainConfig) -> list[str]:
 
 
 def _data_key(values: Mapping[str, Any]) -> str | None:
-    """A key of all that determines the number of rows: data and tokenizer options, state of the files, split seed."""
+    """A key of all that determines the number of rows: data and tokenizer options, state of the files, split seed.
+
+    None for a folder or a glob.
+    """
     if os.path.isdir(values["dataset_name"]) or any(mark in values["dataset_name"] for mark in "*?["):
         return None
     deciding = {option.name: values[option.name] for option in fields() if option.section in ("model", "data")}
+    # These options of the same sections do not affect the rows.
     for name in ("attn_implementation", "num_hidden_layers", "random_init", "dataset_num_proc", "group_by_length"):
         del deciding[name]
     for name in ("dataset_name", "chat_template"):

@@ -26,7 +26,7 @@ def read_draft(text: object, run_texts: Mapping[str, str] | None = None) -> Choi
 
     Args:
         text: JSON as kept by `tunesmithDraft` in `ui/static/draft.js`: `{preset, strategy, devices, options}`.
-        run_texts: text of every option of the run that is resumed, where its form starts; None: from the preset.
+        run_texts: initial texts of the form that resumes a run, by option; None if the form starts from a preset.
     """
     if not isinstance(text, str) or not 0 < len(text) <= MAX_LENGTH:
         return None
@@ -61,7 +61,7 @@ def _texts(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _differences(texts: Mapping[str, str], preset: str | None) -> dict[str, str]:
-    # A page without fields for the evaluation data leaves them at the preset's when it names other training data.
+    # A page without fields for the evaluation data keeps the preset's when it chooses other training data.
     start = starting_values(preset)
     return {name: text for name, text in differences(texts, preset).items() if text != start[name]}
 

@@ -1,4 +1,4 @@
-"""Values that a form or a script sends, as texts of a command line, and the options that a form has in sight."""
+"""Converts values from a form or a script to command-line texts, and lists the options that a form always shows."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ def as_texts(values: dict[str, Any]) -> dict[str, str]:
 
 
 def _problem(value: Any) -> str | None:
+    """Why a value cannot be converted; None if it can."""
     entries = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else [value]
     if not all(entry is None or isinstance(entry, str | bool | int | float) for entry in entries):
         return f"is a {type(value).__name__} with values that are not text; write it as on the command line"

@@ -1,4 +1,4 @@
-"""Initial values of a form: a preset's, without those that describe its data once other data is chosen."""
+"""Initial values of a form: those of a preset, except options that describe its own data once other data is chosen."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from trainers.config.presets import find_preset
 from trainers.config.validation import build
 
 NAMING = ("dataset_name", "eval_dataset_name", "eval_share")
-"""Options that choose data; changing one drops the preset's options that describe its own data, later ones here too."""
+"""Options that choose data; changing one drops the preset's options about its own data, including later ones here."""
 
 
 @lru_cache(maxsize=256)
 def base_config(preset: str | None) -> TrainConfig:
-    """The config of a preset, or without one of the defaults on the embedded model and data.
+    """The config of a preset; without one, the defaults with the embedded model and data.
 
     Raises:
         ConfigError: for an unknown preset.

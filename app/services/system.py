@@ -32,9 +32,9 @@ def machine(runs_dir: Path) -> dict[str, Any]:
         runs_dir: folder of run folders, whose disk is reported; need not exist.
 
     Returns:
-        `gpus` (see `gpus`), `cpu_slots` (`slot`, and its holder), `lock_error` (None, or why the locks cannot be
-        read), `cpu` (recent `percent` of all cores, `per_core`, `load`), `memory` and `disk` (`used` and
-        `total`, bytes; the disk also `path`), `versions` (name to version, None if not installed).
+        `gpus` (see `gpus`) and `cpu_slots` (`slot`), each with its holder; `lock_error` (None, or why the locks cannot
+        be read); `cpu` (recent `percent` of all cores, `per_core`, `load`, `name`); `memory` and `disk` (`used` and
+        `total` in bytes; the disk also `path`); `versions` (version by name, None if not installed).
     """
     holder_of, error = _read_holders()
     slots = [{"slot": slot, **_holder(holder_of.get(slot))} for slot in cpu_slots()]

@@ -1,1 +1,1 @@
-"""One file per page; each has `build(here)`, called once inside its route, when the server starts."""
+"""One module per page. Each has `build(context)`, which is called once, inside its route, when the server starts."""

@@ -159,7 +159,7 @@ class _Page:
         )
 
     def show_page(self, step: int | None) -> Callable[..., list[Any]]:
-        """A handler that shows the rows `step` pages further; None goes to the first row."""
+        """A handler that moves by `step` pages and shows the rows there; None goes to the first row."""
 
         def show(view: str, row: object, run: str, preset: str, *raw: Any) -> list[Any]:
             try:
@@ -217,7 +217,7 @@ class _Page:
             raise gr.Error("\n".join(error.lines)) from None
 
     def update_draft(self, draft: str, run: str, preset: str, *raw: Any) -> str:
-        """The draft of this tab with the data shown; for the data of a run, the draft keeps its preset."""
+        """The draft of this tab, updated with this page's data options; for a run's data, it keeps its preset."""
         form_values = {field.name: value for field, value in zip(self.fields, raw, strict=True)}
         before = read_draft(draft) or Choices(FIRST_PRESET)
         try:

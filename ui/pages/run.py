@@ -117,7 +117,7 @@ class _Page:
         changed = [new != old for new, old in zip(digests, old_digests, strict=True)]
         buttons = [gr.update(visible=name in view["actions"]) if changed[2] else gr.skip() for name in self.buttons]
         body = gr.update(visible=True) if not old_digests[0] else gr.skip()
-        message = "" if old_digests[2] and changed[2] else gr.skip()  # about a state that has passed
+        message = "" if old_digests[2] and changed[2] else gr.skip()  # a message about an earlier state is obsolete
         head, details_html = (panel if new else gr.skip() for panel, new in zip(parts[:2], changed[:2], strict=True))
         return [head, details_html, body, message, *buttons, " ".join(digests)]
 

@@ -30,7 +30,7 @@ _PHASES = {
 
 
 def unknown_run(mistakes: list[str]) -> Html:
-    """Shown when there is no such run."""
+    """The content of the page if there is no such run."""
     all_runs = element("p", join(["See ", link("runs", "all runs"), "."]))
     return join([title("No such run"), alert_list(mistakes), element("div", all_runs, class_="ts-note")])
 

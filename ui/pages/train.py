@@ -75,7 +75,7 @@ def _heading(text: str) -> None:
 
 
 def _refusal(error: Exception) -> gr.Error:
-    """The error for the page, or for a script."""
+    """The error as Gradio shows it on the page or returns it to a script."""
     return gr.Error(str(error), print_exception=False)
 
 
@@ -263,7 +263,7 @@ class _Form:
         return {field.name: value for field, value in zip(self.fields, raw, strict=True)}
 
     def _preset_with(self, preset: str, raw: Sequence[Any]) -> str:
-        """The preset of the same model with the method that the form shows; the same where there is none."""
+        """The variant of the preset for the form's method; the preset itself if there is none, empty without one."""
         return find_preset(preset, self._values(raw)["method"]).name if preset else ""
 
     def _preview(
@@ -335,14 +335,14 @@ class _Form:
             raise _refusal(error) from None
 
     def switch_method(self, resumed: str, preset: str, strategy: str, devices: Any, *raw: Any) -> list[Any]:
-        """The values of the model's preset for the new method, where it has one."""
+        """Switches to the preset's variant for the new method, if there is one; not when resuming."""
         other = preset if resumed else self._preset_with(preset, raw)
         if other == preset:
             return [gr.skip()] * (4 + len(self.fields) + len(NAMING))
         return self.switch_preset(preset, other, strategy, devices, *raw)
 
     def follow_data(self, resumed: str, preset: str, *raw: Any) -> list[Any]:
-        """Clears the options that describe the preset's data when other data is chosen, and restores them after."""
+        """Clears the options about the preset's own data when other data is chosen, and restores them afterwards."""
         before, form_values = dict(zip(NAMING, raw, strict=False)), self._values(raw[len(NAMING) :])
         try:
             texts = {} if resumed else follow_data(preset or None, before, form_values)
@@ -392,7 +392,7 @@ class _Form:
                 preset = find_preset(query["preset"]).name
                 updates = self._fill(Choices(preset), devices=False)
                 return [*self._with_gpus(updates, preset), *new_run]
-        except ConfigError as error:  # show the form anyway, as without a query
+        except ConfigError as error:  # show the form anyway, as if there were no query
             new_run[1] = gr.update(value=alert_list(error.lines), visible=True)
         return [*self._with_gpus([gr.skip()] * (4 + len(self.fields) + len(NAMING))), *new_run]
 

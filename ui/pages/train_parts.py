@@ -135,7 +135,7 @@ def panel(preview: Preview, progress: str = "") -> Html:
 
 
 def _verdict(job: TrainJob) -> Html:
-    """Green only for what is known to fit; a model not counted yet is counted at launch."""
+    """Whether the run can start; green only if it is known to fit. A model not counted yet is counted at launch."""
     launch, known = f"{job.strategy.name} on {where(job)}", known_verdict(job)
     if known is None or known.fits is None:
         memory = "memory is checked at launch" if known is None else "memory use cannot be estimated"

@@ -1,1 +1,1 @@
-"""Scripts and styles that the pages draw with; nothing is fetched from the internet."""
+"""Scripts and styles of the pages; nothing is fetched from the internet."""

@@ -17,7 +17,7 @@
   };
 
   window.tunesmithDraft = {
-    // The draft to fill the page with. A link with a query takes precedence, unless the page is reloaded or revisited.
+    // The draft to fill the form with. A link with a query takes precedence, unless the page is reloaded or revisited.
     read() {
       const draft = stored();
       const [entry] = performance.getEntriesByType("navigation");
@@ -27,7 +27,8 @@
 
     ready() { ready = true; },
 
-    // `choices`: preset, strategy and devices, where the page has them; `names` and `values`: its options.
+    // `choices`: preset, strategy and devices, if the page has them; `names` and `values`: its options; `ignored`: values
+    // by option that are not the user's and are not kept.
     keep(choices, names, values, ignored = {}) {
       if (!ready) return;
       const before = stored() || {};

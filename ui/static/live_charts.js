@@ -1,4 +1,4 @@
-// Charts with uPlot: merges updates of curves, joins them on one axis, and smooths them.
+// Charts drawn with uPlot: merges updates of curves, aligns them on a common x axis, and smooths them.
 Object.assign(Live, (() => {
   const { make, durationText, numberText } = Live;
 
@@ -46,7 +46,7 @@ Object.assign(Live, (() => {
   const isSinglePoint = (line) => line.y.filter((value) => value != null).length === 1;  // needs a marker: a line through one point is invisible
   const AXIS = { step: ["step", numberText], tokens: ["tokens", numberText], elapsed_s: ["time trained", durationText] };
 
-  /* One chart. `show` takes lines: {label, x, y, low, high, colour (index), faint, dots, axis}; and marks: [{x, label}]. */
+  /* One chart. `show` takes lines, each {label, x, y, low, high, colour (index), faint, dots}, and marks, each {x, label}. */
   class Chart {
     constructor(parent, name, height = 190) {
       this.name = name;

@@ -1,4 +1,4 @@
-// The log: a window of the file that can be extended at both ends. Lines are inserted as plain text.
+// The log: shows a part of the file that can be extended at both ends. Lines are inserted as plain text.
 Live.log = (element, server) => {
   const { make, poll } = Live;
   const root = element.querySelector(".ts-logs");

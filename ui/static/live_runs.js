@@ -1,4 +1,4 @@
-// The table of runs. The view is kept in the URL, so that a reload and a copied link show the same.
+// The table of runs. The view is kept in the URL, so that reloads and shared links show the same view.
 Live.runs = (element, server) => {
   const { make, poll, durationText, timeText, numberText, badge, runPage } = Live;
   const root = element.querySelector(".ts-runs");

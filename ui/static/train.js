@@ -50,7 +50,7 @@
 
   const copy = async (text) => {
     if (navigator.clipboard) return navigator.clipboard.writeText(text);
-    const area = document.createElement("textarea");  // plain http from another machine has no clipboard
+    const area = document.createElement("textarea");  // over plain HTTP from another machine there is no clipboard API
     area.value = text;
     document.body.append(area);
     area.select();
