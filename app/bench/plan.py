@@ -15,6 +15,7 @@ from app.launch.job import TrainJob, as_argument, train_job
 from app.prove.plan import SHORT_RUN
 from trainers.config.command_line import option
 from trainers.config.mistakes import ConfigError, Mistake, Mistakes
+from trainers.config.parse import whole_number
 from trainers.config.options import MACHINE_OPTIONS, TrainConfig
 from trainers.config.validation import build
 from trainers.strategy.strategy import refusal
@@ -225,11 +226,11 @@ def changes_of(config: TrainConfig, settings: Iterable[str], on_gpus: bool) -> l
 
 
 def _count(value: Any, name: str, least: int) -> int:
-    text, most = str(value), _MOST[name]
-    if not (text.isascii() and text.isdigit() and least <= int(text[:9]) <= most):
+    most = _MOST[name]
+    if (number := whole_number(str(value), least, most)) is None:
         remedy = f"use {least} to {most}, e.g. --{name} {least}"
-        raise ConfigError.about(name, repr(text[:40]), f"is not a number of {name}", remedy)
-    return int(text)
+        raise ConfigError.about(name, repr(str(value)[:40]), f"is not a number of {name}", remedy)
+    return number
 
 
 def _settings(text: str) -> list[str]:

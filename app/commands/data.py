@@ -14,6 +14,7 @@ from app.services.data import DataView, close_data, open_data
 from app.services.rpc_client import WorkerDied
 from trainers.config.command_line import option
 from trainers.config.mistakes import Mistake, Mistakes
+from trainers.config.parse import whole_number
 
 DEFAULT_ROWS = 3
 MAX_ROWS = 50
@@ -56,11 +57,8 @@ def data_verb(argv: Sequence[str]) -> int:
 
 def _open_requested(args: Args) -> tuple[DataView, int]:
     """The data and the number of rows to show; options that only matter at launch are accepted and ignored."""
-    mistakes, rows = Mistakes(), DEFAULT_ROWS
-    request, text = args.request, str(args.own.get("rows", DEFAULT_ROWS))
-    if text.isascii() and text.isdigit() and int(text[:9]) <= MAX_ROWS:
-        rows = int(text)
-    else:
+    mistakes, request, text = Mistakes(), args.request, str(args.own.get("rows", DEFAULT_ROWS))
+    if (rows := whole_number(text, 0, MAX_ROWS)) is None:
         remedy = f"give a number from 0 to {MAX_ROWS}"
         mistakes.append(Mistake("rows", repr(text[:40]), "is not a number of rows", remedy))
     request.preset = named_preset(args.names, request.preset, mistakes)
@@ -68,8 +66,8 @@ def _open_requested(args: Args) -> tuple[DataView, int]:
     with mistakes:
         view = open_data(request.resolve())
     mistakes.refuse()
-    if view is None:
-        raise AssertionError("no mistakes, but no data either")
+    assert view is not None
+    assert rows is not None
     for line in request.notes:
         say(clean(line))
     return view, rows

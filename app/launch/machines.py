@@ -9,6 +9,7 @@ from typing import Any
 
 from app.hardware import Devices, Gpu, choose_devices, find_gpus
 from trainers.config.mistakes import ConfigError, Mistake
+from trainers.config.parse import whole_number
 from trainers.config.options import MACHINE_OPTIONS, TrainConfig
 from trainers.strategy.strategy import Machines
 
@@ -60,13 +61,11 @@ def choose_machines(options: Mapping[str, str], file: Mapping[str, Any]) -> Mach
 
 
 def _integer(name: str, value: Any, least: int, most: int, mistakes: list[Mistake]) -> int | None:
-    text = str(value)
     if value is None:
         return None
-    if not (text.isascii() and text.isdigit() and len(text) < 9 and least <= int(text) <= most):
+    if (number := whole_number(str(value), least, most)) is None:
         mistakes.append(Mistake(name, value, f"is not a whole number from {least} to {most}", "write one"))
-        return None
-    return int(text)
+    return number
 
 
 def devices_here(

@@ -24,7 +24,7 @@ from app.launch.job import TrainJob, as_argument, train_job
 from trainers.config.command_line import option, switch
 from trainers.config.mistakes import ConfigError, Mistake, Mistakes
 from trainers.config.options import MACHINE_OPTIONS, UNKNOWN, TrainConfig
-from trainers.config.parse import Request
+from trainers.config.parse import Request, whole_number
 from trainers.config.validation import ignored_choices
 from trainers.config.yaml_file import read_yaml
 from trainers.run.folder import new_run_id
@@ -255,11 +255,10 @@ def _known(options: Mapping[str, str]) -> dict[str, str]:
 
 
 def _count(value: Any, name: str, example: int) -> int:
-    text = str(value)
-    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= MOST_COUNT):
+    if (number := whole_number(str(value), 1, MOST_COUNT)) is None:
         remedy = f"write 1 to {MOST_COUNT}, e.g. --{name} {example}"
-        raise ConfigError.about(name, repr(text), f"is not a number of {name}", remedy)
-    return int(text)
+        raise ConfigError.about(name, repr(shortened(str(value))), f"is not a number of {name}", remedy)
+    return number
 
 
 def _layers(command: _Command) -> dict[str, str]:

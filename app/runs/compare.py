@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from app.runs.runs import config_values, gpu_ids, run_of_id, strategy_name, true_state, world_size
 from app.runs.metrics import Curves
+from app.runs.runs import config_values, gpu_ids, run_of_id, strategy_name, true_state, world_size
 from trainers.config.mistakes import ConfigError
 from trainers.run.folder import RunFolder
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from app.runs import state as run_state
-from app.runs.safe_read import read_span, stamp
-from app.runs.runs import gpu_ids, strategy_name, true_state, world_size
 from app.runs.metrics import Curves
+from app.runs.runs import gpu_ids, strategy_name, true_state, world_size
+from app.runs.safe_read import read_span, stamp
 from trainers.run.folder import LIVE_STATES, RunFolder, read_json
 
 MAX_TEXT_BYTES = 1 << 18

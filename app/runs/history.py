@@ -17,8 +17,8 @@ from typing import Any
 
 import yaml
 
-from app.runs.safe_read import Stamp, open_regular, read_span, stamp
 from app.runs.runs import run_paths, true_state
+from app.runs.safe_read import Stamp, open_regular, read_span, stamp
 from trainers.config.mistakes import ConfigError
 from trainers.run.folder import END_STATES, LIVE_STATES, STATES, RunFolder, read_json
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from app.console import clean
-from app.runs.safe_read import read_span, stamp
 from app.runs.runs import world_size
+from app.runs.safe_read import read_span, stamp
 from trainers.config.mistakes import ConfigError
 from trainers.run.folder import RunFolder
 
@@ -65,13 +65,17 @@ def read_log(run: RunFolder, request: Any) -> dict[str, Any]:
     writer, status = _parse_writer(request.get("who")), stamp(run.log)
     size = status[2] if status else 0
     if request.get("before") is not None:
-        return _read_before(run.log, min(_parse_offset(request["before"], "before"), size), size, writer) | {"jumped": False}
+        return _read_before(run.log, min(_parse_offset(request["before"], "before"), size), size, writer) | {
+            "jumped": False
+        }
     after = request.get("after", -1)
     if after == -1 or size < _parse_offset(after, "after"):
         return _read_before(run.log, size, size, writer, last=True) | {"jumped": True}
     newer = _read_after(run.log, after, size, writer)
     behind = size - newer["end"] > CHUNK_BYTES and request.get("follow") is True
-    return _read_before(run.log, size, size, writer, last=True) | {"jumped": True} if behind else newer | {"jumped": False}
+    return (
+        _read_before(run.log, size, size, writer, last=True) | {"jumped": True} if behind else newer | {"jumped": False}
+    )
 
 
 def _parse_offset(value: Any, name: str) -> int:

@@ -205,7 +205,9 @@ def _view(file: _MetricsFile, since: str) -> Values:
     last = max((int(columns["step"][-1]) for columns in (train, evals) if len(columns["step"])), default=0)
     # A point covers a power of two of steps: as the run grows, existing points only ever merge in pairs.
     width = 1 << max(0, math.ceil(math.log2(max(1, last) / MAX_POINTS)))
-    generation = f"{file.inode}.{file.replacements}.{width}.{len(first_steps)}.{first_steps[-1][1] if first_steps else 0}"
+    generation = (
+        f"{file.inode}.{file.replacements}.{width}.{len(first_steps)}.{first_steps[-1][1] if first_steps else 0}"
+    )
     # A token is `generation.rows.last`. If the generation is the same, the caller keeps its points up to its last one,
     # which may have grown: only the points from there on are sent.
     known_generation, _, known_step = since.rpartition(".")

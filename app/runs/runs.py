@@ -17,8 +17,8 @@ from typing import Any
 
 import psutil
 
-from app.console import shortened
 from app.accelerate_launch import read_command_line
+from app.console import shortened
 from trainers.config.mistakes import ConfigError
 from trainers.config.yaml_file import read_yaml
 from trainers.run.folder import END_STATES, LIVE_STATES, STATES, Process, RunFolder, read_json, registered_runs
@@ -112,7 +112,9 @@ def find_run(name: str, runs_dir: Path) -> RunFolder:
         raise ConfigError(f"{quoted} is not a run; `tunesmith runs list` lists them")
     path = Path(os.path.expanduser(name))
     if ".." in path.parts:
-        raise ConfigError(f"{quoted} is refused: the path of a run may not contain `..`; give its id, or the full path of its folder")
+        raise ConfigError(
+            f"{quoted} is refused: the path of a run may not contain `..`; give its id, or the full path of its folder"
+        )
     if len(path.parts) == 1 and not path.is_absolute() and os.sep not in name:
         return _find_by_id(name, quoted, runs_dir)
     run = RunFolder(path)
@@ -160,13 +162,18 @@ def true_state(run: RunFolder) -> dict[str, Any]:
     state = run.read_state() or {"state": "failed", "cause": "it never started: there is no state file"}
     if state.get("host") != socket.gethostname():
         return state  # pids of another host mean nothing here
-    if state.get("state") in END_STATES and any(process.role == "rank" and _is_alive(process) for process in processes_in(state)):
+    if state.get("state") in END_STATES and any(
+        process.role == "rank" and _is_alive(process) for process in processes_in(state)
+    ):
         return {**state, "state": "running" if state["state"] == "done" else "stopping"}
     while state.get("state") in LIVE_STATES and not _any_alive(state):
         newer = run.read_state() or {}
         if newer.get("updated_at") == state.get("updated_at"):
             ending = state.get("ending")  # left by rank 0 for a supervisor that died before publishing it
-            return {**state, **(ending if isinstance(ending, dict) else {"state": "failed", "cause": _death_cause(run)})}
+            return {
+                **state,
+                **(ending if isinstance(ending, dict) else {"state": "failed", "cause": _death_cause(run)}),
+            }
         state = newer  # it ended properly between the two reads
     return state
 

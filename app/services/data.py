@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from app.console import shortened
-from app.launch.job import Mistakes
 from app.runs.runs import run_of_id
 from app.services.allowed_paths import INPUTS, path_mistakes
 from app.services.fields import as_texts
 from app.services.rpc_client import Worker, WorkerDied
 from trainers.config.fields import fields
-from trainers.config.mistakes import ConfigError, Mistake
+from trainers.config.mistakes import ConfigError, Mistake, Mistakes
 from trainers.config.options import TrainConfig, absolute_paths
 from trainers.config.parse import Request
 
@@ -180,7 +179,7 @@ def data_config(
         errors += path_mistakes({option: requested.get(option) for option in (*INPUTS, "cache_dir")}, roots)
     if requested.get("trust_remote_code") is True and not remote_code:
         mistake = Mistake(
-            "trust_remote_code", True, "is mistake here", "start the server with --trust_remote_code to allow it"
+            "trust_remote_code", True, "is refused here", "start the server with --trust_remote_code to allow it"
         )
         errors.append(mistake)
     errors.refuse()

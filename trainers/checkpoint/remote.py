@@ -6,6 +6,7 @@ that a copy without a manifest is incomplete. Credentials and endpoints come fro
 
 from __future__ import annotations
 
+import errno
 import re
 import shutil
 import time
@@ -21,6 +22,7 @@ from trainers.run.manifest import set_aside, verify
 
 _MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-\d{8}")
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def is_url(location: str) -> bool:
@@ -204,6 +206,10 @@ class RemoteCopy:
             print(f"checkpoint {self.url}/step-{step:08d} is bad: {problem}; skipped", flush=True)
             return None
         except Exception as error:
+            if isinstance(error, OSError) and error.errno in _DISK_FULL:
+                raise TrainingError(
+                    f"{checkpoints} has no room for the copy of step {step}: {error.strerror}; free some space"
+                ) from None
             raise self._unreachable(error) from None
 
     def _fetch(self, step: int, checkpoints: Path) -> Path:

@@ -21,6 +21,14 @@ from trainers.config.validation import build
 from trainers.config.yaml_file import read_yaml
 
 
+def whole_number(text: str, least: int, most: int) -> int | None:
+    """A whole number written in ASCII digits; None for anything else, or out of range, however long it is."""
+    digits = text.lstrip("0") or "0"
+    if not (text.isascii() and text.isdigit()) or len(digits) > len(str(most)):
+        return None
+    return number if least <= (number := int(digits)) <= most else None
+
+
 @dataclass
 class Request:
     """A parsed command line, before validation.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from trainers.config.mistakes import ConfigError
 from trainers.data.files import DataFile
 from trainers.data.formats import NEEDED
-from trainers.data.shards import ROW_BYTES, BadRow, FileShard, Item, content_end, lines, too_large
+from trainers.data.shards import ROW_BYTES, BadRow, FileShard, Item, changed, content_end, lines, too_large
 from trainers.data.strict_json import STRICT, DuplicateKey
 
 JSON_BYTES = 512 << 20
@@ -29,7 +29,8 @@ def shard_lines(file: DataFile, shard_bytes: int) -> Iterator[FileShard]:
         start, line = 0, 1
         while start < end:
             stream.seek(start)
-            block = stream.read(min(shard_bytes, end - start))
+            if not (block := stream.read(min(shard_bytes, end - start))):
+                raise changed(file.display_name)
             # Extend the block to the end of its last line.
             stop, rows = start + len(block), block.count(b"\n")
             while block and not block.endswith(b"\n") and stop < end:

@@ -6,11 +6,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple
 
+from trainers.config.mistakes import ConfigError
 from trainers.data.files import DataFile
 
 SHARD_BYTES = 16 << 20
 ROW_BYTES = 10_000_000
 BOM = b"\xef\xbb\xbf"
+
+
+def changed(name: str) -> ConfigError:
+    """The error of a file that another program writes to while it is read."""
+    return ConfigError(f"{name} changed while it was read; start again when it is complete")
 
 
 class BadRow(NamedTuple):

@@ -15,7 +15,7 @@ from trainers.config.mistakes import ConfigError
 from trainers.data.files import DataFile
 from trainers.data.formats import Document, RowError, canonical, wanted_columns
 from trainers.data.report import TOO_LONG, Report
-from trainers.data.shards import BadRow, FileShard
+from trainers.data.shards import BadRow, FileShard, changed
 from trainers.data.sources import read, unread_columns
 from trainers.data.template import Encoded, Encoder
 
@@ -176,7 +176,7 @@ def _batches(shard: FileShard, format_name: str, options: Options) -> Iterator[l
             yield batch
             batch, size = [], 0
     if read_rows != shard.rows:
-        raise ConfigError(f"{shard.file.display_name} changed while it was read; start again when it is complete")
+        raise changed(shard.file.display_name)
     yield batch
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -68,10 +68,16 @@ def clip_grad_norm(
     """
     gradients = [(name, weight.grad) for name, weight in weights if weight.grad is not None]
     norm = global_norm(gradients, sliced, group)
+    scale_gradients([grad for _, grad in gradients], norm, limit)
+    return norm
+
+
+@torch.no_grad()
+def scale_gradients(gradients: Sequence[torch.Tensor], norm: torch.Tensor, limit: float) -> None:
+    """Scales gradients of a global norm down to a limit, if it is finite, as torch does. Does not sync with the host."""
     if math.isfinite(limit) and gradients:
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_([local_part(grad) for _, grad in gradients], factor)
-    return norm
+        torch._foreach_mul_([local_part(grad) for grad in gradients], factor)
 
 
 def _shard_dim(tensor: DTensor) -> int | None:

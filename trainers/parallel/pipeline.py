@@ -25,7 +25,7 @@ from torch.distributed.pipelining import PipelineStage
 from trainers.config.options import TrainConfig
 from trainers.data.batches import MicroBatch
 from trainers.parallel.backend import Backend, Beat, no_beat
-from trainers.parallel.norm import global_norm
+from trainers.parallel.norm import global_norm, scale_gradients
 from trainers.parallel.optimizer import build_optimizer, parameter_groups
 from trainers.parallel.pipeline_split import (
     Absent,
@@ -349,9 +349,7 @@ class Pipelined(Backend):
         squared = global_norm(owned, sliced, group).double() ** 2
         distributed.all_reduce(squared, group=self.group)
         norm = squared.sqrt().float()
-        factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # as in torch, without a host sync
-        for gradient in self._gradients():
-            local_part(gradient).mul_(factor)
+        scale_gradients(list(self._gradients()), norm, limit)
         return norm
 
     def extra_metrics(self, seconds: float) -> dict[str, float]:

@@ -12,10 +12,10 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO, TextIO
 
 LONGEST_LINE = 2**16  # bytes; longer lines are split, to bound memory
 _SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|CREDENTIAL|ACCESS_KEY)", re.IGNORECASE)
@@ -74,13 +74,43 @@ def start_tee(log: Path, source: str, echo: bool) -> TextIO:
     return before
 
 
+def pieces(stream: BinaryIO, hidden: Sequence[str]) -> Iterator[bytes]:
+    """Splits a stream into lines, and longer lines into pieces of at most about `LONGEST_LINE` bytes.
+
+    No piece ends inside a character or a secret, so that each can be redacted on its own.
+
+    Args:
+        stream: Read to its end.
+        hidden: The secrets, from `secrets_in`.
+    """
+    secrets = [secret.encode() for secret in hidden]
+    overlap = min(max([4, *map(len, secrets)]), LONGEST_LINE // 2)
+    line = b""
+    while part := stream.readline(LONGEST_LINE):
+        line += part
+        if line.endswith(b"\n") or len(part) < LONGEST_LINE:
+            yield line
+            line = b""
+            continue
+        # The end may be the beginning of a secret: keep it for the next piece.
+        cut = len(line) - overlap
+        starts = [line.find(secret, max(0, cut - len(secret) + 1), cut + len(secret) - 1) for secret in secrets]
+        cut = min([cut, *(start for start in starts if start > 0)])
+        while cut > 1 and line[cut] & 0xC0 == 0x80:  # inside a character
+            cut -= 1
+        yield line[:cut]
+        line = line[cut:]
+    if line:
+        yield line
+
+
 def main(log: str, source: str, echo: str) -> None:
     """Copies standard input until it closes; ignores signals, which are meant for the rank."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     hidden = secrets_in(os.environ)
     handle = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    while line := sys.stdin.buffer.readline(LONGEST_LINE):
+    for line in pieces(sys.stdin.buffer, hidden):
         text = log_line(source, line.decode("utf-8", "replace"), hidden)
         with contextlib.suppress(OSError):  # a full disk must not end the run
             os.write(handle, text.encode())

@@ -95,6 +95,13 @@ def set_aside(folder: Path, why: str) -> Path:
     return folder.rename(aside)
 
 
+_KEYS = {
+    **dict.fromkeys(("step", "world"), int),
+    **dict.fromkeys(("base", "data_fingerprint"), str),
+    **dict.fromkeys(("config", "files", "progress", "tensors", "versions"), dict),
+}
+
+
 def seal(manifest: dict[str, Any]) -> str:
     """Returns the digest of a manifest without its own seal, to detect corruption of the manifest itself."""
     body = {key: value for key, value in manifest.items() if key != "seal"}
@@ -114,6 +121,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ValueError("its manifest was changed after it was written")
     if manifest.get("format") != FORMAT:
         raise ValueError(f"its format is {manifest.get('format')}, this version reads {FORMAT}")
+    if missing := [key for key, kind in _KEYS.items() if not isinstance(manifest.get(key), kind)]:
+        raise ValueError(f"its manifest lacks {', '.join(missing)}")
     return manifest
 
 

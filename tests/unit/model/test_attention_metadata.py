@@ -95,11 +95,12 @@ def test_both_ways_give_the_same_loss(family: str) -> None:
 
 @pytest.mark.long
 def test_both_ways_give_the_same_loss_in_every_family() -> None:
-    held, refused, failed = list[str](), list[str](), dict[str, str]()
+    held, refused, unsized, failed = list[str](), list[str](), list[str](), dict[str, str]()
     for family in set(FAMILIES) - set(SAMPLE):
         try:
             small_loss(family)
         except Exception:  # the sizes of its small copy do not go together; families raise what they like
+            unsized.append(family)
             continue
         try:
             assert choose_attention(AutoConfig.for_model(family), packing=True) in KERNELS.values()
@@ -110,7 +111,7 @@ def test_both_ways_give_the_same_loss_in_every_family() -> None:
         except Exception as error:
             failed[family] = f"{type(error).__name__}: {error}"
     assert failed.keys() == ODD, f"{failed}"
-    assert len(held) >= LEAST_HELD, f"held: {sorted(held)}; refused: {sorted(refused)}"
+    assert len(held) >= LEAST_HELD, f"held: {sorted(held)}; refused: {sorted(refused)}; no small copy: {unsized}"
 
 
 def drop_argument(loss: SupervisedLoss) -> None:

@@ -15,10 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from app.runs import runs
-from app.launch.process_tree import Descendants
-from app.runs.runs import Tail, find_run, list_runs, log_lines, metrics, stop_run, strategy_name, summary, true_state
 from app.commands.runs import list_verb
+from app.launch.process_tree import Descendants
+from app.runs import runs
+from app.runs.runs import Tail, find_run, list_runs, log_lines, metrics, stop_run, strategy_name, summary, true_state
 from trainers.config.mistakes import ConfigError
 from trainers.run.ending import Ending
 from trainers.run.folder import Process, RunFolder, register_outside, write_json
