@@ -36,7 +36,7 @@ FREE = frozenset({
 })  # fmt: skip
 """Options that change what a run costs, watches or exports, and no step of it beyond parity; and names of data, whose
 content the ranks compare."""
-FORCE = "go on all the same with --force (by hand: --force_resume true)"
+FORCE = "continue anyway with --force (trainers/train.py: --force_resume true)"
 LENGTH = ("max_steps", "num_train_epochs")
 """How far a run goes; free where the learning rate of a step does not depend on it."""
 STRUCTURE = ("method", "lora_r", "lora_target_modules", "num_hidden_layers")
@@ -102,7 +102,7 @@ def refusals(
     if force:
         return misfits
     pass_by = {*FREE, *STRUCTURE, *(LENGTH if _rate_is_free_of_length(config) else ())}
-    remedy = f"the steps to come would be others: put it back, or {FORCE}"
+    remedy = f"the remaining steps would differ: restore it, or {FORCE}"
     others = [change for change in changed if change.option not in pass_by] + changed_versions(manifest, installed)
     return misfits + [replace(change, remedy=remedy) for change in others]
 
