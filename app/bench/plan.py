@@ -228,7 +228,7 @@ def _count(value: Any, name: str, least: int) -> int:
     text, most = str(value), _MOST[name]
     if not (text.isascii() and text.isdigit() and least <= int(text[:9]) <= most):
         remedy = f"use {least} to {most}, e.g. --{name} {least}"
-        raise ConfigError.about(name, repr(text[:40]), f"is not a number of {name}", remedy)
+        raise ConfigError.about(name, repr(text[:40]), f"is not a valid number of {name}", remedy)
     return int(text)
 
 

@@ -62,7 +62,7 @@ def _open_requested(args: Args) -> tuple[DataView, int]:
         rows = int(text)
     else:
         remedy = f"give a number from 0 to {MAX_ROWS}"
-        mistakes.append(Mistake("rows", repr(text[:40]), "is not a number of rows", remedy))
+        mistakes.append(Mistake("rows", repr(text[:40]), "is not a valid number of rows", remedy))
     request.preset = named_preset(args.names, request.preset, mistakes)
     view = None
     with mistakes:

@@ -22,7 +22,7 @@ _ECHOES = ("ChildFailedError", "CalledProcessError", "SignalException")
 # The launcher's summary of a rank without a traceback, and accelerate's own launcher of one process.
 _EXIT_CODE = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
 _MACHINE = re.compile(r"(machine \d+): ")  # whose launcher it is, where it is not machine 0's
-_MEMORY = " (by hand, or by the system when memory ran out)"
+_MEMORY = " (manually, or by the system when memory ran out)"
 _DIED_WITH = re.compile(r"died with <Signals\.(\w+)")
 
 
@@ -118,7 +118,7 @@ def _with_last_words(cause: str, lines: list[tuple[str, str]]) -> str:
         if source == "launcher" and (_EXIT_CODE.search(text) or text.startswith("Traceback (most recent call last)")):
             break
         last = text.strip() or last
-    return f"{cause}; the log's last words: {last}"[:MAX_CAUSE] if cause and last else cause
+    return f"{cause}; the last line of the log: {last}"[:MAX_CAUSE] if cause and last else cause
 
 
 def _signal_name(number: int) -> str:

@@ -73,7 +73,7 @@ class RunSignals:
             return  # nobody is left to ask; the supervision ends it
         if signal.SIGUSR1 in fresh:
             run.ask_save()
-            on_event("note", "asked to save: the ranks do so after their current step, and go on")
+            on_event("note", "save requested: the ranks save after their current step and continue")
         if any(number != signal.SIGUSR1 for number in fresh):
             run.ask_stop()
             again = any(number != signal.SIGUSR1 for number in earlier)
