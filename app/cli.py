@@ -192,7 +192,8 @@ def runs_delete(
 def runs_move(
     run: RunName,
     places: Annotated[
-        str, typer.Argument(metavar="PLACES", help="Places to move towards the end; -1 moves one place to the front.")
+        str,
+        typer.Argument(metavar="PLACES", help="Places to move towards the end; -1 moves one place towards the front."),
     ],
     runs_dir: RunsDir = RUNS,
     json: Json = False,
@@ -360,7 +361,7 @@ def _system_error(error: OSError, as_json: bool) -> int:
     subject = shortened(str(error.filename or "system"))
     if error.errno == errno.ENAMETOOLONG:
         return _refuse([f"{subject}: {error.strerror}; check the value"], as_json)
-    line = f"{subject}: {error.strerror or error}; make room, or check its rights"
+    line = f"{subject}: {error.strerror or error}; make room, or check its permissions"
     refuse([line])
     if as_json:
         report_json({"run_dir": None, "state": "failed", "cause": line})

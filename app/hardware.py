@@ -79,7 +79,7 @@ def choose_devices(
                     "num_processes",
                     count,
                     f"with gpus={gpus} ({len(ids)} GPUs)",
-                    "leave num_processes out, one process runs on each GPU",
+                    "leave num_processes out: one process runs on each GPU",
                 )
             )
     else:
@@ -91,7 +91,7 @@ def choose_devices(
         if available and count is not None and count > len(available):
             mistakes.append(
                 Mistake(
-                    "num_processes", count, f", and {len(available)} GPUs are here", f"use at most {len(available)}"
+                    "num_processes", count, f", but {len(available)} GPUs are visible", f"use at most {len(available)}"
                 )
             )
         elif available:
@@ -135,17 +135,17 @@ def _gpu_ids(gpus: str, available: Sequence[Gpu], mistakes: list[Mistake]) -> li
     if strange:
         listed = ", ".join(repr(word) for word in strange)
         mistakes.append(
-            Mistake("gpus", repr(gpus), f": {listed} is not a GPU id", "write ids with commas, such as --gpus 0,2")
+            Mistake("gpus", repr(gpus), f": {listed} is not a GPU id", "separate ids with commas, such as --gpus 0,2")
         )
         return []
     ids = [int(word) for word in parts]
     known = [gpu.index for gpu in available]
     twice = sorted({index for index in ids if ids.count(index) > 1})
-    mistakes += [Mistake("gpus", gpus, f"names GPU {index} twice", "name it once") for index in twice]
+    mistakes += [Mistake("gpus", gpus, f"names GPU {index} twice", "list it once") for index in twice]
     unknown = sorted({index for index in ids if index not in known})
     if unknown and not known:
         mistakes.append(
-            Mistake("gpus", gpus, ": no GPU is visible here", "leave gpus out, --num_processes N runs on the CPU")
+            Mistake("gpus", gpus, ": no GPU is visible here", "leave gpus out; --num_processes N runs on the CPU")
         )
     elif unknown:
         missing, present = ", ".join(map(str, unknown)), ", ".join(map(str, known))

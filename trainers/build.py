@@ -254,7 +254,7 @@ def checkpoints(
             checkpoints.remote_copy.check_writable()
         except TrainingError as problem:
             error = problem
-    ranks.agree(error, "reaching the place of the copies")
+    ranks.agree(error, "reaching checkpoint_url")
     return checkpoints
 
 
@@ -295,7 +295,7 @@ def _refuse_used_mirror(checkpoints: Checkpoints) -> None:
         remote = checkpoints.remote_copy
         if remote and (steps := remote.steps()):
             error = TrainingError(
-                f"checkpoint_url={remote.url} holds checkpoints, the newest of step {steps[0]}; go on from them "
+                f"checkpoint_url={remote.url} holds checkpoints, the newest of step {steps[0]}; continue from them "
                 "with --resume_from_checkpoint auto, or use another"
             )
     except TrainingError as problem:
@@ -319,7 +319,7 @@ def _fetched(url: str, checkpoints: Checkpoints) -> Path:
             target = checkpoints.folder
             folder = source.fetch(step, target) if step is not None else source.fetch_newer(-1, target)
             if folder is None:
-                error = TrainingError(f"there is no whole checkpoint at {url}; check the URL")
+                error = TrainingError(f"there is no complete checkpoint at {url}; check the URL")
         except TrainingError as problem:
             error = problem
     checkpoints.ranks.agree(error, f"fetching {url}")

@@ -255,7 +255,7 @@ class TrainLoop:
         if context.config.load_best_model_at_end and best is not None and not context.checkpoints.intact(best):
             progress.best_step = progress.best_score = None
             if context.ranks.is_main:
-                print(f"the best checkpoint, of step {best}, is not in this run; the search begins anew", flush=True)
+                print(f"the best checkpoint, of step {best}, is not in this run; the search starts over", flush=True)
         if context.ranks.is_main:
             changed = [f"warning: {line}" for line in context.checkpoints.differences(folder)]
             print("\n".join([f"resumed from {folder} at step {progress.step}", *changed]), flush=True)

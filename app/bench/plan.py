@@ -15,8 +15,8 @@ from app.launch.job import TrainJob, as_argument, train_job
 from app.prove.plan import SHORT_RUN
 from trainers.config.command_line import option
 from trainers.config.mistakes import ConfigError, Mistake, Mistakes
-from trainers.config.parse import whole_number
 from trainers.config.options import MACHINE_OPTIONS, TrainConfig
+from trainers.config.parse import whole_number
 from trainers.config.validation import build
 from trainers.strategy.strategy import refusal
 
@@ -229,7 +229,7 @@ def _count(value: Any, name: str, least: int) -> int:
     most = _MOST[name]
     if (number := whole_number(str(value), least, most)) is None:
         remedy = f"use {least} to {most}, e.g. --{name} {least}"
-        raise ConfigError.about(name, repr(str(value)[:40]), f"is not a number of {name}", remedy)
+        raise ConfigError.about(name, repr(str(value)[:40]), f"is not a valid number of {name}", remedy)
     return number
 
 

@@ -189,5 +189,5 @@ def conclusion(document: Mapping[str, Any]) -> list[str]:
         lines.append(f"medians of runs of {document['steps']} steps after {document['warm_steps']}; {how}")
         if not any(line["for"] == "speed" for line in document["advice"]):
             least = max(apart, LEAST_GAIN)
-            lines.append(f"your settings are already good: no change gains more than {least:.1%} tokens/s beyond doubt")
+            lines.append(f"your settings are already good: no change reliably gains more than {least:.1%} tokens/s")
     return [*lines, *(line["text"] for line in document["advice"])]

@@ -60,7 +60,7 @@ def _open_requested(args: Args) -> tuple[DataView, int]:
     mistakes, request, text = Mistakes(), args.request, str(args.own.get("rows", DEFAULT_ROWS))
     if (rows := whole_number(text, 0, MAX_ROWS)) is None:
         remedy = f"give a number from 0 to {MAX_ROWS}"
-        mistakes.append(Mistake("rows", repr(text[:40]), "is not a number of rows", remedy))
+        mistakes.append(Mistake("rows", repr(text[:40]), "is not a valid number of rows", remedy))
     request.preset = named_preset(args.names, request.preset, mistakes)
     view = None
     with mistakes:

@@ -68,7 +68,7 @@ def score(run: RunFolder) -> tuple[dict[str, Any], dict[str, Any]]:
     argv = module_argv("trainers.embedded.score", [*models, "--split", "test", "--samples", "3"])
     status, out, errors = run_program(argv, module_environment(), cwd=ROOT)
     if status != 0:
-        raise RuntimeError(f"scoring ended with exit status {status}:\n{errors[-2000:]}")
+        raise RuntimeError(f"scoring failed with exit status {status}:\n{errors[-2000:]}")
     before, after = json.loads(out)
     return before, after
 

@@ -106,7 +106,7 @@ def rename(run: RunFolder, new_id: str) -> RunFolder:
         try:
             os.rename(run.path, target.path)
         except OSError as error:
-            raise ConfigError(f"{run.path} cannot be renamed: {error.strerror}; check its rights") from None
+            raise ConfigError(f"{run.path} cannot be renamed: {error.strerror}; check its permissions") from None
         _repoint(run, target)
     return target
 
@@ -144,7 +144,7 @@ def _ended(run: RunFolder, verb: str) -> Iterator[TextIO]:
     if state not in END_STATES:
         raise ConfigError(f"run {run.id} is {state}; stop it before you {verb} it")
     if run.path.is_symlink():
-        raise ConfigError(f"{run.path} is a link; {verb} the folder that it leads to")
+        raise ConfigError(f"{run.path} is a link; {verb} the folder it points to")
     with run.hold() as lock:
         yield lock
 
@@ -173,7 +173,7 @@ def delete(run: RunFolder) -> int:
         try:
             run.record.remove_all()
         except OSError as error:
-            raise ConfigError(f"{error.filename} cannot be deleted: {error.strerror}; check its rights") from None
+            raise ConfigError(f"{error.filename} cannot be deleted: {error.strerror}; check its permissions") from None
         unregister(run)
         return before - (size(run) if run.path.exists() else 0)
 
@@ -209,10 +209,10 @@ def export(
     """
     known = get_args(TrainConfig.model_fields["export_dtype"].annotation)
     if dtype is not None and dtype not in known:
-        raise ConfigError(f"--dtype {dtype} is not one of its values; use {', '.join(known)}")
+        raise ConfigError(f"--dtype {dtype} is not a valid value; use {', '.join(known)}")
     method = Request(config=str(run.config)).resolve().method
     if merged and method == "full":
-        raise ConfigError(f"--merged: run {run.id} has method=full, there is no adapter to merge; leave --merged out")
+        raise ConfigError(f"--merged: run {run.id} has method=full, so it has no adapter to merge; leave --merged out")
     kind = "full" if method == "full" else "merged" if merged else "adapter"
     target = (Path(os.path.expanduser(output)) if output else run.path / f"export-{kind}").absolute()
     if output:
@@ -238,4 +238,4 @@ def _refuse_target(target: Path) -> None:
         used = False  # the next check says why
     if used:
         raise ConfigError(f"output={target} holds other files, which an export would replace; name a new folder")
-    writable_parent(target, "output", "name a folder that can be made")
+    writable_parent(target, "output", "name a folder that can be created")

@@ -44,7 +44,7 @@ def start(job: TrainJob, quiet: bool = True) -> dict[str, Any]:
         CheckBroke: if the check crashes.
     """
     if job.devices.machine_rank:
-        remedy = "leave --detach out there, and keep the command from its terminal by nohup, tmux or your scheduler"
+        remedy = "leave --detach out there, and keep the command from its terminal with nohup, tmux or your scheduler"
         raise ConfigError(f"--detach with machine_rank={job.devices.machine_rank}: only machine 0 detaches; {remedy}")
     preflight(job, quiet)
     with held(job) as lock:
@@ -111,7 +111,7 @@ def main(argv: list[str]) -> int:
         with contextlib.suppress(OSError):
             run.write_state(
                 state="failed",
-                cause=f"its supervisor broke: {error!r}; the log has more, and resume goes on from the last checkpoint",
+                cause=f"its supervisor failed: {error!r}; see the log; resume continues from the last checkpoint",
                 ending=None,
             )
         raise

@@ -69,7 +69,7 @@ def fit_devices(
         if preset and not strategy and resolved.name not in ("single", "ddp"):
             notes.append(f"strategy {resolved.name}: preset {preset} names it for {_gpus(count)}")
         return DeviceFit(fitted, resolved, some, notes, _lacks(preset, count))
-    raise first or AssertionError("a run has one process at least")
+    raise first or AssertionError("a run has at least one process")
 
 
 def _on(config: TrainConfig, strategy: Strategy, devices: Devices, fit: bool) -> tuple[TrainConfig, Strategy]:
@@ -100,7 +100,7 @@ def _left_out_line(devices: Devices) -> str:
     several = len(devices.left_out) > 1
     return (
         f"GPU{'s' * several} {listed} left out: other programs use {'them' if several else 'it'}; "
-        f"--gpus {every} takes {'them' if several else 'it'} all the same"
+        f"--gpus {every} takes {'them' if several else 'it'} anyway"
     )
 
 

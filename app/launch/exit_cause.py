@@ -22,7 +22,7 @@ _ECHOES = ("ChildFailedError", "CalledProcessError", "SignalException")
 # torchrun's summary of a failed rank; `_DIED_WITH` matches that of accelerate's launcher for a single process.
 _EXIT_CODE = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
 _MACHINE = re.compile(r"(machine \d+): ")  # marks lines of a launcher that is not machine 0's
-_MEMORY = " (by hand, or by the system when memory ran out)"
+_MEMORY = " (manually, or by the system when memory ran out)"
 _DIED_WITH = re.compile(r"died with <Signals\.(\w+)")
 
 
@@ -123,7 +123,7 @@ def _with_last_words(cause: str, lines: list[tuple[str, str]]) -> str:
         if source == "launcher" and (_EXIT_CODE.search(text) or text.startswith("Traceback (most recent call last)")):
             break
         last = text.strip() or last
-    return f"{cause}; the log's last words: {last}"[:MAX_CAUSE] if cause and last else cause
+    return f"{cause}; the last line of the log: {last}"[:MAX_CAUSE] if cause and last else cause
 
 
 def _signal_name(number: int) -> str:

@@ -127,7 +127,7 @@ def held(job: TrainJob) -> Iterator[TextIO]:
         lock = _hold(run)
     except OSError as error:
         raise ConfigError.about(
-            "output_dir", run.path, f"cannot be written: {error.strerror}", "check its rights"
+            "output_dir", run.path, f"cannot be written: {error.strerror}", "check its permissions"
         ) from None
     with lock:
         if job.attempt is not None:
@@ -138,7 +138,7 @@ def held(job: TrainJob) -> Iterator[TextIO]:
             run.refuse_used()
         elif run.exists() and true_state(run)["state"] in LIVE_STATES:
             raise ConfigError.about(
-                "output_dir", run.path, "holds a run that is not over", "stop it first, or use another"
+                "output_dir", run.path, "holds a run that is still active", "stop it first, or use another"
             )
         yield lock
 
@@ -221,14 +221,14 @@ def refusal_in(printed: str) -> ConfigError:
     try:
         return ConfigError.from_json(json.loads(last)["mistakes"])
     except (ValueError, TypeError, KeyError):
-        return ConfigError("the training script refused this run and did not say why")
+        return ConfigError("the training script refused this run without giving a reason")
 
 
 def _broken(lines: list[str], status: int) -> str:
     """One line for a check that crashed: its last exception, or its exit status or signal."""
     raised = [line for line in lines if re.match(r"^[\w.]*[A-Z]\w*(Error|Exception|Exit|Interrupt)\b", line)]
     why = raised[-1] if raised else f"signal {-status}" if status < 0 else f"exit status {status}"
-    return f"the check of this run broke off: {why[:400]}"
+    return f"the check of this run failed: {why[:400]}"
 
 
 def run_program(argv: Sequence[str], env: Mapping[str, str], cwd: Path | None = None) -> tuple[int, str, str]:
@@ -366,4 +366,4 @@ def print_summary(run: RunFolder, state: Mapping[str, Any]) -> None:
         return
     say(f"last checkpoint: {last_checkpoint(run) or 'none'}; log: {run.log}")
     machines = " --machine_rank K, on each machine" if state.get("machines") else ""
-    say(f"go on with: tunesmith resume {shlex.quote(str(run.path))}{machines}")
+    say(f"continue with: tunesmith resume {shlex.quote(str(run.path))}{machines}")

@@ -74,7 +74,7 @@ def train_job(args: Args) -> TrainJob:
         request.options["force_resume"] = True
         if "resume_from_checkpoint" not in request.options:
             mistakes.append(
-                Mistake("--force", None, "is for going on from a checkpoint", "name it with --resume_from_checkpoint")
+                Mistake("--force", None, "is for continuing from a checkpoint", "name it with --resume_from_checkpoint")
             )
     return job_of(request, args.launch, mistakes, None)
 
@@ -95,7 +95,7 @@ def named_preset(names: list[str], flag: str | None, mistakes: Mistakes) -> str 
         raise ConfigError([*mistakes, *map(_file_mistake, files)])
     mistakes += [unexpected_argument(word) for word in names[1:]]
     if names and flag and names[0] != flag:
-        mistakes.append(Mistake("preset", repr(names[0]), f"and {flag!r} are two presets", "name one"))
+        mistakes.append(Mistake("preset", repr(names[0]), f"and {flag!r} are two presets", "choose one"))
     return names[0] if names else flag
 
 
@@ -113,14 +113,12 @@ def _file_mistake(word: str) -> Mistake:
     """The option to use for a file or folder given as a positional argument."""
     name, path = shortened(word), Path(word).expanduser()
     if path.suffix.lower() in _YAML_SUFFIXES:
-        return Mistake(
-            "", None, f"{name!r} is not a preset", f"a config file is named with --config {shlex.quote(name)}"
-        )
+        return Mistake("", None, f"{name!r} is not a preset", f"pass a config file with --config {shlex.quote(name)}")
     with contextlib.suppress(OSError, ValueError):
         if (path / "config.json").is_file():
-            remedy = f"a model is named with --model_name_or_path {shlex.quote(name)}"
+            remedy = f"pass a model with --model_name_or_path {shlex.quote(name)}"
             return Mistake("", None, f"{name!r} is not a preset", remedy)
-    remedy = f"data is named with --dataset_name {shlex.quote(name)}, after a preset (`tunesmith presets`)"
+    remedy = f"pass data with --dataset_name {shlex.quote(name)}, after a preset (`tunesmith presets`)"
     return Mistake("", None, f"{name!r} is not a preset", f"{remedy} or a --model_name_or_path")
 
 
@@ -153,7 +151,7 @@ def clone_job(run: RunFolder, args: Args) -> TrainJob:
     """
     mistakes, request = Mistakes(), args.request
     if "force" in args.switches:
-        mistakes.append(Mistake("--force", None, "is for `resume`", "a clone begins at step 0: leave it out"))
+        mistakes.append(Mistake("--force", None, "is for `resume`", "a clone starts at step 0: leave it out"))
     if request.preset or request.config:
         mistakes.append(Mistake("", None, "a clone has its run's config", "leave --preset and --config out"))
     request.config, request.preset = str(run.config), None
@@ -327,7 +325,7 @@ def _new_folder(config: TrainConfig, member: bool) -> RunFolder:
             run.refuse_used()
         elif run.exists() and true_state(run)["state"] in LIVE_STATES:
             raise ConfigError.about(
-                "output_dir", run.path, "holds a run that is not over", "stop it first, or use another"
+                "output_dir", run.path, "holds a run that is still active", "stop it first, or use another"
             )
     except OSError as error:
         option = "output_dir" if config.output_dir else "runs_dir"
@@ -356,7 +354,7 @@ def writable_parent(path: Path, option: str, remedy: str) -> Path:
     """
 
     def refuse(reason: object) -> ConfigError:
-        return ConfigError.about(option, shortened(str(path)), f"cannot be made: {reason}", remedy)
+        return ConfigError.about(option, shortened(str(path)), f"cannot be created: {reason}", remedy)
 
     try:
         parent = next(folder for folder in (path, *path.parents) if folder.exists())
@@ -364,7 +362,7 @@ def writable_parent(path: Path, option: str, remedy: str) -> Path:
     except OSError as error:
         raise refuse(error.strerror) from None
     if not is_folder:
-        raise refuse(f"{shortened(str(parent))} is a file and not writable as a folder")
+        raise refuse(f"{shortened(str(parent))} is a file, not a folder")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise refuse(f"{shortened(str(parent))} is not writable")
     return parent

@@ -9,8 +9,8 @@ from typing import Any
 
 from app.hardware import Devices, Gpu, choose_devices, find_gpus
 from trainers.config.mistakes import ConfigError, Mistake
-from trainers.config.parse import whole_number
 from trainers.config.options import MACHINE_OPTIONS, TrainConfig
+from trainers.config.parse import whole_number
 from trainers.strategy.strategy import Machines
 
 MOST_MACHINES = 64
@@ -45,8 +45,8 @@ def choose_machines(options: Mapping[str, str], file: Mapping[str, Any]) -> Mach
         return None
     missing = [f"--{name}" for name in MACHINE_OPTIONS[1:] if chosen[name] is None]
     if missing:
-        remedy = "each machine gets the same command but for its --machine_rank, which counts from 0"
-        mistakes.append(Mistake("num_machines", chosen["num_machines"], f"needs {', '.join(missing)} too", remedy))
+        remedy = "run the same command on each machine, with its own --machine_rank, from 0"
+        mistakes.append(Mistake("num_machines", chosen["num_machines"], f"also needs {', '.join(missing)}", remedy))
     ranks = (count or MOST_MACHINES) - 1
     rank = _integer("machine_rank", chosen["machine_rank"], 0, ranks, mistakes)
     port = _integer("main_process_port", chosen["main_process_port"], 1, 65535, mistakes)
@@ -91,7 +91,7 @@ def devices_here(
     visible = list(find_gpus() if machine is None else machine)
     if count is None and not visible:
         raise ConfigError.about(
-            "num_machines", machines.count, "without GPUs needs --num_processes, counted over all of them"
+            "num_machines", machines.count, "without GPUs needs --num_processes, the total over all machines"
         )
     local = count
     if count is not None and count.isascii() and count.isdigit() and len(count) < 9 and int(count) > 0:
@@ -100,8 +100,8 @@ def devices_here(
             raise ConfigError.about(
                 "num_processes",
                 count,
-                f"does not divide by num_machines={machines.count}",
-                f"it counts the processes of all machines, as many on each: write {max(each, 1) * machines.count}",
+                f"is not divisible by num_machines={machines.count}",
+                f"it is the total over all machines, the same number on each: write {max(each, 1) * machines.count}",
             )
         local = str(each)
     try:
@@ -123,6 +123,8 @@ def folder_mistakes(config: TrainConfig | None, machines: Machines | None) -> li
     """A mistake if a run on several machines has no `output_dir`, which they need to find its folder."""
     if config and machines and config.output_dir is None:
         return [
-            Mistake("num_machines", machines.count, "needs --output_dir, a folder that all machines see under one path")
+            Mistake(
+                "num_machines", machines.count, "needs --output_dir, a folder that all machines see at the same path"
+            )
         ]
     return []

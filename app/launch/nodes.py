@@ -113,5 +113,5 @@ class Nodes:
             return None
         absent = f"machine{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
         remedy = "start the same command there with its --machine_rank"
-        cause = f"{absent} did not join within {self.timeout:g} s; {remedy}, and look whether it sees this folder"
+        cause = f"{absent} did not join within {self.timeout:g} s; {remedy}, and check that it sees this folder"
         return Ending("failed", cause, retry="never")

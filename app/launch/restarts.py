@@ -145,8 +145,8 @@ def smaller_batch(run: RunFolder) -> str | None:
     config = config.model_copy(update={name: fits[0]})
     write_atomic(run.config, dump_yaml(config))
     times = "" if evaluates else f", {config.accumulation_steps(ranks)} times a step"
-    return f"out of memory on rank {note.get('rank')} with {name}={now}: again with {fits[0]}{times}; " + (
-        "the result stays the same" if evaluates else f"the global batch of {config.global_batch_size} stays"
+    return f"out of memory on rank {note.get('rank')} with {name}={now}: retrying with {fits[0]}{times}; " + (
+        "the result stays the same" if evaluates else f"the global batch of {config.global_batch_size} stays the same"
     )
 
 

@@ -74,7 +74,7 @@ class RunSignals:
             return  # no one can answer a request; `Supervision` ends the processes
         if signal.SIGUSR1 in fresh:
             run.ask_save()
-            on_event("note", "asked to save: the ranks do so after their current step, and go on")
+            on_event("note", "save requested: the ranks save after their current step and continue")
         if any(number != signal.SIGUSR1 for number in fresh):
             run.ask_stop()
             again = any(number != signal.SIGUSR1 for number in earlier)

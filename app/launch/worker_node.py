@@ -132,8 +132,8 @@ class _WorkerNode:
             self.seen, self.seen_at = seen, time.monotonic()
         if time.monotonic() - self.seen_at < FIRST_JOIN_TIMEOUT:
             return ""
-        remedy = "start the same command there with --machine_rank 0, and look whether it sees this folder"
-        return f"{self.name} has heard nothing of machine 0 for {FIRST_JOIN_TIMEOUT:g} s; {remedy}"
+        remedy = "start the same command there with --machine_rank 0, and check that it sees this folder"
+        return f"{self.name} has not heard from machine 0 for {FIRST_JOIN_TIMEOUT:g} s; {remedy}"
 
     def _join(self, state: Mapping[str, Any]) -> None:
         """Takes part in one launch until it ends.
@@ -171,8 +171,8 @@ class _WorkerNode:
         file, own = read_yaml(self.run.accelerate), self.job.strategy.values
         pairs += [(name, own.get(name), file.get(name)) for name in sorted({*file, *own} - {"machine_rank"})]
         return [
-            f"{name}={as_argument(local)}, and machine 0 was started with {as_argument(there)}; "
-            "type the same command on each machine"
+            f"{name}={as_argument(local)}, but machine 0 was started with {as_argument(there)}; "
+            "run the same command on each machine"
             for name, local, there in pairs
             if local != there
         ]

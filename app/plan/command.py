@@ -33,8 +33,8 @@ PLAN = Verb(
     "Exit status: 0 done, 2 invalid request.",
     own={
         "strategies": option("strategies", "<a,b,c>", "Strategy names or Accelerate YAMLs; default: all."),
-        "gpu_memory": option("gpu_memory", "<GiB>", "Plan for GPUs of this memory, --num_processes of them, in place "
-                             "of those that are here."),
+        "gpu_memory": option("gpu_memory", "<GiB>", "Plan for --num_processes GPUs with this much memory, instead of "
+                             "the GPUs of this machine."),
         "link": option("link", "<GB/s>", "Bandwidth per GPU; default: 25 (PCIe 4). NVLink: 200 or more."),
     },
     launch=DEVICES,
@@ -101,7 +101,7 @@ def _read(args: Args) -> tuple[TrainConfig, Hardware, list[Strategy], dict[str, 
         with mistakes:
             strategies.append(load_strategy(name.strip()))
             if strategies[-1].name in names:
-                raise ConfigError(f"strategies: two rows would be named {strategies[-1].name}; name it once")
+                raise ConfigError(f"strategies: two rows would be named {strategies[-1].name}; list it once")
             names[strategies[-1].name] = name.strip()
     mistakes.refuse()
     if not (config and hardware):

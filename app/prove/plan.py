@@ -257,7 +257,7 @@ def _known(options: Mapping[str, str]) -> dict[str, str]:
 def _count(value: Any, name: str, example: int) -> int:
     if (number := whole_number(str(value), 1, MOST_COUNT)) is None:
         remedy = f"write 1 to {MOST_COUNT}, e.g. --{name} {example}"
-        raise ConfigError.about(name, repr(shortened(str(value))), f"is not a number of {name}", remedy)
+        raise ConfigError.about(name, repr(shortened(str(value))), f"is not a valid number of {name}", remedy)
     return number
 
 
@@ -382,7 +382,7 @@ def _strategies(text: str, mistakes: _Mistakes) -> list[tuple[str, Strategy, int
             strategy = replace(strategy, name=f"{strategy.name}:{int(world)}")
         if strategy and strategy.name in [REFERENCE, *(other.name for _, other, _ in rows)]:
             problem = f": two runs would be named {strategy.name}"
-            mistakes.append(Mistake("strategies", as_argument(text), problem, "name it once"))
+            mistakes.append(Mistake("strategies", as_argument(text), problem, "list it once"))
         elif strategy:
             rows.append((plain if own else spec, strategy, int(world) if own else None))
     return rows
@@ -469,7 +469,7 @@ def micro_batch(total: int, limit: int, sizes: Mapping[str, int], several: bool)
     if total % common:
         ranks = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
         nearest = max(1, round(total / common)) * common
-        problem = f"does not divide by the data-parallel ranks of all rows ({ranks}; together {common})"
+        problem = f"is not divisible by the data-parallel ranks of all rows ({ranks}; together {common})"
         remedy = f"use --global_batch_size {nearest}, or fewer --strategies"
         raise ConfigError.about("global_batch_size", total, problem, remedy)
     if several and total < 2:

@@ -78,7 +78,7 @@ def incomplete(curve: Curve, steps: int, first: int = 1) -> str | None:
     missing = [step for step in wanted if step not in curve]
     if missing:
         logged = len(wanted) - len(missing)
-        return f"logged {logged} of {len(wanted)} steps; the first that is missing is step {missing[0]}"
+        return f"logged {logged} of {len(wanted)} steps; the first missing one is step {missing[0]}"
     for step in wanted:
         for name, value in zip(("loss", "gradient norm"), curve[step], strict=True):
             if not _is_finite(value):
@@ -169,7 +169,7 @@ class Proof:
     def _announce(self) -> None:
         for line in [] if self.quiet else self.plan.overrides:
             why = f" ({line['why']})" if "why" in line else ""
-            say(clean(f"prove sets {line['option']}={line['used']} in place of {line['given']}{why}"))
+            say(clean(f"prove sets {line['option']}={line['used']} instead of {line['given']}{why}"))
         for warning in self.plan.warnings:
             say("warning: " + clean(warning))
         for row in self.plan.rows:
@@ -272,8 +272,8 @@ class Proof:
     def _not_repeated(self, comparison: Comparison, weights: str | None) -> str:
         """Why a run on one process is not an exact repetition of the reference; empty if it is."""
         if comparison.bit_equal < self.plan.steps:
-            return f"a rerun must have the same bits; {comparison.bit_equal} of {self.plan.steps} steps have"
-        return "" if weights == self.weights else "a rerun must have the same bits; the exported weights have not"
+            return f"a rerun must be bit-identical; {comparison.bit_equal} of {self.plan.steps} steps are"
+        return "" if weights == self.weights else "a rerun must be bit-identical; the exported weights differ"
 
     def _note_origin(self, run: RunFolder) -> None:
         """Records the data fingerprint from the reference's checkpoint."""

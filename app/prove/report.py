@@ -104,15 +104,14 @@ def summary(document: Mapping[str, Any]) -> list[str]:
     """The closing lines of a report."""
     rows, control, within = document["rows"], document["control"], document["tolerance"]
     passed, failed = (sum(row["passed"] is wanted for row in rows) for wanted in (True, False))
-    lines = ["interrupted: the rows above are what was done so far"] if document["interrupted"] else []
+    lines = ["interrupted: the rows above are the results so far"] if document["interrupted"] else []
     if document["reference"]["cause"]:
         lines.append(f"the reference failed: {document['reference']['cause']}")
     if control:
         lines.append(f"control: the test saw the fault in {control['seen']} of {control['rows']} rows")
     elif passed or failed:
-        does = "go on" if "resumed_at" in document else "train"
         bound = f"loss within {within['loss']:g}, gradient norm within {within['grad_norm']:g} (relative)"
-        summary = f"{passed} of {passed + failed} rows {does} as one process does"
+        summary = f"{passed} of {passed + failed} rows match one process"
         lines.append(f"{summary}: {bound}, {document['steps']} steps")
     skipped = len(rows) - passed - failed
     return [*lines, f"{skipped} of {len(rows)} rows were not run; the reasons are above"] if skipped else lines
@@ -163,7 +162,7 @@ def markdown(document: Mapping[str, Any]) -> str:
         f"- versions: {versions}",
         f"- data: {document.get('data_fingerprint')}",
         *(f"- {name}: sha256 {value}" for name, value in document.get("base_model", {}).get("sha256", {}).items()),
-        *(f"- `{entry['option']}`: {entry['used']} in place of {entry['given']}" for entry in document["overrides"]),
+        *(f"- `{entry['option']}`: {entry['used']} instead of {entry['given']}" for entry in document["overrides"]),
         "", "`config.yaml` is what one process trained; each run's folder keeps its metrics and its log. Checkpoints",
         "and exported weights were deleted after the comparison.",
     ]  # fmt: skip
@@ -173,7 +172,7 @@ def markdown(document: Mapping[str, Any]) -> str:
 def _resumed(document: Mapping[str, Any]) -> list[str]:
     headers, lines = matrix(document["rows"])
     caption = (
-        f"Saved after step {document['resumed_at']} under each strategy (rows) and taken up by each (columns): the"
+        f"Saved after step {document['resumed_at']} under each strategy (rows) and resumed under each (columns): the"
     )
     table = [_markdown_row(headers), "|---" * len(headers) + "|", *(_markdown_row(line) for line in lines)]
     return [f"{caption} largest difference of the loss after it.", "", *table, ""]

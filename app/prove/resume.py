@@ -138,11 +138,9 @@ class ResumeProof(Proof):
         comparison = compare(same, curve_of(RunFolder(entry["run_dir"])), self.plan.steps, self.middle + 1)
         remaining = self.plan.steps - self.middle
         if comparison.bit_equal == remaining:
-            must = "a resume on the same topology must have the same bits; the exported weights have not"
+            must = "a resume on the same topology must be bit-identical; the exported weights differ"
             return "" if entry["weights_sha256"] == weights else must
-        return (
-            f"a resume on the same topology must have the same bits; {comparison.bit_equal} of {remaining} steps have"
-        )
+        return f"a resume on the same topology must be bit-identical; {comparison.bit_equal} of {remaining} steps are"
 
 
 def _blank(first: Row, second: Row, method: str) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def check_sampling(values: Mapping[str, Any] | None) -> dict[str, float]:
         raise ConfigError("sampling is not a mapping; give values by name, such as {'temperature': 0.7}")
     requested, mistakes, result = dict(values or {}), [], {}
     for name in requested.keys() - SAMPLING.keys():
-        mistakes.append(f"sampling has no {shortened(str(name))!r}; it has {', '.join(SAMPLING)}")
+        mistakes.append(f"sampling has no option {shortened(str(name))!r}; use {', '.join(SAMPLING)}")
     for name, option in SAMPLING.items():
         number = _number(requested.get(name))
         if requested.get(name) is None:

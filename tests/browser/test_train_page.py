@@ -65,7 +65,7 @@ def test_a_wrong_value_is_told_beside_its_field(new_page: Tabs) -> None:
     page.locator("#opt-learning_rate input").fill("1e-3")
     expect(page.locator("#opt-learning_rate .ts-field-error")).to_have_count(0)
     page.locator("#opt-global_batch_size input").fill("31")
-    expect(page.locator("#opt-global_batch_size .ts-field-error")).to_contain_text("does not divide")
+    expect(page.locator("#opt-global_batch_size .ts-field-error")).to_contain_text("is not divisible by")
     page.locator("#opt-global_batch_size input").fill("32")
     expect(page.locator(".ts-verdict-good")).to_be_visible()
     expect(page.locator("#launch")).to_be_enabled()

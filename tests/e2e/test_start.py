@@ -100,7 +100,7 @@ def test_the_self_check_stops_a_run_that_is_not_the_one_asked_for() -> None:
     ("options", "line"),
     [
         ({"preset": "tiny-lora", "lerning_rate": 1e-3}, "lerning_rate is not an option; did you mean learning_rate?"),
-        ({"preset": "tiny-lora", "global_batch_size": 7}, "global_batch_size=7 does not divide"),
+        ({"preset": "tiny-lora", "global_batch_size": 7}, "global_batch_size=7 is not divisible"),
         ({"preset": "tiny-lora", "model_name_or_path": "/nowhere"}, "model_name_or_path=/nowhere"),
     ],
 )

@@ -23,7 +23,7 @@ def test_a_smaller_micro_batch_gives_the_same_model(
     run = detached(home, "mine", 2, variables, strategy=strategy, auto_find_batch_size=True, max_restarts=0, **OPTIONS)
     state = ended(run)
     assert (state["state"], state["attempt"]) == ("done", 1), state
-    assert "out of memory on rank 1 with per_device_train_batch_size=2: again with 1, 2 times a step; " in (
+    assert "out of memory on rank 1 with per_device_train_batch_size=2: retrying with 1, 2 times a step; " in (
         log := run.log.read_text()
     )
     assert "the global batch of 4 stays" in log

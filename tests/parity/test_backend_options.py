@@ -129,7 +129,9 @@ def test_a_weight_that_the_wire_changed_is_seen() -> None:
 def test_fsdp1_refuses_adapters_that_it_cannot_flatten(precision: str, fits: bool) -> None:
     targets = "embed_tokens,q_proj"
     asked = config("lora", True, lora_target_modules=targets, mixed_precision=precision)
-    with nullcontext() if fits else pytest.raises(ConfigError, match=r"fsdp1 cannot cut the adapter at .*embed_tokens"):
+    with (
+        nullcontext() if fits else pytest.raises(ConfigError, match=r"fsdp1 cannot shard the adapter at .*embed_tokens")
+    ):
         _refuse_odd_adapters(SupervisedLoss(build_model(asked)))
 
 
@@ -145,5 +147,5 @@ def test_a_layer_that_is_not_there_is_named(tmp_path: Path) -> None:
     file = write(tmp_path, "FSDP", fsdp_config=FSDP2 | {"fsdp_transformer_layer_cls_to_wrap": "LamaDecoderLayer"})
     refused = launch(tmp_path / "run", 2, options("full", True), strategy=file)
     assert refused.status != 0
-    assert "fsdp_transformer_layer_cls_to_wrap=LamaDecoderLayer is not a layer of llama" in refused.output
-    assert "its own are LlamaDecoderLayer" in refused.output
+    assert "fsdp_transformer_layer_cls_to_wrap=LamaDecoderLayer is not a layer class of llama" in refused.output
+    assert "its layer classes are LlamaDecoderLayer" in refused.output

@@ -73,7 +73,7 @@ def test_what_was_asked_for_is_what_ran(name: str) -> None:
         assert re.search(rf"ZeRO stage +{strategy.zero_stage}\n +offload +{strategy.offload}\n", said)
     if strategy.pp_size > 1:
         expected = bubble(strategy.pp_schedule, strategy.pp_size, 8 // (2 * strategy.data_parallel_size))
-        assert f"a rank waits {expected:.1%} of it, were all stages alike" in said
+        assert f"a rank is idle for {expected:.1%} of it, if all stages take the same time" in said
         assert all(0 <= share < 1 for share in full(name).series("bubble"))
         assert len(full(name).series("bubble")) == STEPS
     if strategy.has_mesh:

@@ -69,7 +69,7 @@ def test_a_verdict_that_differs_is_a_fault() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lora_target_modules": ["nope"]}, "lora_target_modules=nope fits no module"),
+        ({"lora_target_modules": ["nope"]}, "lora_target_modules=nope matches no module"),
         ({"lora_target_modules": ["lm_head"], "merge_adapter": True}, "merge_adapter=true with an adapter on tied"),
     ],
 )

@@ -207,7 +207,7 @@ def _unquantised(model: Any, config: TrainConfig) -> nn.Module:
         for name, weight in plain.named_parameters():
             if weight.requires_grad:
                 weight.copy_(trained.pop(name))
-    assert not trained, f"adapter weights missing in the dequantised model: {sorted(trained)}"
+    assert not trained, f"adapter weights missing in the dequantized model: {sorted(trained)}"
     return plain
 
 
@@ -301,7 +301,7 @@ def export_again(run: RunFolder, target: Path, kind: str, checkpoint: str | None
     config = config.model_copy(update={"export_dtype": dtype}) if dtype else config
     fitting = ("full",) if config.method == "full" else ("adapter", "merged")
     if kind not in fitting:
-        raise ConfigError(f"--kind {kind} does not fit method={config.method}; use {' or '.join(fitting)}")
+        raise ConfigError(f"--kind {kind} does not match method={config.method}; use {' or '.join(fitting)}")
     names = sorted(path.name for path in run.checkpoints.glob("step-" + "[0-9]" * 8))
     if not names:
         raise ConfigError(f"run {run.id} has no checkpoint; it saves one every save_steps, and when it is stopped")

@@ -323,7 +323,7 @@ class TrainConfig(BaseModel):
         raise ConfigError.about(
             "global_batch_size",
             total,
-            f"does not divide by per_device_train_batch_size={micro} x {data_parallel_size} data-parallel ranks "
+            f"is not divisible by per_device_train_batch_size={micro} x {data_parallel_size} data-parallel ranks "
             f"= {rows}",
             ", or ".join(ways),
         )
@@ -353,7 +353,7 @@ class TrainConfig(BaseModel):
         if self.tf32:
             choices.append("tf32=true")
         if self.control != "none":
-            choices.append(f"control={self.control} (a fault on purpose)")
+            choices.append(f"control={self.control} (a deliberate fault)")
         if self.mixed_precision in ("fp16", "fp8"):
             choices.append(f"mixed_precision={self.mixed_precision} (its own measured band)")
         return choices

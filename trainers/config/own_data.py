@@ -41,7 +41,7 @@ def without_preset_data(
     if not gone or (own == ["eval_dataset_name"] and not evaluates):  # the user wants no evaluation
         return left, []
     hint = "; --eval_share 0.05 holds rows out for evaluation" if "eval_dataset_name" in gone and not evaluates else ""
-    return left, [f"{own[0]}={chosen[own[0]]} in place of preset {name}'s: its {', '.join(gone)} left out{hint}"]
+    return left, [f"{own[0]}={chosen[own[0]]} instead of preset {name}'s: its {', '.join(gone)} left out{hint}"]
 
 
 def _replaced(preset: Mapping[str, Any], chosen: Mapping[str, Any], key: str) -> bool:

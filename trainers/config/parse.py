@@ -80,7 +80,7 @@ def _other_preset(name: str, preset: Preset, chosen: Mapping[str, Any]) -> list[
     if preset.name in (name, f"{name}-{chosen.get('method')}"):
         return []
     why = f": method={chosen['method']}" if "method" in chosen else f", which names no method: {methods_line(name)}"
-    return [f"preset {preset.name} in place of {name}{why}"]
+    return [f"preset {preset.name} instead of {name}{why}"]
 
 
 def parse_request(argv: Sequence[str]) -> Request:
@@ -91,7 +91,7 @@ def parse_request(argv: Sequence[str]) -> Request:
     """
     own = {"config": option("config", "<file>", "YAML file with options."), "check": switch("check", "")}
     parsed = read(argv, {**own, **config_options()}, "train", add_help_option=False)
-    assert parsed is not None, "there is no help to ask for"
+    assert parsed is not None, "there is no help here"
     names, values, mistakes = parsed
     return request_of(values, [*mistakes, *map(unexpected_argument, names)])
 

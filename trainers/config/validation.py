@@ -45,7 +45,7 @@ def _explain(detail: dict[str, Any]) -> Mistake:
     if detail["type"] == "missing":
         return Mistake(name, None, MISSING, f"give --{name} or pick a preset (`tunesmith presets`)")
     if detail["type"] == "literal_error":
-        return Mistake(name, text, "is not one of its values", f"use {context['expected']}")
+        return Mistake(name, text, "is not a valid value", f"use {context['expected']}")
     field = TrainConfig.model_fields.get(name)
     extra: Any = field.json_schema_extra if field else {}
     unit = f" ({extra['unit']})" if extra.get("unit") else ""
@@ -72,7 +72,7 @@ def conflicting_options(config: TrainConfig) -> list[Mistake]:
          "lr_scaling", config.lr_scaling,
          "needs lr_scaling_batch_size, the batch that learning_rate was chosen for", ""),
         (0 < config.loss_spike_factor <= 1,
-         "loss_spike_factor", config.loss_spike_factor, "would call every other loss a spike", "use 2 or more, or 0"),
+         "loss_spike_factor", config.loss_spike_factor, "would see every other loss as a spike", "use 2 or more, or 0"),
         (config.checkpoint_url is not None and "://" not in config.checkpoint_url,
          "checkpoint_url", config.checkpoint_url, "is not a URL such as s3://bucket/run",
          "save_steps saves to output_dir"),
@@ -85,7 +85,7 @@ def conflicting_options(config: TrainConfig) -> list[Mistake]:
          "attn_implementation", "varlen", f"needs half precision, not mixed_precision={config.mixed_precision}",
          "use auto"),
         (config.attn_implementation == "documents" and config.torch_compile,
-         "attn_implementation", "documents", "has new shapes at each step, all compiled by torch_compile=true",
+         "attn_implementation", "documents", "has new shapes at each step, all of them compiled by torch_compile=true",
          "use auto"),
         (config.merge_adapter and method == "full",
          "merge_adapter", True, "with method=full: there is no adapter", "leave it out"),
@@ -93,7 +93,7 @@ def conflicting_options(config: TrainConfig) -> list[Mistake]:
          "random_init", True, "with method=lora would export adapters without a base",
          "use method=full or merge_adapter"),
         (config.random_init and method == "qlora",
-         "random_init", True, "with method=qlora: there are no pretrained weights to quantise", "use method=full"),
+         "random_init", True, "with method=qlora: there are no pretrained weights to quantize", "use method=full"),
         (config.mixed_precision == "fp8" and method != "full",
          "mixed_precision", "fp8", f"with method={method}: only trained linear layers compute in float8", "use bf16"),
         (not config.master_weights and method != "full",

@@ -68,7 +68,7 @@ def parse_yaml(text: str, name: str) -> dict[str, Any]:
         where = str(error).replace("\n", " ")[:300]
         raise ConfigError(f"{name} is not plain YAML: {where}; write one `key: value` per line") from None
     except ValueError as error:  # e.g. a date with month 13, or a number with thousands of digits
-        raise ConfigError(f"{name} holds a value that is none: {str(error)[:200]}; write it in quotes") from None
+        raise ConfigError(f"{name} holds an invalid value: {str(error)[:200]}; write it in quotes") from None
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):

@@ -105,13 +105,13 @@ def unrecognised(where: str, names: Sequence[str], columns: Mapping[str, str]) -
     """The error for data whose columns belong to no format."""
     listed = ", ".join(list(names)[:20]) or "none"
     mapped = f" with columns={dict(columns)}" if columns else ""
-    mistakes: list[str | Mistake] = [f"{where}: the columns {listed}{mapped} belong to no known format"]
+    mistakes: list[str | Mistake] = [f"{where}: the columns {listed}{mapped} match no known format"]
     missing = [column for column in columns.values() if column not in names]
     mistakes += [
-        Mistake("columns", None, f"names {column!r}, which is not there{near(column, names)}") for column in missing
+        Mistake("columns", None, f"names {column!r}, which does not exist{near(column, names)}") for column in missing
     ]
     known = "; ".join(f"{name}: {', '.join(needed)}" for name, needed in NEEDED.items())
-    return ConfigError([*mistakes, f"name yours with --columns role=column, such as prompt=question ({known})"])
+    return ConfigError([*mistakes, f"map yours with --columns role=column, such as prompt=question ({known})"])
 
 
 def wanted_columns(columns: Mapping[str, str]) -> list[str]:
@@ -133,12 +133,12 @@ def canonical(row: Mapping[str, Any], format_name: str, columns: Mapping[str, st
     """
     name = recognise(row, columns) if format_name == "auto" else format_name
     if name is None:
-        raise RowError("missing key", f"the columns {', '.join(list(row)[:10]) or 'none'} belong to no known format")
+        raise RowError("missing key", f"the columns {', '.join(list(row)[:10]) or 'none'} match no known format")
     values = {role: row.get(columns.get(role, role)) for role in (*NEEDED[name], *OPTIONAL[name])}
     for role in NEEDED[name]:
         column = columns.get(role, role)
         if column not in row:
-            raise RowError("missing key", f"{column!r} is not there{near(column, list(row))}")
+            raise RowError("missing key", f"{column!r} is missing{near(column, list(row))}")
     fields = Fields()
     used = {columns.get(role, role) for role in values}
     if not used.issuperset(row):
@@ -212,7 +212,7 @@ def _variables(values: dict[str, Any], fields: Fields) -> dict[str, Any]:
         options = parse_json_value(options, dict, "chat_template_kwargs")
         reserved = _RESERVED.intersection(options)
         if reserved:
-            raise RowError("wrong type", f"chat_template_kwargs.{min(reserved)} is not for a row to set; leave it out")
+            raise RowError("wrong type", f"chat_template_kwargs.{min(reserved)} cannot be set by a row; leave it out")
         variables = {name: value for name, value in options.items() if value is not None}
         fields.optional.update({name: f"chat_template_kwargs.{name}" for name in variables})
     tools = values.get("tools") and _tools(values["tools"], "tools")

@@ -64,7 +64,7 @@ def parse_object(content: bytes) -> dict[str, Any] | BadRow:
     except DuplicateKey as error:
         return _duplicate_key(error)
     except RecursionError:
-        return BadRow("nested too deeply", "JSON within JSON without end")
+        return BadRow("nested too deeply", "too many levels of JSON")
     except ValueError as error:
         return BadRow("broken JSON", str(error)[:100])
     return _object(value)
@@ -87,8 +87,8 @@ def shard_list(file: DataFile, shard_bytes: int, columns: Mapping[str, str]) -> 
         return
     if file.size > JSON_BYTES:
         raise ConfigError(
-            f"{file.display_name} has {file.size:,} bytes and not one object per line, more than is read at once "
-            f"({JSON_BYTES:,}); save it as JSONL, one object per line"
+            f"{file.display_name} is not one object per line and has {file.size:,} bytes, more than can be read at "
+            f"once ({JSON_BYTES:,}); save it as JSONL, one object per line"
         )
     with open(file.path, "rb") as stream:
         content = stream.read()
@@ -241,7 +241,7 @@ def _item(text: str, position: int, in_list: bool) -> tuple[dict[str, Any] | Bad
     except DuplicateKey as error:
         bad = _duplicate_key(error)
     except RecursionError:
-        bad = BadRow("nested too deeply", "JSON within JSON without end")
+        bad = BadRow("nested too deeply", "too many levels of JSON")
     except json.JSONDecodeError as error:
         bad = BadRow("broken JSON", f"{error.msg} at {text[error.pos : error.pos + 20]!r}")
     except ValueError as error:

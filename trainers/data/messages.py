@@ -62,12 +62,12 @@ def text_of(value: Any, location: str, fields: Fields | None = None) -> str:
         value = "".join(_texts_of_parts(value, location, fields or Fields()))
     if not isinstance(value, str):
         actual = "null" if value is None else "an empty list" if value in ([], ()) else type(value).__name__
-        raise RowError("wrong type", f"{location} is {actual} and not text")
+        raise RowError("wrong type", f"{location} is {actual}, not text")
     if not value.isascii():
         try:
             value.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise RowError("invalid UTF-8", f"{location} has half a surrogate pair at {error.start + 1}") from None
+            raise RowError("invalid UTF-8", f"{location} has an unpaired surrogate at {error.start + 1}") from None
     return value
 
 
@@ -79,7 +79,7 @@ def _texts_of_parts(parts: Sequence[Any], location: str, fields: Fields) -> Iter
             )
         kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise RowError("wrong type", f"{location}[{index}] is a part of type {str(kind)[:40]!r} and not text")
+            raise RowError("wrong type", f"{location}[{index}] is a part of type {str(kind)[:40]!r}, not text")
         fields.add_unused(part, ("type", "text"), f"{_path(location)}[].")
         yield part["text"]
 
@@ -183,7 +183,7 @@ def _parse_message(
     refuse_media(message, f"{location}.")
     if calls:
         if role != "assistant":
-            raise RowError("wrong type", f"{location} of the {role} has tool_calls, which only the assistant makes")
+            raise RowError("wrong type", f"{location} of the {role} has tool_calls, which only the assistant can have")
         checked["tool_calls"] = _tool_calls(calls, f"{location}.tool_calls", fields)
     # Optional fields; what is left is reported as unused.
     path, used = _path(location), {role_key, content_key, "tool_calls", _OLD_CALL}

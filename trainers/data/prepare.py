@@ -160,11 +160,11 @@ def _build(config: TrainConfig, split: Split, files: list[DataFile], folder: Pat
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(
-            f"cannot write tokenised data to {folder.parent}: {reason}; free space there, or set cache_dir"
+            f"cannot write tokenized data to {folder.parent}: {reason}; free space there, or set cache_dir"
         ) from None
     token_set = open_cache(folder, fingerprint)
     if token_set is None:
-        raise ConfigError(f"tokenised data in {folder} cannot be read back; check the disk, or set cache_dir")
+        raise ConfigError(f"tokenized data in {folder} cannot be read back; check the disk, or set cache_dir")
     return token_set
 
 
@@ -276,7 +276,7 @@ def _tokenise(
     """Runs the tasks in worker processes and appends their results in the order of the data."""
     processes = max(1, min(len(tasks), config.dataset_num_proc or _cores()))
     total = sum(shard.rows for task in tasks for shard, _, _ in task.shards)
-    with Progress(f"tokenising {report.split} data", total) as progress:
+    with Progress(f"tokenizing {report.split} data", total) as progress:
         model = config.model_name_or_path
         with Pool(processes, writer.temporary, encoder, options, model) as pool:
             for task, task_report in pool.run(tasks, progress.add):

@@ -281,7 +281,7 @@ class Encoder:
         for name, present in (("tools", "tools" in document.variables), ("tool_calls", calls)):
             if present and not self.writes(name):
                 raise RowError(
-                    "chat template", f"it has no place for {name}; give --chat_template FILE that writes them"
+                    "chat template", f"it does not render {name}; give --chat_template FILE that writes them"
                 )
         if document.left_out and not self.options.assistant_only:
             raise RowError(

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainers.config.mistakes import ConfigError
 from trainers.data.files import DataFile
 from trainers.data.formats import Document, RowError, canonical, wanted_columns
 from trainers.data.report import TOO_LONG, Report

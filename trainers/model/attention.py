@@ -56,7 +56,7 @@ def _mask(metadata: AttentionMetadata, length: int, window: int | None, device: 
 
 def _refuse_unknown(attention_mask: Any, arguments: dict[str, Any], softcap: bool = False) -> None:
     if attention_mask is not None:
-        raise ValueError("this model builds an attention mask of its own, which would be lost")
+        raise ValueError("this model builds its own attention mask, which would be lost")
     for name in ("s_aux", "position_bias", "cache", *(() if softcap else ("softcap",))):
         if arguments.get(name) is not None:
             raise ValueError(f"this model's attention uses {name}, which is not supported")

@@ -56,7 +56,7 @@ def choose(config: TrainConfig, model_config: Any, device: torch.device, compute
     if _unfit(best, model_config, device, compute):
         return "sdpa"
     if problem := trial(best, model_config, device, compute):
-        print(f"warning: the attention kernel {best} is not used: {problem}; sdpa takes its place", flush=True)
+        print(f"warning: the attention kernel {best} is not used: {problem}; sdpa is used instead", flush=True)
         return "sdpa"
     return best
 
@@ -75,7 +75,7 @@ def _sizes(model_config: Any) -> tuple[int, int, int]:
 def _unfit(kernel: str, model_config: Any, device: torch.device, compute: torch.dtype) -> str | None:
     """Why a kernel does not support this model or device; None if it does."""
     if _softcap(model_config) and kernel not in ("eager", "flex"):
-        return "this model caps its attention scores, which eager and flex can do alone"
+        return "this model caps its attention scores, which only eager and flex can do"
     if kernel not in ("varlen", "flex"):
         return None
     if device.type != "cuda":
@@ -87,9 +87,9 @@ def _unfit(kernel: str, model_config: Any, device: torch.device, compute: torch.
     if torch.cuda.get_device_capability(device) < (8, 0) or compute not in (torch.float16, torch.bfloat16):
         return "it needs a GPU of compute capability 8.0 and mixed_precision=bf16 or fp16"
     if getattr(model_config, "v_head_dim", None):
-        return "it takes values of no other size than queries"
+        return "it needs values of the same size as queries"
     size = _sizes(model_config)[2]
-    return None if size % 8 == 0 and size <= 256 else f"it takes no heads of size {size}"
+    return None if size % 8 == 0 and size <= 256 else f"it does not support heads of size {size}"
 
 
 def trial(kernel: str, model_config: Any, device: torch.device, compute: torch.dtype) -> str | None:

@@ -52,7 +52,8 @@ def adapter_lines(model: Any) -> list[str]:
     if fused:
         weights = ", ".join(f"{name} {count}" for name, count in sorted(fused.items()))
         lines.append(
-            f"no adapters on: the experts' own weights ({weights}), each layer's in one; method=full trains them"
+            f"no adapters on: the experts' own weights ({weights}), stored as one tensor per layer; "
+            "method=full trains them"
         )
     return lines
 

@@ -186,7 +186,7 @@ def check_attention(config: TrainConfig, model_config: Any) -> str:
     raise ConfigError.about(
         "attn_implementation",
         config.attn_implementation,
-        f": {model_config.model_type} models take no attention but their own",
+        f": {model_config.model_type} models support only their own attention",
         "use auto",
     )
 
@@ -204,7 +204,7 @@ def fit_lines(config: TrainConfig, report: dict[str, Any]) -> list[str]:
     missing, unexpected = (sorted(report[kind]) for kind in ("missing_keys", "unexpected_keys"))
     mistakes = []
     if missing:
-        only = f"; they have {_first_names(unexpected)}, which it has no place for" if unexpected else ""
+        only = f"; they have {_first_names(unexpected)}, which the model does not use" if unexpected else ""
         mistakes.append(f"weights that the model needs are not in its files: {_first_names(missing)}{only}")
     if mismatched := sorted(report["mismatched_keys"]):
         name, actual, needed = mismatched[0]
@@ -221,7 +221,7 @@ def fit_lines(config: TrainConfig, report: dict[str, Any]) -> list[str]:
             "what is missing would be random: download the model again, or correct its config.json",
         )
     if unexpected and config.num_hidden_layers is None:
-        return [f"not used, as the model has no place for them: {_first_names(unexpected)}"]
+        return [f"not used by the model: {_first_names(unexpected)}"]
     return []
 
 
@@ -235,7 +235,7 @@ def misfits(expected: Shapes, shapes: Shapes) -> list[str]:
     missing, unexpected = sorted(expected.keys() - shapes.keys()), sorted(shapes.keys() - expected.keys())
     differing = sorted(name for name in expected.keys() & shapes.keys() if list(expected[name]) != list(shapes[name]))
     lines = [f"weights that the model needs are not in it: {_first_names(missing)}"] if missing else []
-    lines += [f"the model has no place for {_first_names(unexpected)}"] if unexpected else []
+    lines += [f"the model does not have {_first_names(unexpected)}"] if unexpected else []
     if differing:
         sizes = ["x".join(map(str, each[differing[0]])) for each in (shapes, expected)]
         others = f" (so are {len(differing) - 1} others)" if len(differing) > 1 else ""
@@ -321,9 +321,7 @@ def _refuse_other_tasks(config: TrainConfig, model_config: Any) -> None:
         )
     for name in getattr(model_config, "architectures", None) or []:
         if not config.random_init and name.endswith(_OTHER_TASKS):
-            raise ConfigError(
-                f"{subject} is a {name}, which has no head that predicts tokens; use the model it came from"
-            )
+            raise ConfigError(f"{subject} is a {name}, which has no language-modeling head; use the model it came from")
 
 
 def _check_layers(config: TrainConfig, model_config: Any) -> None:
@@ -409,7 +407,7 @@ def add_adapters(base: PreTrainedModel, config: TrainConfig) -> nn.Module:
         raise ConfigError.about(
             "lora_target_modules",
             ",".join(missing or targets),
-            f"fits no module of {config.model_name_or_path}",
+            f"matches no module of {config.model_name_or_path}",
             f"use all-linear, or some of {', '.join(names)}",
         )
     _refuse_merging_tied(config, base, got)

@@ -119,7 +119,7 @@ def compare(ours: ForwardPass, own: ForwardPass | None, kind: str, packing: bool
     for outcome in (own, ours):
         if outcome is not None and not outcome.hidden.isfinite().all():
             name = str(compute).removeprefix("torch.")
-            raise ProbeError(f"{kind} models give NaN or infinity in {name}, as another mixed_precision may not")
+            raise ProbeError(f"{kind} models give NaN or infinity in {name}, which another mixed_precision may avoid")
     if own is not None:
         refuse_encoder(kind, own, compute)
     _refuse_leaks(kind, ours, packing, compute)
@@ -162,7 +162,7 @@ def own_pass(wrapped: nn.Module, base: Any, packing: bool, device: torch.device)
     except _FAILURES as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        raise ProbeError(f"{base.config.model_type} models fail by themselves: {in_one_line(error)}") from None
+        raise ProbeError(f"{base.config.model_type} models fail on their own: {in_one_line(error)}") from None
     return ForwardPass(seen[0], float(total) / len(labels))
 
 
@@ -221,11 +221,11 @@ def refuse_encoder(kind: str, own: ForwardPass, compute: torch.dtype) -> None:
     after = (rows[1] - rows[0]).abs().amax(-1)[-1, _HALF % length + 1 :].max()
     last = (rows[2] - rows[0]).abs().amax(-1)[-1]
     if last[length - 1] == 0:  # XLM infers a row's length by counting padding tokens anywhere in it
-        raise ProbeError(f"{kind} models leave out the last token of a row in which their padding token stands")
+        raise ProbeError(f"{kind} models leave out the last token of a row that contains their padding token")
     before = last[: length - 1].max()
     if not before <= _LEAK[compute] * after:
         raise ProbeError(
-            f"{kind} models read a text in both directions (their config.json does not say is_decoder=true), "
+            f"{kind} models attend in both directions (their config.json does not say is_decoder=true), "
             "and cannot learn to predict the next token"
         )
 
@@ -238,7 +238,7 @@ def _refuse_leaks(kind: str, ours: ForwardPass, packing: bool, compute: torch.dt
         moved = torch.maximum(moved, change[2, _HALF:].max())
     if not moved <= _LEAK[compute] * may_move:
         seen = "later tokens or another document" if packing else "later tokens"
-        raise ProbeError(f"{kind} models see {seen} through the attention or layers that they bring")
+        raise ProbeError(f"{kind} models see {seen} through their own attention or layers")
 
 
 def _refuse_difference(kind: str, ours: ForwardPass, own: ForwardPass, compute: torch.dtype) -> None:

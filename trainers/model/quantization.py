@@ -86,8 +86,8 @@ def refuse_quantised(config: TrainConfig, model_config: Any, dtypes: Iterable[st
     raise ConfigError.about(
         "model_name_or_path",
         config.model_name_or_path,
-        f"is quantised already ({how}) and cannot be trained with method={config.method}",
-        "use the model that it was made from, or an unquantised copy",
+        f"is already quantized ({how}) and cannot be trained with method={config.method}",
+        "use the model that it was made from, or an unquantized copy",
     )
 
 
@@ -116,7 +116,7 @@ def refuse_unfit(model_config: Any, trust_remote_code: bool) -> None:
             raise ConfigError.about(
                 "method",
                 "qlora",
-                f": {model_config.model_type} has a linear layer of {size}, which nf4 does not fit",
+                f": {model_config.model_type} has a linear layer of {size}, which nf4 does not support",
                 "use lora",
             )
     # Small parts such as routers and short convolutions may stay unquantised; Conv1D would be exported transposed.
@@ -125,7 +125,7 @@ def refuse_unfit(model_config: Any, trust_remote_code: bool) -> None:
             "method",
             "qlora",
             f": {outside / total:.0%} of the weights of {model_config.model_type} are in {', '.join(sorted(kinds))}, "
-            "which cannot be quantised",
+            "which cannot be quantized",
             "use method=lora, or another model",
         )
 

@@ -251,10 +251,10 @@ def _problem(config: Any, reference: Any, attention: str, packing: bool, expecte
             model = _build(config, _COUNTED if ours else attention)
             model.load_state_dict(reference.state_dict())
         except Exception:
-            return f"{kind} models take no attention but their own, which cannot keep packed documents apart"
+            return f"{kind} models support only their own attention, which cannot keep packed documents apart"
         outcome = our_pass(SupervisedLoss(model).eval(), model, packing, torch.device("cpu"))
         if ours and not calls:
-            return f"{kind} models bring attention or layers of their own, which cannot keep packed documents apart"
+            return f"{kind} models have attention or layers of their own, which cannot keep packed documents apart"
         compare(outcome, expected, kind, packing, torch.float32)
     except ProbeError as error:
         return str(error)

@@ -152,15 +152,15 @@ def wrapped_classes(loss: Any, version: int, names: Sequence[str], wraps: bool, 
     kind, own = loss.base.config.model_type, _layer_classes(loss)
     if missing := sorted(set(names) - {type(module).__name__ for module in loss.modules()}):
         raise ConfigError(
-            f"fsdp_transformer_layer_cls_to_wrap={','.join(missing)} is not a layer of {kind}; "
-            f"its own are {', '.join(own) or 'not known'}"
+            f"fsdp_transformer_layer_cls_to_wrap={','.join(missing)} is not a layer class of {kind}; "
+            f"its layer classes are {', '.join(own) or 'unknown'}"
         )
     classes = _classes_by_size(loss, own, least) if least is not None else list(names) or own
     if not wraps or (least is not None and not classes):
         return []
     if not classes:
         raise ConfigError(
-            f"{kind} names no layer to cut at, so the whole model would be gathered at once; "
+            f"{kind} names no layer class to wrap, so the whole model would be gathered at once; "
             "set fsdp_transformer_layer_cls_to_wrap in the Accelerate file"
         )
     if version == 1:
@@ -204,8 +204,8 @@ def _refuse_odd_adapters(loss: nn.Module) -> None:
         odd = trained and not isinstance(module, nn.Linear)
         if kind == "ParamWrapper" or (mixed and odd):
             raise ConfigError(
-                f"fsdp1 cannot cut the adapter at {_plain(name)} ({kind}); use --strategy fsdp2, or leave that module "
-                "out of lora_target_modules"
+                f"fsdp1 cannot shard the adapter at {_plain(name)} ({kind}); use --strategy fsdp2, or leave that "
+                "module out of lora_target_modules"
             )
 
 

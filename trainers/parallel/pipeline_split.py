@@ -291,7 +291,7 @@ def refuse_tied_shards(loss: Any, schedule: str) -> None:
     if SCHEDULES[schedule].turns and tied_weight(loss) is not None:
         raise ConfigError(
             f"pp_schedule={schedule} puts embedding and head on one rank, and this model ties them, which FSDP cannot "
-            "cut; use zero_bubble, or data parallel without dp_shard"
+            "shard; use zero_bubble, or data parallel without dp_shard"
         )
 
 

@@ -226,7 +226,7 @@ def refuse_unsplittable_rows(model_config: Any, sizes: MeshSizes) -> None:
     kind, remedy = model_config.model_type, "use a strategy without sp and cp"
     if getattr(model_config, "num_attention_heads", None) is None:
         raise ConfigError(
-            f"{sizes}: {kind} has no attention heads, and attention alone looks at the other parts of a row; {remedy}"
+            f"{sizes}: {kind} has no attention heads, and only attention sees the other parts of a row; {remedy}"
         )
     other = set(getattr(model_config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     rope = str(getattr(model_config, "rope_parameters", None) or getattr(model_config, "rope_scaling", None))
@@ -238,7 +238,7 @@ def refuse_unsplittable_rows(model_config: Any, sizes: MeshSizes) -> None:
     if "longrope" in rope or "dynamic" in rope:
         raise ConfigError(
             f"{sizes}: {kind} chooses its rotary frequencies by the longest position that a rank sees, and "
-            f"each sees another; {remedy}"
+            f"each sees a different one; {remedy}"
         )
     if mistake := heads_mistake(sizes, int(model_config.num_attention_heads), kind):
         raise ConfigError(mistake)

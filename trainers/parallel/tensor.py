@@ -185,7 +185,7 @@ class ShardedHead(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Raises NotImplementedError: training never needs full logits."""
-        raise NotImplementedError("the output head is cut by tensor parallelism; call the loss module instead")
+        raise NotImplementedError("the output head is split by tensor parallelism; call the loss module instead")
 
 
 @lru_cache
@@ -249,15 +249,15 @@ class _Splitter:
         base = layer.base_layer if adapted else layer
         if type(base) is not nn.Linear:
             raise self.refusal(
-                f"has a {type(base).__name__} at {name}, which tensor parallelism does not cut",
-                "use method=full or lora without quantisation or fp8, or tp_size=1",
+                f"has a {type(base).__name__} at {name}, which tensor parallelism does not split",
+                "use method=full or lora without quantization or fp8, or tp_size=1",
             )
         split = self.column if style in _COLUMN else self.row
         split(name, base, style in GATHERED)
         if not adapted:
             return
         if type(layer).__name__ != "Linear" or layer.lora_variant:
-            raise self.refusal(f"has an adapter of a kind that cannot be cut at {name}")
+            raise self.refusal(f"has an adapter of a kind that cannot be split at {name}")
         # LoRA's product B @ A must be split like the base: B by outputs, or A by inputs; the other stays full.
         for key in layer.lora_A:
             if style in _COLUMN:
@@ -292,13 +292,13 @@ class _Splitter:
         kind: Any = type(embedding)
         if not issubclass(kind, nn.Embedding):
             raise self.refusal(
-                "has an adapter on its embedding, which tensor parallelism does not cut",
+                "has an adapter on its embedding, which tensor parallelism does not split",
                 "leave it out of lora_target_modules",
             )
         tp, vocab_size = self.tp, embedding.weight.shape[0]
         part = slice(vocab_size * tp.rank // tp.size, vocab_size * (tp.rank + 1) // tp.size)
         if head.weight.shape[0] != vocab_size:
-            raise self.refusal(f"has {vocab_size} words in its embedding and {head.weight.shape[0]} in its head")
+            raise self.refusal(f"has {vocab_size} tokens in its embedding and {head.weight.shape[0]} in its head")
         tied = head.weight is embedding.weight
         for weight in (embedding.weight, None if tied else head.weight, head.bias):
             self.keep(weight, 0, part)
@@ -357,9 +357,9 @@ def split_model(
     if not loss.chunked:
         adapted = hasattr(head, "base_layer")
         raise splitter.refusal(
-            "has an adapter on its output head, which tensor parallelism does not cut"
+            "has an adapter on its output head, which tensor parallelism does not split"
             if adapted
-            else "computes its logits in a way of its own, which tensor parallelism does not cut",
+            else "computes its logits in its own way, which tensor parallelism does not split",
             "leave it out of lora_target_modules" if adapted else "use tp_size=1, with fsdp2 for instance",
         )
     # Collect the planned layers by parent module: each parent is split as a unit.

@@ -411,10 +411,10 @@ def _use_new_profile_file(settings: dict[str, Any]) -> None:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
     except OSError as error:
         raise TrainingError(
-            f"flops_profiler.output_file={wanted} cannot be made: {error.strerror}; name a new file"
+            f"flops_profiler.output_file={wanted} cannot be created: {error.strerror}; name a new file"
         ) from None
     if path != wanted:
-        print(f"flops_profiler.output_file={wanted} is there already; the profile goes to {path}", flush=True)
+        print(f"flops_profiler.output_file={wanted} already exists; the profile goes to {path}", flush=True)
     section["output_file"] = str(path)
 
 
@@ -446,7 +446,7 @@ def build_extensions(builders: list[str]) -> None:
         for name in builders:
             builder = get_accelerator().create_op_builder(name)
             if name == ASYNC_IO and not builder.is_compatible():
-                raise TrainingError("offload to NVMe needs libaio, and there is none; install libaio-dev, or use cpu")
+                raise TrainingError("offload to NVMe needs libaio, but there is none; install libaio-dev, or use cpu")
             compiled = folder / builder.name / f"{builder.name}.so"
             if not compiled.is_file() and not installed_ops.get(builder.name):
                 print(f"compiling DeepSpeed's {builder.name}, once for this installation: a minute or more", flush=True)

@@ -33,7 +33,7 @@ FREE = frozenset({
 })  # fmt: skip
 """Options that may change on resume: they affect cost, monitoring or export, but no training step beyond the parity
 tolerance. Includes the names of the data, as the ranks compare its content."""
-FORCE = "go on all the same with --force (by hand: --force_resume true)"
+FORCE = "continue anyway with --force (trainers/train.py: --force_resume true)"
 LENGTH = ("max_steps", "num_train_epochs")
 """Options for the length of a run; they may change if the learning rate of a step does not depend on the length."""
 STRUCTURE = ("method", "lora_r", "lora_target_modules", "num_hidden_layers")
@@ -99,7 +99,7 @@ def refusals(
     if force:
         return misfits
     pass_by = {*FREE, *STRUCTURE, *(LENGTH if _rate_is_free_of_length(config) else ())}
-    remedy = f"the steps to come would be others: put it back, or {FORCE}"
+    remedy = f"the remaining steps would differ: restore it, or {FORCE}"
     others = [change for change in changed if change.option not in pass_by] + changed_versions(manifest, installed)
     return misfits + [replace(change, remedy=remedy) for change in others]
 

@@ -186,8 +186,8 @@ def take_now(need: Need, holder: Holder, timeout: float = 0.0) -> HeldSlots:
         time.sleep(0.1)
     if held is None:
         raise ConfigError(
-            f"{describe_need(need)} cannot be taken: {who_has(need) or 'a queued run waits for it'}; wait for its end, "
-            "queue this one with `tunesmith train --detach`, or pass --share_gpus true"
+            f"{describe_need(need)} cannot be taken: {who_has(need) or 'a queued run waits for it'}; wait for it to "
+            "end, queue this one with `tunesmith train --detach`, or pass --share_gpus true"
         )
     return held
 
@@ -330,7 +330,7 @@ def move(run_dir: Path, places: int) -> int:
         tickets = live_tickets()
         index = _place_of(run_dir, tickets)
         if index is None:
-            raise ConfigError(f"run {run_dir.name} does not wait in the queue; `tunesmith runs list` tells its state")
+            raise ConfigError(f"run {run_dir.name} is not in the queue; `tunesmith runs list` shows its state")
         there = min(max(index + places, 0), len(tickets) - 1)
         tickets.insert(there, tickets.pop(index))
         for number, ticket in enumerate(tickets, start=1):

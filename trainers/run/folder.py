@@ -212,7 +212,7 @@ class RunFolder:
             self.checkpoints.mkdir(exist_ok=True)
         except OSError as error:
             raise ConfigError.about(
-                "output_dir", self.path, f"cannot be made: {error.strerror}", "choose another folder"
+                "output_dir", self.path, f"cannot be created: {error.strerror}", "choose another folder"
             ) from None
 
     def refuse_used(self) -> None:
@@ -233,7 +233,7 @@ class RunFolder:
             listed = ", ".join(name if len(name) <= 40 else f"{name[:39]}…" for name in names[:3])
             listed += f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise ConfigError.about(
-                "output_dir", self.path, f"is not empty and holds no run: {listed}", "name a new or an empty folder"
+                "output_dir", self.path, f"is not empty and holds no run: {listed}", "choose a new or empty folder"
             )
         if name := not_regular(self.path):
             raise ConfigError(f"{self.path / name} is not a regular file or folder; remove it")
@@ -253,7 +253,7 @@ class RunFolder:
             Mistake(
                 "model_name_or_path",
                 config.model_name_or_path,
-                f"lies in output_dir={self.path}, to which the run exports",
+                f"is inside output_dir={self.path}, to which the run exports",
                 "name another output_dir",
             )
         ]

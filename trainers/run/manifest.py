@@ -116,7 +116,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     manifest = read_json(folder / "manifest.json")
     if manifest is None:
-        raise ValueError("its manifest is missing or no JSON")
+        raise ValueError("its manifest is missing or not JSON")
     if manifest.get("seal") != seal(manifest):
         raise ValueError("its manifest was changed after it was written")
     if manifest.get("format") != FORMAT:
@@ -135,7 +135,7 @@ def verify(folder: Path) -> dict[str, Any]:
     manifest = read_manifest(folder)
     match = re.fullmatch(r"step-(\d{8})(\.tmp-\w+)?", folder.name)
     if match and int(match[1]) != manifest["step"]:
-        raise ValueError(f"it is named after another step than that of its manifest, {manifest['step']}")
+        raise ValueError(f"its name is for another step than its manifest, {manifest['step']}")
     for name, expected in manifest["files"].items():
         path = folder / name
         if not path.is_file():

@@ -61,7 +61,7 @@ def read_headers(folder: Path) -> Headers:
         raise ConfigError.about(
             "model_name_or_path",
             folder,
-            f": its weight files are not whole ({error})",
+            f": its weight files are incomplete ({error})",
             "download or save the model again",
         ) from None
     return {name: (entry["dtype"], entry["shape"]) for name, entry in entries}
@@ -114,7 +114,7 @@ def hub_headers(config: TrainConfig) -> Headers | None:
         if isinstance(error, errors.RemoteEntryNotFoundError):
             problem = f"{str(error.response.url).rpartition('/')[2]} is missing"
         raise ConfigError(
-            f"model_name_or_path={name}: its weight files on the Hub are not whole ({problem}); use another "
+            f"model_name_or_path={name}: its weight files on the Hub are incomplete ({problem}); use another "
             "revision or model"
         ) from None
     except Exception:  # without a network, several libraries raise different errors; the run checks the files later

@@ -90,7 +90,7 @@ def _process_mistakes(config: AccelerateConfig) -> Iterator[Mistake]:
     elif kind == "MULTI_GPU" and processes == 1:
         yield Mistake("distributed_type", kind, "with num_processes=1", "write 'NO', or at least 2 processes")
     if processes and processes % machines:
-        problem = f"does not divide by num_machines={machines}"
+        problem = f"is not divisible by num_machines={machines}"
         yield Mistake("num_processes", processes, problem, "use as many on each machine")
     if rank >= machines:
         problem = (
@@ -116,10 +116,10 @@ def _fsdp_mistakes(config: AccelerateConfig) -> Iterator[Mistake]:
         yield Mistake("distributed_type", "FSDP", problem, "write one, as in accelerate_configs/fsdp2.yaml")
         return
     if fsdp.fsdp_version is None:
-        problem = "is missing, and Accelerate would take 1"
+        problem = "is missing, and Accelerate would use 1"
         yield Mistake("fsdp_config.fsdp_version", None, problem, "write 2 (or 1)")
     if fsdp.fsdp_cpu_ram_efficient_loading is None:
-        problem = "is missing, and `accelerate launch` would take true"
+        problem = "is missing, and `accelerate launch` would use true"
         remedy = "write false, or true to load on rank 0 alone"
         yield Mistake("fsdp_config.fsdp_cpu_ram_efficient_loading", None, problem, remedy)
     yield from _wrap_mistakes(fsdp)
@@ -164,7 +164,7 @@ def _fsdp2_mistakes(fsdp: FsdpConfig) -> Iterator[Mistake]:
     if isinstance(reshard, str):  # Accelerate rejects the values of version 1
         flags = {"FULL_SHARD": "write true", "SHARD_GRAD_OP": "write false"}
         remedy = flags.get(reshard, "write true or false, or use hsdp")
-        yield Mistake("fsdp_config.fsdp_reshard_after_forward", reshard, "is a word of fsdp_version=1", remedy)
+        yield Mistake("fsdp_config.fsdp_reshard_after_forward", reshard, "is an fsdp_version=1 option", remedy)
 
 
 def _fsdp1_mistakes(config: AccelerateConfig, fsdp: FsdpConfig) -> Iterator[Mistake]:
@@ -175,14 +175,14 @@ def _fsdp1_mistakes(config: AccelerateConfig, fsdp: FsdpConfig) -> Iterator[Mist
         remedy = f"write fsdp_sharding_strategy: {word or 'FULL_SHARD (true) or SHARD_GRAD_OP (false)'}"
         yield Mistake("fsdp_config.fsdp_reshard_after_forward", word, "is ignored under fsdp_version=1", remedy)
     if fsdp.fsdp_use_orig_params is False:
-        problem = "cannot hold frozen beside trained weights, nor say their names"
+        problem = "cannot mix frozen and trained weights, nor report their names"
         yield Mistake("fsdp_config.fsdp_use_orig_params", False, problem, "write true")
     if fsdp.fsdp_cpu_ram_efficient_loading and fsdp.fsdp_sync_module_states is False:
         problem = "with fsdp_sync_module_states=false: only rank 0 would have the weights"
         remedy = "write fsdp_sync_module_states: true"
         yield Mistake("fsdp_config.fsdp_cpu_ram_efficient_loading", True, problem, remedy)
     if "HYBRID" in sharding and (config.num_machines or 1) < 2:
-        problem = "takes its groups from the machines, and this is one"
+        problem = "takes its groups from the machines, and there is only one"
         yield Mistake("fsdp_config.fsdp_sharding_strategy", sharding, problem, "use the hsdp strategy")
     if config.num_processes == 1 and sharding != "NO_SHARD":
         problem = f"with num_processes=1 turns {sharding} into NO_SHARD"
@@ -234,7 +234,7 @@ def _stage_mistakes(kind: str, fsdp: FsdpConfig, sizes: MeshSizes) -> Iterator[M
             remedy = f"write {value or 'false'}, as in pp_fsdp2"
             yield Mistake(f"fsdp_config.{key}", getattr(fsdp, key), problem, remedy)
     if kind == "FSDP" and sizes.sequence_shards > 1:
-        yield Mistake("", None, f"{sizes} under FSDP is not proved", "use MULTI_GPU, or leave out pp")
+        yield Mistake("", None, f"{sizes} under FSDP is not verified", "use MULTI_GPU, or leave out pp")
 
 
 def _deepspeed_mistakes(config: AccelerateConfig) -> Iterator[Mistake]:
@@ -266,13 +266,13 @@ def _deepspeed_mistakes(config: AccelerateConfig) -> Iterator[Mistake]:
         yield Mistake(option, True, problem, remedy)
     if stage == 3 and section.zero3_init_flag is None:
         # Without the key, DeepSpeedPlugin defaults to true under stage 3, and each rank would initialize its own shard.
-        yield Mistake(option, None, "is missing, and Accelerate would take true", "write false")
+        yield Mistake(option, None, "is missing, and Accelerate would use true", "write false")
 
 
 def _inline_mistakes(section: DeepSpeedConfig) -> Iterator[Mistake]:
     stage = section.zero_stage
     if stage is None:
-        problem = "is missing, and Accelerate would take 2"
+        problem = "is missing, and Accelerate would use 2"
         yield Mistake("deepspeed_config.zero_stage", None, problem, "write 1, 2 or 3")
     elif stage != 3 and section.offload_param_device != "none":
         problem = f"needs zero_stage: 3, not {stage}"
@@ -294,7 +294,7 @@ def _beside_file(config: AccelerateConfig, section: DeepSpeedConfig) -> Iterator
         if key in section.model_fields_set:
             yield Mistake(f"deepspeed_config.{key}", None, problem, "write it into the JSON")
     if config.mixed_precision is not None:
-        remedy = "remove it from the YAML and say it in the config"
+        remedy = "remove it from the YAML and set it in the config"
         yield Mistake("mixed_precision", config.mixed_precision, problem, remedy)
 
 

@@ -57,7 +57,7 @@ Sharding = Literal[
 class FsdpConfig(Section):
     """`fsdp_config`."""
 
-    fsdp_version: Annotated[int, Field(ge=1, le=2)] | None = key(Refused("FSDP has the versions 1 and 2", "write 2"))
+    fsdp_version: Annotated[int, Field(ge=1, le=2)] | None = key(Refused("FSDP versions are 1 and 2", "write 2"))
     fsdp_auto_wrap_policy: Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"] | None = None
     fsdp_transformer_layer_cls_to_wrap: str | None = None
     fsdp_min_num_params: Annotated[int, Field(ge=1)] | None = None
@@ -93,7 +93,7 @@ class DeepSpeedConfig(Section):
 
     deepspeed_config_file: str | None = None
     zero_stage: Annotated[int, Field(ge=1, le=3)] | None = key(
-        Refused("ZeRO has the stages 1, 2 and 3", "write one as a number; stage 0 is the ddp strategy")
+        Refused("ZeRO stages are 1, 2 and 3", "write one as a number; stage 0 is the ddp strategy")
     )
     offload_optimizer_device: Literal["none", "cpu", "nvme"] = "none"
     offload_param_device: Literal["none", "cpu", "nvme"] = "none"
@@ -103,7 +103,7 @@ class DeepSpeedConfig(Section):
         Refused("accumulation is derived from global_batch_size", "remove the line")
     )
     gradient_clipping: Literal["auto"] | None = key(
-        Refused("max_grad_norm of the config says where gradients are clipped", "remove the line")
+        Refused("max_grad_norm of the config sets gradient clipping", "remove the line")
     )
     zero3_init_flag: bool | None = None
     zero3_save_16bit_model: bool | None = key(
@@ -173,7 +173,7 @@ class AccelerateConfig(Section):
     machine_rank: Processes | None = None
     main_process_ip: str | None = None
     main_process_port: Annotated[int | str, Predicate(_is_port)] | None = key(
-        Refused("it is not a port", "write 0 to 65535, as 29500")
+        Refused("it is not a port", "write 0 to 65535, such as 29500")
     )
     main_training_function: str | None = key(
         Ignored("only notebooks and TPUs are started by a function; remove the line", lambda value: value != "main")

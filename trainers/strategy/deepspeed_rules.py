@@ -133,11 +133,11 @@ def _zero_mistakes(zero: ZeroOptimization | None) -> Iterator[Mistake]:
             yield Mistake(
                 f"{section}.zero_hpz_partition_size",
                 None,
-                ": a second copy beside weights that are offloaded",
+                ": a second copy of weights that are offloaded",
                 "remove it",
             )
         if param.device == "nvme":
-            yield Mistake(f"{section}.offload_param.device", "nvme", ": no checkpoint could be made of it", "write cpu")
+            yield Mistake(f"{section}.offload_param.device", "nvme", ": it could not be checkpointed", "write cpu")
     for name, offload in (("offload_param", param), ("offload_optimizer", state)):
         if offload.device != "nvme":
             continue
@@ -145,7 +145,7 @@ def _zero_mistakes(zero: ZeroOptimization | None) -> Iterator[Mistake]:
         if offload.nvme_path is None:
             yield Mistake(option, "nvme", "needs a folder", "write nvme_path")
         if stage != 3:
-            yield Mistake(option, "nvme", f"is taken for cpu under stage {stage}", "write stage 3, or cpu")
+            yield Mistake(option, "nvme", f"is treated as cpu under stage {stage}", "write stage 3, or cpu")
 
 
 def _optimizer_mistakes(optimizer: Optimizer | None) -> list[Mistake]:
@@ -156,19 +156,19 @@ def _optimizer_mistakes(optimizer: Optimizer | None) -> list[Mistake]:
         return [Mistake("optimizer.type", None, "is missing", use)]
     kind, name = optimizer.type.lower(), shortened(optimizer.type)
     if kind in ONE_BIT:
-        return [Mistake("optimizer.type", name, "is gone from DeepSpeed 0.19", use)]
+        return [Mistake("optimizer.type", name, "was removed in DeepSpeed 0.19", use)]
     if kind in UNTRIED:
         problem = "is not supported, as checkpoints were never run with its state"
         return [Mistake("optimizer.type", name, problem, "use AdamW")]
     if kind not in OPTIMIZERS:
-        return [Mistake("optimizer.type", name, "is not an optimizer of DeepSpeed's own", use)]
+        return [Mistake("optimizer.type", name, "is not one of DeepSpeed's own optimizers", use)]
     params = optimizer.params or {}
     try:
         parse(OPTIMIZERS[kind], params, "optimizer.params")
     except ConfigError as error:
         return error.mistakes
     # The training loop sets lr, and the parameter groups set weight_decay; only these two would silently differ.
-    problem = "is missing, and DeepSpeed would take a default of its own"
+    problem = "is missing, and DeepSpeed would use its own default"
     return [
         Mistake(f"optimizer.params.{key}", None, problem, 'write "auto"')
         for key in ("betas", "eps")

@@ -31,7 +31,7 @@ Device = Literal["none", "cpu", "nvme"]
 
 _BATCH = Refused("the batch follows from global_batch_size", 'write "auto" or remove it')
 _COMPUTE_RULE = Refused(
-    "it would leave the compute rule that all strategies share", "remove it and use mixed_precision of the config"
+    "it would break the compute rule that all strategies share", "remove it and use mixed_precision of the config"
 )
 _OWN_METRICS = Refused("the run writes its own metrics", "remove it and use report_to in the config")
 _NO_PARALLELISM = Refused("this parallelism is not supported yet")
@@ -139,7 +139,7 @@ class ZeroOptimization(JsonSection):
     """`zero_optimization`."""
 
     stage: Annotated[int, Field(ge=1, le=3)] | None = key(
-        Refused("ZeRO has the stages 1, 2 and 3", "write one as a number; stage 0 is the ddp strategy")
+        Refused("ZeRO stages are 1, 2 and 3", "write one as a number; stage 0 is the ddp strategy")
     )
     contiguous_gradients: bool | None = None
     reduce_scatter: bool | None = None
@@ -153,7 +153,7 @@ class ZeroOptimization(JsonSection):
     elastic_checkpoint: OnlyFalse = key(Refused(_OWN_CHECKPOINTS))
     offload_param: OffloadParam | None = None
     offload_optimizer: OffloadOptimizer | None = None
-    zenflow: Absent = key(Refused("it steps with gradients that are late, which changes the model"))
+    zenflow: Absent = key(Refused("it steps with stale gradients, which changes the model"))
     sub_group_size: Count | None = None
     cpu_offload: Absent = key(_renamed("offload_optimizer"))
     cpu_offload_param: Absent = key(_renamed("offload_param"))
@@ -286,7 +286,7 @@ class DeepSpeedJson(JsonSection):
     gradient_accumulation_steps: Auto | None = key(_BATCH)
     managed_gradient_accumulation: Absent = key(Refused("the script accumulates by itself"))
     gradient_clipping: Auto | None = key(
-        Refused("max_grad_norm of the config says where to clip", 'write "auto" or remove it')
+        Refused("max_grad_norm of the config sets gradient clipping", 'write "auto" or remove it')
     )
     zero_optimization: ZeroOptimization | None = None
     optimizer: Optimizer | None = None
@@ -317,7 +317,7 @@ class DeepSpeedJson(JsonSection):
     vocabulary_size: Count | None = key(_NOT_READ)
     comms_logger: CommsLogger | None = key(
         Ignored(
-            "its summary is never asked for; write verbose: true, which prints each operation, or remove it", _is_silent
+            "its summary is never printed; write verbose: true, which prints each operation, or remove it", _is_silent
         )
     )
     flops_profiler: FlopsProfiler | None = None
@@ -334,7 +334,7 @@ class DeepSpeedJson(JsonSection):
     comet: Off = key(_OWN_METRICS)
     tensor_parallel: Absent = key(
         Refused(
-            "DeepSpeed's AutoTP cuts by rules of its own, which checkpoints and loss do not follow",
+            "DeepSpeed's AutoTP splits by its own rules, which checkpoints and loss do not follow",
             "write parallelism_config_tp_size into the YAML, as in zero2_tp",
         )
     )

@@ -23,7 +23,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 MEANS = {
     "pp": "pipeline: each rank has some of the layers",
     "dp_replicate": "data parallel: whole copies of the weights",
-    "dp_shard": "data parallel: weights, gradients and optimizer state cut (FSDP, and what ZeRO's stage says)",
+    "dp_shard": "data parallel: weights, gradients and optimizer state sharded (FSDP, and what ZeRO's stage says)",
     "cp": "context: each rank has a part of every row, keys and values are gathered",
     "sp": "sequence (Ulysses): each rank has a part of every row, in attention some heads of all of it",
     "tp": "tensor: each rank has a part of every matrix",
@@ -36,7 +36,7 @@ BACKENDS = {
 }
 """The axes that each `distributed_type` supports."""
 APART = {
-    frozenset({"cp", "sp"}): "both cut the rows",
+    frozenset({"cp", "sp"}): "both split the rows",
 }
 """Pairs of axes that cannot be combined, and why."""
 
@@ -125,7 +125,7 @@ def combination_mistakes(kind: str, sizes: MeshSizes) -> list[Mistake]:
     """Returns a mistake for each axis that does not support a `distributed_type` or another axis in use."""
     used = {axis: size for axis, size in sizes.by_axis.items() if size > 1}
     mistakes = [
-        Mistake(size_option(axis), size, f"does not go with distributed_type={kind}", f"use {_kinds(axis)}")
+        Mistake(size_option(axis), size, f"cannot be combined with distributed_type={kind}", f"use {_kinds(axis)}")
         for axis, size in used.items()
         if axis not in BACKENDS[kind]
     ]

@@ -38,6 +38,6 @@ def micro_batch_line(before: TrainConfig, after: TrainConfig, strategy: Strategy
     """Returns one line on which micro-batch was chosen, and why."""
     ranks = strategy.data_parallel_size
     return (
-        f"{OPTION}={after.per_device_train_batch_size} in place of {before.per_device_train_batch_size}: "
+        f"{OPTION}={after.per_device_train_batch_size} instead of {before.per_device_train_batch_size}: "
         f"global_batch_size={after.global_batch_size} is shared by {ranks} data-parallel rank{'s' * (ranks > 1)}"
     )

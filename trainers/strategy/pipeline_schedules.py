@@ -143,8 +143,8 @@ def bubble_line(schedule: str, ranks: int, micro_batches: int) -> str:
     """Returns the line that describes the pipeline at the start of a run."""
     share = bubble(schedule, ranks, micro_batches)
     return (
-        f"pipeline: {schedule} over {ranks} ranks with {micro_batches} micro-batches in a step; a rank waits "
-        f"{share:.1%} of it, were all stages alike and sending free"
+        f"pipeline: {schedule} over {ranks} ranks with {micro_batches} micro-batches in a step; a rank is idle for "
+        f"{share:.1%} of it, if all stages take the same time and sending takes none"
     )
 
 

@@ -169,8 +169,8 @@ class Strategy:
         # An axis stays within machines if the processes that it spans, inner axes included, divide those of a machine.
         inner = {"tp": sizes.tp, "sp": sizes.sp * sizes.tp, "cp": sizes.cp * sizes.sp * sizes.tp}
         return lines + [
-            f"{axis}={getattr(sizes, axis)} goes across machines of {local} processes each, and speaks in every layer; "
-            "keep it inside a machine and let pp or the data-parallel axes go across"
+            f"{axis}={getattr(sizes, axis)} spans machines of {local} processes each, and communicates in every layer; "
+            "keep it within a machine and let pp or the data-parallel axes span machines"
             for axis, span in inner.items()
             if machines > 1 and getattr(sizes, axis) > 1 and local % span
         ]
@@ -326,16 +326,16 @@ def cannot_run(strategy: Strategy, method: str, has_gpu: bool, small_optimizer: 
     if deepspeed and not _has("deepspeed"):
         return 'DeepSpeed is not installed; `pip install "tunesmith[deepspeed]"`'
     if strategy.fsdp and offloads and not has_gpu:
-        return "fsdp_offload_params=true uses pinned memory, which needs an accelerator, and there is none; use fsdp2"
+        return "fsdp_offload_params=true uses pinned memory, which needs an accelerator, but there is none; use fsdp2"
     if strategy.fsdp_version == 1 and strategy.fsdp.get("fsdp_sync_module_states", True) and not has_gpu:
-        return "fsdp_sync_module_states=true needs an accelerator, and there is none; write false, or use fsdp2"
+        return "fsdp_sync_module_states=true needs an accelerator, but there is none; write false, or use fsdp2"
     zero = strategy.deepspeed_json.get("zero_optimization", {})
     quantized = [key for key in QUANTIZED if zero.get(key) is True]
     if quantized and not has_gpu:
-        problem = f"{' and '.join(quantized)} of ZeRO++ needs DeepSpeed's CUDA kernels, and there is no GPU"
+        problem = f"{' and '.join(quantized)} of ZeRO++ needs DeepSpeed's CUDA kernels, but there is no GPU"
         return f"{problem}; remove it from the DeepSpeed JSON"
     if deepspeed and (offloads or not has_gpu) and not (shutil.which("c++") or shutil.which("g++")):
-        return "DeepSpeed builds what it needs on a CPU with a C++ compiler, and there is none; install g++"
+        return "DeepSpeed builds what it needs on a CPU with a C++ compiler, but there is none; install g++"
     remedy = "use --strategy single, ddp, fsdp2, hsdp, zero1 or zero2, or method=lora"
     if method == "qlora" and strategy.fsdp_version == 1:
         return f"method=qlora: FSDP 1 would put 4-bit and fp32 weights into one flat tensor; {remedy}"
@@ -345,7 +345,7 @@ def cannot_run(strategy: Strategy, method: str, has_gpu: bool, small_optimizer: 
             "master_weights=false, or use --strategy fsdp2"
         )
     if method == "qlora" and strategy.zero_stage == 3:
-        return f"method=qlora: ZeRO 3 would cut and cast 4-bit weights as if they were numbers; {remedy}"
+        return f"method=qlora: ZeRO 3 would shard and cast 4-bit weights as if they were numbers; {remedy}"
     return None
 
 
@@ -360,7 +360,7 @@ def refusal(strategy: Strategy, config: TrainConfig, has_gpu: bool) -> str | Non
     if reason := cannot_run(strategy, config.method, has_gpu, config.small_optimizer()):
         return reason
     if config.method == "qlora" and strategy.sizes.tp * strategy.sizes.pp > 1:
-        return f"method=qlora with {strategy.sizes}: 4-bit layers are not cut by tp or pp; use method=lora, or fsdp2"
+        return f"method=qlora with {strategy.sizes}: 4-bit layers are not split by tp or pp; use method=lora, or fsdp2"
     if config.ddp_comm_hook != "none" and strategy.sizes.tp * strategy.sizes.pp > 1:
         return (
             f"ddp_comm_hook={config.ddp_comm_hook} would sum over all ranks, and those of tp and pp have other "
@@ -369,7 +369,9 @@ def refusal(strategy: Strategy, config: TrainConfig, has_gpu: bool) -> str | Non
     micro_batches, sizes = config.accumulation_steps(strategy.data_parallel_size), strategy.sizes
     # With torch 2.11, compiled layers sharded by tp get no gradient at all.
     if config.torch_compile and sizes.tp * sizes.pp * sizes.sequence_shards > 1:
-        return f"torch_compile=true is not proved with {sizes}; leave it out, or use a strategy without tp, pp, cp, sp"
+        return (
+            f"torch_compile=true is not verified with {sizes}; leave it out, or use a strategy without tp, pp, cp, sp"
+        )
     return micro_batch_mistake(strategy.pp_schedule, strategy.pp_size, micro_batches) if strategy.pp_size > 1 else None
 
 

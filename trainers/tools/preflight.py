@@ -130,12 +130,12 @@ def machine_mistakes(config: TrainConfig, has_gpu: bool) -> list[Mistake]:
     hook = config.ddp_comm_hook
     rules: list[tuple[bool, str, object, str, str]] = [
         (config.mixed_precision == "fp16" and not has_gpu,
-         "mixed_precision", "fp16", "needs a GPU and there is none", "use bf16 or no"),
+         "mixed_precision", "fp16", "needs a GPU, but there is none", "use bf16 or no"),
         (hook in ("bf16", "power_sgd") and not has_gpu,  # under gloo, PowerSGD aborts the process
-         "ddp_comm_hook", hook, "needs GPUs with NCCL and there are none", "use fp16 or none"),
-        (config.tf32 and not has_gpu, "tf32", True, "needs a GPU and there is none", "leave it out"),
+         "ddp_comm_hook", hook, "needs GPUs with NCCL, but there are none", "use fp16 or none"),
+        (config.tf32 and not has_gpu, "tf32", True, "needs a GPU, but there is none", "leave it out"),
         (config.activation_offloading and not has_gpu,
-         "activation_offloading", True, "needs a GPU, whose memory it saves, and there is none", "leave it out"),
+         "activation_offloading", True, "needs a GPU, whose memory it saves, but there is none", "leave it out"),
         (config.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None,
          "method", "qlora", "needs bitsandbytes, which is not installed",
          '`pip install "tunesmith[quant]"`, or use method=lora'),

@@ -137,26 +137,26 @@ def test_all_mistakes_of_a_request_come_at_once(shell: Shell) -> None:
     [
         ("train", "model_name_or_path is missing"),
         ("train tiny-lora tiny-full", "unexpected argument 'tiny-full'"),
-        ("train my.jsonl", "'my.jsonl' is not a preset; data is named with --dataset_name my.jsonl"),
-        ("train tiny-lora data/", "'data/' is not a preset; data is named with --dataset_name data/"),
-        ("data my.parquet", "'my.parquet' is not a preset; data is named with --dataset_name my.parquet"),
-        ("plan my.csv", "'my.csv' is not a preset; data is named with --dataset_name my.csv"),
-        ("train own.yaml", "'own.yaml' is not a preset; a config file is named with --config own.yaml"),
+        ("train my.jsonl", "'my.jsonl' is not a preset; pass data with --dataset_name my.jsonl"),
+        ("train tiny-lora data/", "'data/' is not a preset; pass data with --dataset_name data/"),
+        ("data my.parquet", "'my.parquet' is not a preset; pass data with --dataset_name my.parquet"),
+        ("plan my.csv", "'my.csv' is not a preset; pass data with --dataset_name my.csv"),
+        ("train own.yaml", "'own.yaml' is not a preset; pass a config file with --config own.yaml"),
         ("train tiny-lora --preset tiny-full", "two presets"),
         ("train tiny-lora --seed", "--seed"),
         ("train tiny-lora --strategy", "--strategy has no value"),
         ("train tiny-lora --strategy ddp --strategy ddp", "--strategy is given twice"),
-        ("train tiny-lora --num_processes 3", "does not divide"),
+        ("train tiny-lora --num_processes 3", "is not divisible"),
         ("train tiny-lora --strategy single --num_processes 2", "one process"),
         ("train tiny-lora --strategy missing.yaml", "cannot read missing.yaml"),
         ("train --config missing.yaml --nonsense 1", "cannot read missing.yaml"),
         ("train tiny-lora --gpus 0,0", "GPU 0 twice"),
         ("train tiny-lora --max_length many", "max_length='many'"),
         ("train tiny-lora --run_name a\x07b", "control characters"),
-        ("train tiny-lora --output_dir file/x", "not writable"),
+        ("train tiny-lora --output_dir file/x", "is a file, not a folder"),
         ("demo --method qlora", "use lora or full"),
-        ("demo --gpus x", "no GPU id"),
-        ("demo --num_processes 3", "does not divide"),
+        ("demo --gpus x", "is not a GPU id"),
+        ("demo --num_processes 3", "is not divisible"),
         ("trian", "Did you mean 'train'?"),
         ("runs shwo", "No such command"),
         ("runs list --jsn", "--jsn"),
@@ -358,7 +358,7 @@ def test_an_export_into_a_file_or_an_endless_name_is_refused(shell: Shell) -> No
     for place in ("/etc/passwd/x", "file/x", "y" * 300):
         assert shell("export", "one", "--output", place, "--json") == 2
         assert json.loads(shell.out)["mistakes"][0].startswith("output=")
-        assert "cannot be made" in shell.errors[0]
+        assert "cannot be created" in shell.errors[0]
 
 
 @pytest.mark.parametrize("words", ["", "train", "resume", "runs", "runs list", "runs logs", "export", "stop", "demo"])

@@ -213,7 +213,9 @@ def test_changed_data_and_options_are_refused_unless_forced(tmp_path: Path) -> N
     folder = tmp_path / "step-00000003"
     with pytest.raises(TrainingError, match="the data, its tokenizer or its options changed since it was saved"):
         checkpoints(tmp_path, data="other").load(folder, Loss(0).model)
-    with pytest.raises(TrainingError, match="seed=2, and 1 when the checkpoint of step 3 was saved; the steps to come"):
+    with pytest.raises(
+        TrainingError, match="seed=2, and 1 when the checkpoint of step 3 was saved; the remaining steps"
+    ):
         checkpoints(tmp_path, seed=2).load(folder, Loss(0).model)
     forced = checkpoints(tmp_path, data="other", seed=2, force=True)
     assert forced.load(folder, Loss(0).model).step == 3
@@ -263,7 +265,7 @@ def test_one_that_is_named_after_another_step_is_set_aside(tmp_path: Path, capsy
     store.path(6).rename(store.path(9))
     assert store.newest() == store.path(3)
     assert (tmp_path / "bad-step-00000009").is_dir()
-    assert "is bad: it is named after another step than that of its manifest, 6" in capsys.readouterr().out
+    assert "is bad: its name is for another step than its manifest, 6" in capsys.readouterr().out
 
 
 def test_one_that_is_a_link_is_pruned_like_any_other(tmp_path: Path) -> None:

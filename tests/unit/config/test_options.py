@@ -42,7 +42,7 @@ def test_every_option_has_one_sentence_of_help_and_a_section() -> None:
         ({"packing": "perhaps"}, "packing='perhaps' is refused"),
         ({"learning_rate": "fast"}, "learning_rate='fast' is refused"),
         ({"learning_rate": float("nan")}, "learning_rate=nan is refused"),
-        ({"method": "lorra"}, "method='lorra' is not one of its values; use 'full', 'lora' or 'qlora'"),
+        ({"method": "lorra"}, "method='lorra' is not a valid value; use 'full', 'lora' or 'qlora'"),
         ({"save_total_limit": 1}, "save_total_limit=1 is refused: input should be greater than or equal to 2"),
         ({"columns": {"promt": "q"}}, "columns.promt is not an option; did you mean columns.prompt?"),
         ({"load_best_model_at_end": True}, "load_best_model_at_end=true without evaluation data"),
@@ -82,7 +82,7 @@ def test_missing_options_say_how_to_give_them() -> None:
 
 def test_accumulation_is_derived_and_a_remainder_refused_with_the_arithmetic() -> None:
     config = build(BASE | {"global_batch_size": 30, "per_device_train_batch_size": 4})
-    with pytest.raises(ConfigError, match=r"global_batch_size=30 does not divide .*=4 x 4 data-parallel ranks = 16"):
+    with pytest.raises(ConfigError, match=r"global_batch_size=30 is not divisible .*=4 x 4 data-parallel ranks = 16"):
         config.accumulation_steps(4)
     assert build(BASE | {"global_batch_size": 48, "per_device_train_batch_size": 4}).accumulation_steps(4) == 3
 

@@ -47,7 +47,7 @@ def test_own_data_brings_no_option_of_the_presets_data(preset: str) -> None:
     assert no_lines == []
     assert before.eval_dataset_name not in (None, config.eval_dataset_name), "there was something to clear"
     gone = [name for name, value in about_data(before).items() if value != defaults()[name]]
-    assert line.startswith(f"dataset_name=my.jsonl in place of preset {preset}'s: its ")
+    assert line.startswith(f"dataset_name=my.jsonl instead of preset {preset}'s: its ")
     assert all(f"{name}" in line for name in gone)
     assert line.endswith("left out; --eval_share 0.05 holds rows out for evaluation")
     rest = set(TrainConfig.model_fields) - {*ABOUT_DATA, "dataset_name"}
@@ -74,7 +74,7 @@ def test_own_evaluation_data_leave_the_training_data_alone() -> None:
     config, [line] = resolved("qwen3-8b-lora", eval_dataset_name="eval.jsonl")
     assert (config.max_train_samples, config.dataset_config_name) == (100_000, "all")
     assert (config.eval_split, config.max_eval_samples, config.eval_steps) == ("eval", None, 200)
-    assert line == ("eval_dataset_name=eval.jsonl in place of preset qwen3-8b-lora's: its eval_split, max_eval_samples "
+    assert line == ("eval_dataset_name=eval.jsonl instead of preset qwen3-8b-lora's: its eval_split, max_eval_samples "
                     "left out")  # fmt: skip
     assert resolved("qwen3-8b-lora", eval_dataset_name="none")[1] == []
 
@@ -95,7 +95,7 @@ def test_it_is_said_in_each_way_in(tmp_path: Path) -> None:
     (tmp_path / "my.jsonl").write_text('{"text": "a"}\n')
     job = train_job(TRAIN.read(["tiny-lora", "--dataset_name", "my.jsonl"]))
     [line] = job.notes
-    assert line.startswith("dataset_name=my.jsonl in place of preset tiny-lora's: its eval_dataset_name left out")
+    assert line.startswith("dataset_name=my.jsonl instead of preset tiny-lora's: its eval_dataset_name left out")
     shown = preview({"dataset_name": "my.jsonl"}, preset="tiny-lora", num_processes=2)
     assert shown.as_json()["notes"] == [line]
     assert "--eval_dataset_name none" in shown.command, "the pasted command evaluates on nothing either"

@@ -211,7 +211,7 @@ def test_method_full_is_full_fine_tuning_with_its_own_values() -> None:
     config = request.resolve()
     assert config == Request("qwen3-8b-full", options={"lora_r": "8"}).resolve()
     assert (config.preset, config.learning_rate, config.weight_decay) == ("qwen3-8b-full", 1e-5, 0.01)
-    assert request.notes == ["preset qwen3-8b-full in place of qwen3-8b-lora: method=full"]
+    assert request.notes == ["preset qwen3-8b-full instead of qwen3-8b-lora: method=full"]
     assert Request("qwen3-8b-lora", options={"method": "full", "learning_rate": "3e-6"}).resolve().learning_rate == 3e-6
 
 
@@ -219,7 +219,7 @@ def test_a_model_alone_gets_lora_and_says_so() -> None:
     request = Request("qwen3-8b")
     assert request.resolve() == Request("qwen3-8b-lora").resolve()
     [line] = request.notes
-    assert line == ("preset qwen3-8b-lora in place of qwen3-8b, which names no method: there are full, lora and qlora")
+    assert line == ("preset qwen3-8b-lora instead of qwen3-8b, which names no method: there are full, lora and qlora")
 
 
 # -- the models --------------------------------------------------------------------------------------------------------

@@ -180,7 +180,7 @@ def test_a_turn_of_calls_needs_no_text(tmp_path, content):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ([], r"messages\[0\].content is an empty list and not text"),
+        ([], r"messages\[0\].content is an empty list, not text"),
         (["a", "b"], r"messages\[0\].content\[0\] is a bare string; make it \{\"type\": \"text\""),
         ([{"type": "text", "text": "a"}, "b"], r"messages\[0\].content\[1\] is a bare string"),
         ([7], r"content\[0\] is a part of type 'int'"),
@@ -237,7 +237,7 @@ def test_a_call_that_cannot_be_read_is_refused(calls, said):
 
 
 def test_a_template_without_a_place_for_tools_refuses_them(tmp_path):
-    with pytest.raises(ConfigError, match="it has no place for tools"):
+    with pytest.raises(ConfigError, match="it does not render tools"):
         trained_texts(
             tmp_path, {**chat("a", "b"), "tools": [TOOL]}, "{% for m in messages %}{{ m.content }}{% endfor %}"
         )
@@ -287,7 +287,7 @@ def test_a_rows_own_variables_reach_the_template(tmp_path):
     assert text.startswith("!")
     assert report.unused == {"chat_template_kwargs.whisper": 1}
     row["chat_template_kwargs"] = json.dumps({"messages": []})
-    with pytest.raises(RowError, match=r"chat_template_kwargs.messages is not for a row to set"):
+    with pytest.raises(RowError, match=r"chat_template_kwargs.messages cannot be set by a row"):
         canonical(row, "chat", {}, True)
 
 

@@ -135,7 +135,7 @@ def test_columns_name_the_users_own():
     row = {"question": "1+1?", "answer": "2", "text": "other", "prompt": "not this"}
     assert recognise(row, columns) == "prompt_completion"
     assert canonical(row, "auto", columns, False) == Document(prompt="1+1?", completion="2")
-    with pytest.raises(RowError, match="'answer' is not there; did you mean 'answr'"):
+    with pytest.raises(RowError, match="'answer' is missing; did you mean 'answr'"):
         canonical({"question": "", "answr": ""}, "prompt_completion", columns, False)
 
 
@@ -143,7 +143,7 @@ def test_unknown_columns_are_refused_with_a_way_out(tmp_path):
     path = write_jsonl(tmp_path / "data.jsonl", [{"question": "a", "answer": "b"}])
     with pytest.raises(ConfigError) as caught:
         prepare(configure(tmp_path, path), "train")
-    assert f"{path}:1: the columns question, answer belong to no known format" in caught.value.lines
+    assert f"{path}:1: the columns question, answer match no known format" in caught.value.lines
     assert "--columns role=column" in caught.value.lines[-1]
     with pytest.raises(ConfigError, match="did you mean 'answer'"):
         prepare(configure(tmp_path, path, columns="prompt=question,completion=anser"), "train")

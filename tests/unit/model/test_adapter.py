@@ -67,10 +67,10 @@ UNFIT: dict[str, tuple[Callable[[Path], Any], str]] = {
         partial(with_weights, lambda tensors: {name: one for name, one in tensors.items() if FIRST not in name}),
         rf"needs are not in it: base_model\.model\.model\.{FIRST}\.lora_A\.weight, .*lora_B\.weight$",
     ),
-    "a layer more": (partial(with_weights, one_layer_more), r"no place for .*layers\.9.* and 11 more$"),
+    "a layer more": (partial(with_weights, one_layer_more), r"does not have .*layers\.9.* and 11 more$"),
     "another tensor": (
         partial(with_weights, lambda tensors: tensors | {"value_head.weight": torch.ones(3)}),
-        r"^the model has no place for value_head\.weight$",
+        r"^the model does not have value_head\.weight$",
     ),
     "another rank in its config": (partial(with_settings, r=3), r"lora_A\.weight is 8x48 in it and 3x48 in the model"),
     "another kind": (partial(with_settings, peft_type="IA3"), r"peft_type in its adapter_config.json is 'IA3'"),
@@ -119,7 +119,7 @@ def test_an_adapter_gets_its_own_weights(base: Path, tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"num_hidden_layers": 3}, r"not in it: .*layers\.2\."),
-        ({"num_hidden_layers": 1}, r"no place for .*layers\.1\."),
+        ({"num_hidden_layers": 1}, r"does not have .*layers\.1\."),
         ({"intermediate_size": 64}, r"down_proj\.lora_A\.weight is 16x48 in it and 16x64 in the model \(so are"),
     ],
 )

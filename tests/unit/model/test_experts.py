@@ -54,7 +54,7 @@ def test_what_got_adapters_is_said() -> None:
     assert lines == [
         "adapters on: k_proj 2, o_proj 2, q_proj 2, v_proj 2",
         "no adapters on: the 2 routers and gates of the experts, unless they are named",
-        "no adapters on: the experts' own weights (down_proj 2, gate_up_proj 2), each layer's in one; "
+        "no adapters on: the experts' own weights (down_proj 2, gate_up_proj 2), stored as one tensor per layer; "
         "method=full trains them",
     ]
     assert adapter_lines(add_adapters(tiny("llama"), config()))[0].startswith("adapters on: down_proj 2, gate_proj 2")

@@ -234,18 +234,18 @@ def test_models_of_linear_layers_pass(family: str) -> None:
 
 
 def test_a_layer_that_nf4_does_not_fit_is_refused() -> None:
-    with pytest.raises(ConfigError, match="a linear layer of 16 x 25, which nf4 does not fit"):
+    with pytest.raises(ConfigError, match="a linear layer of 16 x 25, which nf4 does not support"):
         refuse_unfit(AutoConfig.for_model("llama", **{**TINY, "intermediate_size": 25}), False)
 
 
 def test_a_quantised_base_is_refused(tmp_path: Path) -> None:
     load_base(config()).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"quantised already \(.*\) and cannot be trained with method=qlora; use"):
+    with pytest.raises(ConfigError, match=r"already quantized \(.*\) and cannot be trained with method=qlora; use"):
         load_base(config(model_name_or_path=str(tmp_path)))
 
 
 def test_random_weights_are_not_quantised() -> None:
-    with pytest.raises(ConfigError, match="no pretrained weights to quantise; use method=full"):
+    with pytest.raises(ConfigError, match="no pretrained weights to quantize; use method=full"):
         config(random_init=True)
 
 

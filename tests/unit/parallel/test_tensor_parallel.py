@@ -214,7 +214,7 @@ def test_sizes_and_plans_are_judged_by_the_config(size: int, changes: dict[str, 
         ("cohere", {"use_qk_norm": True}, "has weights at layers.0.self_attn.q_norm which its plan leaves out"),
         ("phi", {"qk_layernorm": True}, "has weights at layers.0.self_attn.q_layernorm which its plan leaves out"),
         ("stablelm", {}, "transformers has no tensor-parallel plan for stablelm"),
-        ("helium", {}, "helium computes its logits in a way of its own"),
+        ("helium", {}, "helium computes its logits in its own way"),
     ],
 )
 def test_a_model_that_would_come_out_wrong_is_refused(family: str, more: dict[str, Any], reason: str) -> None:

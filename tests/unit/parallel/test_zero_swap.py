@@ -74,9 +74,9 @@ def test_a_profile_is_not_written_over_a_file(tmp_path: Path, capsys: pytest.Cap
         assert written.name == ("thesis.txt", "thesis-1.txt", "thesis-2.txt")[number]
         assert written.read_text() == ""
         written.write_text(f"profile {number}")
-    assert capsys.readouterr().out.count("is there already; the profile goes to") == 2
+    assert capsys.readouterr().out.count("already exists; the profile goes to") == 2
     assert sorted(path.read_text() for path in (tmp_path / "deep").iterdir()) == [f"profile {n}" for n in range(3)]
-    with pytest.raises(TrainingError, match="cannot be made: File exists; name a new file"):
+    with pytest.raises(TrainingError, match="cannot be created: File exists; name a new file"):
         _use_new_profile_file({"flops_profiler": {"enabled": True, "output_file": str(written / "x")}})
     off = {"flops_profiler": {"enabled": False, "output_file": str(tmp_path / "off.txt")}}
     for nothing in ({}, {"flops_profiler": {"enabled": True}}, {"flops_profiler": {"output_file": ""}}, off):

@@ -284,11 +284,11 @@ def test_tickets_move(other: Callable[[], Other]) -> None:
     assert device_locks.move(Path("/runs/2"), -9) == 1
     assert device_locks.move(Path("/runs/0"), 9) == 3
     assert [device_locks.place_of(Path(f"/runs/{number}")) for number in range(3)] == [3, 2, 1]
-    with pytest.raises(ConfigError, match="run 7 does not wait in the queue"):
+    with pytest.raises(ConfigError, match="run 7 is not in the queue"):
         device_locks.move(Path("/runs/7"), 1)
     holder("close")
     assert [waiting[number]("try_take") for number in (0, 1, 2)] == [None, None, [GPUS[0]]]
-    with pytest.raises(ConfigError, match="does not wait"):
+    with pytest.raises(ConfigError, match="is not in the queue"):
         device_locks.move(Path("/runs/2"), -1)
 
 

@@ -73,7 +73,7 @@ def test_a_folder_with_one_file_of_the_users_is_refused(name: str) -> None:
     put(run.path, [name])
     before = contents(run.path)
     for words in ([], ["--resume_from_checkpoint", "auto"], ["--resume_from_checkpoint", str(run.checkpoints / "x")]):
-        with pytest.raises(ConfigError, match="name a new or an empty folder"):
+        with pytest.raises(ConfigError, match="choose a new or empty folder"):
             start(run, *words)
     with pytest.raises(ConfigError, match="is not empty and holds no run"):
         run.create()  # which a rank that was launched by hand calls, and another machine of a run
@@ -132,7 +132,7 @@ def test_the_base_model_is_not_replaced_by_its_own_export() -> None:
     run.write_state(state="failed", processes=[])
     Path("link").symlink_to(run.model)
     for base in (str(run.model), "link", "mine/model", "mine/../mine/model"):
-        with pytest.raises(ConfigError, match=r"model_name_or_path=\S+ lies in output_dir=\S+mine, to which"):
+        with pytest.raises(ConfigError, match=r"model_name_or_path=\S+ is inside output_dir=\S+mine, to which"):
             resume_job(run, TRAIN.read([run.id, "--model_name_or_path", base, "--force"]))
     assert resume_job(run, TRAIN.read([run.id, "--model_name_or_path", str(BASE_DIR), "--force"]))  # the control
 

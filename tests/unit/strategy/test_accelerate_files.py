@@ -82,7 +82,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
             DDP | {"distributed_type": "TPU"},
             "distributed_type=TPU is not supported; use NO, MULTI_GPU, FSDP, DEEPSPEED",
         ),
-        (DDP | {"num_processes": 3, "num_machines": 2}, "num_processes=3 does not divide by num_machines=2"),
+        (DDP | {"num_processes": 3, "num_machines": 2}, "num_processes=3 is not divisible by num_machines=2"),
         (
             DDP | {"compute_environment": "AMAZON_SAGEMAKER"},
             "compute_environment='AMAZON_SAGEMAKER' is refused; write 'LOCAL_MACHINE'",
@@ -115,7 +115,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         (DDP | {"num_proceses": None}, "num_proceses: unknown Accelerate key num_proceses; did you mean num_proc"),
         (
             DDP | {"main_process_port": "any"},
-            "main_process_port='any' is refused: it is not a port; write 0 to 65535, as 29500",
+            "main_process_port='any' is refused: it is not a port; write 0 to 65535, such as 29500",
         ),
         (DDP | {"main_process_port": -1}, "main_process_port=-1 is refused: it is not a port"),
         (
@@ -133,7 +133,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         (DDP | {"deepspeed_config": {"zero_stage": 2}}, "deepspeed_config under distributed_type=MULTI_GPU is ignored"),
         (
             DDP | {"num_processes": 4, "parallelism_config": MESH},
-            "parallelism_config_dp_shard_size=2 does not go with distributed_type=MULTI_GPU; use FSDP",
+            "parallelism_config_dp_shard_size=2 cannot be combined with distributed_type=MULTI_GPU; use FSDP",
         ),
         (zero() | {"fsdp_config": FSDP2}, "fsdp_config under distributed_type=DEEPSPEED is ignored"),
         (
@@ -147,7 +147,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
         (
             zero() | {"num_processes": 4, "parallelism_config": MESH},
-            "parallelism_config_dp_replicate_size=2 does not go with distributed_type=DEEPSPEED; use MULTI_GPU or FSDP",
+            "parallelism_config_dp_replicate_size=2 cannot be combined with distributed_type=DEEPSPEED; use MULTI_GPU",
         ),
         (fsdp2() | {"deepspeed_config": {"zero_stage": 2}}, "deepspeed_config under distributed_type=FSDP is ignored"),
         (fsdp2() | {"fsdp_config": "x"}, "fsdp_config='x' is refused; write a mapping"),
@@ -166,8 +166,8 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
         (fsdp2(fsdp_offload_params="true"), "fsdp_config.fsdp_offload_params='true' is refused; write true or false"),
         (fsdp2(fsdp_offload_params=None), "fsdp_config.fsdp_offload_params is empty; write a value or remove the line"),
-        (fsdp(without(FSDP2, "fsdp_version")), "fsdp_config.fsdp_version is missing, and Accelerate would take 1"),
-        (fsdp2(fsdp_version=3), "fsdp_config.fsdp_version=3 is refused: FSDP has the versions 1 and 2; write 2"),
+        (fsdp(without(FSDP2, "fsdp_version")), "fsdp_config.fsdp_version is missing, and Accelerate would use 1"),
+        (fsdp2(fsdp_version=3), "fsdp_config.fsdp_version=3 is refused: FSDP versions are 1 and 2; write 2"),
         (
             fsdp(without(FSDP2, "fsdp_auto_wrap_policy")),
             "fsdp_config.fsdp_auto_wrap_policy is missing, and the whole model",
@@ -178,7 +178,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
         (
             fsdp(without(FSDP2, "fsdp_cpu_ram_efficient_loading")),
-            "fsdp_config.fsdp_cpu_ram_efficient_loading is missing, and `accelerate launch` would take true",
+            "fsdp_config.fsdp_cpu_ram_efficient_loading is missing, and `accelerate launch` would use true",
         ),
         (
             fsdp2(fsdp_auto_wrap_policy="SIZE_BASED_WRAP"),
@@ -224,20 +224,20 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
         (
             fsdp2(fsdp_reshard_after_forward="SHARD_GRAD_OP"),
-            "fsdp_config.fsdp_reshard_after_forward=SHARD_GRAD_OP is a word of fsdp_version=1; write false",
+            "fsdp_config.fsdp_reshard_after_forward=SHARD_GRAD_OP is an fsdp_version=1 option; write false",
         ),
         (
             fsdp2(fsdp_reshard_after_forward="HYBRID_SHARD"),
-            "fsdp_config.fsdp_reshard_after_forward=HYBRID_SHARD is a word of fsdp_version=1; write true or false, or",
+            "fsdp_config.fsdp_reshard_after_forward=HYBRID_SHARD is an fsdp_version=1 option; write true or false, or",
         ),
-        (fsdp1(fsdp_use_orig_params=False), "fsdp_config.fsdp_use_orig_params=false cannot hold frozen beside trained"),
+        (fsdp1(fsdp_use_orig_params=False), "fsdp_config.fsdp_use_orig_params=false cannot mix frozen and trained"),
         (
             fsdp1(fsdp_cpu_ram_efficient_loading=True, fsdp_sync_module_states=False),
             "fsdp_config.fsdp_cpu_ram_efficient_loading=true with fsdp_sync_module_states=false: only rank 0",
         ),
         (
             fsdp1(fsdp_sharding_strategy="HYBRID_SHARD"),
-            "fsdp_config.fsdp_sharding_strategy=HYBRID_SHARD takes its groups from the machines, and this is one; use",
+            "fsdp_config.fsdp_sharding_strategy=HYBRID_SHARD takes its groups from the machines, and there is only one",
         ),
         (
             fsdp(FSDP1, num_processes=1),
@@ -299,7 +299,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
         (
             hsdp(dp_replicate_size=1, dp_shard_size=1, cp_size=2, sp_size=2),
-            "parallelism_config: cp and sp both cut the rows; use one of them",
+            "parallelism_config: cp and sp both split the rows; use one of them",
         ),
         (
             hsdp(dp_replicate_size=-1, dp_shard_size=-1),
@@ -333,15 +333,15 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
         (
             zero(zero_stage=0),
-            "deepspeed_config.zero_stage=0 is refused: ZeRO has the stages 1, 2 and 3; write one as a number; stage",
+            "deepspeed_config.zero_stage=0 is refused: ZeRO stages are 1, 2 and 3; write one as a number; stage",
         ),
         (
             zero(zero_stage="2"),
-            "deepspeed_config.zero_stage='2' is refused: ZeRO has the stages 1, 2 and 3; write one as a number",
+            "deepspeed_config.zero_stage='2' is refused: ZeRO stages are 1, 2 and 3; write one as a number",
         ),
         (
             zero(zero_stage=3),
-            "deepspeed_config.zero3_init_flag is missing, and Accelerate would take true; write false",
+            "deepspeed_config.zero3_init_flag is missing, and Accelerate would use true; write false",
         ),
         (
             zero(zero_stage=3, zero3_init_flag=True),

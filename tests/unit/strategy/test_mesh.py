@@ -62,7 +62,7 @@ def test_what_goes_with_what_is_one_table() -> None:
         for axis in AXES:
             found = combination_mistakes(kind, MeshSizes(**{axis: 2}))
             assert bool(found) == (axis not in axes)
-            line = f"{size_option(axis)}=2 does not go with distributed_type={kind}; use"
+            line = f"{size_option(axis)}=2 cannot be combined with distributed_type={kind}; use"
             assert all(str(mistake).startswith(line) for mistake in found)
     for pair in APART:
         assert len(combination_mistakes("FSDP", MeshSizes(**dict.fromkeys(pair, 2)))) == 1

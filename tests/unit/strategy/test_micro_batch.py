@@ -36,14 +36,14 @@ def test_the_largest_half_that_divides(whole: int, before: int, after: int, tmp_
     config = Request(config=str(run.config)).resolve()
     assert (config.per_device_train_batch_size, config.global_batch_size) == (after, whole)
     assert line == (
-        f"out of memory on rank 1 with per_device_train_batch_size={before}: again with {after}, "
-        f"{whole // after // 2} times a step; the global batch of {whole} stays"
+        f"out of memory on rank 1 with per_device_train_batch_size={before}: retrying with {after}, "
+        f"{whole // after // 2} times a step; the global batch of {whole} stays the same"
     )
 
 
 def test_an_evaluation_gets_smaller_batches_of_its_own(tmp_path: Path) -> None:
     run = ran_out(tmp_path, "evaluation", per_device_eval_batch_size=9, global_batch_size=16)
-    assert "per_device_eval_batch_size=9: again with 4; the result stays the same" in str(smaller_batch(run))
+    assert "per_device_eval_batch_size=9: retrying with 4; the result stays the same" in str(smaller_batch(run))
     assert Request(config=str(run.config)).resolve().per_device_eval_batch_size == 4
 
 

@@ -131,7 +131,7 @@ def test_a_pipeline_over_parts_of_rows_is_refused_under_fsdp(tmp_path: Path) -> 
     """There the weights of a stage would stay whole on every rank with a part of the rows."""
     text = (STRATEGIES_DIR / "cp.yaml").read_text().replace("num_processes: 2", "num_processes: 4")
     (tmp_path / "mine.yaml").write_text("# pp_size: 2\n" + text)
-    with pytest.raises(ConfigError, match=r"pp 2 x cp 2 under FSDP is not proved; use MULTI_GPU, or leave out pp"):
+    with pytest.raises(ConfigError, match=r"pp 2 x cp 2 under FSDP is not verified; use MULTI_GPU, or leave out pp"):
         load_strategy(str(tmp_path / "mine.yaml"))
 
 
@@ -235,9 +235,9 @@ def test_what_can_run_has_no_reason(name: str) -> None:
     [
         ("fsdp2_offload", "full", "", "fsdp_offload_params=true uses pinned memory, which needs an accelerator"),
         ("zero2", "full", "deepspeed", 'DeepSpeed is not installed; `pip install "tunesmith[deepspeed]"`'),
-        ("zero3_offload", "full", "c++", "with a C++ compiler, and there is none; install g++"),
+        ("zero3_offload", "full", "c++", "with a C++ compiler, but there is none; install g++"),
         ("fsdp1", "qlora", "", "method=qlora: FSDP 1 would put 4-bit and fp32 weights into one flat tensor"),
-        ("zero3", "qlora", "", "method=qlora: ZeRO 3 would cut and cast 4-bit weights"),
+        ("zero3", "qlora", "", "method=qlora: ZeRO 3 would shard and cast 4-bit weights"),
     ],
 )
 def test_what_cannot_run_says_why(
@@ -286,7 +286,7 @@ def test_options_go_before_the_files_stages() -> None:
         ({"size": 0}, "pp_size=0 is not a number of stages; write 1 to 65536"),
         ({"size": "two"}, "pp_size=two is not a number of stages"),
         ({"schedule": "1f2b"}, "pp_schedule=1f2b is not a schedule; use gpipe, 1f1b, interleaved, zero_bubble, zbv"),
-        ({"name": "zero2"}, "pp_size=2 does not go with distributed_type=DEEPSPEED; use MULTI_GPU or FSDP"),
+        ({"name": "zero2"}, "pp_size=2 cannot be combined with distributed_type=DEEPSPEED; use MULTI_GPU or FSDP"),
         ({"size": 3}, "pp 3 = 3, but num_processes=2; use a multiple of that"),
         (
             {"name": "fsdp2"},
@@ -307,15 +307,15 @@ def test_too_few_micro_batches_fp16_and_compiled_blocks_are_refused_for_a_pipeli
     assert "needs at least 2 micro-batches in a step, not 1" in str(refusal(pipeline, few, has_gpu=False))
     assert refusal(pipeline, build(values), has_gpu=False) is None
     compiled = build(values | {"torch_compile": True})
-    assert "torch_compile=true is not proved with pp 2" in str(refusal(pipeline, compiled, has_gpu=False))
-    assert "torch_compile=true is not proved with tp 2" in str(
+    assert "torch_compile=true is not verified with pp 2" in str(refusal(pipeline, compiled, has_gpu=False))
+    assert "torch_compile=true is not verified with tp 2" in str(
         refusal(resolve(load_strategy("tp"), 2, "no"), compiled, has_gpu=False)
     )
     assert refusal(load_strategy("ddp"), compiled, has_gpu=False) is None
     quantised = build(values | {"method": "qlora"})
     for name, processes in (("pp", 2), ("tp", 2), ("3d", 8)):
         cut = resolve(load_strategy(name), processes, "no")
-        assert "4-bit layers are not cut" in str(refusal(cut, quantised, has_gpu=True))
+        assert "4-bit layers are not split" in str(refusal(cut, quantised, has_gpu=True))
     assert refusal(load_strategy("fsdp2"), quantised, has_gpu=True) is None
     hooked = build(values | {"ddp_comm_hook": "fp16"})
     tensor = resolve(load_strategy("tp"), 2, "no")
@@ -332,7 +332,7 @@ def test_tensor_parallelism_across_machines_is_told() -> None:
     assert inside.cautions(build(TINY)) == []
     across = resolve(over_machines(load_strategy("tp"), machines), 2, "no")
     (line,) = across.cautions(build(TINY))
-    assert line.startswith("tp=2 goes across machines of 1 processes each")
+    assert line.startswith("tp=2 spans machines of 1 processes each")
     here = resolve(load_strategy("tp"), 2, "no")
     assert here.cautions(build(TINY)) == []
     assert here.cautions(build(TINY | {"pp_schedule": "gpipe"})) == ["pp_schedule=gpipe is ignored: there is one stage"]

@@ -44,7 +44,7 @@ def test_a_checkpoint_of_the_model_passes_and_one_of_another_does_not(method: st
     own = build_model(config_for(base, method=method))
     assert checked(base, checkpoint_of(own, tmp_path / "own"), method=method)
     other = build_model(config_for(save_small(tmp_path / "other", num_hidden_layers=3), method=method))
-    with pytest.raises(ConfigError, match=r"resume_from_checkpoint=.*: the model has no place for .*layers\.2\."):
+    with pytest.raises(ConfigError, match=r"resume_from_checkpoint=.*: the model does not have .*layers\.2\."):
         checked(base, checkpoint_of(other, tmp_path / "more"), method=method)
     with pytest.raises(ConfigError, match=r"needs are not in it: .*layers\.0\.mlp\.up_proj.*; use a"):
         checked(base, checkpoint_of(own, tmp_path / "less", without="0.mlp.up_proj"), method=method)
@@ -62,7 +62,7 @@ def test_what_is_no_checkpoint_is_refused_with_its_reason(base: Path, tmp_path: 
     for name, write in {"pipe": os.mkfifo, "text": lambda path: path.write_text("{")}.items():
         (tmp_path / name).mkdir()
         write(tmp_path / name / "manifest.json")
-        with pytest.raises(ConfigError, match="cannot be used: its manifest is missing or no JSON; use another"):
+        with pytest.raises(ConfigError, match="cannot be used: its manifest is missing or not JSON; use another"):
             checked(base, tmp_path / name)
 
 
@@ -72,7 +72,7 @@ def test_the_newest_checkpoint_of_a_resumed_run_is_looked_at_where_it_can_be_rea
     newest = tmp_path / "checkpoints" / "step-00000003"
     other = build_model(config_for(save_small(tmp_path / "other", num_hidden_layers=3)))
     checkpoint_of(other, newest)
-    with pytest.raises(ConfigError, match="step-00000003: the model has no place for"):
+    with pytest.raises(ConfigError, match="step-00000003: the model does not have"):
         checked(base, "auto", tmp_path)
     (newest / "manifest.json").write_text("{")
     assert checked(base, "auto", tmp_path)

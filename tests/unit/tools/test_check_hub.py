@@ -56,12 +56,12 @@ def add_adapter(folder: Path) -> None:
 FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "a layer more": (partial(edit, num_hidden_layers=3), r"not in its files: model\.layers\.2\.input_layernorm"),
     "another width": (partial(edit, intermediate_size=50), r"down_proj\.weight is 32x48 in the files and 32x50"),
-    "a header cut short": (partial(shorten, "model.safetensors", 100), "its weight files on the Hub are not whole"),
+    "a header cut short": (partial(shorten, "model.safetensors", 100), "its weight files on the Hub are incomplete"),
     "a pointer in place of weights": (
         lambda folder: (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n" * 3),
-        "its weight files on the Hub are not whole",
+        "its weight files on the Hub are incomplete",
     ),
-    "a shard that is not there": (partial(split, lost=True), r"not whole \(model-00002\S+ is missing\)"),
+    "a shard that is not there": (partial(split, lost=True), r"incomplete \(model-00002\S+ is missing\)"),
     "only a pickle": (
         lambda folder: (folder / "model.safetensors").rename(folder / "model.bin"), r"has only model\.bin, which would"
     ),

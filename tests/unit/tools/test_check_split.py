@@ -86,12 +86,12 @@ CASES: dict[str, Case] = {
     ),
     "a class that is not there": (
         "llama", {}, {}, "fsdp2", 2, {NAMED: "LamaDecoderLayer"},
-        f"{NAMED}=LamaDecoderLayer is not a layer of llama; its own are LlamaDecoderLayer",
+        f"{NAMED}=LamaDecoderLayer is not a layer class of llama; its layer classes are LlamaDecoderLayer",
     ),
     "a class after a space": ("llama", {}, {}, "fsdp2", 2, {NAMED: "LlamaMLP, LlamaAttention"}, f"{NAMED}= LlamaAtt"),
-    "no class to wrap": ("openai-gpt", {}, {"packing": False}, "fsdp2", 2, {}, "openai-gpt names no layer to cut at"),
+    "no class to wrap": ("openai-gpt", {}, {"packing": False}, "fsdp2", 2, {}, "openai-gpt names no layer class"),
     "an adapter that FSDP 1 cannot flatten": (
-        "llama", {}, {**WORDS, "mixed_precision": "bf16"}, "fsdp1", 2, {}, "fsdp1 cannot cut the adapter at .*embed",
+        "llama", {}, {**WORDS, "mixed_precision": "bf16"}, "fsdp1", 2, {}, "fsdp1 cannot shard the adapter at .*embed",
     ),
     "layers with state": ("qwen3_5_text", {}, {"packing": False}, "cp", 2, {}, "cp 2: .* linear_attention layers"),
     "no attention": ("mamba", {}, {"packing": False}, "cp", 2, {}, "cp 2: mamba has no attention heads"),

@@ -298,7 +298,7 @@ def test_a_count_in_the_background_serves_the_training(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("_processes_end", "elsewhere")
 def test_the_process_refuses_as_the_training_does(tmp_path: Path) -> None:
     config = config_of(tmp_path, write(tmp_path / "strange.jsonl", [{"a": 1}]))
-    with pytest.raises(ConfigError, match="belong to no known format"):
+    with pytest.raises(ConfigError, match="match no known format"):
         open_data(config).rows(0, 1)
     with pytest.raises(ConfigError, match="give a row number of 0 or more"):
         open_data(config).rows(-1, 1)

@@ -66,7 +66,7 @@ UNFIT: dict[str, tuple[Change, str]] = {
     ),
     "names of another program": (
         partial(edit_weights, change=lambda weights: {f"x.{name}": one for name, one in weights.items()}),
-        r"they have x\.lm_head\.weight, .* which it has no place for",
+        r"they have x\.lm_head\.weight, .* which the model does not use",
     ),
 }  # fmt: skip
 
@@ -101,9 +101,9 @@ def test_a_narrow_dtype_in_the_config_is_no_other_model(dtype: str) -> None:
 def test_weights_without_a_place_are_named(tmp_path: Path) -> None:
     folder = saved(tmp_path)
     edit_weights(folder, lambda weights: {**weights, "value_head.weight": torch.ones(3)})
-    assert "not used, as the model has no place for them: value_head.weight" in checked(folder)
+    assert "not used by the model: value_head.weight" in checked(folder)
     shorter = checked(folder, num_hidden_layers=1)
-    assert not [line for line in shorter if "no place for them" in line], "to leave them out was asked for"
+    assert not [line for line in shorter if "not used by the model" in line], "to leave them out was asked for"
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt2", "gpt_neox", "gemma2"])
@@ -112,7 +112,7 @@ def test_names_that_transformers_changes_as_it_loads_are_no_mistake(family: str,
     folder = saved(tmp_path, family)
     if family == "gpt2":
         edit_weights(folder, lambda weights: {name.removeprefix("transformer."): one for name, one in weights.items()})
-    assert not [line for line in checked(folder) if "no place for them" in line]
+    assert not [line for line in checked(folder) if "not used by the model" in line]
     edit_weights(folder, lambda weights: without(sorted(weights)[-1], weights))
     with pytest.raises(ConfigError, match="would be random"):
         checked(folder)
@@ -124,7 +124,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "heads that do not divide": ({"num_attention_heads": 5, "head_dim": None}, "describes no model .*heads"),
     "an unknown family": ({"model_type": "nonsense"}, "model type `nonsense`"),
     "another kind of model": ({"model_type": "t5"}, "t5 models are not causal language models"),
-    "a classifier": ({"architectures": ["LlamaForSequenceClassification"]}, "has no head that predicts tokens"),
+    "a classifier": ({"architectures": ["LlamaForSequenceClassification"]}, "has no language-modeling head"),
 }
 
 
@@ -155,7 +155,7 @@ MXFP4 = {"quant_method": "mxfp4"}
 def test_a_base_that_is_quantised_already_is_refused(how: str, method: str, tmp_path: Path) -> None:
     folder = saved(tmp_path)
     edit_config(folder, quantization_config={**QUANTISED, "fp8": FP8, "mxfp4": MXFP4}[how])
-    refusal = rf"is quantised already \({how}\) and cannot be trained with method={method}; use the model"
+    refusal = rf"is already quantized \({how}\) and cannot be trained with method={method}; use the model"
     for look in (checked, lambda folder, **options: build_model(config(folder, **options))):
         with pytest.raises(ConfigError, match=refusal):
             look(folder, method=method)
@@ -218,7 +218,7 @@ def test_weights_of_8_bits_are_refused_though_the_config_does_not_say_so(tmp_pat
     """Their scales would be left out, as the model has no place for them."""
     folder = saved(tmp_path)
     edit_weights(folder, lambda weights: {name: one.to(torch.float8_e4m3fn) for name, one in weights.items()})
-    with pytest.raises(ConfigError, match=r"is quantised already \(F8_E4M3\)"):
+    with pytest.raises(ConfigError, match=r"is already quantized \(F8_E4M3\)"):
         checked(folder)
 
 
@@ -242,7 +242,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     index = {"metadata": {}, "weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
     (folder / "model.safetensors").rename(folder / "model-00002-of-00002.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ConfigError, match=r"its weight files are not whole .*model-00001-of-00002"):
+    with pytest.raises(ConfigError, match=r"its weight files are incomplete .*model-00001-of-00002"):
         checked(folder)
 
 
@@ -273,7 +273,7 @@ def test_a_model_whose_head_is_called_decoder_is_looked_at(packing: bool) -> Non
 @pytest.mark.parametrize("family", ["bert", "roberta", "electra", "camembert"])
 def test_encoders_are_refused_unless_they_are_decoders(family: str) -> None:
     for packing in (True, False):
-        with pytest.raises(ConfigError, match=r"read a text in both directions .*use another model"):
+        with pytest.raises(ConfigError, match=r"attend in both directions .*use another model"):
             choose_attention(AutoConfig.for_model(family), packing)
     assert choose_attention(AutoConfig.for_model(family, is_decoder=True), packing=False)
 

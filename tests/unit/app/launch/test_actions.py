@@ -225,7 +225,7 @@ def test_a_folder_that_is_a_link_is_refused(verb: str, tmp_path: Path) -> None:
     RUNS.mkdir()
     (RUNS / "link").symlink_to(run.path)
     link = RunFolder(RUNS / "link")
-    with pytest.raises(ConfigError, match=f"is a link; {verb} the folder that it leads to"):
+    with pytest.raises(ConfigError, match=f"is a link; {verb} the folder it points to"):
         actions.rename(link, "new") if verb == "rename" else actions.delete(link)
     assert run.state_file.exists()
 
@@ -295,7 +295,7 @@ def test_a_queued_run_moves(living: dict[str, Any], capsys: pytest.CaptureFixtur
         assert (status, "places='up' is not a whole number" in errors) == (2, True)
         device_locks.give_up(ticket)
     assert queue_position(run) is None
-    with pytest.raises(ConfigError, match="run a does not wait in the queue"):
+    with pytest.raises(ConfigError, match="run a is not in the queue"):
         actions.move(run, -1)
 
 
@@ -305,9 +305,9 @@ def test_a_queued_run_moves(living: dict[str, Any], capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ({"merged": True}, "there is no adapter to merge"),
+        ({"merged": True}, "so it has no adapter to merge"),
         ({"output": Path("full of things")}, "holds other files"),
-        ({"output": Path("a file/model")}, "is a file and not writable as a folder"),
+        ({"output": Path("a file/model")}, "is a file, not a folder"),
     ],
 )
 def test_a_wrong_export_is_refused_before_anything_starts(words: dict[str, Any], line: str) -> None:

@@ -69,14 +69,14 @@ def test_the_command_line_gets_what_the_page_gets(count: int, monkeypatch: pytes
 def test_the_page_shows_no_gpu_as_chosen_that_is_held() -> None:
     gpus = [GpuChoice(n, "H100", 80 << 30, None, "other" if n == 1 else "") for n in range(4)]
     assert default_gpus("tiny-lora", gpus).ids == (0, 2)
-    assert "2 of 3 GPUs used: global_batch_size=16 does not divide" in default_gpus("tiny-lora", gpus).note
+    assert "2 of 3 GPUs used: global_batch_size=16 is not divisible" in default_gpus("tiny-lora", gpus).note
     assert default_gpus("tiny-lora", gpus[1:2]).ids == ()
 
 
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--gpus", "0,1,2"], "global_batch_size=16 does not divide by per_device_train_batch_size=8 x 3"),
+        (["--gpus", "0,1,2"], "global_batch_size=16 is not divisible by per_device_train_batch_size=8 x 3"),
         (["--num_processes", "3"], "x 3 data-parallel ranks = 24"),
         (["--gpus", "0,1,2,3", "--per_device_train_batch_size", "8"], "8 x 4 data-parallel ranks = 32"),
         (["--gpus", "0,1", "--strategy", "hsdp"], "use at least 4"),
@@ -99,7 +99,7 @@ def test_what_the_user_left_open_gives_way(monkeypatch: pytest.MonkeyPatch, tmp_
     job = job_of("tiny-lora", "--gpus", "0,1,2,3")
     assert (job.devices.num_processes, job.config.per_device_train_batch_size) == (4, 4)
     assert job.notes == [
-        "per_device_train_batch_size=4 in place of 8: global_batch_size=16 is shared by 4 data-parallel ranks"
+        "per_device_train_batch_size=4 instead of 8: global_batch_size=16 is shared by 4 data-parallel ranks"
     ]
     assert job_of("tiny-lora", "--gpus", "0,1").notes == []
 
@@ -166,7 +166,7 @@ def test_a_launch_by_hand_derives_the_micro_batch_alone() -> None:
     eight, three = (resolve(load_strategy("ddp"), count, "no") for count in (8, 3))
     fitted, [line] = with_micro_batch(config, eight, request)
     assert fitted == config.model_copy(update={OPTION: 2})
-    assert line.startswith("per_device_train_batch_size=2 in place of 8: global_batch_size=16")
+    assert line.startswith("per_device_train_batch_size=2 instead of 8: global_batch_size=16")
     assert with_micro_batch(config, three, request) == (config, []), "refused later, with the arithmetic"
     chosen = Request("tiny-lora", options={OPTION: "8"})
     assert with_micro_batch(chosen.resolve(), eight, chosen) == (config, [])

@@ -56,7 +56,7 @@ def test_an_exception_without_words_and_one_with_more_lines(tmp_path: Path) -> N
 def test_a_rank_killed_by_a_signal_is_told_by_the_launchers_summary(tmp_path: Path) -> None:
     words = "E1121 10:00 api.py:874] failed (exitcode: -9) local_rank: 1 (pid: 77) of binary: python"
     lines = [("launcher", words), *[("launcher", line) for line in ECHO]]
-    assert cause(tmp_path, lines) == "rank 1 was killed by SIGKILL (by hand, or by the system when memory ran out)"
+    assert cause(tmp_path, lines) == "rank 1 was killed by SIGKILL (manually, or by the system when memory ran out)"
 
 
 def test_one_process_without_elastic(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_one_process_without_elastic(tmp_path: Path) -> None:
         (-15, "", "the launcher was killed by SIGTERM"),
         (-250, "", "the launcher was killed by signal 250"),
         (1, "stopped by request before the first step", "stopped by request before the first step"),
-        (3, "", "the launcher ended with exit status 3 and no traceback; the log's last words: Warning: fine"),
+        (3, "", "the launcher ended with exit status 3 and no traceback; the last line of the log: Warning: fine"),
     ],
 )
 def test_without_a_traceback_the_exit_speaks(tmp_path: Path, status: int, otherwise: str, expected: str) -> None:
@@ -86,7 +86,7 @@ def test_a_program_that_cannot_be_started_is_told_by_its_last_words(ranks: int, 
     lines = [words, summary, *ECHO] if ranks == 2 else [words, *ECHO[:-1], alone]
     told = cause(tmp_path, [("launcher", line) for line in lines])
     assert "exit status" in told
-    assert told.endswith(f"; the log's last words: {words}")
+    assert told.endswith(f"; the last line of the log: {words}")
 
 
 def test_an_earlier_attempts_traceback_is_not_this_ones(tmp_path: Path) -> None:

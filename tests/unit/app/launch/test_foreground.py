@@ -149,7 +149,7 @@ def test_a_good_request_is_checked_and_not_started(tmp_path: Path, capsys: pytes
 def test_a_check_that_crashes_is_no_mistake_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     code = "import sys; sys.stderr.write('Traceback\\n  x\\nmy.OddError: disk\\n'); sys.exit(1)"
     monkeypatch.setattr("app.launch.foreground.check_argv", lambda config: [sys.executable, "-c", code])
-    with pytest.raises(CheckBroke, match=r"broke off: my\.OddError: disk"):
+    with pytest.raises(CheckBroke, match=r"failed: my\.OddError: disk"):
         preflight(train_job(TRAIN.read(["tiny-lora"])), quiet=True)
     assert run_verb(["train", "tiny-lora", "--json"]) == 1
 
@@ -233,7 +233,10 @@ NO_FORCE_HELPS = {"lora_r", "method", "lora_target_modules"}
     [
         ("--lora_r 4", "lora_r=4, and 16 when the checkpoint of step 4 was saved; its tensors do not fit"),
         ("--method full", "method=full, and lora when"),
-        ("--packing=false", "packing=false, and true when the checkpoint of step 4 was saved; the steps to come would"),
+        (
+            "--packing=false",
+            "packing=false, and true when the checkpoint of step 4 was saved; the remaining steps would",
+        ),
         ("--lora_target_modules q_proj,v_proj", "lora_target_modules=q_proj,v_proj, and all-linear when"),
         ("--seed 9 --lora_alpha 1", "lora_alpha=1.0, and 32.0 when"),
         ("--learning_rate 0.5", "learning_rate=0.5, and"),
@@ -285,7 +288,7 @@ def test_other_code_is_refused_unless_forced() -> None:
 
 
 def test_force_needs_a_checkpoint_to_go_on_from() -> None:
-    with pytest.raises(ConfigError, match="--force is for going on from a checkpoint"):
+    with pytest.raises(ConfigError, match="--force is for continuing from a checkpoint"):
         train_job(TRAIN.read(["tiny-lora", "--force"]))
     words = ["--output_dir", "one", "--resume_from_checkpoint", "auto", "--num_processes", "1", "--force"]
     assert train_job(TRAIN.read(["tiny-lora", *words])).config.force_resume
@@ -332,7 +335,7 @@ def test_the_mistakes_of_a_check_are_its_last_line(monkeypatch: pytest.MonkeyPat
     """A value that reads like another mistake stays a value."""
     given = [Mistake("seed", "1; gpus=3 is refused", "is bad", "use 2"), Mistake("", None, "b")]
     printed = "retry 1\n" + json.dumps({"mistakes": ConfigError(given).as_json()})
-    silent = [Mistake("", None, "the training script refused this run and did not say why")]
+    silent = [Mistake("", None, "the training script refused this run without giving a reason")]
     for text, mistakes in ((printed, given), ("retry 1\n{}", silent), ("", silent), ("[]", silent)):
         code = f"print({text!r}); import sys; print('a warning', file=sys.stderr); sys.exit(2)"
         monkeypatch.setattr("app.launch.foreground.check_argv", lambda config, code=code: [sys.executable, "-c", code])

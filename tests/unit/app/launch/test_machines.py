@@ -73,12 +73,12 @@ def test_the_words_name_the_machines() -> None:
         ({"main_process_port": "65536"}, "main_process_port=65536 is not a whole number from 1 to 65535"),
         ({"main_process_port": "0"}, "main_process_port=0 is not a whole number"),
         ({"main_process_ip": "-x y"}, "main_process_ip='-x y' is not an address"),
-        ({"main_process_ip": "", "main_process_port": ""}, "needs --main_process_ip, --main_process_port too"),
-        ({"num_processes": "3"}, "num_processes=3 does not divide by num_machines=2; .*: write 2"),
-        ({"num_processes": ""}, "num_machines=2 without GPUs needs --num_processes, counted over all of them"),
+        ({"main_process_ip": "", "main_process_port": ""}, "also needs --main_process_ip, --main_process_port;"),
+        ({"num_processes": "3"}, "num_processes=3 is not divisible by num_machines=2; .*: write 2"),
+        ({"num_processes": ""}, "num_machines=2 without GPUs needs --num_processes, the total over all machines"),
         ({"num_processes": "0"}, "on each of 2 machines: num_processes=0 is out of range"),
         ({"gpus": "7"}, "on each of 2 machines: gpus=7: no GPU is visible here"),
-        ({"output_dir": ""}, "num_machines=2 needs --output_dir, a folder that all machines see under one path"),
+        ({"output_dir": ""}, "num_machines=2 needs --output_dir, a folder that all machines see at the same path"),
         ({"strategy": "single"}, "distributed_type='NO' is one process, num_processes=2"),
     ],
 )
@@ -128,7 +128,7 @@ def test_a_resume_needs_the_rank_alone() -> None:
     job.run.write_state(state="stopped")
     again = resume_job(job.run, TRAIN.read(["shared", "--machine_rank", "1"]))
     assert (again.devices, again.strategy.values) == (Devices([], 2, TWO), job.strategy.values)
-    with pytest.raises(ConfigError, match="num_machines=2 needs --machine_rank too; each machine gets the same"):
+    with pytest.raises(ConfigError, match="num_machines=2 also needs --machine_rank; run the same"):
         resume_job(job.run, TRAIN.read(["shared"]))
     alone = resume_job(job.run, TRAIN.read(["shared", "--num_machines", "1"]))
     assert (alone.devices, alone.strategy.values["num_machines"]) == (Devices([], 2), 1)
@@ -322,9 +322,9 @@ def test_other_words_than_machine_0s_are_refused_and_told(member: Member) -> Non
     member.start("sys.exit(0)", "--max_steps", "8", "--strategy", "fsdp2")
     member.launch("one")
     member.end()
-    line = "max_steps=8, and machine 0 was started with 7; type the same command on each machine"
+    line = "max_steps=8, but machine 0 was started with 7; run the same command on each machine"
     assert member.errors[0] == line
-    assert any(one.startswith("distributed_type=FSDP, and machine 0 was started with MULTI") for one in member.errors)
+    assert any(one.startswith("distributed_type=FSDP, but machine 0 was started with MULTI") for one in member.errors)
     word = read_json(member.run.machine_file(1)) or {}
     assert word["refused"].startswith(line)
     assert member.asked == []
@@ -354,7 +354,7 @@ def test_it_does_not_wait_for_ever(member: Member, monkeypatch: pytest.MonkeyPat
     member.start("sys.exit(0)")
     member.end()
     assert member.state["state"] == "failed"
-    assert member.state["cause"].startswith("machine 1 has heard nothing of machine 0 for 0.3 s; start the same")
+    assert member.state["cause"].startswith("machine 1 has not heard from machine 0 for 0.3 s; start the same")
 
 
 def test_a_resume_waits_for_the_next_start(member: Member) -> None:

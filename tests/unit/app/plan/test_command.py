@@ -158,7 +158,7 @@ def test_other_kinds_of_models_are_told_of(kind: str, capsys: pytest.CaptureFixt
         (["more"], "unexpected argument 'more'"),
         (["--gpu_memry", "80"], "gpu_memory"),
         (["--link", "fast"], "link='fast' is not a size in GB/s"),
-        (["--mixed_precision", "fp16", "--num_processes", "1"], "mixed_precision=fp16 needs a GPU and there is none"),
+        (["--mixed_precision", "fp16", "--num_processes", "1"], "mixed_precision=fp16 needs a GPU, but there is none"),
         (["--learning_rate", "fast"], "learning_rate"),
         (["--model_name_or_path", "/nowhere"], "is not a model folder"),
     ],

@@ -247,7 +247,7 @@ def test_the_micro_batch_is_made_to_divide() -> None:
     # A pipeline of two ranks needs two micro-batches of what each of its four copies gets.
     _, fitted = candidate(load_strategy("pp"), config(global_batch_size=16, per_device_train_batch_size=8), hardware)
     assert fitted.per_device_train_batch_size == 2
-    with pytest.raises(ConfigError, match=r"global_batch_size=12 does not divide"):
+    with pytest.raises(ConfigError, match=r"global_batch_size=12 is not divisible"):
         candidate(load_strategy("ddp"), config(global_batch_size=12), hardware)
     with pytest.raises(ConfigError, match="num_processes=3"):
         candidate(load_strategy("tp"), config(), Hardware("gpu", 3, GIB))

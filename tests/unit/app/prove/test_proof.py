@@ -59,7 +59,7 @@ def test_small_differences_pass_and_are_told() -> None:
         (changed(s1=(None, 1.0)), "the loss of step 1 is not finite"),
         (changed(s1=(math.nan, 1.0)), "the loss of step 1 is not finite"),
         (changed(s3=(1.0, math.inf)), "the gradient norm of step 3 is not finite"),
-        ({1: RIGHT[1], 3: RIGHT[3]}, "logged 2 of 3 steps; the first that is missing is step 2"),
+        ({1: RIGHT[1], 3: RIGHT[3]}, "logged 2 of 3 steps; the first missing one is step 2"),
         ({}, "logged 0 of 3 steps"),
     ],
 )
@@ -180,7 +180,7 @@ def test_a_rerun_must_have_the_same_bits(prove: Prove) -> None:
     status, document = prove(Launcher({"single": nearly, "ddp": nearly}))
     assert status == 1
     assert [row["passed"] for row in document["rows"]] == [False, True]
-    assert "2 of 3 steps have" in document["rows"][0]["reason"]
+    assert "2 of 3 steps are" in document["rows"][0]["reason"]
 
 
 def test_without_a_reference_nothing_is_judged(prove: Prove) -> None:
@@ -282,9 +282,9 @@ def test_people_get_a_table_and_what_was_replaced(
     lines = shown.out.splitlines()
     assert lines[0].split("  ")[0] == "strategy"
     assert lines[2].split() == ["ddp", "2", "4e-06", "0", "2", "pass"]
-    assert "2 of 2 rows train as one process does" in shown.out
+    assert "2 of 2 rows match one process" in shown.out
     assert "are deleted" in shown.out
-    assert "prove sets tf32=false in place of true" in shown.err
+    assert "prove sets tf32=false instead of true" in shown.err
     assert "[3/3] ddp on 2 CPU processes" in shown.err
 
 
@@ -386,7 +386,7 @@ def test_on_its_own_topology_every_bit_must_be_the_same(prove: Prove) -> None:
     found = {(row["from"], row["to"]): row for row in document["rows"]}
     assert found["ddp", "single"]["passed"]
     assert not found["ddp", "ddp"]["passed"]
-    assert "must have the same bits; 1 of 2 steps have" in found["ddp", "ddp"]["reason"]
+    assert "must be bit-identical; 1 of 2 steps are" in found["ddp", "ddp"]["reason"]
 
 
 def test_on_its_own_topology_the_weights_must_be_the_same(prove: Prove) -> None:
@@ -402,7 +402,7 @@ def test_on_its_own_topology_the_weights_must_be_the_same(prove: Prove) -> None:
     status, document = prove(Other(), "--resume")
     assert status == 1
     assert [row["passed"] for row in document["rows"]] == [True, True, True, False]
-    assert "the exported weights have not" in document["rows"][3]["reason"]
+    assert "the exported weights differ" in document["rows"][3]["reason"]
 
 
 def test_a_strategy_that_falls_takes_its_row_with_it(prove: Prove) -> None:

@@ -114,7 +114,7 @@ def test_gpus_that_others_use_are_not_taken_by_default(monkeypatch: pytest.Monke
     assert choose_devices(None, None) == Devices([0, 2], 2)
     job = job_of("tiny-lora")
     assert job.devices.gpu_ids == [0, 2]
-    assert "GPU 1 left out: other programs use it; --gpus 0,2,1 takes it all the same" in job.notes
+    assert "GPU 1 left out: other programs use it; --gpus 0,2,1 takes it anyway" in job.notes
     assert job_of("tiny-lora", "--gpus", "1,2").devices.gpu_ids == [1, 2]
     assert job_of("tiny-lora", "--gpus", "1,2").notes == []
     assert choose_devices(None, 3).gpu_ids == [0, 2, 1], "asked for, they come last"
