@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from app.console import shortened
 from trainers.config.mistakes import ConfigError, Mistake
 from trainers.run.device_locks import holders
 from trainers.run.gpus import Gpu, find_gpus, visible
@@ -118,7 +119,10 @@ def _count(value: int | str | None, mistakes: list[Mistake]) -> int | None:
     except ValueError:
         mistakes.append(
             Mistake(
-                "num_processes", repr(value), "is not a whole number", f"write e.g. --num_processes {CPU_PROCESSES}"
+                "num_processes",
+                repr(shortened(str(value))),
+                "is not a whole number",
+                f"write e.g. --num_processes {CPU_PROCESSES}",
             )
         )
         return None

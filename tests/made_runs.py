@@ -12,7 +12,10 @@ from typing import Any
 
 from trainers.config.parse import dump_yaml
 from trainers.config.validation import build
+from trainers.config.yaml_file import parse_yaml
+from trainers.run.compatibility import plain, versions
 from trainers.run.folder import RunFolder, write_json
+from trainers.run.manifest import FORMAT, seal
 from trainers.strategy.strategy import load_strategy, resolve
 
 BEGUN = datetime(2026, 11, 20, 8, 0, tzinfo=UTC)
@@ -88,6 +91,29 @@ def log_lines(steps: int, world: int = 2) -> list[str]:
         time = (BEGUN + timedelta(seconds=2 * step)).isoformat(timespec="milliseconds")
         made += [f"{time} [rank {rank}] step {step} loss 0.4273 tokens_per_second 2662\n" for rank in range(world)]
     return made
+
+
+def manifest_tensors(model: Any) -> dict[str, Any]:
+    """What the manifest of a checkpoint of a model says of its weights."""
+    from trainers.checkpoint.checkpoint import saved_tensors
+
+    shapes = {name: list(tensor.shape) for name, tensor in saved_tensors(model).items()}
+    return {f"model.{name}": {"shape": shape, "dtype": "float32"} for name, shape in shapes.items()}
+
+
+def add_sealed_checkpoint(run: RunFolder, step: int, **parts: Any) -> Path:
+    """A published checkpoint without files, whose manifest is as good as a real one.
+
+    Args:
+        parts: of the manifest; its config and versions are those of the run and of here.
+    """
+    folder = run.checkpoints / f"step-{step:08}"
+    folder.mkdir(parents=True)
+    config = plain(build(parse_yaml(run.config.read_text(encoding="utf-8"), "config")))
+    manifest = {"format": FORMAT, "step": step, "world": 1, "progress": {"step": step}, "files": {}, "tensors": {},
+                "base": "", "data_fingerprint": "", "config": config, "versions": versions(), **parts}  # fmt: skip
+    write_json(folder / "manifest.json", {**manifest, "seal": seal(manifest)})
+    return folder
 
 
 def add_checkpoint(run: RunFolder, step: int, best: int | None = None, files: Sequence[int] = (4096,)) -> Path:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from app.console import shortened
 from app.hardware import Devices, Gpu, choose_devices, find_gpus
 from trainers.config.mistakes import ConfigError, Mistake
 from trainers.config.options import MACHINE_OPTIONS, TrainConfig
@@ -64,7 +65,9 @@ def _integer(name: str, value: Any, least: int, most: int, mistakes: list[Mistak
     if value is None:
         return None
     if (number := whole_number(str(value), least, most)) is None:
-        mistakes.append(Mistake(name, value, f"is not a whole number from {least} to {most}", "write one"))
+        mistakes.append(
+            Mistake(name, shortened(str(value)), f"is not a whole number from {least} to {most}", "write one")
+        )
     return number
 
 

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from playwright.sync_api import Page, expect
 
 from tests.browser.conftest import TIMEOUT, Served, Tabs, axe, screenshot, wait_for
-from tests.made_runs import made_run
+from tests.made_runs import add_sealed_checkpoint, made_run, manifest_tensors
 from trainers.config.validation import build
 from trainers.config.yaml_file import parse_yaml
-from trainers.run.compatibility import plain, versions
-from trainers.run.folder import RunFolder, write_json
-from trainers.run.manifest import FORMAT, seal
+from trainers.model.load import build_model
+from trainers.run.folder import RunFolder
 
 expect.set_options(timeout=1000 * TIMEOUT)
 
@@ -109,13 +108,10 @@ def test_train_on_this_takes_the_data_along(serve: Callable[..., Served], new_pa
 
 
 def stopped(server: Served) -> RunFolder:
-    """A stopped run with a checkpoint of no tensors: its settings are compared before anything is loaded."""
+    """A stopped run with a checkpoint that passes the check before a launch; its files are not there."""
     run = made_run(server.runs_dir, "mine", "stopped", world=1, strategy="single")
-    folder = run.checkpoints / "step-00000020"
-    folder.mkdir(parents=True)
-    config = build(parse_yaml(run.config.read_text(), "config"))
-    manifest = {"format": FORMAT, "step": 20, "world": 1, "config": plain(config), "versions": versions(), "files": {}}
-    write_json(folder / "manifest.json", {**manifest, "seal": seal(manifest)})
+    model = build_model(build(parse_yaml(run.config.read_text(), "config")))
+    add_sealed_checkpoint(run, 20, tensors=manifest_tensors(model))
     return run
 
 

@@ -74,7 +74,7 @@ def clip_grad_norm(
 
 @torch.no_grad()
 def scale_gradients(gradients: Sequence[torch.Tensor], norm: torch.Tensor, limit: float) -> None:
-    """Scales gradients of a global norm down to a limit, if it is finite, as torch does. Does not sync with the host."""
+    """Scales gradients down to a finite limit of their norm, as torch does. Does not synchronize with the host."""
     if math.isfinite(limit) and gradients:
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_([local_part(grad) for grad in gradients], factor)

@@ -105,10 +105,11 @@ def gpu_count() -> int:
 
 
 def capability() -> tuple[int, int]:
-    """Returns the lowest CUDA compute capability of the machine's GPUs; (0, 0) without any."""
+    """Returns the lowest CUDA compute capability of the GPUs that this process may use; (0, 0) without any."""
+    gpus = find_gpus()
     try:
         pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(gpu.index) for gpu in gpus]
         return min((tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)) for handle in handles), default=(0, 0))
     except pynvml.NVMLError:
         return (0, 0)

@@ -369,9 +369,7 @@ def refusal(strategy: Strategy, config: TrainConfig, has_gpu: bool) -> str | Non
     micro_batches, sizes = config.accumulation_steps(strategy.data_parallel_size), strategy.sizes
     # With torch 2.11, compiled layers sharded by tp get no gradient at all.
     if config.torch_compile and sizes.tp * sizes.pp * sizes.sequence_shards > 1:
-        return (
-            f"torch_compile=true is not verified with {sizes}; leave it out, or use a strategy without tp, pp, cp, sp"
-        )
+        return f"torch_compile=true is not verified with {sizes}; leave it out, or use a strategy without these axes"
     return micro_batch_mistake(strategy.pp_schedule, strategy.pp_size, micro_batches) if strategy.pp_size > 1 else None
 
 

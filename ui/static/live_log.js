@@ -6,7 +6,7 @@ Live.log = (element, server) => {
   const MOST = 4000;
   const range = { start: 0, end: -1, size: 0, mark: null };
 
-  const writer = make("select", { onchange: begin }, make("option", { value: "" }, "all"), make("option", { value: "launcher" }, "launcher"));
+  const writer = make("select", { onchange: begin }, make("option", { value: "" }, "all"), make("option", { value: "launcher" }, "launcher"), make("option", { value: "supervisor" }, "supervisor"));
   const search = make("input", { type: "search", placeholder: "text", onkeydown: (event) => { if (event.key === "Enter") find(search.value, event.shiftKey); } });
   const follow = make("input", { type: "checkbox", onchange: () => { if (follow.checked) begin(); } });
   const onlyErrors = make("input", { type: "checkbox", onchange: () => lines.classList.toggle("ts-only", onlyErrors.checked) });
@@ -41,9 +41,10 @@ Live.log = (element, server) => {
 
   function trim(first) {
     while (lines.childElementCount > MOST) {
-      (first ? lines.firstElementChild : lines.lastElementChild).remove();
+      const line = first ? lines.firstElementChild : lines.lastElementChild;
+      line.remove();
       if (first) range.start = +lines.firstElementChild.dataset.at;
-      else range.end = +lines.lastElementChild.dataset.at;
+      else range.end = +line.dataset.at;
     }
   }
 
@@ -130,7 +131,7 @@ Live.log = (element, server) => {
   lines.addEventListener("wheel", () => setTimeout(() => { if (!atEnd()) follow.checked = false; updateButtons(); }, 50), { passive: true });
 
   poll(root, async () => {
-    if (writer.childElementCount === 2) {
+    if (writer.childElementCount === 3) {
       const ranks = (await server.log_writers({ run: id })).ranks || [];
       writer.append(...ranks.map((rank) => make("option", { value: rank }, `rank ${rank}`)));
     }

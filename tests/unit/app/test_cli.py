@@ -11,9 +11,12 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from app.cli import run_verb
 from trainers.config.options import TrainConfig
+from trainers.config.parse import whole_number
 from trainers.run.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -398,3 +401,28 @@ def test_a_list_keeps_the_ids_whole_and_a_line_per_run(
     assert all(any(name in line and "failed" in line for line in lines) for name in ids)
     assert ("cause" in lines[0]) == (width == 200)
     assert "state" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("prove tiny-lora --steps {}", "is not a valid number of steps; write 1 to"),
+        ("prove tiny-lora --layers {}", "is not a valid number of layers"),
+        ("bench tiny-lora --steps {}", "is not a valid number of steps; use"),
+        ("data tiny-lora --rows {}", "is not a valid number of rows; give"),
+        ("train tiny-lora --num_machines {} --machine_rank 0", "is not a whole number from 1 to"),
+        ("train tiny-lora --num_processes {}", "num_processes="),
+    ],
+)
+@pytest.mark.parametrize("digits", ["9" * 5000, "0" * 12 + "9" * 12, "²", "-1"])
+def test_a_number_however_long_is_one_sentence(words: str, line: str, digits: str, shell: Shell) -> None:
+    assert shell(*words.format(digits).split()) == 2
+    (error,) = [error for error in shell.errors if line in error]
+    assert len(error) < 300
+
+
+@given(st.integers(-5, 10**9), st.integers(0, 12), st.integers(0, 99), st.integers(100, 10**6))
+def test_a_whole_number_is_read_as_int_reads_it(number: int, zeros: int, least: int, most: int) -> None:
+    text = f"{'0' * zeros}{number}" if number >= 0 else str(number)
+    assert whole_number(text, least, most) == (number if least <= number <= most else None)
+    assert whole_number(f"{text} ", least, most) is None

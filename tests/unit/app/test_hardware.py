@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from app.hardware import Devices, Gpu, choose_devices, cpu_count, find_gpus, visible
 from trainers.config.mistakes import ConfigError
+from trainers.run import gpus
 
 FOUR = [Gpu(index, f"GPU-{index}{index}ab-cd", "Some GPU", 80 * 2**30) for index in range(4)]
 
@@ -81,3 +84,15 @@ def test_an_outer_choice_of_gpus_is_honoured_as_cuda_reads_it(variable: str | No
 
 def test_the_machines_own_gpus_can_be_asked_for() -> None:
     assert all(gpu.memory > 0 and gpu.uuid for gpu in find_gpus())
+
+
+def test_the_capability_is_that_of_the_gpus_that_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An old GPU beside them does not count; it does where it may be used."""
+    capabilities = {0: (7, 5), 1: (9, 0), 2: (8, 9), 3: (9, 0)}
+    monkeypatch.setattr(gpus, "find_gpus", lambda: visible(FOUR, os.environ.get("CUDA_VISIBLE_DEVICES")))
+    monkeypatch.setattr(gpus.pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(gpus.pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
+    monkeypatch.setattr(gpus.pynvml, "nvmlDeviceGetCudaComputeCapability", capabilities.__getitem__)
+    for variable, expected in {"1,2": (8, 9), "0,3": (7, 5), "": (0, 0)}.items():
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+        assert gpus.capability() == expected

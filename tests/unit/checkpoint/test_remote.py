@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
@@ -168,6 +170,24 @@ def test_a_copy_that_fails_is_told_and_costs_no_checkpoint(
     assert "warning: step-00000003 could not be copied to" in (told := capsys.readouterr().out)
     assert "very-secret-value" not in told
     verify(store.path(3))
+
+
+def test_a_full_disk_here_is_not_blamed_on_the_url(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mirror = RemoteCopy(url, limit=2)
+    copy(mirror, saved(tmp_path / "here", 3).path(3))
+
+    def refuse(code: int) -> None:
+        def get(*_: object) -> None:
+            raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(mirror.fs, "get_file", get)
+
+    refuse(errno.ENOSPC)
+    with pytest.raises(TrainingError, match=r"there has no room for the copy of step 3: No space left"):
+        mirror.fetch(3, tmp_path / "there")
+    refuse(errno.EACCES)  # as a store says it
+    with pytest.raises(TrainingError, match=r"cannot be used: PermissionError"):
+        mirror.fetch(3, tmp_path / "there")
 
 
 @pytest.mark.parametrize("url", ["nowhere://bucket", "file:///proc/no/such"])

@@ -18,6 +18,7 @@ from tests.unit.data.test_support import configure, write_jsonl
 from trainers.config.mistakes import ConfigError
 from trainers.data import files as files_module
 from trainers.data.files import DataFile, identity, resolve
+from trainers.data.json_rows import shard_lines
 from trainers.data.shards import BadRow
 from trainers.data.sources import plan, read
 
@@ -533,3 +534,16 @@ def test_a_damaged_parquet_file_is_refused(tmp_path):
     path.write_bytes(b"PAR1 nonsense PAR1")
     with pytest.raises(ConfigError, match=r"cannot read data.parquet"):
         plan([data_file(path, "parquet")], "line")
+
+
+@pytest.mark.parametrize("size", [1, 40, 1 << 20])
+def test_a_file_that_gets_shorter_while_it_is_read_is_an_error_and_no_endless_loop(tmp_path, size):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'{"text": "a"}\n' * 1000)
+    before = data_file(path, "jsonl")
+    shards = shard_lines(before, size)
+    next(shards)
+    os.truncate(path, 0)
+    if size < before.size:
+        with pytest.raises(ConfigError, match=r"data\.jsonl changed while it was read"):
+            list(shards)

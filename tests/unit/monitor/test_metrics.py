@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from trainers.config.presets import model_presets
@@ -191,3 +194,31 @@ def test_the_last_words_of_a_crash_are_in_the_log(echo: str, tmp_path: Path) -> 
     assert text.count("x") == 200_000
     assert max(len(line) for line in text.splitlines()) < log.LONGEST_LINE + 100
     assert (b"from C" in done.stdout) == (echo == "echo")
+
+
+@settings(max_examples=200)
+@given(
+    secret=st.text("abcéß€", min_size=8, max_size=20),
+    before=st.integers(0, 3 * log.LONGEST_LINE),
+    gap=st.integers(0, 30),
+    filler=st.sampled_from("xé€"),
+)
+def test_no_piece_of_a_long_line_ends_in_a_secret_or_a_character(
+    secret: str, before: int, gap: int, filler: str
+) -> None:
+    line = (filler * before + secret + "." * gap + secret + filler * log.LONGEST_LINE + "\n").encode()
+    parts = list(log.pieces(io.BytesIO(line), [secret]))
+    assert b"".join(parts) == line
+    assert max(map(len, parts)) <= log.LONGEST_LINE + log.LONGEST_LINE // 2
+    assert len(parts) > 1
+    written = "".join(part.decode().replace(secret, "***") for part in parts)  # strict: no character is cut
+    assert secret not in written
+
+
+def test_pieces_of_one_size_would_show_a_secret() -> None:
+    """Control."""
+    line = "x" * (log.LONGEST_LINE - 4) + "hf_secret_token\n"
+    blind = [line[: log.LONGEST_LINE], line[log.LONGEST_LINE :]]
+    assert "hf_secret_token" in "".join(part.replace("hf_secret_token", "***") for part in blind)
+    parts = list(log.pieces(io.BytesIO(line.encode()), ["hf_secret_token"]))
+    assert b"***" in b"".join(part.replace(b"hf_secret_token", b"***") for part in parts)

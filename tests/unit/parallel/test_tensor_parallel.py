@@ -6,6 +6,7 @@ The ranks are real processes, which `tensor_parallel_ranks.py` runs; each launch
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import torch
 from tests.unit.parallel.tensor_parallel_ranks import FAMILIES, ROPE, whole_loss
 from trainers.config.mistakes import ConfigError
 from trainers.objectives.sft import LINEAR_HEADS
+from trainers.parallel.norm import scale_gradients
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.shards import WEIGHT, Shard, check_coverage
 from trainers.parallel.tensor import split_model
@@ -250,3 +252,11 @@ def test_one_part_is_the_whole() -> None:
     assert split_model(loss, None, 0, 1) == {}
     assert loss.tensor is None
     assert type(loss.base.model.layers[0].mlp.up_proj) is torch.nn.Linear
+
+
+@pytest.mark.parametrize(("norm", "limit", "factor"), [(4.0, 1.0, 0.25), (0.5, 1.0, 1.0), (math.inf, math.inf, 1.0)])
+def test_gradients_are_scaled_to_a_finite_limit_alone(norm: float, limit: float, factor: float) -> None:
+    """Infinity over infinity is not a number, and would stay in the gradients."""
+    gradients = [torch.ones(3), torch.full((2, 2), 2.0)]
+    scale_gradients(gradients, torch.tensor(norm), limit)
+    torch.testing.assert_close(gradients, [torch.full((3,), factor), torch.full((2, 2), 2 * factor)])

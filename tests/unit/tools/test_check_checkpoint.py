@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.families import config_for, save_small
-from trainers.checkpoint.checkpoint import saved_tensors
+from tests.made_runs import manifest_tensors
 from trainers.config.mistakes import ConfigError
 from trainers.model.load import build_model
 from trainers.run.folder import write_json
@@ -24,12 +24,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_small(tmp_path_factory.mktemp("base"))
 
 
-def checkpoint_of(model: torch.nn.Module, folder: Path, without: str = "nothing") -> Path:
+def checkpoint_of(model: torch.nn.Module, folder: Path, without: str = "nothing", **changes: Any) -> Path:
     """The manifest of a checkpoint of a model, without the tensors whose names contain a text."""
     folder.mkdir(parents=True)
-    names = {name: list(one.shape) for name, one in saved_tensors(model).items() if without not in name}
-    tensors = {f"model.{name}": {"shape": shape, "dtype": "float32"} for name, shape in names.items()}
-    manifest = {"format": FORMAT, "step": 3, "tensors": {**tensors, "optim.state.x.step": {"shape": []}}}
+    tensors = {name: entry for name, entry in manifest_tensors(model).items() if without not in name}
+    manifest = {"format": FORMAT, "step": 3, "world": 1, "progress": {}, "files": {}, "config": {}, "versions": {},
+                "base": "", "data_fingerprint": "", "tensors": {**tensors, "optim.state.x.step": {"shape": []}},
+                **changes}  # fmt: skip
     write_json(folder / "manifest.json", {**manifest, "seal": seal(manifest)})
     return folder
 
@@ -76,3 +77,12 @@ def test_the_newest_checkpoint_of_a_resumed_run_is_looked_at_where_it_can_be_rea
         checked(base, "auto", tmp_path)
     (newest / "manifest.json").write_text("{")
     assert checked(base, "auto", tmp_path)
+
+
+@pytest.mark.parametrize("tensors", [None, [], "x"])
+def test_a_manifest_that_lacks_its_tensors_is_named_and_not_a_traceback(
+    tensors: Any, base: Path, tmp_path: Path
+) -> None:
+    folder = checkpoint_of(build_model(config_for(base)), tmp_path / "own", tensors=tensors)
+    with pytest.raises(ConfigError, match="cannot be used: its manifest lacks tensors; use another"):
+        checked(base, folder)

@@ -31,11 +31,11 @@ from app.launch.foreground import (
 )  # fmt: skip
 from app.launch.job import resume_job, train_job
 from app.runs.runs import summary
+from tests.made_runs import add_sealed_checkpoint
 from trainers.config.mistakes import ConfigError, Mistake
 from trainers.config.parse import Request
-from trainers.run.compatibility import plain, versions
-from trainers.run.folder import Process, RunFolder, write_json
-from trainers.run.manifest import FORMAT, seal
+from trainers.run.compatibility import versions
+from trainers.run.folder import Process, RunFolder
 
 
 @pytest.fixture(autouse=True)
@@ -217,11 +217,7 @@ def stopped(*words: str) -> RunFolder:
 
 def with_checkpoint(run: RunFolder, **changes: Any) -> RunFolder:
     """The run with a checkpoint of step 4, as far as it is looked at before a launch."""
-    config = plain(Request(config=str(run.config)).resolve())
-    manifest = {"format": FORMAT, "step": 4, "config": config, "versions": versions(), **changes}
-    folder = run.checkpoints / "step-00000004"
-    folder.mkdir(parents=True)
-    write_json(folder / "manifest.json", {**manifest, "seal": seal(manifest)})
+    add_sealed_checkpoint(run, 4, **changes)
     return run
 
 

@@ -11,13 +11,9 @@ import pytest
 from app.command_line import TRAIN
 from app.launch.job import resume_job
 from app.services.resume_form import ResumeForm, resume_form, resume_preview
-from tests.made_runs import made_run
+from tests.made_runs import add_sealed_checkpoint, made_run
 from trainers.config.mistakes import ConfigError
-from trainers.config.validation import build
-from trainers.config.yaml_file import parse_yaml
-from trainers.run.compatibility import plain, versions
-from trainers.run.folder import RunFolder, write_json
-from trainers.run.manifest import FORMAT, seal
+from trainers.run.folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 RUNS = Path("runs")
@@ -27,11 +23,7 @@ RUNS = Path("runs")
 def stopped() -> RunFolder:
     """A stopped run with a checkpoint that knows its config."""
     run = made_run(RUNS.absolute(), "mine", "stopped")
-    folder = run.checkpoints / "step-00000020"
-    folder.mkdir(parents=True)
-    config = build(parse_yaml(run.config.read_text(), "config"))
-    manifest = {"format": FORMAT, "step": 20, "world": 2, "config": plain(config), "versions": versions()}
-    write_json(folder / "manifest.json", {**manifest, "seal": seal(manifest)})
+    add_sealed_checkpoint(run, 20, world=2)
     return run
 
 
