@@ -12,7 +12,7 @@ from typing import Any
 
 from app.console import shortened
 from trainers.config.mistakes import ConfigError, Mistake
-from trainers.config.options import EMBEDDED, TrainConfig
+from trainers.config.options import EMBEDDED
 from trainers.config.yaml_file import read_yaml
 from trainers.strategy.strategy import deepspeed_paths, strategy_names
 
@@ -28,16 +28,6 @@ _DATA = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".md"
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 _ESCAPED = re.compile(r"%(2f|5c|2e|00)", re.IGNORECASE)
 _WILDCARD = re.compile(r"[*?\[]")
-
-
-def check_paths(config: TrainConfig, roots: Sequence[Path]) -> None:
-    """Refuses a config with a path outside the allowed folders.
-
-    Raises:
-        ConfigError: with a line per option: its name, its value and the allowed folders.
-    """
-    if mistakes := path_mistakes(config.model_dump(include={*INPUTS, *OUTPUTS, "checkpoint_url"}), roots):
-        raise ConfigError(mistakes)
 
 
 def path_mistakes(values: Mapping[str, Any], roots: Sequence[Path]) -> list[Mistake]:

@@ -365,17 +365,6 @@ def preview_request(
 # -- save, load, clone -----------------------------------------------------------------------------------------------
 
 
-def save_yaml(result: Preview) -> str:
-    """The resolved config, for `tunesmith train --config FILE`.
-
-    Raises:
-        ConfigError: while there are mistakes.
-    """
-    if result.mistakes:
-        raise ConfigError(result.mistakes)
-    return result.yaml
-
-
 def read_text(path: Path) -> str:
     """Reads at most `MAX_YAML_LENGTH + 1` characters of an uploaded file.
 
