@@ -44,12 +44,12 @@ IMPORTED = (
     "peft",
     "transformers.models.llama.modeling_llama",
 )
-SCRIPT = str(ROOT / "trainers" / "train.py")
+SCRIPTS = tuple(str(ROOT / name) for name in ("trainers/train.py", "tests/unit/parallel/skipped_step_ranks.py"))
 MODULES = (
     *("accelerate.commands.launch", "app.cli", "app.launch.", "trainers.tools.", "trainers.checkpoint.export"),
     *("ui.server", "tests.unit.parallel.tensor_parallel_ranks"),
 )
-"""Programs that are forked, beside the training script; a name that ends in a dot stands for all below it."""
+"""Programs that are forked, beside those scripts; a name that ends in a dot stands for all below it."""
 BY_HAND = "BY_HAND"
 """A variable that, when it is set, has everything started as ever."""
 
@@ -60,7 +60,7 @@ def program_in(argv: Sequence[str]) -> int | None:
     if words[:1] != [sys.executable] or BY_HAND in os.environ:
         return None
     index = next((number for number, word in enumerate(words) if number and word not in ("-P", "-u")), len(words))
-    if words[index : index + 1] == [SCRIPT]:
+    if index < len(words) and words[index] in SCRIPTS:
         return index
     module = words[index + 1] if words[index : index + 1] == ["-m"] and len(words) > index + 1 else ""
     ours = any(module == name or (name.endswith(".") and module.startswith(name)) for name in MODULES)
