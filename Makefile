@@ -54,10 +54,9 @@ lint: setup
 test: setup lint
 	$(BIN)/python -m pytest -n 2 -m "not slow and not long"
 
-# Side by side, but for the faults: some of them must be seen within seconds.
 test-all: setup lint
 	$(BIN)/python -m pytest -n 2 tests/unit tests/parity tests/e2e
-	$(BIN)/python -m pytest tests/faults
+	$(BIN)/python -m pytest -n 2 tests/faults
 
 # Chromium from the system's packages where that can be had, else Playwright's own.
 test-browser: setup
@@ -65,7 +64,7 @@ test-browser: setup
 	  || { test "$$(id -u)" = 0 && apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q chromium; } \
 	  || { sudo -n apt-get update -q && sudo -n DEBIAN_FRONTEND=noninteractive apt-get install -y -q chromium; } \
 	  || $(BIN)/playwright install chromium
-	$(BIN)/python -m pytest tests/browser
+	$(BIN)/python -m pytest -n 2 tests/browser
 
 # What the processor has of them; 1, 2 and 4 threads.
 test-kernels: setup
@@ -77,10 +76,10 @@ check: test-all test-browser
 	$(MAKE) test-kernels NUMERIC="tests/unit/model/test_attention.py tests/unit/objectives/test_sft_loss.py"
 
 e2e: setup
-	$(BIN)/python -m pytest tests/e2e -m ""
+	$(BIN)/python -m pytest -n 2 tests/e2e -m ""
 
 faults: setup
-	BY_HAND=1 $(BIN)/python -m pytest tests/faults -m ""
+	BY_HAND=1 $(BIN)/python -m pytest -n 2 tests/faults -m ""
 
 parity: setup
 	$(BIN)/python -m pytest -n 2 tests/parity -m ""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,28 @@ def test_a_failed_run_says_why_and_its_error_is_found(new_page: Tabs) -> None:
     page.get_by_label("Find").fill("step 17 ")
     page.get_by_role("button", name="Previous", exact=True).click()
     expect(page.locator(".ts-found .ts-text")).to_contain_text("step 17 loss")
+
+
+def test_no_line_of_a_long_log_is_lost_or_shown_twice(new_page: Tabs, server: Served) -> None:
+    """The page keeps 4000 lines: what is dropped at one end while the other grows comes back when it is asked for."""
+    with open(server.runs_dir / "failed-run" / "log.txt", "rb") as log:
+        starts = [0, *itertools.accumulate(map(len, log))][:-1]
+    page = new_page("/run?run=failed-run")
+    expect(page.locator(".ts-lines")).to_contain_text("step 4000")
+
+    def offsets() -> list[int]:
+        return page.eval_on_selector_all(".ts-line", "lines => lines.map(line => +line.dataset.at)")
+
+    def load(which: str, moved: Callable[[list[int], list[int]], bool]) -> None:
+        before = offsets()
+        page.get_by_role("button", name=f"Load {which} lines").click()
+        wait_for(lambda: moved(before, offsets()), f"{which} lines")
+        first = starts.index(offsets()[0])
+        assert offsets() == starts[first : first + len(offsets())]
+
+    while len(offsets()) < 4000 or offsets()[-1] == starts[-1]:
+        load("older", lambda before, now: now[0] < before[0])
+    load("newer", lambda before, now: now[-1] > before[-1])
 
 
 def test_a_live_run_moves_in_two_tabs(new_page: Tabs, server: Served) -> None:
