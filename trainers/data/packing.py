@@ -35,6 +35,11 @@ class PackedRows:
         """The documents of one row, longest first."""
         return self.documents[self.offsets[index] : self.offsets[index + 1]]
 
+    @property
+    def efficiency(self) -> float:
+        """Fraction of token slots that hold a token, from 0 to 1 (1.0 if there are no rows)."""
+        return self.tokens / (len(self) * self.max_length) if len(self) else 1.0
+
 
 def pack(lengths: npt.ArrayLike, max_length: int) -> PackedRows:
     """Packs documents into rows of `max_length` tokens by best-fit-decreasing.
