@@ -36,11 +36,12 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        raise ValueError(f"duplicate key {twice[0]!r}")
-    return dict(pairs)
+    members: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in members:
+            raise ValueError(f"duplicate key {name!r}")
+        members[name] = value
+    return members
 
 
 def read_json(name: str) -> dict[str, Any]:

@@ -320,6 +320,17 @@ def test_a_file_that_is_no_plain_json_is_refused(text: str, line: str, tmp_path:
     assert str(caught.value).startswith(f"deepspeed_config_file={path} {line}")
 
 
+@pytest.mark.timeout(20)  # each key compared with each other one took minutes
+def test_a_file_of_many_keys_is_answered_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    keys = [f'"k{number}":1' for number in range(80_000)]
+    path.write_text("{" + ",".join(keys) + "}")
+    assert len(read_json(str(path))) == len(keys)
+    path.write_text("{" + ",".join([*keys, '"k0":2']) + "}")
+    with pytest.raises(ConfigError, match="duplicate key 'k0'"):
+        read_json(str(path))
+
+
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"none.json cannot be read: No such file or directory; a relative path counts"
