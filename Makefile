@@ -11,6 +11,7 @@ TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 INSTALL := $(if $(shell command -v uv 2>/dev/null),uv pip install --python $(BIN)/python,$(BIN)/python -m pip install)
 APP := $(VENV)/.app
 DEVELOPMENT := $(VENV)/.development
+INTEGRATIONS := $(VENV)/.integrations
 
 # Tests that compare numbers, and the kernels of other machines, which add up in other orders.
 NUMERIC := tests/unit/model/test_attention.py tests/unit/model/test_load.py tests/unit/parallel/test_optimizer.py \
@@ -21,7 +22,7 @@ SSE := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE MKL_ENABLE_INSTRUCTIONS=S
 AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
 AVX512 := ATEN_CPU_CAPABILITY=avx512 MKL_ENABLE_INSTRUCTIONS=AVX512
 
-.PHONY: setup demo check test test-all test-browser test-kernels e2e parity faults docs bench lint clean
+.PHONY: setup demo check test test-all test-browser test-integrations integrations test-kernels e2e parity faults docs bench lint clean
 
 setup: $(DEVELOPMENT)
 
@@ -65,6 +66,17 @@ test-browser: setup
 	  || { sudo -n apt-get update -q && sudo -n DEBIAN_FRONTEND=noninteractive apt-get install -y -q chromium; } \
 	  || $(BIN)/playwright install chromium
 	$(BIN)/python -m pytest -n 2 tests/browser
+
+# Against large or foreign packages (trackers), in an environment of their own; not part of `make check`.
+test-integrations:
+	$(MAKE) VENV=.venv-integrations integrations
+
+integrations: $(INTEGRATIONS)
+	$(BIN)/python -m pytest -n 2 tests/integrations
+
+$(INTEGRATIONS): $(DEVELOPMENT)
+	$(INSTALL) --quiet -c constraints.txt --editable ".[integrations]"
+	touch $(INTEGRATIONS)
 
 # What the processor has of them; 1, 2 and 4 threads.
 test-kernels: setup

@@ -32,6 +32,7 @@ from trainers.model.load import build_model, compile_blocks, compute_dtype
 from trainers.model.probe import check_model_computes
 from trainers.monitor.metrics import MetricsFile
 from trainers.monitor.self_check import DtypeProbe
+from trainers.monitor.trackers import Trackers
 from trainers.objectives.load_balancing import balancing_lines
 from trainers.objectives.sft import SupervisedLoss
 from trainers.parallel.backend import Backend
@@ -59,8 +60,6 @@ _HOOKS = {
     "power_sgd": DDPCommunicationHookType.POWER_SGD,
 }
 _HALF_AN_HOUR = 1800
-_PROJECT = "tunesmith"
-"""Project name for trackers, and name of the folder for TensorBoard's files in the run folder."""
 
 
 def _collectives_wait(config: TrainConfig) -> timedelta:
@@ -336,8 +335,9 @@ class Reporter:
 
     Args:
         run: the run folder.
-        accelerator: provides the trackers.
+        accelerator: starts the trackers.
         config: the run's config.
+        attempt: number of this launch, from 0.
         main_rank: whether this is rank 0.
         console: the original standard error, before it was redirected to the log; the bar needs a terminal.
         processes: launcher and ranks, for the state file, which keeps its entry of the supervisor.
@@ -348,21 +348,16 @@ class Reporter:
         run: RunFolder,
         accelerator: Accelerator,
         config: TrainConfig,
+        attempt: int,
         main_rank: bool,
         console: TextIO,
         processes: list[Process],
     ):
-        self.run, self.accelerator, self.main_rank, self.trackers = run, accelerator, main_rank, bool(config.report_to)
+        self.run, self.main_rank = run, main_rank
+        self.trackers = Trackers(accelerator, config, run, attempt) if main_rank else None
         supervisor = [process for process in run.processes() if process.role == "supervisor"]
         self.processes = [process.as_json() for process in [*supervisor, *processes]]
         self.bar = tqdm(file=console, unit="step", disable=not (main_rank and console.isatty()))
-        if self.trackers:
-            if main_rank and "tensorboard" in config.report_to:
-                run.own_folder(_PROJECT)
-            settings = config.model_dump(exclude={"columns", "lora_target_modules", "report_to"})
-            plain = {key: value for key, value in settings.items() if value is not None}
-            name = {"name": config.run_name or run.id}
-            accelerator.init_trackers(_PROJECT, config=plain, init_kwargs={"wandb": name, "trackio": name})
 
     def state(self, **changes: Any) -> None:
         """Writes changes to the state file and updates the progress bar.
@@ -394,13 +389,13 @@ class Reporter:
         self.bar.set_postfix(postfix)
         print(f"step {row['step']} " + " ".join(f"{key} {value}" for key, value in postfix.items()), flush=True)
         if self.trackers:
-            self.accelerator.log(numbers, step=row["step"])
+            self.trackers.log(numbers, row["step"])
 
     def close(self, ending: Ending, by_supervisor: bool) -> None:
         """Closes progress bar and trackers, then records how the run ended."""
         self.bar.close()
-        for tracker in self.accelerator.trackers if self.trackers else []:
-            tracker.finish()  # `Accelerator.end_training` would destroy the process group too
+        if self.trackers:
+            self.trackers.finish()
         if self.main_rank:
             self.run.end(ending, by_supervisor)
 

@@ -258,7 +258,7 @@ def train(
     CLOCK.ended("wrap")
 
     processes = [launch.launcher, *ranks.gather(Process.of("rank", ranks.rank))]
-    reporter = build.Reporter(run, accelerator, config, main_rank, console, processes)
+    reporter = build.Reporter(run, accelerator, config, attempt, main_rank, console, processes)
     context = TrainContext(
         config=config, run=run, ranks=ranks, mesh=mesh, backend=backend,
         bare=loss.model, balancing=loss.balancing, buffers=buffers, matmul_parameters=matmul,
