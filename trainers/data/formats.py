@@ -288,13 +288,10 @@ def _from_prompt_completion(values: dict[str, Any], chat: bool, fields: Fields) 
         return _conversation(
             [*prompt_messages, *replies], [True] * len(prompt_messages) + trained, values, fields, len(prompt_messages)
         )
-    kinds = {str: "text", list: "a list of messages"}
-    listed = next((value for value in (prompt, completion) if isinstance(value, list)), [])
-    if {type(prompt), type(completion)} == {*kinds} and not all(map(is_text_part, listed)):
-        problem = (
-            f"prompt is {kinds[type(prompt)]} and completion {kinds[type(completion)]}; make both lists of messages"
-        )
-        raise RowError("wrong type", problem)
+    listed = prompt if isinstance(prompt, list) else completion
+    if {type(prompt), type(completion)} == {str, list} and not all(map(is_text_part, listed)):
+        problem = "one of prompt and completion is text, the other a list of messages"
+        raise RowError("wrong type", f"{problem}; make both lists of messages")
     fields.add_unused({role: values[role] for role in _OF_CHATS if role != "system"})
     system = _optional_text(values["system"], "system")
     before = f"{system}\n\n" if system else ""

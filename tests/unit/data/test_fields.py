@@ -445,7 +445,7 @@ def test_an_empty_part_of_an_alpaca_question_leaves_no_blank_lines(empty):
 def test_text_beside_messages_is_refused():
     messages = chat("a", "b")["messages"]
     for prompt, completion in (("a", messages[1:]), (messages[:1], "b")):
-        with pytest.raises(RowError, match=r"prompt is .* and completion .*; make both lists of messages"):
+        with pytest.raises(RowError, match="one of prompt and completion is text, the other a list"):
             canonical({"prompt": prompt, "completion": completion}, "auto", {}, True)
     parts = {"prompt": "a", "completion": [{"type": "text", "text": "b"}]}
     assert canonical(parts, "auto", {}, True) == Document(prompt="a", completion="b")
