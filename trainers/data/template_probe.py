@@ -286,8 +286,8 @@ class TemplateProbe:
             for element, marker in markers
             if marker not in text
         ]
-        named = [index for index, tool in enumerate(tools) if tool.get("function", {}).get("name") == f"Ff{index}f"]
-        lost += [(index, "tool") for index in named if f"Ff{index}f" not in text]
+        with_name = [index for index, tool in enumerate(tools) if tool.get("function", {}).get("name") == f"Ff{index}f"]
+        lost += [(index, "tool") for index in with_name if f"Ff{index}f" not in text]
         return Losses(lost, self._unread_keys(conversation, values))
 
     def _unread_keys(self, messages: Sequence[Message], variables: Variables) -> frozenset[str]:
