@@ -119,6 +119,8 @@ def _print(statistics: dict[str, Any], preview: Sequence[dict[str, Any]]) -> Non
         report(f"{entry['from']:>9,} to {entry['to']:<9,} {bar} {entry['count']:,}")
     for note in statistics["notes"]:
         report(f"\n{clean(note)}")
+    if statistics["template"]:
+        report("\n" + "\n".join(map(clean, statistics["template"])))
     if statistics["bad_listed"]:
         report("")
         show_table(["bad row", "kind", "what"], statistics["bad_listed"])

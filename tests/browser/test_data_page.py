@@ -39,6 +39,7 @@ def test_it_shows_rows_and_statistics(new_page: Tabs, size: str, scheme: str) ->
     page = new_page("/data?preset=tiny-lora", size, scheme)
     expect(page.locator("#data-rows article")).to_have_count(10)
     expect(page.locator("#data-statistics")).to_contain_text("packing efficiency")
+    expect(page.locator("#data-statistics")).to_contain_text("trained: 'A reply<|end|>'")
     told = "Documents by length, 74 to 172 tokens; most: 110 to 112 tokens: 304"
     expect(page.locator("#data-statistics svg[role=img]")).to_have_attribute("aria-label", told)
     trained = page.locator("#data-rows article mark").first
@@ -69,7 +70,8 @@ def test_it_pages(new_page: Tabs) -> None:
 
 
 def test_hostile_content_is_shown_as_text(new_page: Tabs, server: Served) -> None:
-    data = a_file(server, "hostile.jsonl", [chat(HOSTILE, HOSTILE), chat(HOSTILE, "fine"), '{"messages": [<img>'])
+    listed = json.dumps({**json.loads(chat(HOSTILE, "fine")), "<img src=x>": 1})
+    data = a_file(server, "hostile.jsonl", [chat(HOSTILE, HOSTILE), listed, '{"messages": [<img>'])
     page = new_page("/data")
     said: list[str] = []
     page.on("dialog", lambda dialog: (said.append(dialog.message), dialog.dismiss()))
@@ -78,6 +80,7 @@ def test_hostile_content_is_shown_as_text(new_page: Tabs, server: Served) -> Non
     expect(page.locator("#data-rows article")).to_have_count(3)
     expect(page.locator("#data-rows article mark").first).to_contain_text(HOSTILE)
     expect(page.locator("#data-statistics")).to_contain_text(f"{data}:3")
+    expect(page.locator("#data-statistics")).to_contain_text("Not used: `<img src=x>`, 1 row")
     assert page.locator("#data-rows img, #data-rows script").count() == 0
     assert said == []
 

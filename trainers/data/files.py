@@ -160,7 +160,11 @@ def _folder(folder: Path, option: str, split: str, split_option: str) -> tuple[l
     names, ignored = list_folder(folder, KINDS)
     if not names:
         there = f" and not {', '.join(ignored[:5])}" if ignored else ""
-        raise ConfigError(f"{option}={folder} holds no data file; it needs files ending in {', '.join(KINDS)}{there}")
+        arrow = (
+            "; write what `save_to_disk` saved with `to_parquet`" if any(".arrow (" in name for name in ignored) else ""
+        )
+        known = ", ".join(KINDS)
+        raise ConfigError(f"{option}={folder} holds no data file; it needs files ending in {known}{there}{arrow}")
     names, others = files_of_split(names, split, str(folder), split_option, explicit=False)
     return [_file(folder / name, str(folder / name), name, option) for name in names], [*others, *ignored]
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from trainers.config.mistakes import ConfigError
 
-_DOCUMENTS = re.compile(r"^((readme|licen[cs]e|notice)(\.(md|txt))?|dataset_infos?\.json)$", re.IGNORECASE)
+_DOCUMENTS = re.compile(r"^((readme|licen[cs]e|notice)(\.(md|txt))?|dataset_(infos?|dict)\.json)$", re.IGNORECASE)
 _SYNONYMS = {
     "train": ("train", "training"),
     "eval": ("eval", "evaluation", "valid", "validation", "val", "dev"),
@@ -49,8 +49,9 @@ def list_folder(folder: Path, suffixes: Iterable[str]) -> Listing:
             elif os.path.islink(os.path.join(parent, name)):
                 ignored.append(f"{base / name}/ (a link to a folder)")
         folders[:] = sorted(name for name in folders if not name.startswith("."))
+        saved = any(name.endswith(".arrow") for name in files)  # by `save_to_disk`, with a `state.json`
         for name in files:
-            reason = _no_data(name, known)
+            reason = "about the data" if saved and name == "state.json" else _no_data(name, known)
             if reason:
                 ignored.append(f"{base / name} ({reason})")
             else:

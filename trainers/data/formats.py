@@ -46,6 +46,8 @@ _SHAREGPT_ROLES = {
     "chatgpt": "assistant",
     "model": "assistant",
     "bot": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
     "observation": "tool",
     "function_response": "tool",
     "tool_response": "tool",
@@ -69,7 +71,7 @@ class Document:
         left_out: Indices of further assistant messages that are not trained.
         variables: What the chat template gets besides the messages, such as `tools`.
         unused: Paths of unused fields of the row, such as `messages[].id`.
-        optional: Template variable to path, for fields that only some templates write.
+        optional: Path to key within a message, for fields that only some templates write.
     """
 
     messages: tuple[Message, ...] = ()
@@ -214,7 +216,6 @@ def _variables(values: dict[str, Any], fields: Fields) -> dict[str, Any]:
         if reserved:
             raise RowError("wrong type", f"chat_template_kwargs.{min(reserved)} cannot be set by a row; leave it out")
         variables = {name: value for name, value in options.items() if value is not None}
-        fields.optional.update({name: f"chat_template_kwargs.{name}" for name in variables})
     tools = values.get("tools") and _tools(values["tools"], "tools")
     functions = values.get("functions") and _tools(values["functions"], "functions")
     if tools and functions:
@@ -254,7 +255,7 @@ def _from_alpaca(values: dict[str, Any], chat: bool, fields: Fields) -> Document
     answer, system = _answer(values["output"], "output"), _optional_text(values["system"], "system")
     history = _turns(values["history"])
     if chat:
-        question = f"{instruction}\n\n{input_text}" if input_text.strip() else instruction
+        question = "\n\n".join(text for text in (instruction, input_text) if text.strip()) or instruction
         messages = [*history, {"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         return _conversation(messages, [True] * len(messages), values, fields)
     if history:
@@ -287,6 +288,10 @@ def _from_prompt_completion(values: dict[str, Any], chat: bool, fields: Fields) 
         return _conversation(
             [*prompt_messages, *replies], [True] * len(prompt_messages) + trained, values, fields, len(prompt_messages)
         )
+    listed = prompt if isinstance(prompt, list) else completion
+    if {type(prompt), type(completion)} == {str, list} and not all(map(is_text_part, listed)):
+        problem = "one of prompt and completion is text, the other a list of messages"
+        raise RowError("wrong type", f"{problem}; make both lists of messages")
     fields.add_unused({role: values[role] for role in _OF_CHATS if role != "system"})
     system = _optional_text(values["system"], "system")
     before = f"{system}\n\n" if system else ""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainers.data.shards import BadRow
-from trainers.data.strict_json import STRICT
+from trainers.data.strict_json import STRICT, DuplicateKey
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")  # of an assistant's message; the first that is present
@@ -16,6 +16,7 @@ MEDIA = ("images", "image", "audio", "audios", "video", "videos")
 _RENAMED = {"function": "tool"}
 _WEIGHTS = ("weight", "train", "loss_mask")
 _OLD_CALL = "function_call"  # OpenAI's key before tool_calls, and the role of a call in ShareGPT data
+_CALL_ROLES = (_OLD_CALL, "tool_call")
 
 Message = dict[str, Any]
 """`role`, `content`, and, if the row has them, `tool_calls`, `tool_call_id`, `name` and `reasoning_content`."""
@@ -35,7 +36,7 @@ class Fields:
 
     Attributes:
         unused: Paths of unused fields, such as `messages[].id`.
-        optional: Template variable to path, for fields that only some templates write.
+        optional: Path to key within a message, for fields that only some templates write.
     """
 
     unused: set[str] = field(default_factory=set)
@@ -99,6 +100,9 @@ def parse_json_value(value: Any, kind: type, location: str) -> Any:
     if isinstance(value, str):
         try:
             value = STRICT.decode(value)
+        except DuplicateKey as error:
+            problem = f"the key {str(error)[:100]!r} appears twice in one object; keep one of them"
+            raise RowError("duplicate key", f"{location}: {problem}") from None
         except (ValueError, RecursionError) as error:
             raise RowError("wrong type", f"{location} is text but not valid JSON: {str(error)[:80]}") from None
     if not isinstance(value, kind):
@@ -166,7 +170,9 @@ def _parse_message(
     role = text_of(message[role_key], f"{location}.{role_key}")
     content = message.get(content_key)
     calls = message.get("tool_calls") or None
-    if role == _OLD_CALL:
+    if calls and (role in _CALL_ROLES or message.get(_OLD_CALL)):
+        raise RowError("wrong type", f"{location} has a call in {_OLD_CALL} and others in tool_calls; keep one of them")
+    if role in _CALL_ROLES:
         role, calls, content = "assistant", _listed(parse_list_or_object(content, f"{location}.{content_key}")), None
     elif message.get(_OLD_CALL):
         calls = [parse_json_value(message[_OLD_CALL], dict, f"{location}.{_OLD_CALL}")]
@@ -190,7 +196,7 @@ def _parse_message(
     for key in ("tool_call_id", "name"):
         if message.get(key) is not None:
             checked[key] = text_of(message[key], f"{location}.{key}")
-            fields.optional[key] = f"{path}.{key}"
+            fields.optional[f"{path}.{key}"] = key
             used.add(key)
     thought = next((key for key in THOUGHT_KEYS if role == "assistant" and message.get(key)), None)
     if thought:
@@ -256,5 +262,5 @@ def _tool_call(call: Any, location: str, fields: Fields) -> dict[str, Any]:
     checked = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     if call.get("id") is not None:
         checked["id"] = text_of(call["id"], f"{location}.id")
-        fields.optional["id"] = f"{_path(location)}.id"
+        fields.optional[f"{_path(location)}.id"] = "tool_calls[].id"
     return checked

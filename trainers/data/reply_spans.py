@@ -90,15 +90,16 @@ class ReplySpans:
 
     def _why_unstable(self, text: str, messages: list[Message], index: int) -> str:
         """Why a reply cannot be separated from the text before it."""
-        before = [message for message in messages[:index] if message.get("reasoning_content")]
-        if before:
-            reason = " (it leaves the thoughts of earlier replies out)"
+        earlier = self._probe.render(messages[:index], variables=self._variables)[0] if index else ""
+        reason = "it writes earlier turns differently later on"
+        if not text.startswith(earlier):
+            thoughts = any(message.get("reasoning_content") for message in messages[:index])
+            reason += " (it leaves the thoughts of earlier replies out)" if thoughts else ""
         elif self._probe.prompt_opens_thought:
-            reason = " (its generation prompt opens a thought that it does not write in earlier replies)"
-        else:
-            reason = ""
-        trl = "" if trl_is_installed() else f"{INSTALL}, "
-        return f"it writes earlier turns differently later on{reason}; {trl}{WAY_OUT}"
+            reason = f"its generation prompt opens a thought that it does not write in {name_message(messages, index)}"
+        elif self._probe.ends_in_thought(self._probe.generation_prompt):
+            reason = f"its generation prompt has an empty thought, but {name_message(messages, index)} does not"
+        return f"{reason}; {_install_or()}{WAY_OUT}"
 
     def _turn_end(self, text: str, head: str, messages: list[Message], index: int) -> int | None:
         """Where the reply ends in the text; None if that cannot be determined."""
@@ -118,21 +119,41 @@ class ReplySpans:
         ends_at = [gap + len(token) for token in self._turn_ends if after.startswith(token, gap)]
         return start + len(reply) + max(ends_at) if ends_at else None
 
-    def generated(self, text: str, reply: list[Span]) -> list[Span]:
+    def generated(self, text: str, reply: list[Span], messages: Sequence[Message], index: int) -> list[Span]:
         """The spans of a reply, without an empty thought written by the template, and with the stop token.
 
         Raises:
-            RowError: if the reply does not end with a stop token although the template writes one.
+            RowError: if the reply lacks the stop token, or the empty thought, that the template writes for a last one.
         """
         start, end = reply[0]
         if not self._with_empty_thoughts:
             start = self._probe.after_empty_thought(text, start, end)
+            self._refuse_thoughtless(text[:start], messages, index)
         spans = [(start, end), *reply[1:]]
         last, stop = spans[-1][0], self._probe.through_stop(text, spans[-1][1])
         if self._probe.knows_stop and not self._probe.stops(text, stop):
             ending = tail(text[last:stop])
             raise RowError("chat template", f"it ends a reply without a stop token ({ending}); repair --chat_template")
         return [*spans[:-1], (last, stop)]
+
+    def _refuse_thoughtless(self, before: str, messages: Sequence[Message], index: int) -> None:
+        """Refuses a reply that would teach a model that may think to answer at once.
+
+        Raises:
+            RowError: if the template writes an empty thought before a last reply, but not before this one.
+        """
+        thought = messages[index].get("reasoning_content") or "</think>" in messages[index]["content"]
+        if not thought and self._probe.writes_empty_thought and not self._probe.ends_in_thought(before):
+            raise RowError(
+                "chat template",
+                f"it writes an empty thought before a last reply, but not before {name_message(messages, index)}, "
+                f"which would teach the model not to think; {_install_or()}give --chat_template FILE that writes it, "
+                "or set thoughts=train_empty",
+            )
+
+
+def _install_or() -> str:
+    return "" if trl_is_installed() else f"{INSTALL}, "
 
 
 def _refuse_long(ends: Sequence[int]) -> None:

@@ -7,7 +7,6 @@ rendering the conversation turn by turn, and mapped to tokens by the tokenizer's
 from __future__ import annotations
 
 import json
-import re
 import signal
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -39,10 +38,11 @@ _THOUGHTS_OF_EARLIER_TURNS = {"preserve_thinking": True, "truncate_history_think
 
 @dataclass(frozen=True)
 class Encoded:
-    """Tokens of one document, and the mask of trained ones (never the first: nothing predicts it)."""
+    """Tokens of one document, the mask of trained ones (never the first: nothing predicts it), and unused fields."""
 
     input_ids: npt.NDArray[np.int32]
     mask: npt.NDArray[np.bool_]
+    unused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Encoder:
         if not document.messages:
             start = len(document.prompt) if self.options.assistant_only else 0
             text = document.prompt + document.completion
-            return _Rendered(text, [(start, len(text))], plain=True)
+            return _Rendered(text, [(start, len(text))], document.unused, plain=True)
         if self.options.chat_template is None:
             raise ConfigError(
                 "the data holds conversations, but the model's tokenizer has no chat template; give one with "
@@ -208,6 +208,33 @@ class Encoder:
             return False
 
     @cached_property
+    def _takes_json_arguments(self) -> bool:
+        """Whether the template only writes a call if its arguments are JSON text."""
+        call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"a": "Aargumenta"}}}
+        reply = {"role": "assistant", "content": "", "tool_calls": [call]}
+        written = {}
+        for as_text in (False, True):
+            self.__dict__["_takes_json_arguments"] = as_text  # `_apply` reads this property, as above
+            try:
+                written[as_text] = "Aargumenta" in self._apply([{"role": "user", "content": "Qquestionq"}, reply])[0]
+            except RowError:
+                written[as_text] = False
+        return written[True] and not written[False]
+
+    def _in_form(self, message: Message) -> Message:
+        """The message in the form that the template takes."""
+        if self._takes_parts:
+            message = {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if message.get("tool_calls") and self._takes_json_arguments:
+            calls = [
+                {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+                for call in message["tool_calls"]
+                if (function := call["function"])
+            ]
+            message = {**message, "tool_calls": calls}
+        return message
+
+    @cached_property
     def proof(self) -> list[str]:
         """Lines that show what is trained in a short conversation; empty if all tokens are trained."""
         if not self.options.assistant_only:
@@ -232,7 +259,7 @@ class Encoder:
     def _render_chat(self, document: Document) -> _Rendered:
         self.rendered_chat = True
         # Normalise roles and thoughts to what the template writes.
-        known = self._known_roles(document.messages)
+        known = map(self._probe.place_role, document.messages)
         messages = [self._probe.place_thought(message, self.options.thoughts) for message in known]
         replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         trained = [index for index in replies if index >= document.untrained and index not in document.left_out]
@@ -244,32 +271,26 @@ class Encoder:
         if not self.options.assistant_only:
             text = self._apply(messages, variables=variables)[0]
             self._refuse_lost(messages, replies, text, variables)
-            return _Rendered(text, [(0, len(text))])
+            return _Rendered(text, [(0, len(text))], self._unused(document, messages, variables))
         # Train on replies only: find their spans in the rendered text.
         _refuse_empty(messages, trained)
         text, marked = self._apply(messages, marked=self.markers, variables=variables)
         self._refuse_lost(messages, trained, text, variables)
         finder = ReplySpans(self._probe, self.options.turn_ends, self.options.thoughts == "train_empty", variables)
         spans = finder.marked(text, marked, messages) if self.markers else finder.by_turns(text, messages, trained)
-        return _Rendered(text, [span for index in trained for span in finder.generated(text, spans[index])])
+        trained_spans = [span for index in trained for span in finder.generated(text, spans[index], messages, index)]
+        return _Rendered(text, trained_spans, self._unused(document, messages, variables))
 
-    def writes(self, name: str) -> bool:
-        """Whether the source of the chat template mentions a field of this name."""
-        return name in self._names
-
-    def unwritten(self, document: Document) -> list[str]:
-        """Paths of the fields of a row that the chat template gets but does not use."""
-        return [path for name, path in document.optional.items() if not self.writes(name)]
-
-    @cached_property
-    def _names(self) -> frozenset[str]:
-        return frozenset(re.findall(r"\w+", self.options.chat_template or ""))
-
-    def _known_roles(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages, with role `developer` as `system` if the template does not know `developer`."""
-        if self.writes("developer"):
-            return list(messages)
-        return [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
+    def _unused(self, document: Document, messages: list[Message], variables: Mapping[str, Any]) -> tuple[str, ...]:
+        """Paths of the fields of a row that nothing uses, those that the chat template gets included."""
+        unused = [*document.unused]
+        if document.optional:
+            keys = self._probe.left_out(messages, variables).keys
+            unused += [path for path, key in document.optional.items() if key in keys]
+        if "tools" in document.variables:
+            unused += self._probe.unread_in_tools(document.variables["tools"])
+        options = [name for name in document.variables if name != "tools" and name not in self._probe.variables]
+        return (*unused, *(f"chat_template_kwargs.{name}" for name in options))
 
     def _refuse_unwritten(self, document: Document) -> None:
         """Refuses a row whose tools the template ignores, or whose untrained messages the options would train.
@@ -279,7 +300,7 @@ class Encoder:
         """
         calls = any(message.get("tool_calls") for message in document.messages)
         for name, present in (("tools", "tools" in document.variables), ("tool_calls", calls)):
-            if present and not self.writes(name):
+            if present and not self._probe.mentions(name):
                 raise RowError(
                     "chat template", f"it does not render {name}; give --chat_template FILE that writes them"
                 )
@@ -299,11 +320,13 @@ class Encoder:
         """
         lost = [
             (index, element)
-            for index, element in self._probe.left_out(messages, variables)
+            for index, element in self._probe.left_out(messages, variables).elements
             if element != "thought" or index in trained
         ]
         lost += [(index, "content") for index in missing(messages, trained, text)]
         for index, element in lost:
+            if element == "tool":
+                raise RowError("chat template", f"it leaves out tools[{index}]; {self._other_template()}")
             content = messages[index]["content"] if element == "content" else ""
             tagged = "</think>" in content and self.options.thoughts != "drop"
             thought = element == "thought" or (tagged and self._probe.thought_in(content) is not None)
@@ -340,7 +363,7 @@ class Encoder:
         """
         from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
-        conversation = _in_parts(messages) if self._takes_parts else messages
+        conversation = list(map(self._in_form, messages))
         today, date_string = self._today
         values = {"date_string": date_string, **self.options.special_tokens, **(variables or {})}
         try:
@@ -388,13 +411,14 @@ class Encoder:
         mask[:1] = False
         if not mask.any():
             return BadRow("no trained token", "it has no trained token")
-        return Encoded(np.asarray(ids, dtype=np.int32), mask)
+        return Encoded(np.asarray(ids, dtype=np.int32), mask, item.unused)
 
 
 @dataclass
 class _Rendered:
     text: str
     spans: list[Span]
+    unused: tuple[str, ...]
     plain: bool = False
 
 
@@ -409,10 +433,6 @@ def _token_span(encoding: Any, start: int, end: int, length: int) -> Span:
         return first, len(encoding.ids)
     last = next(t for char in range(end - 1, start - 1, -1) if (t := encoding.char_to_token(char)) is not None)
     return first, max(following, last + 1)
-
-
-def _in_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    return [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
 
 
 def _refuse_empty(messages: Sequence[Message], trained: Sequence[int]) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainers.data.formats import Message, RowError
 
@@ -26,6 +26,7 @@ _CLOSING = re.compile(r"^\s*(<[^<>\s]+>)")
 _OPEN, _CLOSE = "<think>", "</think>"
 _SWITCHES = re.compile(r"(?<!<)/(?:no_)?think")  # some templates obey these switches in user messages, and remove them
 _MOST_SHAPES = 10_000
+_OPTIONAL_PATHS = ("name", "tool_call_id", "tool_calls[].id")  # of a message; templates may do without them
 
 
 class TemplateProbe:
@@ -43,12 +44,14 @@ class TemplateProbe:
         self._source = source
         self._special = sorted((text for text in special if text.strip()), key=len, reverse=True)
         self._stops = [text for text in stops if text.strip()]
-        self._lost: dict[tuple[Any, ...], list[tuple[int, str]]] = {}
+        self._losses: dict[tuple[Any, ...], Losses] = {}
+        self._read_in_tools: frozenset[str] = frozenset()
+        self._unread_in_tools: dict[frozenset[str], list[str]] = {}
 
-    def _text(self, *messages: Message, prompt: bool = False) -> str:
+    def _text(self, *messages: Message, prompt: bool = False, variables: Variables | None = None) -> str:
         """The rendered text, or "" if the template refuses the messages."""
         try:
-            return self.render(list(messages), prompt)[0]
+            return self.render(list(messages), prompt, variables=variables)[0]
         except RowError:
             return ""
 
@@ -58,6 +61,33 @@ class TemplateProbe:
         question = {"role": "user", "content": _QUESTION}
         without, text = self._text(question), self._text(question, prompt=True)
         return text[len(without) :] if text.startswith(without) else ""
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Names of the variables that the template reads."""
+        from jinja2 import TemplateError, meta
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        try:
+            environment = _compile_jinja_template(self._source).environment
+            return frozenset(meta.find_undeclared_variables(environment.parse(self._source)))
+        except TemplateError as error:
+            raise RowError("chat template", f"it cannot be compiled: {str(error)[:150]}") from None
+
+    def mentions(self, name: str) -> bool:
+        """Whether its source has this word, without which it cannot treat it in a way of its own."""
+        return re.search(rf"\b{name}\b", self._source) is not None
+
+    @cached_property
+    def knows_developers(self) -> bool:
+        """Whether it handles the role `developer` by name, and writes such a message."""
+        messages = {"role": "developer", "content": _ANSWER}, {"role": "user", "content": _QUESTION}
+        return self.mentions("developer") and _ANSWER in self._text(*messages)
+
+    def place_role(self, message: Message) -> Message:
+        """The message, with role `developer` as `system` if the template does not know `developer`."""
+        known = message["role"] != "developer" or self.knows_developers
+        return message if known else {**message, "role": "system"}
 
     # -- thoughts
 
@@ -92,7 +122,29 @@ class TemplateProbe:
             tags.add((opening[1], closing[1]))
         pairs = [f"(?:{re.escape(opening)})?\\s*{re.escape(closing)}" for opening, closing in sorted(tags)]
         self._opening_tags = tuple(opening for opening, _ in tags)
-        return re.compile(rf"\s*(?:{'|'.join(pairs)})\s*")
+        return re.compile(rf"\s*(?:{'|'.join(pairs)})")
+
+    @cached_property
+    def _after_thought(self) -> str:
+        """The whitespace between an empty thought and what the model generates next."""
+        question = {"role": "user", "content": _QUESTION}
+        prompts = [self._text(question, prompt=True, variables={"enable_thinking": False})]
+        prompts.append(self._text(question, {"role": "assistant", "content": _ANSWER}).partition(_ANSWER)[0])
+        for prompt in prompts:  # the prompt without thinking, or else what precedes a reply
+            if self.ends_in_thought(prompt):
+                return prompt[len(prompt.rstrip()) :]
+        return ""
+
+    @cached_property
+    def writes_empty_thought(self) -> bool:
+        """Whether it writes an empty thought before a last reply that has none."""
+        text = self._text({"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER})
+        return self.ends_in_thought(text.partition(_ANSWER)[0])
+
+    def ends_in_thought(self, text: str) -> bool:
+        """Whether a thought is closed at the end of a text."""
+        bare = text.rstrip()
+        return any(match.end() == len(bare) for match in self._empty_thought.finditer(bare, max(0, len(bare) - 200)))
 
     def after_empty_thought(self, text: str, start: int, end: int) -> int:
         """Where a reply continues after an empty thought at `start`; `start` if there is none."""
@@ -101,7 +153,10 @@ class TemplateProbe:
             return start
         # Without an opening tag in the reply or right before it, a closing tag is ordinary text.
         opened = match[0].lstrip().startswith(self._opening_tags)
-        return match.end() if opened or text[:start].rstrip().endswith(self._opening_tags) else start
+        if not opened and not text[:start].rstrip().endswith(self._opening_tags):
+            return start
+        gap = self._after_thought
+        return match.end() + len(gap) if text.startswith(gap, match.end()) else match.end()
 
     def place_thought(self, message: Message, thoughts: str) -> Message:
         """Moves the thought of a reply to where the template writes it, once; removes it for `thoughts="drop"`.
@@ -202,37 +257,97 @@ class TemplateProbe:
 
     # -- what it leaves out
 
-    def left_out(self, messages: Sequence[Message], variables: Variables) -> list[tuple[int, str]]:
-        """What the template leaves out: message index, and `content`, `thought` or `tool call`.
+    def left_out(self, messages: Sequence[Message], variables: Variables) -> Losses:
+        """What the template leaves out of a conversation.
 
         Probed with placeholders, so that a short content does not match by chance elsewhere; cached by the shape of the
         conversation.
         """
-        values = (name if name == "tools" else f"{name}={value!r}" for name, value in variables.items())
+        values = (f"{name}={len(value) if name == 'tools' else value!r}" for name, value in variables.items())
         shape = (*(_shape(message) for message in messages), *sorted(values))
-        if shape not in self._lost:
-            if len(self._lost) >= _MOST_SHAPES:
-                self._lost.clear()
-            self._lost[shape] = self._probe(messages, variables)
-        return self._lost[shape]
+        if shape not in self._losses:
+            if len(self._losses) >= _MOST_SHAPES:
+                self._losses.clear()
+            self._losses[shape] = self._find_losses(messages, variables)
+        return self._losses[shape]
 
-    def _probe(self, messages: Sequence[Message], variables: Variables) -> list[tuple[int, str]]:
+    def _find_losses(self, messages: Sequence[Message], variables: Variables) -> Losses:
         pairs = [_stand_in(message, index) for index, message in enumerate(messages)]
+        conversation = [message for message, _ in pairs]
+        tools = [_tool_in(tool, f"Ff{index}f") for index, tool in enumerate(variables.get("tools", ()))]
+        values = {**variables, "tools": tools} if tools else variables
         try:
-            text = self.render([message for message, _ in pairs], variables=variables)[0]
-        except RowError:
-            return []  # the row itself was rendered; `missing` searches for its contents
-        return [
+            text = self.render(conversation, variables=values)[0]
+        except RowError:  # the row itself was rendered; `missing` searches for its contents
+            return Losses([], self._unread_keys(messages, variables))
+        lost = [
             (index, element)
             for index, (_, markers) in enumerate(pairs)
             for element, marker in markers
             if marker not in text
         ]
+        with_name = [index for index, tool in enumerate(tools) if tool.get("function", {}).get("name") == f"Ff{index}f"]
+        lost += [(index, "tool") for index in with_name if f"Ff{index}f" not in text]
+        return Losses(lost, self._unread_keys(conversation, values))
+
+    def _unread_keys(self, messages: Sequence[Message], variables: Variables) -> frozenset[str]:
+        """Keys of the messages without which a role's messages are rendered alike."""
+        paths = {(message["role"], path) for message in messages for path in _OPTIONAL_PATHS if _has(message, path)}
+        unread = set()
+        for role, path in paths:
+            without = [_without(message, path) if message["role"] == role else message for message in messages]
+            if self._alike(without, variables, messages, variables):
+                unread.add(path)
+        return frozenset(unread)
+
+    def unread_in_tools(self, tools: Sequence[Any]) -> list[str]:
+        """Paths of the keys of tools, such as `tools[].function.strict`, without which they are rendered alike."""
+        question = [{"role": "user", "content": _QUESTION}]
+        paths = frozenset(_paths(tools, "tools")) - self._read_in_tools
+        if paths not in self._unread_in_tools:
+            if self._alike(question, {}, question, {"tools": tools}):
+                return []  # it writes tools in other conversations
+            unread = [
+                path
+                for path in sorted(paths)
+                if self._alike(question, {"tools": _without(tools, path, "tools")}, question, {"tools": tools})
+            ]
+            self._read_in_tools |= paths.difference(unread)
+            paths -= self._read_in_tools
+            self._unread_in_tools[paths] = unread
+        return self._unread_in_tools[paths]
+
+    def _alike(
+        self, messages: Sequence[Message], variables: Variables, other: Sequence[Message], other_variables: Variables
+    ) -> bool:
+        """Whether two conversations are rendered as the same text; False if the template refuses either."""
+        try:
+            texts = [
+                self.render(list(messages), variables=variables),
+                self.render(list(other), variables=other_variables),
+            ]
+        except RowError:
+            return False
+        return texts[0] == texts[1]
+
+
+class Losses(NamedTuple):
+    """What a template leaves out of a conversation.
+
+    Attributes:
+        elements: Message index with `content`, `thought` or `tool call`; tool index with `tool`.
+        keys: Paths of unused keys within a message, such as `name`.
+    """
+
+    elements: list[tuple[int, str]]
+    keys: frozenset[str]
 
 
 def _shape(message: Message) -> tuple[Any, ...]:
     plain = (message["role"], bool(message["content"].strip()))
-    return plain if len(message) == 2 else (*plain, len(message.get("tool_calls") or ()), *sorted(message))
+    if len(message) == 2:
+        return plain
+    return (*plain, tuple("id" in call for call in message.get("tool_calls") or ()), *sorted(message))
 
 
 def _stand_in(message: Message, index: int) -> tuple[Message, list[tuple[str, str]]]:
@@ -248,17 +363,53 @@ def _stand_in(message: Message, index: int) -> tuple[Message, list[tuple[str, st
     calls: Any = message.get("tool_calls") or []
     if calls:
         copy["tool_calls"] = [_call_in(call, f"{index}n{number}") for number, call in enumerate(calls)]
-        markers += [("tool call", f"Kk{index}n{number}k") for number in range(len(calls))]
+        markers += [
+            ("tool call", f"{letters}{index}n{number}k") for number in range(len(calls)) for letters in ("Kk", "Vv")
+        ]
     return copy, markers
 
 
 def _call_in(call: Any, mark: str) -> Any:
-    function = call.get("function", call) if isinstance(call, dict) else {}
-    arguments: Any = {"argument": f"Vv{mark}v"}
-    if isinstance(function.get("arguments"), str):
-        arguments = json.dumps(arguments)
-    stand_in = {**function, "name": f"Kk{mark}k", "arguments": arguments}
-    return {**call, "function": stand_in} if "function" in call else stand_in
+    return {**call, "function": {"name": f"Kk{mark}k", "arguments": {"argument": f"Vv{mark}k"}}}
+
+
+def _tool_in(tool: Any, name: str) -> Any:
+    function = tool.get("function")
+    return (
+        {**tool, "function": {**function, "name": name}} if isinstance(function, dict) and "name" in function else tool
+    )
+
+
+def _paths(value: Any, prefix: str) -> Iterator[str]:
+    """Paths of all keys, with `*` for names of parameters; without those that templates imply."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _paths(item, f"{prefix}[]")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            path = _member(prefix, key)
+            if item is not None and not (key == "type" and item in ("function", "object")):
+                yield path
+            yield from _paths(item, path)
+
+
+def _member(prefix: str, key: str) -> str:
+    name = "*" if prefix.endswith("properties") else key
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _without(value: Any, path: str, prefix: str = "") -> Any:
+    """A copy without the members at this path."""
+    if isinstance(value, list):
+        return [_without(item, path, f"{prefix}[]") for item in value]
+    if not isinstance(value, dict):
+        return value
+    members = {key: _member(prefix, key) for key in value}
+    return {key: _without(item, path, members[key]) for key, item in value.items() if members[key] != path}
+
+
+def _has(message: Message, path: str) -> bool:
+    return path in _paths(message, "")
 
 
 def missing(messages: Sequence[Message], trained: Collection[int], text: str) -> list[int]:

@@ -202,9 +202,8 @@ def encode_rows(
         if isinstance(encoded, BadRow):
             report.add_bad(f"{display_name}:{line}", encoded)
             continue
-        if isinstance(item, Document):
-            for path in (*item.unused, *encoder.unwritten(item)):
-                report.add_unused(path)
+        for path in dict.fromkeys(encoded.unused):
+            report.add_unused(path)
         report.longest = max(report.longest, len(encoded.input_ids))
         if options.overlong == "refuse" and len(encoded.input_ids) > options.max_length:
             detail = f"{len(encoded.input_ids):,} tokens, over max_length={options.max_length}"

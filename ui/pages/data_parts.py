@@ -137,6 +137,10 @@ def _numbers(statistics: dict[str, Any]) -> Html:
         key_values(summary_lines(statistics)),
         histogram(statistics["histogram"]),
     ]
+    if statistics["template"]:
+        lines = "\n".join(statistics["template"])
+        proof = element("div", lines, class_="ts-document", tabindex=0, role="group", aria_label="Chat template")
+        parts.append(section("Chat template", proof))
     if statistics["bad_listed"]:
         counts = join(element("li", f"{count:,} {kind}") for kind, count in sorted(statistics["bad_rows"].items()))
         table = data_table(["Where", "Kind", "What"], statistics["bad_listed"], "Bad rows")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
+import re
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -10,11 +13,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.unit.data.test_support import chat, configure, save_tokenizer, write_jsonl
+from tests.unit.data.test_support import PLAIN, chat, configure, save_tokenizer, write_jsonl
+from tests.unit.data.test_training_templates import SPECIAL, TRL
 from trainers.config.mistakes import ConfigError
 from trainers.data.formats import NEEDED, OPTIONAL, Document, RowError, canonical
 from trainers.data.messages import MEDIA, THOUGHT_KEYS
 from trainers.data.prepare import prepare
+from trainers.data.shards import BadRow
+from trainers.data.template import training_encoder
 from trainers.data.tokenizer import load_tokenizer
 from trainers.tools.data_preview import Preview
 
@@ -95,7 +101,7 @@ def test_every_field_is_used_refused_or_listed(format_name, row_keys, message_ke
     assert not (set(row) - set(document.unused) - roles)
     assert not expected.intersection(MEDIA) or not any(row[name] for name in expected.intersection(MEDIA))
     if document.messages:
-        listed = {*document.unused, *document.optional.values()}
+        listed = {*document.unused, *document.optional}
         path = {"chat": "messages", "sharegpt": "conversations", "prompt_completion": "completion"}.get(format_name)
         if path:
             others = set(message_keys) - USED_IN_MESSAGES - set(keys)
@@ -168,6 +174,119 @@ def test_tools_and_calls_reach_the_template(tmp_path, as_text):
     assert report.unused == {"messages[].tool_calls[].id": 1, "messages[].tool_call_id": 1}  # this template has neither
 
 
+def encoder_of(tmp_path, template):
+    save_tokenizer(tmp_path / "model", template, special=sorted(set(SPECIAL.findall(template)) - {"</s>"}))
+    return training_encoder(configure(tmp_path, "none", model_name_or_path=str(tmp_path / "model")))
+
+
+def outcome(encoder, row):
+    """Tokens and mask of a row, or why it is bad; and the fields that are listed as not used."""
+    try:
+        done = encoder.encode([canonical(row, "auto", {}, True)])[0]
+    except RowError as error:
+        done = error.bad
+    return (done, ()) if isinstance(done, BadRow) else ((done.input_ids.tolist(), done.mask.tolist()), done.unused)
+
+
+def paths_in(value, path=()):
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield (*path, key)
+        yield from paths_in(item, (*path, key))
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Adds",
+            "strict": True,
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "string", "description": "first", "comment": "none"}},
+                "required": ["a"],
+                "additionalProperties": False,
+            },
+        },
+    }
+]
+OPENAI = {
+    "tools": TOOLS,
+    "parallel_tool_calls": True,
+    "chat_template_kwargs": {"name": "x", "content_type": 1},
+    "messages": [
+        {"role": "developer", "content": "be brief", "name": "boss"},
+        {"role": "user", "content": "1+2?", "name": "bob"},
+        {"role": "assistant", "tool_calls": [{**CALL, "id": "c1", "index": 0}], "refusal": "no"},
+        {"role": "tool", "content": "three", "tool_call_id": "c1"},
+        {"role": "assistant", "content": "It is 3", "name": "helper"},
+    ],
+}
+IMPLIED = ("type", "role")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_6", "gptoss", "gemma4_v5", "llama3_1", "nemotron_3_nano", "glm4moe"])
+def test_a_key_without_which_a_stock_template_writes_the_same_is_listed(tmp_path, name):
+    encoder = encoder_of(tmp_path, (TRL / f"{name}.jinja").read_text(encoding="utf-8"))
+    whole, unused = outcome(encoder, OPENAI)
+    assert not isinstance(whole, BadRow), whole
+    assert {"parallel_tool_calls", "messages[].refusal", "messages[].tool_calls[].index"} <= {*unused}
+    assert {"chat_template_kwargs.name", "chat_template_kwargs.content_type", "messages[].name"} <= {*unused}
+    for path in paths_in(OPENAI):
+        row = copy.deepcopy(OPENAI)
+        parent = functools.reduce(lambda value, key: value[key], path[:-1], row)
+        del parent[path[-1]]
+        field = "".join("[]" if isinstance(key, int) else f".{key}" for key in path).lstrip(".").replace("s.a.", "s.*.")
+        listed = any(f"{field}.".startswith(f"{other}.") for other in unused)
+        if path[-1] not in IMPLIED and field != "chat_template_kwargs" and not listed:
+            assert outcome(encoder, row)[0] != whole, f"{field} is neither used nor listed: {unused}"
+
+
+def test_a_key_that_a_template_writes_for_one_role_is_listed_for_the_others(tmp_path):
+    """The control is a template that writes it for every role."""
+    row = {**OPENAI, "messages": [{**message, "name": "x"} for message in OPENAI["messages"]]}
+    for name, template in (("a", CALLING), ("b", CALLING.replace("if m.role == 'tool'", "if m.name"))):
+        encoder = encoder_of(tmp_path / name, template)
+        assert ("messages[].name" in outcome(encoder, row)[1]) is (name == "a")
+
+
+def test_keys_of_a_prompt_and_of_its_completion_are_listed_apart(tmp_path):
+    turns = [{"role": "user", "content": "a", "name": "bob"}, {"role": "assistant", "content": "b", "name": "ann"}]
+    unused = outcome(encoder_of(tmp_path, PLAIN), {"prompt": turns[:1], "completion": turns[1:]})[1]
+    assert unused == ("prompt[].name", "completion[].name")
+
+
+@pytest.mark.parametrize(
+    ("written", "reason"),
+    [
+        ("{{ tools[:1] | tojson }}", r"it leaves out tools\[1\]"),
+        ("{% if false %}{{ tools | tojson }}{% endif %}", r"it leaves out tools\[0\]"),
+        ("{{ tools | tojson }}", None),
+    ],
+)
+def test_a_tool_that_the_template_leaves_out_is_refused(tmp_path, written, reason):
+    encoder = encoder_of(tmp_path, CALLING.replace("{{ tools | tojson }}", written))
+    bad = outcome(encoder, {**chat("1+0", "one"), "tools": [TOOL, TOOL]})[0]
+    assert re.match(reason, bad.detail) if reason else not isinstance(bad, BadRow)
+
+
+def test_a_call_whose_arguments_the_template_leaves_out_is_refused(tmp_path):
+    row = {"messages": [*chat("1+0")["messages"], {"role": "assistant", "tool_calls": [CALL]}]}
+    bad = outcome(encoder_of(tmp_path, CALLING.replace("{{ call.function.arguments | tojson }}", "")), row)[0]
+    assert "it leaves out a tool call of message 2 (assistant)" in bad.detail
+
+
+def test_a_template_that_joins_arguments_as_text_gets_them_as_text(tmp_path):
+    joined = CALLING.replace("{{ call.function.arguments | tojson }}", "{{ '' + call.function.arguments }}")
+    row = {"messages": [*chat("1+0")["messages"], {"role": "assistant", "tool_calls": [CALL]}]}
+    assert trained_texts(tmp_path, row, joined)[0] == ['[add {"a": 1}]<|im_end|>']
+
+
+def test_a_template_that_cannot_be_compiled_refuses_a_row_of_tools(tmp_path):
+    bad = outcome(encoder_of(tmp_path, "{% if %}"), {**chat("1+0", "one"), "tools": [TOOL]})[0]
+    assert bad.kind == "chat template"
+
+
 @pytest.mark.parametrize("content", [None, [], ""])
 def test_a_turn_of_calls_needs_no_text(tmp_path, content):
     row = {"messages": [*chat("1+0")["messages"], {"role": "assistant", "content": content, "tool_calls": [CALL]}]}
@@ -205,6 +324,17 @@ def test_calls_in_older_forms_are_calls(tmp_path):
     assert old.messages[2] == {"role": "tool", "content": "1", "name": "add"}
 
 
+def test_a_turn_with_calls_in_two_forms_is_refused():
+    answer = {"role": "assistant", "content": "", "function_call": CALL["function"], "tool_calls": [CALL]}
+    for role, turn in (("assistant", answer), ("function_call", {**answer, "content": json.dumps(CALL["function"])})):
+        with pytest.raises(RowError, match="has a call in function_call and others in tool_calls"):
+            canonical({"messages": [*chat("1+0")["messages"], {**turn, "role": role}]}, "chat", {}, True)
+    answer["tool_calls"] = None
+    assert canonical({"messages": [*chat("1+0")["messages"], answer]}, "chat", {}, True).messages[1]["tool_calls"] == [
+        CALL
+    ]
+
+
 @pytest.mark.parametrize("bare", [TOOL["function"], {"type": "function", **TOOL["function"]}])
 def test_a_tool_that_is_a_bare_function_is_a_tool(bare):
     row = {**chat("1+0", "one"), "tools": [bare]}
@@ -224,7 +354,7 @@ def test_messages_may_be_json_text():
         ("nonsense", "tool_calls is text but not valid JSON"),
         (7, "tool_calls is int"),
         ([{"name": "f", "arguments": "{"}], r"tool_calls\[0\].arguments is text but not valid JSON"),
-        ([{"name": "f", "arguments": '{"a": 1, "a": 2}'}], "arguments is text but not valid JSON"),
+        ([{"name": "f", "arguments": '{"a": 1, "a": 2}'}], "arguments: the key 'a' appears twice in one object"),
         ([{"name": "f", "arguments": [1]}], "arguments is list"),
         ([{"function": {}}], "names no function"),
         ([{"type": "custom", "name": "f"}], "of type 'custom'"),
@@ -275,7 +405,12 @@ def test_a_user_who_asks_to_be_trained_is_listed():
     assert canonical(row, "chat", {}, True).unused == ("messages[].train",)
 
 
-@pytest.mark.parametrize(("template", "role"), [(CALLING, "system"), (CALLING + "{# developer #}", "developer")])
+DEAF = CALLING.replace("{% for m in messages %}", "{% for m in messages if m.role != 'developer' %}")
+
+
+@pytest.mark.parametrize(
+    ("template", "role"), [(CALLING, "system"), (CALLING + "{# developer #}", "developer"), (DEAF, "system")]
+)
 def test_a_developer_is_the_system_where_the_template_knows_none(tmp_path, template, role):
     row = {"messages": [{"role": "developer", "content": "be brief"}, *chat("a", "b")["messages"]]}
     assert f"<|im_start|>{role}\nbe brief<|im_end|>" in trained_texts(tmp_path, row, template)[1]
@@ -299,6 +434,21 @@ def test_alpacas_history_is_earlier_turns(tmp_path):
         canonical(row, "alpaca", {}, False)
     with pytest.raises(RowError, match=r"history\[0\] is not a pair"):
         canonical({**row, "history": [["a"]]}, "alpaca", {}, True)
+
+
+@pytest.mark.parametrize("empty", ["", " \n"])
+def test_an_empty_part_of_an_alpaca_question_leaves_no_blank_lines(empty):
+    for row in ({"instruction": empty, "input": "add 1"}, {"instruction": "add 1", "input": empty}):
+        assert canonical({**row, "output": "2"}, "alpaca", {}, True).messages[0]["content"] == "add 1"
+
+
+def test_text_beside_messages_is_refused():
+    messages = chat("a", "b")["messages"]
+    for prompt, completion in (("a", messages[1:]), (messages[:1], "b")):
+        with pytest.raises(RowError, match="one of prompt and completion is text, the other a list"):
+            canonical({"prompt": prompt, "completion": completion}, "auto", {}, True)
+    parts = {"prompt": "a", "completion": [{"type": "text", "text": "b"}]}
+    assert canonical(parts, "auto", {}, True) == Document(prompt="a", completion="b")
 
 
 def test_nulls_of_a_table_are_no_arguments(tmp_path):

@@ -58,6 +58,14 @@ def test_what_is_no_data_is_named_in_report_log_and_page(tmp_path):
     )  # though the tokens are cached
 
 
+def test_a_folder_of_save_to_disk_says_how_to_convert_it(tmp_path):
+    """A `state.json` elsewhere is data."""
+    saved = ["dataset_dict.json", *(f"train/{name}" for name in ("data-0.arrow", "state.json", "dataset_info.json"))]
+    with pytest.raises(ConfigError, match=r"train/data-0.arrow .*; write what `save_to_disk` saved with `to_parquet`"):
+        resolve(configure(tmp_path, fill(tmp_path / "a", *saved)), "train")
+    assert names_of(configure(tmp_path, fill(tmp_path / "b", *saved, "state.json"))) == ["state.json"]
+
+
 def test_files_named_after_a_split_are_that_split(tmp_path):
     data = fill(tmp_path / "data", "train.jsonl", "more.jsonl", "validation.jsonl", "test/x.jsonl", "gsm-test.jsonl")
     config = configure(tmp_path, data, eval_dataset_name=str(data))

@@ -117,16 +117,28 @@ def marked_by_trl(folder: Path, name: str, messages: list[Any]) -> list[str]:
     return [tokenizer.decode(ids) for ids in stretches]
 
 
+def empty_thought(folder: Path, name: str) -> re.Pattern[str]:
+    """An empty thought up to where a model that does not think begins to generate."""
+    tokenizer = load_tokenizer(configure(folder, "none", model_name_or_path=str(folder / "model")))
+    template = (TRL / f"{name}_training.jinja").read_text(encoding="utf-8")
+    messages = [{**QUESTION, "content": [{"type": "text", "text": "Why?"}]}] if name in PARTS_ONLY else [QUESTION]
+    prompt = tokenizer.apply_chat_template(
+        messages, chat_template=template, tokenize=False, add_generation_prompt=True, enable_thinking=False
+    )
+    ends = re.search(r"</think>(\s*)$", prompt)
+    return re.compile(rf"^\n?<think>\s*</think>{re.escape(ends[1]) if ends else ''}")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_what_was_written_down_is_what_trl_marks(tmp_path: Path, name: str) -> None:
     """But for what a run leaves out on purpose: a weight of 0, and empty thoughts that a template writes by itself."""
     encoder_of(tmp_path, (TRL / f"{name}.jinja").read_text(encoding="utf-8"))
-    compared = 0
+    compared, thought = 0, empty_thought(tmp_path, name)
     for kind, messages in KINDS.items():
         expected = GOLDEN[name][kind]
         if isinstance(expected, str) or (name, kind) in KEPT_THOUGHTS:
             continue
-        marked = [re.sub(r"^\n?<think>\s*</think>\s*", "", text) for text in marked_by_trl(tmp_path, name, messages)]
+        marked = [thought.sub("", text) for text in marked_by_trl(tmp_path, name, messages)]
         replies = [message for message in messages if message["role"] == "assistant"]
         assert len(marked) == len(replies)
         assert [text for text, one in zip(marked, replies, strict=True) if one.get("weight", 1)] == expected, kind

@@ -315,6 +315,8 @@ def test_the_verb_reports(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
     assert run_verb(words) == 0
     printed = capfd.readouterr()
     assert "«" in printed.out
+    assert "\n".join(document["template"]) in printed.out
+    assert document["template"][-1].startswith("  trained: ")
     assert f"{data}:2" in printed.out
     assert "training would refuse" in printed.err
     assert run_verb([*words, "--rows", "many", "--max_length", "1"]) == 2
