@@ -10,7 +10,6 @@ from itertools import pairwise
 
 from trainers.data.formats import Message, RowError
 from trainers.data.template_probe import Span, TemplateProbe, Variables, missing
-from trainers.data.training_template import INSTALL, trl_is_installed
 
 WAY_OUT = "give --chat_template FILE with {% generation %} markers, or set assistant_only_loss=false"
 _MOST_RENDERED = 5_000_000
@@ -99,7 +98,7 @@ class ReplySpans:
             reason = f"its generation prompt opens a thought that it does not write in {name_message(messages, index)}"
         elif self._probe.ends_in_thought(self._probe.generation_prompt):
             reason = f"its generation prompt has an empty thought, but {name_message(messages, index)} does not"
-        return f"{reason}; {_install_or()}{WAY_OUT}"
+        return f"{reason}; {WAY_OUT}"
 
     def _turn_end(self, text: str, head: str, messages: list[Message], index: int) -> int | None:
         """Where the reply ends in the text; None if that cannot be determined."""
@@ -147,13 +146,9 @@ class ReplySpans:
             raise RowError(
                 "chat template",
                 f"it writes an empty thought before a last reply, but not before {name_message(messages, index)}, "
-                f"which would teach the model not to think; {_install_or()}give --chat_template FILE that writes it, "
+                f"which would teach the model not to think; give --chat_template FILE that writes it, "
                 "or set thoughts=train_empty",
             )
-
-
-def _install_or() -> str:
-    return "" if trl_is_installed() else f"{INSTALL}, "
 
 
 def _refuse_long(ends: Sequence[int]) -> None:

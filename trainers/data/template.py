@@ -28,9 +28,10 @@ from trainers.data.reply_spans import ReplySpans, name_message, tail
 from trainers.data.shards import ROW_BYTES, BadRow
 from trainers.data.template_probe import Span, TemplateProbe, missing
 from trainers.data.tokenizer import chosen_template, load_tokenizer, tokenizer_folder
-from trainers.data.training_template import INSTALL, MARKERS, stop_token_ids, trl_is_installed
+from trainers.data.training_template import MARKERS, stop_token_ids
 from trainers.run.process_limits import RENDER_BYTES, encoding_bytes, encoding_seconds, memory_limit, time_limit
 
+_OTHER_TEMPLATE = "give --chat_template FILE that writes it"
 RENDER_SECONDS = 20.0
 # With these, templates also write the thoughts of earlier replies, which they leave out by default.
 _THOUGHTS_OF_EARLIER_TURNS = {"preserve_thinking": True, "truncate_history_thinking": False, "clear_thinking": False}
@@ -326,7 +327,7 @@ class Encoder:
         lost += [(index, "content") for index in missing(messages, trained, text)]
         for index, element in lost:
             if element == "tool":
-                raise RowError("chat template", f"it leaves out tools[{index}]; {self._other_template()}")
+                raise RowError("chat template", f"it leaves out tools[{index}]; {_OTHER_TEMPLATE}")
             content = messages[index]["content"] if element == "content" else ""
             tagged = "</think>" in content and self.options.thoughts != "drop"
             thought = element == "thought" or (tagged and self._probe.thought_in(content) is not None)
@@ -341,12 +342,8 @@ class Encoder:
             # Where the prompt opens a thought, a reply without one is refused as well.
             droppable = thought and (self.markers or not self._probe.prompt_opens_thought)
             remedy = "set thoughts=drop to train without it, or " if droppable else ""
-            detail = f"it leaves out {description}{name_message(messages, index)}; {remedy}{self._other_template()}"
+            detail = f"it leaves out {description}{name_message(messages, index)}; {remedy}{_OTHER_TEMPLATE}"
             raise RowError("chat template", detail)
-
-    def _other_template(self) -> str:
-        remedy = "give --chat_template FILE that writes it"
-        return remedy if trl_is_installed() or self.markers else f"{remedy}, or {INSTALL}"
 
     def _apply(
         self,

@@ -23,7 +23,6 @@ from trainers.run.json_file import load_json
 from trainers.run.record import CHAT_TEMPLATE
 
 MARKERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-INSTALL = 'pip install "tunesmith[templates]" for TRL\'s training templates'
 _SUFFIX = "_training.jinja"
 
 
@@ -89,11 +88,6 @@ def _saved_template(path: Path, own: str) -> TrainingTemplate | None:
 
 def _digest(own: str) -> str:
     return hashlib.sha256(own.strip().encode("utf-8", "replace")).hexdigest()
-
-
-def trl_is_installed() -> bool:
-    """Whether TRL's training templates can be read."""
-    return _trl_folder() is not None
 
 
 @lru_cache
