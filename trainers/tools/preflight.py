@@ -41,7 +41,7 @@ HUB_SECONDS = 20.0
 _CONFIG = "config.json"
 _UNREAD = "the headers of the weight files could not be read from the Hub; the start of the run checks them"
 _MODEL_OPTIONS = ("packing", "method", "num_hidden_layers", "random_init", "trust_remote_code", "attn_implementation",
-                  "mixed_precision", "torch_compile", "lora_target_modules", "merge_adapter")  # fmt: skip
+                  "mixed_precision", "torch_compile", "lora_target_modules", "lora_r", "merge_adapter")  # fmt: skip
 
 
 def check(config: TrainConfig, strategy: Strategy, has_gpu: bool, run_dir: Path | None = None) -> list[str]:
@@ -72,7 +72,7 @@ def check(config: TrainConfig, strategy: Strategy, has_gpu: bool, run_dir: Path 
     check_token_ids(config, [train, evaluation], model["vocab_size"], model["pad_token_id"])
     plan = plan_training(config, train, data_parallel_size, pad_token_id=0)
     if run_dir is not None:
-        check_room(config, tensors_of(headers or {}), run_dir, plan.total_steps)
+        check_room(config, tensors_of(headers or {}), run_dir, plan.total_steps, model.get("adapter_weights"))
     unread = headers is None and not config.random_init
     lines = [_UNREAD] if unread else []
     lines += [*model["lines"], *train.report.lines(), describe_plan(plan)]
