@@ -147,7 +147,9 @@ def _build(config: TrainConfig, split: Split, files: list[DataFile], folder: Pat
     encoder = training_encoder(config)
     options = options_of(config, encoder, selection)
     report = Report(_dataset(config, split), split, sorted(set(formats.values())), len(files))
-    report.left_out = _row_count(all_shards, selection) - _row_count(shards, selection)
+    of_split = _row_count(all_shards, selection)
+    report.held_out = sum(shard.rows for shard in all_shards) - of_split if split == "train" else 0
+    report.left_out = of_split - _row_count(shards, selection)
     try:
         writer = CacheWriter(folder)
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from trainers.data.shards import BadRow
@@ -40,6 +40,7 @@ class Report:
         cut_tokens: Tokens lost by truncating, dropping and splitting.
         longest: Tokens of the longest row before any cut.
         ignored_files: Files of the folder that are not data or belong to another split, with the reason.
+        held_out: Rows that `eval_share` takes from the training data for evaluation.
         left_out: Rows of the split that `max_train_samples` or `max_eval_samples` leaves out; they are not read.
         template: The chat template that rendered conversations, and what it trains in a short one.
     """
@@ -60,6 +61,7 @@ class Report:
     trained_tokens: int = 0
     cut_tokens: int = 0
     longest: int = 0
+    held_out: int = 0
     left_out: int = 0
     ignored_files: list[str] = field(default_factory=list)
     template: list[str] = field(default_factory=list)
@@ -133,6 +135,8 @@ class Report:
         if any(shortened.values()):
             summary = ", ".join(f"{count:,} rows {outcome}" for outcome, count in shortened.items() if count)
             lines.append(f"{name}: {summary}; {self.cut_tokens:,} tokens lost")
+        if self.held_out:
+            lines.append(f"{name}: {self.held_out:,} rows held out for evaluation by eval_share")
         if self.left_out:
             lines.append(f"{name}: {self.left_out:,} rows left out by max_{self.split}_samples")
         lines += [f"{name}: {note}" for note in self.notes()]
@@ -179,6 +183,13 @@ class Report:
         """The report that `to_json` wrote."""
         known = {item.name for item in fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in known})
+
+
+def report_lines(train: Report, evaluation: Report | None) -> list[str]:
+    """The lines that a run prints about its data; a chat template that both splits have is shown once."""
+    if evaluation is None:
+        return train.lines()
+    return [*train.lines(), *replace(evaluation, template=[] if train.template else evaluation.template).lines()]
 
 
 def _listed(unused: Mapping[str, int]) -> str:
