@@ -170,6 +170,14 @@ def _build(config: TrainConfig, split: Split, files: list[DataFile], folder: Pat
     return token_set
 
 
+def report_lines(train: TokenSet, evaluation: TokenSet | None) -> list[str]:
+    """The lines that a run prints about its data; a chat template that both splits have is shown once."""
+    if evaluation is None:
+        return train.report.lines()
+    template = [] if train.report.template else evaluation.report.template
+    return [*train.report.lines(), *replace(evaluation.report, template=template).lines()]
+
+
 def options_of(config: TrainConfig, encoder: Encoder, selection: Selection) -> Options:
     """The options that determine how rows become documents."""
     chat = encoder.options.chat_template is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from trainers.data.shards import BadRow
@@ -183,13 +183,6 @@ class Report:
         """The report that `to_json` wrote."""
         known = {item.name for item in fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in known})
-
-
-def report_lines(train: Report, evaluation: Report | None) -> list[str]:
-    """The lines that a run prints about its data; a chat template that both splits have is shown once."""
-    if evaluation is None:
-        return train.lines()
-    return [*train.lines(), *replace(evaluation, template=[] if train.template else evaluation.template).lines()]
 
 
 def _listed(unused: Mapping[str, int]) -> str:

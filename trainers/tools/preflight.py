@@ -17,8 +17,7 @@ from trainers.config.mistakes import ConfigError, Mistake
 from trainers.config.options import TrainConfig
 from trainers.data.batches import Rows, TrainPlan
 from trainers.data.layout import FULL_SEQUENCE, SequenceShard
-from trainers.data.prepare import TokenSet, cache_dir, prepare
-from trainers.data.report import report_lines
+from trainers.data.prepare import TokenSet, cache_dir, prepare, report_lines
 from trainers.data.tokenizer import tokenizer_hash
 from trainers.run.compatibility import checkpoint_to_resume, versions
 from trainers.run.disk import check_room, tensors_of
@@ -76,8 +75,7 @@ def check(config: TrainConfig, strategy: Strategy, has_gpu: bool, run_dir: Path 
         check_room(config, tensors_of(headers or {}), run_dir, plan.total_steps, model.get("adapter_weights"))
     unread = headers is None and not config.random_init
     lines = [_UNREAD] if unread else []
-    reports = report_lines(train.report, evaluation.report if evaluation else None)
-    return [*lines, *model["lines"], *reports, describe_plan(plan)]
+    return [*lines, *model["lines"], *report_lines(train, evaluation), describe_plan(plan)]
 
 
 def plan_training(

@@ -408,8 +408,8 @@ class _Form:
         """Adds the GPUs with their current holders; ticks the preset's default unless the choices name others."""
         if self.gpus:
             gpus, chosen = gpu_choices(), updates[_DEVICES]
-            named = DefaultGpus(tuple(map(int, chosen))) if isinstance(chosen, list) else default_gpus(preset, gpus)
-            updates[_DEVICES] = gr.update(choices=gpu_labels(gpus), **gpu_selection(named))
+            ticked = DefaultGpus(tuple(map(int, chosen))) if isinstance(chosen, list) else default_gpus(preset, gpus)
+            updates[_DEVICES] = gr.update(choices=gpu_labels(gpus), **gpu_selection(ticked))
         return updates
 
     def start(
