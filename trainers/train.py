@@ -217,7 +217,7 @@ def train(
     from trainers import build
     from trainers.checkpoint.checkpoint import base_digest, persistent_buffers
     from trainers.checkpoint.export import export_checkpoint, export_kind, export_seconds
-    from trainers.data.prepare import load_tokenizer, prepare
+    from trainers.data.prepare import load_tokenizer, prepare, report_lines
     from trainers.loop import TrainContext, TrainLoop
     from trainers.model.load import matmul_parameters
     from trainers.monitor.heartbeat import Heartbeat
@@ -252,8 +252,8 @@ def train(
     by_rank = ranks.gather((memory, memory_gib(ranks.device)))
     if main_rank:
         print(f"run {run.path}\n{table(lines, ranks, backend, dtypes, by_rank)}\n{describe_plan(plan)}")
-        print("\n".join([*notes, *data.report.lines(), *precision_lines(config), *pipeline_lines(config, strategy),
-                         *warnings(config, strategy, launch.supervised)]), flush=True)  # fmt: skip
+        print(*notes, *report_lines(data, eval_data), *precision_lines(config), *pipeline_lines(config, strategy),
+              *warnings(config, strategy, launch.supervised), sep="\n", flush=True)  # fmt: skip
     refuse_differences(lines, ranks)
     CLOCK.ended("wrap")
 

@@ -158,6 +158,7 @@ def summary_lines(statistics: dict[str, Any]) -> list[tuple[str, str]]:
     steps = statistics["steps_per_epoch"]
     lines = [
         ("rows", f"{rows:,} in {counted(statistics['files'], 'file', 'files')} ({', '.join(statistics['formats'])})"),
+        *_held_out(statistics["held_out"], statistics["eval_left_out"]),
         ("documents", f"{statistics['documents']:,}"),
         ("tokens", f"{tokens:,}, longest row {statistics['longest']:,}"),
         ("trained", f"{statistics['trained_tokens']:,} tokens, {statistics['trained_share']:.1%}"),
@@ -175,6 +176,11 @@ def summary_lines(statistics: dict[str, Any]) -> list[tuple[str, str]]:
         size = statistics["global_batch_size"]
         lines.append(("steps", f"{steps:,} per epoch with {size:,} rows each, {statistics['total_steps']:,} in total"))
     return lines
+
+
+def _held_out(rows: int, unused: int) -> list[tuple[str, str]]:
+    limit = f"; max_eval_samples leaves {unused:,} of them out" if unused else ""
+    return [("held out", f"{rows:,} rows for evaluation, by eval_share{limit}")] if rows else []
 
 
 def _kinds(counts: dict[str, int]) -> str:

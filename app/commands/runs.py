@@ -53,10 +53,11 @@ def train_verb(argv: Sequence[str]) -> int:
 
 
 def _check(job: TrainJob, args: Args) -> int:
-    """Runs only the pre-flight check."""
-    for line in job.notes:
-        say(clean(line))
+    """Runs only the pre-flight check, and warns if the run is not expected to fit into memory."""
+    say_choices(job)
     preflight(job, quiet="quiet" in args.switches)
+    if line := _warn_of_memory(job, "quiet" in args.switches):
+        job.warnings.append(line)
     document = {
         "strategy": job.strategy.name,
         "world_size": job.devices.num_processes,
@@ -88,12 +89,18 @@ def confirm_memory(job: TrainJob, quiet: bool, as_json: bool) -> None:
     Raises:
         ConfigError: if the user declines.
     """
+    asks = _warn_of_memory(job, quiet) and sys.stdin.isatty() and not as_json
+    if asks and not _confirmed("start it anyway?", as_json):
+        raise ConfigError("not started: it needs more memory than is free")
+
+
+def _warn_of_memory(job: TrainJob, quiet: bool) -> str:
+    """Prints a warning if the run is not expected to fit into memory; returns it without its prefix, or empty."""
     with spinner("checking memory", quiet or known_verdict(job) is not None):
-        verdict = memory_verdict(job)
-    if verdict.line:
-        say("warning: " + clean(verdict.line))
-        if sys.stdin.isatty() and not as_json and not _confirmed("start it anyway?", as_json):
-            raise ConfigError("not started: it needs more memory than is free")
+        line = memory_verdict(job).line
+    if line:
+        say("warning: " + clean(line))
+    return line
 
 
 def _detach(job: TrainJob, args: Args) -> int:

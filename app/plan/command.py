@@ -132,15 +132,24 @@ def _host_memory() -> float:
 def _candidates(
     strategies: Sequence[Strategy], config: TrainConfig, hardware: Hardware
 ) -> tuple[list[Candidate], list[Row]]:
-    """Candidates that can be trained, and rows for the strategies that cannot."""
+    """Candidates that can be trained, and rows for the strategies that cannot.
+
+    A strategy that cannot use all devices gets as many as it can, as `train` does.
+    """
     able: list[Candidate] = []
     rows: list[Row] = []
+    most = hardware.processes
     for strategy in strategies:
-        try:
-            able.append(candidate(strategy, config, hardware))
-        except ConfigError as error:
-            reason = "; ".join(str(replace(mistake, source="")) for mistake in error.mistakes)
-            rows.append(Row(strategy.name, MeshSizes(dp_replicate=hardware.processes), reason=reason))
+        first: ConfigError | None = None
+        for processes in range(most, min(most, 2) - 1, -1):
+            try:
+                able.append(candidate(strategy, config, replace(hardware, processes=processes)))
+                break
+            except ConfigError as error:
+                first = first or error
+        else:
+            reason = "; ".join(str(replace(mistake, source="")) for mistake in first.mistakes) if first else ""
+            rows.append(Row(strategy.name, MeshSizes(dp_replicate=most), reason=reason))
     return able, rows
 
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from app.command_line import DEVICES, Args, Verb
 from app.console import shortened
 from app.hardware import CPU_PROCESSES, choose_devices
-from app.launch.job import TrainJob, as_argument, train_job
+from app.launch.job import TrainJob, as_argument, named_preset, train_job
 from trainers.config.command_line import option, switch
 from trainers.config.mistakes import ConfigError, Mistake, Mistakes
 from trainers.config.options import MACHINE_OPTIONS, UNKNOWN, TrainConfig
@@ -134,14 +134,12 @@ class _Command:
     """A parsed command line, not yet validated.
 
     Args:
-        names: positional arguments.
         values: values of `--gpus` and `--num_processes`.
         request: training options.
         own: options of `prove`, not part of the request.
         chosen: training options that the user set by flag or config file; the values of a preset do not count.
     """
 
-    names: list[str]
     values: dict[str, str]
     request: Request
     own: dict[str, Any]
@@ -149,13 +147,12 @@ class _Command:
 
     def config(self) -> TrainConfig:
         """The config that `train` would use for the request."""
-        preset = self.names[0] if self.names else self.request.preset
-        return replace(self.request, preset=preset).resolve()
+        return self.request.resolve()
 
     def job(self, devices: dict[str, str], changes: Mapping[str, str]) -> TrainJob:
         """The training job on these devices, with these options changed."""
         options = {**self.request.options, **changes}
-        return train_job(Args(self.names, devices, request=replace(self.request, options=options)))
+        return train_job(Args([], devices, request=replace(self.request, options=options)))
 
 
 def _read(args: Args, mistakes: _Mistakes) -> _Command:
@@ -163,9 +160,11 @@ def _read(args: Args, mistakes: _Mistakes) -> _Command:
     config = Path(request.config) if request.config else None
     from_file = (mistakes.of(lambda: read_yaml(config)) if config else None) or {}
     chosen = {**from_file, **request.options}
-    names_config = args.names or request.preset or config or "model_name_or_path" in chosen
+    request.preset = named_preset(args.names, request.preset, mistakes)
+    if not (request.preset or config or "model_name_or_path" in chosen):
+        request.preset = PRESET
     launch = {name: value for name, value in args.launch.items() if name != "strategy"}
-    return _Command(args.names if names_config else [PRESET], launch, request, args.own, chosen)
+    return _Command(launch, request, args.own, chosen)
 
 
 def make_plan(args: Args) -> Plan:

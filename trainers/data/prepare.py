@@ -147,7 +147,9 @@ def _build(config: TrainConfig, split: Split, files: list[DataFile], folder: Pat
     encoder = training_encoder(config)
     options = options_of(config, encoder, selection)
     report = Report(_dataset(config, split), split, sorted(set(formats.values())), len(files))
-    report.left_out = _row_count(all_shards, selection) - _row_count(shards, selection)
+    of_split = _row_count(all_shards, selection)
+    report.held_out = sum(shard.rows for shard in all_shards) - of_split if split == "train" else 0
+    report.left_out = of_split - _row_count(shards, selection)
     try:
         writer = CacheWriter(folder)
         try:
@@ -166,6 +168,14 @@ def _build(config: TrainConfig, split: Split, files: list[DataFile], folder: Pat
     if token_set is None:
         raise ConfigError(f"tokenized data in {folder} cannot be read back; check the disk, or set cache_dir")
     return token_set
+
+
+def report_lines(train: TokenSet, evaluation: TokenSet | None) -> list[str]:
+    """The lines that a run prints about its data; a chat template that both splits have is shown once."""
+    if evaluation is None:
+        return train.report.lines()
+    template = [] if train.report.template else evaluation.report.template
+    return [*train.report.lines(), *replace(evaluation.report, template=template).lines()]
 
 
 def options_of(config: TrainConfig, encoder: Encoder, selection: Selection) -> Options:

@@ -40,6 +40,7 @@ class Report:
         cut_tokens: Tokens lost by truncating, dropping and splitting.
         longest: Tokens of the longest row before any cut.
         ignored_files: Files of the folder that are not data or belong to another split, with the reason.
+        held_out: Rows that `eval_share` takes from the training data for evaluation.
         left_out: Rows of the split that `max_train_samples` or `max_eval_samples` leaves out; they are not read.
         template: The chat template that rendered conversations, and what it trains in a short one.
     """
@@ -60,6 +61,7 @@ class Report:
     trained_tokens: int = 0
     cut_tokens: int = 0
     longest: int = 0
+    held_out: int = 0
     left_out: int = 0
     ignored_files: list[str] = field(default_factory=list)
     template: list[str] = field(default_factory=list)
@@ -133,6 +135,8 @@ class Report:
         if any(shortened.values()):
             summary = ", ".join(f"{count:,} rows {outcome}" for outcome, count in shortened.items() if count)
             lines.append(f"{name}: {summary}; {self.cut_tokens:,} tokens lost")
+        if self.held_out:
+            lines.append(f"{name}: {self.held_out:,} rows held out for evaluation by eval_share")
         if self.left_out:
             lines.append(f"{name}: {self.left_out:,} rows left out by max_{self.split}_samples")
         lines += [f"{name}: {note}" for note in self.notes()]

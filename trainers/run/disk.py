@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -17,8 +18,10 @@ from trainers.config.options import TrainConfig
 from trainers.run.weight_headers import Headers, base_folder, read_headers
 
 _LOG_BYTES = 2_000_000
-_DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "float32": 4, "float16": 2,
-                "bfloat16": 2}  # fmt: skip
+_DTYPE_BYTES = {"F64": 4, "F32": 4, "F16": 2, "BF16": 2, "float32": 4, "float16": 2, "bfloat16": 2}
+"""Exported bytes per weight; F64 is exported in fp32."""
+_SCALES, _PACKED_BYTES, _PACKED_WEIGHTS = ("_scale_inv", "_scales"), 16, 32
+"""Suffixes of the scales of quantised weights; bytes and weights of an mxfp4 block."""
 _ADAM_BYTES, _ADAM_8BIT_BYTES = 8.0, 2 + 8 / 256
 
 
@@ -50,8 +53,25 @@ class Tensor:
 
 
 def tensors_of(headers: Headers) -> list[Tensor]:
-    """Converts headers to tensors."""
-    return [Tensor(name, tuple(shape), dtype) for name, (dtype, shape) in headers.items()]
+    """Converts headers to weights, with the shapes that quantised ones (fp8, mxfp4) have once they are dequantised."""
+    tensors = []
+    for name, (dtype, shape) in headers.items():
+        if any(name.endswith(end) and _has_scaled(headers, name.removesuffix(end)) for end in _SCALES):
+            continue
+        if dtype == "U8" and name.endswith("_blocks") and shape[-1:] == [_PACKED_BYTES]:
+            name, shape = name.removesuffix("_blocks"), [*shape[:-1], _PACKED_WEIGHTS]
+        tensors.append(Tensor(name, tuple(shape), dtype))
+    return tensors
+
+
+def _has_scaled(headers: Headers, name: str) -> bool:
+    """Whether there is a quantised weight of this name, to which a tensor of scales belongs."""
+    return name in headers or f"{name}_blocks" in headers
+
+
+def is_expert(name: str) -> bool:
+    """Returns whether a weight belongs to the experts of a mixture, or to their router."""
+    return "expert" in name or "router" in name or name.endswith(".gate.weight")
 
 
 def local_tensors(config: TrainConfig) -> list[Tensor]:
@@ -63,17 +83,21 @@ def local_tensors(config: TrainConfig) -> list[Tensor]:
         return []
 
 
-def bytes_needed(config: TrainConfig, tensors: list[Tensor], steps: int | None) -> int:
+def bytes_needed(
+    config: TrainConfig, tensors: list[Tensor], steps: int | None, adapter_weights: int | None = None
+) -> int:
     """Returns the peak bytes of checkpoints, export and logs.
 
     Args:
         config: Config of the run.
         tensors: Weights of its base model.
         steps: Steps of the run; if None, `max_steps`, and without that one checkpoint is assumed.
+        adapter_weights: Number of weights of the adapters, if known; by default they are counted by `tensors`, without
+            those on experts, whose number depends on how transformers fuses them.
     """
     limit = config.num_hidden_layers
     present = [tensor for tensor in tensors if limit is None or (tensor.layer() or 0) < limit]
-    adapters = _adapter_weights(config, present)
+    adapters = _adapter_weights(config, present) if adapter_weights is None else adapter_weights
     every = sum(math.prod(tensor.shape) for tensor in present if tensor.is_text)
     trained = every if config.method == "full" else adapters
     # Bytes per trained weight in a checkpoint: the weight itself, and its optimizer state.
@@ -81,11 +105,8 @@ def bytes_needed(config: TrainConfig, tensors: list[Tensor], steps: int | None) 
     state = _ADAM_BYTES if config.optim == "adamw" else _ADAM_8BIT_BYTES
     checkpoint = trained * (weight + state)
     full_model = config.method == "full" or config.merge_adapter
-    export = (
-        sum(math.prod(tensor.shape) * _export_bytes(config, tensor) for tensor in present)
-        if full_model
-        else 4 * adapters
-    )
+    exported = sum(math.prod(tensor.shape) for tensor in present) if full_model else adapters
+    export = exported * _DTYPE_BYTES[_export_dtype(config, present)]
     return _LOG_BYTES + math.ceil(_checkpoints(config, steps) * checkpoint + export)
 
 
@@ -97,17 +118,24 @@ def _checkpoints(config: TrainConfig, steps: int | None) -> int:
 
 
 def _adapter_weights(config: TrainConfig, tensors: list[Tensor]) -> int:
-    """Returns the number of adapter weights, on the matrices of decoder layers."""
+    """Returns the number of adapter weights, on the matrices of decoder layers except experts and their router."""
     ends = tuple(f"{name}.weight" for name in config.lora_target_modules)
     everywhere = config.lora_target_modules == ["all-linear"]
     matrices = [
-        tensor for tensor in tensors if len(tensor.shape) == 2 and tensor.is_text and tensor.layer() is not None
-    ]
+        tensor for tensor in tensors
+        if len(tensor.shape) == 2 and tensor.is_text and tensor.layer() is not None and not is_expert(tensor.name)
+    ]  # fmt: skip
     return sum(config.lora_r * sum(matrix.shape) for matrix in matrices if everywhere or matrix.name.endswith(ends))
 
 
-def _export_bytes(config: TrainConfig, tensor: Tensor) -> int:
-    return _DTYPE_BYTES.get(tensor.dtype if config.export_dtype == "auto" else config.export_dtype, 0)
+def _export_dtype(config: TrainConfig, tensors: list[Tensor]) -> str:
+    """Returns the dtype of the export: by default the most common one of the base's weights that are not quantised."""
+    if config.export_dtype != "auto":
+        return config.export_dtype
+    counts = Counter[str]()
+    for tensor in tensors:
+        counts[tensor.dtype] += math.prod(tensor.shape) if tensor.dtype in _DTYPE_BYTES else 0
+    return max(counts, key=lambda dtype: counts[dtype], default="F32") if counts.total() else "F32"
 
 
 def _written(folder: Path) -> int:
@@ -116,7 +144,10 @@ def _written(folder: Path) -> int:
     return sum(path.stat().st_size for path in files if path.is_file())
 
 
-def check_room(config: TrainConfig, tensors: list[Tensor], folder: Path, steps: int | None = None) -> None:
+def check_room(
+    config: TrainConfig, tensors: list[Tensor], folder: Path, steps: int | None = None,
+    adapter_weights: int | None = None,
+) -> None:  # fmt: skip
     """Checks that the disk has room for checkpoints and export.
 
     Args:
@@ -124,13 +155,16 @@ def check_room(config: TrainConfig, tensors: list[Tensor], folder: Path, steps: 
         tensors: Weights of its base model.
         folder: The run folder; need not exist.
         steps: Steps of the run, if known.
+        adapter_weights: Number of weights of the adapters, if known.
 
     Raises:
         ConfigError: If there is too little room; states the bytes needed and free.
     """
     near = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     disk = os.statvfs(near)
-    free, needed = disk.f_bavail * disk.f_frsize, bytes_needed(config, tensors, steps) - _written(folder)
+    free = disk.f_bavail * disk.f_frsize
+    needed = bytes_needed(config, tensors, steps, adapter_weights)
+    needed -= _written(folder)
     if free < needed:
         count = _checkpoints(config, steps)
         raise ConfigError.about(

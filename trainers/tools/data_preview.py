@@ -247,6 +247,7 @@ class Preview:
             **report.to_json(),
             "notes": report.notes(),
             "bad": report.bad,
+            "eval_left_out": max(0, report.held_out - (self.config.max_eval_samples or report.held_out)),
             "trained_share": _share(report.trained_tokens, report.tokens),
             "truncated_share": _share(report.truncated, report.rows),
             "dropped_share": _share(report.dropped, report.rows),

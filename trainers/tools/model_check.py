@@ -32,6 +32,7 @@ from trainers.parallel.fsdp import refuse_wrap
 from trainers.parallel.pipeline_split import refuse_tied_shards, split_layers
 from trainers.parallel.sequence import refuse_unsplittable_rows
 from trainers.parallel.tensor import split_model
+from trainers.run.disk import is_expert
 from trainers.run.weight_headers import Headers
 from trainers.strategy.strategy import Strategy
 from trainers.strategy.tensor_plan import refusals
@@ -50,7 +51,7 @@ def inspect_model(config: TrainConfig, headers: Headers | None, strategy: Strate
         strategy: The strategy, resolved for all processes.
 
     Returns:
-        `lines` for the user, `vocab_size` and `pad_token_id`.
+        `lines` for the user, `vocab_size`, `pad_token_id`, and for some models `adapter_weights`, their number.
 
     Raises:
         ConfigError: If the config describes no causal language model that can be built and trained here, the weights in
@@ -60,16 +61,20 @@ def inspect_model(config: TrainConfig, headers: Headers | None, strategy: Strate
     if not config.random_init:
         refuse_quantised(config, model_config, [dtype for dtype, _ in (headers or {}).values()])
     tokenizer = load_tokenizer(config)
-    facts = {"vocab_size": model_config.get_text_config().vocab_size, "pad_token_id": tokenizer.pad_token_id}
+    facts: dict[str, Any] = {
+        "vocab_size": model_config.get_text_config().vocab_size, "pad_token_id": tokenizer.pad_token_id
+    }  # fmt: skip
     _refuse_sizes(model_config, strategy)
     if own_code(config, model_config):
         return {"lines": [], **facts}
     model = check_empty(config, model_config)
     splits = strategy.splits_model
-    # Adding adapters reveals `lora_target_modules` that match no module.
-    if config.method != "full" and (splits or config.lora_target_modules != ["all-linear"]):
+    # Adding adapters reveals `lora_target_modules` that match no module, and counts the adapters on experts.
+    mixture = any(map(is_expert, headers or {}))
+    if config.method != "full" and (splits or mixture or config.lora_target_modules != ["all-linear"]):
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             model = add_adapters(model, config)
+        facts["adapter_weights"] = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     check_attention(config, model_config)
     if splits or config.torch_compile:
         refuse_split(config, model, strategy)

@@ -17,7 +17,7 @@ from trainers.config.mistakes import ConfigError, Mistake
 from trainers.config.options import TrainConfig
 from trainers.data.batches import Rows, TrainPlan
 from trainers.data.layout import FULL_SEQUENCE, SequenceShard
-from trainers.data.prepare import TokenSet, cache_dir, prepare
+from trainers.data.prepare import TokenSet, cache_dir, prepare, report_lines
 from trainers.data.tokenizer import tokenizer_hash
 from trainers.run.compatibility import checkpoint_to_resume, versions
 from trainers.run.disk import check_room, tensors_of
@@ -41,7 +41,7 @@ HUB_SECONDS = 20.0
 _CONFIG = "config.json"
 _UNREAD = "the headers of the weight files could not be read from the Hub; the start of the run checks them"
 _MODEL_OPTIONS = ("packing", "method", "num_hidden_layers", "random_init", "trust_remote_code", "attn_implementation",
-                  "mixed_precision", "torch_compile", "lora_target_modules", "merge_adapter")  # fmt: skip
+                  "mixed_precision", "torch_compile", "lora_target_modules", "lora_r", "merge_adapter")  # fmt: skip
 
 
 def check(config: TrainConfig, strategy: Strategy, has_gpu: bool, run_dir: Path | None = None) -> list[str]:
@@ -72,11 +72,10 @@ def check(config: TrainConfig, strategy: Strategy, has_gpu: bool, run_dir: Path 
     check_token_ids(config, [train, evaluation], model["vocab_size"], model["pad_token_id"])
     plan = plan_training(config, train, data_parallel_size, pad_token_id=0)
     if run_dir is not None:
-        check_room(config, tensors_of(headers or {}), run_dir, plan.total_steps)
+        check_room(config, tensors_of(headers or {}), run_dir, plan.total_steps, model.get("adapter_weights"))
     unread = headers is None and not config.random_init
     lines = [_UNREAD] if unread else []
-    lines += [*model["lines"], *train.report.lines(), describe_plan(plan)]
-    return lines + (evaluation.report.lines() if evaluation else [])
+    return [*lines, *model["lines"], *report_lines(train, evaluation), describe_plan(plan)]
 
 
 def plan_training(

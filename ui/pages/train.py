@@ -16,6 +16,7 @@ from app.services.choices import gpu_choices, strategy_choices
 from app.services.draft import read_draft
 from app.services.form import (
     Choices,
+    DefaultGpus,
     Preview,
     by_field,
     clone,
@@ -224,6 +225,7 @@ class _Form:
             self.start, [self.confirmed, *inputs], [self.panel, self.launch, self.started, self.confirmed],
             trigger_mode="once", concurrency_limit=1, concurrency_id="launch", show_progress="hidden", **_HIDDEN,
         )  # fmt: skip
+        launched.then(lambda *values: self.refresh(*values)[1], inputs, self.strategy_note, **_QUICK)
         navigate = "(id) => { if (id) location.assign('run?run=' + encodeURIComponent(id)); }"
         launched.then(None, self.started, None, js=navigate, **_HIDDEN)
 
@@ -292,12 +294,7 @@ class _Form:
         strategies = strategy_choices(method, current.job.devices if current.job else None)
         return [
             panel(current),
-            strategy_note(
-                strategies,
-                str(strategy or ""),
-                current.job.strategy.name if current.job else "",
-                current.errors.get("strategy", []),
-            ),
+            strategy_note(strategies, str(strategy or ""), current),
             copied_text("Command", current.command),
             copied_text("Resolved config", current.yaml, "config.yaml"),
             gr.Button("Resume" if resumed else _LAUNCH, interactive=current.job is not None),
@@ -411,8 +408,8 @@ class _Form:
         """Adds the GPUs with their current holders; ticks the preset's default unless the choices name others."""
         if self.gpus:
             gpus, chosen = gpu_choices(), updates[_DEVICES]
-            selection = {"value": chosen} if isinstance(chosen, list) else gpu_selection(default_gpus(preset, gpus))
-            updates[_DEVICES] = gr.update(choices=gpu_labels(gpus), **selection)
+            ticked = DefaultGpus(tuple(map(int, chosen))) if isinstance(chosen, list) else default_gpus(preset, gpus)
+            updates[_DEVICES] = gr.update(choices=gpu_labels(gpus), **gpu_selection(ticked))
         return updates
 
     def start(

@@ -18,7 +18,6 @@ from app.services.form import DefaultGpus, Numbers, Preview
 from app.services.memory_check import known_verdict
 from app.services.resume_form import ResumeForm
 from trainers.config.fields import TITLES, OptionField, fields
-from trainers.config.mistakes import Mistake
 from trainers.config.options import precision_lines
 from ui.parts import Html, alert_list, byte_text, element, join, key_values, note, number_text, run_link
 
@@ -198,22 +197,25 @@ def copied_text(name: str, text: str, file: str | None = None) -> Html:
     return element("div", join([head, content]), class_="ts-box")
 
 
-def strategy_note(choices: Sequence[StrategyChoice], name: str, default: str, mistakes: Sequence[Mistake] = ()) -> Html:
+def strategy_note(choices: Sequence[StrategyChoice], name: str, current: Preview) -> Html:
     """The summary of the chosen strategy, and why it cannot run where that is so.
 
     Args:
         choices: all shipped strategies.
         name: the chosen one; empty for the default.
-        default: name of the default; empty while unknown.
-        mistakes: those of the strategy field.
+        current: the preview of the form. Beside a mistake or a warning about memory, nothing is said to run.
     """
+    default = current.job.strategy.name if current.job else ""
     chosen = next((choice for choice in choices if choice.name == (name or default)), None)
     if not (name or default):
         return note("Chosen once the mistakes are fixed.")
     if chosen is None:
         return note("An Accelerate YAML of your own.")
+    mistakes = current.errors.get("strategy", [])
     reason = chosen.reason or next((str(replace(mistake, source="")) for mistake in mistakes), "")
-    verdict = element("strong", "Cannot run here: ") if reason else element("strong", "Can run here. ")
+    known = known_verdict(current.job) if current.job else None
+    runs = current.job is not None and not (known and known.line)
+    verdict = element("strong", "Cannot run here: " if reason else "Can run here. ") if reason or runs else ""
     sentence = join([verdict, f"{reason}. " if reason else "", chosen.summary])
     return element("p", sentence, class_=f"ts-note{' ts-unable' if reason else ''}")
 
@@ -227,9 +229,10 @@ def strategy_labels(choices: Sequence[StrategyChoice]) -> list[tuple[str, str]]:
 
 
 def gpu_selection(default: DefaultGpus) -> dict[str, Any]:
-    """The GPUs that are ticked by default, and the reason if not all are."""
-    reason = f" {default.note}." if default.note else ""
-    return {"value": [str(index) for index in default.ids], "info": f"With none ticked, all are used.{reason}"}
+    """The GPUs that are ticked, and the reason if not all free ones are."""
+    reason = f" Default: {default.note}." if default.note else ""
+    rule = "With none ticked, as many free ones as divide the global batch are used."
+    return {"value": [str(index) for index in default.ids], "info": rule + reason}
 
 
 def gpu_labels(choices: Sequence[GpuChoice]) -> list[tuple[str, str]]:

@@ -26,7 +26,7 @@ from tests.unit.data.test_support import (
 from trainers.config.mistakes import ConfigError
 from trainers.data import prepare as prepare_module
 from trainers.data import training_template as training_template_module
-from trainers.data.prepare import data_fingerprint, prepare
+from trainers.data.prepare import data_fingerprint, prepare, report_lines
 from trainers.data.report import Report
 from trainers.data.template import training_encoder
 from trainers.data.tokenise import row_hashes
@@ -296,9 +296,18 @@ def test_max_train_samples_takes_the_first_rows(tmp_path, data, monkeypatch):
     assert tokens.report.left_out == 17
     assert f"train data {data}: 17 rows left out by max_train_samples" in tokens.report.lines()
     assert prepare(configure(tmp_path, data, max_train_samples=40), "train").report.left_out == 0
-    held_out = prepare(configure(tmp_path, data, eval_share=0.25, max_eval_samples=3), "eval").report
+    evaluation = prepare(configure(tmp_path, data, eval_share=0.25, max_eval_samples=3), "eval")
+    held_out = evaluation.report
     assert held_out.left_out == 7, "of the ten rows that are held out"
     assert any("7 rows left out by max_eval_samples" in line for line in held_out.lines())
+    tokens = prepare(configure(tmp_path, data, eval_share=0.25, max_train_samples=20), "train")
+    train = tokens.report
+    assert (train.rows, train.held_out, train.left_out, held_out.held_out) == (20, 10, 10, 0)
+    lines = report_lines(tokens, evaluation)
+    assert f"train data {data}: 10 rows held out for evaluation by eval_share" in lines
+    assert len([line for line in lines if line.startswith("chat template")]) == len(train.template[:1])
+    assert set(held_out.lines()) <= set(lines)
+    assert report_lines(tokens, None) == train.lines()
 
 
 def test_evaluation_data_must_be_asked_for(tmp_path, data):

@@ -59,7 +59,7 @@ def test_the_embedded_model_by_the_model_itself() -> None:
             9,
             10 * 5050 + 2 * 5050,
         ),
-        ({"method": "lora", "save_steps": 0, "lora_r": 4}, 9, 12 * 600 + 4 * 600),
+        ({"method": "lora", "save_steps": 0, "lora_r": 4}, 9, 12 * 600 + 2 * 600),
         ({"method": "lora", "save_steps": 0, "lora_r": 4, "merge_adapter": True}, 9, 12 * 600 + 2 * 5050),
         ({"method": "lora", "save_steps": 0, "lora_target_modules": "up_proj"}, 9, 0),
     ],
@@ -73,6 +73,24 @@ def test_what_is_cut_off_or_not_trained_is_not_counted() -> None:
     assert bytes_needed(config, [MATRIX, TOWER], 9) == LOG + 12 * 5000 + 2 * 5100, "a tower is exported as it came"
     first = config.model_copy(update={"num_hidden_layers": 1})
     assert bytes_needed(first, [MATRIX, LATER], 9) == bytes_needed(config, [MATRIX], 9)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "expected"), [(("BF16", "F32"), 2), (("F32", "BF16"), 4), (("F8_E4M3", "F16"), 2), (("F64", "BF16"), 4)]
+)
+def test_an_export_has_one_dtype_the_most_common_of_its_base(dtypes: tuple[str, str], expected: int) -> None:
+    tensors = [Tensor(MATRIX.name, MATRIX.shape, dtypes[0]), Tensor(NORM.name, NORM.shape, dtypes[1])]
+    assert bytes_needed(config_of(method="full", save_steps=0), tensors, 9) == LOG + (12 + expected) * 5050
+
+
+def test_adapters_on_experts_are_counted_where_the_model_is_known() -> None:
+    expert = Tensor("model.layers.0.mlp.experts.7.up_proj.weight", (100, 50), "BF16")
+    router = Tensor("model.layers.0.mlp.gate.weight", (8, 50), "BF16")
+    config = config_of(method="lora", save_steps=0, lora_r=4)
+    assert bytes_needed(config, [MATRIX, expert, router], 9) == LOG + 14 * 600, (
+        "a folder is refused only for what is sure"
+    )
+    assert bytes_needed(config, [MATRIX, expert, router], 9, adapter_weights=1000) == LOG + 14 * 1000
 
 
 def test_a_model_on_the_hub_is_asked_for_its_headers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.cli import run_verb
+from app.commands.data import summary_lines
 from app.services.data import (
     cancel_statistics,
     close_data,
@@ -218,6 +219,12 @@ def test_held_out_rows_are_those_that_are_not_trained(tmp_path: Path) -> None:
         }
     assert list(uses.values()).count("eval") == 10
     assert list(uses.values()).count("none") == 10
+    counted = Preview(config.model_copy(update={"max_eval_samples": 4})).statistics()
+    assert (counted["rows"], counted["left_out"], counted["held_out"], counted["eval_left_out"]) == (20, 10, 10, 6)
+    held_out = "10 rows for evaluation, by eval_share; max_eval_samples leaves 6 of them out"
+    assert {"held out": held_out, "left out": "10 rows, by max_train_samples"}.items() <= dict(
+        summary_lines(counted)
+    ).items()
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=200))

@@ -27,8 +27,11 @@ from trainers.model.load import build_model, load_base, silent_weights
 from trainers.model.probe import ForwardPass, ProbeError, check_model_computes, compare, probe_rows
 from trainers.model.small_model import choose_attention, small_config
 from trainers.objectives.sft import SupervisedLoss
+from trainers.run.disk import bytes_needed, local_tensors
 from trainers.run.errors import RollBack
+from trainers.run.weight_headers import read_headers
 from trainers.strategy.strategy import load_strategy
+from trainers.tools.model_check import inspect_model
 from trainers.tools.preflight import check
 
 Change = Callable[[Path], None]
@@ -187,6 +190,14 @@ def test_fp8_weights_are_dequantised(method: str, tmp_path: Path) -> None:
     assert not hasattr(base.config, "quantization_config")
     for name, weight in base.state_dict().items():
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=0)
+    assert needs_disk_for(base, folder)
+
+
+def needs_disk_for(base: torch.nn.Module, folder: Path) -> bool:
+    """Whether a full run needs room for this model, dequantised: weights and both moments, and the export, in fp32."""
+    full = config(folder, method="full", save_steps=0, export_dtype="float32")
+    rest = bytes_needed(full, [], 1)
+    return bytes_needed(full, local_tensors(full), 1) - rest == 16 * sum(weight.numel() for weight in base.parameters())
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
@@ -210,8 +221,16 @@ def test_mxfp4_weights_are_dequantised(method: str, tmp_path: Path) -> None:
     edit_weights(folder, quantise)
     edit_config(folder, quantization_config=MXFP4)
     assert checked(folder, method=method, packing=False)
-    for name, weight in load_base(config(folder, method=method, packing=False)).state_dict().items():
+    base = load_base(config(folder, method=method, packing=False))
+    for name, weight in base.state_dict().items():
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=0)
+    assert needs_disk_for(base, folder)
+
+
+def test_the_adapters_of_a_mixture_are_counted(tmp_path: Path) -> None:
+    lora = config(saved(tmp_path, "mixtral"), method="lora", packing=False)
+    facts = inspect_model(lora, read_headers(tmp_path), load_strategy("single"))
+    assert facts["adapter_weights"] == sum(one.numel() for one in build_model(lora).parameters() if one.requires_grad)
 
 
 def test_weights_of_8_bits_are_refused_though_the_config_does_not_say_so(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from app.services.starting_values import starting_values
 from tests.made_runs import made_run
 from trainers.config.own_data import DESCRIBING
 from ui.context import ServerContext
-from ui.pages import train
+from ui.pages import train, train_parts
 from ui.pages.train_parts import component_value
 
 
@@ -39,6 +39,10 @@ def test_who_holds_a_gpu_is_told_when_the_page_is_opened(tmp_path: Path, monkeyp
     monkeypatch.setattr(train, "gpu_choices", lambda: gpus("", "other-run"))
     shown = opened(page)
     assert shown["value"] == ["0"], "a GPU that is held is not ticked"
+    monkeypatch.setattr(train, "gpu_choices", lambda: gpus("", "", ""))
+    assert "2 of 3 GPUs used: global_batch_size=16" in opened(page)["info"]
+    assert "of 3" not in opened(page, draft='{"devices": ["1"]}')["info"], "that was not the default"
+    monkeypatch.setattr(train, "gpu_choices", lambda: gpus("", "other-run"))
     assert shown["choices"][1][0].endswith("held by other-run")
     made_run(tmp_path / "runs", "mine", strategy="single", world=1, gpus="1")
     assert opened(page, clone="mine")["value"] == ["1"], "a clone keeps what its run chose"
@@ -81,6 +85,21 @@ def test_a_strategy_that_misfits_is_not_said_to_run(page: Any, processes: str, c
     assert ("use at least 4" in panel) is not can
     assert ("Can run here" in note) is can
     assert ("Cannot run here" in note) is not can
+
+
+@pytest.mark.parametrize("too_large", [False, True])
+def test_nothing_is_said_to_run_beside_a_mistake_or_a_warning_about_memory(
+    page: Any, too_large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdict = Verdict(not too_large, "needs 99 GiB" if too_large else "")
+    for where in (train, train_parts):
+        monkeypatch.setattr(where, "known_verdict", lambda job: verdict)
+    values = [component.value for component in page.options]
+    for processes in ("2", "3"):
+        panel, note, *_ = page.refresh("", False, "tiny-lora", "fsdp2", processes, *values)
+        assert ("16 is not divisible" in panel) == (processes == "3")
+        assert ("Can run here" in note) == ("ts-verdict-good" in panel) == (processes == "2" and not too_large)
+        assert "Cannot run here" not in note
 
 
 def test_bf16_is_no_warning_but_a_line_among_the_numbers(page: Any) -> None:

@@ -11,6 +11,8 @@ import app.hardware
 from app.command_line import TRAIN
 from app.hardware import Gpu
 from app.launch.job import TrainJob, train_job
+from app.plan.command import _candidates as candidates
+from app.plan.estimate import Hardware
 from app.services.choices import GpuChoice
 from app.services.form import default_gpus, preview
 from trainers.config.mistakes import ConfigError
@@ -18,7 +20,7 @@ from trainers.config.parse import Request
 from trainers.config.presets import preset_names
 from trainers.strategy.micro_batch import OPTION, fit_micro_batch
 from trainers.strategy.pipeline_schedules import micro_batch_mistake
-from trainers.strategy.strategy import load_strategy, resolve
+from trainers.strategy.strategy import load_strategy, resolve, strategy_names
 from trainers.train import with_micro_batch
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -115,6 +117,23 @@ def test_a_mesh_gets_the_gpus_that_it_can_use(
     job = job_of("tiny-lora", "--strategy", strategy)
     assert job.devices.num_processes == job.strategy.num_processes == used
     assert job.strategy.sizes.world == used
+
+
+@pytest.mark.parametrize("count", [3, 5, 6, 8])
+def test_a_plan_ranks_what_train_would_start(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, count)
+    strategies, config = [load_strategy(name) for name in strategy_names()], Request("tiny-lora").resolve()
+    able, rows = candidates(strategies, config, Hardware("gpu", count, 80 << 30))
+    planned = {strategy.name: (strategy.sizes, config.per_device_train_batch_size) for strategy, config in able}
+    assert len(planned) + len(rows) == len(strategies)
+    for name in strategy_names():
+        try:
+            job = job_of("tiny-lora", "--strategy", name)
+        except ConfigError:
+            assert name not in planned
+        else:
+            assert planned[name] == (job.strategy.sizes, job.config.per_device_train_batch_size)
+            assert job.devices.num_processes > 1 or name == "single"
 
 
 def test_too_few_gpus_for_a_strategy_are_refused_with_its_own_reason(monkeypatch: pytest.MonkeyPatch) -> None:

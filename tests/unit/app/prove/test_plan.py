@@ -61,7 +61,7 @@ def test_a_config_file_is_a_choice_and_a_preset_is_none(tmp_path: Path) -> None:
 def test_a_preset_that_leaves_the_promise_is_told() -> None:
     given = build({"model_name_or_path": "x", "dataset_name": "y", "mixed_precision": "bf16", "save_steps": 7})
     used = given.model_copy(update={"mixed_precision": "no", "save_steps": 0})
-    asked = _Command(["its-name"], {}, Request(), {}, {})
+    asked = _Command({}, Request("its-name"), {}, {})
     assert [line["option"] for line in _overrides(asked, given, used, _known(SETTINGS), {})] == ["mixed_precision"]
 
 
@@ -145,6 +145,8 @@ def test_a_smaller_micro_batch_is_announced() -> None:
         ("--layers 2 --num_hidden_layers 2", "keep one"),
         ("--control mean-of-means --global_batch_size 1 --strategies single", "two micro-batches"),
         ("--model_name_or_path embedded", "dataset_name is missing"),
+        ("my.jsonl", "pass data with --dataset_name my.jsonl"),
+        ("tiny-lora tiny-full", "unexpected argument 'tiny-full'"),
     ],
 )
 def test_a_slip_gets_a_line_and_leaves_nothing(words: str, part: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,18 @@ def test_on_a_terminal_it_asks(
     assert run_verb(["train", "tiny-lora", *words]) == status
     assert bool(started) == (status == 0)
     assert "warning: needs 99 GiB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["needs 99 GiB", ""])
+def test_the_check_says_it_too(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from app.cli import run_verb
+
+    monkeypatch.setattr(runs, "memory_verdict", lambda job: Verdict(not line, line))
+    monkeypatch.setattr(runs, "preflight", lambda job, quiet: None)
+    assert run_verb(["train", "tiny-lora", "--check", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["warnings"] == ([line] if line else [])
+    assert ("warning: needs 99 GiB" in err) == bool(line)
 
 
 def test_gpus_that_others_use_are_not_taken_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
