@@ -468,7 +468,7 @@ class TrainLoop:
         source = next((f"{name} on rank {rank}" for rank, name in enumerate(signals) if name), "a stop request")
         # A dead launcher is a failure, except after a signal: the launcher may have received it too and exited first.
         if any(self.context.ranks.gather(requests.orphaned())) and not any(signals):
-            cause = f"the launcher was killed; saved at step {step} of {total}; resume goes on from there"
+            cause = f"the launcher was killed; saved at step {step} of {total}"
             return Outcome(Ending("failed", cause, retry="again", step=step), self.progress, self.results)
         cause = f"stopped by {source} at step {step} of {total}; its checkpoint is saved; resume goes on from there"
         return Outcome(Ending("stopped", cause, step=step), self.progress, self.results)

@@ -295,7 +295,7 @@ def _refuse_nothing(report: Report) -> None:
         return
     raise ConfigError(
         [
-            *report.bad_examples[:20],
+            *report.examples()[:20],
             f"no document is left of {report.dataset} ({report.split}): {report.rows:,} rows read, {report.bad:,} bad, "
             f"{report.dropped:,} dropped (longest {report.longest:,} tokens); repair the data, raise max_length, or "
             "set overlong=split",
@@ -309,6 +309,6 @@ def refuse_bad(report: Report, config: TrainConfig) -> None:
         raise ConfigError(report.refusal())
     long = report.bad_rows.get(TOO_LONG, 0)
     if long:
-        listed = [line for line in report.bad_examples if f": {TOO_LONG}: " in line]
+        listed = report.examples(TOO_LONG)
         remedy = "raise max_length, or set overlong=truncate, drop or split"
         raise ConfigError([*listed, f"{long:,} rows of {report.dataset} are {TOO_LONG}; {remedy}"])

@@ -113,11 +113,7 @@ class Models:
         try:
             return self.encoder.render(messages, prompt=True)
         except RowError as error:
-            reason = error.bad.detail.removeprefix("it refuses this row: ")
-            raise ConfigError(
-                f"the chat template refuses this conversation: {reason}; leave out the system prompt, or complete "
-                "plain text"
-            ) from None
+            raise ConfigError(f"chat template: {error}; leave out the system prompt, or complete plain text") from None
 
 
 # -- loading ---------------------------------------------------------------------------------------------------------
