@@ -177,8 +177,9 @@ def train_step(context: TrainContext, batch: StepBatch, step: int, requests: Req
     loss = loss_sum / max(batch.trained_tokens, 1)
 
     beat("step")
-    updated = loss_guard.is_finite(loss, grad_norm, config.mixed_precision)
-    if updated:
+    # Where the loss is finite and the norm is not, fp16's gradient scaler leaves the weights as they are.
+    updated = math.isfinite(loss) and math.isfinite(grad_norm)
+    if loss_guard.is_finite(loss, grad_norm, config.mixed_precision):
         backend.step()
     else:
         _report_non_finite(context, step, loss, grad_norm, own_loss)

@@ -33,6 +33,7 @@ from trainers.data.template import Encoder, training_encoder
 from trainers.data.tokenise import Options, Selection, TokenizeTask, row_hashes
 from trainers.data.tokenizer import load_tokenizer, tokenizer_folder, tokenizer_hash
 from trainers.data.workers import Pool
+from trainers.run.folder import cache_folder
 
 __all__ = ["Report", "Split", "TokenSet", "cached", "data_fingerprint", "load_tokenizer", "prepare"]
 
@@ -115,7 +116,7 @@ def cache_dir(config: TrainConfig) -> Path:
     """The cache folder of tokenised data."""
     if config.cache_dir is not None:
         return Path(config.cache_dir).expanduser().absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "tunesmith"
+    return cache_folder()
 
 
 @contextmanager
