@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import GenerationConfig
 
@@ -141,8 +142,22 @@ def _write_model(
         # Merge in fp32 and round once afterwards: merging into a bf16 base would round a small adapter away.
         model = (_unquantised(model, config) if config.method == "qlora" else model).float()
     expected = trainer_loss(model, probes, held_dtype(config, kind))
-    _write(model.merge_and_unload() if kind == "merged" else model, tokenizer, folder, kind, dtype)
+    if kind == "merged":
+        _untie(inner_model(model))
+        model = model.merge_and_unload()
+    _write(model, tokenizer, folder, kind, dtype)
     return expected
+
+
+def _untie(base: Any) -> None:
+    """Gives an output head tied to the embedding a weight of its own if an adapter changes one of them only."""
+    layers = [base.get_output_embeddings(), base.get_input_embeddings()]
+    head, embedding = (layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer for layer in layers)
+    if head is None or head.weight is not embedding.weight or layers == [head, embedding]:
+        return
+    head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    for model_config in (base.config, base.config.get_text_config()):
+        model_config.tie_word_embeddings = False
 
 
 def _export_dtype(config: TrainConfig) -> torch.dtype:
@@ -156,7 +171,7 @@ def _write(model: Any, tokenizer: Any, folder: Path, kind: str, dtype: torch.dty
     _cast(model, base, dtype, only_trained=kind == "adapter")
     base.generation_config = base.generation_config or GenerationConfig()
     ends = stop_tokens(tokenizer, base.generation_config)
-    base.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
+    base.generation_config.eos_token_id = ends[0] if len(ends) == 1 else ends or None
     base.generation_config.save_pretrained(folder)
     model.save_pretrained(folder, max_shard_size=SHARD_SIZE, safe_serialization=True)
     tokenizer.save_pretrained(folder)
@@ -248,8 +263,9 @@ def _loading(config: TrainConfig, kind: str) -> str:
     """The code that loads the export; a QLoRA adapter needs the same 4-bit base."""
     if kind != "adapter":
         return "model = AutoModelForCausalLM.from_pretrained(folder)  # from transformers"
+    stops = "model.generation_config = GenerationConfig.from_pretrained(folder)  # from transformers: its stop tokens"
     if config.method == "lora":
-        return "model = AutoPeftModelForCausalLM.from_pretrained(folder)  # from peft"
+        return f"model = AutoPeftModelForCausalLM.from_pretrained(folder)  # from peft\n{stops}"
     dtype = str(compute_dtype(config))
     return f"""base = BitsAndBytesConfig(  # from transformers
     load_in_4bit=True,
@@ -257,7 +273,8 @@ def _loading(config: TrainConfig, kind: str) -> str:
     bnb_4bit_use_double_quant=True,
     bnb_4bit_compute_dtype={dtype},
 )
-model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype={dtype}, quantization_config=base)  # from peft"""
+model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype={dtype}, quantization_config=base)  # from peft
+{stops}"""
 
 
 def main(argv: list[str]) -> int:

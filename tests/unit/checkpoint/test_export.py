@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import re
 import shutil
 import weakref
 from pathlib import Path
@@ -23,6 +24,7 @@ from tests.made_runs import made_run
 from trainers.checkpoint import export, export_check
 from trainers.config.options import TrainConfig
 from trainers.config.validation import build
+from trainers.data.layout import AttentionMetadata
 from trainers.data.prepare import prepare
 from trainers.embedded import BASE_DIR
 from trainers.model.load import build_model, stored_dtype
@@ -106,6 +108,46 @@ def test_tied_weights_are_written_once(tmp_path: Path) -> None:
     choice = config(saved_base(tmp_path / "base", torch.bfloat16), method="full")
     export.export(trained(choice), choice, tmp_path / "model", "full", {})
     assert "lm_head.weight" not in load_file(tmp_path / "model" / "model.safetensors")
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+@torch.no_grad()
+def test_an_adapter_on_one_of_two_tied_weights_is_merged_into_that_one(target: str, tmp_path: Path) -> None:
+    """Merged into both, the model would be another one, by less than rounding to bf16 may change a loss."""
+    choice = config(BASE_DIR, lora_target_modules=[target])
+    model, ids = trained(choice).eval(), torch.arange(20)[None]
+    assert model.get_base_model().config.tie_word_embeddings
+    wanted = model(ids, attention_metadata=AttentionMetadata()).logits
+    export.export(model, choice, tmp_path / "model", "merged", {})
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    torch.testing.assert_close(again(ids).logits, wanted, rtol=1e-4, atol=1e-4)
+    again.tie_weights()
+    head, embedding = again.get_output_embeddings().weight, again.get_input_embeddings().weight
+    (head if target == "embed_tokens" else embedding).copy_(embedding if target == "embed_tokens" else head)
+    assert (again(ids).logits - wanted).abs().max() > 1e-2, "control"
+
+
+def test_the_model_card_says_how_to_load_the_stop_tokens_of_an_adapter(tmp_path: Path) -> None:
+    choice = config(BASE_DIR)
+    export.export(trained(choice), choice, tmp_path / "model", "adapter", {})
+    stated = json.loads((tmp_path / "model" / "generation_config.json").read_text()) | {"eos_token_id": [0, 7]}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(stated))
+    code = re.search(r"```python\n(.*?)```", (tmp_path / "model" / "README.md").read_text(), re.DOTALL)
+    assert code
+    scope: dict[str, Any] = {"AutoPeftModelForCausalLM": AutoPeftModelForCausalLM, "GenerationConfig": GenerationConfig}
+    exec(code[1], scope | {"folder": tmp_path / "model"}, scope)  # noqa: S102 - our own
+    assert scope["model"].generation_config.eos_token_id == [0, 7]
+
+
+def test_a_model_without_stop_tokens_is_exported(tmp_path: Path) -> None:
+    base = saved_base(tmp_path / "base", torch.float32)
+    for name in ("tokenizer_config.json", "config.json"):
+        values = json.loads((base / name).read_text())
+        (base / name).write_text(json.dumps({key: value for key, value in values.items() if "eos_token" not in key}))
+    (base / "generation_config.json").unlink()
+    choice = config(base, method="full", packing=False)
+    export.export(trained(choice), choice, tmp_path / "model", "full", {})
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").generation_config.eos_token_id is None
 
 
 @pytest.mark.parametrize("kind", ["full", "merged", "adapter"])
