@@ -177,8 +177,9 @@ def train_step(context: TrainContext, batch: StepBatch, step: int, requests: Req
     loss = loss_sum / max(batch.trained_tokens, 1)
 
     beat("step")
-    updated = loss_guard.is_finite(loss, grad_norm, config.mixed_precision)
-    if updated:
+    # Where the loss is finite and the norm is not, fp16's gradient scaler leaves the weights as they are.
+    updated = math.isfinite(loss) and math.isfinite(grad_norm)
+    if loss_guard.is_finite(loss, grad_norm, config.mixed_precision):
         backend.step()
     else:
         _report_non_finite(context, step, loss, grad_norm, own_loss)
@@ -468,7 +469,7 @@ class TrainLoop:
         source = next((f"{name} on rank {rank}" for rank, name in enumerate(signals) if name), "a stop request")
         # A dead launcher is a failure, except after a signal: the launcher may have received it too and exited first.
         if any(self.context.ranks.gather(requests.orphaned())) and not any(signals):
-            cause = f"the launcher was killed; saved at step {step} of {total}; resume goes on from there"
+            cause = f"the launcher was killed; saved at step {step} of {total}"
             return Outcome(Ending("failed", cause, retry="again", step=step), self.progress, self.results)
         cause = f"stopped by {source} at step {step} of {total}; its checkpoint is saved; resume goes on from there"
         return Outcome(Ending("stopped", cause, step=step), self.progress, self.results)

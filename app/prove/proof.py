@@ -18,7 +18,7 @@ from typing import Any
 
 from app.console import clean, say
 from app.hardware import cpu_count
-from app.launch.foreground import CheckBroke, how_it_ended, interruptible, launch, preflight, where
+from app.launch.foreground import CheckBroke, interruptible, launch, preflight, where
 from app.launch.job import TrainJob
 from app.launch.progress import progress_display
 from app.launch.supervisor import Listener
@@ -248,7 +248,7 @@ class Proof:
                 entry["state"] = state["state"]
                 self._note_origin(job.run)
             if state["state"] == "stopped":
-                entry["reason"] = f"interrupted: {how_it_ended(state | {'cause': _lost(state.get('cause'))})}"
+                entry["reason"] = f"interrupted: {_interruption(state)}"
                 raise KeyboardInterrupt
             return state
         finally:
@@ -321,12 +321,11 @@ def _tidy(run: RunFolder, keep: bool) -> None:
     """Deletes exports, and unless `keep` checkpoints: they are as large as the model and no longer needed."""
     for folder in (*([] if keep else [run.checkpoints]), run.model, *run.path.glob("export-*")):
         shutil.rmtree(folder, ignore_errors=True)
-    if run.state_file.exists():
-        run.write_state(export_dir=None, cause=_lost((run.read_state() or {}).get("cause")))
+    if state := run.read_state():
+        cause = _interruption(state) if state["state"] == "stopped" else state.get("cause")
+        run.write_state(export_dir=None, cause=cause)
 
 
-def _lost(cause: str | None) -> str | None:
-    """The cause of a stop without the hint to resume, as `prove` keeps no checkpoint."""
-    if not cause or "resume goes on from there" not in cause:
-        return cause
-    return f"{cause.partition('; ')[0]}; prove keeps no checkpoint of it, run prove again"
+def _interruption(state: Mapping[str, Any]) -> str:
+    """The cause of a stop; the run's own promises to resume from a checkpoint, which `prove` does not keep."""
+    return f"stopped at step {state.get('step')}; prove keeps no checkpoint of it, run prove again"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import GenerationConfig
 
@@ -105,9 +106,9 @@ def export(
     try:
         tokenizer, dtype = load_tokenizer(config), _export_dtype(config)
         probes = sample(config, tokenizer, model_card(config, kind, results))
-        expected = _write_model(model, config, temporary, kind, probes, tokenizer, dtype)
+        expected, rounding = _write_model(model, config, temporary, kind, probes, tokenizer, dtype)
         del model  # free it before the export is loaded: both might not fit in memory
-        checked = load_back(temporary, config, kind, probes, expected, dtype)
+        checked = load_back(temporary, config, kind, probes, expected, rounding, dtype)
         (temporary / "README.md").write_text(model_card(config, kind, results, str(checked)), encoding="utf-8")
         for path in [*temporary.iterdir(), temporary]:
             sync(path)
@@ -135,42 +136,72 @@ def _failed(target: Path, record: RunRecord | None) -> Path:
 
 def _write_model(
     model: Any, config: TrainConfig, folder: Path, kind: str, probes: list[Probe], tokenizer: Any, dtype: torch.dtype
-) -> float:
-    """Writes the model folder; returns the loss of the model before it is merged and rounded."""
+) -> tuple[float, float]:
+    """Writes the model folder; returns the loss of the model before merging, and how much rounding changes it."""
     if kind == "merged":
         # Merge in fp32 and round once afterwards: merging into a bf16 base would round a small adapter away.
         model = (_unquantised(model, config) if config.method == "qlora" else model).float()
-    expected = trainer_loss(model, probes, held_dtype(config, kind))
-    _write(model.merge_and_unload() if kind == "merged" else model, tokenizer, folder, kind, dtype)
-    return expected
+    compute = held_dtype(config, kind)
+    expected = exact = trainer_loss(model, probes, compute)
+    if kind == "merged":
+        _untie(inner_model(model))
+        model = model.merge_and_unload()
+        exact = trainer_loss(model, probes, compute)
+    only_trained, rounding = kind == "adapter", 0.0
+    if dtype != torch.float32:
+        _cast(model, dtype, only_trained, back=True)
+        rounding = trainer_loss(model, probes, compute) - exact
+    _cast(model, dtype, only_trained)
+    _write(model, tokenizer, folder)
+    return expected, rounding
+
+
+def _untie(base: Any) -> None:
+    """Gives an output head tied to the embedding a weight of its own if an adapter changes one of them only."""
+    layers = [base.get_output_embeddings(), base.get_input_embeddings()]
+    head, embedding = (layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer for layer in layers)
+    if head is None or head.weight is not embedding.weight or layers == [head, embedding]:
+        return
+    head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    for model_config in (base.config, base.config.get_text_config()):
+        model_config.tie_word_embeddings = False
 
 
 def _export_dtype(config: TrainConfig) -> torch.dtype:
     return stored_dtype(config) if config.export_dtype == "auto" else getattr(torch, config.export_dtype)
 
 
-def _write(model: Any, tokenizer: Any, folder: Path, kind: str, dtype: torch.dtype) -> None:
+def _write(model: Any, tokenizer: Any, folder: Path) -> None:
     """Writes weights, tokenizer and generation config with transformers and peft."""
     base = inner_model(model)
     base.config.use_cache = True
-    _cast(model, base, dtype, only_trained=kind == "adapter")
     base.generation_config = base.generation_config or GenerationConfig()
     ends = stop_tokens(tokenizer, base.generation_config)
-    base.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
+    base.generation_config.eos_token_id = ends[0] if len(ends) == 1 else ends or None
     base.generation_config.save_pretrained(folder)
     model.save_pretrained(folder, max_shard_size=SHARD_SIZE, safe_serialization=True)
     tokenizer.save_pretrained(folder)
 
 
 @torch.no_grad()
-def _cast(model: nn.Module, base: Any, dtype: torch.dtype, only_trained: bool) -> None:
-    """Casts the weights to export, one by one; weights that transformers always loads in fp32 are kept in fp32."""
+def _cast(model: nn.Module, dtype: torch.dtype, only_trained: bool, back: bool = False) -> None:
+    """Casts the weights to export, one by one; weights that transformers always loads in fp32 are kept in fp32.
+
+    Args:
+        model: the model.
+        dtype: the dtype to cast to.
+        only_trained: leave frozen weights as they are.
+        back: cast back to the former dtype, so that the weights are only rounded.
+    """
+    base = inner_model(model)
     fp32 = set(getattr(base, "_keep_in_fp32_modules_strict", None) or ())
     if dtype == torch.float16:
         fp32 |= set(getattr(base, "_keep_in_fp32_modules", None) or ())
     for name, weight in model.named_parameters():
         if weight.is_floating_point() and (weight.requires_grad or not only_trained):
+            before = weight.dtype
             weight.data = weight.data.to(torch.float32 if fp32 & set(name.split(".")) else dtype)
+            weight.data = weight.data.to(before) if back else weight.data
 
 
 def stop_tokens(tokenizer: Any, generation_config: GenerationConfig) -> list[int]:
@@ -248,8 +279,9 @@ def _loading(config: TrainConfig, kind: str) -> str:
     """The code that loads the export; a QLoRA adapter needs the same 4-bit base."""
     if kind != "adapter":
         return "model = AutoModelForCausalLM.from_pretrained(folder)  # from transformers"
+    stops = "model.generation_config = GenerationConfig.from_pretrained(folder)  # from transformers: its stop tokens"
     if config.method == "lora":
-        return "model = AutoPeftModelForCausalLM.from_pretrained(folder)  # from peft"
+        return f"model = AutoPeftModelForCausalLM.from_pretrained(folder)  # from peft\n{stops}"
     dtype = str(compute_dtype(config))
     return f"""base = BitsAndBytesConfig(  # from transformers
     load_in_4bit=True,
@@ -257,7 +289,8 @@ def _loading(config: TrainConfig, kind: str) -> str:
     bnb_4bit_use_double_quant=True,
     bnb_4bit_compute_dtype={dtype},
 )
-model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype={dtype}, quantization_config=base)  # from peft"""
+model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype={dtype}, quantization_config=base)  # from peft
+{stops}"""
 
 
 def main(argv: list[str]) -> int:

@@ -1,7 +1,8 @@
 """Loads an export back with plain transformers or peft, and compares its loss with the trainer's.
 
 Only one model is in memory at a time: the trainer's loss is computed before the export is written, and its model is
-freed before the export is read. Both compute in the same dtype, so that only the storage of the weights differs.
+freed before the export is read. Both compute in the same dtype, so that only the storage of the weights differs; what
+their rounding changes is measured on the trainer's model.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class LoadedBack:
         tokens: number of trained tokens that the losses average over.
         trainer_loss: loss of the model that was exported.
         loss: loss of the export; None if it was not computed.
-        limit: largest difference that rounding to `dtype` explains.
+        limit: largest deviation from the trainer's loss that other kernels explain.
+        rounding: change of the trainer's loss by rounding the weights to `dtype`.
         problem: why the loss was not computed.
         skipped: whether the export was not loaded for lack of memory.
     """
@@ -52,6 +54,7 @@ class LoadedBack:
     trainer_loss: float
     loss: float | None
     limit: float
+    rounding: float = 0.0
     problem: str | None = None
     skipped: bool = False
 
@@ -61,11 +64,16 @@ class LoadedBack:
         return None if self.loss is None else abs(self.loss - self.trainer_loss)
 
     @property
+    def deviation(self) -> float | None:
+        """The part of the difference that rounding does not explain; None if they were not compared."""
+        return None if self.loss is None else abs(self.loss - self.trainer_loss - self.rounding)
+
+    @property
     def failed(self) -> bool:
         """Whether the export is not the model that was trained."""
         if self.skipped:
             return False
-        return self.difference is None or not self.difference <= self.limit  # NaN fails
+        return self.deviation is None or not self.deviation <= self.limit  # NaN fails
 
     def __str__(self) -> str:
         if self.skipped:
@@ -74,7 +82,8 @@ class LoadedBack:
             return f"the export cannot be loaded back: {self.problem}"
         return (
             f"export in {self.dtype}: loaded back, its loss on {self.tokens} trained tokens is {self.loss:.6f}, "
-            f"the trainer's {self.trainer_loss:.6f}; difference {self.difference:.1e}, limit {self.limit:.1e}"
+            f"the trainer's {self.trainer_loss:.6f}; difference {self.difference:.1e}, without that of rounding "
+            f"{self.deviation:.1e}, limit {self.limit:.1e}"
         )
 
 
@@ -144,7 +153,13 @@ def trainer_loss(model: nn.Module, probes: Sequence[Probe], compute: torch.dtype
 
 
 def load_back(
-    folder: Path, config: TrainConfig, kind: str, probes: Sequence[Probe], expected: float, dtype: torch.dtype
+    folder: Path,
+    config: TrainConfig,
+    kind: str,
+    probes: Sequence[Probe],
+    expected: float,
+    rounding: float,
+    dtype: torch.dtype,
 ) -> LoadedBack:
     """Loads an export as its users will, and compares its loss.
 
@@ -153,12 +168,13 @@ def load_back(
         kind: `adapter`, `merged` or `full`.
         probes: the samples that `trainer_loss` was computed on.
         expected: the trainer's loss.
+        rounding: how much that loss changes when the weights are rounded to `dtype`.
         dtype: dtype of the exported weights.
     """
     gc.collect()
     compute = held_dtype(config, kind)
     tokens, name = _trained_tokens(probes), str(dtype).removeprefix("torch.")
-    limit, facts = largest_difference(expected, tokens, dtype, compute), (name, tokens, expected)
+    limit, facts = tolerance(expected, tokens, compute), (name, tokens, expected)
     try:
         needed, free = _bytes(folder, config, kind, compute), available()
         if needed > free:
@@ -166,22 +182,25 @@ def load_back(
                 f"which takes {needed / 2**30:.1f} GiB of memory where {free / 2**30:.1f} GiB are free; "
                 "run `tunesmith export` on a machine with more memory to check it"
             )
-            return LoadedBack(*facts, None, limit, problem, skipped=True)
+            return LoadedBack(*facts, None, limit, rounding, problem, skipped=True)
         model = _load(folder, config, kind, compute)
         loss = _stock_loss(model, probes, compute)
     except Exception as error:  # any error that users of the export would get
         line = str(error).strip().partition("\n")[0][:300]
-        return LoadedBack(*facts, None, limit, f"{type(error).__name__}: {line}")
-    return LoadedBack(*facts, loss, limit)
+        return LoadedBack(*facts, None, limit, rounding, f"{type(error).__name__}: {line}")
+    return LoadedBack(*facts, loss, limit, rounding)
 
 
-def largest_difference(expected: float, tokens: int, dtype: torch.dtype, compute: torch.dtype) -> float:
+def tolerance(expected: float, tokens: int, compute: torch.dtype) -> float:
     """The tolerance of a mean loss. Rounding errors are random, so it grows with 1/sqrt(tokens) below `TOKENS`.
 
     Data with one-word answers may have only two or three trained tokens.
     """
-    steps = [2 * torch.finfo(narrow).eps for narrow in (dtype, compute) if narrow != torch.float32]
-    return max([EXACT, *steps]) * max(1.0, abs(expected)) * math.sqrt(max(1.0, TOKENS / tokens))
+    return (
+        max(EXACT, 0.0 if compute == torch.float32 else 2 * torch.finfo(compute).eps)
+        * max(1.0, abs(expected))
+        * math.sqrt(max(1.0, TOKENS / tokens))
+    )
 
 
 def _trained_tokens(probes: Sequence[Probe]) -> int:

@@ -10,7 +10,7 @@ import yaml
 
 from trainers.config.mistakes import ConfigError
 
-MAX_YAML_BYTES = 1_000_000
+MAX_BYTES = 1_000_000
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -39,15 +39,29 @@ def read_yaml(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: If the file is unreadable, too large, not a mapping, or has duplicate keys, aliases or Python tags.
     """
+    return parse_yaml(read_text(path, str(path), "YAML file"), str(path))
+
+
+def read_text(path: Path, name: str, kind: str, remedy: str = "check the path") -> str:
+    """Reads a short text file.
+
+    Args:
+        path: The file.
+        name: Name used in messages.
+        kind: What the file should be, such as `YAML file`.
+        remedy: What to do if it cannot be read.
+
+    Raises:
+        ConfigError: If the file is unreadable, too large, or not a regular file.
+    """
     try:
         if path.exists() and not path.is_file():
-            raise ConfigError(f"{path} is not a regular file; name a YAML file")
-        if path.stat().st_size > MAX_YAML_BYTES:
-            raise ConfigError(f"{path} is larger than {MAX_YAML_BYTES} bytes; a config is a short YAML file")
-        text = path.read_text(encoding="utf-8")
+            raise ConfigError(f"{name} is not a regular file; name a {kind}")
+        if path.stat().st_size > MAX_BYTES:
+            raise ConfigError(f"{name} is larger than {MAX_BYTES} bytes; a {kind} is short")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}; check the path") from None
-    return parse_yaml(text, str(path))
+        raise ConfigError(f"cannot read {name}: {getattr(error, 'strerror', None) or error}; {remedy}") from None
 
 
 def parse_yaml(text: str, name: str) -> dict[str, Any]:
@@ -60,8 +74,8 @@ def parse_yaml(text: str, name: str) -> dict[str, Any]:
     Raises:
         ConfigError: If the text is too large, not a mapping, or has duplicate keys, aliases or Python tags.
     """
-    if len(text) > MAX_YAML_BYTES:
-        raise ConfigError(f"{name} is larger than {MAX_YAML_BYTES} bytes; a config is a short YAML file")
+    if len(text) > MAX_BYTES:
+        raise ConfigError(f"{name} is larger than {MAX_BYTES} bytes; a config is a short YAML file")
     try:
         loaded = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
     except (yaml.YAMLError, RecursionError) as error:

@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from trainers.config.mistakes import ConfigError
+from trainers.config.strict_json import STRICT, DuplicateKey
 from trainers.data.files import DataFile
 from trainers.data.formats import NEEDED
 from trainers.data.shards import ROW_BYTES, BadRow, FileShard, Item, changed, content_end, lines, too_large
-from trainers.data.strict_json import STRICT, DuplicateKey
 
 JSON_BYTES = 512 << 20
 _BETWEEN = re.compile(r"[\s,]*")
@@ -71,7 +71,7 @@ def parse_object(content: bytes) -> dict[str, Any] | BadRow:
 
 
 def _duplicate_key(error: DuplicateKey) -> BadRow:
-    return BadRow("duplicate key", f"{str(error)[:100]!r} appears twice in one object; keep one of them")
+    return BadRow("duplicate key", f"{error.key[:100]!r} appears twice in one object; keep one of them")
 
 
 def _object(value: Any) -> dict[str, Any] | BadRow:

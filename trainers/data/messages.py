@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainers.config.strict_json import STRICT, DuplicateKey
 from trainers.data.shards import BadRow
-from trainers.data.strict_json import STRICT, DuplicateKey
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")  # of an assistant's message; the first that is present
@@ -101,7 +101,7 @@ def parse_json_value(value: Any, kind: type, location: str) -> Any:
         try:
             value = STRICT.decode(value)
         except DuplicateKey as error:
-            problem = f"the key {str(error)[:100]!r} appears twice in one object; keep one of them"
+            problem = f"the key {error.key[:100]!r} appears twice in one object; keep one of them"
             raise RowError("duplicate key", f"{location}: {problem}") from None
         except (ValueError, RecursionError) as error:
             raise RowError("wrong type", f"{location} is text but not valid JSON: {str(error)[:80]}") from None

@@ -33,6 +33,7 @@ from trainers.data.template import Encoder, training_encoder
 from trainers.data.tokenise import Options, Selection, TokenizeTask, row_hashes
 from trainers.data.tokenizer import load_tokenizer, tokenizer_folder, tokenizer_hash
 from trainers.data.workers import Pool
+from trainers.run.folder import cache_folder
 
 __all__ = ["Report", "Split", "TokenSet", "cached", "data_fingerprint", "load_tokenizer", "prepare"]
 
@@ -115,7 +116,7 @@ def cache_dir(config: TrainConfig) -> Path:
     """The cache folder of tokenised data."""
     if config.cache_dir is not None:
         return Path(config.cache_dir).expanduser().absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "tunesmith"
+    return cache_folder()
 
 
 @contextmanager
@@ -305,7 +306,7 @@ def _refuse_nothing(report: Report) -> None:
         return
     raise ConfigError(
         [
-            *report.bad_examples[:20],
+            *report.examples()[:20],
             f"no document is left of {report.dataset} ({report.split}): {report.rows:,} rows read, {report.bad:,} bad, "
             f"{report.dropped:,} dropped (longest {report.longest:,} tokens); repair the data, raise max_length, or "
             "set overlong=split",
@@ -319,6 +320,6 @@ def refuse_bad(report: Report, config: TrainConfig) -> None:
         raise ConfigError(report.refusal())
     long = report.bad_rows.get(TOO_LONG, 0)
     if long:
-        listed = [line for line in report.bad_examples if f": {TOO_LONG}: " in line]
+        listed = report.examples(TOO_LONG)
         remedy = "raise max_length, or set overlong=truncate, drop or split"
         raise ConfigError([*listed, f"{long:,} rows of {report.dataset} are {TOO_LONG}; {remedy}"])

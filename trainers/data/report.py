@@ -113,10 +113,9 @@ class Report:
         self.longest = max(self.longest, other.longest)
         self.template = self.template or other.template
 
-    @property
-    def bad_examples(self) -> list[str]:
-        """The listed bad rows as `file:line: reason: detail`."""
-        return [": ".join(bad) for bad in self.bad_listed]
+    def examples(self, kind: str | None = None) -> list[str]:
+        """The listed bad rows, of one reason or of all, as `file:line: reason: detail`."""
+        return [": ".join(bad) for bad in self.bad_listed if kind in (None, bad[1])]
 
     @property
     def bad(self) -> int:
@@ -143,7 +142,7 @@ class Report:
         if self.bad:
             kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self.bad_rows.items()))
             lines.append(f"{name}: {self.bad:,} bad rows skipped ({kinds}), such as")
-            lines += [f"  {where}" for where in self.bad_examples[:5]]
+            lines += [f"  {where}" for where in self.examples()[:5]]
         return [*lines, *self.template]
 
     def notes(self) -> list[str]:
@@ -168,7 +167,7 @@ class Report:
 
     def refusal(self) -> list[str]:
         """The lines of the error for bad rows: the first of them, the total, the remedy."""
-        lines = self.bad_examples[:EXAMPLES]
+        lines = self.examples()[:EXAMPLES]
         unlisted = self.bad - len(lines)
         total = f"{self.bad:,} of {self.rows:,} rows of {self.dataset} cannot be used"
         total += f" ({unlisted:,} more than listed)" if unlisted else ""

@@ -385,7 +385,7 @@ class Encoder:
                 "with --chat_template FILE"
             ) from None
         except Exception as error:  # a template can fail in any way
-            raise RowError("chat template", f"it refuses this row: {str(error)[:150]}") from None
+            raise RowError("chat template", f"it refuses these messages: {str(error)[:150]}") from None
         if len(texts[0]) > 4 * ROW_BYTES:
             raise RowError("row too large", f"{len(texts[0]):,} characters once rendered")
         return texts[0], spans[0] if marked else []

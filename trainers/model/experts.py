@@ -48,7 +48,9 @@ def adapter_lines(model: Any) -> list[str]:
     )
     bare = [name for name in routers if not any(name == target or name.startswith(f"{target}.") for target in targeted)]
     if bare:
-        lines.append(f"no adapters on: the {len(bare)} routers and gates of the experts, unless they are named")
+        nameable = any(isinstance(base.get_submodule(name), nn.Linear) for name in bare)
+        exception = ", unless they are named" if nameable else ""
+        lines.append(f"no adapters on: the {len(bare)} routers and gates of the experts{exception}")
     if fused:
         weights = ", ".join(f"{name} {count}" for name, count in sorted(fused.items()))
         lines.append(

@@ -38,11 +38,15 @@ def global_norm(gradients: Iterable[tuple[str, torch.Tensor]], sliced: Container
         ])
         for by_fsdp in (False, True)
     )  # fmt: skip
-    # All shards have the same group: one all-reduce over that of the first completes the sums.
-    for _, grad in gradients:
-        if isinstance(grad, DTensor) and (dim := _shard_dim(grad)) is not None:
-            distributed.all_reduce(sharded, group=grad.device_mesh.get_group(dim))
-            break
+    # All shards have the same group, so that one all-reduce completes their sums.
+    meshes = {
+        (grad.device_mesh, dim)
+        for _, grad in gradients
+        if isinstance(grad, DTensor) and (dim := _shard_dim(grad)) is not None
+    }
+    assert len(meshes) <= 1, f"gradients are sharded over different groups: {meshes}"
+    for mesh, dim in meshes:
+        distributed.all_reduce(sharded, group=mesh.get_group(dim))
     # Sum sliced weights over the tensor-parallel ranks; replicated weights count once.
     parts, alike = (plain + sharded).unbind()
     parts = parts.clone()

@@ -31,6 +31,7 @@ from trainers.parallel.optimizer import build_optimizer, parameter_groups
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.shards import WEIGHT, Shard
 from trainers.run.errors import TrainingError
+from trainers.run.folder import cache_folder
 from trainers.strategy.deepspeed_rules import drop_without_effect
 from trainers.strategy.mesh import Mesh
 
@@ -420,8 +421,8 @@ def _use_new_profile_file(settings: dict[str, Any]) -> None:
 
 def extensions_folder() -> Path:
     """Cache folder of compiled extensions, one per Python environment, as two would overwrite each other's builds."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tunesmith" / "torch_extensions"
-    return cache / hashlib.sha256(f"{sys.prefix} {torch.__version__}".encode()).hexdigest()[:12]
+    environment = hashlib.sha256(f"{sys.prefix} {torch.__version__}".encode()).hexdigest()
+    return cache_folder() / "torch_extensions" / environment[:12]
 
 
 def build_extensions(builders: list[str]) -> None:

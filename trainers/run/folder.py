@@ -403,6 +403,12 @@ def state_folder() -> Path:
     return Path(home).expanduser().absolute() / "tunesmith"
 
 
+def cache_folder() -> Path:
+    """Returns Tunesmith's folder in the user's cache folder: what can be computed again."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser().absolute() / "tunesmith"
+
+
 def registry() -> Path:
     """Returns the folder with a small file for each registered run, such as runs outside `runs_dir`."""
     return state_folder() / "runs"

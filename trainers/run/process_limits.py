@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 RENDER_BYTES = 2 << 30
@@ -38,32 +38,30 @@ def memory_limit(size: int) -> Iterator[None]:
     if sys.platform != "linux":
         yield
         return
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    limit = pages * resource.getpagesize() + size
-    ceiling = min((value for value in (soft, hard) if value != resource.RLIM_INFINITY), default=limit)
-    resource.setrlimit(resource.RLIMIT_AS, (min(limit, ceiling), hard))
-    try:
+    with _lowered(resource.RLIMIT_AS, pages * resource.getpagesize() + size):
         yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
+def time_limit(seconds: float) -> AbstractContextManager[None]:
     """Has the kernel end this process (SIGXCPU) if the block takes more CPU time, summed over threads.
 
     Args:
         seconds: CPU time allowed for the block.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    limit = math.ceil(time.process_time() + seconds) + 1
+    return _lowered(resource.RLIMIT_CPU, math.ceil(time.process_time() + seconds) + 1)
+
+
+@contextmanager
+def _lowered(kind: int, limit: int) -> Iterator[None]:
+    """Sets a soft limit within the block, but does not raise it."""
+    soft, hard = resource.getrlimit(kind)
     ceiling = min((value for value in (soft, hard) if value != resource.RLIM_INFINITY), default=limit)
-    resource.setrlimit(resource.RLIMIT_CPU, (min(limit, ceiling), hard))
+    resource.setrlimit(kind, (min(limit, ceiling), hard))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
+        resource.setrlimit(kind, (soft, hard))
 
 
 def encoding_bytes(size: int) -> int:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trainers.config.mistakes import ConfigError, Mistake
+from trainers.config.strict_json import unique_keys
+from trainers.config.yaml_file import read_text
 from trainers.strategy.deepspeed_schema import (
     AS_CONFIGURED,
     ONE_BIT,
@@ -27,21 +29,11 @@ from trainers.strategy.deepspeed_schema import (
 )
 from trainers.strategy.schema import parse, shortened
 
-MAX_JSON_BYTES = 1_000_000
 SOURCE = "DeepSpeed JSON"
 
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number in JSON")
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    members: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in members:
-            raise ValueError(f"duplicate key {name!r}")
-        members[name] = value
-    return members
 
 
 def read_json(name: str) -> dict[str, Any]:
@@ -53,20 +45,10 @@ def read_json(name: str) -> dict[str, Any]:
     Raises:
         ConfigError: If the file is unreadable, too large, not an object, or has a duplicate key, NaN or infinity.
     """
-    path = Path(os.path.expanduser(name))
     where = f"deepspeed_config_file={shortened(name)}"
+    text = read_text(Path(os.path.expanduser(name)), where, SOURCE, "a relative path counts from the current folder")
     try:
-        if path.exists() and not path.is_file():
-            raise ConfigError(f"{where} is not a regular file; name a DeepSpeed JSON")
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ConfigError(f"{where} is larger than {MAX_JSON_BYTES} bytes; a DeepSpeed JSON is a short file")
-        text = path.read_text(encoding="utf-8")
-        loaded = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_refuse_constant)
-    except ConfigError:  # a subclass of ValueError
-        raise
-    except OSError as error:
-        reason = error.strerror or error
-        raise ConfigError(f"{where} cannot be read: {reason}; a relative path counts from the current folder") from None
+        loaded = json.loads(text, object_pairs_hook=unique_keys, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is not plain JSON: {str(error)[:300]}; write one object without comments") from None
     if not isinstance(loaded, dict):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Generator, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -113,11 +113,7 @@ class Models:
         try:
             return self.encoder.render(messages, prompt=True)
         except RowError as error:
-            reason = error.bad.detail.removeprefix("it refuses this row: ")
-            raise ConfigError(
-                f"the chat template refuses this conversation: {reason}; leave out the system prompt, or complete "
-                "plain text"
-            ) from None
+            raise ConfigError(f"chat template: {error}; leave out the system prompt, or complete plain text") from None
 
 
 # -- loading ---------------------------------------------------------------------------------------------------------
@@ -190,24 +186,15 @@ def _exported_adapter(config: TrainConfig, weights: Path) -> Any:
     """The base with an exported adapter, which is checked before the base is read."""
     from trainers.model.adapter import Adapter
 
-    try:
-        adapter = Adapter.read(weights, model_path(config))
-        return adapter.attach(load_base(config))
-    except ConfigError:
-        raise
-    except _BAD as error:
-        raise _bad(weights, error) from None
+    with _refusing_damage(weights):
+        return Adapter.read(weights, model_path(config)).attach(load_base(config))
 
 
 def _fill(model: Any, weights: Path) -> None:
     """Loads the trained weights of a checkpoint into adapters on their base."""
-    try:
+    with _refusing_damage(weights):
         refuse_other_base(verify(weights), model)
         load_weights(weights, model)
-    except ConfigError:
-        raise
-    except _BAD as error:
-        raise _bad(weights, error) from None
 
 
 def _full_model(config: TrainConfig, weights: Path) -> Any:
@@ -216,18 +203,22 @@ def _full_model(config: TrainConfig, weights: Path) -> Any:
         own: dict[str, Any] = {"model_name_or_path": str(weights), "model_revision": None, "random_init": False}
         return load_base(_frozen(config.model_copy(update={**own, "num_hidden_layers": None})))
     model = load_base(_frozen(config)).to(compute_dtype(config))
-    try:
+    with _refusing_damage(weights):
         verify(weights)
         load_weights(weights, model)
-    except _BAD as error:
-        raise _bad(weights, error) from None
     return model
 
 
-def _bad(weights: Path, reason: object) -> ConfigError:
-    return ConfigError(
-        f"{weights.name} cannot be loaded: {str(reason).partition(chr(10))[0][:300]}; choose another one"
-    )
+@contextmanager
+def _refusing_damage(weights: Path) -> Iterator[None]:
+    """Turns the errors of damaged files into a ConfigError that names them."""
+    try:
+        yield
+    except ConfigError:  # a subclass of ValueError
+        raise
+    except _BAD as error:
+        reason = str(error).partition("\n")[0][:300]
+        raise ConfigError(f"{weights.name} cannot be loaded: {reason}; choose another one") from None
 
 
 # -- answering -------------------------------------------------------------------------------------------------------

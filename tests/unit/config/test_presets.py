@@ -22,8 +22,10 @@ from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.config.parse import Request
 from trainers.config.presets import (
     PRESETS_DIR,
+    Method,
     ModelPresets,
     PublishedModel,
+    _summary,
     find_preset,
     is_preset,
     model_names,
@@ -112,6 +114,11 @@ def test_its_line_says_estimated_or_what_was_measured(name: str) -> None:
     else:
         assert method.measured
         assert summary.endswith(method.measured)
+
+
+def test_a_method_that_fits_no_gpu_has_a_line_too() -> None:
+    entry = Method.model_validate({"options": {}, "gpu_gib": 24, "gpus": {1: {"strategies": [], "gib": 90}}})
+    assert _summary("Model", "full", entry) == "Model, all weights: estimated 90 GiB on a GPU of 24 GiB"
 
 
 @pytest.mark.parametrize("name", model_names())

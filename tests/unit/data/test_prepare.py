@@ -92,12 +92,12 @@ def test_a_second_time_it_is_found(tmp_path, data, monkeypatch):
 def test_data_that_moved_is_found_and_named_as_it_is_now(tmp_path, monkeypatch):
     data = write_jsonl(tmp_path / "old.jsonl", [*ROWS, b"{"])
     made = prepare(configure(tmp_path, data, bad_rows="skip"), "train")
-    assert made.report.bad_examples[0].startswith(f"{data}:{len(ROWS) + 1}: ")
+    assert made.report.examples()[0].startswith(f"{data}:{len(ROWS) + 1}: ")
     (tmp_path / "elsewhere").mkdir()
     moved = data.rename(tmp_path / "elsewhere" / data.name)
     forbid_building(monkeypatch)
     found = prepare(configure(tmp_path, moved, bad_rows="skip"), "train")
-    assert found.report.bad_examples[0].startswith(f"{moved}:{len(ROWS) + 1}: ")
+    assert found.report.examples()[0].startswith(f"{moved}:{len(ROWS) + 1}: ")
     assert found.report.dataset == str(moved)
     assert found.where(0) == f"{moved}:1"
 
@@ -171,7 +171,7 @@ def test_tokenised_in_parallel_equals_tokenised_by_one(tmp_path, monkeypatch):
     assert started == [1, 2]
     assert content(two) == kept
     assert two.report == report
-    assert [line.split(": ")[0] for line in report.bad_examples] == [f"{data}:41", f"{data}:82"]
+    assert [line.split(": ")[0] for line in report.examples()] == [f"{data}:41", f"{data}:82"]
 
 
 def test_mistakes_and_deaths_of_processes_are_told(tmp_path, data, monkeypatch):

@@ -41,7 +41,7 @@ def test_bad_rows_are_skipped_counted_and_listed(tmp_path):
     done = prepare(configure(tmp_path, path, bad_rows="skip"), "train")
     assert (len(done), done.report.rows, done.report.bad) == (2, len(BAD_LINES) + 2, len(BAD_LINES))
     assert done.report.bad_rows == dict.fromkeys(BAD_LINES, 1)
-    listed = [example.split(": ")[:2] for example in done.report.bad_examples]
+    listed = [example.split(": ")[:2] for example in done.report.examples()]
     assert listed == [[f"{path}:{line}", kind] for line, kind in enumerate(BAD_LINES, 2)]
     assert done.where(1) == f"{path}:{len(BAD_LINES) + 2}"
     assert any("10 bad rows skipped" in line for line in done.report.lines())
@@ -56,7 +56,7 @@ def test_only_the_first_twenty_of_a_kind_are_listed(tmp_path):
     assert "31 of 32 rows" in caught.value.lines[-1]
     assert "11 more than listed" in caught.value.lines[-1]
     report = prepare(config.model_copy(update={"bad_rows": "skip"}), "train").report
-    assert len(report.bad_examples) == 21
+    assert len(report.examples()) == 21
 
 
 def test_refusing_again_finds_them_in_the_cache(tmp_path):
@@ -74,7 +74,7 @@ def test_an_empty_file_is_a_bad_row(tmp_path):
     (folder / "c.csv").write_text("prompt,completion\n")
     done = prepare(configure(tmp_path, folder, bad_rows="skip"), "train")
     assert done.report.bad_rows == {"empty file": 2}
-    assert [line.split(": ")[0] for line in done.report.bad_examples] == [f"{folder}/b.jsonl:1", f"{folder}/c.csv:1"]
+    assert [line.split(": ")[0] for line in done.report.examples()] == [f"{folder}/b.jsonl:1", f"{folder}/c.csv:1"]
 
 
 def test_blank_lines_at_the_end_are_fine(tmp_path):

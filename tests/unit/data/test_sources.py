@@ -352,6 +352,14 @@ def test_a_key_that_stands_twice_is_a_bad_row(tmp_path, kind):
     assert "'x' appears twice" in second.detail
 
 
+@pytest.mark.timeout(20)  # each key compared with each other one took hours
+def test_a_row_of_many_keys_with_one_twice_is_answered_at_once(tmp_path):
+    keys = ",".join(f'"k{number}":1' for number in range(300_000))
+    path = tmp_path / "data.jsonl"
+    path.write_text(f'{{{keys},"k299999":2}}\n')
+    assert [row.kind for row in values(rows_of(path, "jsonl"))] == ["duplicate key"]
+
+
 @quick
 @given(
     lines=st.lists(st.one_of(WORDS, st.just(""))),

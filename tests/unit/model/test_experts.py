@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.config.validation import build
 from trainers.model.experts import adapter_lines, router_names
@@ -53,9 +54,14 @@ def test_what_got_adapters_is_said() -> None:
     lines = adapter_lines(add_adapters(tiny("mixtral"), config()))
     assert lines == [
         "adapters on: k_proj 2, o_proj 2, q_proj 2, v_proj 2",
-        "no adapters on: the 2 routers and gates of the experts, unless they are named",
+        "no adapters on: the 2 routers and gates of the experts",
         "no adapters on: the experts' own weights (down_proj 2, gate_up_proj 2), stored as one tensor per layer; "
         "method=full trains them",
     ]
     assert adapter_lines(add_adapters(tiny("llama"), config()))[0].startswith("adapters on: down_proj 2, gate_proj 2")
     assert adapter_lines(tiny("llama")) == []
+    # Mixtral's routers are no linear layers, so that naming them is refused; one of Qwen2's gates is one.
+    with pytest.raises(ConfigError, match="lora_target_modules=gate matches no module"):
+        add_adapters(tiny("mixtral"), config(lora_target_modules=["gate"]))
+    qwen = adapter_lines(add_adapters(tiny("qwen2_moe"), config()))
+    assert "no adapters on: the 4 routers and gates of the experts, unless they are named" in qwen

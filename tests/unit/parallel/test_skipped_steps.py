@@ -5,12 +5,16 @@ DeepSpeed updates inside its own step, and would do so on finite gradients of a 
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from accelerate import Accelerator
 
-from tests import forked
+from tests import forked, steps
 from tests.launching import ROOT, environment
 
 SCRIPT = Path(__file__).with_name("skipped_step_ranks.py")
@@ -29,3 +33,23 @@ def test_a_refused_or_skipped_step_changes_nothing(name: str, tmp_path: Path) ->
     done = forked.run(command, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     assert len(list(tmp_path.glob("rank-*"))) == world
+
+
+@pytest.mark.slow
+def test_a_step_that_fp16_s_scaler_skips_is_no_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+
+    class Scaled(Accelerator):
+        def __init__(self) -> None:
+            super().__init__(cpu=True)
+            self.scaler: Any = scaler
+
+    monkeypatch.setattr(steps, "Accelerator", Scaled)
+    with steps.steps(tmp_path, 1, packing=False, mixed_precision="fp16", max_train_samples=20) as taken:
+        trained = [weight for _, weight in taken.context.backend.trained]
+        for step, overflows in enumerate((True, False)):
+            before, result = [weight.clone() for weight in trained], taken.take(step)
+            assert math.isfinite(result.loss)
+            assert result.updated is not overflows
+            assert all(torch.equal(*pair) for pair in zip(before, trained, strict=True)) is overflows
+            scaler.update(1.0)

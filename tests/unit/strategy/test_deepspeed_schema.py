@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from trainers.config.mistakes import ConfigError
+from trainers.config.yaml_file import MAX_BYTES
 from trainers.strategy.deepspeed_rules import (
-    MAX_JSON_BYTES,
     drop_without_effect,
     leaves_parity,
     parse_json,
@@ -308,7 +308,7 @@ def test_what_leaves_parity_is_named() -> None:
         ('{"steps_per_print": Infinity}', "is not plain JSON: Infinity is not a number in JSON"),
         ("[1]", "holds a list; write one object"),
         ("[" * 100_000, "is not plain JSON"),
-        ("{" + " " * MAX_JSON_BYTES + "}", "is larger than 1000000 bytes"),
+        ("{" + " " * MAX_BYTES + "}", "is larger than 1000000 bytes"),
     ],
     ids=["empty", "comment", "twice", "twice inside", "infinite", "list", "deep", "large"],
 )
@@ -332,9 +332,8 @@ def test_a_file_of_many_keys_is_answered_at_once(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"none.json cannot be read: No such file or directory; a relative path counts"
-    ):
+    line = r"cannot read deepspeed_config_file=.*none.json: No such file or directory; a relative path counts"
+    with pytest.raises(ConfigError, match=line):
         read_json(str(tmp_path / "none.json"))
     with pytest.raises(ConfigError, match="is not a regular file; name a DeepSpeed JSON"):
         read_json(str(tmp_path))

@@ -139,7 +139,7 @@ def test_a_hostile_chat_template_neither_hangs_nor_runs(tmp_path: Path, monkeypa
     loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(ConfigError, match="still runs after"):
         models_of(tmp_path, loops).prompt(ASKED, plain=False)
-    with pytest.raises(ConfigError, match=r"refuses this conversation.*unsafe"):
+    with pytest.raises(ConfigError, match=r"^chat template: it refuses these messages: .*unsafe.*; leave out"):
         models_of(tmp_path, "{{ ''.__class__.__mro__[1].__subclasses__() }}").prompt(ASKED, plain=False)
     harmless = models_of(tmp_path, "{% for m in messages %}<{{ m['content'] }}>{% endfor %}")
     assert harmless.tokenizer.decode(harmless.prompt([{"role": "user", "content": "hello"}], plain=False)) == "<hello>"

@@ -173,7 +173,8 @@ def _summary(title: str, method: str, preset: Method) -> str:
     """
     if preset.measured:
         return f"{_METHOD_TITLES[method].format(title)}: measured {preset.measured}"
-    able = {count: entry for count, entry in preset.gpus.items() if entry.strategies}
+    # Where no strategy fits, the line still says what it would take.
+    able = {count: entry for count, entry in preset.gpus.items() if entry.strategies} or preset.gpus
     count, entry = min(able.items(), key=lambda item: (item[1].host_gib > 0, item[0]))
     gpus = f"a GPU of {preset.gpu_gib} GiB" if count == 1 else f"each of {count} GPUs of {preset.gpu_gib} GiB"
     host = f", {entry.host_gib:g} GiB of host memory per process" if entry.host_gib else ""
