@@ -26,7 +26,7 @@ from trainers.data.layout import MetadataRoute
 from trainers.model.attention import KERNELS
 from trainers.model.load import build_model, load_base, silent_weights
 from trainers.model.probe import ForwardPass, ProbeError, check_model_computes, compare, probe_rows
-from trainers.model.small_model import choose_attention, small_config
+from trainers.model.small_model import _reference, choose_attention, small_config
 from trainers.objectives.sft import SupervisedLoss
 from trainers.run.errors import RollBack
 from trainers.strategy.strategy import load_strategy
@@ -351,6 +351,10 @@ def test_a_small_copy_is_small_in_the_sizes_of_linear_attention_too() -> None:
     """In true size the reference implementation takes a minute."""
     small = small_config(AutoConfig.for_model("kimi_linear"))
     assert (small.linear_num_heads, small.linear_head_dim) == (4, 8)
+
+
+def test_a_copy_of_mamba_2_has_heads_that_fill_its_layers() -> None:
+    assert _reference(AutoConfig.for_model("mamba2"), False) is not None, "a small copy that runs"
 
 
 def test_hybrids_are_packed_never() -> None:
