@@ -27,7 +27,7 @@ def measure(preset: str, seed: int, folder: Path) -> dict[str, float]:
     document = json.loads(run(argv))
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     seconds = max(row["elapsed_s"] for row in rows if "elapsed_s" in row)
-    (score,) = json.loads(run(["trainers.embedded.score", "--model", document["export_dir"], "--split", "test"]))
+    (score,) = json.loads(run(["trainers.tools.score", "--model", document["export_dir"], "--split", "test"]))
     return {"seconds": seconds, "eval_loss": score["eval_loss"], "exact_match": score["exact_match"]}
 
 

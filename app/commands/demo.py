@@ -65,7 +65,7 @@ def score(run: RunFolder) -> tuple[dict[str, Any], dict[str, Any]]:
         RuntimeError: when the scoring program fails.
     """
     models = ["--model", str(BASE_DIR), "--model", str(run.model)]
-    argv = module_argv("trainers.embedded.score", [*models, "--split", "test", "--samples", "3"])
+    argv = module_argv("trainers.tools.score", [*models, "--split", "test", "--samples", "3"])
     status, out, errors = run_program(argv, module_environment(), cwd=ROOT)
     if status != 0:
         raise RuntimeError(f"scoring failed with exit status {status}:\n{errors[-2000:]}")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching import launch_well
-from trainers.embedded.score import score_model
+from trainers.tools.score import score_model
 
 
 @pytest.mark.long

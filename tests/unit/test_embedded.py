@@ -6,12 +6,15 @@ import hashlib
 import itertools
 import json
 import math
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from benchmarks.embedded import chat_data, documents
 from benchmarks.embedded.records import (
@@ -24,7 +27,8 @@ from benchmarks.embedded.records import (
     to_json,
     to_xml,
 )
-from trainers.embedded import BASE_DIR, DATA_DIR, score
+from trainers.embedded import BASE_DIR, DATA_DIR
+from trainers.tools import score
 
 SPLITS = tuple(chat_data.SIZES)
 
@@ -197,6 +201,12 @@ def test_score_reads_an_adapter_and_a_copy_that_answers_is_right(tmp_path: Path,
     adapter.peft_config["default"].base_model_name_or_path = str(BASE_DIR)
     adapter.save_pretrained(tmp_path)
     fresh = score.score_model(tmp_path, "test", limit=2)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    (tmp_path / "cut").mkdir()
+    shutil.copy(tmp_path / "adapter_config.json", tmp_path / "cut")
+    save_file(dict(list(tensors.items())[1:]), tmp_path / "cut" / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=f"needs are not in it: {re.escape(next(iter(tensors)))}"):
+        score.load_model(tmp_path / "cut")
     plain = score.score_model(BASE_DIR, "test", limit=2)
     assert fresh["eval_loss"] == pytest.approx(plain["eval_loss"], abs=1e-5)
     assert [s["answer"] for s in fresh["samples"]] == [s["answer"] for s in plain["samples"]]

@@ -24,11 +24,11 @@ from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.data.cache import FORMAT_VERSION, CacheWriter, TokenSet, open_cache
 from trainers.data.files import DataFile, identity, ignored_files, resolve
-from trainers.data.formats import NEEDED, OPTIONAL, recognise, unrecognised
+from trainers.data.formats import NEEDED, OPTIONAL, recognise, unrecognised, wanted_columns
 from trainers.data.progress import Progress, say
 from trainers.data.report import TOO_LONG, Report
 from trainers.data.shards import SHARD_BYTES, FileShard
-from trainers.data.sources import plan, read
+from trainers.data.sources import plan, read, unread_columns
 from trainers.data.template import Encoder, training_encoder
 from trainers.data.tokenise import Options, Selection, TokenizeTask, row_hashes
 from trainers.data.tokenizer import load_tokenizer, tokenizer_folder, tokenizer_hash
@@ -225,12 +225,13 @@ def formats_of(config: TrainConfig, shards: list[FileShard]) -> dict[str, str]:
 def _sniff(shard: FileShard, config: TrainConfig) -> str:
     """The format of a file, from its first shard; `auto` (row by row) if none of its first rows can be read."""
     first: tuple[str, list[str]] | None = None
-    for count, (line, row) in enumerate(read(shard, config.sample_by)):
+    wanted = wanted_columns(config.columns)
+    for count, (line, row) in enumerate(read(shard, config.sample_by, wanted)):
         if isinstance(row, dict):
             format_name = recognise(row, config.columns)
             if format_name:
                 return format_name
-            first = first or (f"{shard.file.display_name}:{line}", list(row))
+            first = first or (f"{shard.file.display_name}:{line}", [*row, *unread_columns(shard.file, wanted)])
         if count == _SNIFFED_ROWS:
             break
     if first is None:

@@ -15,6 +15,9 @@ from trainers.data import json_rows, table_rows, text_rows
 from trainers.data.files import DataFile, unreadable
 from trainers.data.shards import SHARD_BYTES, BadRow, FileShard, Item
 
+_UNREADABLE = (OSError, ValueError, OverflowError, KeyError)
+"""The last two are times that Python cannot represent and time zones that it does not know, in columnar files."""
+
 
 def plan(
     files: Iterable[DataFile], sample_by: str, shard_bytes: int = SHARD_BYTES, columns: Mapping[str, str] | None = None
@@ -44,7 +47,7 @@ def iter_shards(
             for shard in _file_shards(file, sample_by, shard_bytes, columns):
                 yield replace(shard, first_row=row)
                 row, empty = row + shard.rows, False
-        except (OSError, ValueError) as error:
+        except _UNREADABLE as error:
             raise error if isinstance(error, ConfigError) else unreadable(file.display_name, error) from None
         if empty:
             yield FileShard(file, 0, 0, 1, row, 1)
@@ -68,7 +71,7 @@ def read(shard: FileShard, sample_by: str, wanted: Iterable[str] = ()) -> Iterat
             if count == shard.rows:
                 return
             yield item
-    except (OSError, ValueError) as error:
+    except _UNREADABLE as error:
         raise error if isinstance(error, ConfigError) else unreadable(shard.file.display_name, error) from None
 
 

@@ -160,12 +160,12 @@ def _csv_row(fields: list[str], header: tuple[str, ...]) -> dict[str, Any] | Bad
     if sum(map(len, fields)) > ROW_BYTES:
         return too_large()
     try:
-        return {
-            name: field if field.isascii() else field.encode("latin-1").decode("utf-8")
-            for name, field in zip(header, fields, strict=True)
-        }
+        values = [field if field.isascii() else field.encode("latin-1").decode("utf-8") for field in fields]
     except UnicodeDecodeError as error:
         return BadRow("invalid UTF-8", f"byte 0x{error.object[error.start]:02x}; save the file as UTF-8")
+    if tuple(values) == header and len(header) > 1:
+        return BadRow("repeated header", "the column names again; were files joined? remove this line")
+    return dict(zip(header, values, strict=True))
 
 
 def _row_shards(file: DataFile, counts: Iterable[int]) -> Iterator[FileShard]:
@@ -185,6 +185,9 @@ def shard_parquet(file: DataFile, shard_bytes: int) -> Iterator[FileShard]:
     """Shards of a Parquet file: row groups joined up to `shard_bytes`."""
     import pyarrow.parquet as pq
 
+    names = column_names(file)
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"{file.display_name}: the column {repeated[0]!r} appears twice; keep one of them")
     counts, size = [], shard_bytes
     metadata = pq.ParquetFile(file.path).metadata
     for index in range(metadata.num_row_groups):

@@ -34,25 +34,28 @@ class Adapter:
     shapes: Shapes
 
     @classmethod
-    def read(cls, folder: Path, base: str) -> Adapter:
+    def read(cls, folder: Path, base: str | None = None) -> Adapter:
         """Reads the config and the safetensors header, but no weights.
 
         Args:
             folder: the folder that peft saved the adapter to.
-            base: Hub id or path of the base model to use it with.
+            base: Hub id or path of the base model to use it with; None: the one that it names.
 
         Raises:
             ValueError: if the adapter is incomplete, not LoRA, only a pickle, or made for another base.
         """
         settings = _read_settings(folder / ADAPTER_CONFIG)
         base_name = settings.base_model_name_or_path
+        base = base or base_name
+        if base is None:
+            raise ValueError(f"its {ADAPTER_CONFIG} names no base")
         if base_name and base_name != base and _is_hub_id(base_name) and (_is_hub_id(base) or base == str(BASE_DIR)):
             raise ValueError(f"its {ADAPTER_CONFIG} names the base {base_name}, and the run's base is {base}")
         if not (folder / _WEIGHTS).exists():
             pickled = f"; {_PICKLE} is a pickle, which would run code when read" if (folder / _PICKLE).exists() else ""
             raise ValueError(f"it has no {_WEIGHTS}{pickled}")
-        header = read_header(folder / _WEIGHTS)
-        return cls(folder, settings, {name: entry["shape"] for name, entry in header.items()})
+        headers = read_header(folder / _WEIGHTS)
+        return cls(folder, settings, {name: shape for name, (_, shape) in headers.items()})
 
     def attach(self, base: Any) -> Any:
         """Attaches the adapter to a base model, whose layers are modified in place, and loads its weights.

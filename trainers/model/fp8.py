@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from trainers.config.mistakes import ConfigError
+
 
 def fitting_layers(base: Any) -> list[str]:
     """Names (within the decoder) of linear layers that float8 kernels support: both sizes are multiples of 16."""
@@ -17,10 +19,17 @@ def fitting_layers(base: Any) -> list[str]:
 
 
 def convert(base: Any) -> None:
-    """Replaces the fitting layers with float8 ones in place, keeping names and weights."""
+    """Replaces the fitting layers with float8 ones in place, keeping names and weights.
+
+    Raises:
+        ConfigError: if no layer fits, so that nothing would be computed in float8.
+    """
+    names = set(fitting_layers(base))
+    if not names:
+        problem = f": {base.config.model_type} has no linear layer with both sizes divisible by 16"
+        raise ConfigError.about("mixed_precision", "fp8", problem, "use bf16")
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    names = set(fitting_layers(base))
     convert_to_float8_training(
         base.get_decoder(),
         module_filter_fn=lambda module, name: name in names,

@@ -5,6 +5,7 @@ Weights come from the pretrained files or from a seeded initialisation, and are 
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import set_seed
-from safetensors import safe_open
+from safetensors import SafetensorError
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -30,12 +31,12 @@ from trainers.embedded import BASE_DIR
 from trainers.model.attention import KERNELS
 from trainers.model.experts import router_names
 from trainers.model.probe import in_one_line
-from trainers.model.quantization import finish, loading_options, many_threads, settle_quantisation
+from trainers.model.quantization import finish, loading_options, many_threads, refuse_quantised, settle_quantisation
 from trainers.model.rotary import choose_by_document
 from trainers.model.small_model import choose_attention
 from trainers.objectives.load_balancing import refuse_load_balancing
 from trainers.run.hub_errors import hub_mistake
-from trainers.run.weight_headers import ADAPTER_AS_MODEL
+from trainers.run.weight_headers import ADAPTER_AS_MODEL, read_header
 
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention", "mlp", "moe"}
 _STORED = {"F64": torch.float32, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -88,11 +89,8 @@ def weight_files(config: TrainConfig) -> list[Path]:
 def element_counts(files: Iterable[Path]) -> Counter[str]:
     """Counts elements per dtype, such as `BF16`, in safetensors files; reads only their headers."""
     counts = Counter[str]()
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - a safetensors handle is not a dict
-                entry = tensors.get_slice(name)
-                counts[entry.get_dtype()] += math.prod(entry.get_shape())
+    for dtype, shape in (tensor for file in files for tensor in read_header(file).values()):
+        counts[dtype] += math.prod(shape)
     return counts
 
 
@@ -154,14 +152,17 @@ def load_base(config: TrainConfig) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code, **settings)
     else:
         settings |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        as_stored = copy.copy(model_config)  # loading removes the quantization that it undoes
         try:
             # Safetensors only: other weight files are pickles, which run code when loaded.
             with many_threads() if config.method == "qlora" else nullcontext():
                 model, report = AutoModelForCausalLM.from_pretrained(
                     model_path(config), config=model_config, use_safetensors=True, **where, **settings
                 )
-        except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+        except (OSError, ValueError, RuntimeError, KeyError, TypeError, ImportError, SafetensorError) as error:
             raise ConfigError(load_mistake(config, error)) from None
+        headers = [read_header(file) for file in weight_files(config)]
+        refuse_quantised(config, as_stored, {name: dtype for file in headers for name, (dtype, _) in file.items()})
         for line in fit_lines(config, report):
             _say(line)
     if config.method == "qlora":

@@ -13,7 +13,8 @@ are not numbers of that dtype, so nothing may cast them. The scales are not para
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +28,10 @@ from trainers.config.options import TrainConfig
 
 _DEQUANTISED = ("mxfp4", "fp8")
 """Quantisation methods whose weights transformers can dequantise to the compute dtype."""
+
+_NARROW = ("F8_", "F6_", "F4", "I8")
+_SCALE = re.compile(r"(.+?)(?:[._]weight)?[._](?:scales?|scale_inv|qscale_weight)$")
+"""A tensor of scales, which belongs to the weight of the first group."""
 
 SCALES_BLOCK = 256
 """Number of scales that share a second-level scale."""
@@ -70,17 +75,20 @@ def settle_quantisation(config: TrainConfig, model_config: Any) -> None:
         refuse_unfit(model_config, config.trust_remote_code)
 
 
-def refuse_quantised(config: TrainConfig, model_config: Any, dtypes: Iterable[str] = ()) -> None:
+def refuse_quantised(config: TrainConfig, model_config: Any, dtypes: Mapping[str, str] | None = None) -> None:
     """Raises ConfigError for a base stored in 8 bits or fewer, unless its weights are dequantised on loading.
 
     Args:
         config: the run's config.
         model_config: the base model's transformers config.
-        dtypes: dtypes of the weights in its files, in safetensors' spelling.
+        dtypes: dtypes of the weights in its files by name, in safetensors' spelling.
     """
     stored = getattr(model_config, "quantization_config", getattr(model_config, "compression_config", None))
-    narrow = sorted({dtype for dtype in dtypes if dtype.startswith(("F8_", "F4"))})
-    if (stored is None and not narrow) or (stored and stored.get("dequantize")):
+    narrow = sorted({dtype for dtype in (dtypes or {}).values() if dtype.startswith(_NARROW)})
+    if stored is None and not narrow:
+        return
+    if stored and stored.get("dequantize"):
+        _refuse_unscaled(config, dtypes or {})
         return
     how = (stored or {}).get("quant_method") or ", ".join(narrow) or "by an unknown method"
     raise ConfigError.about(
@@ -89,6 +97,26 @@ def refuse_quantised(config: TrainConfig, model_config: Any, dtypes: Iterable[st
         f"is already quantized ({how}) and cannot be trained with method={config.method}",
         "use the model that it was made from, or an unquantized copy",
     )
+
+
+def _refuse_unscaled(config: TrainConfig, dtypes: Mapping[str, str]) -> None:
+    """Raises ConfigError for 8-bit or 4-bit weights without their scales: transformers would load them unscaled."""
+    scaled = {match[1] for name in dtypes if (match := _SCALE.match(name))}
+    unscaled = sorted(
+        name
+        for name, dtype in dtypes.items()
+        if (dtype.startswith(_NARROW) or name.endswith("_blocks"))
+        and not _SCALE.match(name)
+        and name.removesuffix(".weight").removesuffix("_blocks") not in scaled
+    )
+    if unscaled:
+        raise ConfigError.about(
+            "model_name_or_path",
+            config.model_name_or_path,
+            f": quantized weights without scales in its files: {', '.join(unscaled[:3])}"
+            + (f" and {len(unscaled) - 3} more" if len(unscaled) > 3 else ""),
+            "download the model again, or use an unquantized copy",
+        )
 
 
 def refuse_unfit(model_config: Any, trust_remote_code: bool) -> None:

@@ -36,14 +36,15 @@ _LARGEST = 16_000_000
 _SIZES: dict[int, tuple[str, ...]] = {
     2: ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers",
         "num_decoder_layers", "num_encoder_layers", "num_key_value_heads", "num_experts_per_tok", "moe_topk",
-        "num_experts_per_token", "moe_k", "top_k_experts", "linear_num_key_heads", "mamba_expand", "expand"),
+        "num_experts_per_token", "moe_k", "top_k_experts", "linear_num_key_heads", "mamba_expand", "expand",
+        "n_groups"),
     4: ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads",
         "encoder_attention_heads", "num_decoder_attention_heads", "num_encoder_attention_heads", "num_experts",
         "num_local_experts", "n_routed_experts", "moe_num_experts", "rotary_dim", "sliding_window",
         "attention_chunk_size", "linear_num_value_heads", "linear_num_heads"),
-    8: ("head_dim", "dim_head", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "state_size", "ssm_state_size",
-        "hidden_size_per_layer_input", "mamba_n_heads", "mamba_d_head", "mamba_num_heads", "mamba_head_dim",
-        "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "mamba_d_state"),
+    8: ("head_dim", "dim_head", "d_head", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "state_size",
+        "ssm_state_size", "hidden_size_per_layer_input", "mamba_n_heads", "mamba_d_head", "mamba_num_heads",
+        "mamba_head_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "mamba_d_state"),
     16: ("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size", "q_lora_rank",
          "kv_lora_rank", "mamba_chunk_size", "chunk_size"),
     32: ("hidden_size", "n_embd", "d_model", "dim", "emb_dim", "word_embed_proj_dim", "embedding_size",
@@ -84,6 +85,8 @@ def _small(model_config: Any) -> dict[str, Any]:
                 values[name] = min(size, current)
     if known.get("num_key_value_heads") and known.get("num_key_value_heads") == known.get("num_attention_heads"):
         values["num_key_value_heads"] = values["num_attention_heads"]
+    if known.get("expand") and {"num_heads", "head_dim", "hidden_size"} <= values.keys():  # Mamba 2: inner size / heads
+        values["head_dim"] = values["hidden_size"] * values["expand"] // values["num_heads"]
     if isinstance(known.get("initializer_range"), float):
         values["initializer_range"] = 0.2  # so that every part of a narrow model affects its output
     for name in _TOKENS:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,15 @@ Headers = dict[str, tuple[str, list[int]]]
 """Maps each name to its dtype (as named by safetensors) and its shape."""
 ADAPTER_AS_MODEL = "holds an adapter, not a full model; merge it, use its base model, or resume the run that trained it"
 """`Mistake.problem` of an adapter folder given as the base model."""
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)
+_BITS = {"BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
+         "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32,
+         "F32": 32, "I64": 64, "U64": 64, "F64": 64, "C64": 64}  # fmt: skip
 
 
-def read_header(path: Path) -> dict[str, Any]:
+def read_header(path: Path) -> Headers:
     """Reads the header of a safetensors file, which consists of the header's length, JSON, and the tensor data.
-
-    Returns:
-        `dtype`, `shape` and `data_offsets` by tensor name.
 
     Raises:
         OSError: If the file cannot be read.
@@ -32,21 +34,65 @@ def read_header(path: Path) -> dict[str, Any]:
     """
     with open_file(path) as file:
         size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
-        if length > min(size - 8, MAX_BYTES):
-            raise ValueError(f"{path.name} is damaged or cut short")
-        header = parse_json(file.read(length))
+        content = file.read(length) if length <= min(size - 8, MAX_BYTES) else b""
     try:
-        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        # The tensor data must fill the file exactly: a truncated download has a valid header, but too few bytes.
-        ends = [entry["data_offsets"] for entry in entries.values()]
-        valid = all(0 <= start <= end for start, end in ends) and max(end for _, end in ends) + 8 + length == size
-        valid = valid and all(isinstance(entry["dtype"], str) and math.prod(entry["shape"]) >= 0
-                              for entry in entries.values())  # fmt: skip
-    except (ValueError, KeyError, TypeError, AttributeError):
-        valid = False
-    if not valid:
-        raise ValueError(f"{path.name} is damaged or cut short")
-    return entries
+        header = parse_json(content)
+    except ValueError:
+        header = None
+    if not isinstance(header, dict):
+        raise _damaged(path.name)
+    header.pop("__metadata__", None)
+    headers, data_bytes = _layout(header, path.name)
+    if 8 + length + data_bytes != size:  # a truncated download has a valid header, but too few bytes
+        raise _damaged(path.name)
+    return headers
+
+
+def _layout(header: Mapping[str, Any], file: str) -> tuple[Headers, int]:
+    """Checks that tensors follow one another without gaps, each of the size that dtype and shape imply.
+
+    Args:
+        header: `dtype`, `shape` and `data_offsets` by tensor name.
+        file: Name of the file.
+
+    Returns:
+        The headers, and the number of bytes of tensor data.
+
+    Raises:
+        ValueError: If they do not, or an entry is not of this form.
+    """
+    position = 0
+    try:
+        for entry in sorted(header.values(), key=lambda entry: tuple(entry["data_offsets"])):
+            first, last = entry["data_offsets"]
+            whole_numbers = all(type(size) is int and size >= 0 for size in (first, last, *entry["shape"]))
+            bits = _BITS[entry["dtype"]] * math.prod(entry["shape"])
+            if not whole_numbers or first != position or (last - first) * 8 != bits:
+                raise _damaged(file)
+            position = last
+        return {name: (entry["dtype"], list(entry["shape"])) for name, entry in header.items()}, position
+    except (KeyError, TypeError, ValueError):
+        raise _damaged(file) from None
+
+
+def _damaged(file: str) -> ValueError:
+    return ValueError(f"{file} is damaged or truncated")
+
+
+def _merged(files: Mapping[str, Headers]) -> Headers:
+    """Merges the headers of a model's files.
+
+    Raises:
+        ValueError: If two files have a tensor of the same name, of which only one would be loaded.
+    """
+    merged: Headers = {}
+    holders: dict[str, str] = {}
+    for file, headers in files.items():
+        for name in headers:
+            if holders.setdefault(name, file) != file:
+                raise ValueError(f"{name} is in both {holders[name]} and {file}")
+        merged |= headers
+    return merged
 
 
 def read_headers(folder: Path) -> Headers:
@@ -56,24 +102,22 @@ def read_headers(folder: Path) -> Headers:
         ConfigError: If a file is missing or damaged.
     """
     try:
-        entries = [entry for path in _files(folder) for entry in read_header(path).items()]
+        return _merged({path.name: read_header(path) for path in _files(folder)})
     except _DAMAGE as error:
+        problem = f"{Path(error.filename).name} is missing" if isinstance(error, FileNotFoundError) else error
         raise ConfigError.about(
             "model_name_or_path",
             folder,
-            f": its weight files are incomplete ({error})",
+            f": its weight files cannot be used ({problem})",
             "download or save the model again",
         ) from None
-    return {name: (entry["dtype"], entry["shape"]) for name, entry in entries}
 
 
 def _files(folder: Path) -> list[Path]:
-    """Returns the weight files that transformers would load; those listed in an index may be missing."""
-    index, single = folder / _INDEX, folder / _SINGLE
-    if single.is_file():
+    """Returns the weight files that transformers would load, which may be missing."""
+    index, single = folder / INDEX_NAME, folder / WEIGHTS_NAME
+    if single.is_file() or not index.exists():
         return [single]
-    if not index.is_file():
-        return sorted(folder.glob("*.safetensors"))
     return [folder / name for name in sorted(set(load_json(index)["weight_map"].values()))]
 
 
@@ -104,9 +148,17 @@ def hub_headers(config: TrainConfig) -> Headers | None:
     """
     from huggingface_hub import HfApi, errors
 
-    name = config.model_name_or_path
+    name, revision = config.model_name_or_path, config.model_revision
     try:
-        files = HfApi().get_safetensors_metadata(name, revision=config.model_revision)
+        repository = HfApi().get_safetensors_metadata(name, revision=revision)
+        sizes = {entry.path: getattr(entry, "size", 0) for entry in HfApi().list_repo_tree(name, revision=revision)}
+        files = {}
+        for file, metadata in repository.files_metadata.items():
+            entries = {tensor: vars(info) for tensor, info in metadata.tensors.items()}
+            files[file], data_bytes = _layout(entries, file)
+            if sizes[file] < 8 + _least_length(entries) + data_bytes:
+                raise _damaged(file)
+        return _merged(files)
     except (errors.SafetensorsParsingError, errors.EntryNotFoundError, ValueError, TypeError, AttributeError) as error:
         if isinstance(error, errors.LocalEntryNotFoundError):  # the index could not be fetched
             return None
@@ -114,13 +166,14 @@ def hub_headers(config: TrainConfig) -> Headers | None:
         if isinstance(error, errors.RemoteEntryNotFoundError):
             problem = f"{str(error.response.url).rpartition('/')[2]} is missing"
         raise ConfigError(
-            f"model_name_or_path={name}: its weight files on the Hub are incomplete ({problem}); use another "
+            f"model_name_or_path={name}: its weight files on the Hub cannot be used ({problem}); use another "
             "revision or model"
         ) from None
     except Exception:  # without a network, several libraries raise different errors; the run checks the files later
         return None
-    return {
-        name: (tensor.dtype, list(tensor.shape))
-        for file in files.files_metadata.values()
-        for name, tensor in file.tensors.items()
-    }
+
+
+def _least_length(entries: Mapping[str, Mapping[str, Any]]) -> int:
+    """The length of a header in bytes, without its padding and metadata, which the Hub client does not return."""
+    header = {name: {key: entry[key] for key in ("dtype", "shape", "data_offsets")} for name, entry in entries.items()}
+    return len(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode())

@@ -20,6 +20,7 @@ from trainers.model.load import (
     compiled_blocks,
     compute_dtype,
     fit_lines,
+    load_mistake,
     load_model_config,
     misfits,
     own_code,
@@ -59,7 +60,7 @@ def inspect_model(config: TrainConfig, headers: Headers | None, strategy: Strate
     """
     model_config = load_model_config(config)
     if not config.random_init:
-        refuse_quantised(config, model_config, [dtype for dtype, _ in (headers or {}).values()])
+        refuse_quantised(config, model_config, {name: dtype for name, (dtype, _) in (headers or {}).items()})
     tokenizer = load_tokenizer(config)
     facts: dict[str, Any] = {
         "vocab_size": model_config.get_text_config().vocab_size, "pad_token_id": tokenizer.pad_token_id
@@ -76,11 +77,17 @@ def inspect_model(config: TrainConfig, headers: Headers | None, strategy: Strate
             model = add_adapters(model, config)
         facts["adapter_weights"] = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     check_attention(config, model_config)
+    if config.mixed_precision == "fp8":
+        convert(model)
     if splits or config.torch_compile:
         refuse_split(config, model, strategy)
-    if headers is None or getattr(model_config, "quantization_config", None) is not None:
+    if headers is None:
         return {"lines": [], **facts}
-    return {"lines": fit_lines(config, _loading_report(model_config, headers)), **facts}
+    try:
+        report = _loading_report(model_config, headers)
+    except Exception as error:  # quantized weights that cannot be dequantized
+        raise ConfigError(load_mistake(config, error)) from None
+    return {"lines": fit_lines(config, report), **facts}
 
 
 def _refuse_sizes(model_config: Any, strategy: Strategy) -> None:
@@ -104,8 +111,6 @@ def refuse_split(config: TrainConfig, model: Any, strategy: Strategy) -> None:
     Raises:
         ConfigError: If it cannot.
     """
-    if config.mixed_precision == "fp8":
-        convert(model)
     loss, sizes = SupervisedLoss(model, compute_dtype(config)), strategy.sizes
     split_model(loss, None, 0, sizes.tp, first=True)
     if config.torch_compile:

@@ -28,11 +28,12 @@ from trainers.run.json_file import load_json
 from trainers.run.manifest import read_manifest
 from trainers.run.weight_headers import (
     ADAPTER_AS_MODEL,
+    INDEX_NAME,
+    WEIGHTS_NAME,
     Headers,
     base_folder,
     cached_folder,
     hub_headers,
-    read_header,
     read_headers,
 )
 from trainers.strategy.strategy import Strategy
@@ -173,10 +174,13 @@ def check_model(config: TrainConfig) -> list[Mistake]:
     name, folder = config.model_name_or_path, base_folder(config)
     if folder.is_dir():
         files = {path.name for path in folder.iterdir()}
-        weights = [] if config.random_init else sorted(folder.glob("*.safetensors"))
         problems = [] if "adapter_config.json" in files else _config_file_problems(folder / _CONFIG)
         problems = problems or _file_problems(files, config)
-        problems = problems or [problem for path in weights for problem in _header_problems(path)]
+        if not problems and not config.random_init:
+            try:
+                read_headers(folder)
+            except ConfigError as error:
+                return error.mistakes
     elif "://" in name:
         problems = ["is a URL; use a local folder with config.json, or a Hub id (owner/name)"]
     elif folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
@@ -291,22 +295,16 @@ def _file_problems(files: set[str], config: TrainConfig) -> list[str]:
     if "adapter_config.json" in files:
         return [ADAPTER_AS_MODEL]
     mistakes = []
-    if not config.random_init and not any(file.endswith(".safetensors") for file in files):
+    if not config.random_init and not files & {WEIGHTS_NAME, INDEX_NAME}:
         pickles = sorted(file for file in files if file.endswith((".bin", ".pt", ".pth")))
         content = f"only {', '.join(pickles)}, which would run code when read" if pickles else "no weights"
-        mistakes.append(f"has {content}; it needs *.safetensors (`save_pretrained` of transformers writes them)")
+        if others := sorted(file for file in files if file.endswith(".safetensors")):
+            content = f"only {', '.join(others[:3])}"
+        need = f"{WEIGHTS_NAME} or {INDEX_NAME}"
+        mistakes.append(f"has {content}; it needs {need} (`save_pretrained` of transformers writes them)")
     if any(file.startswith("modeling_") for file in files) and not config.trust_remote_code:
         mistakes.append("has its own code; review it, then pass --trust_remote_code true, or use another model")
     return mistakes
-
-
-def _header_problems(path: Path) -> list[str]:
-    """Mistakes in a safetensors file, found from its header."""
-    try:
-        read_header(path)
-    except (OSError, ValueError):
-        return [f": {path.name} is damaged or truncated; download or save the model again"]
-    return []
 
 
 def _check_positions(config: TrainConfig, longest: int) -> None:

@@ -97,6 +97,17 @@ def test_bad_csv_rows(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("header", ["prompt,completion", "prompt,completion,größe"])
+def test_the_header_of_a_second_file_is_no_row(tmp_path, header):
+    path = tmp_path / "data.csv"
+    row = ",".join("abc"[: header.count(",") + 1])
+    path.write_text(f"{header}\n{row}\n{header}\n{row}\n")
+    with pytest.raises(ConfigError, match=r"data\.csv:3: repeated header: the column names again"):
+        prepare(configure(tmp_path, path), "train")
+    path.write_text("text\ntext\n")
+    assert len(prepare(configure(tmp_path, path), "train")) == 1, "of one column, it may be a row"
+
+
 def test_a_broken_json_list_says_where(tmp_path):
     path = tmp_path / "data.json"
     path.write_text('[\n{"text": "a"},\n7,\n{"text": "b"\n')

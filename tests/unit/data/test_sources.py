@@ -19,6 +19,7 @@ from trainers.config.mistakes import ConfigError
 from trainers.data import files as files_module
 from trainers.data.files import DataFile, identity, resolve
 from trainers.data.json_rows import shard_lines
+from trainers.data.prepare import prepare
 from trainers.data.shards import BadRow
 from trainers.data.sources import plan, read
 
@@ -542,6 +543,26 @@ def test_a_damaged_parquet_file_is_refused(tmp_path):
     path.write_bytes(b"PAR1 nonsense PAR1")
     with pytest.raises(ConfigError, match=r"cannot read data.parquet"):
         plan([data_file(path, "parquet")], "line")
+
+
+def test_two_parquet_columns_of_one_name_are_refused(tmp_path):
+    path = tmp_path / "data.parquet"
+    pq.write_table(pa.Table.from_arrays([pa.array(["a"])] * 3, ["prompt", "completion", "completion"]), path)
+    with pytest.raises(ConfigError, match="the column 'completion' appears twice; keep one of them"):
+        prepare(configure(tmp_path, path), "train")
+
+
+@pytest.mark.parametrize("kind", [pa.timestamp("us"), pa.timestamp("us", tz="Mars/Base")])
+def test_a_time_that_python_cannot_represent_matters_only_where_it_is_used(tmp_path, kind):
+    path, times = tmp_path / "data.parquet", pa.array([2**62], kind)
+    pq.write_table(pa.table({"prompt": ["a"], "completion": ["b"], "time": times}), path)
+    assert prepare(configure(tmp_path, path), "train").report.unused == {"time": 1}
+    pq.write_table(pa.table({"prompt": times, "completion": ["b"]}), path)
+    with pytest.raises(ConfigError, match=r"cannot read .*data\.parquet: .*(out of range|Mars)"):
+        prepare(configure(tmp_path, path), "train")
+    pq.write_table(pa.table({"prompt": ["a"], "time": times}), path)
+    with pytest.raises(ConfigError, match="the columns prompt, time match no known format"):
+        prepare(configure(tmp_path, path), "train")
 
 
 @pytest.mark.parametrize("size", [1, 40, 1 << 20])

@@ -84,7 +84,7 @@ UNFIT: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a list as config": (lambda folder: (folder / SETTINGS).write_text("[]"), "peft_type .* is None"),
     "options that peft lacks": (partial(with_settings, r="many"), "cannot be used"),
     "cut short": (
-        lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-50]), "damaged or cut short"
+        lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-50]), "damaged or truncated"
     ),
 }  # fmt: skip
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.families import config_for, save_small
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.config.validation import build
-from trainers.model.fp8 import fitting_layers
+from trainers.model.fp8 import convert, fitting_layers
 from trainers.model.load import build_model
-from trainers.tools.preflight import machine_mistakes
+from trainers.strategy.strategy import load_strategy
+from trainers.tools.preflight import check, machine_mistakes
 
 
 def config(**changes: Any) -> TrainConfig:
@@ -45,6 +50,27 @@ def test_the_machine_must_have_it(
     found = machine_mistakes(config(), has_gpu=True)
     assert len(found) == len(lines)
     assert all(part in str(mistake) for part, mistake in zip(lines, found, strict=True))
+
+
+def test_a_model_without_such_layers_is_refused_by_the_check_and_by_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would train in bf16 under the name of fp8."""
+    converted: list[Any] = []
+    float8 = SimpleNamespace(
+        Float8LinearConfig=dict, convert_to_float8_training=lambda decoder, **_: converted.append(decoder)
+    )
+    monkeypatch.setitem(sys.modules, "torchao.float8", float8)
+    monkeypatch.setattr("trainers.tools.preflight._float8_mistakes", list)
+    sizes = {"hidden_size": 24, "num_attention_heads": 2, "head_dim": 12, "intermediate_size": 40}
+    folder = save_small(tmp_path / "odd", **sizes, num_key_value_heads=2)
+    message = "mixed_precision=fp8: llama has no linear layer with both sizes divisible by 16; use bf16"
+    with pytest.raises(ConfigError, match=message):
+        check(config_for(folder, mixed_precision="fp8"), load_strategy("single"), has_gpu=True)
+    with pytest.raises(ConfigError, match=message):
+        convert(build_model(config_for(folder)))
+    assert check(config_for(Path("embedded"), mixed_precision="fp8"), load_strategy("single"), has_gpu=True), "control"
+    assert len(converted) == 1
 
 
 def test_only_layers_that_the_kernels_take_are_converted() -> None:

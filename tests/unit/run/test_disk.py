@@ -6,6 +6,7 @@ import json
 import os
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,11 +97,14 @@ def test_adapters_on_experts_are_counted_where_the_model_is_known() -> None:
 def test_a_model_on_the_hub_is_asked_for_its_headers(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    Info = namedtuple("Info", "shape dtype")
-    File = namedtuple("File", "tensors")
-    Repo = namedtuple("Repo", "files_metadata")
-    repo = Repo({"a": File({MATRIX.name: Info([100, 50], "BF16")}), "b": File({NORM.name: Info([50], "BF16")})})
+    def file(tensor: Tensor, bytes_: int) -> SimpleNamespace:
+        info = SimpleNamespace(shape=list(tensor.shape), dtype=tensor.dtype, data_offsets=(0, bytes_))
+        return SimpleNamespace(tensors={tensor.name: info})
+
+    repo = SimpleNamespace(files_metadata={"a": file(MATRIX, 10_000), "b": file(NORM, 100)})
+    tree = [SimpleNamespace(path=name, size=size) for name, size in (("a", 10_200), ("b", 300))]
     monkeypatch.setattr(huggingface_hub.HfApi, "get_safetensors_metadata", lambda self, name, revision: repo)
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_tree", lambda self, name, revision: tree)
     config = config_of().model_copy(update={"model_name_or_path": "owner/name"})
     assert local_tensors(config) == []
     assert tensors_of(hub_headers(config) or {}) == [MATRIX, NORM]

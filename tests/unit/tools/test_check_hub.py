@@ -36,12 +36,12 @@ def remove(name: str, folder: Path) -> None:
         path.unlink()
 
 
-def split(folder: Path, lost: bool = False) -> None:
-    """Two shards and their index; with `lost`, the second is not there."""
+def split(folder: Path, lost: bool = False, twice: bool = False) -> None:
+    """Two shards and their index; with `lost`, the second is not there, with `twice`, it repeats a tensor."""
     tensors, weight_map = load_file(folder / "model.safetensors"), {}
     remove("model.safetensors", folder)
     names = sorted(tensors)
-    for number, half in enumerate((names[::2], names[1::2])):
+    for number, half in enumerate((names[::2], names[1::2] + names[:1] * twice)):
         file = f"model-{number + 1:05d}-of-00002.safetensors"
         weight_map |= dict.fromkeys(half, file)
         if not (lost and number):
@@ -56,12 +56,23 @@ def add_adapter(folder: Path) -> None:
 FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "a layer more": (partial(edit, num_hidden_layers=3), r"not in its files: model\.layers\.2\.input_layernorm"),
     "another width": (partial(edit, intermediate_size=50), r"down_proj\.weight is 32x48 in the files and 32x50"),
-    "a header cut short": (partial(shorten, "model.safetensors", 100), "its weight files on the Hub are incomplete"),
+    "a header cut short": (partial(shorten, "model.safetensors", 100), "its weight files on the Hub cannot be used"),
+    "cut short after its header": (
+        lambda folder: shorten("model.safetensors", (folder / "model.safetensors").stat().st_size - 100, folder),
+        r"cannot be used \(model\.safetensors is damaged or truncated\)",
+    ),
+    "a tensor in two shards": (
+        partial(split, twice=True), r"cannot be used \(lm_head\.weight is in both model-00001-\S+ and model-00002-"
+    ),
+    "only a variant": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "model.fp16.safetensors"),
+        r"has only model\.fp16\.safetensors; it needs model\.safetensors or model\.safetensors\.index\.json",
+    ),
     "a pointer in place of weights": (
         lambda folder: (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n" * 3),
-        "its weight files on the Hub are incomplete",
+        "its weight files on the Hub cannot be used",
     ),
-    "a shard that is not there": (partial(split, lost=True), r"incomplete \(model-00002\S+ is missing\)"),
+    "a shard that is not there": (partial(split, lost=True), r"cannot be used \(model-00002\S+ is missing\)"),
     "only a pickle": (
         lambda folder: (folder / "model.safetensors").rename(folder / "model.bin"), r"has only model\.bin, which would"
     ),

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -25,7 +26,7 @@ from trainers.data.layout import MetadataRoute
 from trainers.model.attention import KERNELS
 from trainers.model.load import build_model, load_base, silent_weights
 from trainers.model.probe import ForwardPass, ProbeError, check_model_computes, compare, probe_rows
-from trainers.model.small_model import choose_attention, small_config
+from trainers.model.small_model import _reference, choose_attention, small_config
 from trainers.objectives.sft import SupervisedLoss
 from trainers.run.disk import bytes_needed, local_tensors
 from trainers.run.errors import RollBack
@@ -191,6 +192,14 @@ def test_fp8_weights_are_dequantised(method: str, tmp_path: Path) -> None:
     for name, weight in base.state_dict().items():
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=0)
     assert needs_disk_for(base, folder)
+    norm, scale = "model.norm.weight", "model.layers.0.mlp.down_proj.weight_scale_inv"
+    weights = load_file(folder / "model.safetensors")
+    for lost, message in ((norm, f"not in its files: {norm}"), (scale, "weights without scales .*0.mlp.down_proj")):
+        edit_weights(folder, lambda _, lost=lost: {name: one for name, one in weights.items() if name != lost})
+        with pytest.raises(ConfigError, match=message):
+            checked(folder, method=method)
+    with pytest.raises(ConfigError, match="weights without scales"):
+        load_base(config(folder, method=method))
 
 
 def needs_disk_for(base: torch.nn.Module, folder: Path) -> bool:
@@ -225,6 +234,9 @@ def test_mxfp4_weights_are_dequantised(method: str, tmp_path: Path) -> None:
     for name, weight in base.state_dict().items():
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=0)
     assert needs_disk_for(base, folder)
+    edit_weights(folder, lambda weights: without("0.mlp.experts.down_proj_scales", weights))
+    with pytest.raises(ConfigError, match=r"weights without scales in its files: model\.layers\.0\.mlp\.experts\.down"):
+        checked(folder, method=method, packing=False)
 
 
 def test_the_adapters_of_a_mixture_are_counted(tmp_path: Path) -> None:
@@ -256,12 +268,58 @@ def test_a_url_and_an_adapter_are_no_models(tmp_path: Path) -> None:
         checked(folder)
 
 
+HEADERS: dict[str, dict[str, Any]] = {
+    "another shape": {"shape": [32, 49]},
+    "another dtype": {"dtype": "F16"},
+    "an unknown dtype": {"dtype": "F7"},
+    "negative sizes": {"shape": [-32, -48]},
+    "sizes with a point": {"shape": [32.0, 48.0]},
+    "no sizes": {"shape": None},
+    "over another tensor": {"data_offsets": [0, 32 * 48 * 4]},
+    "one offset": {"data_offsets": [0]},
+}
+
+
+@pytest.mark.parametrize("lie", HEADERS)
+def test_a_header_that_does_not_describe_its_file_is_refused(lie: str, tmp_path: Path) -> None:
+    """As safetensors does when it loads the file."""
+    path = saved(tmp_path) / "model.safetensors"
+    content = path.read_bytes()
+    data = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:data])
+    header["model.layers.0.mlp.down_proj.weight"] |= HEADERS[lie]
+    changed = json.dumps(header).encode()
+    path.write_bytes(len(changed).to_bytes(8, "little") + changed + content[data:])
+    with pytest.raises(SafetensorError), safe_open(path, "pt"):
+        pass
+    for look in (checked, lambda folder: load_base(config(folder))):
+        with pytest.raises(ConfigError, match=r"model\.safetensors is damaged or truncated|cannot be loaded"):
+            look(tmp_path)
+
+
+@pytest.mark.parametrize("cut", [1, 100, 10_000])
+def test_weights_that_are_cut_short_are_refused(cut: int, tmp_path: Path) -> None:
+    path = saved(tmp_path) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-cut])
+    with pytest.raises(ConfigError, match=r"cannot be used \(model\.safetensors is damaged or truncated\)"):
+        checked(tmp_path)
+
+
+def test_only_files_that_would_be_loaded_are_looked_at(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    (folder / "consolidated.safetensors").write_bytes(b"half a download")
+    assert checked(folder)
+    (folder / "model.safetensors").rename(folder / "model.fp16.safetensors")
+    with pytest.raises(ConfigError, match=r"has only consolidated\S+, model\.fp16\.safetensors; it needs model"):
+        checked(folder)
+
+
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     folder = saved(tmp_path)
     index = {"metadata": {}, "weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
     (folder / "model.safetensors").rename(folder / "model-00002-of-00002.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ConfigError, match=r"its weight files are incomplete .*model-00001-of-00002"):
+    with pytest.raises(ConfigError, match=r"its weight files cannot be used .*model-00001-of-00002"):
         checked(folder)
 
 
@@ -312,6 +370,10 @@ def test_a_small_copy_is_small_in_the_sizes_of_linear_attention_too() -> None:
     """In true size the reference implementation takes a minute."""
     small = small_config(AutoConfig.for_model("kimi_linear"))
     assert (small.linear_num_heads, small.linear_head_dim) == (4, 8)
+
+
+def test_a_copy_of_mamba_2_has_heads_that_fill_its_layers() -> None:
+    assert _reference(AutoConfig.for_model("mamba2"), False) is not None, "a small copy that runs"
 
 
 def test_hybrids_are_packed_never() -> None:

@@ -1,6 +1,6 @@
 """Loss and exact match of models on the embedded chat data.
 
-`python -m trainers.embedded.score --model DIR [--model DIR2 ...]` prints one JSON document, a list with one
+`python -m trainers.tools.score --model DIR [--model DIR2 ...]` prints one JSON document, a list with one
 entry per model. A DIR is a full model or a peft adapter.
 """
 
@@ -34,16 +34,20 @@ def load_model(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     Args:
         path: if it contains an `adapter_config.json`, the adapter is loaded on the base that this names. The
             tokenizer comes from `path` if it has one, otherwise from the base.
-    """
-    adapter = path / "adapter_config.json"
-    base: str | Path = path
-    if adapter.exists():
-        base = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    if adapter.exists():
-        from peft import PeftModel
 
-        model = PeftModel.from_pretrained(model, path)
+    Raises:
+        OSError: if a file cannot be read.
+        ValueError: if the adapter does not fit its base.
+    """
+    base, adapter = str(path), None
+    if (path / "adapter_config.json").exists():
+        from trainers.model.adapter import Adapter
+
+        adapter = Adapter.read(path)
+        base = str(adapter.settings.base_model_name_or_path)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    if adapter is not None:
+        model = adapter.attach(model)
     tokenizer = AutoTokenizer.from_pretrained(path if (path / "tokenizer.json").exists() else base)
     return model.eval(), tokenizer
 
@@ -163,7 +167,10 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=3)
     arguments = parser.parse_args()
     paths = arguments.model or [str(BASE_DIR)]
-    scores = [score_model(path, arguments.split, arguments.limit, arguments.samples) for path in paths]
+    try:
+        scores = [score_model(path, arguments.split, arguments.limit, arguments.samples) for path in paths]
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     print(json.dumps(scores, indent=1))
 
 
