@@ -48,6 +48,7 @@ from trainers.run.launch import (
     check_one_root,
     exit_now,
     find_launch,
+    gc_paused,
     hear_save_requests_later,
     open_run,
     rank_of_environment,
@@ -214,19 +215,19 @@ def train(
     main_rank = rank_of_environment() == 0
     attempt = begin(config, strategy, run, launch) if main_rank else 0
 
-    from trainers import build
-    from trainers.checkpoint.checkpoint import base_digest, persistent_buffers
-    from trainers.checkpoint.export import export_checkpoint, export_kind, export_seconds
-    from trainers.data.prepare import load_tokenizer, prepare, report_lines
-    from trainers.loop import TrainContext, TrainLoop
-    from trainers.model.load import matmul_parameters
-    from trainers.monitor.heartbeat import Heartbeat
-    from trainers.monitor.metrics import memory_gib
-    from trainers.monitor.self_check import compare, refuse_differences, table
-    from trainers.monitor.stragglers import Stragglers
-    from trainers.parallel.sequence import sequence_shard
-    from trainers.run.manifest import Progress
-
+    with gc_paused():
+        from trainers import build
+        from trainers.checkpoint.checkpoint import base_digest, persistent_buffers
+        from trainers.checkpoint.export import export_checkpoint, export_kind, export_seconds
+        from trainers.data.prepare import load_tokenizer, prepare, report_lines
+        from trainers.loop import TrainContext, TrainLoop
+        from trainers.model.load import matmul_parameters
+        from trainers.monitor.heartbeat import Heartbeat
+        from trainers.monitor.metrics import memory_gib
+        from trainers.monitor.self_check import compare, refuse_differences, table
+        from trainers.monitor.stragglers import Stragglers
+        from trainers.parallel.sequence import sequence_shard
+        from trainers.run.manifest import Progress
     CLOCK.ended("imports")
     # Tokenise before creating the process group: a collective would time out while one rank tokenises.
     tokenizer, data = load_tokenizer(config), prepare(config, "train")

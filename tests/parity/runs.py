@@ -64,7 +64,8 @@ def config(method: str, packing: bool, **changes: Any) -> TrainConfig:
 @functools.cache
 def _run(processes: int, strategy: str | None, again: int, items: tuple[tuple[str, Any], ...]) -> Finished:
     def start(folder: Path) -> None:
-        more = {"strategy": strategy, "by_hand": bool(again), "timeout": 600}
+        more: dict[str, Any] = {"strategy": strategy, "timeout": 600}
+        more |= {"by_hand": True, "PYTHONPROFILEIMPORTTIME": "1"} if again else {}
         finished = launch_well(folder / "run", processes, dict(items), **more)
         (folder / "output").write_text(finished.output)
 
@@ -76,7 +77,10 @@ def _run(processes: int, strategy: str | None, again: int, items: tuple[tuple[st
 def run(
     processes: int, method: str, packing: bool, strategy: str | None = None, again: int = 0, **changes: Any
 ) -> Finished:
-    """A finished run; the same arguments give the same run, another `again` gives another, launched by hand."""
+    """A finished run; the same arguments give the same run, another `again` gives another, launched by hand.
+
+    The log of the latter lists what is imported.
+    """
     return _run(processes, strategy, again, tuple(sorted(options(method, packing, **changes).items())))
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.launching import Finished
 from tests.parity import plain
 from tests.parity.checks import check_export, equal_after_resume, reference, resumed, same_bits
 from tests.parity.runs import config, curve, mostly_long, run
@@ -59,6 +61,22 @@ def test_ddp_2_equals_accumulation_2_bit_for_bit(method: str) -> None:
 @pytest.mark.parametrize(("processes", "method"), [(1, "lora"), (2, "full")])
 def test_p0_rerun_by_hand_is_the_same_bit_for_bit(processes: int, method: str) -> None:
     assert same_bits(run(processes, method, True), run(processes, method, True, again=1))
+
+
+def imported_by_first_step(finished: Finished) -> set[str]:
+    """Packages that rank 0 has imported when its first step ends."""
+    text, ended, _ = finished.run.log.read_text().partition("first step after ")
+    assert ended
+    return set(re.findall(r"\[rank 0\] import time:.*\| +(\w+)$", text, re.MULTILINE))
+
+
+@pytest.mark.quick
+def test_a_start_imports_only_what_it_uses() -> None:
+    """Users wait for it at each start. Control: a LoRA fine-tune imports PEFT, and PEFT bitsandbytes."""
+    full, lora = (imported_by_first_step(run(*which, True, again=1)) for which in ((2, "full"), (1, "lora")))
+    assert {"torch", "transformers"} <= full
+    assert {"peft", "bitsandbytes"} <= lora
+    assert not full & {"peft", "bitsandbytes", "deepspeed", "datasets", "pandas", "pyarrow", "networkx", "tensorboard"}
 
 
 @pytest.mark.quick

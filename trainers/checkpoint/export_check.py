@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from peft import PeftModel
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -218,6 +217,8 @@ def _load(folder: Path, config: TrainConfig, kind: str, compute: torch.dtype) ->
     settings["trust_remote_code"] = config.trust_remote_code
     if kind != "adapter":
         return AutoModelForCausalLM.from_pretrained(folder, **settings)
+    from peft import PeftModel  # takes long, and every rank imports this module
+
     if config.method == "qlora":
         settings |= loading_options(compute)
         settings["quantization_config"].bnb_4bit_use_double_quant = True

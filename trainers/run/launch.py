@@ -5,10 +5,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import gc
 import os
 import shlex
 import signal
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -158,6 +160,20 @@ def wait_for_rank0(seconds: float = 30.0) -> None:
     if rank_of_environment() > 0:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         signal.sigtimedwait([signal.SIGTERM], seconds)
+
+
+@contextlib.contextmanager
+def gc_paused() -> Iterator[None]:
+    """Pauses the garbage collector for imports, which create half a million objects that stay.
+
+    Collections would take a quarter of the imports' time. Later ones skip these objects.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def exit_now(status: int) -> NoReturn:
