@@ -312,7 +312,8 @@ def export_again(run: RunFolder, target: Path, kind: str, checkpoint: str | None
     folder = run.checkpoints / (checkpoint or _chosen(run, names, config))
     try:
         manifest = verify(folder)
-        record = run.record if target.absolute() == run.path / f"export-{kind}" else None
+        is_own = target.absolute() == run.path / f"export-{kind}" and run.record.exists()
+        record = run.record if is_own else None
         checked = export_checkpoint(folder, config, target, kind, {"step": manifest["step"]}, record)
     except ConfigError:
         raise

@@ -191,12 +191,8 @@ class RunFolder:
             raise FileNotFoundError(errno.ENOENT, f"the run folder was {how}", str(self.path))
 
     def exists(self) -> bool:
-        """Whether the folder contains a run."""
-        return self._began() and (self.state_file.exists() or self.config.exists())
-
-    def _began(self) -> bool:
-        """Whether a run was started in this folder."""
-        return self.record.exists() or (self.read_state() or {}).get("state") in STATES
+        """Whether the folder contains a run. A `state.json` is no proof, as other programs write one too."""
+        return self.record.exists() and (self.state_file.exists() or self.config.exists())
 
     def create(self) -> None:
         """Creates the folder, its record and its fixed subfolders.
@@ -229,7 +225,7 @@ class RunFolder:
             names = sorted(os.listdir(self.path))
         except (FileNotFoundError, NotADirectoryError):
             return  # a new folder, or one that cannot be created
-        if names and not self._began():
+        if names and not self.record.exists():
             listed = ", ".join(name if len(name) <= 40 else f"{name[:39]}…" for name in names[:3])
             listed += f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise ConfigError.about(

@@ -56,9 +56,13 @@ class RunRecord:
             os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
 
     def enter(self, names: Iterable[str]) -> None:
-        """Records paths relative to the folder, before they are written; a trailing `/` stands for a whole folder."""
+        """Records paths relative to the folder, before they are written; a trailing `/` stands for a whole folder.
+
+        Raises:
+            FileNotFoundError: If there is no record: one made now would claim files that the run may not have written.
+        """
         lines = "\n" + "".join(json.dumps(name) + "\n" for name in names)  # the previous line may be incomplete
-        handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
         try:
             os.write(handle, lines.encode())
             os.fsync(handle)

@@ -41,7 +41,8 @@ BESIDE = [
 def put(folder: Path, names: list[str]) -> None:
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(f"mine: {name}")
+        # Other programs write such states too.
+        (folder / name).write_text('{"state": "done"}' if name == "state.json" else f"mine: {name}")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -89,7 +90,8 @@ def test_nothing_that_is_asked_of_a_users_folder_changes_it(names: set[str], see
     asked = [
         lambda: start(run), lambda: start(run, "--resume_from_checkpoint", "auto"), run.create, run.refuse_used,
         lambda: resume_job(run, TRAIN.read([run.id])), lambda: clone_job(run, TRAIN.read([])),
-        lambda: actions.export(run, output=run.model),
+        lambda: actions.export(run, output=run.model), lambda: actions.delete(run),
+        lambda: actions.rename(run, "other"),
     ]  # fmt: skip
     random.Random(seed).shuffle(asked)
     for ask in asked:
@@ -114,6 +116,22 @@ def test_a_folder_of_another_program_with_a_config_is_no_run() -> None:
     assert not RunFolder("theirs").exists()
     with pytest.raises(ConfigError, match=r"is not empty and holds no run: config\.yaml, state\.json;"):
         start(RunFolder("theirs"))
+
+
+def test_a_run_without_its_record_is_neither_deleted_nor_resumed() -> None:
+    """Such as a copy without hidden files: which files are the run's is not known, and is not made up later."""
+    run = made_run(Path("runs"), "copied", "stopped")
+    add_checkpoint(run, 1)
+    run.record.path.unlink()
+    before = contents(run.path)
+    for change, verb in ((actions.delete, "delete"), (lambda run: actions.rename(run, "b"), "rename")):
+        with pytest.raises(ConfigError, match=rf"copied has no \.written\.jsonl, so which .*; {verb} it by hand"):
+            change(run)
+    with pytest.raises(ConfigError, match="is not empty and holds no run"):
+        resume_job(run, TRAIN.read([run.id]))
+    with pytest.raises(FileNotFoundError):
+        run.record.enter(["export-full/config.json"])
+    assert contents(run.path) == before
 
 
 def test_an_empty_folder_and_a_run_of_ours_are_taken() -> None:
