@@ -24,7 +24,7 @@ from trainers.config.options import TrainConfig
 from trainers.run.ending import Ending
 from trainers.run.json_file import load_json
 from trainers.run.log import log_line, secrets_in, without_secrets
-from trainers.run.record import CHAT_TEMPLATE, RunRecord, not_regular
+from trainers.run.record import CHAT_TEMPLATE, RunRecord, refuse_irregular
 
 __all__ = [
     "Process",
@@ -231,8 +231,7 @@ class RunFolder:
             raise ConfigError.about(
                 "output_dir", self.path, f"is not empty and holds no run: {listed}", "choose a new or empty folder"
             )
-        if name := not_regular(self.path):
-            raise ConfigError(f"{self.path / name} is not a regular file or folder; remove it")
+        refuse_irregular(self.path)
         self.record.refuse_foreign(self.model.name)
 
     def own_folder(self, name: str) -> None:
@@ -265,8 +264,9 @@ class RunFolder:
             machine: In a multi-machine run, the machine that this process supervises.
 
         Raises:
-            ConfigError: If another process holds the lock.
+            ConfigError: If another process holds the lock, or a file of the run is a pipe or the like.
         """
+        refuse_irregular(self.path)
         path = self.heartbeats / f"machine-{machine}.lock" if machine else self.lock
         file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - held open on purpose
         try:

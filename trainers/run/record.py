@@ -150,14 +150,13 @@ class RunRecord:
             os.rmdir(self.folder)
 
 
-def not_regular(folder: Path) -> str | None:
-    """Returns the first fixed name that is a pipe, device or the like, on which readers would hang; None if none is."""
+def refuse_irregular(folder: Path) -> None:
+    """Raises `ConfigError` if a fixed name is a pipe, device or the like, on which readers and writers would hang."""
     for name in (*sorted(FILES), *FOLDERS):
         with contextlib.suppress(OSError):
             mode = os.stat(folder / name).st_mode
             if not (stat.S_ISDIR(mode) if name in FOLDERS else stat.S_ISREG(mode)):
-                return name
-    return None
+                raise ConfigError(f"{folder / name} is not a regular file or folder; remove it")
 
 
 def _files_below(folder: Path) -> list[tuple[str, str]]:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -213,14 +214,16 @@ def test_a_damaged_record_gives_nothing_away() -> None:
     assert contents(Path("outside")) == {"x": b"mine: x"}
 
 
-@pytest.mark.parametrize("name", ["log.txt", "metrics.jsonl", "state.json", "config.yaml", ".lock", "checkpoints"])
-def test_a_pipe_in_place_of_a_file_is_named(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(FILES - {"state.json", ".written.jsonl"}) + ["checkpoints", "heartbeat"])
+@pytest.mark.parametrize("put_there", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "device"])
+def test_a_pipe_in_place_of_a_file_is_named(name: str, put_there: Callable[[Path], None]) -> None:
     run = made_run(Path("runs"), "a", "stopped")
     path = run.path / name
     path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
-    os.mkfifo(path)
-    with pytest.raises(ConfigError, match=f"{name} is not a regular file or folder; remove it"):
-        run.create()
+    put_there(path)
+    for change in (RunFolder.create, RunFolder.hold, actions.delete, lambda run: actions.rename(run, "b")):
+        with pytest.raises(ConfigError, match=f"{name} is not a regular file or folder; remove it"):
+            change(run)
 
 
 def test_what_a_tracker_writes_into_the_folder_is_the_runs(tmp_path: Path) -> None:
