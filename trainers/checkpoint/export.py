@@ -179,8 +179,8 @@ def stop_tokens(tokenizer: Any, generation_config: GenerationConfig) -> list[int
     Without the last, a chat model would go on to write the user's next turn.
     """
     own = generation_config.eos_token_id
-    ids = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id, _turn_end(tokenizer)}
-    return sorted(ids - {None})
+    ids = [*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id, _turn_end(tokenizer)]
+    return sorted({token for token in ids if isinstance(token, int)})
 
 
 def _turn_end(tokenizer: Any) -> int | None:

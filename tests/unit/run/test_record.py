@@ -214,7 +214,7 @@ def test_a_damaged_record_gives_nothing_away() -> None:
     assert contents(Path("outside")) == {"x": b"mine: x"}
 
 
-@pytest.mark.parametrize("name", sorted(FILES - {"state.json", ".written.jsonl"}) + ["checkpoints", "heartbeat"])
+@pytest.mark.parametrize("name", [*sorted(FILES - {"state.json", ".written.jsonl"}), "checkpoints", "heartbeat"])
 @pytest.mark.parametrize("put_there", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "device"])
 def test_a_pipe_in_place_of_a_file_is_named(name: str, put_there: Callable[[Path], None]) -> None:
     run = made_run(Path("runs"), "a", "stopped")
