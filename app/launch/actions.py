@@ -26,6 +26,7 @@ from trainers.config.options import TrainConfig
 from trainers.config.parse import Request
 from trainers.run import device_locks
 from trainers.run.folder import END_STATES, RunFolder, register, unregister, write_atomic
+from trainers.run.record import RECORD
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -138,13 +139,15 @@ def _ended(run: RunFolder, verb: str) -> Iterator[TextIO]:
         verb: the action, for error messages, such as `delete`.
 
     Raises:
-        ConfigError: if the run is still live, or its folder is a link.
+        ConfigError: if the run is still live, or its folder is a link or has no record of what the run wrote.
     """
     state = true_state(run)["state"]
     if state not in END_STATES:
         raise ConfigError(f"run {run.id} is {state}; stop it before you {verb} it")
     if run.path.is_symlink():
         raise ConfigError(f"{run.path} is a link; {verb} the folder it points to")
+    if not run.record.exists():
+        raise ConfigError(f"{run.path} has no {RECORD}, so which files the run wrote is unknown; {verb} it by hand")
     with run.hold() as lock:
         yield lock
 

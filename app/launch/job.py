@@ -279,8 +279,8 @@ def _config(request: Request, mistakes: Mistakes) -> TrainConfig:
             read_yaml(Path(request.config))
     if not unread:
         config = request.resolve()
-        if too_long := _too_long(config):
-            raise ConfigError(too_long)
+        if unusable := _unusable_paths(config):
+            raise ConfigError(unusable)
         return absolute_paths(config)
     mistakes += unread
     try:
@@ -289,9 +289,11 @@ def _config(request: Request, mistakes: Mistakes) -> TrainConfig:
         raise ConfigError(mistake for mistake in error.mistakes if mistake.problem != MISSING) from None
 
 
-def _too_long(config: TrainConfig) -> list[Mistake]:
-    """Mistakes for paths and names longer than file systems allow, for which any file access raises OSError."""
-    mistakes = []
+def _unusable_paths(config: TrainConfig) -> list[Mistake]:
+    """Mistakes for folders that are URLs, and for paths and names longer than file systems allow."""
+    remedy = "give a local folder; checkpoint_url copies checkpoints to an object store"
+    folders = {name: str(getattr(config, name) or "") for name in ("output_dir", "runs_dir", "cache_dir")}
+    mistakes = [Mistake(name, shortened(url), "is a URL", remedy) for name, url in folders.items() if "://" in url]
     for name in _PATHS:
         value = str(getattr(config, name) or "")
         longest = max((len(os.fsencode(part)) for part in value.split("/")), default=0)

@@ -107,6 +107,8 @@ def _is_inside(path: Path, roots: Sequence[Path]) -> bool:
 def _refused(name: str, value: str, roots: Sequence[Path]) -> str | None:
     if value == (EMBEDDED if name in _HUB else "auto" if name == "resume_from_checkpoint" else None):
         return None
+    if name in OUTPUTS and _URL.match(value):
+        return "is a URL; give a local folder"
     try:
         exists = os.path.lexists(value)
     except ValueError:

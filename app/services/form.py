@@ -224,7 +224,7 @@ def _without_blanks(texts: dict[str, str]) -> dict[str, str]:
 
 def _absolute(path: str) -> str:
     """The path made absolute, so that it does not depend on the current folder."""
-    if path.lower() in ("", "none", "null", "auto") or "\0" in path or path.startswith("~"):
+    if path.lower() in ("", "none", "null", "auto") or "\0" in path or "://" in path or path.startswith("~"):
         return path
     return str(Path(path).absolute())
 

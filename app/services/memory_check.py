@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from trainers.config.parse import dump_yaml
 from trainers.embedded import BASE_DIR
 from trainers.run import host_memory
 from trainers.run.device_locks import holders
+from trainers.run.json_file import load_json
 
 _SAFE_SHARE = 0.5
 """If a generous upper bound is below this share of the free memory, the model is not counted."""
@@ -121,11 +121,11 @@ def _surely_fits(job: TrainJob) -> bool:
     folder = BASE_DIR if config.model_name_or_path == EMBEDDED else Path(config.model_name_or_path)
     try:
         files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        model_config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        model_config = load_json(folder / "config.json")
         bound = (
             _STATE_FACTOR * files + _activations(config, model_config.get("text_config", model_config)) + _PROCESS_BYTES
         )
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return False
     return files > 0 and bound < _SAFE_SHARE * free_memory(job)
 

@@ -210,8 +210,8 @@ def stop_tokens(tokenizer: Any, generation_config: GenerationConfig) -> list[int
     Without the last, a chat model would go on to write the user's next turn.
     """
     own = generation_config.eos_token_id
-    ids = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id, _turn_end(tokenizer)}
-    return sorted(ids - {None})
+    ids = [*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id, _turn_end(tokenizer)]
+    return sorted({token for token in ids if isinstance(token, int)})
 
 
 def _turn_end(tokenizer: Any) -> int | None:
@@ -345,7 +345,8 @@ def export_again(run: RunFolder, target: Path, kind: str, checkpoint: str | None
     folder = run.checkpoints / (checkpoint or _chosen(run, names, config))
     try:
         manifest = verify(folder)
-        record = run.record if target.absolute() == run.path / f"export-{kind}" else None
+        is_own = target.absolute() == run.path / f"export-{kind}" and run.record.exists()
+        record = run.record if is_own else None
         checked = export_checkpoint(folder, config, target, kind, {"step": manifest["step"]}, record)
     except ConfigError:
         raise

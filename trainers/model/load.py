@@ -114,6 +114,7 @@ def load_model_config(config: TrainConfig, published: Mapping[str, Any] | None =
             model_config = AutoConfig.for_model(**published)
         else:
             model_config = None if adapter else AutoConfig.from_pretrained(model_path(config), **_where(config))
+        _check_sizes(model_config)
     except OSError as error:
         raise ConfigError(load_mistake(config, error)) from None
     except Exception as error:  # each family validates its sizes differently
@@ -132,6 +133,15 @@ def load_model_config(config: TrainConfig, published: Mapping[str, Any] | None =
     settle_quantisation(config, model_config)
     _drop_dropout(model_config)
     return model_config
+
+
+def _check_sizes(model_config: Any) -> None:
+    """Raises ValueError for a size below 1, which transformers accepts."""
+    text_config = model_config.get_text_config() if model_config else None
+    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+        size = getattr(text_config, name, None)
+        if isinstance(size, int) and size < 1:
+            raise ValueError(f"{name}={size}")
 
 
 def load_base(config: TrainConfig) -> PreTrainedModel:

@@ -24,7 +24,7 @@ from trainers.config.options import TrainConfig
 from trainers.run.ending import Ending
 from trainers.run.json_file import load_json
 from trainers.run.log import log_line, secrets_in, without_secrets
-from trainers.run.record import CHAT_TEMPLATE, RunRecord, not_regular
+from trainers.run.record import CHAT_TEMPLATE, RunRecord, refuse_irregular
 
 __all__ = [
     "Process",
@@ -191,12 +191,8 @@ class RunFolder:
             raise FileNotFoundError(errno.ENOENT, f"the run folder was {how}", str(self.path))
 
     def exists(self) -> bool:
-        """Whether the folder contains a run."""
-        return self._began() and (self.state_file.exists() or self.config.exists())
-
-    def _began(self) -> bool:
-        """Whether a run was started in this folder."""
-        return self.record.exists() or (self.read_state() or {}).get("state") in STATES
+        """Whether the folder contains a run. A `state.json` is no proof, as other programs write one too."""
+        return self.record.exists() and (self.state_file.exists() or self.config.exists())
 
     def create(self) -> None:
         """Creates the folder, its record and its fixed subfolders.
@@ -229,14 +225,13 @@ class RunFolder:
             names = sorted(os.listdir(self.path))
         except (FileNotFoundError, NotADirectoryError):
             return  # a new folder, or one that cannot be created
-        if names and not self._began():
+        if names and not self.record.exists():
             listed = ", ".join(name if len(name) <= 40 else f"{name[:39]}…" for name in names[:3])
             listed += f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise ConfigError.about(
                 "output_dir", self.path, f"is not empty and holds no run: {listed}", "choose a new or empty folder"
             )
-        if name := not_regular(self.path):
-            raise ConfigError(f"{self.path / name} is not a regular file or folder; remove it")
+        refuse_irregular(self.path)
         self.record.refuse_foreign(self.model.name)
 
     def own_folder(self, name: str) -> None:
@@ -269,8 +264,9 @@ class RunFolder:
             machine: In a multi-machine run, the machine that this process supervises.
 
         Raises:
-            ConfigError: If another process holds the lock.
+            ConfigError: If another process holds the lock, or a file of the run is a pipe or the like.
         """
+        refuse_irregular(self.path)
         path = self.heartbeats / f"machine-{machine}.lock" if machine else self.lock
         file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - held open on purpose
         try:

@@ -56,9 +56,13 @@ class RunRecord:
             os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
 
     def enter(self, names: Iterable[str]) -> None:
-        """Records paths relative to the folder, before they are written; a trailing `/` stands for a whole folder."""
+        """Records paths relative to the folder, before they are written; a trailing `/` stands for a whole folder.
+
+        Raises:
+            FileNotFoundError: If there is no record: one made now would claim files that the run may not have written.
+        """
         lines = "\n" + "".join(json.dumps(name) + "\n" for name in names)  # the previous line may be incomplete
-        handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
         try:
             os.write(handle, lines.encode())
             os.fsync(handle)
@@ -146,14 +150,13 @@ class RunRecord:
             os.rmdir(self.folder)
 
 
-def not_regular(folder: Path) -> str | None:
-    """Returns the first fixed name that is a pipe, device or the like, on which readers would hang; None if none is."""
+def refuse_irregular(folder: Path) -> None:
+    """Raises `ConfigError` if a fixed name is a pipe, device or the like, on which readers and writers would hang."""
     for name in (*sorted(FILES), *FOLDERS):
         with contextlib.suppress(OSError):
             mode = os.stat(folder / name).st_mode
             if not (stat.S_ISDIR(mode) if name in FOLDERS else stat.S_ISREG(mode)):
-                return name
-    return None
+                raise ConfigError(f"{folder / name} is not a regular file or folder; remove it")
 
 
 def _files_below(folder: Path) -> list[tuple[str, str]]:

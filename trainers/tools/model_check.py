@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging
 
 from trainers.checkpoint.checkpoint import saved_tensors
@@ -23,6 +23,7 @@ from trainers.model.load import (
     load_mistake,
     load_model_config,
     misfits,
+    model_path,
     own_code,
     silent_weights,
 )
@@ -60,6 +61,7 @@ def inspect_model(config: TrainConfig, headers: Headers | None, strategy: Strate
     """
     model_config = load_model_config(config)
     if not config.random_init:
+        _check_generation(config)
         refuse_quantised(config, model_config, {name: dtype for name, (dtype, _) in (headers or {}).items()})
     tokenizer = load_tokenizer(config)
     facts: dict[str, Any] = {
@@ -142,6 +144,21 @@ def checkpoint_misfits(config: TrainConfig, manifest: dict[str, Any]) -> list[st
     shapes = {name.removeprefix("model."): entry["shape"] for name, entry in manifest["tensors"].items()
               if name.startswith("model.")}  # fmt: skip
     return misfits(expected, shapes)
+
+
+def _check_generation(config: TrainConfig) -> None:
+    """Refuses a generation config with which transformers cannot load the model."""
+    try:
+        GenerationConfig.from_pretrained(model_path(config), revision=config.model_revision)
+    except OSError:
+        pass  # it has none, or one that is ignored
+    except Exception as error:  # each option is validated differently
+        raise ConfigError.about(
+            "model_name_or_path",
+            config.model_name_or_path,
+            f": its generation_config.json is refused by transformers ({in_one_line(error)})",
+            "correct or remove it",
+        ) from None
 
 
 def check_empty(config: TrainConfig, model_config: Any) -> Any:

@@ -287,7 +287,8 @@ def _config_file_problems(path: Path) -> list[str]:
     except FileNotFoundError:
         return ["has no config.json; use the folder that save_pretrained wrote"]
     except (OSError, ValueError) as error:
-        return [f": config.json cannot be read: {error}; download or save the model again"]
+        reason = getattr(error, "strerror", None) or error
+        return [f": config.json cannot be read: {reason}; download or save the model again"]
     return []
 
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,8 @@ BESIDE = [
 def put(folder: Path, names: list[str]) -> None:
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(f"mine: {name}")
+        # Other programs write such states too.
+        (folder / name).write_text('{"state": "done"}' if name == "state.json" else f"mine: {name}")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -89,7 +91,8 @@ def test_nothing_that_is_asked_of_a_users_folder_changes_it(names: set[str], see
     asked = [
         lambda: start(run), lambda: start(run, "--resume_from_checkpoint", "auto"), run.create, run.refuse_used,
         lambda: resume_job(run, TRAIN.read([run.id])), lambda: clone_job(run, TRAIN.read([])),
-        lambda: actions.export(run, output=run.model),
+        lambda: actions.export(run, output=run.model), lambda: actions.delete(run),
+        lambda: actions.rename(run, "other"),
     ]  # fmt: skip
     random.Random(seed).shuffle(asked)
     for ask in asked:
@@ -114,6 +117,22 @@ def test_a_folder_of_another_program_with_a_config_is_no_run() -> None:
     assert not RunFolder("theirs").exists()
     with pytest.raises(ConfigError, match=r"is not empty and holds no run: config\.yaml, state\.json;"):
         start(RunFolder("theirs"))
+
+
+def test_a_run_without_its_record_is_neither_deleted_nor_resumed() -> None:
+    """Such as a copy without hidden files: which files are the run's is not known, and is not made up later."""
+    run = made_run(Path("runs"), "copied", "stopped")
+    add_checkpoint(run, 1)
+    run.record.path.unlink()
+    before = contents(run.path)
+    for change, verb in ((actions.delete, "delete"), (lambda run: actions.rename(run, "b"), "rename")):
+        with pytest.raises(ConfigError, match=rf"copied has no \.written\.jsonl, so which .*; {verb} it by hand"):
+            change(run)
+    with pytest.raises(ConfigError, match="is not empty and holds no run"):
+        resume_job(run, TRAIN.read([run.id]))
+    with pytest.raises(FileNotFoundError):
+        run.record.enter(["export-full/config.json"])
+    assert contents(run.path) == before
 
 
 def test_an_empty_folder_and_a_run_of_ours_are_taken() -> None:
@@ -195,14 +214,16 @@ def test_a_damaged_record_gives_nothing_away() -> None:
     assert contents(Path("outside")) == {"x": b"mine: x"}
 
 
-@pytest.mark.parametrize("name", ["log.txt", "metrics.jsonl", "state.json", "config.yaml", ".lock", "checkpoints"])
-def test_a_pipe_in_place_of_a_file_is_named(name: str) -> None:
+@pytest.mark.parametrize("name", [*sorted(FILES - {"state.json", ".written.jsonl"}), "checkpoints", "heartbeat"])
+@pytest.mark.parametrize("put_there", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "device"])
+def test_a_pipe_in_place_of_a_file_is_named(name: str, put_there: Callable[[Path], None]) -> None:
     run = made_run(Path("runs"), "a", "stopped")
     path = run.path / name
     path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
-    os.mkfifo(path)
-    with pytest.raises(ConfigError, match=f"{name} is not a regular file or folder; remove it"):
-        run.create()
+    put_there(path)
+    for change in (RunFolder.create, RunFolder.hold, actions.delete, lambda run: actions.rename(run, "b")):
+        with pytest.raises(ConfigError, match=f"{name} is not a regular file or folder; remove it"):
+            change(run)
 
 
 def test_what_a_tracker_writes_into_the_folder_is_the_runs(tmp_path: Path) -> None:

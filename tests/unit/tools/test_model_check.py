@@ -124,6 +124,7 @@ def test_names_that_transformers_changes_as_it_loads_are_no_mistake(family: str,
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "negative": ({"hidden_size": -5}, r"its config\.json describes no model .*-5"),
+    "zero": ({"hidden_size": 0}, r"its config\.json describes no model \(hidden_size=0\)"),
     "no number": ({"hidden_size": "x"}, r"its config\.json describes no model .*hidden_size"),
     "heads that do not divide": ({"num_attention_heads": 5, "head_dim": None}, "describes no model .*heads"),
     "an unknown family": ({"model_type": "nonsense"}, "model type `nonsense`"),
@@ -141,6 +142,16 @@ def test_a_config_that_describes_no_model_gets_its_true_sentence(fault: str, tmp
         with pytest.raises(ConfigError, match=message) as refused:
             look(folder)
         assert "HF_TOKEN" not in str(refused.value)
+
+
+@pytest.mark.parametrize("content", ['{"max_new_tokens": -1}', "[1]", '{"a":' * 100_000 + "1" + "}" * 100_000])
+def test_a_generation_config_that_stops_the_loading_is_found_by_the_check(content: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    (folder / "generation_config.json").write_text("no JSON, which transformers passes over")
+    assert checked(folder), "control"
+    (folder / "generation_config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"its generation_config\.json is refused by transformers .*; correct or rem"):
+        checked(folder)
 
 
 QUANTISED = {

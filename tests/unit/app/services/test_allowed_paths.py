@@ -95,8 +95,9 @@ def test_without_the_check_the_outside_is_read(root: Path) -> None:
 
 @pytest.mark.parametrize("name", [*INPUTS, *OUTPUTS])
 def test_a_preview_refuses_every_kind_of_path(root: Path, name: str) -> None:
-    values = {"runs_dir": str(root), name: "/etc/passwd"}
-    assert list(preview(values, "tiny-lora", num_processes=1, roots=[root]).errors) == [name]
+    for path in ("/etc/passwd", "s3://bucket/x"):
+        values = {"runs_dir": str(root), name: path}
+        assert list(preview(values, "tiny-lora", num_processes=1, roots=[root]).errors) == [name]
 
 
 def test_a_strategy_and_its_json_lie_inside(root: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,18 @@ def test_what_is_small_by_far_is_not_counted(monkeypatch: pytest.MonkeyPatch) ->
     assert memory_verdict(job_of("tiny-full")) == Verdict(True)
     assert known_verdict(job_of("tiny-lora", "--max_length", "1000000")) is None, "its activations are large"
     assert known_verdict(job_of("qwen3-8b-lora")) is None, "its files are not here"
+
+
+@pytest.mark.parametrize("content", [None, '{"a":' * 100_000, '{"num_hidden_layers": 1e999}'])
+def test_a_config_that_cannot_be_read_is_not_waited_for(content: str | None) -> None:
+    """The check that comes before a launch says why."""
+    Path("m").mkdir()
+    Path("m/model.safetensors").write_bytes(bytes(100))
+    if content is None:
+        os.mkfifo("m/config.json")
+    else:
+        Path("m/config.json").write_text(content)
+    assert known_verdict(job_of("tiny-full", "--model_name_or_path", "m")) is None
 
 
 def test_the_page_is_green_only_for_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
