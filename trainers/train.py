@@ -42,6 +42,7 @@ from trainers.run.ending import Ending
 from trainers.run.errors import RollBack, TrainingError
 from trainers.run.folder import Process, RunFolder, now, register_outside, write_json
 from trainers.run.gpus import find_gpus, gpu_count
+from trainers.run.import_path import WORKING_FOLDER
 from trainers.run.launch import (
     Launch,
     asked_strategy,
@@ -70,6 +71,7 @@ def main(argv: list[str]) -> int:
         The exit status: 0 if done or stopped, 1 if failed, 2 if the request is invalid.
     """
     hear_save_requests_later()
+    os.chdir(os.environ.pop(WORKING_FOLDER, "."))
     with contextlib.ExitStack() as locks:  # locks of the run and its GPUs, held until this process ends
         try:
             check_one_root()

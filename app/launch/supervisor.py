@@ -23,6 +23,7 @@ from app.launch.process_tree import Descendants, adopting_orphans
 from app.runs.runs import saved_step
 from trainers.run.ending import Ending
 from trainers.run.folder import Process, RunFolder, log_line, now, read_json, secrets_in
+from trainers.run.import_path import WORKING_FOLDER
 
 POLL = 0.2
 LOOK = 2.0
@@ -148,9 +149,12 @@ class Supervision:
         # ranks unblock it). This process unblocks it again below.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
         try:
+            # For DeepSpeed, Accelerate puts the working folder on the import path of the ranks, so the launcher gets
+            # one without user files; the ranks go back.
             launcher = subprocess.Popen(
-                list(self.argv), env=dict(self.env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT, start_new_session=True, pass_fds=self.descriptors,
+                list(self.argv), env={**self.env, WORKING_FOLDER: os.getcwd()}, stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, pass_fds=self.descriptors,
+                cwd=self.run.heartbeats,
             )  # fmt: skip
         except OSError as error:
             return Ending("failed", f"the launcher could not be started: {error.strerror}", retry="again")

@@ -23,6 +23,10 @@ def child_environment(outer: Mapping[str, str], root: str | None = None) -> dict
     return {**environment, "PYTHONSAFEPATH": "1", **({"PYTHONPATH": paths} if paths else {})}
 
 
+WORKING_FOLDER = "TUNESMITH_WORKING_FOLDER"
+"""Environment variable with the folder in which a supervised run was started; its launcher runs in another."""
+
+
 def leave_out_working_folder() -> None:
     """Removes the working folder from the import path of this process and its children.
 

@@ -217,6 +217,24 @@ def test_the_log_hides_secrets_and_cuts_endless_lines(run: RunFolder) -> None:
     assert sum(line.count("x") for line in lines) == 300_000
 
 
+def test_a_launcher_that_shares_its_working_folder_shares_none_of_the_users_files(
+    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accelerate puts it on the ranks' import path for DeepSpeed, where a `yaml.py` beside the data would be theirs."""
+    (tmp_path / "yaml.py").touch()
+    monkeypatch.chdir(tmp_path)
+    body = """
+    os.environ["PYTHONPATH"] = os.path.abspath(".")
+    code = "import os, yaml; os.chdir(os.environ['TUNESMITH_WORKING_FOLDER']); print(yaml.__file__, os.getcwd())"
+    subprocess.run([sys.executable, "-c", code])
+    end(state="done")
+    """
+    go(run, body)
+    log = run.log.read_text(encoding="utf-8")
+    assert str(tmp_path / "yaml.py") not in log
+    assert log.endswith(f"__init__.py {tmp_path}\n")
+
+
 SUPERVISE = """
 import json, os, sys
 from app.launch.supervisor import RunSignals, supervise
