@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import GenerationConfig
 
@@ -158,6 +157,8 @@ def _write_model(
 
 def _untie(base: Any) -> None:
     """Gives an output head tied to the embedding a weight of its own if an adapter changes one of them only."""
+    from peft.tuners.tuners_utils import BaseTunerLayer  # takes long, and every rank imports this module
+
     layers = [base.get_output_embeddings(), base.get_input_embeddings()]
     head, embedding = (layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer for layer in layers)
     if head is None or head.weight is not embedding.weight or layers == [head, embedding]:

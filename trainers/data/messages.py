@@ -14,7 +14,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")  # of an assistant's message; the first that is present
 MEDIA = ("images", "image", "audio", "audios", "video", "videos")
 _RENAMED = {"function": "tool"}
-_WEIGHTS = ("weight", "train", "loss_mask")
+_WEIGHTS = ("weight", "train", "loss", "loss_mask")  # `loss` in ms-swift
 _OLD_CALL = "function_call"  # OpenAI's key before tool_calls, and the role of a call in ShareGPT data
 _CALL_ROLES = (_OLD_CALL, "tool_call")
 
@@ -151,7 +151,9 @@ def parse_messages(
     messages, trained = [], []
     for index, message in enumerate(value):
         if not isinstance(message, dict):
-            raise RowError("wrong type", f"{location}[{index}] is {type(message).__name__} and not an object")
+            kind = type(message).__name__
+            hint = "; write a row for each example, not a list for each column" if kind == "str" else ""
+            raise RowError("wrong type", f"{location}[{index}] is {kind} and not an object{hint}")
         parsed_message, is_trained = _parse_message(message, f"{location}[{index}]", keys, role_names, fields)
         messages.append(parsed_message)
         trained.append(is_trained)

@@ -42,6 +42,9 @@ _PACKABLE_LAYERS = {"full_attention", "sliding_attention", "mlp", "moe"}
 _STORED = {"F64": torch.float32, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 Shapes = Mapping[str, Sequence[int]]
 """Tensor shapes by name."""
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+_MOST = {"num_hidden_layers": 10_000, **dict.fromkeys(_SIZES, 2**31 - 1)}
+"""Largest sizes in a config.json; layers are built one by one, even without memory for their weights."""
 _COMPUTE = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
@@ -136,12 +139,12 @@ def load_model_config(config: TrainConfig, published: Mapping[str, Any] | None =
 
 
 def _check_sizes(model_config: Any) -> None:
-    """Raises ValueError for a size below 1, which transformers accepts."""
+    """Raises ValueError for a size below 1, or so large that building the model would never end."""
     text_config = model_config.get_text_config() if model_config else None
-    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+    for name, most in _MOST.items():
         size = getattr(text_config, name, None)
-        if isinstance(size, int) and size < 1:
-            raise ValueError(f"{name}={size}")
+        if isinstance(size, int) and not 1 <= size <= most:
+            raise ValueError(f"{name}={str(size)[:20]} is not between 1 and {most:,}")
 
 
 def load_base(config: TrainConfig) -> PreTrainedModel:

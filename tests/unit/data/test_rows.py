@@ -36,6 +36,13 @@ def test_a_bad_row_is_refused_with_file_line_and_reason(tmp_path, kind):
     assert "bad_rows=skip" in caught.value.lines[-1]
 
 
+def test_lists_for_columns_in_place_of_rows_say_so(tmp_path):
+    path = tmp_path / "data.json"
+    path.write_text('{"prompt": ["a", "b"], "completion": ["c", "d"]}')
+    with pytest.raises(ConfigError, match="write a row for each example, not a list for each column"):
+        prepare(configure(tmp_path, path), "train")
+
+
 def test_bad_rows_are_skipped_counted_and_listed(tmp_path):
     path = write_jsonl(tmp_path / "data.jsonl", [GOOD, *BAD_LINES.values(), GOOD])
     done = prepare(configure(tmp_path, path, bad_rows="skip"), "train")
