@@ -1,4 +1,4 @@
-# make demo: install and fine-tune the embedded model.  make test: set up and show each promise once (eleven minutes).
+# make demo: install and fine-tune the embedded model.  make test: set up and show each promise once (ten minutes).
 # make check: what a change must pass.  make e2e, make parity, make faults: three suites whole.
 # TORCH=cuda|cpu chooses the build of torch; the default follows the machine (see docs/getting-started.md).
 

@@ -71,7 +71,8 @@ def main(argv: list[str]) -> int:
         The exit status: 0 if done or stopped, 1 if failed, 2 if the request is invalid.
     """
     hear_save_requests_later()
-    os.chdir(os.environ.pop(WORKING_FOLDER, "."))
+    with contextlib.suppress(OSError):
+        os.chdir(os.environ.pop(WORKING_FOLDER, "."))
     with contextlib.ExitStack() as locks:  # locks of the run and its GPUs, held until this process ends
         try:
             check_one_root()

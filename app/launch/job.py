@@ -22,7 +22,7 @@ from trainers.config.mistakes import ConfigError, Mistake, Mistakes
 from trainers.config.options import TrainConfig, absolute_paths
 from trainers.config.parse import Request, unexpected_argument
 from trainers.config.presets import find_preset, is_preset
-from trainers.config.validation import MISSING, ignored_choices
+from trainers.config.validation import MISSING, URL, ignored_choices
 from trainers.config.yaml_file import read_yaml
 from trainers.run.compatibility import changes_since_save
 from trainers.run.disk import check_room, local_tensors
@@ -293,7 +293,7 @@ def _unusable_paths(config: TrainConfig) -> list[Mistake]:
     """Mistakes for folders that are URLs, and for paths and names longer than file systems allow."""
     remedy = "give a local folder; checkpoint_url copies checkpoints to an object store"
     folders = {name: str(getattr(config, name) or "") for name in ("output_dir", "runs_dir", "cache_dir")}
-    mistakes = [Mistake(name, shortened(url), "is a URL", remedy) for name, url in folders.items() if "://" in url]
+    mistakes = [Mistake(name, shortened(url), "is a URL", remedy) for name, url in folders.items() if URL.match(url)]
     for name in _PATHS:
         value = str(getattr(config, name) or "")
         longest = max((len(os.fsencode(part)) for part in value.split("/")), default=0)

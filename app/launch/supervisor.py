@@ -148,11 +148,14 @@ class Supervision:
         # The launcher has no handler for SIGUSR1 and would be killed by it, so it inherits the signal blocked (the
         # ranks unblock it). This process unblocks it again below.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+        # For DeepSpeed, Accelerate puts the working folder on the import path of the ranks, so the launcher gets one
+        # without user files; the ranks go back, unless it is gone.
+        env = dict(self.env)
+        with contextlib.suppress(OSError):
+            env[WORKING_FOLDER] = os.getcwd()
         try:
-            # For DeepSpeed, Accelerate puts the working folder on the import path of the ranks, so the launcher gets
-            # one without user files; the ranks go back.
             launcher = subprocess.Popen(
-                list(self.argv), env={**self.env, WORKING_FOLDER: os.getcwd()}, stdin=subprocess.DEVNULL,
+                list(self.argv), env=env, stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, pass_fds=self.descriptors,
                 cwd=self.run.heartbeats,
             )  # fmt: skip

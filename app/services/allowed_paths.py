@@ -13,6 +13,7 @@ from typing import Any
 from app.console import shortened
 from trainers.config.mistakes import ConfigError, Mistake
 from trainers.config.options import EMBEDDED
+from trainers.config.validation import URL
 from trainers.config.yaml_file import read_yaml
 from trainers.strategy.strategy import deepspeed_paths, strategy_names
 
@@ -25,7 +26,6 @@ MAX_FILES = 10_000
 _HUB = {"model_name_or_path", "dataset_name", "eval_dataset_name"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _DATA = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".md")
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 _ESCAPED = re.compile(r"%(2f|5c|2e|00)", re.IGNORECASE)
 _WILDCARD = re.compile(r"[*?\[]")
 
@@ -80,7 +80,7 @@ def path_refused(value: str, roots: Sequence[Path]) -> str | None:
         value: an untrusted path; need not exist.
         roots: allowed folders.
     """
-    if _URL.match(value):
+    if URL.match(value):
         return "is a URL; download it and give the file, or give a Hub id"
     if _ESCAPED.search(value) or not value.isprintable():
         return "holds an escaped or invisible character; write the path as it is"
@@ -107,7 +107,7 @@ def _is_inside(path: Path, roots: Sequence[Path]) -> bool:
 def _refused(name: str, value: str, roots: Sequence[Path]) -> str | None:
     if value == (EMBEDDED if name in _HUB else "auto" if name == "resume_from_checkpoint" else None):
         return None
-    if name in OUTPUTS and _URL.match(value):
+    if name in OUTPUTS and URL.match(value):
         return "is a URL; give a local folder"
     try:
         exists = os.path.lexists(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,6 +13,8 @@ from trainers.config.options import COLUMN_ROLES, EMBEDDED, TRACKERS, TrainConfi
 
 MISSING = "is missing"
 """`Mistake.problem` of a required option that was not given."""
+URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
+"""The start of a URL; also of one with a slash too few, of which a local folder `s3:` would be made."""
 
 
 def build(values: dict[str, Any]) -> TrainConfig:

@@ -13,8 +13,8 @@ from trainers.data.shards import BadRow
 ROLES = ("system", "developer", "user", "assistant", "tool")
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")  # of an assistant's message; the first that is present
 MEDIA = ("images", "image", "audio", "audios", "video", "videos")
-_RENAMED = {"function": "tool"}
-_WEIGHTS = ("weight", "train", "loss", "loss_mask")  # `loss` in ms-swift
+_RENAMED = dict.fromkeys(("function", "function_response", "observation", "tool_response"), "tool")
+_WEIGHTS = ("weight", "train", "loss_mask", "loss")  # the last in ms-swift; a number there is one that was measured
 _OLD_CALL = "function_call"  # OpenAI's key before tool_calls, and the role of a call in ShareGPT data
 _CALL_ROLES = (_OLD_CALL, "tool_call")
 
@@ -206,6 +206,8 @@ def _parse_message(
         used.add(thought)
     trained = True
     for key in _WEIGHTS:
+        if key == "loss" and message.get(key) not in (0, 1):
+            continue
         if message.get(key) is not None and (role == "assistant" or not message[key]):
             trained = _is_trained(message[key], f"{location}.{key}") and trained
             used.add(key)

@@ -217,7 +217,8 @@ class Encoder:
         for as_text in (False, True):
             self.__dict__["_takes_json_arguments"] = as_text  # `_apply` reads this property, as above
             try:
-                written[as_text] = "Aargumenta" in self._apply([{"role": "user", "content": "Qquestionq"}, reply])[0]
+                text = self._apply([{"role": "user", "content": "Qquestionq"}, reply])[0]
+                written[as_text] = "Aargumenta" in text and "'Aargumenta'" not in text  # not as Python writes them
             except RowError:
                 written[as_text] = False
         return written[True] and not written[False]

@@ -286,7 +286,8 @@ class TemplateProbe:
             for element, marker in markers
             if marker not in text
         ]
-        with_name = [index for index, tool in enumerate(tools) if tool.get("function", {}).get("name") == f"Ff{index}f"]
+        given = variables.get("tools", ())
+        with_name = [index for index, (tool, own) in enumerate(zip(tools, given, strict=True)) if tool is not own]
         lost += [(index, "tool") for index in with_name if f"Ff{index}f" not in text]
         return Losses(lost, self._unread_keys(conversation, values))
 

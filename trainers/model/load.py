@@ -140,9 +140,12 @@ def load_model_config(config: TrainConfig, published: Mapping[str, Any] | None =
 
 def _check_sizes(model_config: Any) -> None:
     """Raises ValueError for a size below 1, or so large that building the model would never end."""
-    text_config = model_config.get_text_config() if model_config else None
+    if model_config is None:
+        return
+    text_config = model_config.get_text_config()
     for name, most in _MOST.items():
-        size = getattr(text_config, name, None)
+        # Not by getattr, which fails for a size that differs between layers (Gemma 4).
+        size = vars(text_config).get(getattr(text_config, "attribute_map", {}).get(name, name))
         if isinstance(size, int) and not 1 <= size <= most:
             raise ValueError(f"{name}={str(size)[:20]} is not between 1 and {most:,}")
 

@@ -105,7 +105,7 @@ def _refuse_unscaled(config: TrainConfig, dtypes: Mapping[str, str]) -> None:
     unscaled = sorted(
         name
         for name, dtype in dtypes.items()
-        if (dtype.startswith(_NARROW) or name.endswith("_blocks"))
+        if ((dtype.startswith(_NARROW) and name.endswith((".weight", "_proj"))) or name.endswith("_blocks"))
         and not _SCALE.match(name)
         and name.removesuffix(".weight").removesuffix("_blocks") not in scaled
     )

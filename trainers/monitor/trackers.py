@@ -5,6 +5,7 @@ A run never ends because a tracker fails while it trains: `metrics.jsonl` has ev
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -34,15 +35,13 @@ class Trackers:
             return
         if "tensorboard" in config.report_to:
             run.own_folder(PROJECT)
-        if "wandb" in config.report_to:
-            run.own_folder("wandb")
         name = config.run_name or run.id
+        wandb = {"name": name}
+        if "wandb" in config.report_to and "WANDB_DIR" not in os.environ:
+            run.own_folder("wandb")
+            wandb["dir"] = str(run.path)
         settings = config.model_dump(exclude={"columns", "lora_target_modules", "report_to"}, exclude_none=True)
-        init = {
-            "wandb": {"name": name, "dir": str(run.path)},
-            "trackio": {"name": name},
-            "mlflow": {"run_name": name},
-        }
+        init = {"wandb": wandb, "trackio": {"name": name}, "mlflow": {"run_name": name}}
         try:
             accelerator.init_trackers(PROJECT, config=settings, init_kwargs=init)
         except Exception as error:
@@ -51,6 +50,7 @@ class Trackers:
                 problem = f"a tracker did not start ({_summary(error)})"
                 raise TrainingError(f"report_to={names}: {problem}; check its settings, or leave it out") from error
             print(f"warning: report_to={names}: no tracker follows this attempt ({_summary(error)})", flush=True)
+            self.finish()
             accelerator.trackers = []
 
     def log(self, numbers: dict[str, float], step: int) -> None:

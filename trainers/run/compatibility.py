@@ -6,6 +6,7 @@ import ast
 import contextlib
 import hashlib
 import importlib.util
+import os
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -62,7 +63,10 @@ def code_digest(root: Path = Path(__file__).parent.parent) -> str:
     """
     sources = {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*.py"))}
     text = hashlib.sha256(repr(sources).encode()).hexdigest()
-    cached = cache_folder() / "code" / f"{text[:32]}.json"
+    try:
+        cached = cache_folder() / "code" / f"{text[:32]}.json"
+    except RuntimeError:  # no home folder is known
+        cached = Path(os.devnull)
     if isinstance(known := (read_json(cached) or {}).get("digest"), str):
         return known
     digest = hashlib.sha256()

@@ -87,8 +87,12 @@ def inspect_model(config: TrainConfig, headers: Headers | None, strategy: Strate
         return {"lines": [], **facts}
     try:
         report = _loading_report(model_config, headers)
-    except Exception as error:  # quantized weights that cannot be dequantized
-        raise ConfigError(load_mistake(config, error)) from None
+    except Exception as error:
+        if getattr(model_config, "quantization_config", None) is None:
+            raise ConfigError(load_mistake(config, error)) from None
+        problem = f": transformers cannot dequantize its weights ({in_one_line(error)})"
+        remedy = "use an unquantized copy of the model"
+        raise ConfigError.about("model_name_or_path", config.model_name_or_path, problem, remedy) from None
     return {"lines": fit_lines(config, report), **facts}
 
 

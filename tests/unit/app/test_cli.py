@@ -342,12 +342,13 @@ def test_a_name_that_no_file_system_holds_is_a_mistake(option: str, shell: Shell
     assert len(mistake) < 200
 
 
+@pytest.mark.parametrize("url", ["s3://bucket/x", "s3:/bucket/x"])
 @pytest.mark.parametrize("option", ["runs_dir", "output_dir", "cache_dir"])
-def test_a_url_is_no_folder(option: str, shell: Shell) -> None:
+def test_a_url_is_no_folder(option: str, url: str, shell: Shell) -> None:
     """Otherwise the run would be in a local folder called `s3:`, and nothing in the bucket."""
-    assert shell("train", "tiny-lora", f"--{option}", "s3://bucket/x", "--json") == 2
+    assert shell("train", "tiny-lora", f"--{option}", url, "--json") == 2
     (mistake,) = json.loads(shell.out)["mistakes"]
-    assert mistake.startswith(f"{option}=s3://bucket/x is a URL; give a local folder")
+    assert mistake.startswith(f"{option}={url} is a URL; give a local folder")
 
 
 def test_an_error_of_the_system_is_a_document_too(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -277,8 +277,9 @@ def test_a_call_whose_arguments_the_template_leaves_out_is_refused(tmp_path):
     assert "it leaves out a tool call of message 2 (assistant)" in bad.detail
 
 
-def test_a_template_that_joins_arguments_as_text_gets_them_as_text(tmp_path):
-    joined = CALLING.replace("{{ call.function.arguments | tojson }}", "{{ '' + call.function.arguments }}")
+@pytest.mark.parametrize("arguments", ["'' + call.function.arguments", "call.function.arguments"])
+def test_a_template_that_writes_arguments_as_text_gets_json_and_not_python(tmp_path, arguments):
+    joined = CALLING.replace("{{ call.function.arguments | tojson }}", f"{{{{ {arguments} }}}}")
     row = {"messages": [*chat("1+0")["messages"], {"role": "assistant", "tool_calls": [CALL]}]}
     assert trained_texts(tmp_path, row, joined)[0] == ['[add {"a": 1}]<|im_end|>']
 
@@ -383,6 +384,27 @@ def test_a_message_of_weight_zero_is_context(tmp_path, key):
     assert "first<|im_end|>" in text
     with pytest.raises(ConfigError, match=r"messages\[2\] is marked as not trained"):
         trained_texts(tmp_path, row, assistant_only_loss=False)
+
+
+def test_a_loss_that_was_measured_is_no_weight(tmp_path):
+    row = chat("a", "b")
+    row["messages"][1]["loss"] = 0.53
+    spans, _, report = trained_texts(tmp_path, row)
+    assert (spans, report.unused) == (["b<|im_end|>"], {"messages[].loss": 1})
+
+
+@pytest.mark.parametrize("function", [None, "add", {"parameters": {}}])
+def test_a_tool_without_a_name_ends_nothing(tmp_path, function):
+    row = {**chat("a", "b"), "tools": [{"type": "web_search", "function": function}]}
+    assert trained_texts(tmp_path, row, CALLING)[0] == ["b<|im_end|>"]
+
+
+@pytest.mark.parametrize("role", ["function", "tool_response", "function_response", "observation"])
+def test_results_of_tools_have_several_names(role):
+    calling = {"role": "tool_call", "content": json.dumps(CALL["function"])}
+    messages = [{"role": "user", "content": "a"}, calling, {"role": role, "content": "3"}, *chat("b", "c")["messages"]]
+    document = canonical({"messages": messages}, "chat", {}, True)
+    assert [message["role"] for message in document.messages[:3]] == ["user", "assistant", "tool"]
 
 
 @pytest.mark.parametrize("value", [0.5, "0", [1, 0], -1])

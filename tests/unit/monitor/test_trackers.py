@@ -18,7 +18,7 @@ class Tracker:
     """Stands for a service: what it received, until it goes away."""
 
     def __init__(self, name: str, lives: int):
-        self.name, self.lives, self.rows = name, lives, list[dict[str, float]]()
+        self.name, self.lives, self.rows, self.finished = name, lives, list[dict[str, float]](), False
 
     def log(self, numbers: dict[str, float], step: int) -> None:
         if len(self.rows) == self.lives:
@@ -28,6 +28,7 @@ class Tracker:
     def finish(self) -> None:
         if self.lives < 2:
             raise RuntimeError("could not upload")
+        self.finished = True
 
 
 def started(folder: Path, trackers: list[Tracker], attempt: int = 0, error: Exception | None = None) -> Trackers:
@@ -71,4 +72,20 @@ def test_the_first_start_fails_with_the_option_and_a_later_one_trains_on(
     trackers = started(tmp_path, half_started, attempt=1, error=error)
     trackers.log({"loss": 1.0}, 1)
     assert half_started[0].rows == []
+    assert half_started[0].finished
     assert capsys.readouterr().out.startswith("warning: report_to=mlflow,trackio: no tracker follows this attempt")
+
+
+@pytest.mark.parametrize("folder", [None, "elsewhere"])
+def test_weights_and_biases_files_are_with_the_run_unless_the_user_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str | None
+) -> None:
+    monkeypatch.setenv("WANDB_DIR", folder) if folder else monkeypatch.delenv("WANDB_DIR", raising=False)
+    received: dict[str, Any] = {}
+    accelerator = SimpleNamespace(trackers=[], init_trackers=lambda project, **options: received.update(options))
+    run = RunFolder(tmp_path / "run")
+    run.create()
+    config = build({"model_name_or_path": "embedded", "dataset_name": "embedded", "report_to": "wandb"})
+    Trackers(accelerator, config, run, 0)  # type: ignore[arg-type]
+    assert received["init_kwargs"]["wandb"] == {"name": "run"} | ({} if folder else {"dir": str(run.path)})
+    assert ('"wandb/"' in run.record.path.read_text()) == (folder is None)

@@ -60,6 +60,16 @@ def test_any_change_of_the_code_is_one(tmp_path: Path) -> None:
     assert len({*digests, digest_of(tmp_path / "code", CODE, "b.py")}) == len(others) + 2
 
 
+def test_without_a_home_folder_it_is_computed_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    digest = digest_of(tmp_path / "code", CODE)
+    monkeypatch.setattr(compatibility, "cache_folder", no_home)
+    assert digest_of(tmp_path / "code", CODE) == digest
+    code_digest.cache_clear()
+
+
 def test_it_is_computed_once_for_a_text(tmp_path: Path, fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[bytes] = []
 
