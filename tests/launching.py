@@ -60,7 +60,8 @@ def environment(**extra: str) -> dict[str, str]:
 
 def shadow_modules(folder: Path) -> None:
     """Files with the names of modules, as a user may have beside the data; a process that imports one of them ends."""
-    for name in ("yaml", "queue", "json", "torch", "numpy", "accelerate", "transformers", "trainers", "psutil"):
+    names = ("yaml", "types", "queue", "json", "torch", "numpy", "accelerate", "transformers", "trainers", "psutil")
+    for name in names:
         (folder / f"{name}.py").write_text(f"import os\nprint('{name}.py of the working folder')\nos._exit(99)\n")
 
 

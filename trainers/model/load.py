@@ -117,7 +117,7 @@ def load_model_config(config: TrainConfig, published: Mapping[str, Any] | None =
             model_config = AutoConfig.for_model(**published)
         else:
             model_config = None if adapter else AutoConfig.from_pretrained(model_path(config), **_where(config))
-        _check_sizes(model_config)
+        _check_values(model_config)
     except OSError as error:
         raise ConfigError(load_mistake(config, error)) from None
     except Exception as error:  # each family validates its sizes differently
@@ -138,10 +138,13 @@ def load_model_config(config: TrainConfig, published: Mapping[str, Any] | None =
     return model_config
 
 
-def _check_sizes(model_config: Any) -> None:
-    """Raises ValueError for a size below 1, or so large that building the model would never end."""
+def _check_values(model_config: Any) -> None:
+    """Raises ValueError for a size below 1, or too large to ever be built, and for architectures that are no names."""
     if model_config is None:
         return
+    names = getattr(model_config, "architectures", None)
+    if not isinstance(names, list | None) or not all(isinstance(name, str) for name in names or ()):
+        raise ValueError("architectures is not a list of names")
     text_config = model_config.get_text_config()
     for name, most in _MOST.items():
         # Not by getattr, which fails for a size that differs between layers (Gemma 4).

@@ -126,6 +126,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "negative": ({"hidden_size": -5}, r"its config\.json describes no model .*-5"),
     "zero": ({"hidden_size": 0}, r"its config\.json describes no model \(hidden_size=0 is not between 1 and"),
     "endless layers": ({"num_hidden_layers": 10**26}, r"num_hidden_layers=10{19} is not between 1 and 10,000"),
+    "no names": ({"architectures": 7}, r"describes no model \(architectures is not a list of names\)"),
     "no number": ({"hidden_size": "x"}, r"its config\.json describes no model .*hidden_size"),
     "heads that do not divide": ({"num_attention_heads": 5, "head_dim": None}, "describes no model .*heads"),
     "an unknown family": ({"model_type": "nonsense"}, "model type `nonsense`"),
