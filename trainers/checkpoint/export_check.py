@@ -81,8 +81,8 @@ class LoadedBack:
             return f"the export cannot be loaded back: {self.problem}"
         return (
             f"export in {self.dtype}: loaded back, its loss on {self.tokens} trained tokens is {self.loss:.6f}, "
-            f"the trainer's {self.trainer_loss:.6f}; difference {self.difference:.1e}, without that of rounding "
-            f"{self.deviation:.1e}, limit {self.limit:.1e}"
+            f"the trainer's {self.trainer_loss:.6f}; difference {self.difference:.1e}, "
+            f"{f'beyond rounding {self.deviation:.1e}, ' if self.rounding else ''}limit {self.limit:.1e}"
         )
 
 
