@@ -286,9 +286,12 @@ class TemplateProbe:
             for element, marker in markers
             if marker not in text
         ]
-        given = variables.get("tools", ())
-        with_name = [index for index, (tool, own) in enumerate(zip(tools, given, strict=True)) if tool is not own]
-        lost += [(index, "tool") for index in with_name if f"Ff{index}f" not in text]
+        originals = zip(tools, variables.get("tools", ()), strict=True)
+        lost += [
+            (index, "tool")
+            for index, (tool, own) in enumerate(originals)
+            if tool is not own and f"Ff{index}f" not in text
+        ]
         return Losses(lost, self._unread_keys(conversation, values))
 
     def _unread_keys(self, messages: Sequence[Message], variables: Variables) -> frozenset[str]:

@@ -29,6 +29,7 @@ from trainers.config.mistakes import ConfigError, Mistake
 from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.embedded import BASE_DIR
 from trainers.model.attention import KERNELS
+from trainers.model.config_checks import check_layers, check_values, own_code, refuse_other_tasks
 from trainers.model.experts import router_names
 from trainers.model.probe import in_one_line
 from trainers.model.quantization import finish, loading_options, many_threads, refuse_quantised, settle_quantisation
@@ -38,13 +39,9 @@ from trainers.objectives.load_balancing import refuse_load_balancing
 from trainers.run.hub_errors import hub_mistake
 from trainers.run.weight_headers import ADAPTER_AS_MODEL, read_header
 
-_PACKABLE_LAYERS = {"full_attention", "sliding_attention", "mlp", "moe"}
 _STORED = {"F64": torch.float32, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 Shapes = Mapping[str, Sequence[int]]
 """Tensor shapes by name."""
-_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
-_MOST = {"num_hidden_layers": 10_000, **dict.fromkeys(_SIZES, 2**31 - 1)}
-"""Largest sizes in a config.json; layers are built one by one, even without memory for their weights."""
 _COMPUTE = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
@@ -117,7 +114,7 @@ def load_model_config(config: TrainConfig, published: Mapping[str, Any] | None =
             model_config = AutoConfig.for_model(**published)
         else:
             model_config = None if adapter else AutoConfig.from_pretrained(model_path(config), **_where(config))
-        _check_values(model_config)
+        check_values(model_config)
     except OSError as error:
         raise ConfigError(load_mistake(config, error)) from None
     except Exception as error:  # each family validates its sizes differently
@@ -129,28 +126,13 @@ def load_model_config(config: TrainConfig, published: Mapping[str, Any] | None =
         ) from None
     if adapter:  # transformers would silently load the base that it names
         raise ConfigError.about("model_name_or_path", config.model_name_or_path, ADAPTER_AS_MODEL)
-    _refuse_other_tasks(config, model_config)
+    refuse_other_tasks(config, model_config)
     _keep_layers(config, model_config)
-    _check_layers(config, model_config)
+    check_layers(config, model_config)
     refuse_load_balancing(config, model_config)
     settle_quantisation(config, model_config)
     _drop_dropout(model_config)
     return model_config
-
-
-def _check_values(model_config: Any) -> None:
-    """Raises ValueError for a size below 1, or too large to ever be built, and for architectures that are no names."""
-    if model_config is None:
-        return
-    names = getattr(model_config, "architectures", None)
-    if not isinstance(names, list | None) or not all(isinstance(name, str) for name in names or ()):
-        raise ValueError("architectures is not a list of names")
-    text_config = model_config.get_text_config()
-    for name, most in _MOST.items():
-        # Not by getattr, which fails for a size that differs between layers (Gemma 4).
-        size = vars(text_config).get(getattr(text_config, "attribute_map", {}).get(name, name))
-        if isinstance(size, int) and not 1 <= size <= most:
-            raise ValueError(f"{name}={str(size)[:20]} is not between 1 and {most:,}")
 
 
 def load_base(config: TrainConfig) -> PreTrainedModel:
@@ -318,46 +300,6 @@ def _say(line: str) -> None:
     """Prints a line on rank 0."""
     if os.environ.get("RANK", "0") == "0":
         print(line, flush=True)
-
-
-def own_code(config: TrainConfig, model_config: Any) -> bool:
-    """Whether the model is built by remote code that comes with it."""
-    return config.trust_remote_code and "AutoModelForCausalLM" in (getattr(model_config, "auto_map", None) or {})
-
-
-_OTHER_TASKS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice",
-                "ForRewardModel", "ForMaskedLM")  # fmt: skip
-
-
-def _refuse_other_tasks(config: TrainConfig, model_config: Any) -> None:
-    """Raises ConfigError for a model that is not a causal language model, or whose head does not predict tokens."""
-    subject = f"model_name_or_path={config.model_name_or_path}"
-    if own_code(config, model_config):
-        return
-    if type(model_config) not in AutoModelForCausalLM._model_mapping:
-        raise ConfigError(
-            f"{subject}: {model_config.model_type} models are not causal language models; use a decoder, such as a "
-            "Llama or Qwen model"
-        )
-    for name in getattr(model_config, "architectures", None) or []:
-        if not config.random_init and name.endswith(_OTHER_TASKS):
-            raise ConfigError(f"{subject} is a {name}, which has no language-modeling head; use the model it came from")
-
-
-def _check_layers(config: TrainConfig, model_config: Any) -> None:
-    layers = set(getattr(model_config, "layer_types", None) or ["full_attention"])
-    if "chunked_attention" in layers:
-        raise ConfigError(
-            f"{model_config.model_type} has chunked_attention layers, which are not supported; use another model"
-        )
-    if config.packing and not layers <= _PACKABLE_LAYERS:
-        kinds = ", ".join(sorted(layers - _PACKABLE_LAYERS))
-        raise ConfigError.about(
-            "packing",
-            True,
-            f"with {model_config.model_type}, whose {kinds} layers carry state across documents",
-            "use packing=false",
-        )
 
 
 def build_model(config: TrainConfig) -> nn.Module:

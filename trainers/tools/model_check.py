@@ -12,6 +12,7 @@ from trainers.checkpoint.checkpoint import saved_tensors
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.data.prepare import load_tokenizer
+from trainers.model.config_checks import own_code
 from trainers.model.fp8 import convert
 from trainers.model.load import (
     add_adapters,
@@ -24,7 +25,6 @@ from trainers.model.load import (
     load_model_config,
     misfits,
     model_path,
-    own_code,
     silent_weights,
 )
 from trainers.model.probe import in_one_line

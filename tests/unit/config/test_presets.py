@@ -36,7 +36,8 @@ from trainers.config.presets import (
 from trainers.config.yaml_file import read_yaml
 from trainers.data.layout import AttentionMetadata
 from trainers.model.attention import KERNELS
-from trainers.model.load import _check_layers, add_adapters
+from trainers.model.config_checks import check_layers
+from trainers.model.load import add_adapters
 from trainers.model.quantization import refuse_unfit
 from trainers.objectives.sft import LINEAR_HEADS
 from trainers.strategy.strategy import load_strategy, strategy_names
@@ -236,7 +237,7 @@ def test_a_model_alone_gets_lora_and_says_so() -> None:
 def test_the_published_model_is_built_with_the_presets_method(name: str) -> None:
     config, published = Request(preset=name).resolve(), PUBLISHED[model_of(name)]
     shape = shape_of(published)
-    _check_layers(config, shape)
+    check_layers(config, shape)
     assert config.max_length <= shape.get_text_config().max_position_embeddings
     model = on_meta(shape)
     assert stored(published, model) == published.safetensors_total

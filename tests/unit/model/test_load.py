@@ -18,7 +18,8 @@ from trainers.config.validation import build, ignored_choices
 from trainers.data.layout import AttentionMetadata, DocumentLayout
 from trainers.embedded import BASE_DIR
 from trainers.model.attention import KERNELS
-from trainers.model.load import _check_values, _drop_dropout, add_adapters, build_model, load_base
+from trainers.model.config_checks import check_values
+from trainers.model.load import _drop_dropout, add_adapters, build_model, load_base
 from trainers.model.probe import check_model_computes
 from trainers.objectives.sft import SupervisedLoss, linear_cross_entropy
 
@@ -263,7 +264,7 @@ def test_what_waits_elsewhere_for_the_backward_pass_is_one_tensor_a_layer(monkey
 @pytest.mark.parametrize("family", ["gemma4_text", "dots3_note", "gpt2", "llama"])
 def test_sizes_are_checked_whether_or_not_they_differ_between_layers(family: str) -> None:
     model_config = AutoConfig.for_model(family)
-    _check_values(model_config)
+    check_values(model_config)
     model_config.get_text_config().hidden_size = 0
     with pytest.raises(ValueError, match="hidden_size=0 is not between 1 and"):
-        _check_values(model_config)
+        check_values(model_config)

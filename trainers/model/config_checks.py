@@ -1,0 +1,69 @@
+"""Checks of a model's config.json: values that a model can have, and a model that this project can train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoModelForCausalLM
+
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import TrainConfig
+
+_PACKABLE_LAYERS = {"full_attention", "sliding_attention", "mlp", "moe"}
+_OTHER_TASKS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice",
+                "ForRewardModel", "ForMaskedLM")  # fmt: skip
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+_MOST = {"num_hidden_layers": 10_000, **dict.fromkeys(_SIZES, 2**31 - 1)}
+"""Largest sizes in a config.json; layers are built one by one, even without memory for their weights."""
+
+
+def check_values(model_config: Any) -> None:
+    """Raises ValueError for a size below 1, or too large to ever be built, and for architectures that are no names."""
+    if model_config is None:
+        return
+    names = getattr(model_config, "architectures", None)
+    if not isinstance(names, list | None) or not all(isinstance(name, str) for name in names or ()):
+        raise ValueError("architectures is not a list of names")
+    text_config = model_config.get_text_config()
+    for name, most in _MOST.items():
+        # Not by getattr, which fails for a size that differs between layers (Gemma 4).
+        size = vars(text_config).get(getattr(text_config, "attribute_map", {}).get(name, name))
+        if isinstance(size, int) and not 1 <= size <= most:
+            raise ValueError(f"{name}={str(size)[:20]} is not between 1 and {most:,}")
+
+
+def own_code(config: TrainConfig, model_config: Any) -> bool:
+    """Whether the model is built by remote code that comes with it."""
+    return config.trust_remote_code and "AutoModelForCausalLM" in (getattr(model_config, "auto_map", None) or {})
+
+
+def refuse_other_tasks(config: TrainConfig, model_config: Any) -> None:
+    """Raises ConfigError for a model that is not a causal language model, or whose head does not predict tokens."""
+    subject = f"model_name_or_path={config.model_name_or_path}"
+    if own_code(config, model_config):
+        return
+    if type(model_config) not in AutoModelForCausalLM._model_mapping:
+        raise ConfigError(
+            f"{subject}: {model_config.model_type} models are not causal language models; use a decoder, such as a "
+            "Llama or Qwen model"
+        )
+    for name in getattr(model_config, "architectures", None) or []:
+        if not config.random_init and name.endswith(_OTHER_TASKS):
+            raise ConfigError(f"{subject} is a {name}, which has no language-modeling head; use the model it came from")
+
+
+def check_layers(config: TrainConfig, model_config: Any) -> None:
+    """Raises ConfigError for layers that are not supported, or that carry state across packed documents."""
+    layers = set(getattr(model_config, "layer_types", None) or ["full_attention"])
+    if "chunked_attention" in layers:
+        raise ConfigError(
+            f"{model_config.model_type} has chunked_attention layers, which are not supported; use another model"
+        )
+    if config.packing and not layers <= _PACKABLE_LAYERS:
+        kinds = ", ".join(sorted(layers - _PACKABLE_LAYERS))
+        raise ConfigError.about(
+            "packing",
+            True,
+            f"with {model_config.model_type}, whose {kinds} layers carry state across documents",
+            "use packing=false",
+        )
