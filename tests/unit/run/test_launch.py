@@ -26,10 +26,10 @@ def collections_in(context: AbstractContextManager[None]) -> tuple[int, bool]:
     gc.callbacks.append(note)
     try:
         with context:
-            made: list[list[int]] = [[] for _ in range(10_000)]
+            objects: list[list[int]] = [[] for _ in range(10_000)]
     finally:
         gc.callbacks.remove(note)
-    return phases.count("start"), any(item is made for item in gc.get_objects())
+    return phases.count("start"), any(item is objects for item in gc.get_objects())
 
 
 def test_the_collector_pauses_and_skips_what_was_made_meanwhile() -> None:

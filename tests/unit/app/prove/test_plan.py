@@ -61,8 +61,8 @@ def test_a_config_file_is_a_choice_and_a_preset_is_none(tmp_path: Path) -> None:
 def test_a_preset_that_leaves_the_promise_is_told() -> None:
     given = build({"model_name_or_path": "x", "dataset_name": "y", "mixed_precision": "bf16", "save_steps": 7})
     used = given.model_copy(update={"mixed_precision": "no", "save_steps": 0})
-    asked = _Command({}, Request("its-name"), {}, {})
-    assert [line["option"] for line in _overrides(asked, given, used, _known(SETTINGS), {})] == ["mixed_precision"]
+    command = _Command({}, Request("its-name"), {}, {})
+    assert [line["option"] for line in _overrides(command, given, used, _known(SETTINGS), {})] == ["mixed_precision"]
 
 
 def test_without_a_model_the_one_that_ships_is_proved() -> None:
