@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from app.plan.command import count
-from app.plan.estimate import GIB, Hardware, Row, candidate, plan_row
+from app.plan.estimate import Row, candidate, plan_row
+from app.plan.hardware import GIB, Hardware
 from benchmarks.parallelism import head, line
 from benchmarks.shapes import NAMES, model_folder
 from tests.launching import ROOT, launch_well

@@ -17,7 +17,8 @@ from app.console import clean, number, report, report_json, show_table
 from app.hardware import Devices, choose_devices, cpu_count, find_gpus
 from app.launch.foreground import run_checker, spinner
 from app.launch.job import named_preset
-from app.plan.estimate import GIB, Candidate, Hardware, Row, best_first, candidate, case_of, parse_size, plan_row
+from app.plan.estimate import Candidate, Row, best_first, candidate, case_of, plan_row
+from app.plan.hardware import GIB, Hardware, parse_size
 from trainers.config.command_line import option
 from trainers.config.mistakes import ConfigError, Mistake, Mistakes
 from trainers.config.options import MACHINE_OPTIONS, TrainConfig, absolute_paths

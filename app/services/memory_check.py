@@ -12,7 +12,8 @@ from app import hardware
 from app.launch.foreground import CheckBroke, where
 from app.launch.job import TrainJob
 from app.plan.command import count
-from app.plan.estimate import GIB, Hardware, plan_row
+from app.plan.estimate import plan_row
+from app.plan.hardware import GIB, Hardware
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.config.parse import dump_yaml

@@ -15,7 +15,8 @@ from pydantic import ValidationError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from app.plan.estimate import GIB, ROOM, Hardware, candidate, case_of, plan_row
+from app.plan.estimate import candidate, case_of, plan_row
+from app.plan.hardware import GIB, ROOM, Hardware
 from tests.parity.runs import mostly_long
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import EMBEDDED, TrainConfig

@@ -12,7 +12,7 @@ from app.command_line import TRAIN
 from app.hardware import Gpu
 from app.launch.job import TrainJob, train_job
 from app.plan.command import _candidates as candidates
-from app.plan.estimate import Hardware
+from app.plan.hardware import Hardware
 from app.services.choices import GpuChoice
 from app.services.form import default_gpus, preview
 from trainers.config.mistakes import ConfigError

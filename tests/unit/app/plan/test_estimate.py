@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from app.plan.estimate import CUDA_GIB, GIB, NCCL_GIB, Hardware, Row, best_first, candidate, parse_size, plan_row
+from app.plan.estimate import Row, best_first, candidate, plan_row
+from app.plan.hardware import CUDA_GIB, GIB, NCCL_GIB, Hardware, parse_size
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.config.validation import build

@@ -1,0 +1,184 @@
+"""Estimates the memory of a rank by use.
+
+Weights, gradients and optimizer state follow from the model's shape and the mesh. The memory of a micro-batch is
+counted by `trainers/tools/memory_estimate.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from app.plan.hardware import CUDA_GIB, GIB, NCCL_GIB
+from trainers.config.options import TrainConfig
+from trainers.strategy.pipeline_schedules import SCHEDULES, balance, in_flight, stages_of
+from trainers.strategy.strategy import Strategy
+from trainers.strategy.traffic import FP32
+
+_ADAM, _ADAM_8BIT = 8.0, 2 + 8 / 256
+_LIVE, _BUCKET = 1e9, 5e8
+"""DeepSpeed's defaults of `stage3_max_live_parameters` and `reduce_bucket_size`, in elements."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's share of the model under tensor and pipeline parallelism, before data-parallel sharding.
+
+    Args:
+        layers: number of layers.
+        buffers: number of receive buffers for stage inputs and gradients, per micro-batch of a step.
+        trained: number of trained parameters; `trained_layer` in one layer, `trained_outside` in embedding and head.
+        frozen: bytes of frozen weights; `frozen_layer` and `frozen_outside` likewise.
+        scales: bytes of the scales of 4-bit weights.
+        parameters: number of all parameters.
+    """
+
+    layers: int
+    buffers: int
+    trained: float
+    trained_layer: float
+    trained_outside: float
+    frozen: float
+    frozen_layer: float
+    frozen_outside: float
+    scales: float
+    parameters: float
+
+    @classmethod
+    def of(cls, case: Mapping[str, Any], every: int, layers: int, ends: float, buffers: int) -> Share:
+        """The share of a rank with `layers` of `every` layers, and the fraction `ends` of embedding and head."""
+        layer, frozen = case["trained_inside"] / every, case["frozen_inside"] / every
+        outside, frozen_outside = case["trained_outside"] * ends, case["frozen_outside"] * ends
+        parameters = (case["parameters"] - case["parameters_outside"]) * layers / every
+        return cls(
+            layers, buffers, layer * layers + outside, layer, outside, frozen * layers + frozen_outside, frozen,
+            frozen_outside, case["scales"] * layers / every, parameters + case["parameters_outside"] * ends,
+        )  # fmt: skip
+
+
+def shares_of(strategy: Strategy, counted: Mapping[str, Any], case: Mapping[str, Any]) -> list[Share]:
+    """The share of each rank of a pipeline, split as in `trainers/parallel/pipeline_split.py`; else a single share."""
+    layers, ranks, schedule = counted["layers"], strategy.pp_size, strategy.pp_schedule
+    if ranks == 1:
+        return [Share.of(case, layers, layers, 1.0, 0)]
+    # The first stage has the embedding, the last the head: half of what is outside the layers each, or all if tied.
+    total = ranks * SCHEDULES[schedule].chunks
+    layers_of_stage, shares = balance(layers, total, counted["layer_matmul"], counted["words"] * counted["hidden"]), []
+    end = 1.0 if counted["tied"] else 0.5
+    for rank in range(ranks):
+        stages = stages_of(schedule, ranks, rank)
+        ends = min(1.0, end * (0 in stages) + end * (total - 1 in stages))
+        buffers = sum((stage > 0) + (stage < total - 1) for stage in stages)
+        shares.append(Share.of(case, layers, sum(len(layers_of_stage[stage]) for stage in stages), ends, buffers))
+    return shares
+
+
+def rank_memory(
+    strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any], case: Mapping[str, Any], share: Share,
+    on_gpu: bool,
+) -> tuple[dict[str, float], float]:  # fmt: skip
+    """Bytes on a rank by use, and bytes offloaded from it."""
+    sizes = strategy.sizes
+    micro_batches = config.accumulation_steps(strategy.data_parallel_size)
+    # A pipeline stage keeps the activations of all micro-batches in flight, and a buffer for each received tensor.
+    held = in_flight(strategy.pp_schedule, strategy.pp_size, micro_batches) if strategy.pp_size > 1 else 1
+    received = (
+        share.buffers * micro_batches * token_slots(strategy, config) * counted["hidden"] * activation_bytes(config)
+    )
+    memory = dict.fromkeys(("weights", "gradients", "optimizer"), 0.0)
+    resting = _persistent(strategy, config, share)
+    away = sum(resting.pop(name) for name in _offloaded(strategy)) if on_gpu else 0.0
+    around = CUDA_GIB * GIB + (NCCL_GIB * GIB if sizes.world > 1 else 0) if on_gpu else counted["process_bytes"]
+    memory |= {**resting, "gathered": _gathered(strategy, config, counted, share, on_gpu),
+               "activations": case["fixed"] + case["layer"] * share.layers * held + received,
+               "overhead": around}  # fmt: skip
+    return memory, away
+
+
+def token_slots(strategy: Strategy, config: TrainConfig) -> int:
+    """Token slots of a micro-batch on a rank."""
+    return -(-config.per_device_train_batch_size * config.max_length // strategy.sizes.sequence_shards)
+
+
+def weight_and_state_bytes(config: TrainConfig) -> tuple[float, float]:
+    """Bytes of a trained weight (and of its gradient), and of its optimizer state."""
+    weight = 4.0 if config.master_weights or config.method != "full" else 2.0
+    return weight, _ADAM if config.optim == "adamw" else _ADAM_8BIT
+
+
+def activation_bytes(config: TrainConfig) -> int:
+    """Bytes of an activation passed between layers: those of the embedding's dtype."""
+    half = config.mixed_precision != "no" and (config.method != "full" or not config.master_weights)
+    return 2 if half else 4
+
+
+def _persistent(strategy: Strategy, config: TrainConfig, share: Share) -> dict[str, float]:
+    """Bytes of weights, gradients and optimizer state between steps."""
+    weight, state = weight_and_state_bytes(config)
+    shards = _shards(strategy)
+    divisor = {"weights": shards, "gradients": shards, "optimizer": shards}
+    if strategy.distributed_type == "DEEPSPEED":
+        state += FP32  # DeepSpeed updates a flat fp32 copy
+        divisor = {name: shards if strategy.zero_stage >= stage else 1
+               for name, stage in (("weights", 3), ("gradients", 2), ("optimizer", 1))}  # fmt: skip
+    return {
+        "weights": (share.trained * weight + share.frozen) / divisor["weights"] + share.scales,
+        "gradients": share.trained * weight / divisor["gradients"],
+        "optimizer": share.trained * state / divisor["optimizer"],
+    }
+
+
+def _shards(strategy: Strategy) -> int:
+    """Number of ranks over which weights, gradients or optimizer states are sharded."""
+    unsharded = strategy.distributed_type == "FSDP" and not strategy.sharded
+    cuts = strategy.distributed_type in ("FSDP", "DEEPSPEED") and not unsharded
+    return strategy.sizes.dp_shard * strategy.sizes.sequence_shards if cuts else 1
+
+
+def keeps_gathered(strategy: Strategy) -> bool:
+    """Whether FSDP keeps gathered weights until the backward pass."""
+    fsdp = strategy.fsdp
+    if strategy.fsdp_version == 1:
+        return fsdp.get("fsdp_sharding_strategy") == "SHARD_GRAD_OP"
+    return not fsdp.get("fsdp_reshard_after_forward", True)
+
+
+def _gathered(strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any], share: Share, on_gpu: bool) -> float:
+    """Peak bytes of temporarily gathered weights and gradients, and of DeepSpeed's buckets."""
+    weight, shards = weight_and_state_bytes(config)[0], _shards(strategy)
+    every = share.trained * weight + share.frozen
+    fetched = on_gpu and "weights" in _offloaded(strategy)
+    if shards == 1 and not fetched and strategy.distributed_type != "DEEPSPEED":
+        return 0.0
+    largest = max(share.trained_layer, share.trained_outside) * weight
+    # DeepSpeed: gradient buckets, and under ZeRO 3 the parameters that it keeps gathered.
+    if strategy.distributed_type == "DEEPSPEED":
+        bucket = _size(strategy, "reduce_bucket_size", _BUCKET, counted) * FP32
+        bucket = bucket if on_gpu else min(bucket, share.trained * FP32)  # on a CPU, only pages that were written count
+        if strategy.zero_stage < 3:
+            bucket *= 2 if strategy.deepspeed_json.get("zero_optimization", {}).get("overlap_comm") is True else 1
+            return bucket + (largest if strategy.zero_stage == 2 else 0.0)
+        live = _size(strategy, "stage3_max_live_parameters", _LIVE, counted)
+        again = every / strategy.second_copies if strategy.second_copies > 1 else 0.0
+        return every * min(1.0, live / share.parameters) + largest + bucket + again
+    # FSDP: a pipeline stage stays gathered for the step; otherwise the root, two layers, and the largest gradient.
+    if strategy.pp_size > 1:
+        return every + share.trained * weight
+    if keeps_gathered(strategy):
+        return every + largest
+    outside = share.trained_outside * weight + share.frozen_outside
+    return outside + 2 * (share.trained_layer * weight + share.frozen_layer) + largest
+
+
+def _size(strategy: Strategy, key: str, default: float, counted: Mapping[str, Any]) -> float:
+    """A size in elements from the DeepSpeed JSON; `auto` as `trainers/parallel/zero.py` resolves it."""
+    value = strategy.deepspeed_json.get("zero_optimization", {}).get(key, default)
+    return float(counted["hidden"] ** 2 if value == "auto" else value)
+
+
+def _offloaded(strategy: Strategy) -> list[str]:
+    """What is offloaded from the device."""
+    weights = strategy.offload_of("param") != "none" and strategy.sharded
+    states = strategy.offload_of("optimizer") != "none"
+    return ["weights"] * weights + ["gradients", "optimizer"] * states

@@ -1,0 +1,89 @@
+"""Estimates the traffic and the time of a step, from matrix products and communication only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from app.plan.hardware import NOMINAL, Hardware
+from app.plan.memory import activation_bytes, keeps_gathered, token_slots, weight_and_state_bytes
+from trainers.config.options import TrainConfig
+from trainers.strategy.pipeline_schedules import SCHEDULES
+from trainers.strategy.strategy import Strategy
+from trainers.strategy.traffic import ModelSizes, predicted, weight_terms
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The cost of a step.
+
+    Args:
+        seconds: its duration.
+        sent: bytes that a rank sends.
+        tokens_per_second: upper bound of the rate; None if unknown.
+    """
+
+    seconds: float
+    sent: float
+    tokens_per_second: float | None
+
+
+def step_time(
+    strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any], bubble: float, hardware: Hardware
+) -> StepTime:
+    """Estimates the cost of a step, assuming full rows.
+
+    Args:
+        strategy: the strategy, from `app.plan.estimate.candidate`.
+        config: the config, likewise.
+        counted: the counts of `trainers/tools/memory_estimate.py`.
+        bubble: fraction of a step in which a rank of a pipeline is idle.
+        hardware: the hardware to plan for.
+    """
+    sizes, kind = strategy.sizes, _traffic_of(strategy)
+    micro_batches = config.accumulation_steps(strategy.data_parallel_size)
+    chunks, step = SCHEDULES[strategy.pp_schedule].chunks, [(token_slots(strategy, config),) * 2] * micro_batches
+    model = _model_sizes(strategy, config, counted)
+    sent = sum(part.wire for part in predicted(kind, sizes, chunks, model, [step], 0))
+    beside = sum(part.wire for part in weight_terms(kind, sizes, model, 1, micro_batches))
+    # Compute time: 6 FLOPs per trained and 4 per frozen parameter and token, plus recomputed layers.
+    trained, frozen = counted["matmul_trained"], counted["matmul_frozen"]
+    repeats = config.gradient_checkpointing and not config.selective_checkpointing
+    again = 2 * counted["layer_matmul"] * counted["layers"] if repeats else 0
+    tokens = config.global_batch_size * config.max_length
+    devices = hardware.processes if hardware.kind == "cpu" else sizes.world  # processes share the cores of a CPU
+    rate = (counted["flops_per_second"] or NOMINAL) * devices
+    busy = tokens * (6 * trained + 4 * frozen + again) / rate / (1 - bubble)
+    # Communication time, overlapping computation where the strategy allows it.
+    link = hardware.speed * 1e9
+    if sizes.pp > 1 or kind.startswith("ZERO"):  # these send gradients only after the backward pass
+        seconds = busy + sent / link
+    else:
+        seconds = max(busy, beside / link) + (sent - beside) / link
+    known = counted["flops_per_second"] and counted["all_linear"] and strategy.offload == "none"
+    return StepTime(seconds, sent, tokens / seconds if known else None)
+
+
+def _traffic_of(strategy: Strategy) -> str:
+    """The strategy's name for `predicted`; ZeRO 3 gathers as FSDP does, except for what it keeps."""
+    if strategy.zero_stage:
+        return "FSDP" if strategy.zero_stage == 3 else f"ZERO{strategy.zero_stage}"
+    if strategy.distributed_type == "FSDP":
+        return "MULTI_GPU" if not strategy.sharded else "GRAD_OP" if keeps_gathered(strategy) else "FSDP"
+    return strategy.distributed_type
+
+
+def _model_sizes(strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any]) -> ModelSizes:
+    """The model's sizes for `predicted`; `tied` if two ranks of a pipeline exchange a gradient."""
+    case = counted["whole"]
+    trained, parameters = case["trained_inside"] + case["trained_outside"], case["parameters"]
+    weight = weight_and_state_bytes(config)[0]
+    full_weights = trained * weight + case["frozen_inside"] + case["frozen_outside"]
+    tied = counted["tied"] and case["trained_outside"] > 0 and not SCHEDULES[strategy.pp_schedule].turns
+    return ModelSizes(
+        parameters, int(case["vectors"]), case["parameters_outside"], counted["layers"], counted["hidden"],
+        counted["heads"], counted["key_heads"], counted["head_size"], counted["words"], tied,
+        trained_share=trained / parameters, gradient_bytes=weight, gathered_bytes=full_weights / parameters,
+        matmul_bytes=4 if config.mixed_precision == "no" else 2, hidden_bytes=activation_bytes(config),
+    )  # fmt: skip
