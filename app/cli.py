@@ -290,11 +290,24 @@ def presets(json: Json = False) -> int:
 
 
 @app.command()
-def strategies(json: Json = False) -> int:
-    """List the available strategies."""
-    from app.commands.runs import strategies_verb
+def strategies(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Strategy or Accelerate YAML to describe, or `import`.")
+    ] = None,
+    file: Annotated[str | None, typer.Argument(metavar="FILE", help="DeepSpeed JSON to import.")] = None,
+    num_processes: Annotated[
+        str | None, typer.Option("--num_processes", metavar="<int>", help="Processes of the imported strategy.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="<file>", help="Accelerate YAML to write; default: the JSON's name, in this folder."),
+    ] = None,
+    json: Json = False,
+) -> int:
+    """List the strategies, describe one (`strategies fsdp2`), or import a DeepSpeed JSON (`strategies import FILE`)."""
+    from app.commands.strategies import strategies_verb
 
-    return strategies_verb(json)
+    return strategies_verb(name, file, num_processes, output, json)
 
 
 @app.command()

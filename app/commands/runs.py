@@ -38,7 +38,6 @@ from app.services.memory_check import known_verdict, memory_verdict
 from trainers.config.mistakes import ConfigError
 from trainers.config.parse import Request
 from trainers.config.presets import find_preset, preset_names
-from trainers.strategy.strategy import load_strategy, strategy_names
 
 
 def train_verb(argv: Sequence[str]) -> int:
@@ -313,15 +312,11 @@ def export_verb(
 
 def presets_verb(as_json: bool) -> int:
     """`tunesmith presets`."""
-    return _catalog([{"name": name, "summary": find_preset(name).summary} for name in preset_names()], as_json)
+    return catalog([{"name": name, "summary": find_preset(name).summary} for name in preset_names()], as_json)
 
 
-def strategies_verb(as_json: bool) -> int:
-    """`tunesmith strategies`."""
-    return _catalog([{"name": name, "summary": load_strategy(name).summary} for name in strategy_names()], as_json)
-
-
-def _catalog(rows: list[dict[str, str]], as_json: bool) -> int:
+def catalog(rows: list[dict[str, str]], as_json: bool) -> int:
+    """Shows names and summaries; returns exit status 0."""
     if as_json:
         report_json(rows)
     else:

@@ -116,17 +116,21 @@ def activation_bytes(config: TrainConfig) -> int:
 def _persistent(strategy: Strategy, config: TrainConfig, share: Share) -> dict[str, float]:
     """Bytes of weights, gradients and optimizer state between steps."""
     weight, state = weight_and_state_bytes(config)
-    shards = _shards(strategy)
-    divisor = {"weights": shards, "gradients": shards, "optimizer": shards}
+    divisor = shard_counts(strategy)
     if strategy.distributed_type == "DEEPSPEED":
         state += FP32  # DeepSpeed updates a flat fp32 copy
-        divisor = {name: shards if strategy.zero_stage >= stage else 1
-               for name, stage in (("weights", 3), ("gradients", 2), ("optimizer", 1))}  # fmt: skip
     return {
         "weights": (share.trained * weight + share.frozen) / divisor["weights"] + share.scales,
         "gradients": share.trained * weight / divisor["gradients"],
         "optimizer": share.trained * state / divisor["optimizer"],
     }
+
+
+def shard_counts(strategy: Strategy) -> dict[str, int]:
+    """Number of ranks over which the data-parallel axes shard `weights`, `gradients` and `optimizer` state."""
+    first_stage = {"weights": 3, "gradients": 2, "optimizer": 1}
+    shards, zero = _shards(strategy), strategy.distributed_type == "DEEPSPEED"
+    return {name: shards if not zero or strategy.zero_stage >= stage else 1 for name, stage in first_stage.items()}
 
 
 def _shards(strategy: Strategy) -> int:

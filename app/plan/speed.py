@@ -41,7 +41,7 @@ def step_time(
         bubble: fraction of a step in which a rank of a pipeline is idle.
         hardware: the hardware to plan for.
     """
-    sizes, kind = strategy.sizes, _traffic_of(strategy)
+    sizes, kind = strategy.sizes, traffic_kind(strategy)
     micro_batches = config.accumulation_steps(strategy.data_parallel_size)
     chunks, step = SCHEDULES[strategy.pp_schedule].chunks, [(token_slots(strategy, config),) * 2] * micro_batches
     model = _model_sizes(strategy, config, counted)
@@ -65,7 +65,7 @@ def step_time(
     return StepTime(seconds, sent, tokens / seconds if known else None)
 
 
-def _traffic_of(strategy: Strategy) -> str:
+def traffic_kind(strategy: Strategy) -> str:
     """The strategy's name for `predicted`; ZeRO 3 gathers as FSDP does, except for what it keeps."""
     if strategy.zero_stage:
         return "FSDP" if strategy.zero_stage == 3 else f"ZERO{strategy.zero_stage}"

@@ -154,25 +154,25 @@ def nested_section(field: FieldInfo) -> type[Section] | None:
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
 
 
-def ignored_keys(model: type[Section], values: Mapping[str, Any], where: str = "") -> list[str]:
-    """Returns a line for each value that has no effect.
+def ignored_keys(model: type[Section], values: Mapping[str, Any], where: str = "") -> list[tuple[str, str]]:
+    """Returns the dotted path of each value that has no effect, and why.
 
     Args:
         model: Model of the mapping.
         values: A valid mapping.
         where: Dotted path of the mapping; empty at the top level.
     """
-    lines = []
+    ignored = []
     for name, value in values.items():
         field = model.model_fields.get(name)
         if field is None or value is None:
             continue
         path = f"{where}.{name}" if where else name
         reasons = [note.reason for note in notes_of(field) if isinstance(note, Ignored) and note.applies(value)]
-        lines += [f"{path} is ignored: {reason}" for reason in reasons]
+        ignored += [(path, reason) for reason in reasons]
         if not reasons and (nested := nested_section(field)):
-            lines += ignored_keys(nested, value, path)
-    return lines
+            ignored += ignored_keys(nested, value, path)
+    return ignored
 
 
 def _locate(model: type[Section], loc: tuple[int | str, ...]) -> tuple[type[Section], list[str]]:

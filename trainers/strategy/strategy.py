@@ -159,12 +159,11 @@ class Strategy:
         if sizes.pp > 1 and config.ddp_bucket_cap_mb != TrainConfig.model_fields["ddp_bucket_cap_mb"].default:
             lines.append("ddp_bucket_cap_mb is ignored: a pipeline sums its gradients itself")
         if sizes.pp > 1 and "fsdp_transformer_layer_cls_to_wrap" in self.fsdp:
-            lines.append(
-                "fsdp_config.fsdp_transformer_layer_cls_to_wrap is ignored: "
-                "each layer of a stage is sharded by itself; remove the line"
-            )
-        lines += ignored_keys(AccelerateConfig, self.values)
-        lines += [f"{SOURCE}: {line}" for line in ignored_keys(DeepSpeedJson, self.deepspeed_json)]
+            reason = "each layer of a stage is sharded by itself; remove the line"
+            lines.append(f"fsdp_config.fsdp_transformer_layer_cls_to_wrap is ignored: {reason}")
+        ignored = ignored_keys(AccelerateConfig, self.values)
+        ignored += [(f"{SOURCE}: {key}", reason) for key, reason in ignored_keys(DeepSpeedJson, self.deepspeed_json)]
+        lines += [f"{key} is ignored: {reason}" for key, reason in ignored]
         local = self.num_processes // machines
         # An axis stays within machines if the processes that it spans, inner axes included, divide those of a machine.
         inner = {"tp": sizes.tp, "sp": sizes.sp * sizes.tp, "cp": sizes.cp * sizes.sp * sizes.tp}
