@@ -364,7 +364,7 @@ class _Import:
             self.take(name, OMITTED, "off, or without effect here")
 
     def _zero(self, processes: int, mesh: int) -> None:
-        """Moves `zero_optimization`: into the Accelerate file if that can say all of it, else the JSON is remaining."""
+        """Moves `zero_optimization`: into the Accelerate file if that can say all of it, else the JSON is kept."""
         result, zero = self.result, self._renamed_zero()
         accelerate = result.accelerate
         accelerate["num_processes"] = max(processes, 2)
