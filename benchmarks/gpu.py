@@ -34,7 +34,7 @@ from benchmarks.shapes import TINY, empty_model, model_folder
 from benchmarks.throughput import check_equal_work
 from tests.launching import ROOT
 from trainers.model.load import matmul_parameters
-from trainers.monitor.metrics import attention_width, peak_flops, step_flops
+from trainers.monitor.mfu import attention_width, peak_flops, step_flops
 
 BUDGET = 530.0
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "torchao", "trl")

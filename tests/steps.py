@@ -54,7 +54,7 @@ class Steps:
             plan=plan_training(config, prepare(config, "train"), mesh.sizes.data, 0, sequence_shard(mesh)),
             eval_rows=None, checkpoints=_stub(written=lambda: True), heartbeat=_stub(at=at), metrics=None,
             report=nothing, show=nothing, launcher=0, clock=nothing,
-            stragglers=Stragglers(made.device, local_forward=True),
+            stragglers=Stragglers(made.device, local_forward=True), profiler=nothing,
         )  # fmt: skip
 
     def take(self, step: int) -> StepResult:

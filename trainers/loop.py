@@ -43,15 +43,9 @@ from trainers.model.load import compute_dtype
 from trainers.model.lr_schedule import learning_rate
 from trainers.monitor import loss_guard
 from trainers.monitor.heartbeat import Heartbeat
-from trainers.monitor.metrics import (
-    MetricsFile,
-    RecentPace,
-    Window,
-    attention_width,
-    memory_gib,
-    peak_flops,
-    step_flops,
-)
+from trainers.monitor.metrics import MetricsFile, RecentPace, Window, device_values, values_by_rank
+from trainers.monitor.mfu import attention_width, peak_flops, step_flops
+from trainers.monitor.profiler import StepProfiler
 from trainers.monitor.startup_timer import StartupTimer
 from trainers.monitor.stop_requests import Requests
 from trainers.monitor.stragglers import Stragglers, slow_warning
@@ -89,6 +83,7 @@ class TrainContext:
         launcher: process id of this rank's parent; the run stops if it dies.
         clock: measures startup, which ends with the first step.
         stragglers: measures this rank's own speed.
+        profiler: profiles the chosen steps.
     """
 
     config: TrainConfig
@@ -111,6 +106,7 @@ class TrainContext:
     launcher: int
     clock: StartupTimer
     stragglers: Stragglers
+    profiler: StepProfiler
 
 
 @dataclass
@@ -264,7 +260,10 @@ class TrainLoop:
     def run(self) -> Outcome:
         """Trains from the current progress to the end, or until requested to stop."""
         try:
-            return self._steps()
+            outcome = self._steps()
+            self.context.profiler.finish()
+            self.context.backend.finish()
+            return outcome
         except TrainingError:  # raised on every rank: finish the pending checkpoint together
             with contextlib.suppress(TrainingError):
                 self._until(self.context.checkpoints.written)
@@ -289,13 +288,15 @@ class TrainLoop:
                     f"no better {metric} in {stale} evaluations; stopped early at step {self.progress.step}"
                 )
             context.heartbeat.at("data", step)
-            with self.window.waiting(), context.stragglers.local_work():
+            context.profiler.begin(step + 1)
+            with self.window.waiting(), context.stragglers.local_work(), context.profiler.data():
                 batch = next(batches)
             if step + 1 in self.progress.skipped_steps:
                 self._skip(step)
                 continue
             result = train_step(context, batch, step, requests)
             context.clock.first_step_ended(report=context.ranks.is_main)
+            context.profiler.end(step + 1, self.window.pause())
             self._after_step(batch, result)
             if result.stop:
                 batches.close()
@@ -356,7 +357,7 @@ class TrainLoop:
         seconds = window.seconds()
         self.recent.add(window)
         progress.elapsed_s += seconds
-        memory = context.ranks.gather(round(memory_gib(context.ranks.device), 4))
+        devices = context.ranks.gather(device_values(context.ranks.device))
         slow = context.stragglers.verdict(context.ranks.gather(context.stragglers.sample(seconds)))
         row = {
             "step": progress.step,
@@ -366,8 +367,7 @@ class TrainLoop:
             **result.extra,
             "learning_rate": result.rate,
             **window.rates(self.peak),
-            "memory_gib": max(memory),
-            "memory_gib_by_rank": memory,
+            **values_by_rank(devices),
             "tokens": progress.tokens,
             "elapsed_s": progress.elapsed_s,
             "recent_tokens_per_second": self.recent.tokens_per_second,

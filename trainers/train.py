@@ -227,6 +227,7 @@ def train(
         from trainers.model.load import matmul_parameters
         from trainers.monitor.heartbeat import Heartbeat
         from trainers.monitor.metrics import memory_gib
+        from trainers.monitor.profiler import StepProfiler
         from trainers.monitor.self_check import compare, refuse_differences, table
         from trainers.monitor.stragglers import Stragglers
         from trainers.parallel.sequence import sequence_shard
@@ -262,6 +263,7 @@ def train(
     CLOCK.ended("wrap")
 
     processes = [launch.launcher, *ranks.gather(Process.of("rank", ranks.rank))]
+    local_forward = strategy.distributed_type in ("NO", "MULTI_GPU") and not strategy.has_mesh
     reporter = build.Reporter(run, accelerator, config, attempt, main_rank, console, processes)
     context = TrainContext(
         config=config, run=run, ranks=ranks, mesh=mesh, backend=backend,
@@ -272,10 +274,8 @@ def train(
         heartbeat=Heartbeat(run, ranks.rank, config.hang_timeout),
         metrics=build.metrics_file(run, attempt) if main_rank else None,
         report=reporter.state, show=reporter.row,
-        launcher=launch.parent, clock=CLOCK,
-        stragglers=Stragglers(
-            ranks.device, local_forward=strategy.distributed_type in ("NO", "MULTI_GPU") and not strategy.has_mesh
-        ),
+        launcher=launch.parent, clock=CLOCK, stragglers=Stragglers(ranks.device, local_forward),
+        profiler=StepProfiler(config, run, ranks.rank),
     )  # fmt: skip
     with contextlib.closing(context.heartbeat):
         outcome = TrainLoop(context, progress, folder).run()

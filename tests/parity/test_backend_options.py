@@ -71,6 +71,27 @@ def test_fsdp(name: str, tmp_path: Path) -> None:
     assert said == FSDP[name]["fsdp_cpu_ram_efficient_loading"]
 
 
+def test_profilers_show_what_they_see_and_change_nothing(tmp_path: Path) -> None:
+    """torch's profiler on both ranks, and DeepSpeed's profiler of FLOPs and logger of communication."""
+    content = ZERO["zero1 with small buckets"] | {
+        "flops_profiler": {"enabled": True, "profile_step": 3, "detailed": False},
+        "comms_logger": {"enabled": True},
+    }
+    (tmp_path / "zero.json").write_text(json.dumps(content))
+    inline = {"deepspeed_config_file": str(tmp_path / "zero.json"), "zero3_init_flag": False}
+    file = write(tmp_path, "DEEPSPEED", deepspeed_config=inline)
+    profiled = options("full", True, profile_steps="5:7", profile_ranks="all")
+    finished = launch_well(tmp_path / "run", 2, profiled, strategy=file)
+    assert curve(finished).agrees(reference("full", True))
+    assert "DeepSpeed Flops Profiler" in finished.output
+    assert re.search(r"busbw_avg \(Gbps\)[^$]*\n\s+\d+\.\d+ [KM]B +[1-9]", finished.output)
+    for rank in (0, 1):
+        seen = json.loads((finished.run.path / "profile" / f"rank-{rank}.json").read_text())
+        assert (seen["first_step"], seen["steps"]) == (5, 3)
+        assert sum(seen["shares"].values()) == pytest.approx(1)
+        assert seen["shares"]["compute"] > 0 < seen["shares"]["exposed"] + seen["shares"]["overlapped"]
+
+
 @pytest.mark.parametrize("name", mostly_long(ZERO, []))
 def test_zero(name: str, tmp_path: Path) -> None:
     json_file = tmp_path / "zero.json"

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from trainers.config.mistakes import ConfigError, Mistake, nearest
 
@@ -28,6 +29,8 @@ MACHINE_OPTIONS = ("num_machines", "machine_rank", "main_process_ip", "main_proc
 LAUNCH_OPTIONS = ("strategy", "gpus", "num_processes", *MACHINE_OPTIONS)
 UNKNOWN = "is not an option"
 """`Mistake.problem` of an unknown option."""
+MAX_PROFILED = 100
+"""Steps to profile at most, as a trace grows by megabytes per step."""
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
@@ -58,6 +61,22 @@ def _iso_date(value: Any) -> Any:
         return date.fromisoformat(str(value)).isoformat()
     except ValueError:
         raise ValueError("input should be a date such as 2024-07-26") from None
+
+
+def _step_range(value: Any) -> Any:
+    """Checks a range of steps such as `10:13`; YAML reads that as a number unless it is quoted."""
+    value = _none_word(value)
+    first, _, last = value.partition(":") if isinstance(value, str) else ("", "", "")
+    numbers = [int(text) for text in (first, last) if re.fullmatch("[0-9]{1,12}", text)]
+    if value is not None and not (len(numbers) == 2 and 0 < numbers[0] <= numbers[1] < numbers[0] + MAX_PROFILED):
+        raise ValueError(f"input should be two steps such as '10:13' (quoted in YAML), at most {MAX_PROFILED} in all")
+    return value
+
+
+def _ranks(value: list[str]) -> list[str]:
+    if value != ["all"] and not all(re.fullmatch("[0-9]{1,6}", rank) for rank in value):
+        raise ValueError("input should be ranks such as 0,1, or all")
+    return value
 
 
 Names = Annotated[list[str], BeforeValidator(_split_commas)]
@@ -293,6 +312,10 @@ class TrainConfig(BaseModel):
     """Start even if another run uses the same GPUs, instead of waiting for them."""
     report_to: Names = _option("run", [])
     """Trackers in addition to `metrics.jsonl`, comma-separated: tensorboard, wandb, trackio, mlflow."""
+    profile_steps: Annotated[str | None, BeforeValidator(_step_range)] = _option("run", None)
+    """First and last step to profile, such as 10:13: writes a trace and a summary into the run folder."""
+    profile_ranks: Annotated[Names, AfterValidator(_ranks)] = _option("run", ["0"], min_length=1)
+    """Ranks to profile, comma-separated, or all."""
     merge_adapter: bool = _option("run", False)
     """Merge the adapters into the base model and export full weights."""
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option("run", "auto")
@@ -327,6 +350,13 @@ class TrainConfig(BaseModel):
             f"= {rows}",
             ", or ".join(ways),
         )
+
+    def profiled_steps(self) -> tuple[int, int] | None:
+        """Returns the first and the last step to profile, counted from 1; None if there are none."""
+        if self.profile_steps is None:
+            return None
+        first, _, last = self.profile_steps.partition(":")
+        return int(first), int(last)
 
     def small_optimizer(self) -> bool:
         """Whether weights or Adam states are kept below fp32, which takes Tunesmith's own optimizer."""

@@ -1,10 +1,9 @@
-"""Rates, memory, MFU, and the metrics file: one JSON row per logged step and per evaluation."""
+"""Rates, memory, and the metrics file: one JSON row per logged step and per evaluation."""
 
 from __future__ import annotations
 
 import json
 import math
-import re
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -15,50 +14,7 @@ from typing import Any, TextIO
 import psutil
 import torch
 
-# Dense bf16/fp16 peak in FLOP/s from the vendors' data sheets; MFU is not reported for other devices.
-_PEAKS = {
-    "H100 80GB HBM3": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H200 NVL": 835e12,
-    "H200": 989e12,
-    "GH200": 989e12,
-    "A100": 312e12,
-    "L40": 181e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-}
-
-
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Peak matrix throughput of a device in FLOP/s, or None if unknown."""
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
-        return None
-    name_parts = re.split(r"[\s-]", torch.cuda.get_device_name(device))
-    return next((peak for known, peak in _PEAKS.items() if set(known.split()) <= set(name_parts)), None)
-
-
-def attention_width(model_config: Any) -> int:
-    """Attention heads times head size, summed over layers; 0 if the model's config does not say."""
-    text = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
-    heads, layers = getattr(text, "num_attention_heads", None), getattr(text, "num_hidden_layers", None)
-    hidden = getattr(text, "hidden_size", 0)
-    size = getattr(text, "head_dim", None)
-    return (int(heads * size) if heads and size else hidden) * (layers or 0)
-
-
-def step_flops(tokens: int, matmul_parameters: tuple[int, int], attention_width: int, squared_lengths: float) -> float:
-    """Model FLOPs of one step, without recomputation.
-
-    Args:
-        tokens: real tokens.
-        matmul_parameters: trained and frozen parameters in matrix products; per token, 6 FLOPs for each trained and 4
-            for each frozen one.
-        attention_width: heads times head size, summed over layers.
-        squared_lengths: sum of squared document lengths; causal attention computes half of each square.
-    """
-    trained, frozen = matmul_parameters
-    return tokens * (6 * trained + 4 * frozen) + 6 * attention_width * squared_lengths
+from trainers.run.gpus import gpu_use
 
 
 def memory_gib(device: torch.device) -> float:
@@ -67,7 +23,32 @@ def memory_gib(device: torch.device) -> float:
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         return peak / 2**30
+    return _resident_gib()
+
+
+def _resident_gib() -> float:
     return psutil.Process().memory_info().rss / 2**30
+
+
+def device_values(device: torch.device) -> dict[str, float | None]:
+    """What a rank uses of its machine, for a row of metrics.
+
+    Returns:
+        `memory_gib` (see there); on a GPU also `memory_reserved_gib` (by torch's allocator), `host_memory_gib` (the
+        resident set), `gpu_percent` (recent use) and `gpu_power_w` (watts), both None where NVML does not report it.
+    """
+    if device.type != "cuda":
+        return {"memory_gib": round(memory_gib(device), 4)}
+    reserved = torch.cuda.memory_reserved(device) / 2**30
+    values = {"memory_gib": memory_gib(device), "memory_reserved_gib": reserved, "host_memory_gib": _resident_gib()}
+    use = gpu_use(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    return {**{name: round(value, 4) for name, value in values.items()}, **use}
+
+
+def values_by_rank(by_rank: list[dict[str, float | None]]) -> dict[str, Any]:
+    """The entries of a metrics row for `device_values` of all ranks: `memory_gib` of the fullest, and lists by rank."""
+    lists = {f"{name}_by_rank": [values[name] for values in by_rank] for name in by_rank[0]}
+    return {"memory_gib": max(value or 0.0 for value in lists["memory_gib_by_rank"]), **lists}
 
 
 class Window:

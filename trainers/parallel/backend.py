@@ -144,6 +144,10 @@ class Backend(ABC):
         """
         return {}
 
+    def finish(self) -> None:
+        """Reports what was measured over the whole run, when training has ended. Collective."""
+        return
+
     def warm_up_buckets(self) -> None:
         """Runs what a wrapper does only in its first passes, so that a resumed run matches an uninterrupted one."""
         return

@@ -73,6 +73,7 @@ class Zero(Backend):
             optimizer: Any = DummyOptim(by_decay, lr=config.scaled_learning_rate(), weight_decay=config.weight_decay)
         else:
             optimizer = build_optimizer(by_decay, config)
+        self.counts_communication = bool((settings.get("comms_logger") or {}).get("enabled"))
         build_extensions(_builders(settings))
         self.swap_lock = _own_swap_folder(settings)
         if ranks.is_main:  # which writes the file
@@ -108,6 +109,13 @@ class Zero(Backend):
             return sum(weight.ds_tensor.numel() for weight in weights), self.total_numel, self.ranks.world
         left = sum(shape.numel() for shape in self.shapes.values())
         return sum(shard.elements for shard in self.shards()), left, self.grad_group_size
+
+    def finish(self) -> None:
+        """See `Backend`; prints the sizes, times and bandwidths that `comms_logger` has counted, if it is on."""
+        if self.counts_communication:
+            from deepspeed import comm
+
+            comm.log_summary()
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         """See `Backend`; marks the step boundary explicitly, as the engine is configured without accumulation."""

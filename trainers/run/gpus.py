@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -86,6 +87,17 @@ def visible(gpus: Sequence[Gpu], variable: str | None) -> list[Gpu]:
             break
         selected += match
     return selected
+
+
+def gpu_use(uuid: str) -> dict[str, float | None]:
+    """Returns `gpu_percent` (recent use) and `gpu_power_w` (watts) of a GPU; None where NVML does not report them."""
+    use = dict[str, float | None](gpu_percent=None, gpu_power_w=None)
+    with contextlib.suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        use["gpu_power_w"] = pynvml.nvmlDeviceGetPowerUsage(handle) / 1000
+        use["gpu_percent"] = float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+    return use
 
 
 def gpu_count() -> int:

@@ -239,7 +239,7 @@ class CommsLogger(JsonSection):
     enabled: bool | None = None
     prof_all: bool | None = None
     prof_ops: list[Any] | None = None
-    verbose: bool | None = None
+    verbose: bool | None = key(Ignored("the summary at the end counts each operation; remove it"))
     debug: bool | None = None
 
 
@@ -272,10 +272,6 @@ def _all_auto(value: Any) -> bool:
         return False
     params = value.get("params")
     return not value or (isinstance(params, dict) and bool(params) and all(each == AUTO for each in params.values()))
-
-
-def _is_silent(comms_logger: dict[str, Any]) -> bool:
-    return comms_logger.get("enabled") is True and not comms_logger.get("verbose")
 
 
 class DeepSpeedJson(JsonSection):
@@ -315,11 +311,7 @@ class DeepSpeedJson(JsonSection):
     wall_clock_breakdown: bool | None = key(_NO_PRINT)
     memory_breakdown: bool | None = None
     vocabulary_size: Count | None = key(_NOT_READ)
-    comms_logger: CommsLogger | None = key(
-        Ignored(
-            "its summary is never printed; write verbose: true, which prints each operation, or remove it", _is_silent
-        )
-    )
+    comms_logger: CommsLogger | None = None
     flops_profiler: FlopsProfiler | None = None
     aio: Aio | None = None
     activation_checkpointing: Absent = key(

@@ -21,7 +21,8 @@ from trainers.config.validation import build
 from trainers.model.load import matmul_parameters
 from trainers.model.lr_schedule import learning_rate
 from trainers.monitor import metrics
-from trainers.monitor.metrics import MetricsFile, RecentPace, Window, attention_width, peak_flops, step_flops
+from trainers.monitor.metrics import MetricsFile, RecentPace, Window
+from trainers.monitor.mfu import attention_width, peak_flops, step_flops
 from trainers.run import log
 from trainers.run.log import log_line, secrets_in
 

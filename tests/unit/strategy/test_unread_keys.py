@@ -24,7 +24,7 @@ JSON_WITHOUT_EFFECT: list[tuple[dict[str, Any], str]] = [
     ({"wall_clock_breakdown": True}, "wall_clock_breakdown"),
     ({"vocabulary_size": 5}, "vocabulary_size"),
     ({"disable_allgather": True}, "disable_allgather"),
-    ({"comms_logger": {"enabled": True, "prof_all": True}}, "comms_logger"),
+    ({"comms_logger": {"enabled": True, "verbose": True}}, "comms_logger.verbose"),
     ({"zero_allow_untested_optimizer": False}, "zero_allow_untested_optimizer"),
     ({"zero_optimization": {"stage": 2, "load_from_fp32_weights": True}}, "zero_optimization.load_from_fp32_weights"),
     (
@@ -36,7 +36,7 @@ JSON_THAT_ASKS_FOR_NOTHING: list[dict[str, Any]] = [
     {},
     {"wall_clock_breakdown": False, "zero_allow_untested_optimizer": True},
     {"comms_logger": {"enabled": False, "prof_all": True}},
-    {"comms_logger": {"enabled": True, "verbose": True}},
+    {"comms_logger": {"enabled": True, "prof_all": True}},
     {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": "auto"}},
 ]
 
