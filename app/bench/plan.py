@@ -51,6 +51,9 @@ BENCH = Verb(
         "steps": option("steps", "<int>", f"Timed steps per run, after {WARM} more; default: {LEAST_STEPS} to "
                         f"{MOST_STEPS}, as many as fit into {LONG_ENOUGH:g} seconds."),
         "turns": option("turns", "<int>", f"Number of runs per setting; at least 2; default: {TURNS}."),
+        "scaling": option("scaling", "<1,2,4>", "Measure speed-up and efficiency on these numbers of processes or GPUs "
+                          "instead, with the same global batch."),
+        "strategies": option("strategies", "<a,b,c>", "With --scaling: the strategies; default: --strategy, or ddp."),
     },
     launch=("strategy", *DEVICES),
     hidden={*SHORT_RUN, "max_steps", "num_train_epochs", "output_dir", "resume_from_checkpoint"},
@@ -86,6 +89,7 @@ class Trial:
         outcome: `not run`, `not possible`, `measured`, `out of memory` or `failed`.
         reason: why it was not measured.
         runs: the measurements, one per turn.
+        job: what to run, with `config` in place of its own.
     """
 
     changes: dict[str, Any]
@@ -93,6 +97,7 @@ class Trial:
     outcome: str = "not run"
     reason: str | None = None
     runs: list[Measured] = field(default_factory=list)
+    job: TrainJob | None = None
 
     @property
     def name(self) -> str:
@@ -154,12 +159,14 @@ def make_plan(args: Args) -> Plan:
     mistakes, own = Mistakes(), args.own
     steps, turns, chosen = None, TURNS, list(SETTINGS)
     with mistakes:
-        steps = _count(own["steps"], "steps", 1) if "steps" in own else None
+        steps = count_of(own["steps"], "steps", 1) if "steps" in own else None
     with mistakes:
-        turns = _count(own.get("turns", TURNS), "turns", TURNS)
+        turns = count_of(own.get("turns", TURNS), "turns", TURNS)
     with mistakes:
         chosen = _settings(own["settings"]) if "settings" in own else chosen
-    mistakes += _unsupported(args)
+    mistakes += unsupported(args)
+    if "strategies" in own:
+        mistakes.append(Mistake("strategies", own["strategies"], "is for --scaling", "use --strategy for one"))
     job = None
     with mistakes:
         launch = {name: value for name, value in args.launch.items() if name not in MACHINE_OPTIONS}
@@ -186,7 +193,7 @@ def make_trial(job: TrainJob, changes: Mapping[str, Any], steps: int | None) -> 
         changes: new values by option.
         steps: number of timed steps; None to choose it by their duration.
     """
-    new_trial = Trial(dict(changes), None)
+    new_trial = Trial(dict(changes), None, job=job)
     most = WARM + (steps or MOST_STEPS) + _BEYOND
     try:
         config = build({**job.config.model_dump(), **_OFF, **changes, "max_steps": most})
@@ -225,7 +232,7 @@ def changes_of(config: TrainConfig, settings: Iterable[str], on_gpus: bool) -> l
     return [{name: value} for name in settings for value in values[name]]
 
 
-def _count(value: Any, name: str, least: int) -> int:
+def count_of(value: Any, name: str, least: int) -> int:
     most = _MOST[name]
     if (number := whole_number(str(value), least, most)) is None:
         remedy = f"use {least} to {most}, e.g. --{name} {least}"
@@ -242,7 +249,7 @@ def _settings(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _unsupported(args: Args) -> list[Mistake]:
+def unsupported(args: Args) -> list[Mistake]:
     """Mistakes for options of `train` that `bench` does not support."""
     mistakes = [Mistake(name, args.launch[name], ": bench runs on this machine only", "leave it out")
                 for name in MACHINE_OPTIONS if name in args.launch]  # fmt: skip

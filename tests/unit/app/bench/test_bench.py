@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from app.bench.bench import Watch, enough_steps
 from app.bench.plan import (
     BATCH,
     BENCH,
@@ -30,6 +29,7 @@ from app.bench.plan import (
     make_plan,
 )  # fmt: skip
 from app.bench.report import advice, conclusion, helpful
+from app.bench.runner import Watch, enough_steps
 from app.cli import run_verb
 from app.hardware import Gpu
 from app.launch.foreground import CheckBroke
@@ -354,8 +354,9 @@ def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     """Runs the verb with a stand-in for the launcher; gives status and document."""
 
     def call(launcher: Launcher, *words: str) -> tuple[int, Any]:
-        monkeypatch.setattr("app.bench.bench.launch", launcher)
+        monkeypatch.setattr("app.bench.runner.launch", launcher)
         monkeypatch.setattr("app.bench.bench.preflight", launcher.preflight)
+        monkeypatch.setattr("app.bench.runner.preflight", launcher.preflight)
         status = run_verb(["bench", "tiny-full", "--num_processes", "2", *words, "--json"])
         assert not Path("runs").exists()
         assert registered_runs() == []
@@ -459,8 +460,9 @@ def test_an_interruption_reports_what_was_measured(at: int, bench: Bench) -> Non
 
 def test_the_table_is_for_people(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     launcher = Launcher({"packing": 0.5}, {"eager": "ValueError: \x1b[31mno such kernel"})
-    monkeypatch.setattr("app.bench.bench.launch", launcher)
+    monkeypatch.setattr("app.bench.runner.launch", launcher)
     monkeypatch.setattr("app.bench.bench.preflight", launcher.preflight)
+    monkeypatch.setattr("app.bench.runner.preflight", launcher.preflight)
     words = ["--settings", "packing,attn_implementation,gradient_checkpointing", "--strategy", "single"]
     assert run_verb(["bench", "tiny-full", *words]) == 0
     shown = capsys.readouterr()
