@@ -21,9 +21,11 @@ import numpy as np
 from app.runs.safe_read import read_span, stamp
 from trainers.run.folder import RunFolder
 
+BY_RANK = ("memory_reserved_gib", "host_memory_gib", "gpu_percent", "gpu_power_w")
+"""Metrics whose rows have a list by rank, of which the curve is the mean."""
 TRAIN = (
     "loss", "learning_rate", "grad_norm", "tokens_per_second", "trained_tokens_per_second", "mfu", "memory_gib",
-    "data_wait", "aux_loss",
+    "data_wait", "aux_loss", *BY_RANK,
 )  # fmt: skip
 EVAL = ("eval_loss", "eval_perplexity", "eval_token_accuracy")
 AXES = ("tokens", "elapsed_s")
@@ -31,6 +33,8 @@ MAX_POINTS = 400
 """Most points of a curve."""
 MAX_REPLACED_POINTS = 100
 """Most points of the losses that one attempt had replaced."""
+MAX_CHECKPOINTS = 200
+"""Most steps of checkpoints that are marked, the newest."""
 MAX_REPLACED_RUNS = 20
 """Most attempts whose replaced losses are shown, the newest first."""
 READ_SECONDS = 0.05
@@ -69,6 +73,13 @@ def _finite(value: Any) -> float:
     return number if math.isfinite(number) else math.nan
 
 
+def _mean(values: Any) -> float | None:
+    """The mean of a list by rank; None without a number in it."""
+    by_rank = values if isinstance(values, list) else []
+    numbers = [number for value in by_rank if math.isfinite(number := _finite(value))]
+    return math.fsum(numbers) / len(numbers) if numbers else None
+
+
 @dataclass
 class _MetricsFile:
     """What has been read of one metrics file."""
@@ -82,6 +93,8 @@ class _MetricsFile:
     evals: _Table = field(default_factory=lambda: _Table(EVAL))
     first_steps: dict[int, int] = field(default_factory=dict)
     """First step that each attempt logged."""
+    saved_steps: dict[int, None] = field(default_factory=dict)
+    """Steps of which a checkpoint was saved, in order."""
     latest: Values = field(default_factory=dict)
     """Newest value of every metric, including those that are not numbers."""
     last_view: tuple[str, int] = ("", -1)
@@ -99,7 +112,7 @@ class _MetricsFile:
             fresh = _MetricsFile(inode=inode)
             self.inode, self.offset = inode, 0
             self.train, self.evals = fresh.train, fresh.evals
-            self.first_steps, self.latest = fresh.first_steps, fresh.latest
+            self.first_steps, self.saved_steps, self.latest = fresh.first_steps, fresh.saved_steps, fresh.latest
             self.replacements += 1
         deadline = time.monotonic() + seconds
         self.more = self.offset < size
@@ -130,6 +143,9 @@ class _MetricsFile:
             return
         attempt = row["attempt"] if _is_count(row.get("attempt")) else 0
         self.first_steps[attempt] = min(self.first_steps.get(attempt, _MAX_STEP), row["step"])
+        if "checkpoint_bytes" in row:
+            self.saved_steps[row["step"]] = None
+        row |= {name: mean for name in BY_RANK if (mean := _mean(row.get(f"{name}_by_rank"))) is not None}
         if any(name in row for name in TRAIN):
             self.train.add(row["step"], attempt, row)
         if any(name in row for name in EVAL):
@@ -182,10 +198,11 @@ class Curves:
 
         Returns:
             `token`; `rows` read so far, and `more` where some are unread; `same: true` and nothing else when the caller
-            is up to date. `width` of a point in steps; `attempts` (attempt and its first step). `full`: whether all
-            points follow; otherwise those from step `cut` on, which replace the caller's. `train` and `eval`: lists
-            `step`, `tokens`, `elapsed_s`, and for each metric `mean` (over the steps of a point) and, where a point
-            covers several steps, `min` and `max`. `replaced`: a list of `{attempt, step, loss}`.
+            is up to date. `width` of a point in steps; `attempts` (attempt and its first step); `checkpoints` (their
+            steps). `full`: whether all points follow; otherwise those from step `cut` on, which replace the caller's.
+            `train` and `eval`: lists `step`, `tokens`, `elapsed_s`, and for each metric `mean` (over the steps of a
+            point) and, where a point covers several steps, `min` and `max`. `replaced`: a list of `{attempt, step,
+            loss}`.
         """
         file = self._file(run)
         with file.lock:
@@ -220,6 +237,7 @@ def _view(file: _MetricsFile, since: str) -> Values:
         "more": file.more,
         "width": width,
         "attempts": first_steps[-MAX_REPLACED_RUNS:],
+        "checkpoints": list(file.saved_steps)[-MAX_CHECKPOINTS:],
         "full": known_generation != generation,
         "cut": start,
         "train": _downsample(_from_step(train, start), width, TRAIN),

@@ -140,6 +140,31 @@ def test_a_finished_run_shows_charts_log_and_checkpoints(new_page: Tabs) -> None
     expect(page.locator(".u-wrap[aria-label^='Loss: train, as logged']")).to_be_visible()
 
 
+def test_charts_share_their_cursor_and_their_zoom(new_page: Tabs) -> None:
+    page = new_page("/run?run=done-run")
+    memory = page.locator("figure", has=page.locator("figcaption:text-is('Memory, GiB')"))
+    expect(memory.locator(".u-wrap")).to_be_visible()
+    area = page.locator("figure:has(figcaption:text-is('Loss')) .u-over")
+    area.scroll_into_view_if_needed()
+    box = area.bounding_box()
+    assert box
+    left, middle, width = box["x"], box["y"] + box["height"] / 2, box["width"]
+    page.mouse.move(left + width / 4, middle)
+    expect(memory.locator(".u-legend .u-series").nth(0)).to_contain_text(re.compile(r"step1[45]\d"))
+    expect(memory.locator(".u-legend .u-series").nth(1)).to_contain_text(re.compile(r"1\.[345]"))
+    everything = page.get_by_role("button", name="Show the whole run")
+    expect(everything).to_be_hidden()
+    page.mouse.down()
+    page.mouse.move(left + width / 2, middle, steps=4)
+    page.mouse.up()
+    zoomed = re.compile(r"zoomed to step 1[45]\d\S* to (30\d|29\d)")
+    for chart in (area.locator(".."), memory.locator(".u-wrap")):
+        expect(chart).to_have_attribute("aria-label", zoomed)
+    everything.click()
+    expect(memory.locator(".u-wrap")).not_to_have_attribute("aria-label", zoomed)
+    expect(everything).to_be_hidden()
+
+
 def test_a_failed_run_says_why_and_its_error_is_found(new_page: Tabs) -> None:
     page = new_page("/run?run=failed-run")
     alert = page.locator(".ts-alert-error")

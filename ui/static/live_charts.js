@@ -46,10 +46,28 @@ Object.assign(Live, (() => {
   const isSinglePoint = (line) => line.y.filter((value) => value != null).length === 1;  // needs a marker: a line through one point is invisible
   const AXIS = { step: ["step", numberText], tokens: ["tokens", numberText], elapsed_s: ["time trained", durationText] };
 
-  /* One chart. `show` takes lines, each {label, x, y, low, high, colour (index), faint, dots}, and marks, each {x, label}. */
+  /* Charts that share a cursor and a zoom. `changed` is called with the range of x, or null for all of it. */
+  class ChartGroup {
+    constructor(changed) {
+      this.charts = [];
+      this.zoom = null;
+      this.changed = changed;
+    }
+
+    zoomTo(range) {
+      this.zoom = range;
+      for (const chart of this.charts) chart.applyZoom();
+      this.changed(range);
+    }
+  }
+
+  /* One chart. `show` takes lines, each {label, x, y, low, high, colour (index), faint, dots}, and marks, each {x, label};
+     a mark without a label is a tick on the x axis. */
   class Chart {
-    constructor(parent, name, height = 190) {
+    constructor(parent, name, { height = 190, group = new ChartGroup(() => {}) } = {}) {
       this.name = name;
+      this.group = group;
+      group.charts.push(this);
       this.height = height;
       this.box = make("figure", { class: "ts-chart" }, make("figcaption", {}, name));
       this.plotArea = make("div", { class: "ts-plot" });
@@ -73,14 +91,26 @@ Object.assign(Live, (() => {
       });
       const data = uPlot.join(tables);
       const key = JSON.stringify([axis, log, isDark(), used.map((line) => [line.label, !!line.low, line.colour, line.faint, isSinglePoint(line)])]);
-      if (key === this.key) this.plot.setData(data);
+      this.unit = AXIS[axis];
+      this.line = used[0];
+      if (key === this.key) this.plot.setData(data, !this.group.zoom);
       else this.draw(used, data, axis, log, key);
-      this.describe(used[0]);
+      if (this.group.zoom) this.applyZoom();
+      else this.describe();
     }
 
-    describe(line) {
-      const known = line.y.filter((value) => value != null);
-      const label = `${this.name}: ${line.label} from ${numberText(known[0])} to ${numberText(known.at(-1))}`;
+    // Shows the range that the group is zoomed to; new data alone would leave the y axis as it was.
+    applyZoom() {
+      if (!this.plot || this.box.hidden) return;
+      if (this.group.zoom) this.plot.setScale("x", { min: this.group.zoom[0], max: this.group.zoom[1] });
+      else this.plot.setData(this.plot.data);
+      this.describe();
+    }
+
+    describe() {
+      const known = this.line.y.filter((value) => value != null), [unit, text] = this.unit;
+      const range = this.group.zoom ? `, zoomed to ${unit} ${this.group.zoom.map(text).join(" to ")}` : "";
+      const label = `${this.name}: ${this.line.label} from ${numberText(known[0])} to ${numberText(known.at(-1))}${range}`;
       const wrap = this.plot.root.querySelector(".u-wrap");
       wrap.setAttribute("role", "img");
       wrap.setAttribute("aria-label", label);
@@ -111,22 +141,43 @@ Object.assign(Live, (() => {
         scales: { x: { time: false }, y: { distr: log ? 3 : 1 } },
         axes: [{ ...ticks, values: (_, all) => all.map((value) => (value == null ? "" : AXIS[axis][1](value))), space: 70, size: 32 },
           { ...ticks, values: (_, all) => all.map((value) => (value == null ? "" : numberText(value))), size: 58 }],
-        legend: { live: true }, cursor: { y: false, drag: { x: true, y: false } },
-        hooks: { draw: [(plot) => this.drawMarks(plot, text)] },
+        legend: { live: true }, cursor: this.cursor(),
+        hooks: { draw: [(plot) => this.drawMarks(plot, text)], setSelect: [(plot) => this.zoomToSelection(plot)] },
       }, data, this.plotArea);
+    }
+
+    // The cursor is shown at the same x in all charts of the group; a drag zooms, a double click shows everything.
+    cursor() {
+      const pub = (type) => type === "mousemove" || type === "mouseleave";
+      const grouped = this.group.charts.length > 1 ? { sync: { key: "ts-group", scales: ["x", null], filters: { pub } } } : {};
+      return { y: false, drag: { x: true, y: false, setScale: false }, ...grouped,
+        bind: { dblclick: () => () => this.group.zoomTo(null) } };
+    }
+
+    zoomToSelection(plot) {
+      const { left, width } = plot.select;
+      if (width < 4) return;
+      plot.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
+      this.group.zoomTo([plot.posToVal(left, "x"), plot.posToVal(left + width, "x")]);
     }
 
     drawMarks(plot, colour) {
       const { ctx, bbox } = plot;
       ctx.save();
       ctx.strokeStyle = ctx.fillStyle = colour;
-      ctx.setLineDash([4, 4]);
       ctx.textAlign = "left";
       ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
       for (const { x, label } of this.marks) {
         const at = plot.valToPos(x, "x", true);
         if (at < bbox.left || at > bbox.left + bbox.width) continue;
+        ctx.setLineDash(label ? [4, 4] : []);
         ctx.beginPath();
+        if (!label) {
+          ctx.moveTo(at, bbox.top + bbox.height - 7 * devicePixelRatio);
+          ctx.lineTo(at, bbox.top + bbox.height);
+          ctx.stroke();
+          continue;
+        }
         ctx.moveTo(at, bbox.top);
         ctx.lineTo(at, bbox.top + bbox.height);
         ctx.stroke();
@@ -158,5 +209,5 @@ Object.assign(Live, (() => {
     return read;
   }
 
-  return { merged, smoothed, isSmoothed, Chart, chartTools };
+  return { merged, smoothed, isSmoothed, Chart, ChartGroup, chartTools };
 })());

@@ -9,7 +9,7 @@ Live.compare = (element, server) => {
   const read = chartTools(root, METRICS, draw);
   const status = make("p", { class: "ts-note", role: "status" });
   root.append(status);
-  const chart = new Chart(root, "Curves", 380);
+  const chart = new Chart(root, "Curves", { height: 380 });
   const data = new Map();
 
   function draw(options) {

@@ -1,11 +1,15 @@
 // The charts of one run.
 Live.run = (element, server) => {
-  const { make, poll, merged, smoothed, isSmoothed, Chart, chartTools } = Live;
+  const { make, poll, merged, smoothed, isSmoothed, Chart, ChartGroup, chartTools } = Live;
   const root = element.querySelector(".ts-charts");
   const id = new URLSearchParams(location.search).get("run") || "";
   const read = chartTools(root, null, draw);
   const status = make("p", { class: "ts-note", role: "status" });
   const grid = make("div", { class: "ts-chart-grid" });
+  const whole = make("button", { class: "ts-button", type: "button", hidden: "" }, "Show the whole run");
+  const group = new ChartGroup((range) => { whole.hidden = !range; });
+  whole.addEventListener("click", () => group.zoomTo(null));
+  root.querySelector(".ts-tools").append(whole);
   root.append(status, grid);
   const CHARTS = [
     ["Loss", [["train", "loss", "train"], ["eval", "eval_loss", "evaluation"]], true],
@@ -13,14 +17,20 @@ Live.run = (element, server) => {
     ["Learning rate", [["train", "learning_rate", "learning rate"]], false],
     ["Gradient norm", [["train", "grad_norm", "gradient norm"]], true],
     ["Tokens per second", [["train", "tokens_per_second", "all"], ["train", "trained_tokens_per_second", "trained"]], false],
-    ["Memory, GiB", [["train", "memory_gib", "largest rank"]], false],
+    ["Memory, GiB", [["train", "memory_gib", "largest rank"], ["train", "memory_reserved_gib", "reserved, mean of ranks"]], false],
+    ["Host memory, GiB", [["train", "host_memory_gib", "mean of ranks"]], false],
+    ["GPU use, %", [["train", "gpu_percent", "mean of ranks"]], false],
+    ["GPU power, W", [["train", "gpu_power_w", "mean of ranks"]], false],
+    ["Waiting for data, share of the time", [["train", "data_wait", "all ranks"]], false],
     ["Evaluation accuracy", [["eval", "eval_token_accuracy", "of tokens"]], false],
     ["MFU", [["train", "mfu", "MFU"]], false],
-  ].map(([name, lines, logs]) => ({ name, lines, logs, chart: new Chart(grid, name) }));
-  let data = null;
+  ].map(([name, lines, logs]) => ({ name, lines, logs, chart: new Chart(grid, name, { group }) }));
+  let data = null, shownAxis = null;
 
   function draw(options) {
     if (!data) return;
+    if (shownAxis !== options.axis && group.zoom) group.zoomTo(null);  // a range of steps is none of tokens
+    shownAxis = options.axis;
     const train = data.train;
     const toAxis = (step) => {
       if (options.axis === "step") return step;
@@ -28,6 +38,7 @@ Live.run = (element, server) => {
       return index < 0 ? null : train[options.axis][index];
     };
     const marks = data.attempts.slice(1).map(([attempt, step]) => ({ x: toAxis(step), label: `attempt ${attempt + 1}` }));
+    const saved = (data.checkpoints || []).map((step) => ({ x: toAxis(step), label: "" }));
     for (const { name, lines, logs, chart } of CHARTS) {
       const series = [];
       lines.forEach(([kind, key, label], colour) => {
@@ -41,7 +52,7 @@ Live.run = (element, server) => {
       if (name === "Loss")
         for (const curve of data.replaced || [])
           series.push({ label: `replaced, attempt ${curve.attempt + 1}`, x: curve.step.map(toAxis), y: curve.loss, colour: 7, faint: true });
-      chart.show(series, { axis: options.axis, log: options.log && logs, marks });
+      chart.show(series, { axis: options.axis, log: options.log && logs, marks: name === "Loss" ? [...marks, ...saved] : marks });
     }
   }
 

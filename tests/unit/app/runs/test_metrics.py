@@ -64,6 +64,21 @@ def test_a_mixture_of_experts_has_a_curve_of_its_load_balancing(run: RunFolder) 
     assert whole(Curves(), run)["train"]["aux_loss"] == {"mean": [None, 1.02]}
 
 
+def test_lists_by_rank_are_curves_of_their_mean(run: RunFolder) -> None:
+    add(run, row(1, 2.0, gpu_percent_by_rank=[90, None, 70], gpu_power_w_by_rank=[None, "x", True]),
+        row(2, 1.9, gpu_percent_by_rank=[50], host_memory_gib_by_rank="7"))  # fmt: skip
+    train = whole(Curves(), run)["train"]
+    assert train["gpu_percent"]["mean"] == [80, 50]
+    assert not {"gpu_power_w", "host_memory_gib", "memory_reserved_gib"} & set(train)
+
+
+def test_steps_of_checkpoints_are_marked(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "MAX_CHECKPOINTS", 2)
+    saves = [{"step": step, "attempt": 0, "checkpoint_bytes": 9} for step in (2, 4, 4, 6)]
+    add(run, row(1, 2.0), *saves, row(7, 1.0))
+    assert whole(Curves(), run)["checkpoints"] == [4, 6]
+
+
 def test_every_chart_shows_a_metric_that_is_read() -> None:
     script = (Path(__file__).parents[4] / "ui" / "static" / "live_run.js").read_text(encoding="utf-8")
     shown = re.findall(r'\["(train|eval)", "(\w+)"', script)
