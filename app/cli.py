@@ -107,7 +107,9 @@ def doctor(
         str | None,
         typer.Option(metavar="<name|file>", help="Strategy whose groups of ranks are tested; default: single or ddp."),
     ] = None,
-    gpus: Annotated[str | None, typer.Option(metavar="<ids>", help="GPU ids such as 0,2; default: the free ones.")] = None,
+    gpus: Annotated[
+        str | None, typer.Option(metavar="<ids>", help="GPU ids such as 0,2; default: the free ones.")
+    ] = None,
     num_processes: Annotated[
         str | None,
         typer.Option("--num_processes", metavar="<int>", help="Processes on all machines; needed only without GPUs."),

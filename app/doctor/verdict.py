@@ -256,4 +256,4 @@ def _bandwidths(ranks: Sequence[Rank], group: str, place: str) -> list[Check]:
 
 
 def _size(size: int) -> str:
-    return f"{size / 2**20:.0f} MiB" if size >= 2**20 else f"{size / 2**10:.0f} KiB"
+    return f"{size / 2**20:.0f} MiB" if size >= 2**20 - 2**10 else f"{size / 2**10:.0f} KiB"

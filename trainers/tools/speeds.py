@@ -6,15 +6,12 @@ import statistics
 import time
 from collections.abc import Callable
 from itertools import permutations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from trainers.tools import collectives
-
-if TYPE_CHECKING:
-    from trainers.tools.collectives import Group, Report
+from trainers.tools.collective_trials import COLLECTIVES, Group, Report
 
 KIB, MIB = 2**10, 2**20
 SIZES = {"cpu": (64 * KIB, MIB, 16 * MIB, 64 * MIB), "cuda": (MIB, 16 * MIB, 128 * MIB, 512 * MIB)}
@@ -80,7 +77,7 @@ def _bandwidth(name: str, group: Group, device: torch.device, report: Report) ->
         if rate and size / rate > TOO_LONG:
             break
         report.step(f"measuring {name} {_place(group)}")
-        trial = collectives.COLLECTIVES[name](group, size // 4 // (group.size if per_rank else 1), device)
+        trial = COLLECTIVES[name](group, size // 4 // (group.size if per_rank else 1), device)
         dist.barrier(group=group.handle)
         first = _longest(_seconds(trial.call, 1, device), group, device)
         calls = max(1, min(MOST_CALLS, int(SECONDS / first)))
