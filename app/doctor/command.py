@@ -68,7 +68,8 @@ def read_request(launch: Mapping[str, str], runs_dir: Path, timeout: str = TIMEO
         problem = f"is not a whole number from {LEAST_TIMEOUT} to {MOST_TIMEOUT}"
         mistakes.append(Mistake("timeout", shortened(timeout), problem, f"write e.g. --timeout {TIMEOUT}"))
     mistakes.refuse()
-    assert devices is not None and seconds is not None
+    assert devices is not None
+    assert seconds is not None
     strategy = strategy or load_strategy(default_strategy(devices.num_processes))
     precision = str(strategy.values.get("mixed_precision") or "no")
     resolved = resolve(over_machines(strategy, devices.machines), devices.num_processes, precision)

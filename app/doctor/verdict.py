@@ -14,7 +14,7 @@ COLLECTIVES = (
     "send/receive", "barrier",
 )  # fmt: skip
 TIMED = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "reduce", "all-to-all", "send/receive")
-PLACES = {"inside": "inside a machine", "between": "between machines"}
+SCOPES = {"inside": "inside a machine", "between": "between machines"}
 _LIBRARIES = (
     "run again with NCCL_DEBUG=INFO on GPUs, and with NCCL_P2P_DISABLE=1: if that mends it, peer access is broken; "
     "update the driver and NCCL, and test the memory of the rank that is named"
@@ -95,11 +95,11 @@ def network_checks(reports: Sequence[Mapping[str, Any]], timeout: float, quick: 
     if quick:
         return checks
     checks.append(_slow_ranks(ranks))
-    for group, place in PLACES.items():
+    for group, scope in SCOPES.items():
         if not (checks[0].passed or _lines(ranks, "links", group)):
             continue
-        checks.append(_slow_links(ranks, group, place))
-        checks += _bandwidths(ranks, group, place)
+        checks.append(_slow_links(ranks, group, scope))
+        checks += _bandwidths(ranks, group, scope)
     return checks
 
 
@@ -162,8 +162,8 @@ def _collective(name: str, ranks: Sequence[Rank]) -> Check:
 
 def _right(name: str, lines: Sequence[tuple[Rank, Mapping[str, Any]]]) -> Check:
     groups = dict.fromkeys(f"{line['group']} of {len(line['ranks'])}" for _, line in lines)
-    what = "held every rank back" if name == "barrier" else "every element right"
-    return Check(name, True, f"{what} in {', '.join(groups)}")
+    outcome = "held every rank back" if name == "barrier" else "every element right"
+    return Check(name, True, f"{outcome} in {', '.join(groups)}")
 
 
 # -- speeds ------------------------------------------------------------------------------------------------------------
@@ -190,9 +190,9 @@ def _slow_ranks(ranks: Sequence[Rank]) -> Check:
     return judged("rank speed", faults, f"{min(shares):.2f} to {max(shares):.2f} of the median's work", remedy)
 
 
-def _slow_links(ranks: Sequence[Rank], group: str, place: str) -> Check:
+def _slow_links(ranks: Sequence[Rank], group: str, scope: str) -> Check:
     """Links that are much slower than the median; one rank if all of its links are."""
-    name = f"links {place}"
+    name = f"links {scope}"
     lines = _lines(ranks, "links", group)
     links = [link for line in lines for link in line["links"]]
     if not links:
@@ -226,7 +226,7 @@ def _all_of(rank: int, links: Sequence[Sequence[Any]], slow: Sequence[Sequence[A
 
 
 def bandwidth_rows(ranks: Sequence[Rank]) -> list[dict[str, Any]]:
-    """Each measured bandwidth, of the slowest group: `place, collective, ranks, bytes, seconds, algbw, busbw`.
+    """Each measured bandwidth, of the slowest group: `scope, collective, ranks, bytes, seconds, algbw, busbw`.
 
     Bandwidths are in bytes per second.
     """
@@ -239,19 +239,19 @@ def bandwidth_rows(ranks: Sequence[Rank]) -> list[dict[str, Any]]:
     rows = []
     for (group, collective, size), line in slowest.items():
         rate = size / line["seconds"]
-        rows.append({"place": PLACES[group], "collective": collective, "ranks": len(line["ranks"]), "bytes": size,
+        rows.append({"scope": SCOPES[group], "collective": collective, "ranks": len(line["ranks"]), "bytes": size,
                      "seconds": line["seconds"], "algbw": rate,
                      "busbw": rate * bus_factor(collective, len(line["ranks"]))})  # fmt: skip
     return rows
 
 
-def _bandwidths(ranks: Sequence[Rank], group: str, place: str) -> list[Check]:
-    rows = [row for row in bandwidth_rows(ranks) if row["place"] == place]
+def _bandwidths(ranks: Sequence[Rank], group: str, scope: str) -> list[Check]:
+    rows = [row for row in bandwidth_rows(ranks) if row["scope"] == scope]
     checks = []
     for name in TIMED:
         cells = [f"{_size(row['bytes'])} {row['busbw'] / 1e9:.3g}" for row in rows if row["collective"] == name]
         if cells:
-            checks.append(Check(f"{name} {place}", True, f"GB/s of bus bandwidth: {', '.join(cells)}"))
+            checks.append(Check(f"{name} {scope}", True, f"GB/s of bus bandwidth: {', '.join(cells)}"))
     return checks
 
 

@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 from app.doctor.check import Check, judged
 from trainers.strategy.strategy import Strategy
 
-SHOWN = ("tunesmith", "torch", "accelerate", "transformers", "peft", "datasets", "gradio", "deepspeed", "bitsandbytes")
+LISTED = ("tunesmith", "torch", "accelerate", "transformers", "peft", "datasets", "gradio", "deepspeed", "bitsandbytes")
 EXTRAS = ("", "ui", "quant", "deepspeed", "fp8", "s3")
 _UPDATE = "install the versions that are asked for: `pip install --upgrade tunesmith`, or `make setup` in a clone"
 
@@ -89,7 +89,7 @@ def version_checks(setting: Setting, versions: Mapping[str, str] | None = None) 
 
 def _bounds(known: Mapping[str, str]) -> Check:
     """Tunesmith's own requirements; those of its extras only for packages that are installed."""
-    value = ", ".join([f"python {platform.python_version()}", *(f"{name} {known[name]}" for name in SHOWN
+    value = ", ".join([f"python {platform.python_version()}", *(f"{name} {known[name]}" for name in LISTED
                                                                 if name in known)])  # fmt: skip
     try:
         lines = metadata.requires("tunesmith") or []

@@ -199,6 +199,6 @@ def fault_of(trial: Trial) -> str | None:
     wrong = (trial.output != expected).flatten().nonzero()
     if not len(wrong):
         return None
-    place = int(wrong[0])
-    value, should = trial.output.flatten()[place].item(), expected.flatten()[place].item()
-    return f"element {place} is {value:g} and should be {should:g}; {len(wrong)} of {trial.output.numel()} are wrong"
+    first = int(wrong[0])
+    value, should = trial.output.flatten()[first].item(), expected.flatten()[first].item()
+    return f"element {first} is {value:g} and should be {should:g}; {len(wrong)} of {trial.output.numel()} are wrong"

@@ -18,7 +18,7 @@ SIZES = {"cpu": (64 * KIB, MIB, 16 * MIB, 64 * MIB), "cuda": (MIB, 16 * MIB, 128
 """Bytes of the messages."""
 LINK_SIZE = {"cpu": MIB, "cuda": 64 * MIB}
 TIMED = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "reduce", "all-to-all", "send/receive")
-SECONDS, MOST_CALLS, TOO_LONG = 0.1, 20, 2.0
+SECONDS, MOST_CALLS, TOO_LONG = 0.1, 20, 0.5
 """Time and calls for each size; a size that would take longer than `TOO_LONG` for one call is left out."""
 ALL_PAIRS = 8
 """Up to this many ranks every pair is measured; of more, neighbours."""
@@ -35,15 +35,15 @@ def measure(groups: list[Group], device: torch.device, report: Report) -> None:
     for group in groups:
         for name in TIMED:
             _bandwidth(name, group, device, report)
-        report.step(f"measuring the links {_place(group)}")
+        report.step(f"measuring the links {_scope(group)}")
         rates = _link_rates(group, device)
         if group.index == 0:
             slow = [pair for pair in rates if is_slow(rates[pair], _others(rates, pair), SLOW_LINK)]
-            named = [[group.ranks[pair[0]], group.ranks[pair[1]], rate, pair in slow] for pair, rate in rates.items()]
-            report.write("links", group=group.name, ranks=group.ranks, links=named)
+            links = [[group.ranks[pair[0]], group.ranks[pair[1]], rate, pair in slow] for pair, rate in rates.items()]
+            report.write("links", group=group.name, ranks=group.ranks, links=links)
 
 
-def _place(group: Group) -> str:
+def _scope(group: Group) -> str:
     return "inside a machine" if group.name == "inside" else "between machines"
 
 
@@ -76,7 +76,7 @@ def _bandwidth(name: str, group: Group, device: torch.device, report: Report) ->
     for size in SIZES[device.type]:
         if rate and size / rate > TOO_LONG:
             break
-        report.step(f"measuring {name} {_place(group)}")
+        report.step(f"measuring {name} {_scope(group)}")
         trial = COLLECTIVES[name](group, size // 4 // (group.size if per_rank else 1), device)
         dist.barrier(group=group.handle)
         first = _longest(_seconds(trial.call, 1, device), group, device)
