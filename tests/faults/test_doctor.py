@@ -47,8 +47,8 @@ def doctor(home: Path, *words: str, fault: str = "") -> Checks:
     ("function", "name"),
     [
         ("all_reduce", "all-reduce"),
-        ("all_gather_into_tensor", "all-gather"),
-        ("reduce_scatter_tensor", "reduce-scatter"),
+        pytest.param("all_gather_into_tensor", "all-gather", marks=pytest.mark.long),
+        pytest.param("reduce_scatter_tensor", "reduce-scatter", marks=pytest.mark.long),
         pytest.param("broadcast", "broadcast", marks=pytest.mark.long),
         pytest.param("reduce", "reduce", marks=pytest.mark.long),
         pytest.param("scatter", "scatter", marks=pytest.mark.long),
@@ -83,6 +83,7 @@ def test_a_killed_rank_is_named(home: Path) -> None:
     assert checks["ranks"]["value"].startswith("rank 1 ")
 
 
+@pytest.mark.long
 def test_a_rank_of_low_priority_is_slow(home: Path) -> None:
     checks = doctor(home, fault="nice:1:")
     assert "rank speed" in faults(checks)

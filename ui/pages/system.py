@@ -48,7 +48,8 @@ def build(context: ServerContext) -> None:
 def _lay_out_check(doctor: Doctor) -> None:
     """The button that checks the machine, and its findings; every tab shows the same examination."""
     gr.HTML("<h2>Check</h2>", padding=False, apply_default_css=False)
-    button = gr.Button("Check this machine", elem_id="doctor-start", size="md", min_width=200)
+    with gr.Row():
+        button = gr.Button("Check this machine", elem_id="doctor-start", size="md", min_width=200, scale=0)
     findings = gr.HTML(render_check(doctor.state()), elem_id="doctor", padding=False, apply_default_css=False)
     timer = gr.Timer(_POLL_SECONDS, active=False)
 
@@ -82,7 +83,8 @@ def render_check(state: dict[str, Any]) -> Html:
     faults = [f"{check['name']}: {check['value']}; {check['remedy']}" for check in checks if check["passed"] is False]
     rows = [[_RESULTS[check["passed"]], check["name"], check["value"]] for check in checks]
     verdict = alert_list(faults) if faults else alert_list(["No fault found."], "good")
-    return join([verdict, data_table(["Result", "Check", "Found"], rows, "Checks")])
+    table = data_table(["Result", "Check", "Found"], rows, "Checks")
+    return join([verdict, element("div", table, class_="ts-checks")])
 
 
 def render(state: dict[str, Any]) -> Html:
