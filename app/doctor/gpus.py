@@ -94,24 +94,31 @@ def _driver(cuda: str | None) -> Check:
 
 
 def _peers(handles: dict[int, Any]) -> Check:
-    """Whether each GPU can read and write the others' memory directly."""
+    """Whether each GPU can read and write the others' memory directly; consumer GPUs never can, which is no fault."""
+    name = "peer access"
     if len(handles) < 2:
-        return Check("peer access", None, "one GPU: there is no other")
-    faults = []
-    for one_index, other_index in permutations(handles, 2):
-        for kind in (pynvml.NVML_P2P_CAPS_INDEX_READ, pynvml.NVML_P2P_CAPS_INDEX_WRITE):
-            status = _query(pynvml.nvmlDeviceGetP2PStatus, handles[one_index], handles[other_index], kind)
-            if status is None:
-                return Check("peer access", None, "the driver does not report it")
-            if status != pynvml.NVML_P2P_STATUS_OK:
-                faults.append(f"GPU {one_index} and {other_index}")
-    pairs = list(dict.fromkeys(faults))
+        return Check(name, None, "one GPU: there is no other")
+    lacking = (pynvml.NVML_P2P_STATUS_GPU_NOT_SUPPORTED, pynvml.NVML_P2P_STATUS_NOT_SUPPORTED)
+    statuses = dict[tuple[int, int], set[int | None]]()
+    for pair in permutations(handles, 2):
+        first, second = (handles[index] for index in pair)
+        statuses[pair] = {
+            _query(pynvml.nvmlDeviceGetP2PStatus, first, second, kind)
+            for kind in (pynvml.NVML_P2P_CAPS_INDEX_READ, pynvml.NVML_P2P_CAPS_INDEX_WRITE)
+        }
+    reported = set[int | None]().union(*statuses.values())
+    if None in reported:
+        return Check(name, None, "the driver does not report it")
+    if reported <= set(lacking):
+        return Check(name, None, "these GPUs do not have it: their data goes through host memory")
+    pairs = [f"GPU {pair[0]} and {pair[1]}" for pair, status in statuses.items()
+             if status != {pynvml.NVML_P2P_STATUS_OK}]  # fmt: skip
     problem = [f"none between {', '.join(pairs)}: their data goes through host memory"] if pairs else []
     remedy = (
-        "see `nvidia-smi topo -p2p r`; turn off PCIe access control (ACS) in the BIOS, or choose other --gpus; "
-        "consumer GPUs do not have it"
+        "see `nvidia-smi topo -p2p r` and `nvidia-smi topo -m`; turn off PCIe access control (ACS) in the BIOS, or "
+        "choose other --gpus"
     )
-    return judged("peer access", problem, "between all GPUs", remedy)
+    return judged(name, problem, "between all GPUs", remedy)
 
 
 def _links(handles: dict[int, Any]) -> Check:

@@ -91,7 +91,7 @@ def network_checks(reports: Sequence[Mapping[str, Any]], timeout: float, quick: 
     """
     ranks = ranks_of(reports)
     output = "\n".join(str(report["output"]) for report in reports)
-    checks = [_progress(ranks, output, timeout), *(_collective(name, ranks) for name in COLLECTIVES)]
+    checks = [_progress(ranks, output, timeout), *_nccl(ranks), *(_collective(name, ranks) for name in COLLECTIVES)]
     if quick:
         return checks
     checks.append(_slow_ranks(ranks))
@@ -136,6 +136,17 @@ def _progress(ranks: Sequence[Rank], output: str, timeout: float) -> Check:
 
 def _names(ranks: Sequence[Rank]) -> str:
     return ", ".join(map(str, ranks))
+
+
+def _nccl(ranks: Sequence[Rank]) -> list[Check]:
+    """Whether all ranks have one version of NCCL; nothing on a CPU."""
+    by_rank = {rank: str(line["nccl"]) for rank in ranks for line in rank.of("start") if line["nccl"]}
+    versions = list(by_rank.values())
+    if not versions:
+        return []
+    usual = max(versions, key=versions.count)
+    faults = [f"{rank} has {version}, and others {usual}" for rank, version in by_rank.items() if version != usual]
+    return [judged("NCCL", faults, usual, "install the same torch and nvidia-nccl on all machines")]
 
 
 # -- values ------------------------------------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ ALL_PAIRS = 8
 """Up to this many ranks every pair is measured; of more, neighbours."""
 WORK_SECONDS = 0.5
 SLOW_RANK, SLOW_LINK = 3.0, 4.0
-"""A rank or link is slow if it is so many times slower than the median of the others, in each of `LOOKS` looks."""
-LOOKS = 3
+"""A rank or link is slow if it is so many times slower than the median of the others, in each of so many looks."""
+LOOKS, LINK_LOOKS, FEWEST = 3, 5, 4
 
 
 def measure(groups: list[Group], device: torch.device, report: Report) -> None:
@@ -105,8 +105,8 @@ def _link_rates(group: Group, device: torch.device) -> dict[tuple[int, int], flo
     """
     rates: dict[tuple[int, int], float] = {}
     pairs = pairs_of(group.size)
-    for _ in range(LOOKS):
-        again = _measure_pairs(pairs, group, device)
+    for _ in range(LINK_LOOKS):
+        again = _measure_pairs(pairs, rates, group, device)
         rates |= {pair: max(rate, rates.get(pair, 0.0)) for pair, rate in again.items()}
         pairs = [pair for pair in rates if is_slow(rates[pair], _others(rates, pair), SLOW_LINK)]
         if not pairs:
@@ -114,21 +114,26 @@ def _link_rates(group: Group, device: torch.device) -> dict[tuple[int, int], flo
     return rates
 
 
-def _measure_pairs(pairs: list[tuple[int, int]], group: Group, device: torch.device) -> dict[tuple[int, int], float]:
+def _measure_pairs(
+    pairs: list[tuple[int, int]], before: dict[tuple[int, int], float], group: Group, device: torch.device
+) -> dict[tuple[int, int], float]:
+    """The best rate of each pair; one that was measured before gets more messages, as many as a second holds."""
     payload = torch.ones(LINK_SIZE[device.type] // 4, device=device)
     answer = torch.ones(1, device=device)
     times = torch.zeros(len(pairs), dtype=torch.float64, device=device)
     for number, (sender, receiver) in enumerate(pairs):
         dist.barrier(group=group.handle)
+        rate = before.get((sender, receiver))
+        messages = FEWEST if rate is None else min(MOST_CALLS, max(FEWEST, int(rate / payload.nbytes)))
         if group.index == sender:
 
             def call(to: int = group.ranks[receiver]) -> None:
                 dist.send(payload, to, group=group.handle)
                 dist.recv(answer, to, group=group.handle)
 
-            times[number] = min(_seconds(call, 1, device) for _ in range(4))
+            times[number] = min(_seconds(call, 1, device) for _ in range(messages))
         elif group.index == receiver:
-            for _ in range(4):
+            for _ in range(messages):
                 dist.recv(payload, group.ranks[sender], group=group.handle)
                 dist.send(answer, group.ranks[sender], group=group.handle)
     dist.all_reduce(times, group=group.handle)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from itertools import pairwise
 from pathlib import Path
@@ -92,7 +93,7 @@ def wait(doctor: Doctor, event: threading.Event) -> dict[str, Any]:
     event.set()
     for thread in threading.enumerate():
         if getattr(thread, "_target", None) == doctor._run:
-            thread.join(20)
+            thread.join(100)
     return doctor.state()
 
 
@@ -119,10 +120,12 @@ def test_the_page_starts_one_examination_at_a_time(tmp_path: Path, monkeypatch: 
 
 def test_the_page_says_why_there_is_no_report(tmp_path: Path) -> None:
     doctor = Doctor(tmp_path)
-    doctor._argv[-2:] = ["--timeout", "0"]
+    doctor._argv = [sys.executable, "-c", """print('{"mistakes": ["runs_dir=x is not a folder"]}'); exit(2)"""]
     doctor.start()
-    state = wait(doctor, threading.Event())
-    assert "timeout=0 is not a whole number" in render_check(state)
+    assert "runs_dir=x is not a folder" in render_check(wait(doctor, threading.Event()))
+    doctor._argv = [sys.executable, "-c", "import nothing"]
+    doctor.start()
+    assert "the check failed: ModuleNotFoundError" in wait(doctor, threading.Event())["error"]
     doctor._argv[0] = str(tmp_path / "no-python")
     doctor.start()
     assert "could not be started" in wait(doctor, threading.Event())["error"]

@@ -97,6 +97,9 @@ def test_no_peer_access(examined: Examined) -> None:
     assert check.passed is False
     assert check.value.startswith("none between GPU 1 and 0: ")
     assert examined(nvmlDeviceGetP2PStatus=None)["peer access"].passed is None
+    consumer = examined(nvmlDeviceGetP2PStatus=gpus_module.NVML_P2P_STATUS_GPU_NOT_SUPPORTED)["peer access"]
+    assert consumer.passed is None
+    assert "do not have it" in consumer.value
     assert examined(ids=(0,))["peer access"].passed is None
 
 

@@ -73,6 +73,14 @@ def test_all_ranks_in_one_step_and_the_words_of_a_library() -> None:
     )
 
 
+def test_another_nccl_is_named() -> None:
+    lines = [done(rank) for rank in range(3)]
+    assert "NCCL" not in judge(*lines)
+    for rank in range(3):
+        lines[rank][0] = {**start(rank), "nccl": "2.27.5" if rank else "2.26.2"}
+    assert judge(*lines)["NCCL"].value == "rank 0 (machine 0, node0, pid 100) has 2.26.2, and others 2.27.5"
+
+
 def test_a_wrong_element_is_named_with_rank_and_group() -> None:
     wrong = done(2)
     wrong[2] = {**wrong[2], "fault": "element 3 is 1 and should be 2; 1 of 9 are wrong"}
