@@ -101,6 +101,50 @@ def plan(args: Raw = None) -> int:
     return plan_verb(args or [])
 
 
+@app.command()
+def doctor(
+    strategy: Annotated[
+        str | None,
+        typer.Option(metavar="<name|file>", help="Strategy whose groups of ranks are tested; default: single or ddp."),
+    ] = None,
+    gpus: Annotated[
+        str | None, typer.Option(metavar="<ids>", help="GPU ids such as 0,2; default: the free ones.")
+    ] = None,
+    num_processes: Annotated[
+        str | None,
+        typer.Option("--num_processes", metavar="<int>", help="Processes on all machines; needed only without GPUs."),
+    ] = None,
+    num_machines: Annotated[
+        str | None,
+        typer.Option("--num_machines", metavar="<int>", help="Number of machines; run the same command on each."),
+    ] = None,
+    machine_rank: Annotated[
+        str | None, typer.Option("--machine_rank", metavar="<int>", help="Rank of this machine, from 0.")
+    ] = None,
+    main_process_ip: Annotated[
+        str | None, typer.Option("--main_process_ip", metavar="<host>", help="Address of machine 0.")
+    ] = None,
+    main_process_port: Annotated[
+        str | None, typer.Option("--main_process_port", metavar="<int>", help="Port on machine 0 for the rendezvous.")
+    ] = None,
+    timeout: Annotated[
+        str, typer.Option(metavar="<seconds>", help="How long machines may take to join, and ranks for each step.")
+    ] = "120",
+    quick: Annotated[
+        bool, typer.Option("--quick", metavar="", help="Check values only; measure no bandwidth, slow rank or link.")
+    ] = False,
+    runs_dir: RunsDir = RUNS,
+    json: Json = False,
+) -> int:
+    """Check this machine, or several together, before a run: versions, GPUs, disk, network, every collective."""
+    from app.doctor.command import doctor_verb
+
+    launch = {"strategy": strategy, "gpus": gpus, "num_processes": num_processes, "num_machines": num_machines}
+    launch |= {"machine_rank": machine_rank, "main_process_ip": main_process_ip, "main_process_port": main_process_port}
+    chosen = {name: value for name, value in launch.items() if value is not None}
+    return doctor_verb(chosen, runs_dir, timeout, quick, json)
+
+
 @app.command(context_settings=_RAW)
 def data(args: Raw = None) -> int:
     """Preview the training data: rows with their trained tokens marked, lengths, packing, bad rows."""

@@ -46,7 +46,8 @@ IMPORTED = (
 )
 SCRIPTS = tuple(str(ROOT / name) for name in ("trainers/train.py", "tests/unit/parallel/skipped_step_ranks.py"))
 MODULES = (
-    *("accelerate.commands.launch", "app.cli", "app.launch.", "trainers.tools.", "trainers.checkpoint.export"),
+    *("accelerate.commands.launch", "torch.distributed.run"),
+    *("app.cli", "app.launch.", "trainers.tools.", "trainers.checkpoint.export"),
     *("ui.server", "tests.unit.parallel.tensor_parallel_ranks"),
 )
 """Programs that are forked, beside those scripts; a name that ends in a dot stands for all below it."""

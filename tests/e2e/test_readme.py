@@ -28,6 +28,7 @@ MACHINES = [line for line in COMMANDS if line.startswith("tunesmith train") and 
 TRAINING = [line for line in COMMANDS if line.startswith("tunesmith train") and line not in MACHINES]
 PLANNING = [line for line in COMMANDS if line.startswith(("tunesmith plan", "tunesmith data"))]
 PROVING = [line for line in COMMANDS if line.startswith("tunesmith prove")]
+CHECKING = [line for line in COMMANDS if line.startswith("tunesmith doctor")]
 SERVING = [line for line in COMMANDS if line.startswith("tunesmith ui")]
 SHORT = "--max_steps 2 --quiet"
 
@@ -37,7 +38,8 @@ def test_the_pages_have_these_commands() -> None:
     assert COMMANDS[:2] == ["make demo", "make test"]
     verbs = {line.split()[1] for line in COMMANDS if line.startswith("tunesmith")}
     assert verbs == {
-        "presets", "strategies", "train", "data", "runs", "stop", "resume", "export", "chat", "ui", "prove", "plan"
+        "presets", "strategies", "train", "data", "runs", "stop", "resume", "export", "chat", "ui", "prove", "plan",
+        "doctor",
     }  # fmt: skip
     assert all(line.split()[0] in ("make", "tunesmith", "accelerate") for line in COMMANDS)
     assert len(ELSEWHERE) == 2
@@ -93,12 +95,30 @@ def test_two_machines(tmp_path: Path) -> None:
     assert (RunFolder(tmp_path / "two").read_state() or {})["state"] == "done"
 
 
+def test_checks(tmp_path: Path) -> None:
+    """On one machine, and on two of loopback, each of which prints the same report."""
+    *single, first, second = CHECKING
+    for line in single:
+        done = tunesmith(*shlex.split(line)[1:], "--quick", cwd=tmp_path)  # speeds: tests/faults/test_doctor.py
+        assert done.returncode == 0, done.stdout
+    assert first.replace("--machine_rank 0", "--machine_rank 1") == second
+    port, programs = str(free_port()), []
+    for line in (first, second):
+        words = shlex.split(line.replace("/shared", str(tmp_path)).replace("10.0.0.1", "127.0.0.1"))
+        words = [*TUNESMITH, *words[1:], "--quick", "--main_process_port", port]
+        env = environment(PYTHONPATH=str(ROOT), XDG_STATE_HOME=str(tmp_path / "state"))
+        programs.append(subprocess.Popen(words, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True))
+    reports = [program.communicate(timeout=400)[0] for program in programs]
+    assert [program.returncode for program in programs] == [0, 0], reports
+    assert reports[0] == reports[1]
+
+
 @pytest.mark.quick
 def test_commands_on_a_run(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "runs" / "RUN")
     program = start(run, tmp_path)
     wait_for(lambda: steps_of(run) >= 3)
-    others = [*TRAINING, *MACHINES, *PROVING, *PLANNING, *SERVING]
+    others = [*TRAINING, *MACHINES, *PROVING, *PLANNING, *CHECKING, *SERVING]
     lines = [line for line in COMMANDS if line.startswith("tunesmith") and line not in others]
     place = {"stop": 0, "resume": 1}
     for line in sorted(lines, key=lambda line: place.get(line.split()[1], 2)):

@@ -1,4 +1,4 @@
-"""The System page: live use of GPUs, cores, memory and disk, who holds them, and versions."""
+"""The System page: live use of GPUs, cores, memory and disk, who holds them, versions, and a check of it all."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import gradio as gr
 
+from app.services.doctor import Doctor
 from app.services.system import machine
 from ui.context import ServerContext
 from ui.parts import (
@@ -28,6 +29,7 @@ from ui.parts import (
 
 _POLL_SECONDS = 2.0
 """Seconds between two refreshes."""
+_RESULTS = {True: "ok", False: "fault", None: "not checked here"}
 
 
 def build(context: ServerContext) -> None:
@@ -40,6 +42,49 @@ def build(context: ServerContext) -> None:
     html = gr.HTML(element("p", "Loading…", class_="ts-note"), apply_default_css=False)
     gr.on(None, refresh, None, html, show_progress="hidden", queue=False, api_visibility="private")
     gr.Timer(_POLL_SECONDS).tick(refresh, None, html, show_progress="hidden", queue=False, api_visibility="private")
+    _lay_out_check(Doctor(context.runs_dir))
+
+
+def _lay_out_check(doctor: Doctor) -> None:
+    """The button that checks the machine, and its findings; every tab shows the same examination."""
+    gr.HTML("<h2>Check</h2>", padding=False, apply_default_css=False)
+    with gr.Row():
+        button = gr.Button("Check this machine", elem_id="doctor-start", size="md", min_width=200, scale=0)
+    findings = gr.HTML(render_check(doctor.state()), elem_id="doctor", padding=False, apply_default_css=False)
+    timer = gr.Timer(_POLL_SECONDS, active=False)
+
+    def show() -> list[Any]:
+        state = doctor.state()
+        running = state["running"]
+        return [gr.update(interactive=not running), render_check(state), gr.Timer(active=running)]
+
+    def start() -> list[Any]:
+        doctor.start()  # a second tab, or a second click, joins the examination that is running
+        return show()
+
+    outputs = [button, findings, timer]
+    gr.on(None, show, None, outputs, show_progress="hidden", queue=False, api_visibility="private")
+    button.click(start, None, outputs, show_progress="hidden", queue=False, api_visibility="private")
+    timer.tick(show, None, outputs, show_progress="hidden", queue=False, api_visibility="private")
+
+
+def render_check(state: dict[str, Any]) -> Html:
+    """The state of `app.services.doctor.Doctor` as HTML: faults with their remedies first."""
+    if state["running"]:
+        return element("p", "Checking versions, GPUs, disk and the network between ranks; this takes about a minute. "
+                       "Runs go on meanwhile.", class_="ts-note", role="status")  # fmt: skip
+    if state["error"]:
+        return alert_list([state["error"]])
+    if not state["checks"]:
+        return note("Looks at versions, GPUs, driver and disk, and has ranks exchange data: is every collective right "
+                    "by value, how fast is it, is a rank or a link slow?")  # fmt: skip
+    order = {False: 0, True: 1, None: 2}
+    checks = sorted(state["checks"], key=lambda check: order[check["passed"]])
+    faults = [f"{check['name']}: {check['value']}; {check['remedy']}" for check in checks if check["passed"] is False]
+    rows = [[_RESULTS[check["passed"]], check["name"], check["value"]] for check in checks]
+    verdict = alert_list(faults) if faults else alert_list(["No fault found."], "good")
+    table = data_table(["Result", "Check", "Found"], rows, "Checks")
+    return join([verdict, element("div", table, class_="ts-checks")])
 
 
 def render(state: dict[str, Any]) -> Html:

@@ -1,0 +1,1 @@
+"""`tunesmith doctor`: checks a machine, or several together, before a run."""

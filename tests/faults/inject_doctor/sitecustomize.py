@@ -1,0 +1,45 @@
+"""Faults for `tunesmith doctor`: put on PYTHONPATH, read by every process before its first line.
+
+DOCTOR_FAULT is `KIND:RANK:FUNCTION` of torch.distributed, with KIND one of `wrong` (one element of what it writes),
+`skipped` (it does nothing), `stop` and `kill` (the rank does so to itself there); or `nice:RANK:` (both ranks share a
+core, and that one has the lowest priority), or `clock:SECONDS:` (of every process; the clock is so far ahead).
+"""
+
+import contextlib
+import os
+import signal
+import time
+
+KIND, WHICH, FUNCTION = [*os.environ.get("DOCTOR_FAULT", "").split(":"), "", ""][:3]
+
+
+def spoil() -> None:
+    import torch
+    import torch.distributed as dist
+
+    call = getattr(dist, FUNCTION)
+
+    def spoiled(*values, **more):
+        if KIND == "skipped":
+            return None
+        if KIND in ("stop", "kill"):
+            os.kill(os.getpid(), signal.SIGSTOP if KIND == "stop" else signal.SIGKILL)
+        done = call(*values, **more)
+        if isinstance(values[0], torch.Tensor):
+            values[0].view(-1)[-1] += 1
+        return done
+
+    setattr(dist, FUNCTION, spoiled)
+
+
+if KIND == "clock":
+    true_time = time.time
+    time.time = lambda: true_time() + float(WHICH)
+if "RANK" in os.environ and KIND == "nice":
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+if os.environ.get("RANK") == WHICH and KIND == "nice":
+    os.nice(19)
+    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as group:
+        group.write("19")  # the launcher makes a session of each rank, and Linux gives sessions equal shares
+elif os.environ.get("RANK") == WHICH:
+    spoil()
