@@ -191,11 +191,11 @@ def _last_errors(log: Sequence[Line], rank: str) -> list[Line]:
 
 def _with_defaults(facts: Facts, state: Mapping[str, Any], plan: Plan | None) -> Facts:
     """The facts that sentences and values may name, empty where unknown."""
-    note = state.get("out_of_memory") or {}
+    note = _mapping(state.get("out_of_memory"))
     rank = str(facts.get("rank") or note.get("rank", ""))
     if not rank and plan is not None and plan.strategy.num_processes == 1:
         rank = "0"
-    beat = (state.get("heartbeats") or {}).get(int(rank), {}) if rank.isdigit() else {}
+    beat = _mapping(_mapping(state.get("heartbeats")).get(int(rank))) if rank.isascii() and rank.isdigit() else {}
     section, step = note.get("section") or beat.get("section"), beat.get("step")
     evaluates = section == "evaluation"
     at = f" {'after' if evaluates else 'of'} step {step + (not evaluates)}" if isinstance(step, int) else ""
@@ -206,6 +206,10 @@ def _with_defaults(facts: Facts, state: Mapping[str, Any], plan: Plan | None) ->
         "used_strategy": plan.strategy.name if plan else "",
     }  # fmt: skip
     return {**common, **facts, "rank": rank}
+
+
+def _mapping(value: Any) -> dict[Any, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 _SECTIONS = ("start", "data", "forward", "backward", "all-reduce", "step", "save", "evaluation", "export")

@@ -101,3 +101,8 @@ def longest_row(plan: Plan, facts: Facts) -> str | None:
     """The longest row of the data, up to four times the present limit."""
     longest = int(str(facts.get("longest") or "0").replace(",", ""))
     return str(longest) if plan.config.max_length < longest <= 4 * plan.config.max_length else None
+
+
+def exact_dtype(plan: Plan, facts: Facts) -> str | None:
+    """The dtype that rounds nothing, where the export was rounded."""
+    return "float32" if facts.get("rounded") else None

@@ -11,13 +11,14 @@ from app.runs.metrics import Curves
 from app.runs.runs import true_state
 from trainers.run.folder import RunFolder, read_json
 
-MAX_CAUSE = 2000
+MAX_CAUSE = 20_000
 _CHUNKS = 8
 """Chunks of the log that are read from its end."""
 _SUFFIX = re.compile(r"; (?:not restarted: (?:it made no step beyond|the last 2 attempts crashed)|gave up after \d).*$")
 _WRITER = re.compile(r"^(?:rank (?P<rank>\d{1,6})|launcher|machine \d+): ")
 _PREFIX = re.compile(
     r"^(?:\[rank\d+\]:? ?)?(?:\[[EWIF]\d{3,8} [^\]]{0,120}\] ?|[EWIF]\d{4} [\d:.]+ +\d+ [^\]]{0,80}\] )?"
+    r"(?:\[c10d\] )?"
 )
 """What a rank of torchrun, and torch's own log, write before a message."""
 _FLOAT = list[float | None]
@@ -67,11 +68,11 @@ def read_state(run: RunFolder) -> dict[str, Any]:
         name = path.stem.removeprefix("rank-")
         if name.isascii() and name.isdigit() and len(name) <= 6:
             beats[int(name)] = read_json(path) or {}
-    return {**true_state(run), "heartbeats": beats, "out_of_memory": read_json(run.out_of_memory) or {}}
+    return {**true_state(run), "heartbeats": beats, "out_of_memory": read_json(run.out_of_memory)}
 
 
 def read_last_attempt(run: RunFolder, state: dict[str, Any]) -> list[Line]:
-    """The lines of the log, at most its last half MiB, that the last attempt wrote."""
+    """The lines that the last attempt wrote: at most the first chunk of the log and its last half MiB."""
     lines: list[Line] = []
     request: dict[str, Any] = {"after": -1}
     began = str(state.get("launched_at") or "")[:19]
@@ -81,6 +82,8 @@ def read_last_attempt(run: RunFolder, state: dict[str, Any]) -> list[Line]:
         request = {"before": chunk["start"]}
         if not chunk["start"] or (chunk["lines"] and chunk["lines"][0].time < began):
             break
+    else:
+        lines = read_log(run, {"after": 0})["lines"] + lines
     return [line for line in lines if line.time >= began]
 
 

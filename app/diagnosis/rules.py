@@ -106,6 +106,14 @@ _MEMORY = (
     r"|OSError: \[Errno 12\]|DistBackendError: .{0,400}Cuda failure 2 'out of memory'"
 )
 
+_OWN = r"(?!(?:\w+\.)*[A-Z]\w*: )(?:.*; )?"
+"""Before a sentence of ours: others, but no exception's, which may quote anything."""
+_SYSTEM = (
+    r"(?:(?:\w+\.)*(?:OS|IO|Permission|BlockingIO|FileNotFound|Safetensor|_Queue|Training)Error: "
+    r"|[\w .:/=-]{3,300} failed: rank \d+: )?(?:[\w ]{0,40}: )?(?:I/O error: )?"
+)
+"""Before an error of the system: the name of an exception, or what a rank did."""
+
 MEMORY_RULES = (
     Rule("out_of_memory", "{who} ran out of memory{doing}.", _MEMORY, log=_MEMORY, remedies=LESS_MEMORY,
          evidence=r".*(?:[Tt]ried to allocate|allocated (?:memory|by PyTorch)|DefaultCPUAllocator)"),
@@ -141,8 +149,6 @@ HANG_RULES = (
          r"(?:RuntimeError|DistBackendError): (?:\[[^\]]{0,200}\] ?)?(?:Timed out waiting \d+ms for (?:recv|send)"
          r"|Rank \d+ (?:failed to pass|timed out)|.{0,120}[Tt]imed out after \d+ ?ms|.{0,60}monitoredBarrier)",
          log=r"(?:\[Rank \d+\] )?Watchdog caught collective operation timeout: (?P<what>WorkNCCL\(.{0,300}\))",
-         remedies=(Remedy("wait {hang_timeout} s instead of {config.hang_timeout} s before a rank counts as hanging",
-                          {"hang_timeout": changes.longer_timeout}),),
          help="The rank that is missing from the others' lines is the one to look at.",
          evidence=r".*(?:collective operation timeout|OpType=|failed to pass monitoredBarrier)"),
 )  # fmt: skip
@@ -158,10 +164,12 @@ NETWORK_RULES = (
          rf"{_ERROR}(?:DistNetworkError|DistStoreError|RuntimeError): .{{0,160}}"
          r"(?:hostname|host(?:name)?=|\[?)(?P<host>[\w.-]*).{0,80}(?:EAI_NONAME|gai error|Name or service not known"
          r"|Temporary failure in name resolution)|(?:\w+\.)*gaierror: ",
+         log=r"The IPv[46] network addresses of \((?P<host>[^,\s]+), \d+\) cannot be retrieved \(gai error: -[23] ",
          help="Give --main_process_ip the address of machine 0, or add the name to /etc/hosts."),
     Rule("connection_refused", "Machine 0 does not answer: the connection was refused or timed out.",
          rf"{_ERROR}(?:DistNetworkError|DistStoreError|RuntimeError): .{{0,200}}(?:failed to connect|[Cc]onnection "
          rf"refused|timed out after \d+ms|client socket has timed out)|{_ERROR}ConnectionRefusedError\b",
+         log=r"The client socket has timed out after \d+ms while trying to connect",
          help="Start the run on machine 0 first, and let --main_process_port through its firewall."),
     Rule("nccl_network", "NCCL could not reach the other ranks over the network.",
          r"DistBackendError: .{0,400}(?:NCCL error|Last error).{0,200}(?:socket|connect|Net|IB|ibv|timed? ?out)",
@@ -221,24 +229,27 @@ DEVICE_RULES = (
 
 DISK_RULES = (
     Rule("disk_full", "The disk is full: {where}.",
-         r".{0,200}?(?P<where>\S+ has [\d,]+ bytes free, a checkpoint needs [\d,]+)|.{0,300}?\[Errno 28\]"
-         r"(?P<where2>.{0,200})|.{0,200}?No space left on device(?P<where3>.{0,200})"
-         r"|.{0,200}?the disk of (?P<where4>\S+ has [\d,]+ bytes free)|.{0,200}? has no room for the copy",
+         rf"{_SYSTEM}(?:(?P<where>\S+ has [\d,]+ bytes free, a checkpoint needs [\d,]+)"
+         r"|(?:\[Errno 28\] )?No space left on device(?P<where2>.{0,200})|\S+ has no room for the copy of)"
+         r"|its processes ended .{0,60}, and the disk of (?P<where3>\S+ has [\d,]+ bytes free)"
+         r"|cannot write .{0,300}: No space left on device",
          help="Free space there; `tunesmith runs delete` removes runs with their checkpoints."),
     Rule("file_limit", "A file may not grow: a limit on its size, or a quota.",
-         r".{0,300}?(?:\[Errno 27\]|\[Errno 122\]|File too large|Disk quota exceeded)",
+         rf"{_SYSTEM}(?:\[Errno (?:27|122)\]|File too large|Disk quota exceeded)",
          help="Raise the quota, or `ulimit -f`."),
     Rule("not_writable", "The run may not write to its folder.",
-         r".{0,300}?(?:\[Errno 30\]|\[Errno 13\]|\[Errno 1\]|Read-only file system|nothing can be written to)",
+         rf"{_SYSTEM}(?:\[Errno (?:1|13|30)\]|Read-only file system|Permission denied|Operation not permitted)"
+         r"|its processes ended .{0,60}, and nothing can be written to",
          help="Make that folder writable; a disk that turned read-only has often failed."),
-    Rule("too_many_files", "{who} may not open more files.", r".{0,300}?\[Errno 2[34]\]",
-         remedies=(Remedy("tokenise in one process", {"dataset_num_proc": "1"}),), help="Raise `ulimit -n`."),
+    Rule("too_many_files", "{who} may not open more files.", rf"{_SYSTEM}\[Errno 2[34]\]",
+         help="Raise `ulimit -n`, and set dataset_num_proc to 1."),
     Rule("too_many_threads", "The system starts no more processes or threads for this user.",
-         r"RuntimeError: can't start new thread|BlockingIOError: \[Errno 11\]|.{0,100}pthread_create failed",
-         remedies=(Remedy("tokenise in one process", {"dataset_num_proc": "1"}),), help="Raise `ulimit -u`."),
+         rf"RuntimeError: can't start new thread|{_SYSTEM}\[Errno 11\]",
+         help="Raise `ulimit -u`, and set dataset_num_proc to 1."),
     Rule("folder_gone", "The run folder was removed or replaced while the run trained.",
-         r".{0,200}?the run folder .{0,300}?was (?:removed|replaced)", help="Start it again in a new folder."),
-    Rule("disk_error", "The disk reports an error.", r".{0,300}?\[Errno 5\]|.{0,300}?\[Errno 116\]",
+         rf"{_SYSTEM}(?:\[Errno 2\] )?the run folder .{{0,300}}?was (?:removed|replaced)",
+         help="Start it again in a new folder."),
+    Rule("disk_error", "The disk reports an error.", rf"{_SYSTEM}\[Errno (?:5|116)\]",
          help="Look at `dmesg`; a network file system may have gone away."),
 )  # fmt: skip
 
@@ -257,7 +268,7 @@ REQUEST_RULES = (
          r"model_name_or_path=(?P<model>\S+)(?: at revision \S+)? (?:is neither|does not exist|is a file)",
          help="Check the name; a private model needs HF_TOKEN or `hf auth login`."),
     Rule("damaged_model", "The files of the model are damaged or incomplete.",
-         r"model_name_or_path=(?P<model>\S+?):? .{0,400}(?:download|save) (?:or save )?the model again"
+         r"model_name_or_path=(?P<model>\S+?):? .{0,400}(?:download (?:or save )?the model again|download it again)"
          r"|(?:\w+\.)*SafetensorError\b|.{0,40}base model's weights are not those|the tokenizer of model_name_or_path=",
          help="Download or save the model again."),
     Rule("no_tokenizer", "The model has no tokenizer that can be used.",
@@ -273,15 +284,15 @@ REQUEST_RULES = (
          r"(?:.{0,300}: )?chat template: |the chat template (?:still runs|takes)|cannot read chat_template=",
          help="`tunesmith data` shows what it makes of a row; give another with --chat_template FILE."),
     Rule("trains_nothing", "No row is left to train on: {reason}.",
-         r"(?:.{0,4000}; )?no document is left of (?P<reason>.{0,300}?\(longest (?P<longest>[\d,]+) tokens\))",
+         rf"{_OWN}no document is left of (?P<reason>.{{0,300}}?\(longest (?P<longest>[\d,]+) tokens\))",
          remedies=(LONGER_ROWS, Remedy("cut long rows into several", {"overlong": "split"})),
          help="`tunesmith data` shows the trained tokens of each row, and why others are left out."),
     Rule("rows_too_long", "Rows are longer than max_length={config.max_length}.",
-         r"(?:.{0,4000}; )?[\d,]+ rows of .{0,300} are too long",
+         rf"{_OWN}[\d,]+ rows of .{{0,300}} are too long",
          remedies=(Remedy("cut long rows into several", {"overlong": "split"}),
                    Remedy("cut long rows off", {"overlong": "truncate"}))),
     Rule("bad_rows", "The data has rows that cannot be read.",
-         r".{0,4000}(?:set bad_rows=skip|bad_rows=skip)", remedies=(SKIP_BAD_ROWS,),
+         rf"{_OWN}[\d,]+ of [\d,]+ rows of .{{0,400}} cannot be used", remedies=(SKIP_BAD_ROWS,),
          help="The log names file and line of each."),
     Rule("missing_data", "The data is not there: {what}.",
          r"(?P<what>(?:dataset_name|eval_dataset_name)[=:] ?.{0,300}?(?:does not exist|matches no file"
@@ -293,7 +304,7 @@ REQUEST_RULES = (
          remedies=(Remedy("global batches of {global_batch_size} rows", {"global_batch_size": "{rows}",
                                                                         "per_device_train_batch_size": "1"}),)),
     Rule("changed_data", "The data or its options changed since the checkpoint was saved.",
-         r".{0,300}the data, its tokenizer or its options changed since it was saved",
+         r"(?!(?:\w+\.)*[A-Z]\w*: ).{0,600}the data, its tokenizer or its options changed since it was saved",
          remedies=(Remedy("go on with the data as it is now; the remaining steps differ", {"force_resume": "true"}),),
          help="Or put the data back as it was."),
     Rule("past_the_end", "The checkpoint is at step {reached}, past the last step of the run.",
@@ -306,8 +317,9 @@ REQUEST_RULES = (
          r"(?:.{0,200}; |.{0,100}failed: rank \d+: )?checkpoint_url=", remedies=(NO_COPY,),
          help="Check its address and credentials."),
     Rule("export_differs", "The exported weights do not give the trained model's loss.",
-         r".{0,400}; it is not the trained model", remedies=(
-             Remedy("export in float32", {"export_dtype": "float32"}),)),
+         r".{0,600}; it is not the trained model(?:.{0,300}(?P<rounded>--dtype float32))?",
+         remedies=(Remedy("export in float32", {"export_dtype": changes.exact_dtype}),),
+         help="`tunesmith export` tries again; the checkpoint is kept."),
     Rule("not_as_requested", "The ranks did not get what was asked for: {what}.",
          r"(?:the run is not set up as requested|checking that the run is set up as requested failed): "
          r"(?P<what>.{0,300})",
@@ -318,7 +330,8 @@ REQUEST_RULES = (
          help="Install it in the environment of Tunesmith, or leave out the option that needs it."),
     Rule("launcher_failed", "The launcher could not start the ranks: {what}.",
          r"(?:the launcher could not be started: (?P<what>.{0,200})"
-         r"|(?:rank \d+|the launcher) ended with exit status \d+.{0,200}?(?:can't open file|No such file)(?P<what2>.{0,200}))",
+         r"|(?:rank \d+|the launcher) ended with exit status \d+.{0,200}?"
+         r"(?:can't open file|No such file)(?P<what2>.{0,200}))",
          help="Install Tunesmith and its environment again."),
     Rule("never_started", "The run never started.", r"it never started: there is no state file",
          help="Start it again."),
@@ -328,7 +341,8 @@ REQUEST_RULES = (
 
 TREND_RULES = (
     Rule("stop_token", "No stop token is trained: the model will not learn to end its replies.", always=True,
-         log=r"warning: no stop token is trained, so the model will not learn to end its reply",
+         log=r"warning: no stop token is trained, so the model will not learn to end its reply: the template writes "
+             r"none after a last reply; give --chat_template FILE that does$",
          help="Give --chat_template FILE that writes one after the last reply."),
     Rule("flat_loss", "The loss does not fall: {first} at the beginning, {last} at the end, at a learning rate of "
          "{rate}.", trend=trends.loss_does_not_fall,
@@ -364,5 +378,7 @@ TREND_RULES = (
 RULES = (
     *MEMORY_RULES, *NUMBER_RULES, *HANG_RULES, *REQUEST_RULES, *DISK_RULES, *NETWORK_RULES, *DEVICE_RULES, *TREND_RULES,
 )  # fmt: skip
-CONSEQUENCES = frozenset({"peer_lost", "native_crash", "terminated", "nccl_error", "launcher_failed", ""})
+CONSEQUENCES = frozenset(
+    {"peer_lost", "connection_refused", "native_crash", "terminated", "nccl_error", "launcher_failed", ""}
+)
 """Rules whose cause may only follow from another, which lines of the log show; empty: no rule matched."""

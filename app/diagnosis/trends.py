@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from typing import Any
@@ -31,7 +30,7 @@ LOW_MFU = 0.15
 def grew_before_the_end(metrics: Metrics, plan: Plan) -> bool:
     """Whether the last losses that were logged are far above the lowest."""
     losses = [value for _, value in metrics.column("loss")]
-    return len(losses) > 1 and losses[-1] > 1.5 * min(losses) and losses[-1] > losses[0]
+    return len(losses) > 1 and losses[-1] > 3 * min(losses) and losses[-1] > 1.5 * losses[0]
 
 
 def loss_does_not_fall(metrics: Metrics, plan: Plan) -> Facts | None:
@@ -65,15 +64,14 @@ def loss_rises(metrics: Metrics, plan: Plan) -> Facts | None:
 
 
 def eval_rises(metrics: Metrics, plan: Plan) -> Facts | None:
-    """The evaluation loss rises from its best to the end while the training loss still falls."""
+    """The evaluation loss stays above its best to the end while the training loss still falls."""
     evals = metrics.column("eval_loss")
     best = min(range(len(evals)), key=lambda index: evals[index][1], default=0)
     if len(evals) - best < 3 or plan.config.load_best_model_at_end:
         return None
     (step, lowest), last = evals[best], evals[-1][1]
-    after = [value for _, value in evals[best:]]
-    rises = all(value > before for before, value in itertools.pairwise(after))
-    if not rises or last < lowest * (1 + RISE) or last - lowest < 0.02:
+    after = [value for _, value in evals[best + 1 :]]
+    if min(after) <= lowest or min(after[len(after) // 2 :]) < lowest * (1 + RISE) or last - lowest < 0.02:
         return None
     losses = metrics.column("loss")
     before = [value for at, value in losses if at <= step][-8:]
