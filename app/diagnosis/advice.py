@@ -256,17 +256,25 @@ def _sentence(template: str, facts: Facts) -> str:
 
 
 def _notes(rule: Rule, facts: Facts, state: Mapping[str, Any]) -> list[Evidence]:
-    """The recorded cause, unless the sentence already is it."""
-    cause = state.get("cause")
-    if state.get("state") != "failed" or not rule.id or not isinstance(cause, str):
-        return []
+    """The recorded cause of a failure, or the numbers that show a trend."""
     step = str(facts.get("step") or state.get("step") or "")
-    rank = facts["rank"]
-    return [_evidence(cause, int(rank) if rank.isdigit() else None, int(step) if step.isdigit() else None)]
+    at = int(step) if step.isascii() and step.isdigit() else None
+    if rule.trend:
+        numbers = {name: value for name, value in facts.items() if name not in _COMMON and value not in ("", step)}
+        return [_evidence("metrics: " + ", ".join(f"{name} {value}" for name, value in numbers.items()), None, at)]
+    text, _ = read.split_cause(state.get("cause"))
+    return [_evidence(text, _number(facts["rank"]), at)] if state.get("state") == "failed" and rule.id and text else []
+
+
+_COMMON = ("who", "who_lower", "doing", "evaluates", "config", "used_strategy")
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdigit() else None
 
 
 def _quote(line: Line) -> Evidence:
-    return _evidence(line.text, int(line.writer) if line.writer.isdigit() else None)
+    return _evidence(line.text, _number(line.writer))
 
 
 def _evidence(text: str, rank: int | None, step: int | None = None) -> Evidence:

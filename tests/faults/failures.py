@@ -64,7 +64,8 @@ def bad_rows(home: Path) -> dict[str, Any]:
 
 
 def long_rows(home: Path) -> dict[str, Any]:
-    rows = [chat(f"{number}? " + "and so on " * 60, "yes, " * 60) for number in range(40)]
+    rows = [chat(f"{number}? " + "and so on " * 60, "yes, " * 60) for number in range(10)]
+    rows += [chat(f"{number}?", "yes") for number in range(30)]
     return {"dataset_name": lines(home / "long.jsonl", rows), "overlong": "refuse"}
 
 
@@ -194,7 +195,7 @@ FAILURES = [
             state="done"),
     Failure("learned by heart", "overfit", options={
         "preset": "tiny-full", "max_train_samples": 8, "max_steps": 30, "eval_dataset_name": "embedded",
-        "max_eval_samples": 16, "eval_steps": 5, "learning_rate": 2e-3, "save_steps": 0}, applied=1, state="done"),
+        "max_eval_samples": 32, "eval_steps": 5, "learning_rate": 6e-3, "save_steps": 0}, applied=1, state="done"),
     Failure("data that comes slowly", "data_wait", "slow_data", {"max_steps": 30}, state="done"),
     Failure("a pipeline with two micro-batches", "pipeline_bubble", options={"strategy": "pp", "max_steps": 12},
             applied=1, processes=2, state="done"),
