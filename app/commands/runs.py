@@ -157,8 +157,9 @@ def clone_verb(argv: Sequence[str]) -> int:
     runs_dir = args.request.options.get("runs_dir", "runs")
     run = find_run(args.names[0], Path(runs_dir))
     if "apply" in args.own:
+        switches = set(args.switches)
         apply_remedy(diagnosed(run), args)
-        args.switches.discard("force")  # a clone starts at step 0
+        args.switches = switches  # a clone starts at step 0, so nothing needs force
     job = actions.clone(run, args)
     return _check(job, args) if "check" in args.switches else _start(job, args)
 

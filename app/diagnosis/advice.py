@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from string import Formatter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.console import clean, shortened
 from app.diagnosis import facts as read
@@ -15,9 +15,11 @@ from app.diagnosis.facts import Metrics
 from app.diagnosis.plan import Fits, Plan, plan_of, unknown_fit
 from app.diagnosis.rules import CONSEQUENCES, RULES, Facts, Remedy, Rule
 from app.runs.log import Line
-from app.runs.metrics import READ_SECONDS, Curves
 from trainers.config.mistakes import ConfigError
 from trainers.run.folder import RunFolder
+
+if TYPE_CHECKING:
+    from app.runs.metrics import Curves
 
 _MAX_EVIDENCE = 4
 _MAX_TEXT = 300
@@ -93,7 +95,7 @@ class Diagnosis:
 
 
 def diagnose(
-    run: RunFolder, curves: Curves | None = None, fits: Fits = unknown_fit, seconds: float = READ_SECONDS
+    run: RunFolder, curves: Curves | None = None, fits: Fits = unknown_fit, seconds: float = 0.05
 ) -> list[Diagnosis]:
     """The causes for what is wrong with a run; empty if nothing is.
 
@@ -103,6 +105,8 @@ def diagnose(
         fits: the planner.
         seconds: how long to read metrics for, with a cache.
     """
+    from app.runs.metrics import Curves  # imports numpy
+
     state = read.read_state(run)
     metrics = read.read_metrics(run, curves or Curves(), seconds if curves else float("inf"))
     return advice(state, metrics, read.read_last_attempt(run, state), plan_of(run, state, fits))

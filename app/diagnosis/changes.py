@@ -29,10 +29,10 @@ def smaller_micro_batch(plan: Plan, facts: Facts) -> str | None:
         sizes.append(config)
     if not sizes:
         return None
+    now, *smaller = plan.fits([plan.config, *sizes], plan.strategy) if len(sizes) > 1 else [None]
     # A planner that expects to fit what has just run out of memory has nothing to say about this model.
-    knows = len(sizes) > 1 and plan.fits(plan.config, plan.strategy) is False
-    fitting = (config for config in sizes if plan.fits(config, plan.strategy)) if knows else iter(sizes)
-    return str(next(fitting, sizes[-1]).per_device_train_batch_size)
+    fitting = [config for config, fits in zip(sizes, smaller, strict=False) if fits] if now is False else sizes
+    return str((fitting or sizes[-1:])[0].per_device_train_batch_size)
 
 
 def smaller_eval_batch(plan: Plan, facts: Facts) -> str | None:

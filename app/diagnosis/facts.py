@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.runs.log import Line, read_log
-from app.runs.metrics import Curves
 from app.runs.runs import true_state
 from trainers.run.folder import RunFolder, read_json
+
+if TYPE_CHECKING:
+    from app.runs.metrics import Curves
 
 MAX_CAUSE = 20_000
 _CHUNKS = 8
@@ -50,8 +52,10 @@ class Metrics:
 
 
 def read_metrics(run: RunFolder, curves: Curves, seconds: float) -> Metrics:
-    """Reads the metrics for at most `seconds`; a large file that is new to `curves` takes several calls."""
+    """Reads the metrics for at most `seconds`; empty while `curves` has not read all of a large file."""
     view = curves.view(run, seconds=seconds)
+    if view["more"]:
+        return Metrics()
     return Metrics(
         view["rows"], _means(view["train"]), _means(view["eval"]), curves.latest(run), curves.slow_ranks(run)
     )

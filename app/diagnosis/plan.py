@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,13 +15,13 @@ from trainers.run.compatibility import STRUCTURE, changes_since_save
 from trainers.run.folder import RunFolder
 from trainers.strategy.strategy import Strategy, load_strategy, refusal, resolve
 
-Fits = Callable[[TrainConfig, Strategy], bool | None]
-"""Whether the planner expects a config to fit into memory under a strategy; None if it does not know."""
+Fits = Callable[[Sequence[TrainConfig], Strategy], Sequence[bool | None]]
+"""Whether the planner expects each config to fit into memory under a strategy; None where it does not know."""
 
 
-def unknown_fit(config: TrainConfig, strategy: Strategy) -> bool | None:
+def unknown_fit(configs: Sequence[TrainConfig], strategy: Strategy) -> Sequence[bool | None]:
     """The answer without a planner."""
-    return None
+    return [None] * len(configs)
 
 
 @dataclass(frozen=True)

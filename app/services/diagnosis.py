@@ -5,19 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app import hardware
 from app.command_line import Args
 from app.diagnosis.advice import Diagnosis, diagnose, remedy_of
+from app.diagnosis.plan import Fits
 from app.launch.foreground import CheckBroke
 from app.launch.job import TrainJob, clone_job, resume_job
 from app.plan.command import count
 from app.plan.estimate import plan_row
 from app.plan.hardware import Hardware
-from app.runs.metrics import Curves
 from app.runs.runs import gpu_ids, true_state
 from app.runs.safe_read import stamp
 from trainers.config.mistakes import ConfigError
@@ -25,6 +25,9 @@ from trainers.config.options import TrainConfig
 from trainers.run import host_memory
 from trainers.run.folder import RunFolder
 from trainers.strategy.strategy import Strategy
+
+if TYPE_CHECKING:
+    from app.runs.metrics import Curves
 
 
 def diagnosed(run: RunFolder) -> list[Diagnosis]:
@@ -35,7 +38,7 @@ def diagnosed(run: RunFolder) -> list[Diagnosis]:
 class Diagnoses:
     """The diagnoses that pages show, without the planner. One object serves a whole server.
 
-    Those of a run are found again when its state changes, and while its metrics grow, every `SECONDS`.
+    Those of a run are found again when its state changes, and while it trains, every `SECONDS`.
 
     Args:
         curves: cache of metrics.
@@ -48,16 +51,21 @@ class Diagnoses:
         self._curves, self._lock = curves, threading.Lock()
         self._known = OrderedDict[Path, tuple[Any, float, list[Diagnosis]]]()
 
-    def of(self, run: RunFolder) -> list[Diagnosis]:
-        """What is wrong with a run."""
-        state, metrics = stamp(run.state_file), (stamp(run.metrics), stamp(run.log), stamp(run.config))
+    def of(self, run: RunFolder, state: Any) -> list[Diagnosis]:
+        """What is wrong with a run.
+
+        Args:
+            run: the run.
+            state: what changes when the diagnosis may.
+        """
+        files = [stamp(path) for path in (run.metrics, run.log, run.config)]
         with self._lock:
             known = self._known.get(run.path)
-        if known and known[0][0] == state and (known[0][1] == metrics or time.monotonic() - known[1] < self.SECONDS):
+        if known and known[0][0] == state and (known[0][1] == files or time.monotonic() - known[1] < self.SECONDS):
             return known[2]
         diagnoses = diagnose(run, self._curves)
         with self._lock:
-            self._known[run.path] = ((state, metrics), time.monotonic(), diagnoses)
+            self._known[run.path] = ((state, files), time.monotonic(), diagnoses)
             while len(self._known) > self.MOST:
                 self._known.popitem(last=False)
         return diagnoses
@@ -85,19 +93,20 @@ def remedied(run: RunFolder, diagnoses: Sequence[Diagnosis], flags: str) -> Trai
     return clone_job(run, args)
 
 
-def planner(run: RunFolder) -> Callable[[TrainConfig, Strategy], bool | None]:
-    """Whether a config is expected to fit on the run's devices, were they empty; None where it cannot be counted."""
+def planner(run: RunFolder) -> Fits:
+    """Whether configs are expected to fit on the run's devices, were they empty; None where it cannot be counted."""
 
-    def fits(config: TrainConfig, strategy: Strategy) -> bool | None:
+    def fits(configs: Sequence[TrainConfig], strategy: Strategy) -> Sequence[bool | None]:
         ids, processes = gpu_ids(run), strategy.num_processes
         memories = [gpu.memory for gpu in hardware.find_gpus() if gpu.index in ids]
         host = float(host_memory.total())
         memory = float(min(memories)) if memories else host / processes
         planned = Hardware("gpu" if ids else "cpu", processes, memory, is_local=False, host=host)
         try:
-            return plan_row(strategy, config, count(config, planned, [(strategy, config)]), planned).fits
+            counted = count(configs[0], planned, [(strategy, config) for config in configs])
         except (ConfigError, CheckBroke):
-            return None
+            return [None] * len(configs)
+        return [plan_row(strategy, config, counted, planned).fits for config in configs]
 
     return fits
 

@@ -171,7 +171,7 @@ def test_a_diagnosis_has_a_button_for_each_remedy(new_page: Tabs, server: Served
     expect(card.locator("li[value='1']")).to_contain_text("--non_finite=skip")
     page.locator("#run-remedy-1").click()
     expect(card).to_have_count(0)
-    wait_for(lambda: (run.read_state() or {})["state"] == "done")
+    wait_for(lambda: (run.read_state() or {})["state"] == "done", "the remedied run")
     assert "non_finite: skip" in run.config.read_text()
     shutil.rmtree(run.path)
 

@@ -10,6 +10,7 @@ from urllib.parse import urlencode
 import gradio as gr
 from starlette.responses import Response
 
+from app.diagnosis.advice import diagnose
 from app.launch import actions, background
 from app.launch.foreground import CheckBroke
 from app.runs.detail import checkpoints, run_files, run_view
@@ -116,7 +117,8 @@ class _Page:
         """Updates head, details, body, message, buttons, diagnosis and digest; skips what has not changed."""
         try:
             run = _run(self.context, request)
-            view, diagnoses = run_view(run, self.curves), self.diagnoses.of(run)
+            view = run_view(run, self.curves)
+            diagnoses = self.diagnoses.of(run, [view["state"], view["cause"], view["attempt"]])
         except ConfigError as error:
             hidden = [gr.update(visible=False)] * len(self.buttons)
             no_remedies = [gr.update(visible=False)] * _MAX_REMEDIES
@@ -190,7 +192,7 @@ class _Page:
 
             def work(run: RunFolder) -> None:
                 flags = [*str(listed or "").splitlines(), *[""] * _MAX_REMEDIES][index]
-                job = remedied(run, self.diagnoses.of(run), flags)
+                job = remedied(run, diagnose(run, self.curves), flags)
                 background.start(job)
                 address.extend([f"run?{urlencode({'run': job.run.id})}"] if job.run.path != run.path else [])
 

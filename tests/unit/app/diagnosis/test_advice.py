@@ -128,15 +128,17 @@ def test_the_planner_chooses_the_micro_batch(fitting: set[int] | None, size: str
     """Unless it does not know, or expects to fit what has just run out of memory."""
     run = failed(tmp_path, "rank 1: OutOfMemoryError: CUDA out of memory", world=2)
 
-    def fits(config: Any, strategy: Any) -> bool | None:
-        return None if fitting is None else config.per_device_train_batch_size in fitting
+    def fits(configs: Any, strategy: Any) -> list[bool | None]:
+        sizes = [config.per_device_train_batch_size for config in configs]
+        assert sizes == [8, 4, 2, 1], "all at once, as each count of the model takes seconds"
+        return [None if fitting is None else size in fitting for size in sizes]
 
     assert only(run, fits=fits).remedies[0].options == {"per_device_train_batch_size": size}
 
 
 def test_a_page_applies_what_it_showed(tmp_path: Path) -> None:
     run = failed(tmp_path, BAD_STEP)
-    shown = Diagnoses(Curves()).of(run)
+    shown = Diagnoses(Curves()).of(run, 0)
     job = remedied(run, shown, "--non_finite=skip")
     assert (job.config.non_finite, job.run.path, job.resume_from) == ("skip", run.path, "auto")
     for other in ("", "--learning_rate=9", "--output_dir=/tmp", "x" * 10_000):
@@ -194,6 +196,23 @@ def test_low_use_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert found.rule == "small_batch"
     assert found.remedies[0].options == {"per_device_train_batch_size": "4"}
     assert advice({"state": "done"}, Metrics(30, points, {}, {"memory_gib": 60.0}), [], plan) == []
+
+
+def test_a_page_looks_again_only_when_something_changes(tmp_path: Path) -> None:
+    run, known = failed(tmp_path, BAD_STEP), Diagnoses(Curves())
+    first = known.of(run, "failed")
+    assert known.of(run, "failed") is first
+    run.write_state(cause=None, state="running", host="elsewhere")
+    assert known.of(run, "failed") is first
+    assert known.of(run, "running") == []
+
+
+def test_metrics_that_are_not_read_to_the_end_give_no_verdict(tmp_path: Path) -> None:
+    run = made_run(tmp_path, "mine", "done", steps=20_000)
+    run.metrics.write_text("".join(json.dumps({"step": step, "loss": 2.0, "learning_rate": 1e-9}) + "\n" for step in
+                                   range(1, 20_000)))  # fmt: skip
+    assert [found.rule for found in diagnose(run)] == ["flat_loss"]
+    assert diagnose(run, Curves(), seconds=0.0) == []
 
 
 def test_live_and_healthy_runs_have_none(tmp_path: Path) -> None:
