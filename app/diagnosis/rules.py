@@ -288,7 +288,8 @@ REQUEST_RULES = (
          remedies=(LONGER_ROWS, Remedy("cut long rows into several", {"overlong": "split"})),
          help="`tunesmith data` shows the trained tokens of each row, and why others are left out."),
     Rule("rows_too_long", "Rows are longer than max_length={config.max_length}.",
-         rf"{_OWN}[\d,]+ rows of .{{0,300}} are too long",
+         rf"{_OWN}[\d,]+ rows of .{{0,300}} are too long"
+         r"|(?!(?:\w+\.)*[A-Z]\w*: )\S.{0,400}?:\d+: too long: ",
          remedies=(Remedy("cut long rows into several", {"overlong": "split"}),
                    Remedy("cut long rows off", {"overlong": "truncate"}))),
     Rule("bad_rows", "The data has rows that cannot be read.",

@@ -123,12 +123,12 @@ def batch_is_small(metrics: Metrics, plan: Plan) -> Facts | None:
 
 
 def a_rank_is_slow(metrics: Metrics, plan: Plan) -> Facts | None:
-    """The same rank was reported in at least two verdicts, and in a quarter of those that the time allows."""
-    rank, count = max(metrics.slow.items(), key=lambda item: item[1], default=(0, 0))
+    """One rank, and no other, was reported in at least three verdicts, and in a quarter of those that time allows."""
     seconds = metrics.latest.get("elapsed_s")
-    if count < 2 or not isinstance(seconds, int | float) or count < seconds / 20:
+    if len(metrics.slow) != 1 or not isinstance(seconds, int | float):
         return None
-    return {"rank": str(rank), "count": count}
+    ((rank, count),) = metrics.slow.items()
+    return {"rank": str(rank), "count": count} if count >= 3 and count >= seconds / 20 else None
 
 
 def _after_warmup(metrics: Metrics) -> list[float]:

@@ -44,7 +44,7 @@ HEALTHY: dict[str, dict[str, Any]] = {
     "a low rate that learns": {**ALL, "learning_rate": 3e-4, "max_steps": 60},
     "checkpoints": {"save_steps": 2, "max_steps": 12},
     "recomputed": {"gradient_checkpointing": True, "max_steps": 8},
-    "two ranks": {**ALL, "max_steps": 40, "processes": 2},
+    "two ranks": {**ALL, "max_steps": 12, "processes": 2},
     "two ranks, sharded": {"strategy": "fsdp2", "max_steps": 8, "processes": 2},
     "a pipeline": {"strategy": "pp", "processes": 2, "per_device_train_batch_size": 1, "global_batch_size": 8},
     "data that talks of failures": {"make": talking, "print_rows": True, "max_steps": 8},

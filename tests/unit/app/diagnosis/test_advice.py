@@ -85,6 +85,26 @@ def test_every_rule_has_a_name_of_its_own_and_a_way_to_match() -> None:
     assert all(rule.pattern or rule.log or rule.trend for rule in RULES)
 
 
+def test_causes_of_a_start_that_are_not_provoked_elsewhere(tmp_path: Path) -> None:
+    """As our own code words them; each is raised there."""
+    model = "model_name_or_path=owner/x"
+    sentences = {
+        "gated_model": f"{model} is gated; accept its terms at https://huggingface.co/owner/x, then set HF_TOKEN",
+        "refused_token": f"{model}: the Hub refuses your token (status 401); set HF_TOKEN",
+        "wrong_tokenizer": f"{model}: its tokenizer produces token 700 but the model has embeddings for 512 tokens",
+        "past_the_end": "/runs/a/checkpoints/step-00000040 is at step 40, past the 20 of this run; raise max_steps",
+        "not_as_requested": "the run is not set up as requested: processes: requested 4, got 1",
+        "launcher_failed": "the launcher could not be started: No such file or directory",
+        "never_started": "it never started: there is no state file",
+        "vanished": "its processes ended without reporting a cause",
+        "folder_gone": "the run folder /runs/a was removed while it trained",
+    }
+    for rule, sentence in sentences.items():
+        assert only(failed(tmp_path / rule, sentence)).rule == rule
+    (changed,) = only(failed(tmp_path / "end", sentences["past_the_end"], config={"max_steps": 20})).remedies
+    assert changed.options == {"max_steps": "40"}
+
+
 # -- remedies ----------------------------------------------------------------------------------------------------------
 
 
@@ -183,6 +203,13 @@ def test_an_evaluation_that_rises_and_one_that_wavers(tmp_path: Path) -> None:
     assert trend(tmp_path, falls, {20: 1.5, 40: 1.2, 60: 1.3, 80: 1.25, 100: 1.4}) == [], "it comes and goes"
     best = {"load_best_model_at_end": True, "eval_dataset_name": "embedded"}
     assert trend(tmp_path, falls, {20: 1.2, 60: 1.3, 80: 1.5, 100: 1.9}, config=best) == [], "the best is exported"
+
+
+@pytest.mark.parametrize(("slow", "is_said"), [({1: 3}, True), ({1: 2}, False), ({1: 5, 0: 1}, False), ({}, False)])
+def test_a_rank_is_slow_only_if_it_is_always_the_same(slow: dict[int, int], is_said: bool, tmp_path: Path) -> None:
+    plan = plan_of(made_run(tmp_path, "mine", "done"), {"state": "done"})
+    found = advice({"state": "done"}, Metrics(30, {}, {}, {"elapsed_s": 20.0}, slow), [], plan)
+    assert [entry.rule for entry in found] == ["slow_rank"] * is_said
 
 
 def test_low_use_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
