@@ -153,7 +153,10 @@ TRAIN = Verb(
     switches=("check", "detach"),
 )
 _RUN = ("run", "Run id, or path of a run folder.")
-_RUNS_DIR = {"runs_dir": option("runs_dir", "<dir>", "Parent folder of run folders.")}
+_RUNS_DIR = {
+    "runs_dir": option("runs_dir", "<dir>", "Parent folder of run folders."),
+    "apply": option("apply", "<int>", "Change the options as this remedy says; `tunesmith runs show` lists them."),
+}
 _TRAINING = {"config", *TrainConfig.model_fields}
 RESUME = Verb(
     "resume",

@@ -19,11 +19,12 @@ from app.launch.foreground import (
     print_summary,
     result,
     say_choices,
+    say_diagnoses,
     spinner,
     train,
     where,
 )
-from app.launch.job import TrainJob, resume_job, train_job
+from app.launch.job import TrainJob, refuse_unresumable, resume_job, train_job
 from app.runs.runs import (
     end_by_force,
     find_run,
@@ -34,6 +35,7 @@ from app.runs.runs import (
     stop_run,
     summary,
 )
+from app.services.diagnosis import apply_remedy, diagnosed
 from app.services.memory_check import known_verdict, memory_verdict
 from trainers.config.mistakes import ConfigError
 from trainers.config.parse import Request
@@ -109,7 +111,7 @@ def _detach(job: TrainJob, args: Args) -> int:
     if "json" in args.switches:
         report_json(result(job, state))
     if state["state"] == "failed":
-        print_summary(job.run, state)
+        print_summary(job.run, state, diagnosed(job.run))
         return 1
     if "json" not in args.switches:
         report(f"{job.run.id} is {state['state']}: {job.strategy.name} on {where(job)}")
@@ -121,10 +123,11 @@ def _detach(job: TrainJob, args: Args) -> int:
 def _train(job: TrainJob, args: Args) -> int:
     state = train(job, quiet="quiet" in args.switches)
     as_json = "json" in args.switches
+    diagnoses = [] if job.run.lost() or job.devices.machine_rank else diagnosed(job.run)
     if as_json:
-        report_json(result(job, state))
+        report_json(result(job, state, diagnoses))
     if not as_json or state["state"] != "done":
-        print_summary(job.run, state)
+        print_summary(job.run, state, diagnoses)
     return EXIT_CODES[state["state"]]
 
 
@@ -136,7 +139,11 @@ def resume_verb(argv: Sequence[str]) -> int:
     if len(args.names) != 1 or "check" in args.switches:
         raise ConfigError("resume takes one run; write `tunesmith resume RUN`, and `tunesmith runs list` lists them")
     runs_dir = args.request.options.pop("runs_dir", "runs")
-    return _start(resume_job(find_run(args.names[0], Path(runs_dir)), args), args)
+    run = find_run(args.names[0], Path(runs_dir))
+    if "apply" in args.own:
+        refuse_unresumable(run)
+        apply_remedy(diagnosed(run), args)
+    return _start(resume_job(run, args), args)
 
 
 def clone_verb(argv: Sequence[str]) -> int:
@@ -147,7 +154,12 @@ def clone_verb(argv: Sequence[str]) -> int:
     if len(args.names) != 1:
         raise ConfigError("clone takes one run; write `tunesmith runs clone RUN --learning_rate 1e-4`")
     runs_dir = args.request.options.get("runs_dir", "runs")
-    job = actions.clone(find_run(args.names[0], Path(runs_dir)), args)
+    run = find_run(args.names[0], Path(runs_dir))
+    if "apply" in args.own:
+        switches = set(args.switches)
+        apply_remedy(diagnosed(run), args)
+        args.switches = switches  # a clone starts at step 0, so nothing needs force
+    job = actions.clone(run, args)
     return _check(job, args) if "check" in args.switches else _start(job, args)
 
 
@@ -210,14 +222,16 @@ def show_verb(name: str, runs_dir: Path, as_json: bool) -> int:
     """`tunesmith runs show`."""
     run = find_run(name, runs_dir)
     document = {**summary(run), "last_checkpoint": last_checkpoint(run), "metrics": last_values(run)}
-    export_dir = (run.read_state() or {}).get("export_dir")
+    export_dir, diagnoses = (run.read_state() or {}).get("export_dir"), diagnosed(run)
     if as_json:
-        report_json({**document, "export_dir": export_dir})
+        diagnosis = [entry.as_json() for entry in diagnoses]
+        report_json({**document, "export_dir": export_dir, "diagnosis": diagnosis})
         return 0
     values = document.pop("metrics")
     facts = {**document, "model": export_dir, "gpus": ",".join(map(str, document["gpus"])) or "none"}
     facts |= {key: number(value, 6) for key, value in values.items() if isinstance(value, float)}
     show_table(["id", facts.pop("id")], [[key, value] for key, value in facts.items() if value is not None])
+    say_diagnoses(run, document, diagnoses)
     if document["state"] in ("stopped", "failed"):
         say(f"continue with: tunesmith resume {shlex.quote(str(run.path))}")
     return 0

@@ -21,6 +21,7 @@ from typing import Any, TextIO
 
 from app.accelerate_launch import check_argv, check_environment, command_line, launch_environment
 from app.console import clean, counted, number, report, say
+from app.diagnosis.advice import Diagnosis
 from app.launch.job import TrainJob, refuse_unresumable, run_attempt
 from app.launch.progress import progress_display
 from app.launch.restarts import run_to_end
@@ -320,7 +321,7 @@ def write_folder(job: TrainJob) -> None:
     register_outside(run, job.config.runs_dir)
 
 
-def result(job: TrainJob, state: Mapping[str, Any]) -> dict[str, Any]:
+def result(job: TrainJob, state: Mapping[str, Any], diagnoses: Sequence[Diagnosis] = ()) -> dict[str, Any]:
     """The JSON document that `train` and `resume` print."""
     values = last_values(job.run)
     return {
@@ -335,6 +336,7 @@ def result(job: TrainJob, state: Mapping[str, Any]) -> dict[str, Any]:
         "export_dir": state.get("export_dir"),
         "notes": job.notes,
         "warnings": job.warnings,
+        "diagnosis": [diagnosis.as_json() for diagnosis in diagnoses],
     }
 
 
@@ -352,18 +354,41 @@ def how_it_ended(state: Mapping[str, Any]) -> str:
     return cause if cause.startswith(name) else f"{start}: {cause}" if cause else start
 
 
-def print_summary(run: RunFolder, state: Mapping[str, Any]) -> None:
-    """Prints how a run ended: a success on stdout, anything else on stderr, with the command to continue."""
+def print_summary(run: RunFolder, state: Mapping[str, Any], diagnoses: Sequence[Diagnosis] = ()) -> None:
+    """Prints how a run ended: a success on stdout, anything else on stderr, with the command to continue.
+
+    Args:
+        run: the run.
+        state: its final state.
+        diagnoses: why it ended so, or trained badly.
+    """
     values = last_values(run)
     losses = f"train loss {number(values.get('loss'))}, eval loss {number(values.get('eval_loss'))}"
     if state["state"] == "done":
         report(f"done: {state.get('step')} steps, {losses}")
         report(f"run    {run.path}")
         report(f"model  {state.get('export_dir') or run.model}")
+        say_diagnoses(run, state, diagnoses)
         return
     say(how_it_ended(state))
     if run.lost():
         return
+    say_diagnoses(run, state, diagnoses)
     say(f"last checkpoint: {last_checkpoint(run) or 'none'}; log: {run.log}")
     machines = " --machine_rank K, on each machine" if state.get("machines") else ""
     say(f"continue with: tunesmith resume {shlex.quote(str(run.path))}{machines}")
+
+
+def say_diagnoses(run: RunFolder, state: Mapping[str, Any], diagnoses: Sequence[Diagnosis]) -> None:
+    """Prints each cause with what shows it, the numbered remedies, and the command that applies one."""
+    for diagnosis in diagnoses:
+        say(f"cause: {diagnosis.cause}")
+        for entry in diagnosis.evidence:
+            say(f"  {clean(entry.text)}" if entry.rank is None else f"  [rank {entry.rank}] {clean(entry.text)}")
+        for change in diagnosis.remedies:
+            say(f"  {change.number}. {change.text} ({change.flags})")
+        if diagnosis.help:
+            say(f"  {diagnosis.help}")
+    if any(diagnosis.remedies for diagnosis in diagnoses):
+        verb = "runs clone" if state["state"] == "done" else "resume"
+        say(f"apply a remedy: tunesmith {verb} {shlex.quote(str(run.path))} --apply 1")

@@ -22,14 +22,6 @@ MAX_TEXT_BYTES = 1 << 18
 _MAX_MANIFEST_BYTES = 1 << 26
 _MAX_RANKS = 1024
 _STEP = re.compile(r"step-(\d{1,15})")
-_ADVICE = (
-    (r"out of memory|OutOfMemory",
-     "set auto_find_batch_size to true, lower max_length, set gradient_checkpointing to true, or use fsdp2"),
-    (r"SIGKILL", "if memory ran out, lower per_device_train_batch_size or max_length"),
-    (r"[Nn]o space left|disk|bytes free", "free space on that disk"),
-    (r"[Rr]ead-only|Permission denied|nothing can be written", "make that folder writable"),
-    (r"not finite|loss (nan|inf)|gradient norm (nan|inf)", "lower learning_rate, or inspect the rows named in it"),
-)  # fmt: skip
 
 View = dict[str, Any]
 
@@ -164,7 +156,7 @@ def _best_in(path: Path, manifest_stamp: Any) -> int | None:
     return _count(progress.get("best_step")) if isinstance(progress, dict) else None
 
 
-# -- files and advice ------------------------------------------------------------------------------------------------
+# -- files and the next step ---------------------------------------------------------------------------------------
 
 
 def run_files(run: RunFolder) -> dict[str, str]:
@@ -194,8 +186,4 @@ def next_step(run: RunFolder, state: View, saved: list[View], position: int | No
         return ""
     resume = f"tunesmith resume {name}"
     origin = f"from step {saved[0]['step']}" if saved else "from the start, as no checkpoint was saved"
-    if status == "stopped":
-        return f"To continue {origin}: {resume}"
-    advice = next((remedy for pattern, remedy in _ADVICE if re.search(pattern, str(state.get("cause")))), "")
-    fix = f"First {advice}. " if advice else "See the last error in the log. "
-    return f"{fix}Then continue {origin}: {resume}"
+    return f"To continue {origin}: {resume}"

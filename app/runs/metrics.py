@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,8 @@ class _MetricsFile:
     """Steps of which a checkpoint was saved, in order."""
     latest: Values = field(default_factory=dict)
     """Newest value of every metric, including those that are not numbers."""
+    slow_ranks: Counter[int] = field(default_factory=Counter)
+    """How often each rank was reported as slow."""
     last_view: tuple[str, int] = ("", -1)
     """Token of the newest view, and the number of rows behind it."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -112,7 +114,8 @@ class _MetricsFile:
             fresh = _MetricsFile(inode=inode)
             self.inode, self.offset = inode, 0
             self.train, self.evals = fresh.train, fresh.evals
-            self.first_steps, self.saved_steps, self.latest = fresh.first_steps, fresh.saved_steps, fresh.latest
+            self.first_steps, self.saved_steps = fresh.first_steps, fresh.saved_steps
+            self.latest, self.slow_ranks = fresh.latest, fresh.slow_ranks
             self.replacements += 1
         deadline = time.monotonic() + seconds
         self.more = self.offset < size
@@ -150,6 +153,10 @@ class _MetricsFile:
             self.train.add(row["step"], attempt, row)
         if any(name in row for name in EVAL):
             self.evals.add(row["step"], attempt, row)
+        slow = row.get("slow_ranks")
+        self.slow_ranks.update(
+            [rank for rank in slow[:1024] if _is_count(rank) and rank < 1024] if isinstance(slow, list) else ()
+        )
         self.latest.update(row)
 
 
@@ -187,6 +194,12 @@ class Curves:
         with file.lock:
             file.read_new_rows(run.metrics, seconds)
             return {**file.latest, **(_last_rows(run.metrics, file.offset) if file.more else {})}
+
+    def slow_ranks(self, run: RunFolder) -> dict[int, int]:
+        """How often each rank was reported as slow, in what has been read."""
+        file = self._file(run)
+        with file.lock:
+            return dict(file.slow_ranks)
 
     def view(self, run: RunFolder, since: Any = None, seconds: float = READ_SECONDS) -> Values:
         """The curves, or only what changed in them.

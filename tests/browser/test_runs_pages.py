@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -180,6 +181,24 @@ def test_a_failed_run_says_why_and_its_error_is_found(new_page: Tabs) -> None:
     page.get_by_label("Find").fill("step 17 ")
     page.get_by_role("button", name="Previous", exact=True).click()
     expect(page.locator(".ts-found .ts-text")).to_contain_text("step 17 loss")
+
+
+def test_a_diagnosis_has_a_button_for_each_remedy(new_page: Tabs, server: Served) -> None:
+    page = new_page("/run?run=failed-run")
+    expect(page.locator(".ts-diagnosis")).to_contain_text(HOSTILE)
+    assert page.locator("img[src=x]").count() == 0
+    cause = "step 9: loss nan, gradient norm nan, on rank 0, in the batch from data.jsonl:7; no weight was updated"
+    run = made_run(server.runs_dir, "bad-run", "failed", steps=8, world=1, strategy="single", cause=cause,
+                   config={"eval_dataset_name": "none", "max_steps": 3})  # fmt: skip
+    page = new_page("/run?run=bad-run")
+    card = page.locator(".ts-diagnosis")
+    expect(card).to_contain_text("at step 9, on rank 0, in the batch from data.jsonl:7")
+    expect(card.locator("li[value='1']")).to_contain_text("--non_finite=skip")
+    page.locator("#run-remedy-1").click()
+    expect(card).to_have_count(0)
+    wait_for(lambda: (run.read_state() or {})["state"] == "done", "the remedied run")
+    assert "non_finite: skip" in run.config.read_text()
+    shutil.rmtree(run.path)
 
 
 def test_no_line_of_a_long_log_is_lost_or_shown_twice(new_page: Tabs, server: Served) -> None:

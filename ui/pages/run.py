@@ -10,17 +10,19 @@ from urllib.parse import urlencode
 import gradio as gr
 from starlette.responses import Response
 
-from app.launch import actions
+from app.diagnosis.advice import diagnose
+from app.launch import actions, background
 from app.launch.foreground import CheckBroke
 from app.runs.detail import checkpoints, run_files, run_view
 from app.runs.log import find_in_log, log_writers, read_log
 from app.runs.metrics import Curves
 from app.runs.runs import run_of_id
+from app.services.diagnosis import Diagnoses, remedied
 from trainers.config.mistakes import ConfigError
-from trainers.run.folder import RunFolder
+from trainers.run.folder import END_STATES, RunFolder
 from ui.context import ServerContext
 from ui.live import json_response, live_part
-from ui.pages.run_parts import details, headline, unknown_run
+from ui.pages.run_parts import details, diagnosis_cards, headline, remedies_of, unknown_run
 from ui.parts import alert_list, byte_text, element, section
 
 _POLL_SECONDS = 1.0
@@ -34,6 +36,8 @@ _BUTTONS = {
 _PANELS = ("stop_without_saving", "rename", "delete", "export")
 """Actions that open a panel first."""
 _NAVIGATE = "(address) => { if (address) location.assign(address); }"
+_MAX_REMEDIES = 6
+"""Most remedies with a button."""
 _QUIET: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
 
 
@@ -53,6 +57,7 @@ class _Page:
     def __init__(self, context: ServerContext):
         self.context = context
         self.curves = Curves()
+        self.diagnoses = Diagnoses(self.curves)
 
     def lay_out(self) -> None:
         self.head = gr.HTML(element("p", "Loading…", class_="ts-note"), apply_default_css=False)
@@ -65,6 +70,13 @@ class _Page:
                 )
                 for name, label in _BUTTONS.items()
             }  # fmt: skip
+        self.diagnosis = gr.HTML(apply_default_css=False, elem_id="run-diagnosis")
+        with gr.Row(elem_classes="ts-actions"):
+            self.remedies = [
+                gr.Button(visible=False, size="sm", scale=0, min_width=160, elem_id=f"run-remedy-{number}")
+                for number in range(1, _MAX_REMEDIES + 1)
+            ]
+        self.flags = gr.Textbox(visible=False, label="remedies")
         self.message = gr.HTML(apply_default_css=False)
         self.address = gr.Textbox(visible=False)
         self.panels: dict[str, gr.Group] = {}
@@ -72,7 +84,8 @@ class _Page:
         with gr.Column() as self.body:
             self._lay_out_body()
         self.digest = gr.Textbox(visible=False)
-        outputs = [self.head, self.details, self.body, self.message, *self.buttons.values(), self.digest]
+        outputs = [self.head, self.details, self.body, self.message, *self.buttons.values(),
+                   self.diagnosis, *self.remedies, self.flags, self.digest]  # fmt: skip
         gr.on(None, self.refresh, self.digest, outputs, **_QUIET)
         gr.Timer(_POLL_SECONDS).tick(self.refresh, self.digest, outputs, **_QUIET)
         self._connect_buttons()
@@ -101,25 +114,41 @@ class _Page:
     # -- refresh -----------------------------------------------------------------------------------------------------
 
     def refresh(self, digest: str | None, request: gr.Request) -> list[Any]:
-        """Updates head, details, body, message, buttons and digest; skips what has not changed."""
+        """Updates head, details, body, message, buttons, diagnosis and digest; skips what has not changed."""
         try:
             run = _run(self.context, request)
             view = run_view(run, self.curves)
+            diagnoses = self.diagnoses.of(run, [view["state"], view["cause"], view["attempt"]])
         except ConfigError as error:
             hidden = [gr.update(visible=False)] * len(self.buttons)
-            return [unknown_run(error.lines), "", gr.update(visible=False), "", *hidden, ""]
-        parts = [headline(view), details(view, run_files(run)), " ".join(view["actions"])]
+            no_remedies = [gr.update(visible=False)] * _MAX_REMEDIES
+            return [unknown_run(error.lines), "", gr.update(visible=False), "", *hidden, "", *no_remedies, "", ""]
+        done, startable = view["state"] == "done", view["state"] in END_STATES
+        changes = remedies_of(diagnoses)[:_MAX_REMEDIES] if startable else []
+        cards = f"{diagnosis_cards(diagnoses, done)}<!--{startable}-->"
+        parts = [headline(view), details(view, run_files(run)), " ".join(view["actions"]), cards]
         digests = [hashlib.sha256(part.encode()).hexdigest()[:12] for part in parts]
         old_digests = str(digest or "").split(" ")
         old_digests = old_digests if len(old_digests) == len(digests) else [""] * len(digests)
         if old_digests == digests:
-            return [gr.skip()] * (len(self.buttons) + 5)
+            return [gr.skip()] * (len(self.buttons) + _MAX_REMEDIES + 7)
         changed = [new != old for new, old in zip(digests, old_digests, strict=True)]
         buttons = [gr.update(visible=name in view["actions"]) if changed[2] else gr.skip() for name in self.buttons]
         body = gr.update(visible=True) if not old_digests[0] else gr.skip()
         message = "" if old_digests[2] and changed[2] else gr.skip()  # a message about an earlier state is obsolete
         head, details_html = (panel if new else gr.skip() for panel, new in zip(parts[:2], changed[:2], strict=True))
-        return [head, details_html, body, message, *buttons, " ".join(digests)]
+        remedies = [gr.skip()] * (_MAX_REMEDIES + 2)
+        if changed[3]:
+            verb = "Train again with" if done else "Resume with"
+            labels = [f"{verb} remedy {change.number}" for change in changes]
+            labels += [""] * (_MAX_REMEDIES - len(labels))
+            remedy_buttons = [gr.update(value=label, visible=bool(label)) for label in labels]
+            remedies = [
+                diagnosis_cards(diagnoses, done),
+                *remedy_buttons,
+                "\n".join(change.flags for change in changes),
+            ]
+        return [head, details_html, body, message, *buttons, *remedies, " ".join(digests)]
 
     # -- actions -----------------------------------------------------------------------------------------------------
 
@@ -147,8 +176,30 @@ class _Page:
         for name, (work, done) in handlers.items():
             self.buttons[name].click(self._handler(work, done), None, self.message, api_visibility="private")
 
+        for index, button in enumerate(self.remedies):
+            handler = self._remedy_handler(index)
+            button.click(handler, self.flags, [self.message, self.address], api_visibility="private").then(
+                None, self.address, None, js=_NAVIGATE
+            )
         self._link_to_form("clone", "clone")
         self._link_to_form("resume_changed", "resume")
+
+    def _remedy_handler(self, index: int) -> Callable[[str, gr.Request], list[str]]:
+        """Applies the remedy with this index among the options that the page showed."""
+
+        def handler(listed: str, request: gr.Request) -> list[str]:
+            address = []
+
+            def work(run: RunFolder) -> None:
+                flags = [*str(listed or "").splitlines(), *[""] * _MAX_REMEDIES][index]
+                job = remedied(run, diagnose(run, self.curves), flags)
+                background.start(job)
+                address.extend([f"run?{urlencode({'run': job.run.id})}"] if job.run.path != run.path else [])
+
+            message = self._act(work, "resumed with this remedy; the run continues in the background", request)
+            return [message, address[0] if address else ""]
+
+        return handler
 
     def _link_to_form(self, name: str, key: str) -> None:
         """Makes the button open the Train page with this run in the URL."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from app.diagnosis.advice import Change, Diagnosis
 from ui.parts import (
     Html,
     ago,
@@ -94,6 +96,39 @@ def _cause_and_next(view: dict[str, Any]) -> Html:
     if view["bad_checkpoints"]:
         lines.append(f"damaged checkpoints were set aside: {', '.join(view['bad_checkpoints'][:5])}")
     return alert_list(lines, _KINDS.get(view["state"], "info"))  # type: ignore[arg-type]
+
+
+def diagnosis_cards(diagnoses: Sequence[Diagnosis], done: bool) -> Html:
+    """A card per cause: the sentence, what shows it, what may help.
+
+    Args:
+        diagnoses: the causes.
+        done: whether a remedy takes a new run.
+    """
+    cards = []
+    for diagnosis in diagnoses:
+        lines = join(
+            element("li", element("code", entry.text if entry.rank is None else f"rank {entry.rank}: {entry.text}"))
+            for entry in diagnosis.evidence
+        )
+        changes = join(
+            element("li", join([change.text, " ", element("code", change.flags)]), value=change.number)
+            for change in diagnosis.remedies
+        )
+        parts = [
+            element("h3", diagnosis.cause),
+            element("ul", lines, class_="ts-evidence", aria_label="What shows it") if lines else "",
+            element("p", "This may help, in a new run:" if done else "This may help:") if changes else "",
+            element("ol", changes) if changes else "",
+            element("p", diagnosis.help, class_="ts-note") if diagnosis.help else "",
+        ]
+        cards.append(element("article", join(parts), class_="ts-diagnosis"))
+    return section("Diagnosis", join(cards)) if cards else Html("")
+
+
+def remedies_of(diagnoses: Sequence[Diagnosis]) -> list[Change]:
+    """The remedies of all causes, in the order of their numbers."""
+    return [change for diagnosis in diagnoses for change in diagnosis.remedies]
 
 
 def details(view: dict[str, Any], files: dict[str, str]) -> Html:

@@ -266,7 +266,8 @@ def test_runs_are_listed_shown_and_read(shell: Shell) -> None:
     assert shell("runs", "show", "one", "--json") == 0
     assert json.loads(shell.out)["metrics"] == {"step": 4, "loss": None, "eval_loss": 0.5}
     assert shell("runs", "show", "one") == 0
-    assert "tunesmith resume" in shell.errors[0]
+    assert shell.errors[0] == "cause: ValueError: <b>red"
+    assert "tunesmith resume" in shell.errors[-1]
     assert shell("runs", "logs", "one") == 0
     assert shell.out == "2026 [rank 0] hello\n"
     assert shell("runs", "logs", "one", "--follow") == 0

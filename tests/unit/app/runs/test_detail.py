@@ -32,7 +32,7 @@ def test_a_live_run_shows_where_its_ranks_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "cause", "saved", "words"),
     [
-        ("failed", "rank 1: OutOfMemoryError: out of memory", 20, "First set auto_find_batch_size to true"),
+        ("failed", "rank 1: OutOfMemoryError: out of memory", 20, "To continue from step 20: tunesmith resume "),
         ("failed", "rank 1: ValueError: bad", 20, "from step 20: tunesmith resume "),
         ("failed", "rank 1: ValueError: bad", None, "from the start, as no checkpoint was saved"),
         ("stopped", "stopped by a stop request", 20, "To continue from step 20: tunesmith resume "),
