@@ -1,6 +1,6 @@
 """Faults for `tunesmith doctor`: put on PYTHONPATH, read by every process before its first line.
 
-DOCTOR_FAULT is `KIND:RANK:FUNCTION` of torch.distributed, with KIND one of `wrong` (one element of what the rank receives
+DOCTOR_FAULT is `KIND:RANK:FUNCTION` of torch.distributed, with KIND one of `wrong` (one element of what it receives
 there, or sends to another), `skipped` (it does nothing), `stop` and `kill` (the rank does so to itself there); or
 `nice:RANK:` (all ranks share a core, and that one has the lowest priority), or `clock:SECONDS:` (of every process; the
 clock is so far ahead).
