@@ -52,13 +52,16 @@ def doctor(home: Path, *words: str, fault: str = "") -> Checks:
         pytest.param("broadcast", "broadcast", marks=pytest.mark.long),
         pytest.param("reduce", "reduce", marks=pytest.mark.long),
         pytest.param("scatter", "scatter", marks=pytest.mark.long),
+        pytest.param("gather", "gather", marks=pytest.mark.long),
         pytest.param("all_to_all_single", "all-to-all", marks=pytest.mark.long),
+        pytest.param("batch_isend_irecv", "send/receive", marks=pytest.mark.long),
     ],
 )
 def test_one_wrong_element_is_seen(function: str, name: str, home: Path) -> None:
     checks = doctor(home, "--quick", fault=f"wrong:1:{function}")
     assert faults(checks) == {name}
-    assert checks[name]["value"].startswith("rank 1 (machine 0, ")
+    receiver = 0 if name == "send/receive" else 1
+    assert checks[name]["value"].startswith(f"rank {receiver} (machine 0, ")
     assert "in world of ranks 0, 1, 1031 elements: element 1030 is " in checks[name]["value"] or name != "all-reduce"
 
 

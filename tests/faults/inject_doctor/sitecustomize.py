@@ -1,8 +1,9 @@
 """Faults for `tunesmith doctor`: put on PYTHONPATH, read by every process before its first line.
 
-DOCTOR_FAULT is `KIND:RANK:FUNCTION` of torch.distributed, with KIND one of `wrong` (one element of what it writes),
-`skipped` (it does nothing), `stop` and `kill` (the rank does so to itself there); or `nice:RANK:` (both ranks share a
-core, and that one has the lowest priority), or `clock:SECONDS:` (of every process; the clock is so far ahead).
+DOCTOR_FAULT is `KIND:RANK:FUNCTION` of torch.distributed, with KIND one of `wrong` (one element of what it receives
+there, or sends to another), `skipped` (it does nothing), `stop` and `kill` (the rank does so to itself there); or
+`nice:RANK:` (all ranks share a core, and that one has the lowest priority), or `clock:SECONDS:` (of every process; the
+clock is so far ahead).
 """
 
 import contextlib
@@ -24,9 +25,12 @@ def spoil() -> None:
             return None
         if KIND in ("stop", "kill"):
             os.kill(os.getpid(), signal.SIGSTOP if KIND == "stop" else signal.SIGKILL)
+        if FUNCTION == "batch_isend_irecv":
+            values[0][0].tensor[-1] += 1  # of what it sends
         done = call(*values, **more)
-        if isinstance(values[0], torch.Tensor):
-            values[0].view(-1)[-1] += 1
+        written = values[1][-1] if FUNCTION == "gather" else values[0]
+        if isinstance(written, torch.Tensor):
+            written.view(-1)[-1] += 1
         return done
 
     setattr(dist, FUNCTION, spoiled)
