@@ -207,6 +207,7 @@ def test_what_differs_on_a_machine_is_named_before_any_rank_starts(network: Netw
     assert checks["all-reduce"]["value"].startswith("not tried: mend machine 2: host name")
 
 
+@pytest.mark.long
 @three
 def test_a_slow_link_is_named(network: Network) -> None:
     """The last machine sends at a hundredth of the speed of the others."""
@@ -220,6 +221,7 @@ def test_a_slow_link_is_named(network: Network) -> None:
     assert reports[0]["all-reduce"]["passed"] is True
 
 
+@pytest.mark.long
 @three
 def test_two_machines_that_cannot_reach_each_other_are_named(network: Network) -> None:
     network.on(1, "ip", "route", "add", "unreachable", "10.87.0.12/32")
@@ -239,6 +241,7 @@ def test_a_machine_that_cannot_reach_the_port_says_so(network: Network) -> None:
     assert first["machine 0: disk speed"]["passed"] is second["machine 1: disk speed"]["passed"] is True
 
 
+@pytest.mark.long
 @two
 def test_delay_is_no_fault(network: Network) -> None:
     """A far machine is slow to answer, and right; its two links are alike."""
