@@ -1,4 +1,4 @@
-"""The Train page: preset or own model, data, method, strategy and GPUs, with a live preview, and the launch."""
+"""The Train page, in seven steps from the model to the start, with a live preview beside them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from gradio.context import Context
 from app.hardware import CPU_PROCESSES
 from app.launch.background import start
 from app.launch.foreground import CheckBroke
+from app.launch.job import TrainJob
 from app.services.choices import gpu_choices, strategy_choices
+from app.services.data import open_data
 from app.services.draft import read_draft
 from app.services.form import (
     Choices,
@@ -28,6 +30,7 @@ from app.services.form import (
 )
 from app.services.memory_check import known_verdict, memory_verdict
 from app.services.resume_form import ResumeForm, resume_form, resume_preview
+from app.services.rpc_client import WorkerDied
 from app.services.starting_values import NAMING, differences, follow_data, starting_values
 from app.services.uploads import EXTENSIONS, remove_received, store_upload
 from trainers.config.fields import OptionField, text_of
@@ -35,23 +38,28 @@ from trainers.config.mistakes import ConfigError
 from trainers.config.own_data import DESCRIBING
 from trainers.config.presets import find_preset, preset_names
 from ui.context import ServerContext
+from ui.pages.strategy_parts import StrategyPicker
 from ui.pages.train_parts import (
+    PLAIN,
     STEP_FIELDS,
     by_name,
     common_fields,
     component,
     component_value,
     copied_text,
+    cpu_tile,
     draft_js,
+    first_rows,
     gpu_labels,
     gpu_selection,
     other_fields,
     panel,
+    rate_curve,
     resume_banner,
-    strategy_labels,
     strategy_note,
 )
-from ui.parts import alert_list, element, note, title
+from ui.pages.train_welcome import Welcome
+from ui.parts import Html, alert_list, element, note, title
 
 FIRST_PRESET = "tiny-lora"
 _HIDDEN: dict[str, Any] = {"api_visibility": "private"}
@@ -60,8 +68,9 @@ _QUICK: dict[str, Any] = {"show_progress": "hidden", "queue": False, "api_visibi
 
 def build(context: ServerContext) -> None:
     """Lays out the page."""
-    gr.HTML(title("Train", "Pick a preset, bring your data, and start. The preview shows what would be trained."))
+    gr.HTML(title("Train", "Seven steps to a model of your own, filled in with values that work."))
     form = _Form(context)
+    Welcome(context.runs_dir, form.preview_request, _GO_TO_RUN)
     with gr.Row(elem_id="train-columns"):
         with gr.Column(scale=5, min_width=300, elem_id="train-form"):
             form.lay_out()
@@ -80,10 +89,11 @@ def _refusal(error: Exception) -> gr.Error:
     return gr.Error(str(error), print_exception=False)
 
 
-_LAUNCH, _LAUNCH_ANYWAY = "Launch", "Launch anyway"
+_LAUNCH, _LAUNCH_ANYWAY = "Start training", "Start anyway"
 """Labels of the button; the second asks to confirm a run that is not expected to fit."""
 _DEVICES = 3
 """Index of the devices among the outputs of `prefill`."""
+_GO_TO_RUN = "(id) => { if (id) location.assign('run?run=' + encodeURIComponent(id)); }"
 _START_OVER = "() => { tunesmithDraft.clear(); location.assign(location.pathname); }"
 
 
@@ -125,13 +135,22 @@ class _Form:
             self._add_fields(by_name(STEP_FIELDS["data"]), first)
         self.data_before = [gr.Textbox(first[name], visible=False, label=f"{name} before") for name in NAMING]
         self.upload = gr.UploadButton(
-            "Upload training data", file_types=list(EXTENSIONS), elem_id="upload-data", size="sm", min_width=160
+            "Drop a data file here, or choose one",
+            file_types=list(EXTENSIONS),
+            elem_id="upload-data",
+            size="md",
+            min_width=160,
         )
+        with gr.Row():
+            self.look = gr.Button("Show the first rows", elem_id="look", size="sm", scale=0, min_width=180)
+        self.rows = gr.HTML("", elem_id="train-rows", apply_default_css=False)
         _heading("3. Method")
         with gr.Row(elem_classes=["ts-fields"]):
             self._add_fields(by_name(STEP_FIELDS["method"]), first)
         self._lay_out_strategy()
-        _heading("5. Settings")
+        self._lay_out_devices()
+        _heading("6. Settings")
+        self.curve = gr.HTML(rate_curve(None), elem_id="train-curve", apply_default_css=False)
         with gr.Row(elem_classes=["ts-fields"]):
             self._add_fields(common_fields(), first)
         with gr.Accordion("All options", open=False, elem_id="all-options"):
@@ -151,13 +170,23 @@ class _Form:
         )  # fmt: skip
 
     def _lay_out_strategy(self) -> None:
-        _heading("4. Strategy and devices")
+        _heading("4. Strategy")
+        gr.HTML(
+            note("How the work is shared among GPUs or processes. It changes speed and memory, never the model."),
+            apply_default_css=False,
+        )
+        self.cards = StrategyPicker(self._default_job)
         with gr.Row(elem_classes=["ts-fields", "ts-wide"]):
-            self.strategy = gr.Dropdown(
-                strategy_labels(strategy_choices("lora", None)), value="", label="Strategy", allow_custom_value=True,
-                info="How training is distributed; changes speed and memory, never the model.", elem_id="opt-strategy",
-                elem_classes=["ts-field"], min_width=260,
+            self.strategy = gr.Textbox(
+                "", label="Strategy by name, or your own Accelerate file", max_lines=1, elem_id="opt-strategy",
+                info="Filled in by the cards above; or type the path of an Accelerate YAML.",
+                placeholder="default", elem_classes=["ts-field"], min_width=260, html_attributes=PLAIN,
             )  # fmt: skip
+        self.strategy_note = gr.HTML("", elem_id="strategy-note", apply_default_css=False)
+
+    def _lay_out_devices(self) -> None:
+        _heading("5. GPUs" if self.gpus else "5. Processes")
+        with gr.Row(elem_classes=["ts-fields", "ts-wide"]):
             if self.gpus:
                 self.devices: gr.components.Component = gr.CheckboxGroup(
                     gpu_labels(self.gpus), **gpu_selection(default_gpus(FIRST_PRESET, self.gpus)), label="GPUs",
@@ -165,14 +194,13 @@ class _Form:
                 )  # fmt: skip
             else:
                 self.devices = gr.Textbox(
-                    str(CPU_PROCESSES), label="Processes", info="This machine has no GPU: processes run on the CPU.",
-                    max_lines=1, elem_id="opt-gpus", elem_classes=["ts-field"], min_width=260,
+                    str(CPU_PROCESSES), label="Processes on this computer", info=cpu_tile(), max_lines=1,
+                    elem_id="opt-gpus", elem_classes=["ts-field"], min_width=260, html_attributes=PLAIN,
                 )  # fmt: skip
-        self.strategy_note = gr.HTML("", elem_id="strategy-note", apply_default_css=False)
 
     def lay_out_preview(self) -> None:
         """The preview beside the form."""
-        _heading("Preview")
+        _heading("7. Check and start")
         self.panel = gr.HTML(note("Checking the form ..."), elem_id="train-panel", apply_default_css=False)
         with gr.Row():
             self.launch = gr.Button(_LAUNCH, variant="primary", elem_id="launch", interactive=False, min_width=160)
@@ -190,7 +218,9 @@ class _Form:
         """Connects the events of the page."""
         draft_inputs = [self.preset, self.strategy, self.devices, *self.options]
         inputs = [self.resumed, self.force, *draft_inputs]
-        preview_outputs = [self.panel, self.strategy_note, self.command, self.yaml, self.launch, self.confirmed]
+        preview_outputs = [
+            self.panel, self.strategy_note, self.curve, self.command, self.yaml, self.launch, self.confirmed,
+        ]  # fmt: skip
         form_outputs = [self.preset, self.before, self.strategy, self.devices, *self.options, *self.data_before]
         refresh_event: dict[str, Any] = {"fn": self.refresh, "inputs": inputs, "outputs": preview_outputs, **_QUICK}
         changes = [
@@ -205,6 +235,7 @@ class _Form:
         keep = draft_js([field.name for field in self.fields], {"runs_dir": str(self.context.runs_dir)})
         gr.on([*changes, self.preset.change], None, draft_inputs, None, js=keep, **_HIDDEN)
         self.start_over.click(None, None, None, js=_START_OVER, **_HIDDEN)
+        self.look.click(self.show_rows, inputs, self.rows, **_HIDDEN, show_progress="hidden", trigger_mode="once")
         switch = self.preset.input(self.switch_preset, [self.before, *draft_inputs], form_outputs, **_QUICK)
         switch.then(**refresh_event)
         method: Any = self._component("method")
@@ -221,13 +252,14 @@ class _Form:
             None, draft_inputs, None, js=f"(...all) => {{ tunesmithDraft.ready(); ({keep})(...all); }}", **_HIDDEN
         )
         loaded.then(**refresh_event)
+        others = [component.change for component in (self.devices, *self.options)]
+        self.cards.connect([*others, self.force.change], loaded, inputs)
         launched = self.launch.click(
             self.start, [self.confirmed, *inputs], [self.panel, self.launch, self.started, self.confirmed],
             trigger_mode="once", concurrency_limit=1, concurrency_id="launch", show_progress="hidden", **_HIDDEN,
         )  # fmt: skip
         launched.then(lambda *values: self.refresh(*values)[1], inputs, self.strategy_note, **_QUICK)
-        navigate = "(id) => { if (id) location.assign('run?run=' + encodeURIComponent(id)); }"
-        launched.then(None, self.started, None, js=navigate, **_HIDDEN)
+        launched.then(None, self.started, None, js=_GO_TO_RUN, **_HIDDEN)
 
     def serve_scripts(self) -> None:
         """Endpoints for `gradio_client`: `/preview` and `/launch`, each taking one JSON object."""
@@ -235,14 +267,14 @@ class _Form:
         def script_preview(request: dict) -> dict:
             """What a request {preset, strategy, gpus, num_processes, options} would do; starts nothing."""
             try:
-                return self._preview_request(request).as_json()
+                return self.preview_request(request).as_json()
             except ConfigError as error:
                 raise _refusal(error) from None
 
         def script_launch(request: dict) -> dict:
             """Starts the run of a request {preset, strategy, gpus, num_processes, options}."""
             try:
-                requested = self._preview_request(request)
+                requested = self.preview_request(request)
                 if requested.job is None:
                     raise ConfigError(requested.mistakes)
                 memory = memory_verdict(requested.job).line  # a script cannot confirm: warn only
@@ -255,7 +287,7 @@ class _Form:
         gr.api(script_preview, api_name="preview")
         gr.api(script_launch, api_name="launch", concurrency_limit=1, concurrency_id="launch")
 
-    def _preview_request(self, request: object) -> Preview:
+    def preview_request(self, request: object) -> Preview:
         return preview_request(request, self.context.runs_dir, self.context.roots, self.context.remote_code)
 
     def _component(self, name: str) -> gr.components.Component:
@@ -285,6 +317,11 @@ class _Form:
             return Preview(by_field(error.mistakes))
         return preview(values, preset or None, **launch)
 
+    def _default_job(
+        self, resumed: str, force: bool, preset: str, strategy: str | None, devices: Any, *raw: Any
+    ) -> TrainJob | None:
+        return self._preview(resumed, force, preset, None, devices, raw).job
+
     def refresh(
         self, resumed: str, force: bool, preset: str, strategy: str | None, devices: Any, *raw: Any
     ) -> list[Any]:
@@ -295,11 +332,26 @@ class _Form:
         return [
             panel(current),
             strategy_note(strategies, str(strategy or ""), current),
+            rate_curve(current),
             copied_text("Command", current.command),
             copied_text("Resolved config", current.yaml, "config.yaml"),
             gr.Button("Resume" if resumed else _LAUNCH, interactive=current.job is not None),
             "",
         ]
+
+    def show_rows(
+        self, resumed: str, force: bool, preset: str, strategy: str | None, devices: Any, *raw: Any
+    ) -> Iterator[Html]:
+        """The first rows as they would be trained, and the format that was found."""
+        current = self._preview(resumed, force, preset, strategy, devices, raw)
+        if current.job is None:
+            yield note("Shown once the mistakes are fixed.")
+            return
+        yield note("Reading the data; the first time takes some seconds ...")
+        try:
+            yield first_rows(open_data(current.job.config).rows(0, 3))
+        except (ConfigError, WorkerDied) as error:
+            yield alert_list(error.lines if isinstance(error, ConfigError) else str(error).splitlines())
 
     def _fill(self, choices: Choices, devices: bool) -> list[Any]:
         """Updates for all components to show these choices."""

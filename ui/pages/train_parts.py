@@ -9,17 +9,21 @@ from typing import Any
 
 import gradio as gr
 
+from app.hardware import cpu_count
 from app.launch.foreground import where
 from app.launch.job import TrainJob
 from app.runs.detail import checkpoints
 from app.services.choices import GpuChoice, StrategyChoice
 from app.services.fields import COMMON
 from app.services.form import DefaultGpus, Numbers, Preview
+from app.services.learning_rates import learning_rates
 from app.services.memory_check import known_verdict
 from app.services.resume_form import ResumeForm
-from trainers.config.fields import TITLES, OptionField, fields
+from trainers.config.fields import TITLES, OptionField, choice_labels, fields
 from trainers.config.options import precision_lines
-from ui.parts import Html, alert_list, byte_text, element, join, key_values, note, number_text, run_link
+from trainers.run import host_memory
+from ui.pages.data_parts import rows_panel
+from ui.parts import Html, alert_list, byte_text, element, join, key_values, link, note, number_text, run_link
 
 STEP_FIELDS = {
     "model": ("model_name_or_path",),
@@ -27,18 +31,11 @@ STEP_FIELDS = {
     "method": ("method", "lora_r", "lora_alpha"),
 }
 """Options shown in their own steps, above the common ones."""
-LABELS = {
-    "model_name_or_path": "Base model",
-    "dataset_name": "Training data",
-    "eval_dataset_name": "Evaluation data",
-    "eval_share": "Share held out for evaluation",
-    "method": "Method",
-}
 HINTS = {
     "model_name_or_path": "Hub id or local folder",
     "dataset_name": "file, folder, glob or Hub id",
 }
-_PLAIN = gr.InputHTMLAttributes(autocomplete="off", autocorrect="off", autocapitalize="off", spellcheck=False)
+PLAIN = gr.InputHTMLAttributes(autocomplete="off", autocorrect="off", autocapitalize="off", spellcheck=False)
 _STEP_OPTIONS = {name for options in STEP_FIELDS.values() for name in options}
 
 
@@ -73,18 +70,18 @@ def component(option: OptionField, text: str) -> gr.components.Component:
     """The component of an option, with its help text."""
     limits = f" ({option.limits})" if option.limits and option.kind in ("int", "float") else ""
     settings: dict[str, Any] = {
-        "label": LABELS.get(option.name, option.name), "info": f"{option.help.removesuffix('.')}{limits}.",
+        "label": option.label, "info": f"{option.help.removesuffix('.')}{limits}.",
         "value": component_value(option, text), "elem_id": f"opt-{option.name}", "elem_classes": ["ts-field"],
         "min_width": 190, "interactive": True,
     }  # fmt: skip
     if option.kind == "bool":
         return gr.Checkbox(**settings)
     if option.name == "method":
-        return gr.Radio(list(option.choices), **settings)
+        return gr.Radio(choice_labels(option), **settings)
     if option.kind == "choice":
-        return gr.Dropdown(list(option.choices), filterable=False, **settings)
+        return gr.Dropdown(choice_labels(option), filterable=False, **settings)
     hint = HINTS.get(option.name, "none" if option.optional else option.default or "")
-    return gr.Textbox(max_lines=1, placeholder=hint, html_attributes=_PLAIN, **settings)
+    return gr.Textbox(max_lines=1, placeholder=hint, html_attributes=PLAIN, **settings)
 
 
 def draft_js(names: Sequence[str], ignored: Mapping[str, str]) -> str:
@@ -198,7 +195,7 @@ def copied_text(name: str, text: str, file: str | None = None) -> Html:
 
 
 def strategy_note(choices: Sequence[StrategyChoice], name: str, current: Preview) -> Html:
-    """The summary of the chosen strategy, and why it cannot run where that is so.
+    """Whether the chosen strategy can run, and why not where that is so; its card says what it does.
 
     Args:
         choices: all shipped strategies.
@@ -215,17 +212,9 @@ def strategy_note(choices: Sequence[StrategyChoice], name: str, current: Preview
     reason = chosen.reason or next((str(replace(mistake, source="")) for mistake in mistakes), "")
     known = known_verdict(current.job) if current.job else None
     runs = current.job is not None and not (known and known.line)
-    verdict = element("strong", "Cannot run here: " if reason else "Can run here. ") if reason or runs else ""
-    sentence = join([verdict, f"{reason}. " if reason else "", chosen.summary])
+    verdict = element("strong", "Cannot run here: " if reason else "Can run here.") if reason or runs else ""
+    sentence = join([f"{chosen.name}: " if verdict else chosen.name, verdict, f"{reason}." if reason else ""])
     return element("p", sentence, class_=f"ts-note{' ts-unable' if reason else ''}")
-
-
-def strategy_labels(choices: Sequence[StrategyChoice]) -> list[tuple[str, str]]:
-    """Labels and values for a list of strategies."""
-    return [
-        ("default: the preset's, otherwise single or ddp", ""),
-        *((f"{choice.name}{' (cannot run here)' if choice.reason else ''}", choice.name) for choice in choices),
-    ]
 
 
 def gpu_selection(default: DefaultGpus) -> dict[str, Any]:
@@ -241,7 +230,42 @@ def gpu_labels(choices: Sequence[GpuChoice]) -> list[tuple[str, str]]:
 
 
 def _gpu_label(gpu: GpuChoice) -> str:
+    """A tile of three lines: which GPU, its memory, and who has it."""
     free = f"{byte_text(gpu.free)} free of " if gpu.free is not None else ""
-    foreign = ", in use by other programs" if gpu.foreign else ", free"
-    holder = f", held by {gpu.holder}" if gpu.holder else foreign
-    return f"{gpu.index}: {gpu.name}, {free}{byte_text(gpu.memory)}{holder}"
+    foreign = "in use by other programs" if gpu.foreign else "free"
+    holder = f"held by {gpu.holder}" if gpu.holder else foreign
+    return f"GPU {gpu.index}: {gpu.name}\n{free}{byte_text(gpu.memory)}\n{holder}"
+
+
+def cpu_tile() -> str:
+    """What stands in place of GPUs on a machine without any."""
+    cores, total = cpu_count(), byte_text(host_memory.total())
+    return f"No GPU here: the CPU has {cores} core{'s' * (cores > 1)} and {total} of memory."
+
+
+# -- learning rate and rows ------------------------------------------------------------------------------------------
+
+
+def rate_curve(preview: Preview | None) -> Html:
+    """The learning rate over the steps, as training computes it; its place is kept without one."""
+    config = preview.job.config if preview and preview.job else None
+    total = preview.numbers.total_steps if preview and preview.numbers else None
+    rates = learning_rates(config, total) if config else []
+    if not rates:
+        reason = "is drawn once the number of steps is known" if config else "is drawn once the mistakes are fixed"
+        return element("div", note(f"The learning rate {reason}."), class_="ts-curve")
+    peak = max(rates)
+    points = " ".join(f"{400 * at / (len(rates) - 1):.1f},{60 - 58 * rate / peak:.2f}" for at, rate in enumerate(rates))
+    last = f"step {total:,}" if total else "end"
+    label = f"Learning rate: from {rates[0]:.3g} over a peak of {peak:.3g} to {rates[-1]:.3g} at the {last}"
+    line = element("polyline", points=points)
+    drawing = element("svg", line, viewBox="0 0 400 62", preserveAspectRatio="none", role="img", aria_label=label)
+    axis = join([element("span", "step 1" if total else "start"), element("span", last)])
+    head = join([element("b", "Learning rate"), element("span", f"peak {peak:.3g}")])
+    return element("div", join([element("p", head), drawing, element("p", axis)]), class_="ts-curve")
+
+
+def first_rows(page: dict[str, Any]) -> Html:
+    """The first rows of the data with the trained text marked, and the format that was found."""
+    head = note(f"Format found: {' and '.join(page['formats'])}.")
+    return join([head, rows_panel(page), note(join([link("/data", "All rows, lengths and mistakes")]))])
