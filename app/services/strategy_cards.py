@@ -297,7 +297,8 @@ def _card(strategy: Strategy, reason: str = "") -> StrategyCard:
 def _estimated_card(row: Row, fastest: float | None) -> StrategyCard:
     strategy = load_strategy(row.strategy)
     speed = min(1.0, fastest / row.seconds) if fastest and row.seconds else None
-    speed = speed if strategy.offload == "none" else None  # the time that offloading takes is not estimated
+    if strategy.offload != "none" or row.fits is False:  # the time that offloading takes is not estimated
+        speed = None
     return replace(
         _card(strategy, row.reason or ""), memory=row.memory, fits=row.fits, speed=speed,
         tokens_per_second=row.tokens_per_second,
@@ -329,5 +330,6 @@ def _why(best: StrategyCard | None, rows: Sequence[Row], hardware: Hardware, uni
     if best is None:
         smaller = "LoRA or QLoRA, a shorter row, gradient checkpointing, or more GPUs"
         return f"Nothing fits into {memory}. Try {smaller}." if any(row.fits is False for row in rows) else ""
-    uses = f"It needs {best.total / GIB:.1f} GiB of {memory}"
-    return f"{uses}, and no other that fits is faster." if len(rows) > 1 else f"{uses}."
+    several = sum(row.fits is True for row in rows) > 1
+    comparison = "no other that fits is faster" if several else "nothing else fits"
+    return f"It needs {best.total / GIB:.1f} GiB of {memory}, and {comparison}."

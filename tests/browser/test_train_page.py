@@ -94,7 +94,13 @@ def test_preset_and_strategy_change_what_is_shown_and_keep_what_was_typed(new_pa
     page = opened(new_page)
     page.locator("#opt-max_steps input").fill("7")
     expect(page.locator("#train-command")).to_contain_text("--max_steps 7")
-    choose(page, "preset", "tiny-full")
+    page.get_by_text("All presets by family").click()
+    page.get_by_role("button", name=re.compile("^Embedded model, All weights: .* fits$")).click()
+    expect(page.locator("#train-command")).to_contain_text("--preset tiny-full --max_steps 7")
+    axe(page)
+    choose(page, "preset", "tiny-lora")
+    expect(page.locator("#train-command")).to_contain_text("--preset tiny-lora --max_steps 7")
+    page.get_by_role("button", name=re.compile("^Embedded model, All weights")).click()  # the same one again
     expect(page.locator("#train-command")).to_contain_text("--preset tiny-full --max_steps 7")
     expect(page.locator("#opt-method input:checked")).to_have_value("full")
     page.locator("#opt-method").get_by_label("LoRA adapter", exact=True).check()
@@ -102,7 +108,7 @@ def test_preset_and_strategy_change_what_is_shown_and_keep_what_was_typed(new_pa
     expect(page.locator("#opt-preset input")).to_have_value(re.compile("^tiny-lora: "))
     choose_strategy(page, "fsdp2")
     expect(page.locator("#train-command")).to_contain_text("accelerate_configs/fsdp2.yaml --num_processes 2")
-    expect(page.locator("#strategy-note")).to_contain_text("Can run here")
+    expect(page.locator("#strategy-cards input:checked")).to_have_value("fsdp2")
     page.locator("#opt-strategy :is(input, textarea)").fill("hsdp")
     expect(page.locator("#opt-strategy .ts-field-error")).to_contain_text("use at least 4")
 

@@ -78,7 +78,7 @@ def cards_panel(cards: StrategyCards) -> Html:
     first, more = cards.able[:_VISIBLE_CARDS], cards.able[_VISIBLE_CARDS:]
     parts = [_legend(cards), *(_card(card, cards) for card in first)]
     if more:
-        strategies = f"{len(more)} more {'strategies' if len(more) > 1 else 'strategy'} that can run here"
+        strategies = f"{len(more)} more {'strategies' if len(more) > 1 else 'strategy'}"
         parts.append(_fold("more", strategies, [_card(card, cards) for card in more]))
     body = element(
         "fieldset", join([element("legend", "Strategy", class_="ts-unseen"), *parts]), class_="ts-cards",
@@ -140,7 +140,7 @@ def _facts(card: StrategyCard, cards: StrategyCards) -> Html:
 
 def _speed(card: StrategyCard) -> str:
     if card.speed is None:
-        return "speed not known"
+        return "" if card.fits is False else "speed not known"
     return "fastest" if card.speed >= 0.98 else f"{percent_text(card.speed)} of the fastest"
 
 
@@ -183,7 +183,8 @@ def _spoken(card: StrategyCard, cards: StrategyCards) -> str:
     if card.memory:
         parts = ", ".join(f"{name} {byte_text(size)}" for name, size, _ in _shares(card, cards) if size > 0)
         sentences.append(f"Memory: {parts}, of {byte_text(cards.memory)}.")
-        sentences.append(f"Speed: {', '.join(filter(None, (_speed(card), _rate(card))))}.")
+        if card.speed is not None:
+            sentences.append(f"Speed: {', '.join(filter(None, (_speed(card), _rate(card))))}.")
     if card.fits is False:
         sentences.append("Does not fit.")
     return " ".join(sentences)

@@ -14,7 +14,6 @@ from app.launch.background import start
 from app.launch.foreground import CheckBroke
 from app.launch.job import TrainJob
 from app.services.choices import gpu_choices, strategy_choices
-from app.services.data import open_data
 from app.services.draft import read_draft
 from app.services.form import (
     Choices,
@@ -30,7 +29,6 @@ from app.services.form import (
 )
 from app.services.memory_check import known_verdict, memory_verdict
 from app.services.resume_form import ResumeForm, resume_form, resume_preview
-from app.services.rpc_client import WorkerDied
 from app.services.starting_values import NAMING, differences, follow_data, starting_values
 from app.services.uploads import EXTENSIONS, remove_received, store_upload
 from trainers.config.fields import OptionField, text_of
@@ -54,6 +52,7 @@ from ui.pages.train_parts import (
     gpu_selection,
     other_fields,
     panel,
+    presets_panel,
     rate_curve,
     resume_banner,
     strategy_note,
@@ -129,6 +128,8 @@ class _Form:
                 info="A complete set of options to start from.", elem_classes=["ts-field"], min_width=260,
             )  # fmt: skip
             self._add_fields(by_name(STEP_FIELDS["model"]), first)
+        gr.HTML(presets_panel(self.gpus), elem_id="train-presets", apply_default_css=False)
+        self.picked = gr.Textbox("", visible="hidden", label="preset of the table", elem_id="picked-preset")
         self.before = gr.Textbox(FIRST_PRESET, visible=False, label="preset before")
         _heading("2. Data")
         with gr.Row(elem_classes=["ts-fields"]):
@@ -223,9 +224,8 @@ class _Form:
         ]  # fmt: skip
         form_outputs = [self.preset, self.before, self.strategy, self.devices, *self.options, *self.data_before]
         refresh_event: dict[str, Any] = {"fn": self.refresh, "inputs": inputs, "outputs": preview_outputs, **_QUICK}
-        changes = [
-            component.change for component in (self.strategy, self.devices, *self.options)
-        ]  # `input` misses what is pasted
+        # `input` misses what is pasted
+        changes = [component.change for component in (self.strategy, self.devices, *self.options)]
         gr.on([*changes, self.force.change], **refresh_event, trigger_mode="always_last")
         data_changes = [self._component(name).change for name in NAMING]
         gr.on(
@@ -238,6 +238,9 @@ class _Form:
         self.look.click(self.show_rows, inputs, self.rows, **_HIDDEN, show_progress="hidden", trigger_mode="once")
         switch = self.preset.input(self.switch_preset, [self.before, *draft_inputs], form_outputs, **_QUICK)
         switch.then(**refresh_event)
+        picked = [self.resumed, self.before, self.picked, *draft_inputs[1:]]
+        picked_outputs = [self.picked, *form_outputs]
+        self.picked.change(self.pick_preset, picked, picked_outputs, **_QUICK).then(**refresh_event)
         method: Any = self._component("method")
         method_switch = method.input(self.switch_method, [self.resumed, *draft_inputs], form_outputs, **_QUICK)
         method_switch.then(**refresh_event)
@@ -258,7 +261,6 @@ class _Form:
             self.start, [self.confirmed, *inputs], [self.panel, self.launch, self.started, self.confirmed],
             trigger_mode="once", concurrency_limit=1, concurrency_id="launch", show_progress="hidden", **_HIDDEN,
         )  # fmt: skip
-        launched.then(lambda *values: self.refresh(*values)[1], inputs, self.strategy_note, **_QUICK)
         launched.then(None, self.started, None, js=_GO_TO_RUN, **_HIDDEN)
 
     def serve_scripts(self) -> None:
@@ -347,11 +349,7 @@ class _Form:
         if current.job is None:
             yield note("Shown once the mistakes are fixed.")
             return
-        yield note("Reading the data; the first time takes some seconds ...")
-        try:
-            yield first_rows(open_data(current.job.config).rows(0, 3))
-        except (ConfigError, WorkerDied) as error:
-            yield alert_list(error.lines if isinstance(error, ConfigError) else str(error).splitlines())
+        yield from first_rows(current.job.config)
 
     def _fill(self, choices: Choices, devices: bool) -> list[Any]:
         """Updates for all components to show these choices."""
@@ -382,6 +380,12 @@ class _Form:
             return updates
         except ConfigError as error:
             raise _refusal(error) from None
+
+    def pick_preset(self, resumed: str, before: str, picked: str, strategy: str, devices: Any, *raw: Any) -> list[Any]:
+        """Switches to a preset of the table, unless a run is resumed, whose preset is fixed; empties the field."""
+        if resumed or not picked:
+            return ["", *[gr.skip()] * (4 + len(self.fields) + len(NAMING))]
+        return ["", *self.switch_preset(before, picked, strategy, devices, *raw)]
 
     def switch_method(self, resumed: str, preset: str, strategy: str, devices: Any, *raw: Any) -> list[Any]:
         """Switches to the preset's variant for the new method, if there is one; not when resuming."""
@@ -475,12 +479,7 @@ class _Form:
             return
         job = current.job
         if known_verdict(job) is None:
-            yield [
-                panel(current, "Checking memory ..."),
-                gr.Button("Checking ...", interactive=False),
-                "",
-                confirmed,
-            ]
+            yield [panel(current, "Checking memory ..."), gr.Button("Checking ...", interactive=False), "", confirmed]
         if memory_verdict(job).line and not confirmed:
             yield [panel(current), gr.Button(_LAUNCH_ANYWAY, interactive=True), "", _LAUNCH_ANYWAY]
             return

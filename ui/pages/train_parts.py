@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +14,18 @@ from app.launch.foreground import where
 from app.launch.job import TrainJob
 from app.runs.detail import checkpoints
 from app.services.choices import GpuChoice, StrategyChoice
+from app.services.data import open_data
 from app.services.fields import COMMON
 from app.services.form import DefaultGpus, Numbers, Preview
 from app.services.learning_rates import learning_rates
 from app.services.memory_check import known_verdict
+from app.services.preset_families import PresetChoice, preset_families
 from app.services.resume_form import ResumeForm
+from app.services.rpc_client import WorkerDied
 from trainers.config.fields import TITLES, OptionField, choice_labels, fields
-from trainers.config.options import precision_lines
+from trainers.config.labels import CHOICES
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import TrainConfig, precision_lines
 from trainers.run import host_memory
 from ui.pages.data_parts import rows_panel
 from ui.parts import Html, alert_list, byte_text, element, join, key_values, link, note, number_text, run_link
@@ -195,26 +200,23 @@ def copied_text(name: str, text: str, file: str | None = None) -> Html:
 
 
 def strategy_note(choices: Sequence[StrategyChoice], name: str, current: Preview) -> Html:
-    """Whether the chosen strategy can run, and why not where that is so; its card says what it does.
+    """Why the chosen strategy cannot run, or that it is a file; empty where its card says all.
 
     Args:
         choices: all shipped strategies.
         name: the chosen one; empty for the default.
-        current: the preview of the form. Beside a mistake or a warning about memory, nothing is said to run.
+        current: the preview of the form.
     """
-    default = current.job.strategy.name if current.job else ""
-    chosen = next((choice for choice in choices if choice.name == (name or default)), None)
-    if not (name or default):
-        return note("Chosen once the mistakes are fixed.")
+    if not name:
+        return Html("")
+    chosen = next((choice for choice in choices if choice.name == name), None)
     if chosen is None:
         return note("An Accelerate YAML of your own.")
     mistakes = current.errors.get("strategy", [])
     reason = chosen.reason or next((str(replace(mistake, source="")) for mistake in mistakes), "")
-    known = known_verdict(current.job) if current.job else None
-    runs = current.job is not None and not (known and known.line)
-    verdict = element("strong", "Cannot run here: " if reason else "Can run here.") if reason or runs else ""
-    sentence = join([f"{chosen.name}: " if verdict else chosen.name, verdict, f"{reason}." if reason else ""])
-    return element("p", sentence, class_=f"ts-note{' ts-unable' if reason else ''}")
+    if not reason:
+        return Html("")
+    return element("p", join([element("strong", "Cannot run here: "), reason, "."]), class_="ts-note ts-unable")
 
 
 def gpu_selection(default: DefaultGpus) -> dict[str, Any]:
@@ -230,17 +232,49 @@ def gpu_labels(choices: Sequence[GpuChoice]) -> list[tuple[str, str]]:
 
 
 def _gpu_label(gpu: GpuChoice) -> str:
-    """A tile of three lines: which GPU, its memory, and who has it."""
+    """A tile of four lines: which GPU, its name, its memory and use, and who has it."""
     free = f"{byte_text(gpu.free)} free of " if gpu.free is not None else ""
     foreign = "in use by other programs" if gpu.foreign else "free"
     holder = f"held by {gpu.holder}" if gpu.holder else foreign
-    return f"GPU {gpu.index}: {gpu.name}\n{free}{byte_text(gpu.memory)}\n{holder}"
+    return f"GPU {gpu.index}\n{gpu.name}\n{free}{byte_text(gpu.memory)}, {gpu.busy}% busy\n{holder}"
 
 
 def cpu_tile() -> str:
     """What stands in place of GPUs on a machine without any."""
     cores, total = cpu_count(), byte_text(host_memory.total())
     return f"No GPU here: the CPU has {cores} core{'s' * (cores > 1)} and {total} of memory."
+
+
+# -- presets ---------------------------------------------------------------------------------------------------------
+
+
+def presets_panel(gpus: Sequence[GpuChoice]) -> Html:
+    """All presets by family and size, folded; each is a button that the browser passes on."""
+    rows: list[Html] = []
+    for family, models in preset_families(gpus).items():
+        rows.append(element("tr", element("th", family, colspan=5, scope="rowgroup", class_="ts-family")))
+        for model in models:
+            size = f"{model.parameters / 1e9:.1f}B" if model.parameters else "tiny"
+            by_method = {preset.method: _preset_button(model.title, preset) for preset in model.presets}
+            cells = [element("td", by_method.get(method, "")) for method in CHOICES["method"]]
+            title = element("th", model.title, scope="row")
+            rows.append(element("tr", join([title, element("td", size, class_="ts-number"), *cells])))
+    heads = join(element("th", name, scope="col") for name in ("Model", "Weights", *CHOICES["method"].values()))
+    table = element("table", join([element("thead", element("tr", heads)), element("tbody", join(rows))]))
+    lead = note("Memory on each GPU as the planner estimates it; a click fills in the form.")
+    region = element("div", table, class_="ts-table", tabindex=0, role="region", aria_label="Presets by family")
+    summary = element("summary", "All presets by family, with size and memory")
+    return element("details", join([summary, lead, region]), class_="ts-fold", id="preset-table")
+
+
+def _preset_button(title: str, preset: PresetChoice) -> Html:
+    fits = {True: " fits", False: " does not fit", None: ""}[preset.fits]
+    mark = element("span", fits, class_=f"ts-fit-{str(preset.fits).lower()}") if fits else ""
+    label = f"{title}, {CHOICES['method'][preset.method]}: {preset.memory}{fits}"
+    return element(
+        "button", join([preset.memory, mark]), type="button", class_="ts-preset", data_preset=preset.name,
+        aria_label=label,
+    )  # fmt: skip
 
 
 # -- learning rate and rows ------------------------------------------------------------------------------------------
@@ -265,7 +299,13 @@ def rate_curve(preview: Preview | None) -> Html:
     return element("div", join([element("p", head), drawing, element("p", axis)]), class_="ts-curve")
 
 
-def first_rows(page: dict[str, Any]) -> Html:
+def first_rows(config: TrainConfig) -> Iterator[Html]:
     """The first rows of the data with the trained text marked, and the format that was found."""
+    yield note("Reading the data; the first time takes some seconds ...")
+    try:
+        page = open_data(config).rows(0, 3)
+    except (ConfigError, WorkerDied) as error:
+        yield alert_list(error.lines if isinstance(error, ConfigError) else str(error).splitlines())
+        return
     head = note(f"Format found: {' and '.join(page['formats'])}.")
-    return join([head, rows_panel(page), note(join([link("/data", "All rows, lengths and mistakes")]))])
+    yield join([head, rows_panel(page), note(link("/data", "All rows, lengths and mistakes"))])

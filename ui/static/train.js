@@ -133,6 +133,10 @@
   document.addEventListener("click", async (event) => {
     const button = event.target.closest ? event.target.closest("button") : null;
     if (!button) return;
+    if (button.dataset.preset !== undefined) {
+      const picked = document.querySelector("#picked-preset :is(input, textarea)");
+      if (picked) setText(picked, button.dataset.preset);
+    }
     if (button.dataset.field !== undefined) await show(button.dataset.field, button.dataset.section);
     const text = button.closest(".ts-box")?.querySelector("pre")?.textContent;
     if (button.dataset.copy !== undefined && text !== undefined) {
