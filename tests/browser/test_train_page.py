@@ -286,6 +286,9 @@ def test_uploaded_data_is_used(new_page: Tabs, tmp_path: Path) -> None:
     expect(page.locator("#train-command")).to_contain_text("my-data")
     expect(page.locator("#opt-eval_dataset_name input")).to_have_value("")
     expect(page.locator("#train-panel")).to_contain_text("its eval_dataset_name left out")
+    files = "() => { const all = new DataTransfer(); all.items.add(new File(['a'], 'dropped.txt')); return all; }"
+    page.dispatch_event("#upload-data", "drop", {"dataTransfer": page.evaluate_handle(files)})
+    expect(page.locator("#opt-dataset_name input")).to_have_value(re.compile(r"/\.uploads/dropped.*\.txt"))
 
 
 def test_launched_twice_it_is_one_run_that_can_be_cloned(serve: Callable[..., Served], new_page: Tabs) -> None:
