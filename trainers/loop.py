@@ -37,10 +37,10 @@ import torch
 from torch import nn
 
 from trainers.checkpoint.checkpoint import Checkpoints
+from trainers.config.lr_schedule import learning_rate
 from trainers.config.options import TrainConfig
 from trainers.data.batches import Rows, StepBatch, TrainPlan, evaluation_batches
 from trainers.model.load import compute_dtype
-from trainers.model.lr_schedule import learning_rate
 from trainers.monitor import loss_guard
 from trainers.monitor.heartbeat import Heartbeat
 from trainers.monitor.metrics import MetricsFile, RecentPace, Window, device_values, values_by_rank

@@ -64,7 +64,7 @@ class Settings:
 def build(context: ServerContext) -> CheckedBlocks:
     """All pages as one Gradio app."""
     with one_app_at_the_end():
-        with CheckedBlocks(title="Tunesmith", analytics_enabled=False) as demo:
+        with CheckedBlocks(title="Tunesmith", analytics_enabled=False, fill_width=True) as demo:
             _page("train", train, context)
         for name, page in _ROUTES[1:]:
             with demo.route(PAGES.get(name, "Run"), f"/{name}", show_in_navbar=False):

@@ -37,6 +37,7 @@ class GpuChoice:
         free: bytes not in use; None when unknown.
         holder: name of the run that holds its lock; empty for none.
         foreign: whether processes that are not Tunesmith runs use it.
+        busy: recent utilization in percent.
     """
 
     index: int
@@ -45,6 +46,7 @@ class GpuChoice:
     free: int | None
     holder: str
     foreign: bool = False
+    busy: int = 0
 
 
 def strategy_choices(method: str, devices: Devices | None) -> list[StrategyChoice]:
@@ -85,7 +87,7 @@ def gpu_choices() -> list[GpuChoice]:
     return [
         GpuChoice(
             gpu.index, gpu.name, gpu.memory, gpu.free, str(locks.get(gpu.uuid, {}).get("run", "")),
-            gpu.in_use and gpu.uuid not in locks,
+            gpu.in_use and gpu.uuid not in locks, gpu.busy,
         )
         for gpu in gpus
     ]  # fmt: skip

@@ -193,6 +193,15 @@ def new_page(browser: Browser, server: Served, serve: Callable[..., Served]) -> 
     assert tabs.outside == []
 
 
+def choose_strategy(page: Page, name: str) -> None:
+    """Picks the card of a strategy, also one that is folded away."""
+    card = page.locator(f"#strategy-cards input[value={name}]")
+    card.wait_for(state="attached")
+    if not card.is_visible():
+        page.locator("#strategy-cards summary").click()
+    card.check()
+
+
 def axe(page: Page) -> None:
     """Fails when axe-core finds a serious or critical fault on the page that is there at a second look too.
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from playwright.sync_api import Page, expect
 
-from tests.browser.conftest import TIMEOUT, Served, Tabs, axe, screenshot, wait_for
+from tests.browser.conftest import TIMEOUT, Served, Tabs, axe, choose_strategy, screenshot, wait_for
 from tests.made_runs import add_sealed_checkpoint, made_run, manifest_tensors
 from trainers.config.validation import build
 from trainers.config.yaml_file import parse_yaml
@@ -46,8 +46,7 @@ def test_the_form_outlives_moving_about_back_and_reload(new_page: Tabs) -> None:
     filled(page)
     fill(page, "max_steps", "7")
     fill(page, "dataset_name", "me/mine")
-    page.locator("#opt-strategy input").click()
-    page.get_by_role("option", name="fsdp2", exact=True).first.click()
+    choose_strategy(page, "fsdp2")
     drafted(page, "max_steps", "7")
     drafted(page, "dataset_name", "me/mine")
     expect(page.locator("#train-command")).to_contain_text("fsdp2")
@@ -59,6 +58,7 @@ def test_the_form_outlives_moving_about_back_and_reload(new_page: Tabs) -> None:
     filled(page)
     wait_for(lambda: value(page, "max_steps") == "7", "the draft on the Train page")
     assert (value(page, "dataset_name"), value(page, "strategy")) == ("me/other", "fsdp2")
+    expect(page.locator("#strategy-cards input:checked")).to_have_value("fsdp2")
     leave(page, "Runs")
     page.go_back()
     wait_for(lambda: value(page, "max_steps") == "7", "the form after Back")

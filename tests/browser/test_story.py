@@ -13,7 +13,7 @@ from gradio_client import Client  # type: ignore[import-untyped]
 from playwright.sync_api import Page, expect
 
 from app.runs.runs import last_checkpoint, processes_in, true_state
-from tests.browser.conftest import TIMEOUT, Served, Tabs, screenshot, wait_for
+from tests.browser.conftest import TIMEOUT, Served, Tabs, choose_strategy, screenshot, wait_for
 from trainers.run.folder import RunFolder
 
 LONG = 400.0
@@ -56,8 +56,7 @@ def launch(new_page: Tabs, server: Served) -> tuple[Page, RunFolder]:
     """Fills the form as a person does, looks at the preview, and starts the run."""
     page = new_page("/", server=server)
     expect(page.locator(".ts-verdict-good")).to_be_visible()
-    page.locator("#opt-strategy input").click()
-    page.get_by_role("option", name="fsdp2", exact=True).click()
+    choose_strategy(page, "fsdp2")
     for name, value in {"max_steps": str(STEPS), "max_length": "128", "global_batch_size": "16"}.items():
         fill(page, name, value)
     fill(page, "save_steps", "1000")
@@ -65,7 +64,7 @@ def launch(new_page: Tabs, server: Served) -> tuple[Page, RunFolder]:
     command = page.locator("#train-command pre").inner_text()
     assert "accelerate_configs/fsdp2.yaml" in command
     assert f"--max_steps {STEPS}" in command
-    page.get_by_role("button", name="Launch").click()
+    page.get_by_role("button", name="Start training").click()
     return page, started(page, server)
 
 

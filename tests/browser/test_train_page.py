@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from gradio_client import Client
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Browser, Page, expect
 
-from tests.browser.conftest import Served, Tabs, axe, screenshot, wait_for
+from tests.browser.conftest import SIZES, Served, Tabs, axe, choose_strategy, screenshot, wait_for
 
 EXPECT = 60_000
 """Milliseconds."""
@@ -94,17 +94,117 @@ def test_preset_and_strategy_change_what_is_shown_and_keep_what_was_typed(new_pa
     page = opened(new_page)
     page.locator("#opt-max_steps input").fill("7")
     expect(page.locator("#train-command")).to_contain_text("--max_steps 7")
-    choose(page, "preset", "tiny-full")
+    page.get_by_text("All presets by family").click()
+    page.get_by_role("button", name=re.compile("^Embedded model, All weights: .* fits$")).click()
+    expect(page.locator("#train-command")).to_contain_text("--preset tiny-full --max_steps 7")
+    axe(page)
+    choose(page, "preset", "tiny-lora")
+    expect(page.locator("#train-command")).to_contain_text("--preset tiny-lora --max_steps 7")
+    page.get_by_role("button", name=re.compile("^Embedded model, All weights")).click()  # the same one again
     expect(page.locator("#train-command")).to_contain_text("--preset tiny-full --max_steps 7")
     expect(page.locator("#opt-method input:checked")).to_have_value("full")
-    page.locator("#opt-method").get_by_label("lora", exact=True).check()
+    page.locator("#opt-method").get_by_label("LoRA adapter", exact=True).check()
     expect(page.locator("#train-command")).to_contain_text("--preset tiny-lora --max_steps 7")
     expect(page.locator("#opt-preset input")).to_have_value(re.compile("^tiny-lora: "))
-    choose(page, "strategy", "fsdp2")
+    choose_strategy(page, "fsdp2")
     expect(page.locator("#train-command")).to_contain_text("accelerate_configs/fsdp2.yaml --num_processes 2")
-    expect(page.locator("#strategy-note")).to_contain_text("Can run here")
-    choose(page, "strategy", "hsdp")
+    expect(page.locator("#strategy-cards input:checked")).to_have_value("fsdp2")
+    page.locator("#opt-strategy :is(input, textarea)").fill("hsdp")
     expect(page.locator("#opt-strategy .ts-field-error")).to_contain_text("use at least 4")
+
+
+@pytest.mark.parametrize("size", ["wide", "phone"])
+def test_strategies_are_radio_cards_with_memory_and_speed(new_page: Tabs, size: str) -> None:
+    page = opened(new_page, "/", size)
+    chosen = page.locator("#strategy-cards input:checked")
+    expect(chosen).to_have_value("ddp")  # at once, before anything is estimated
+    expect(page.locator("#strategy-cards")).to_have_attribute("data-state", "estimated")
+    expect(page.locator(".ts-cards-status")).to_contain_text("Recommended:")
+    for card in page.locator(".ts-card").all()[:4]:
+        assert card.locator(".ts-bar span").count() >= 3
+    facts = page.locator(".ts-card-figures").first
+    expect(facts).to_contain_text("GiB")
+    expect(facts).to_contain_text("fastest")
+    chosen.focus()
+    page.keyboard.press("ArrowDown")
+    second = page.locator("#strategy-cards input").nth(1).get_attribute("value")
+    expect(page.locator("#train-command")).to_contain_text(f"accelerate_configs/{second}.yaml")
+    assert page.evaluate("document.activeElement.value") == second
+    assert page.evaluate("getComputedStyle(document.activeElement.closest('label')).outlineStyle") == "solid"
+    page.locator("#strategy-cards summary").click()
+    page.get_by_text(re.compile(r"\d strategies cannot run here")).click()
+    expect(page.locator(".ts-unable-list")).to_contain_text("Needs 4 processes; 2 chosen.")
+    page.locator("#opt-gpus input").fill("1")  # the cards are drawn anew: what was unfolded stays, what runs changes
+    expect(page.locator("#strategy-cards")).to_have_attribute("data-default", "single")
+    expect(page.locator(".ts-unable-list")).to_contain_text("Needs 2 processes; 1 chosen.")
+    axe(page)
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    screenshot(page, f"strategies-{size}")
+
+
+_SHIFTS = """window.shifts = 0;
+new PerformanceObserver((list) => {
+  for (const shift of list.getEntries()) if (!shift.hadRecentInput) window.shifts += shift.value;
+}).observe({type: "layout-shift", buffered: true});"""
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_nothing_moves_while_the_page_fills(browser: Browser, server: Served, size: str) -> None:
+    width, height = SIZES[size]
+    page = browser.new_context(viewport={"width": width, "height": height}).new_page()
+    page.add_init_script(_SHIFTS)
+    page.goto(server.url)
+    expect(page.locator("#train-preview")).to_be_visible()
+    page.locator("#train-cards").scroll_into_view_if_needed()
+    expect(page.locator("#strategy-cards")).to_have_attribute("data-state", "estimated")
+    expect(page.locator("#train-command pre")).to_be_visible()
+    assert page.evaluate("window.shifts") <= 0.05
+    page.evaluate("document.querySelector('h1').insertAdjacentHTML('beforebegin', '<div style=height:300px></div>')")
+    wait_for(lambda: page.evaluate("window.shifts") > 0.05, "a shift that is seen")  # the control
+    page.context.close()
+
+
+def test_every_field_has_words_and_its_option_beside_them(new_page: Tabs) -> None:
+    page = opened(new_page)
+    page.get_by_role("button", name="All options").click()
+    for heading in page.locator("#all-options #all-options button, #all-options .label-wrap").all()[1:]:
+        heading.click()
+    wait_for(lambda: page.locator(".ts-field").count() > 80, "all options")
+    read = """boxes => boxes.map(box => {
+      const code = box.querySelector("code.ts-option"), label = code?.parentElement;
+      return [box.id.slice(4), code?.textContent, label?.textContent.replace(code.textContent, "").trim()];
+    })"""
+    fields = page.locator(".ts-field").evaluate_all(read)
+    assert [name for name, option, words in fields if not words or "_" in words or words == name] == []
+    assert {name: option for name, option, _ in fields if name != option} == {"gpus": "num_processes"}
+
+
+def test_the_learning_rate_is_drawn_and_the_first_rows_are_shown(new_page: Tabs) -> None:
+    page = opened(new_page)
+    curve = page.locator("#train-curve svg")
+    expect(curve).to_have_attribute("aria-label", re.compile("from .* over a peak of 0.003 to .* at the end"))
+    before = page.locator("#train-curve polyline").get_attribute("points")
+    page.locator("#opt-max_steps input").fill("40")
+    expect(curve).to_have_attribute("aria-label", re.compile("at the step 40$"))
+    assert page.locator("#train-curve polyline").get_attribute("points") != before
+    page.locator("#look").click()
+    expect(page.locator("#train-rows")).to_contain_text("Format found: chat.")
+    expect(page.locator("#train-rows mark.ts-trained").nth(1)).to_be_visible()
+    axe(page)
+
+
+def test_from_an_empty_folder_to_a_training_run_in_one_click(serve: Callable[..., Served], new_page: Tabs) -> None:
+    server = serve()
+    page = new_page("/", server=server)
+    page.evaluate("sessionStorage.clicks = 0; addEventListener('click', () => sessionStorage.clicks++, true)")
+    page.get_by_role("button", name="Start the two-minute demo").click()
+    page.wait_for_url("**/run?run=*", timeout=2 * EXPECT)
+    assert page.evaluate("sessionStorage.clicks") == "1"
+    state = server.runs_dir / page.url.partition("run=")[2] / "state.json"
+    wait_for(lambda: json.loads(state.read_text()).get("step", 0) >= 1, "the first step", TRAINED)
+    page = new_page("/", server=server)
+    expect(page.locator("#welcome")).to_contain_text("Your last run: ")
+    expect(page.get_by_role("button", name="Start the two-minute demo")).to_be_hidden()
 
 
 _COVERED = """(list) => {
@@ -186,6 +286,9 @@ def test_uploaded_data_is_used(new_page: Tabs, tmp_path: Path) -> None:
     expect(page.locator("#train-command")).to_contain_text("my-data")
     expect(page.locator("#opt-eval_dataset_name input")).to_have_value("")
     expect(page.locator("#train-panel")).to_contain_text("its eval_dataset_name left out")
+    files = "() => { const all = new DataTransfer(); all.items.add(new File(['a'], 'dropped.txt')); return all; }"
+    page.dispatch_event("#upload-data", "drop", {"dataTransfer": page.evaluate_handle(files)})
+    expect(page.locator("#opt-dataset_name input")).to_have_value(re.compile(r"/\.uploads/dropped.*\.txt"))
 
 
 def test_launched_twice_it_is_one_run_that_can_be_cloned(serve: Callable[..., Served], new_page: Tabs) -> None:

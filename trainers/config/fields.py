@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
+from trainers.config.labels import CHOICES, LABELS
 from trainers.config.options import sections
 
 Kind = Literal["choice", "bool", "int", "float", "text", "list", "map"]
@@ -28,6 +29,7 @@ class OptionField:
 
     Args:
         name: Name on the command line and in YAML.
+        label: Name in words, for forms.
         section: Group that it belongs to, a key of `TITLES`.
         kind: Type of the value.
         optional: Whether `none` is a valid value.
@@ -39,6 +41,7 @@ class OptionField:
     """
 
     name: str
+    label: str
     section: str
     kind: Kind
     optional: bool
@@ -60,13 +63,19 @@ def fields() -> tuple[OptionField, ...]:
     )
 
 
+def choice_labels(option: OptionField) -> list[tuple[str, str]]:
+    """Returns label and value of each choice of an option."""
+    return [(CHOICES.get(option.name, {}).get(choice, choice), choice) for choice in option.choices]
+
+
 def _field(section: str, name: str, info: Any) -> OptionField:
     kind, optional, choices = _kind(info.annotation)
     unit = info.json_schema_extra["unit"]
     bounds = [(sign, getattr(rule, sign, None)) for rule in info.metadata for sign in _SIGNS]
     limits = [f"{_SIGNS[sign]} {bound}" for sign, bound in bounds if bound is not None and bound < _NO_LIMIT]
     return OptionField(
-        name, section, kind, optional, choices, ", ".join([*([unit] if unit else []), *limits]), unit,
+        name, LABELS.get(name, name), section, kind, optional, choices,
+        ", ".join([*([unit] if unit else []), *limits]), unit,
         None if info.is_required() else text_of(info.get_default()), str(info.description),
     )  # fmt: skip
 

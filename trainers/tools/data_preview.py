@@ -91,7 +91,8 @@ class Preview:
             self._advance(offset + 1)
         total = self._shards[-1].first_row + self._shards[-1].rows if self._all_sharded else None
         size = sum(file.size * (HUB_ROW_BYTES if file.kind == "hub" else 1) for file in self.files)
-        return {"rows": rows, "offset": offset, "total": total, "bytes": size}
+        formats = sorted(set(self._formats.values()))
+        return {"rows": rows, "offset": offset, "total": total, "bytes": size, "formats": formats}
 
     def _advance(self, row: int) -> None:
         """Scans files until a row is in one of the shards, or all are scanned."""

@@ -1,4 +1,4 @@
-"""The Train page: preset or own model, data, method, strategy and GPUs, with a live preview, and the launch."""
+"""The Train page, in seven steps from the model to the start, with a live preview beside them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from gradio.context import Context
 from app.hardware import CPU_PROCESSES
 from app.launch.background import start
 from app.launch.foreground import CheckBroke
+from app.launch.job import TrainJob
 from app.services.choices import gpu_choices, strategy_choices
 from app.services.draft import read_draft
 from app.services.form import (
@@ -35,23 +36,29 @@ from trainers.config.mistakes import ConfigError
 from trainers.config.own_data import DESCRIBING
 from trainers.config.presets import find_preset, preset_names
 from ui.context import ServerContext
+from ui.pages.strategy_parts import StrategyPicker
 from ui.pages.train_parts import (
+    PLAIN,
     STEP_FIELDS,
     by_name,
     common_fields,
     component,
     component_value,
     copied_text,
+    cpu_tile,
     draft_js,
+    first_rows,
     gpu_labels,
     gpu_selection,
     other_fields,
     panel,
+    presets_panel,
+    rate_curve,
     resume_banner,
-    strategy_labels,
     strategy_note,
 )
-from ui.parts import alert_list, element, note, title
+from ui.pages.train_welcome import Welcome
+from ui.parts import Html, alert_list, element, note, title
 
 FIRST_PRESET = "tiny-lora"
 _HIDDEN: dict[str, Any] = {"api_visibility": "private"}
@@ -60,8 +67,9 @@ _QUICK: dict[str, Any] = {"show_progress": "hidden", "queue": False, "api_visibi
 
 def build(context: ServerContext) -> None:
     """Lays out the page."""
-    gr.HTML(title("Train", "Pick a preset, bring your data, and start. The preview shows what would be trained."))
+    gr.HTML(title("Train", "Seven steps to a model of your own, filled in with values that work."))
     form = _Form(context)
+    Welcome(context.runs_dir, form.preview_request, _GO_TO_RUN)
     with gr.Row(elem_id="train-columns"):
         with gr.Column(scale=5, min_width=300, elem_id="train-form"):
             form.lay_out()
@@ -80,10 +88,11 @@ def _refusal(error: Exception) -> gr.Error:
     return gr.Error(str(error), print_exception=False)
 
 
-_LAUNCH, _LAUNCH_ANYWAY = "Launch", "Launch anyway"
+_LAUNCH, _LAUNCH_ANYWAY = "Start training", "Start anyway"
 """Labels of the button; the second asks to confirm a run that is not expected to fit."""
 _DEVICES = 3
 """Index of the devices among the outputs of `prefill`."""
+_GO_TO_RUN = "(id) => { if (id) location.assign('run?run=' + encodeURIComponent(id)); }"
 _START_OVER = "() => { tunesmithDraft.clear(); location.assign(location.pathname); }"
 
 
@@ -119,19 +128,30 @@ class _Form:
                 info="A complete set of options to start from.", elem_classes=["ts-field"], min_width=260,
             )  # fmt: skip
             self._add_fields(by_name(STEP_FIELDS["model"]), first)
+        gr.HTML(presets_panel(self.gpus), elem_id="train-presets", apply_default_css=False)
+        self.picked = gr.Textbox("", visible="hidden", label="preset of the table", elem_id="picked-preset")
         self.before = gr.Textbox(FIRST_PRESET, visible=False, label="preset before")
         _heading("2. Data")
         with gr.Row(elem_classes=["ts-fields"]):
             self._add_fields(by_name(STEP_FIELDS["data"]), first)
         self.data_before = [gr.Textbox(first[name], visible=False, label=f"{name} before") for name in NAMING]
         self.upload = gr.UploadButton(
-            "Upload training data", file_types=list(EXTENSIONS), elem_id="upload-data", size="sm", min_width=160
+            "Drop a data file here, or choose one",
+            file_types=list(EXTENSIONS),
+            elem_id="upload-data",
+            size="md",
+            min_width=160,
         )
+        with gr.Row():
+            self.look = gr.Button("Show the first rows", elem_id="look", size="sm", scale=0, min_width=180)
+        self.rows = gr.HTML("", elem_id="train-rows", apply_default_css=False)
         _heading("3. Method")
         with gr.Row(elem_classes=["ts-fields"]):
             self._add_fields(by_name(STEP_FIELDS["method"]), first)
         self._lay_out_strategy()
-        _heading("5. Settings")
+        self._lay_out_devices()
+        _heading("6. Settings")
+        self.curve = gr.HTML(rate_curve(None), elem_id="train-curve", apply_default_css=False)
         with gr.Row(elem_classes=["ts-fields"]):
             self._add_fields(common_fields(), first)
         with gr.Accordion("All options", open=False, elem_id="all-options"):
@@ -151,13 +171,23 @@ class _Form:
         )  # fmt: skip
 
     def _lay_out_strategy(self) -> None:
-        _heading("4. Strategy and devices")
+        _heading("4. Strategy")
+        gr.HTML(
+            note("How the work is shared among GPUs or processes. It changes speed and memory, never the model."),
+            apply_default_css=False,
+        )
+        self.cards = StrategyPicker(self._default_job)
         with gr.Row(elem_classes=["ts-fields", "ts-wide"]):
-            self.strategy = gr.Dropdown(
-                strategy_labels(strategy_choices("lora", None)), value="", label="Strategy", allow_custom_value=True,
-                info="How training is distributed; changes speed and memory, never the model.", elem_id="opt-strategy",
-                elem_classes=["ts-field"], min_width=260,
+            self.strategy = gr.Textbox(
+                "", label="Strategy by name, or your own Accelerate file", max_lines=1, elem_id="opt-strategy",
+                info="Filled in by the cards above; or type the path of an Accelerate YAML.",
+                placeholder="default", elem_classes=["ts-field"], min_width=260, html_attributes=PLAIN,
             )  # fmt: skip
+        self.strategy_note = gr.HTML("", elem_id="strategy-note", apply_default_css=False)
+
+    def _lay_out_devices(self) -> None:
+        _heading("5. GPUs" if self.gpus else "5. Processes")
+        with gr.Row(elem_classes=["ts-fields", "ts-wide"]):
             if self.gpus:
                 self.devices: gr.components.Component = gr.CheckboxGroup(
                     gpu_labels(self.gpus), **gpu_selection(default_gpus(FIRST_PRESET, self.gpus)), label="GPUs",
@@ -165,14 +195,13 @@ class _Form:
                 )  # fmt: skip
             else:
                 self.devices = gr.Textbox(
-                    str(CPU_PROCESSES), label="Processes", info="This machine has no GPU: processes run on the CPU.",
-                    max_lines=1, elem_id="opt-gpus", elem_classes=["ts-field"], min_width=260,
+                    str(CPU_PROCESSES), label="Processes on this computer", info=cpu_tile(), max_lines=1,
+                    elem_id="opt-gpus", elem_classes=["ts-field"], min_width=260, html_attributes=PLAIN,
                 )  # fmt: skip
-        self.strategy_note = gr.HTML("", elem_id="strategy-note", apply_default_css=False)
 
     def lay_out_preview(self) -> None:
         """The preview beside the form."""
-        _heading("Preview")
+        _heading("7. Check and start")
         self.panel = gr.HTML(note("Checking the form ..."), elem_id="train-panel", apply_default_css=False)
         with gr.Row():
             self.launch = gr.Button(_LAUNCH, variant="primary", elem_id="launch", interactive=False, min_width=160)
@@ -190,12 +219,13 @@ class _Form:
         """Connects the events of the page."""
         draft_inputs = [self.preset, self.strategy, self.devices, *self.options]
         inputs = [self.resumed, self.force, *draft_inputs]
-        preview_outputs = [self.panel, self.strategy_note, self.command, self.yaml, self.launch, self.confirmed]
+        preview_outputs = [
+            self.panel, self.strategy_note, self.curve, self.command, self.yaml, self.launch, self.confirmed,
+        ]  # fmt: skip
         form_outputs = [self.preset, self.before, self.strategy, self.devices, *self.options, *self.data_before]
         refresh_event: dict[str, Any] = {"fn": self.refresh, "inputs": inputs, "outputs": preview_outputs, **_QUICK}
-        changes = [
-            component.change for component in (self.strategy, self.devices, *self.options)
-        ]  # `input` misses what is pasted
+        # `input` misses what is pasted
+        changes = [component.change for component in (self.strategy, self.devices, *self.options)]
         gr.on([*changes, self.force.change], **refresh_event, trigger_mode="always_last")
         data_changes = [self._component(name).change for name in NAMING]
         gr.on(
@@ -205,8 +235,12 @@ class _Form:
         keep = draft_js([field.name for field in self.fields], {"runs_dir": str(self.context.runs_dir)})
         gr.on([*changes, self.preset.change], None, draft_inputs, None, js=keep, **_HIDDEN)
         self.start_over.click(None, None, None, js=_START_OVER, **_HIDDEN)
+        self.look.click(self.show_rows, inputs, self.rows, **_HIDDEN, show_progress="hidden", trigger_mode="once")
         switch = self.preset.input(self.switch_preset, [self.before, *draft_inputs], form_outputs, **_QUICK)
         switch.then(**refresh_event)
+        picked = [self.resumed, self.before, self.picked, *draft_inputs[1:]]
+        picked_outputs = [self.picked, *form_outputs]
+        self.picked.change(self.pick_preset, picked, picked_outputs, **_QUICK).then(**refresh_event)
         method: Any = self._component("method")
         method_switch = method.input(self.switch_method, [self.resumed, *draft_inputs], form_outputs, **_QUICK)
         method_switch.then(**refresh_event)
@@ -221,13 +255,13 @@ class _Form:
             None, draft_inputs, None, js=f"(...all) => {{ tunesmithDraft.ready(); ({keep})(...all); }}", **_HIDDEN
         )
         loaded.then(**refresh_event)
+        others = [component.change for component in (self.devices, *self.options)]
+        self.cards.connect([*others, self.force.change], loaded, inputs)
         launched = self.launch.click(
             self.start, [self.confirmed, *inputs], [self.panel, self.launch, self.started, self.confirmed],
             trigger_mode="once", concurrency_limit=1, concurrency_id="launch", show_progress="hidden", **_HIDDEN,
         )  # fmt: skip
-        launched.then(lambda *values: self.refresh(*values)[1], inputs, self.strategy_note, **_QUICK)
-        navigate = "(id) => { if (id) location.assign('run?run=' + encodeURIComponent(id)); }"
-        launched.then(None, self.started, None, js=navigate, **_HIDDEN)
+        launched.then(None, self.started, None, js=_GO_TO_RUN, **_HIDDEN)
 
     def serve_scripts(self) -> None:
         """Endpoints for `gradio_client`: `/preview` and `/launch`, each taking one JSON object."""
@@ -235,14 +269,14 @@ class _Form:
         def script_preview(request: dict) -> dict:
             """What a request {preset, strategy, gpus, num_processes, options} would do; starts nothing."""
             try:
-                return self._preview_request(request).as_json()
+                return self.preview_request(request).as_json()
             except ConfigError as error:
                 raise _refusal(error) from None
 
         def script_launch(request: dict) -> dict:
             """Starts the run of a request {preset, strategy, gpus, num_processes, options}."""
             try:
-                requested = self._preview_request(request)
+                requested = self.preview_request(request)
                 if requested.job is None:
                     raise ConfigError(requested.mistakes)
                 memory = memory_verdict(requested.job).line  # a script cannot confirm: warn only
@@ -255,7 +289,7 @@ class _Form:
         gr.api(script_preview, api_name="preview")
         gr.api(script_launch, api_name="launch", concurrency_limit=1, concurrency_id="launch")
 
-    def _preview_request(self, request: object) -> Preview:
+    def preview_request(self, request: object) -> Preview:
         return preview_request(request, self.context.runs_dir, self.context.roots, self.context.remote_code)
 
     def _component(self, name: str) -> gr.components.Component:
@@ -285,6 +319,11 @@ class _Form:
             return Preview(by_field(error.mistakes))
         return preview(values, preset or None, **launch)
 
+    def _default_job(
+        self, resumed: str, force: bool, preset: str, strategy: str | None, devices: Any, *raw: Any
+    ) -> TrainJob | None:
+        return self._preview(resumed, force, preset, None, devices, raw).job
+
     def refresh(
         self, resumed: str, force: bool, preset: str, strategy: str | None, devices: Any, *raw: Any
     ) -> list[Any]:
@@ -295,11 +334,22 @@ class _Form:
         return [
             panel(current),
             strategy_note(strategies, str(strategy or ""), current),
+            rate_curve(current),
             copied_text("Command", current.command),
             copied_text("Resolved config", current.yaml, "config.yaml"),
             gr.Button("Resume" if resumed else _LAUNCH, interactive=current.job is not None),
             "",
         ]
+
+    def show_rows(
+        self, resumed: str, force: bool, preset: str, strategy: str | None, devices: Any, *raw: Any
+    ) -> Iterator[Html]:
+        """The first rows as they would be trained, and the format that was found."""
+        current = self._preview(resumed, force, preset, strategy, devices, raw)
+        if current.job is None:
+            yield note("Shown once the mistakes are fixed.")
+            return
+        yield from first_rows(current.job.config)
 
     def _fill(self, choices: Choices, devices: bool) -> list[Any]:
         """Updates for all components to show these choices."""
@@ -330,6 +380,12 @@ class _Form:
             return updates
         except ConfigError as error:
             raise _refusal(error) from None
+
+    def pick_preset(self, resumed: str, before: str, picked: str, strategy: str, devices: Any, *raw: Any) -> list[Any]:
+        """Switches to a preset of the table, unless a run is resumed, whose preset is fixed; empties the field."""
+        if resumed or not picked:
+            return ["", *[gr.skip()] * (4 + len(self.fields) + len(NAMING))]
+        return ["", *self.switch_preset(before, picked, strategy, devices, *raw)]
 
     def switch_method(self, resumed: str, preset: str, strategy: str, devices: Any, *raw: Any) -> list[Any]:
         """Switches to the preset's variant for the new method, if there is one; not when resuming."""
@@ -423,12 +479,7 @@ class _Form:
             return
         job = current.job
         if known_verdict(job) is None:
-            yield [
-                panel(current, "Checking memory ..."),
-                gr.Button("Checking ...", interactive=False),
-                "",
-                confirmed,
-            ]
+            yield [panel(current, "Checking memory ..."), gr.Button("Checking ...", interactive=False), "", confirmed]
         if memory_verdict(job).line and not confirmed:
             yield [panel(current), gr.Button(_LAUNCH_ANYWAY, interactive=True), "", _LAUNCH_ANYWAY]
             return

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import gradio as gr
 
+from app.hardware import cpu_count
 from app.launch.foreground import where
 from app.launch.job import TrainJob
 from app.runs.detail import checkpoints
 from app.services.choices import GpuChoice, StrategyChoice
+from app.services.data import open_data
 from app.services.fields import COMMON
 from app.services.form import DefaultGpus, Numbers, Preview
+from app.services.learning_rates import learning_rates
 from app.services.memory_check import known_verdict
+from app.services.preset_families import PresetChoice, preset_families
 from app.services.resume_form import ResumeForm
-from trainers.config.fields import TITLES, OptionField, fields
-from trainers.config.options import precision_lines
-from ui.parts import Html, alert_list, byte_text, element, join, key_values, note, number_text, run_link
+from app.services.rpc_client import WorkerDied
+from trainers.config.fields import TITLES, OptionField, choice_labels, fields
+from trainers.config.labels import CHOICES
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import TrainConfig, precision_lines
+from trainers.run import host_memory
+from ui.pages.data_parts import rows_panel
+from ui.parts import Html, alert_list, byte_text, element, join, key_values, link, note, number_text, run_link
 
 STEP_FIELDS = {
     "model": ("model_name_or_path",),
@@ -27,18 +36,11 @@ STEP_FIELDS = {
     "method": ("method", "lora_r", "lora_alpha"),
 }
 """Options shown in their own steps, above the common ones."""
-LABELS = {
-    "model_name_or_path": "Base model",
-    "dataset_name": "Training data",
-    "eval_dataset_name": "Evaluation data",
-    "eval_share": "Share held out for evaluation",
-    "method": "Method",
-}
 HINTS = {
     "model_name_or_path": "Hub id or local folder",
     "dataset_name": "file, folder, glob or Hub id",
 }
-_PLAIN = gr.InputHTMLAttributes(autocomplete="off", autocorrect="off", autocapitalize="off", spellcheck=False)
+PLAIN = gr.InputHTMLAttributes(autocomplete="off", autocorrect="off", autocapitalize="off", spellcheck=False)
 _STEP_OPTIONS = {name for options in STEP_FIELDS.values() for name in options}
 
 
@@ -73,18 +75,18 @@ def component(option: OptionField, text: str) -> gr.components.Component:
     """The component of an option, with its help text."""
     limits = f" ({option.limits})" if option.limits and option.kind in ("int", "float") else ""
     settings: dict[str, Any] = {
-        "label": LABELS.get(option.name, option.name), "info": f"{option.help.removesuffix('.')}{limits}.",
+        "label": option.label, "info": f"{option.help.removesuffix('.')}{limits}.",
         "value": component_value(option, text), "elem_id": f"opt-{option.name}", "elem_classes": ["ts-field"],
         "min_width": 190, "interactive": True,
     }  # fmt: skip
     if option.kind == "bool":
         return gr.Checkbox(**settings)
     if option.name == "method":
-        return gr.Radio(list(option.choices), **settings)
+        return gr.Radio(choice_labels(option), **settings)
     if option.kind == "choice":
-        return gr.Dropdown(list(option.choices), filterable=False, **settings)
+        return gr.Dropdown(choice_labels(option), filterable=False, **settings)
     hint = HINTS.get(option.name, "none" if option.optional else option.default or "")
-    return gr.Textbox(max_lines=1, placeholder=hint, html_attributes=_PLAIN, **settings)
+    return gr.Textbox(max_lines=1, placeholder=hint, html_attributes=PLAIN, **settings)
 
 
 def draft_js(names: Sequence[str], ignored: Mapping[str, str]) -> str:
@@ -198,34 +200,23 @@ def copied_text(name: str, text: str, file: str | None = None) -> Html:
 
 
 def strategy_note(choices: Sequence[StrategyChoice], name: str, current: Preview) -> Html:
-    """The summary of the chosen strategy, and why it cannot run where that is so.
+    """Why the chosen strategy cannot run, or that it is a file; empty where its card says all.
 
     Args:
         choices: all shipped strategies.
         name: the chosen one; empty for the default.
-        current: the preview of the form. Beside a mistake or a warning about memory, nothing is said to run.
+        current: the preview of the form.
     """
-    default = current.job.strategy.name if current.job else ""
-    chosen = next((choice for choice in choices if choice.name == (name or default)), None)
-    if not (name or default):
-        return note("Chosen once the mistakes are fixed.")
+    if not name:
+        return Html("")
+    chosen = next((choice for choice in choices if choice.name == name), None)
     if chosen is None:
         return note("An Accelerate YAML of your own.")
     mistakes = current.errors.get("strategy", [])
     reason = chosen.reason or next((str(replace(mistake, source="")) for mistake in mistakes), "")
-    known = known_verdict(current.job) if current.job else None
-    runs = current.job is not None and not (known and known.line)
-    verdict = element("strong", "Cannot run here: " if reason else "Can run here. ") if reason or runs else ""
-    sentence = join([verdict, f"{reason}. " if reason else "", chosen.summary])
-    return element("p", sentence, class_=f"ts-note{' ts-unable' if reason else ''}")
-
-
-def strategy_labels(choices: Sequence[StrategyChoice]) -> list[tuple[str, str]]:
-    """Labels and values for a list of strategies."""
-    return [
-        ("default: the preset's, otherwise single or ddp", ""),
-        *((f"{choice.name}{' (cannot run here)' if choice.reason else ''}", choice.name) for choice in choices),
-    ]
+    if not reason:
+        return Html("")
+    return element("p", join([element("strong", "Cannot run here: "), reason, "."]), class_="ts-note ts-unable")
 
 
 def gpu_selection(default: DefaultGpus) -> dict[str, Any]:
@@ -241,7 +232,80 @@ def gpu_labels(choices: Sequence[GpuChoice]) -> list[tuple[str, str]]:
 
 
 def _gpu_label(gpu: GpuChoice) -> str:
+    """A tile of four lines: which GPU, its name, its memory and use, and who has it."""
     free = f"{byte_text(gpu.free)} free of " if gpu.free is not None else ""
-    foreign = ", in use by other programs" if gpu.foreign else ", free"
-    holder = f", held by {gpu.holder}" if gpu.holder else foreign
-    return f"{gpu.index}: {gpu.name}, {free}{byte_text(gpu.memory)}{holder}"
+    foreign = "in use by other programs" if gpu.foreign else "free"
+    holder = f"held by {gpu.holder}" if gpu.holder else foreign
+    return f"GPU {gpu.index}\n{gpu.name}\n{free}{byte_text(gpu.memory)}, {gpu.busy}% busy\n{holder}"
+
+
+def cpu_tile() -> str:
+    """What stands in place of GPUs on a machine without any."""
+    cores, total = cpu_count(), byte_text(host_memory.total())
+    return f"No GPU here: the CPU has {cores} core{'s' * (cores > 1)} and {total} of memory."
+
+
+# -- presets ---------------------------------------------------------------------------------------------------------
+
+
+def presets_panel(gpus: Sequence[GpuChoice]) -> Html:
+    """All presets by family and size, folded; each is a button that the browser passes on."""
+    rows: list[Html] = []
+    for family, models in preset_families(gpus).items():
+        rows.append(element("tr", element("th", family, colspan=5, scope="rowgroup", class_="ts-family")))
+        for model in models:
+            size = f"{model.parameters / 1e9:.1f}B" if model.parameters else "tiny"
+            by_method = {preset.method: _preset_button(model.title, preset) for preset in model.presets}
+            cells = [element("td", by_method.get(method, "")) for method in CHOICES["method"]]
+            title = element("th", model.title, scope="row")
+            rows.append(element("tr", join([title, element("td", size, class_="ts-number"), *cells])))
+    heads = join(element("th", name, scope="col") for name in ("Model", "Weights", *CHOICES["method"].values()))
+    table = element("table", join([element("thead", element("tr", heads)), element("tbody", join(rows))]))
+    lead = note("Memory on each GPU as the planner estimates it; a click fills in the form.")
+    region = element("div", table, class_="ts-table", tabindex=0, role="region", aria_label="Presets by family")
+    summary = element("summary", "All presets by family, with size and memory")
+    return element("details", join([summary, lead, region]), class_="ts-fold", id="preset-table")
+
+
+def _preset_button(title: str, preset: PresetChoice) -> Html:
+    fits = {True: " fits", False: " does not fit", None: ""}[preset.fits]
+    mark = element("span", fits, class_=f"ts-fit-{str(preset.fits).lower()}") if fits else ""
+    label = f"{title}, {CHOICES['method'][preset.method]}: {preset.memory}{fits}"
+    return element(
+        "button", join([preset.memory, mark]), type="button", class_="ts-preset", data_preset=preset.name,
+        aria_label=label,
+    )  # fmt: skip
+
+
+# -- learning rate and rows ------------------------------------------------------------------------------------------
+
+
+def rate_curve(preview: Preview | None) -> Html:
+    """The learning rate over the steps, as training computes it; its place is kept without one."""
+    config = preview.job.config if preview and preview.job else None
+    total = preview.numbers.total_steps if preview and preview.numbers else None
+    rates = learning_rates(config, total) if config else []
+    if not rates:
+        reason = "is drawn once the number of steps is known" if config else "is drawn once the mistakes are fixed"
+        return element("div", note(f"The learning rate {reason}."), class_="ts-curve")
+    peak = max(rates)
+    points = " ".join(f"{400 * at / (len(rates) - 1):.1f},{60 - 58 * rate / peak:.2f}" for at, rate in enumerate(rates))
+    last = f"step {total:,}" if total else "end"
+    label = f"Learning rate: from {rates[0]:.3g} over a peak of {peak:.3g} to {rates[-1]:.3g} at the {last}"
+    line = element("polyline", points=points)
+    drawing = element("svg", line, viewBox="0 0 400 62", preserveAspectRatio="none", role="img", aria_label=label)
+    axis = join([element("span", "step 1" if total else "start"), element("span", last)])
+    head = join([element("b", "Learning rate"), element("span", f"peak {peak:.3g}")])
+    return element("div", join([element("p", head), drawing, element("p", axis)]), class_="ts-curve")
+
+
+def first_rows(config: TrainConfig) -> Iterator[Html]:
+    """The first rows of the data with the trained text marked, and the format that was found."""
+    yield note("Reading the data; the first time takes some seconds ...")
+    try:
+        page = open_data(config).rows(0, 3)
+    except (ConfigError, WorkerDied) as error:
+        yield alert_list(error.lines if isinstance(error, ConfigError) else str(error).splitlines())
+        return
+    head = note(f"Format found: {' and '.join(page['formats'])}.")
+    yield join([head, rows_panel(page), note(link("/data", "All rows, lengths and mistakes"))])

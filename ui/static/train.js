@@ -1,6 +1,70 @@
-// The Train page: marks fields with mistakes, jumps to them, and copies and saves texts.
+// The Train page: names options beside their labels, marks fields with mistakes and jumps to them, joins the cards of
+// strategies to their field, takes dropped files, and copies and saves texts.
 (() => {
   const field = (name) => document.getElementById(`opt-${name}`);
+  const LABEL = '[data-testid="block-info"], .checkbox-container .label-text';
+
+  // The option's name, small, beside the label in words.
+  const nameOptions = () => {
+    for (const box of document.querySelectorAll(".ts-field:not([data-option])")) {
+      const label = box.querySelector(LABEL);
+      if (!label) continue;
+      const name = box.id.slice("opt-".length);
+      box.dataset.option = name === "gpus" && box.querySelector("input[type=text], textarea") ? "num_processes" : name;
+      const code = document.createElement("code");
+      code.className = "ts-option";
+      code.textContent = box.dataset.option;
+      label.append(" ", code);
+    }
+  };
+
+  // Cards: the text field of the strategy holds the choice; its radio buttons follow it, and set it.
+  const strategy = () => field("strategy")?.querySelector("input, textarea");
+  const opened = new Set();
+  let focused = "";
+
+  const showChoice = () => {
+    const cards = document.getElementById("strategy-cards");
+    if (!cards || !strategy()) return;
+    const chosen = strategy().value.trim() || cards.dataset.default;
+    for (const fold of document.querySelectorAll("#train-cards details")) if (opened.has(fold.dataset.fold)) fold.open = true;
+    for (const radio of cards.querySelectorAll("input")) {
+      if (radio.checked !== (radio.value === chosen)) radio.checked = radio.value === chosen;
+      if (radio.checked && radio.closest("details")) radio.closest("details").open = true;
+      // Cards that were drawn anew have lost the focus.
+      if (radio.value === focused && document.activeElement === document.body) radio.focus({ preventScroll: true });
+    }
+  };
+
+  const setText = (input, text) => {
+    input.value = text;
+    input.dispatchEvent(new Event("input", { bubbles: true }));
+  };
+
+  document.addEventListener("change", (event) => {
+    if (event.target.matches?.("#strategy-cards input") && strategy()) setText(strategy(), event.target.value);
+  });
+  document.addEventListener("input", (event) => { if (event.target === strategy()) showChoice(); });
+  document.addEventListener("focusin", (event) => {
+    focused = event.target.matches?.("#strategy-cards input") ? event.target.value : "";
+  });
+  document.addEventListener("toggle", (event) => {
+    const fold = event.target.dataset?.fold;
+    if (fold && event.target.isConnected) opened[event.target.open ? "add" : "delete"](fold);
+  }, true);
+
+  // Files dropped on the zone go to the upload of Gradio.
+  const zone = (event) => event.target.closest?.("#upload-data");
+  for (const kind of ["dragover", "dragleave", "drop"]) document.addEventListener(kind, (event) => {
+    const target = zone(event);
+    target?.classList.toggle("ts-over", kind === "dragover");
+    if (!target || kind === "dragleave") return;
+    event.preventDefault();
+    const input = target.parentElement.querySelector("input[type=file]");
+    if (kind !== "drop" || !input || !event.dataTransfer.files.length) return;
+    input.files = event.dataTransfer.files;
+    input.dispatchEvent(new Event("change", { bubbles: true }));
+  });
 
   const mark = () => {
     const preview = document.querySelector("[data-errors]");
@@ -69,6 +133,10 @@
   document.addEventListener("click", async (event) => {
     const button = event.target.closest ? event.target.closest("button") : null;
     if (!button) return;
+    if (button.dataset.preset !== undefined) {
+      const picked = document.querySelector("#picked-preset :is(input, textarea)");
+      if (picked) setText(picked, button.dataset.preset);
+    }
     if (button.dataset.field !== undefined) await show(button.dataset.field, button.dataset.section);
     const text = button.closest(".ts-box")?.querySelector("pre")?.textContent;
     if (button.dataset.copy !== undefined && text !== undefined) {
@@ -79,11 +147,20 @@
     if (button.dataset.save !== undefined && text !== undefined) save(text, button.dataset.save);
   });
 
+  // The form is shown once it is whole: Gradio draws it piece by piece, and every piece would move what lies below.
+  const reveal = (late) => {
+    const form = document.getElementById("train-columns");
+    const errors = document.querySelector("#train-panel [data-errors]")?.dataset.errors;
+    if (form && (late || (errors && (errors !== "{}" || document.getElementById("strategy-cards"))))) form.classList.add("ts-ready");
+  };
+  addEventListener("load", () => setTimeout(reveal, 5000, true));
+
   let scheduled = false;
   const schedule = () => {
+    nameOptions();  // at once: a frame later, what lies below would move
     if (scheduled) return;
     scheduled = true;
-    requestAnimationFrame(() => { scheduled = false; mark(); });
+    requestAnimationFrame(() => { scheduled = false; mark(); showChoice(); reveal(false); });
   };
   if (document.body) new MutationObserver(schedule).observe(document.body, { childList: true, subtree: true });
   else addEventListener("DOMContentLoaded", () => new MutationObserver(schedule).observe(document.body, { childList: true, subtree: true }));

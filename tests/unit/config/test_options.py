@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.reference import options_table
+from trainers.config.fields import fields as option_fields
+from trainers.config.labels import CHOICES, LABELS
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig, sections
 from trainers.config.parse import Request, dump_yaml, parse_request
@@ -182,3 +184,12 @@ def test_the_reference_table_is_current() -> None:
     committed = (Path(__file__).parents[3] / "docs" / "OPTIONS.md").read_text(encoding="utf-8")
     assert committed == options_table()
     assert not {"strategy", "gpus", "num_processes"} & set(TrainConfig.model_fields)
+
+
+def test_every_option_has_a_label_in_words() -> None:
+    labels = {option.name: option.label for option in option_fields()}
+    assert {name for name, label in labels.items() if label == name or "_" in label or not label[0].isupper()} == set()
+    assert len(set(labels.values())) == len(labels), "two options would look alike"
+    assert LABELS.keys() == labels.keys(), "labels of options that are no more"
+    for name, words in CHOICES.items():
+        assert words.keys() <= set(next(option for option in option_fields() if option.name == name).choices)

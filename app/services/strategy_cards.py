@@ -1,0 +1,335 @@
+"""The shipped strategies in order of fit for one job: what each does, whether it can run, its memory and its speed.
+
+Which can run is known at once. Memory and speed come from the planner, which counts the model in a program of its own
+and takes seconds: one count runs at a time, only the newest request waits, and results are kept by job.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from app.hardware import Devices, find_gpus
+from app.launch.foreground import CheckBroke
+from app.plan.command import count
+from app.plan.estimate import Candidate, Row, best_first, candidate, plan_row
+from app.plan.hardware import GIB, Hardware
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import TrainConfig
+from trainers.config.parse import dump_yaml
+from trainers.run import host_memory
+from trainers.strategy.strategy import Strategy, load_strategy, strategy_names
+
+_AS_FAST = 1.02
+"""Strategies whose estimated times differ by less are ranked by what they send."""
+_MAX_KEPT = 64
+_MOST_TRIED = 16
+"""Most processes that are tried to say how many a strategy needs."""
+_NO_EFFECT = (
+    "preset", "dataset_name", "eval_dataset_name", "eval_share", "num_train_epochs", "max_steps", "learning_rate",
+    "lr_scheduler_type", "warmup_steps", "warmup_ratio", "weight_decay", "run_name", "runs_dir", "output_dir", "seed",
+    "report_to", "logging_steps", "save_steps",
+)  # fmt: skip
+"""Options that people change often, and on which neither memory nor speed depends."""
+
+
+@dataclass(frozen=True)
+class StrategyCard:
+    """A strategy and its estimate for a job.
+
+    Args:
+        name: its name.
+        title: its name in words.
+        summary: what it does, in a sentence.
+        reason: why it cannot run here or does not fit, or what its estimate leaves out; may be empty.
+        memory: bytes on the fullest rank by use; None if not known (yet).
+        fits: whether that fits; None if not known (yet).
+        speed: upper bound on speed as a share of the fastest strategy that fits; None if not known (yet).
+        tokens_per_second: the upper bound itself; None if not known.
+    """
+
+    name: str
+    title: str
+    summary: str
+    reason: str = ""
+    memory: dict[str, float] | None = None
+    fits: bool | None = None
+    speed: float | None = None
+    tokens_per_second: float | None = None
+
+    @property
+    def total(self) -> float:
+        """Bytes over all uses."""
+        return sum((self.memory or {}).values())
+
+
+@dataclass(frozen=True)
+class StrategyCards:
+    """All shipped strategies for a job.
+
+    Args:
+        state: `counting` until the estimate is there, then `estimated`; `unknown` where it failed.
+        able: strategies that can run here, best first.
+        unable: those that cannot, with the reason.
+        memory: bytes of memory of each GPU, or of each process on the CPU.
+        unit: what has this memory: `GPU` or `process`.
+        default: name of the strategy that the job gets without a choice.
+        recommended: name of the best one that fits; empty if none does or nothing is estimated.
+        why: one sentence about `recommended`, or about why there is none.
+    """
+
+    state: Literal["counting", "estimated", "unknown"]
+    able: tuple[StrategyCard, ...]
+    unable: tuple[StrategyCard, ...]
+    memory: float
+    unit: str
+    default: str
+    recommended: str = ""
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What an estimate is made of: a config, its devices, and the strategy that it gets without a choice."""
+
+    config: TrainConfig
+    devices: Devices
+    default: str
+
+    def key(self) -> str:
+        deciding = dump_yaml(self.config.model_copy(update={name: _default_of(name) for name in _NO_EFFECT}))
+        return hashlib.sha256(f"{deciding}{self.devices}{self.default}".encode()).hexdigest()[:24]
+
+    def hardware(self) -> Hardware:
+        """The devices as the planner takes them. GPUs are not used for the count: a run may hold them."""
+        devices, host = self.devices, float(host_memory.total())
+        if devices.gpu_ids:
+            memory = min(gpu.memory for gpu in find_gpus() if gpu.index in devices.gpu_ids)
+            return Hardware("gpu", devices.num_processes, memory, is_local=False, host=host)
+        return Hardware("cpu", devices.num_processes, host / devices.local_processes)
+
+
+def _default_of(name: str) -> object:
+    field = TrainConfig.model_fields[name]
+    return "" if field.is_required() else field.get_default(call_default_factory=True)
+
+
+def _candidates(request: _Request) -> tuple[list[Candidate], dict[str, str]]:
+    """Strategies that can run the job on exactly its devices, and the reasons of the others by name. Starts nothing."""
+    able, reasons, hardware = [], {}, request.hardware()
+    for name in strategy_names():
+        strategy, processes = load_strategy(name), hardware.processes
+        try:
+            able.append(_candidate(strategy, request.config, hardware))
+        except ConfigError as error:
+            counts = [*range(processes + 1, _MOST_TRIED + 1), *range(processes - 1, 0, -1)]
+            other = next((count for count in counts if _runs_on(strategy, request.config, hardware, count)), None)
+            lines = "; ".join(str(replace(mistake, source="")) for mistake in error.mistakes)
+            reasons[name] = f"needs {_counted(other, hardware.kind)}; {processes} chosen" if other else lines
+    return able, reasons
+
+
+def _candidate(strategy: Strategy, config: TrainConfig, hardware: Hardware) -> Candidate:
+    """As the planner's, which lets a strategy of one process leave devices idle; a form would refuse it.
+
+    Raises:
+        ConfigError: if the strategy cannot run the config on exactly these devices.
+    """
+    if strategy.distributed_type == "NO" and hardware.processes > 1:
+        raise ConfigError("is one process")
+    return candidate(strategy, config, hardware)
+
+
+def _runs_on(strategy: Strategy, config: TrainConfig, hardware: Hardware, processes: int) -> bool:
+    """Whether a strategy could run the config on another number of processes."""
+    try:
+        _candidate(strategy, config, replace(hardware, processes=processes))
+    except ConfigError:
+        return False
+    return True
+
+
+def _counted(count: int, kind: str) -> str:
+    return f"{count} {'GPU' if kind == 'gpu' else 'process'}{'' if count == 1 else 's' if kind == 'gpu' else 'es'}"
+
+
+def _plan(request: _Request) -> list[Row]:
+    """The planner's rows for a request, best first; takes seconds. The only caller of the planner's count.
+
+    Raises:
+        ConfigError: if the model cannot be counted here.
+        CheckBroke: if the count crashed.
+    """
+    hardware, (able, _) = request.hardware(), _candidates(request)
+    counted = count(request.config, hardware, able)
+    return best_first([plan_row(strategy, config, counted, hardware) for strategy, config in able])
+
+
+class _Estimates:
+    """Estimates by key, counted one at a time in the background."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._requests = OrderedDict[str, _Request]()
+        self._results = OrderedDict[str, list[Row] | str]()
+        self._running: str | None = None
+        self._waiting: str | None = None
+
+    def register(self, request: _Request) -> str:
+        """Remembers a request, and returns its key; starts nothing."""
+        key = request.key()
+        with self._lock:
+            self._requests[key] = request
+            self._requests.move_to_end(key)
+            while len(self._requests) > _MAX_KEPT:
+                self._requests.popitem(last=False)
+        return key
+
+    def request(self, key: str) -> _Request | None:
+        """The request of a key; None if it is not known here, or no longer."""
+        with self._lock:
+            return self._requests.get(key)
+
+    def result(self, key: str) -> list[Row] | str | None:
+        """The rows, or why there are none; None while it is not counted."""
+        with self._lock:
+            return self._results.get(key)
+
+    def start(self, key: str) -> None:
+        """Counts a request after the one that is being counted, in place of any that waits."""
+        with self._lock:
+            if key in self._results or key == self._running or key not in self._requests:
+                return
+            self._waiting = key
+            if self._running is not None:
+                return
+            self._running = ""
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                self._running, self._waiting = self._waiting, None
+                request = self._requests.get(self._running) if self._running else None
+                if self._running is None or request is None:
+                    self._running = None
+                    return
+            try:
+                result: list[Row] | str = _plan(request)
+            except ConfigError as error:
+                result = str(error)
+            except (CheckBroke, OSError, ValueError, KeyError) as error:
+                result = str(error) or type(error).__name__
+            with self._lock:
+                self._results[self._running] = result
+                while len(self._results) > _MAX_KEPT:
+                    self._results.popitem(last=False)
+
+
+_ESTIMATES = _Estimates()
+
+
+def register_job(config: TrainConfig, devices: Devices, default: str) -> str:
+    """Remembers a job, and returns its key; starts nothing.
+
+    Args:
+        config: the validated config.
+        devices: what it would run on.
+        default: name of the strategy that it gets without a choice.
+    """
+    return _ESTIMATES.register(_Request(config, devices, default))
+
+
+def strategy_cards(key: str, estimate: bool = False) -> StrategyCards | None:
+    """The cards of a job; None if the key is not known here, or no longer.
+
+    Args:
+        key: from `register_job`.
+        estimate: start the estimate in the background if there is none.
+    """
+    request = _ESTIMATES.request(key)
+    if request is None:
+        return None
+    if estimate:
+        _ESTIMATES.start(key)
+    return _cards(key, request)
+
+
+def _cards(key: str, request: _Request) -> StrategyCards:
+    (able, reasons), hardware = _candidates(request), request.hardware()
+    unit = "GPU" if hardware.kind == "gpu" else "process"
+    unable = tuple(_card(load_strategy(name), reason) for name, reason in reasons.items())
+    result = _ESTIMATES.result(key)
+    if not isinstance(result, list):
+        strategies = sorted(
+            (strategy for strategy, _ in able), key=lambda strategy: _plainness(strategy, request.default)
+        )
+        cards = tuple(_card(strategy) for strategy in strategies)
+        state: Literal["counting", "unknown"] = "counting" if result is None else "unknown"
+        why = f"Memory and speed cannot be estimated: {result}" if result else ""
+        return StrategyCards(state, cards, unable, hardware.memory, unit, request.default, "", why)
+    rows = _ranked(result, request.default)
+    timed = [row.seconds for row in rows if row.fits and row.seconds and not row.host]
+    fastest = min(timed, default=None)
+    cards = tuple(_estimated_card(row, fastest) for row in rows)
+    best = cards[0] if cards and cards[0].fits else None
+    why = _why(best, rows, hardware, unit)
+    name = best.name if best else ""
+    return StrategyCards("estimated", cards, unable, hardware.memory, unit, request.default, name, why)
+
+
+def _plainness(strategy: Strategy, default: str) -> tuple[bool, ...]:
+    """Sorts strategies before they are estimated, so that few change places after: what sends least comes first."""
+    sizes = strategy.sizes
+    splits_rows_or_layers = sizes.tp * sizes.pp * sizes.sequence_shards > 1
+    return (strategy.name != default, strategy.offload != "none", splits_rows_or_layers, bool(strategy.fsdp))
+
+
+def _card(strategy: Strategy, reason: str = "") -> StrategyCard:
+    title, _, summary = strategy.summary.partition(": ")
+    return StrategyCard(strategy.name, title, summary[:1].upper() + summary[1:], reason)
+
+
+def _estimated_card(row: Row, fastest: float | None) -> StrategyCard:
+    strategy = load_strategy(row.strategy)
+    speed = min(1.0, fastest / row.seconds) if fastest and row.seconds else None
+    if strategy.offload != "none" or row.fits is False:  # the time that offloading takes is not estimated
+        speed = None
+    return replace(
+        _card(strategy, row.reason or ""), memory=row.memory, fits=row.fits, speed=speed,
+        tokens_per_second=row.tokens_per_second,
+    )  # fmt: skip
+
+
+def _ranked(rows: Sequence[Row], default: str) -> list[Row]:
+    """The planner's order, where strategies that are as fast are ordered by what they send, the default before all."""
+    ranked: list[Row] = []
+    ties: list[Row] = []
+
+    def settle() -> None:
+        ranked.extend(sorted(ties, key=lambda row: (row.strategy != default, row.sent or 0.0)))
+        ties.clear()
+
+    for row in rows:
+        first = ties[0] if ties else None
+        as_fast = first and first.seconds and row.seconds and row.seconds <= first.seconds * _AS_FAST
+        if first and not (as_fast and row.fits and first.fits and bool(row.host) == bool(first.host)):
+            settle()
+        ties.append(row)
+    settle()
+    return ranked
+
+
+def _why(best: StrategyCard | None, rows: Sequence[Row], hardware: Hardware, unit: str) -> str:
+    """One sentence about the best strategy, or about what to do without one."""
+    memory = f"the {hardware.memory / GIB:.1f} GiB of each {unit}"
+    if best is None:
+        smaller = "LoRA or QLoRA, a shorter row, gradient checkpointing, or more GPUs"
+        return f"Nothing fits into {memory}. Try {smaller}." if any(row.fits is False for row in rows) else ""
+    several = sum(row.fits is True for row in rows) > 1
+    comparison = "no other that fits is faster" if several else "nothing else fits"
+    return f"It needs {best.total / GIB:.1f} GiB of {memory}, and {comparison}."
