@@ -25,6 +25,7 @@ from app.launch.foreground import (
     where,
 )
 from app.launch.job import TrainJob, refuse_unresumable, resume_job, train_job
+from app.runs.profiles import SHARES, profiles
 from app.runs.runs import (
     end_by_force,
     find_run,
@@ -225,12 +226,15 @@ def show_verb(name: str, runs_dir: Path, as_json: bool) -> int:
     export_dir, diagnoses = (run.read_state() or {}).get("export_dir"), diagnosed(run)
     if as_json:
         diagnosis = [entry.as_json() for entry in diagnoses]
-        report_json({**document, "export_dir": export_dir, "diagnosis": diagnosis})
+        report_json({**document, "export_dir": export_dir, "diagnosis": diagnosis, "profiles": profiles(run)})
         return 0
     values = document.pop("metrics")
     facts = {**document, "model": export_dir, "gpus": ",".join(map(str, document["gpus"])) or "none"}
     facts |= {key: number(value, 6) for key, value in values.items() if isinstance(value, float)}
     show_table(["id", facts.pop("id")], [[key, value] for key, value in facts.items() if value is not None])
+    for profile in profiles(run):
+        shares = ", ".join(f"{share:.0%} {SHARES[name]}" for name, share in profile["shares"].items())
+        report(f"profile of rank {profile['rank']}, {profile['steps']} steps from {profile['first_step']}: {shares}")
     say_diagnoses(run, document, diagnoses)
     if document["state"] in ("stopped", "failed"):
         say(f"continue with: tunesmith resume {shlex.quote(str(run.path))}")

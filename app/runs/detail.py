@@ -13,6 +13,7 @@ from typing import Any
 
 from app.runs import state as run_state
 from app.runs.metrics import Curves
+from app.runs.profiles import profiles
 from app.runs.runs import gpu_ids, strategy_name, true_state, world_size
 from app.runs.safe_read import read_span, stamp
 from trainers.run.folder import LIVE_STATES, RunFolder, read_json
@@ -38,7 +39,8 @@ def run_view(run: RunFolder, curves: Curves) -> View:
         `phase`, `step`, `total_steps`, `progress` (0 to 1 or None), `attempt`, `started_at`, `updated_at`; from the
         newest row `loss`, `eval_loss`, `learning_rate`, `tokens_per_second`, `mfu`, `data_wait`, `eta_s` (live runs
         only), `tokens`, `elapsed_s`; `ranks` (`rank, step, section, time, memory_gib`), `strategy`, `world_size`,
-        `gpus`, `host`, `checkpoints`, `bad_checkpoints`, `export_dir` and `run_dir`.
+        `gpus`, `host`, `checkpoints`, `bad_checkpoints`, `profiles` (see `app.runs.profiles`),
+        `export_dir` and `run_dir`.
     """
     state, newest = true_state(run), curves.latest(run)
     live = state.get("state") in LIVE_STATES
@@ -73,6 +75,7 @@ def run_view(run: RunFolder, curves: Curves) -> View:
         "gpus": gpu_ids(run),
         "host": _text(state.get("host")),
         "checkpoints": saved,
+        "profiles": profiles(run),
         "bad_checkpoints": sorted(path.name for path in run.checkpoints.glob("bad-*"))[:100],
         "export_dir": _text(state.get("export_dir")),
         "run_dir": str(run.path),

@@ -98,6 +98,8 @@ LABELS = {
     "auto_find_batch_size": "Halve the batch when out of memory",
     "share_gpus": "Start on GPUs that are in use",
     "report_to": "Trackers",
+    "profile_steps": "Steps to profile",
+    "profile_ranks": "Ranks to profile",
     "merge_adapter": "Merge the adapter at the end",
     "export_dtype": "Number format of the export",
     "control": "Deliberate mistake",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from app.diagnosis.advice import Change, Diagnosis
+from app.runs.profiles import SHARES
 from ui.parts import (
     Html,
     ago,
@@ -18,6 +19,7 @@ from ui.parts import (
     join,
     link,
     meter,
+    note,
     number_text,
     percent_text,
     section,
@@ -155,4 +157,22 @@ def details(view: dict[str, Any], files: dict[str, str]) -> Html:
         for name, content in files.items() if content
     ]  # fmt: skip
     folder = element("p", join(["Folder: ", element("code", view["run_dir"])]), class_="ts-note")
-    return join([section("Checkpoints", table), section("Settings", join([folder, *texts]))])
+    return join([section("Checkpoints", table), _profile(view["profiles"]),
+                 section("Settings", join([folder, *texts]))])  # fmt: skip
+
+
+def _profile(profiles: list[dict[str, Any]]) -> Html:
+    """Where the time of the profiled steps went, by rank, and the operators that took most of it on the first one."""
+    if not profiles:
+        return Html("")
+    first = profiles[0]
+    steps = f"Steps {first['first_step']} to {first['first_step'] + first['steps'] - 1}"
+    rows = [[profile["rank"], *(percent_text(profile["shares"][name]) for name in SHARES)] for profile in profiles]
+    shares = data_table(["Rank", *(label.capitalize() for label in SHARES.values())], rows,
+                        "Shares of the time", numeric=range(len(SHARES) + 1))  # fmt: skip
+    operators = [[each["name"], f"{each['calls']:,}", f"{each['seconds']:.3f} s", percent_text(each["share"])]
+                 for each in first["operators"]]  # fmt: skip
+    table = data_table(["Operator", "Calls", "Time", "Share"], operators, "Operators", numeric=(1, 2, 3))
+    opened = element("details", join([element("summary", f"Operators that took most, on rank {first['rank']}"), table]))
+    trace = note(join(["Every operator: open ", element("code", first["trace"]), " in https://ui.perfetto.dev"]))
+    return section("Profile", join([note(f"{steps}: where the time went."), shares, opened, trace]))
