@@ -146,7 +146,7 @@ CASE = {**WEIGHTS, "fixed": 50.0, "layer": 10.0}
 COUNTED = {
     "layers": 8, "hidden": 10, "heads": 4, "key_heads": 2, "head_size": 3, "words": 20, "tied": False,
     "matmul_trained": 900, "matmul_frozen": 0, "all_linear": True, "layer_matmul": 100, "flops_per_second": 1e9,
-    "load_balancing": False, "process_bytes": 7.0, "whole": WEIGHTS,
+    "load_balancing": False, "process_bytes": 7.0, "whole": WEIGHTS, "stored_dtype": "bfloat16",
     "cases": {f"{tp}:{cp}:{sp}:{stages}:{rows}": CASE for tp in (1, 2) for cp in (1, 2) for sp in (1, 2)
               for stages in (1, 2, 4) for rows in (1, 2, 4)},
 }  # fmt: skip
@@ -266,13 +266,51 @@ def test_what_cannot_be_counted_is_no_fit() -> None:
     assert found.as_json()["memory_gib"] is None
 
 
-def test_memory_of_the_host_has_an_end() -> None:
-    strategy, options = load_strategy("zero3_offload"), {"global_batch_size": 16, "per_device_train_batch_size": 4}
-    for host, fits in ((19_999, False), (20_000, True)):
+def host_phases(name: str, processes: int = 2, **options: Any) -> dict[str, float]:
+    return row(name, processes, kind="gpu", memory=40 * GIB, **options).host_phases
+
+
+def test_what_the_host_holds_in_each_phase() -> None:
+    """7 bytes of each process; the model of 4,000 bytes in each rank, and a checkpoint of 12,000 in all of them."""
+    assert host_phases("ddp") == {"loading": 2 * 4007, "training": 14, "saving": 14 + 12_000, "exporting": 14 + 4000}
+    assert host_phases("ddp", 4)["loading"] == 4 * 4007
+    assert host_phases("ddp", 4)["saving"] == 28 + 12_000
+    assert host_phases("single", 1)["loading"] == 4007
+    offloaded = host_phases("zero3_offload")
+    assert offloaded["training"] == 2 * (7 + 10_000)
+    assert offloaded["saving"] == offloaded["training"] + 12_000
+    assert host_phases("ddp", method="lora", merge_adapter=True)["exporting"] == 14 + 4000
+
+
+def test_ram_efficient_loading_reads_the_model_once(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    text = (ROOT / "accelerate_configs/fsdp2.yaml").read_text()
+    file.write_text(text.replace("cpu_ram_efficient_loading: false", "cpu_ram_efficient_loading: true"))
+    assert host_phases(str(file))["loading"] == 14 + 4000
+
+
+@pytest.mark.parametrize(("name", "needed", "phase"), [("ddp", 12_014, "saving"), ("zero3_offload", 32_014, "saving")])
+def test_memory_of_the_host_has_an_end(name: str, needed: int, phase: str) -> None:
+    for host, fits in ((needed - 1, False), (needed, True), (None, True)):
         hardware = Hardware("gpu", 2, 40 * GIB, host=host)
-        found = plan_row(*candidate(strategy, config(**options), hardware), COUNTED, hardware)
+        options = {"global_batch_size": 16, "per_device_train_batch_size": 4}
+        found = plan_row(*candidate(load_strategy(name), config(**options), hardware), COUNTED, hardware)
         assert found.fits is fits
-        assert "host memory" in str(found.reason)
+        assert (phase in str(found.reason)) is not fits
+        assert ("--host_memory" in str(found.reason)) is (host is None and name == "zero3_offload")
+        assert found.as_json()["host_gib"] == needed / GIB
+
+
+def test_the_disk_has_an_end() -> None:
+    # Two kept checkpoints and the one being written, 12 bytes per weight, and an export in bf16; 2 MB of logs.
+    needed = 2_000_000 + 3 * 12_000 + 2000
+    for free, enough in ((needed - 1, False), (needed, True), (None, True)):
+        hardware = Hardware("gpu", 2, 40 * GIB, host=GIB, disk=free)
+        options = {"global_batch_size": 16, "per_device_train_batch_size": 4}
+        found = plan_row(*candidate(load_strategy("ddp"), config(**options), hardware), COUNTED, hardware)
+        assert found.fits
+        assert ("of disk" in str(found.reason)) is not enough
+        assert found.as_json()["disk_gib"] == needed / GIB
 
 
 def test_what_rests_elsewhere_is_fetched_by_one_rank_too() -> None:
