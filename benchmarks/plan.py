@@ -1,9 +1,11 @@
-"""Compares `tunesmith plan` with real runs on the CPU: `python -m benchmarks.plan [--strategies ddp fsdp2] [--model 135M]`.
+"""Compares `tunesmith plan` with runs on the CPU: `python -m benchmarks.plan [--strategies ddp fsdp2] [--model 135M]`.
 
-Measured is the peak of `RssAnon` in /proc/self/status on the fullest rank while it trains, read every few milliseconds
-by a thread of each rank, less its value once all modules are imported and the process group exists. Allocated is the
-peak of what glibc has handed out (`mallinfo2`); the rest is memory that its heap keeps, and pages of the model's file. Planned is the sum of all uses but `overhead`, which is that baseline.
-"Load" and "save" are the peaks before training and after the last step (checkpoint and export), on the fullest rank.
+"Measured" is the peak of `RssAnon` in /proc/self/status while a rank trains, read every few milliseconds by a thread of
+that rank, less its value once all modules are imported and the process group exists. "Planned" is the sum of all uses
+but `overhead`, which is that baseline. "Allocated" is the peak of what glibc has handed out (`mallinfo2`). It includes
+pages that were never written, and misses weights that are still pages of the model's file, which are copied on write.
+"Load", "wrap" and "save" are the peaks while the model is loaded, wrapped, and saved and exported. All are in GiB, and
+of the fullest rank.
 """
 
 from __future__ import annotations
@@ -36,14 +38,14 @@ STRATEGIES = (
     "single", "ddp", "fsdp1", "fsdp1_grad_op", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "tp", "cp", "sp", "pp",
     "pp_interleaved",
 )  # fmt: skip
-LENGTHS = {"24M": 256, "135M": 128, "360M": 64}
+LENGTHS = {"24M": 128, "135M": 64, "360M": 64}
 """Row length by model: activations and weights should both count."""
 OPTIONS: dict[str, Any] = {
     "dataset_name": "embedded", "method": "full", "packing": True, "global_batch_size": 8,
     "per_device_train_batch_size": 2, "max_train_samples": 2000, "max_steps": 2, "logging_steps": 1, "save_steps": 0,
     "hang_timeout": 0,
 }  # fmt: skip
-_PERIOD = 0.002
+_PERIOD = 0.005
 _IMPORTS = ("transformers.models.llama.modeling_llama", "torch._dynamo")
 """Modules that a rank imports only after its process group exists."""
 SITE = """import os
@@ -179,7 +181,8 @@ def cells(planned: Row, measured: dict[str, list[int]]) -> list[str]:
     expected, (used, allocated) = planned.total - memory["overhead"], measured["train"]
     others = (f"{measured.get(phase, [0])[0] / GIB:.2f}" for phase in ("load", "wrap", "save"))
     return [
-        planned.strategy, str(planned.sizes.world), *(f"{memory[use] / GIB:.2f}" for use in memory if use != "overhead"),
+        planned.strategy, str(planned.sizes.world),
+        *(f"{memory[use] / GIB:.2f}" for use in memory if use != "overhead"),
         f"{expected / GIB:.2f}", f"{used / GIB:.2f}", f"{allocated / GIB:.2f}", f"{expected / used:.2f}", *others,
     ]  # fmt: skip
 
@@ -195,8 +198,8 @@ def main() -> None:
         options = {**OPTIONS, "model_name_or_path": str(model), "max_length": LENGTHS[args.model]}
         rows = plan(args.strategies, options)
         uses = [use for use in rows[0].memory or {} if use != "overhead"]
-        print(head(["strategy", "processes", *uses, "planned", "measured", "allocated", "planned / measured", "load", "wrap",
-                    "save"]))  # fmt: skip
+        print(head(["strategy", "processes", *uses, "planned", "measured", "allocated", "planned / measured", "load",
+                    "wrap", "save"]))  # fmt: skip
         for row in rows:
             print(line(cells(row, measure(Path(folder) / row.strategy, row, options))), flush=True)
 

@@ -37,7 +37,7 @@ PLAN = Verb(
         "strategies": option("strategies", "<a,b,c>", "Strategy names or Accelerate YAMLs; default: all."),
         "gpu_memory": option("gpu_memory", "<GiB>", "Plan for --num_processes GPUs with this much memory, instead of "
                              "the GPUs of this machine."),
-        "host_memory": option("host_memory", "<GiB>", "Host memory of a machine; default: this machine's, for its GPUs."),
+        "host_memory": option("host_memory", "<GiB>", "Host memory of a machine; default: this one's, for its GPUs."),
         "link": option("link", "<GB/s>", "Bandwidth per GPU; default: 25 (PCIe 4). NVLink: 200 or more."),
     },
     launch=DEVICES,

@@ -68,7 +68,8 @@ class Row:
             "strategy": self.strategy, "world_size": self.sizes.world, "sizes": self.sizes.by_axis,
             "per_device_train_batch_size": self.micro_batch,
             "memory_gib": memory if self.memory else None, "fits": self.fits,
-            "host_gib": None if host is None else host / GIB, "disk_gib": None if self.disk is None else self.disk / GIB,
+            "host_gib": None if host is None else host / GIB,
+            "disk_gib": None if self.disk is None else self.disk / GIB,
             "tokens_per_second": self.tokens_per_second, "sent_gib": None if self.sent is None else self.sent / GIB,
             "bubble": self.bubble, "reason": self.reason,
         }  # fmt: skip
@@ -164,14 +165,17 @@ def _set_fits(row: Row, strategy: Strategy, hardware: Hardware) -> None:
         notes.append(problem)
     elif row.host:
         location = "to NVMe" if strategy.offload == "nvme" else "to host memory"
-        notes.append(f"{row.host / GIB:.1f} GiB per process are offloaded {location}; the time this costs is not estimated")
+        notes.append(
+            f"{row.host / GIB:.1f} GiB per process are offloaded {location}; the time this costs is not estimated"
+        )
         if hardware.host is None:
             most = max(row.host_phases.values())
-            notes.append(f"whether a machine has the {most / GIB:.1f} GiB of host memory is unknown: say --host_memory GiB")
-    if row.disk is not None and hardware.disk is not None and row.disk > hardware.disk:
-        notes.append(
-            f"checkpoints and export take {row.disk / GIB:.1f} GiB of disk, of which {hardware.disk / GIB:.1f} GiB are free"
-        )
+            notes.append(
+                f"whether a machine has the {most / GIB:.1f} GiB of host memory is unknown: say --host_memory GiB"
+            )
+    if row.disk and hardware.disk is not None and row.disk > hardware.disk:
+        free = f"{hardware.disk / GIB:.1f} GiB are free"
+        notes.append(f"checkpoints and export take {row.disk / GIB:.1f} GiB of disk, of which {free}")
     row.reason = "; ".join(notes) or None
 
 

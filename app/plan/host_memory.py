@@ -34,7 +34,7 @@ def host_phases(
     model = trained * weight + whole["frozen_inside"] + whole["frozen_outside"] + whole["scales"]
     # Every rank loads the full model, whatever it keeps of it; with FSDP's RAM-efficient loading only the first.
     readers = 1 if strategy.fsdp.get("fsdp_cpu_ram_efficient_loading") else ranks
-    # The ranks own the full tensors of a checkpoint in turn. Each copies its own, and writes them while training goes on.
+    # The ranks own the full tensors of a checkpoint in turn: each copies its own, and writes while training goes on.
     checkpoint = trained * (weight + state) * ranks / world
     # Rank 0 rebuilds the full model after training, in fp32 if adapters are merged into it.
     exported = whole["parameters"] * 4.0 if config.merge_adapter else model
@@ -64,4 +64,5 @@ def host_problem(phases: Mapping[str, float], memory: float | None) -> str | Non
     phase = max(phases, key=lambda name: phases[name])
     if memory is None or phases[phase] <= memory:
         return None
-    return f"{phase} takes {phases[phase] / GIB:.1f} GiB of host memory, and the machine has {memory / GIB:.1f} GiB"
+    needed, present = phases[phase] / GIB, memory / GIB
+    return f"{needed:.1f} GiB of host memory for {present:.1f} on a machine, most of it while {phase}"
