@@ -2,8 +2,8 @@
 
 "Measured" is the peak of `RssAnon` in /proc/self/status while a rank trains, read every few milliseconds by a thread of
 that rank, less its value once all modules are imported and the process group exists. "Planned" is the sum of all uses
-but `overhead`, which is that baseline. "Allocated" is the peak of what glibc has handed out (`mallinfo2`). It includes
-pages that were never written, and misses weights that are still pages of the model's file, which are copied on write.
+without that baseline, which is part of `overhead`. "Allocated" is the peak of what glibc has handed out (`mallinfo2`).
+It includes pages that were never written, and misses the pages of the model's file that writing copied.
 "Load", "wrap" and "save" are the peaks while the model is loaded, wrapped, and saved and exported. All are in GiB, and
 of the fullest rank.
 """
@@ -145,15 +145,16 @@ def start(folder: str) -> None:
     module.train_step = step
 
 
-def plan(names: Sequence[str], options: dict[str, Any]) -> list[Row]:
-    """The plans of strategies, from one count of the model."""
+def plan(names: Sequence[str], options: dict[str, Any]) -> tuple[list[Row], float]:
+    """The plans of strategies, from one count of the model, and the baseline that they contain."""
     config, able = build(options), []
     for name in names:
         strategy = load_strategy(name)
         hardware = Hardware("cpu", strategy.num_processes, 64 * GIB)
         able.append((*candidate(strategy, config, hardware), hardware))
     counted = count(config, able[0][2], [one[:2] for one in able])
-    return [plan_row(strategy, fitted, counted, hardware) for strategy, fitted, hardware in able]
+    rows = [plan_row(strategy, fitted, counted, hardware) for strategy, fitted, hardware in able]
+    return rows, counted["process_bytes"]
 
 
 def measure(folder: Path, row: Row, options: dict[str, Any]) -> dict[str, list[int]]:
@@ -175,14 +176,14 @@ def measure(folder: Path, row: Row, options: dict[str, Any]) -> dict[str, list[i
     return {phase: max(rank[phase] for rank in ranks if phase in rank) for phase in ranks[0]}
 
 
-def cells(planned: Row, measured: dict[str, list[int]]) -> list[str]:
+def cells(planned: Row, measured: dict[str, list[int]], process_bytes: float) -> list[str]:
     """A row of the table."""
     memory = planned.memory or {}
-    expected, (used, allocated) = planned.total - memory["overhead"], measured["train"]
+    expected, (used, allocated) = planned.total - process_bytes, measured["train"]
     others = (f"{measured.get(phase, [0])[0] / GIB:.2f}" for phase in ("load", "wrap", "save"))
     return [
         planned.strategy, str(planned.sizes.world),
-        *(f"{memory[use] / GIB:.2f}" for use in memory if use != "overhead"),
+        *(f"{(memory[use] - process_bytes * (use == 'overhead')) / GIB:.2f}" for use in memory),
         f"{expected / GIB:.2f}", f"{used / GIB:.2f}", f"{allocated / GIB:.2f}", f"{expected / used:.2f}", *others,
     ]  # fmt: skip
 
@@ -196,12 +197,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = model_folder(args.model, Path(folder))
         options = {**OPTIONS, "model_name_or_path": str(model), "max_length": LENGTHS[args.model]}
-        rows = plan(args.strategies, options)
-        uses = [use for use in rows[0].memory or {} if use != "overhead"]
-        print(head(["strategy", "processes", *uses, "planned", "measured", "allocated", "planned / measured", "load",
-                    "wrap", "save"]))  # fmt: skip
+        rows, process_bytes = plan(args.strategies, options)
+        columns = ("planned", "measured", "allocated", "planned / measured", "load", "wrap", "save")
+        print(head(["strategy", "processes", *(rows[0].memory or {}), *columns]))
         for row in rows:
-            print(line(cells(row, measure(Path(folder) / row.strategy, row, options))), flush=True)
+            print(line(cells(row, measure(Path(folder) / row.strategy, row, options), process_bytes)), flush=True)
 
 
 if __name__ == "__main__":

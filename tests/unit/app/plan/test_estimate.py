@@ -182,19 +182,33 @@ def test_what_rests_where() -> None:
 
 
 def test_what_is_whole_for_a_while() -> None:
-    def gathered(name: str, processes: int = 2) -> float:
-        memory = row(name, processes).memory
+    def gathered(name: str, processes: int = 2, **more: Any) -> float:
+        memory = row(name, processes, **more).memory
         assert memory
         return memory["gathered"]
 
-    assert gathered("ddp") == 0
+    # Under DDP the gradients of all micro-batches but the last, beside the buckets.
+    assert gathered("ddp") == 4 * 1000
+    assert gathered("ddp", global_batch_size=8) == gathered("single", 1) == gathered("pp_dp", 4) == 0
     # DeepSpeed's bucket, of which a CPU has what is used; under ZeRO 2 and 3 the largest gradient too.
     assert gathered("zero1") == 4 * 1000
     assert gathered("zero2") == 4 * (1000 + 200)
-    assert gathered("fsdp2") == 4 * (200 + 2 * 100 + 200)  # outside, two layers, and the largest gradient
+    # Outside, two layers, and the largest gradient; gloo copies that of a layer, and so does FSDP 2 before.
+    assert gathered("fsdp2", kind="gpu") == gathered("fsdp1", kind="gpu") == 4 * (200 + 2 * 100 + 200)
+    assert gathered("fsdp1") == gathered("fsdp1", kind="gpu") + 4 * 100
+    assert gathered("fsdp2") == gathered("fsdp2", kind="gpu") + 2 * 4 * 100
     assert gathered("fsdp1_grad_op") == 4 * (1000 + 200)
     assert gathered("pp_fsdp2", 4) == 4 * (600 + 600)  # a stage and its gradients to the step's end
     assert gathered("zero3") == 4 * (1000 + 200 + 1000)
+
+
+def test_the_heap_of_a_cpu_keeps_gaps() -> None:
+    """Beside the 7 bytes of the process; activations are 50 bytes and 10 in each of eight layers."""
+    cpu, gpu = (row("ddp", kind=kind).memory for kind in ("cpu", "gpu"))
+    assert cpu
+    assert gpu
+    assert cpu["overhead"] == 7 + 0.75 * (50 + 8 * 10)
+    assert gpu["overhead"] == (CUDA_GIB + NCCL_GIB) * GIB
 
 
 def test_a_pipeline_keeps_several_micro_batches() -> None:
