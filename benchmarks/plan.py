@@ -48,6 +48,7 @@ OPTIONS: dict[str, Any] = {
 _PERIOD = 0.005
 _IMPORTS = ("transformers.models.llama.modeling_llama", "torch._dynamo")
 """Modules that a rank imports only after its process group exists."""
+_NO_GAPS, _M_MMAP_THRESHOLD = "BENCHMARK_NO_GAPS", -3
 SITE = """import os
 if 'ACCELERATE_MIXED_PRECISION' in os.environ:
     from benchmarks.plan import start
@@ -119,6 +120,8 @@ def start(folder: str) -> None:
     from trainers import loop
     from trainers.monitor.startup_timer import StartupTimer
 
+    if os.environ.get(_NO_GAPS):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20)
     module: Any = loop
     train_step, ended = module.train_step, StartupTimer.ended
     sampler = Sampler(Path(folder) / f"rank-{os.environ.get('RANK', '0')}.json")
@@ -192,8 +195,11 @@ def main() -> None:
     """Prints a Markdown table, in GiB."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategies", nargs="+", default=STRATEGIES, metavar="NAME")
+    parser.add_argument("--no_gaps", action="store_true", help="map each tensor of 1 MiB or more by itself")
     parser.add_argument("--model", choices=LENGTHS, default="24M")
     args = parser.parse_args()
+    if args.no_gaps:
+        os.environ[_NO_GAPS] = "1"  # for the ranks
     with tempfile.TemporaryDirectory() as folder:
         model = model_folder(args.model, Path(folder))
         options = {**OPTIONS, "model_name_or_path": str(model), "max_length": LENGTHS[args.model]}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from trainers.config.mistakes import ConfigError
 
 GIB = 2**30
-ROOM = {"gpu": 0.92, "cpu": 0.5}
+ROOM = {"gpu": 0.92, "cpu": 0.65}
 """Fraction of memory that a plan may fill; the rest is lost to allocators, most on a CPU (`benchmarks/plan.py`)."""
 CUDA_GIB, NCCL_GIB = 1.0, 0.5
 """GiB that CUDA's context and libraries take on a GPU, and that NCCL takes if there are several GPUs."""
