@@ -69,7 +69,7 @@ class _Heap(ctypes.Structure):
 def _mallinfo() -> Callable[[], Any]:
     function = ctypes.CDLL(None).mallinfo2
     function.restype, function.argtypes = _Heap, []
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def anonymous_bytes() -> int:

@@ -28,16 +28,16 @@ def host_phases(
         ranks: ranks on the machine.
         world: ranks on all machines.
     """
-    whole, process = counted["whole"], counted["process_bytes"]
+    full, process = counted["whole"], counted["process_bytes"]
     weight, state = weight_and_state_bytes(config)
-    trained = whole["trained_inside"] + whole["trained_outside"]
-    model = trained * weight + whole["frozen_inside"] + whole["frozen_outside"] + whole["scales"]
+    trained = full["trained_inside"] + full["trained_outside"]
+    model = trained * weight + full["frozen_inside"] + full["frozen_outside"] + full["scales"]
     # Every rank loads the full model, whatever it keeps of it; with FSDP's RAM-efficient loading only the first.
     readers = 1 if strategy.fsdp.get("fsdp_cpu_ram_efficient_loading") else ranks
     # The ranks own the full tensors of a checkpoint in turn: each copies its own, and writes while training goes on.
     checkpoint = trained * (weight + state) * ranks / world
     # Rank 0 rebuilds the full model after training, in fp32 if adapters are merged into it.
-    exported = whole["parameters"] * 4.0 if config.merge_adapter else model
+    exported = full["parameters"] * 4.0 if config.merge_adapter else model
     return {
         "loading": ranks * process + readers * model,
         "training": ranks * (process + resident),
@@ -48,9 +48,9 @@ def host_phases(
 
 def disk_bytes(config: TrainConfig, counted: Mapping[str, Any]) -> float:
     """Bytes of the checkpoints that are on disk at once, and of the export."""
-    whole = counted["whole"]
-    model = [Tensor("model", (int(whole["parameters"]),), counted["stored_dtype"])]
-    adapters = int(whole["trained_inside"] + whole["trained_outside"])
+    full = counted["whole"]
+    model = [Tensor("model", (int(full["parameters"]),), counted["stored_dtype"])]
+    adapters = int(full["trained_inside"] + full["trained_outside"])
     return float(bytes_needed(config, model, config.max_steps or _MANY_STEPS, adapters))
 
 
