@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from app.plan.estimate import Row, best_first, candidate, plan_row
 from app.plan.hardware import CUDA_GIB, GIB, NCCL_GIB, Hardware, parse_size
@@ -435,3 +437,24 @@ def test_no_size(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a size in GiB"):
         parse_size(text, "gpu_memory", "GiB", 80)
     assert parse_size("80", "gpu_memory", "GiB", 80) == 80
+
+
+def test_ddp_accumulates_beside_its_buckets(tmp_path: Path) -> None:
+    """What `gathered` of ddp counts: a gradient is its own tensor until the micro-batch that reduces it."""
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(nn.Linear(64, 64), gradient_as_bucket_view=True)
+        weight: Any = model.module.weight
+        for _ in range(2):  # the buckets exist from the start, and are rebuilt once
+            model.zero_grad(set_to_none=True)
+            with model.no_sync():
+                model(torch.ones(1, 64)).sum().backward()
+            beside = weight.grad.untyped_storage()
+            assert beside.nbytes() == weight.nbytes
+            model(torch.ones(1, 64)).sum().backward()
+            bucket = weight.grad.untyped_storage()
+            assert bucket.nbytes() == weight.nbytes + model.module.bias.nbytes  # type: ignore[union-attr,operator]
+            assert bucket.data_ptr() != beside.data_ptr()
+    finally:
+        distributed.destroy_process_group()
