@@ -22,10 +22,8 @@ _LIVE, _BUCKET = 1e9, 5e8
 _HEAP_GAPS = 0.75
 """On a CPU: gaps that glibc's heap keeps, per byte of activations; measured on a 24M model (`benchmarks/plan.py`).
 
-FSDP 2, whose gathered weights lie between them, leaves twice as much and more where rows are short.
-
-Tensors of up to 32 MiB lie in the heap, where an aligned tensor does not fit into the gap that one of its size left.
-Mapping each tensor by itself (`MALLOC_MMAP_THRESHOLD_`) leaves no gaps, and takes 40 % more CPU time.
+They go away if each tensor is mapped by itself (`MALLOC_MMAP_THRESHOLD_`), which took about 40 % more CPU time. How they
+arise is not known. FSDP 2 with short rows left more than twice as much, which is not modelled.
 """
 
 
