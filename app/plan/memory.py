@@ -22,8 +22,8 @@ _LIVE, _BUCKET = 1e9, 5e8
 _HEAP_GAPS = 0.75
 """On a CPU: gaps that glibc's heap keeps, per byte of activations; measured on a 24M model (`benchmarks/plan.py`).
 
-They go away if each tensor is mapped by itself (`MALLOC_MMAP_THRESHOLD_`), which took about 40 % more CPU time. How they
-arise is not known. FSDP 2 with short rows left more than twice as much, which is not modelled.
+They go away if each tensor is mapped by itself (`MALLOC_MMAP_THRESHOLD_`), which took about 40 % more CPU time. How
+they arise is not known. FSDP 2 with short rows left more than twice as much, which is not modelled.
 """
 
 
