@@ -11,7 +11,8 @@ from trainers.config.presets import model_presets
 from trainers.embedded import BASE_DIR
 
 ARCHITECTURES = {
-    "135M": "smollm2-135m", "qwen3-0.6b": "qwen3-0.6b", "qwen3-1.7b": "qwen3-1.7b", "llama-3.1-8b": "llama-3.1-8b",
+    "135M": "smollm2-135m", "360M": "smollm2-360m", "qwen3-0.6b": "qwen3-0.6b", "qwen3-1.7b": "qwen3-1.7b",
+    "llama-3.1-8b": "llama-3.1-8b",
 }  # fmt: skip
 NAMES = ("embedded", "24M", *ARCHITECTURES)
 TINY = "tiny-"

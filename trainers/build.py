@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 import torch
 from accelerate import Accelerator, DDPCommunicationHookType, DistributedDataParallelKwargs, InitProcessGroupKwargs
-from accelerate.utils import DistributedType, ParallelismConfig, set_seed
+from accelerate.utils import ParallelismConfig, set_seed
 from torch.distributed import distributed_c10d
 from tqdm import tqdm
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -401,9 +401,11 @@ class Reporter:
 
 
 def tear_down(accelerator: Accelerator, ranks: Ranks, context: Any) -> None:
-    """Frees the wrapped model, then destroys the process group; gloo aborts if the wrapper outlives it."""
-    if accelerator.distributed_type is not DistributedType.NO:
-        context.backend = context.bare = None
-        accelerator.free_memory()
-        gc.collect()
+    """Frees the wrapped model, then destroys the process group; gloo aborts if the wrapper outlives it.
+
+    A single process frees it too: the export loads the full model again.
+    """
+    context.backend = context.bare = None
+    accelerator.free_memory()
+    gc.collect()
     ranks.close()

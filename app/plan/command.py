@@ -24,6 +24,7 @@ from trainers.config.mistakes import ConfigError, Mistake, Mistakes
 from trainers.config.options import MACHINE_OPTIONS, TrainConfig, absolute_paths
 from trainers.config.parse import dump_yaml
 from trainers.run import host_memory
+from trainers.run.disk import free_bytes
 from trainers.strategy.mesh import MeshSizes
 from trainers.strategy.strategy import Strategy, load_strategy, strategy_names
 
@@ -36,6 +37,7 @@ PLAN = Verb(
         "strategies": option("strategies", "<a,b,c>", "Strategy names or Accelerate YAMLs; default: all."),
         "gpu_memory": option("gpu_memory", "<GiB>", "Plan for --num_processes GPUs with this much memory, instead of "
                              "the GPUs of this machine."),
+        "host_memory": option("host_memory", "<GiB>", "Host memory of a machine; default: this one's, for its GPUs."),
         "link": option("link", "<GB/s>", "Bandwidth per GPU; default: 25 (PCIe 4). NVLink: 200 or more."),
     },
     launch=DEVICES,
@@ -96,6 +98,13 @@ def _read(args: Args) -> tuple[TrainConfig, Hardware, list[Strategy], dict[str, 
     with mistakes:
         link = parse_size(own["link"], "link", "GB/s", 200) if "link" in own else None
         hardware = replace(hardware, link=link) if hardware else None
+    with mistakes:
+        if hardware and "host_memory" in own:
+            host = parse_size(own["host_memory"], "host_memory", "GiB", 512) * GIB
+            memory = host / hardware.processes if hardware.kind == "cpu" else hardware.memory
+            hardware = replace(hardware, host=host, memory=memory)
+    if hardware and hardware.is_local and config:
+        hardware = replace(hardware, disk=float(free_bytes(Path(config.output_dir or config.runs_dir))))
     strategies: list[Strategy] = []
     names: dict[str, str] = {}
     for name in strategy_names() if own.get("strategies", "all") == "all" else own["strategies"].split(","):

@@ -6,10 +6,11 @@ Whatever is neither computed nor counted is assumed, as listed in `app.plan.hard
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from app.plan.hardware import GIB, ROOM, Hardware
+from app.plan.host_memory import disk_bytes, host_phases, host_problem
 from app.plan.memory import rank_memory, shares_of
 from app.plan.speed import step_time
 from trainers.config.mistakes import ConfigError
@@ -30,6 +31,8 @@ class Row:
         micro_batch: rows per micro-batch on each rank.
         memory: bytes on the fullest rank by use; None if unknown.
         host: bytes offloaded to host memory or disk, per rank.
+        host_phases: bytes of host memory that a machine needs, by phase of the run.
+        disk: bytes of checkpoints and export.
         fits: whether it fits; None if unknown.
         seconds: time of a step.
         tokens_per_second: upper bound of the rate; None if unknown.
@@ -43,6 +46,8 @@ class Row:
     micro_batch: int | None = None
     memory: dict[str, float] | None = None
     host: float = 0.0
+    host_phases: dict[str, float] = field(default_factory=dict)
+    disk: float | None = None
     fits: bool | None = None
     seconds: float | None = None
     tokens_per_second: float | None = None
@@ -58,10 +63,13 @@ class Row:
     def as_json(self) -> dict[str, Any]:
         """Plain values, memory in GiB."""
         memory = {name: size / GIB for name, size in (self.memory or {}).items()} | {"total": self.total / GIB}
+        host = max(self.host_phases.values(), default=None)
         return {
             "strategy": self.strategy, "world_size": self.sizes.world, "sizes": self.sizes.by_axis,
             "per_device_train_batch_size": self.micro_batch,
-            "memory_gib": memory if self.memory else None, "host_gib": self.host / GIB, "fits": self.fits,
+            "memory_gib": memory if self.memory else None, "fits": self.fits,
+            "host_gib": None if host is None else host / GIB,
+            "disk_gib": None if self.disk is None else self.disk / GIB,
             "tokens_per_second": self.tokens_per_second, "sent_gib": None if self.sent is None else self.sent / GIB,
             "bubble": self.bubble, "reason": self.reason,
         }  # fmt: skip
@@ -118,6 +126,11 @@ def plan_row(strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any]
     on_gpu = hardware.kind == "gpu"
     by_rank = [rank_memory(strategy, config, counted, case, share, on_gpu) for share in shares]
     row.memory, row.host = max(by_rank, key=lambda rank: sum(rank[0].values()))
+    ranks = min(row.sizes.world, hardware.processes)
+    in_host = 0.0 if strategy.offload == "nvme" else row.host
+    resident = in_host if on_gpu else row.total - row.memory["overhead"]
+    row.host_phases = host_phases(strategy, config, counted, resident, ranks, row.sizes.world)
+    row.disk = disk_bytes(config, counted)
     _set_fits(row, strategy, hardware)
     return row
 
@@ -140,21 +153,30 @@ def _set_fits(row: Row, strategy: Strategy, hardware: Hardware) -> None:
     room = (
         hardware.memory * ROOM[hardware.kind] * (hardware.processes / row.sizes.world if hardware.kind == "cpu" else 1)
     )
-    needed, location = row.host * row.sizes.world, "to NVMe" if strategy.offload == "nvme" else "to host memory"
-    row.fits = row.total <= room
+    row.fits, notes = row.total <= room, []
     if not row.fits:
         largest = max(memory, key=lambda name: memory[name])
-        row.reason = (
+        notes.append(
             f"{row.total / GIB:.1f} GiB for {room / GIB:.1f} usable; most of it is {largest}, "
             f"{memory[largest] / GIB:.1f} GiB"
         )
-    elif hardware.host is not None and strategy.offload == "cpu" and needed > hardware.host:
+    elif problem := host_problem(row.host_phases, hardware.host):
         row.fits = False
-        row.reason = f"{needed / GIB:.1f} GiB are offloaded to host memory, which has {hardware.host / GIB:.1f} GiB"
+        notes.append(problem)
     elif row.host:
-        row.reason = (
+        location = "to NVMe" if strategy.offload == "nvme" else "to host memory"
+        notes.append(
             f"{row.host / GIB:.1f} GiB per process are offloaded {location}; the time this costs is not estimated"
         )
+        if hardware.host is None:
+            most = max(row.host_phases.values())
+            notes.append(
+                f"whether a machine has the {most / GIB:.1f} GiB of host memory is unknown: say --host_memory GiB"
+            )
+    if row.disk and hardware.disk is not None and row.disk > hardware.disk:
+        free = f"{hardware.disk / GIB:.1f} GiB are free"
+        notes.append(f"checkpoints and export take {row.disk / GIB:.1f} GiB of disk, of which {free}")
+    row.reason = "; ".join(notes) or None
 
 
 def best_first(rows: Sequence[Row]) -> list[Row]:

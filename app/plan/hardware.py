@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from trainers.config.mistakes import ConfigError
 
 GIB = 2**30
-ROOM = {"gpu": 0.92, "cpu": 0.5}
+ROOM = {"gpu": 0.92, "cpu": 0.65}
 """Fraction of memory that a plan may fill; the rest is lost to allocators, most on a CPU (`benchmarks/plan.py`)."""
 CUDA_GIB, NCCL_GIB = 1.0, 0.5
 """GiB that CUDA's context and libraries take on a GPU, and that NCCL takes if there are several GPUs."""
@@ -32,7 +32,8 @@ class Hardware:
         memory: bytes of memory per process.
         gpu_ids: GPU ids of this machine; empty for a CPU, and for GPUs elsewhere.
         is_local: whether it is this machine, whose speed can be measured.
-        host: bytes of host memory; None if unknown.
+        host: bytes of host memory of a machine; None if unknown.
+        disk: free bytes on the disk of the runs; None if unknown.
         link: GB/s that a rank sends; None for the defaults in `LINKS`.
     """
 
@@ -42,6 +43,7 @@ class Hardware:
     gpu_ids: tuple[int, ...] = ()
     is_local: bool = True
     host: float | None = None
+    disk: float | None = None
     link: float | None = None
 
     @property

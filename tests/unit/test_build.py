@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from torch import nn
 from torch.distributed import distributed_c10d
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -77,3 +80,11 @@ def test_a_pipeline_on_gpus_is_proved_on_the_cpu_before_it_is_cut(family: str, m
     with pytest.raises(Reached):
         build.backend(config, unused, unused, ranks, mesh, loss)  # type: ignore[arg-type]
     assert loss.base.config._attn_implementation == KERNELS["varlen"]
+
+
+def test_a_single_process_frees_its_model_before_the_export() -> None:
+    accelerator, context = Accelerator(cpu=True), SimpleNamespace(backend=nn.Linear(2, 2), bare=None)
+    accelerator.prepare(context.backend)
+    freed = weakref.ref(context.backend)
+    build.tear_down(accelerator, SimpleNamespace(close=lambda: None), context)  # type: ignore[arg-type]
+    assert freed() is None

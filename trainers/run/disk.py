@@ -144,6 +144,13 @@ def _written(folder: Path) -> int:
     return sum(path.stat().st_size for path in files if path.is_file())
 
 
+def free_bytes(folder: Path) -> int:
+    """Returns the free bytes on the disk of a folder, which need not exist yet."""
+    near = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    disk = os.statvfs(near)
+    return disk.f_bavail * disk.f_frsize
+
+
 def check_room(
     config: TrainConfig, tensors: list[Tensor], folder: Path, steps: int | None = None,
     adapter_weights: int | None = None,
@@ -160,9 +167,7 @@ def check_room(
     Raises:
         ConfigError: If there is too little room; states the bytes needed and free.
     """
-    near = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    disk = os.statvfs(near)
-    free = disk.f_bavail * disk.f_frsize
+    free = free_bytes(folder)
     needed = bytes_needed(config, tensors, steps, adapter_weights)
     needed -= _written(folder)
     if free < needed:

@@ -314,6 +314,7 @@ def estimate_memory(config: TrainConfig, model_config: Any, cases: list[str], ti
         "layer_matmul": sum(matmul_parameters(layers[0])) if layers is not None else 0,
         "flops_per_second": speed(text.hidden_size, config) if time_here and config.mixed_precision != "fp8" else None,
         "load_balancing": LoadBalancing.of(text) is not None, "process_bytes": resting, "whole": weights(config, model),
+        "stored_dtype": str(getattr(model_config, "dtype", None) or torch.float32).removeprefix("torch."),
         "cases": {name: case(config, model_config, name) for name in cases},
     }  # fmt: skip
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from app.plan.estimate import Row, best_first, candidate, plan_row
 from app.plan.hardware import CUDA_GIB, GIB, NCCL_GIB, Hardware, parse_size
@@ -146,7 +148,7 @@ CASE = {**WEIGHTS, "fixed": 50.0, "layer": 10.0}
 COUNTED = {
     "layers": 8, "hidden": 10, "heads": 4, "key_heads": 2, "head_size": 3, "words": 20, "tied": False,
     "matmul_trained": 900, "matmul_frozen": 0, "all_linear": True, "layer_matmul": 100, "flops_per_second": 1e9,
-    "load_balancing": False, "process_bytes": 7.0, "whole": WEIGHTS,
+    "load_balancing": False, "process_bytes": 7.0, "whole": WEIGHTS, "stored_dtype": "bfloat16",
     "cases": {f"{tp}:{cp}:{sp}:{stages}:{rows}": CASE for tp in (1, 2) for cp in (1, 2) for sp in (1, 2)
               for stages in (1, 2, 4) for rows in (1, 2, 4)},
 }  # fmt: skip
@@ -182,19 +184,33 @@ def test_what_rests_where() -> None:
 
 
 def test_what_is_whole_for_a_while() -> None:
-    def gathered(name: str, processes: int = 2) -> float:
-        memory = row(name, processes).memory
+    def gathered(name: str, processes: int = 2, **more: Any) -> float:
+        memory = row(name, processes, **more).memory
         assert memory
         return memory["gathered"]
 
-    assert gathered("ddp") == 0
+    # Under DDP the gradients of all micro-batches but the last, beside the buckets.
+    assert gathered("ddp") == 4 * 1000
+    assert gathered("ddp", global_batch_size=8) == gathered("single", 1) == gathered("pp_dp", 4) == 0
     # DeepSpeed's bucket, of which a CPU has what is used; under ZeRO 2 and 3 the largest gradient too.
     assert gathered("zero1") == 4 * 1000
     assert gathered("zero2") == 4 * (1000 + 200)
-    assert gathered("fsdp2") == 4 * (200 + 2 * 100 + 200)  # outside, two layers, and the largest gradient
+    # Outside, two layers, and the largest gradient; gloo copies that of a layer, and so does FSDP 2 before.
+    assert gathered("fsdp2", kind="gpu") == gathered("fsdp1", kind="gpu") == 4 * (200 + 2 * 100 + 200)
+    assert gathered("fsdp1") == gathered("fsdp1", kind="gpu") + 4 * 100
+    assert gathered("fsdp2") == gathered("fsdp2", kind="gpu") + 2 * 4 * 100
     assert gathered("fsdp1_grad_op") == 4 * (1000 + 200)
     assert gathered("pp_fsdp2", 4) == 4 * (600 + 600)  # a stage and its gradients to the step's end
     assert gathered("zero3") == 4 * (1000 + 200 + 1000)
+
+
+def test_the_heap_of_a_cpu_keeps_gaps() -> None:
+    """Beside the 7 bytes of the process; activations are 50 bytes and 10 in each of eight layers."""
+    cpu, gpu = (row("ddp", kind=kind).memory for kind in ("cpu", "gpu"))
+    assert cpu
+    assert gpu
+    assert cpu["overhead"] == 7 + 0.75 * (50 + 8 * 10)
+    assert gpu["overhead"] == (CUDA_GIB + NCCL_GIB) * GIB
 
 
 def test_a_pipeline_keeps_several_micro_batches() -> None:
@@ -266,13 +282,51 @@ def test_what_cannot_be_counted_is_no_fit() -> None:
     assert found.as_json()["memory_gib"] is None
 
 
-def test_memory_of_the_host_has_an_end() -> None:
-    strategy, options = load_strategy("zero3_offload"), {"global_batch_size": 16, "per_device_train_batch_size": 4}
-    for host, fits in ((19_999, False), (20_000, True)):
+def host_phases(name: str, processes: int = 2, **options: Any) -> dict[str, float]:
+    return row(name, processes, kind="gpu", memory=40 * GIB, **options).host_phases
+
+
+def test_what_the_host_holds_in_each_phase() -> None:
+    """7 bytes of each process; the model of 4,000 bytes in each rank, and a checkpoint of 12,000 in all of them."""
+    assert host_phases("ddp") == {"loading": 2 * 4007, "training": 14, "saving": 14 + 12_000, "exporting": 14 + 4000}
+    assert host_phases("ddp", 4)["loading"] == 4 * 4007
+    assert host_phases("ddp", 4)["saving"] == 28 + 12_000
+    assert host_phases("single", 1)["loading"] == 4007
+    offloaded = host_phases("zero3_offload")
+    assert offloaded["training"] == 2 * (7 + 10_000)
+    assert offloaded["saving"] == offloaded["training"] + 12_000
+    assert host_phases("ddp", method="lora", merge_adapter=True)["exporting"] == 14 + 4000
+
+
+def test_ram_efficient_loading_reads_the_model_once(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    text = (ROOT / "accelerate_configs/fsdp2.yaml").read_text()
+    file.write_text(text.replace("cpu_ram_efficient_loading: false", "cpu_ram_efficient_loading: true"))
+    assert host_phases(str(file))["loading"] == 14 + 4000
+
+
+@pytest.mark.parametrize(("name", "needed", "phase"), [("ddp", 12_014, "saving"), ("zero3_offload", 32_014, "saving")])
+def test_memory_of_the_host_has_an_end(name: str, needed: int, phase: str) -> None:
+    for host, fits in ((needed - 1, False), (needed, True), (None, True)):
         hardware = Hardware("gpu", 2, 40 * GIB, host=host)
-        found = plan_row(*candidate(strategy, config(**options), hardware), COUNTED, hardware)
+        options = {"global_batch_size": 16, "per_device_train_batch_size": 4}
+        found = plan_row(*candidate(load_strategy(name), config(**options), hardware), COUNTED, hardware)
         assert found.fits is fits
-        assert "host memory" in str(found.reason)
+        assert (phase in str(found.reason)) is not fits
+        assert ("--host_memory" in str(found.reason)) is (host is None and name == "zero3_offload")
+        assert found.as_json()["host_gib"] == needed / GIB
+
+
+def test_the_disk_has_an_end() -> None:
+    # Two kept checkpoints and the one being written, 12 bytes per weight, and an export in bf16; 2 MB of logs.
+    needed = 2_000_000 + 3 * 12_000 + 2000
+    for free, enough in ((needed - 1, False), (needed, True), (None, True)):
+        hardware = Hardware("gpu", 2, 40 * GIB, host=GIB, disk=free)
+        options = {"global_batch_size": 16, "per_device_train_batch_size": 4}
+        found = plan_row(*candidate(load_strategy("ddp"), config(**options), hardware), COUNTED, hardware)
+        assert found.fits
+        assert ("of disk" in str(found.reason)) is not enough
+        assert found.as_json()["disk_gib"] == needed / GIB
 
 
 def test_what_rests_elsewhere_is_fetched_by_one_rank_too() -> None:
@@ -383,3 +437,24 @@ def test_no_size(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a size in GiB"):
         parse_size(text, "gpu_memory", "GiB", 80)
     assert parse_size("80", "gpu_memory", "GiB", 80) == 80
+
+
+def test_ddp_accumulates_beside_its_buckets(tmp_path: Path) -> None:
+    """What `gathered` of ddp counts: a gradient is its own tensor until the micro-batch that reduces it."""
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(nn.Linear(64, 64), gradient_as_bucket_view=True)
+        weight: Any = model.module.weight
+        for _ in range(2):  # the buckets exist from the start, and are rebuilt once
+            model.zero_grad(set_to_none=True)
+            with model.no_sync():
+                model(torch.ones(1, 64)).sum().backward()
+            beside = weight.grad.untyped_storage()
+            assert beside.nbytes() == weight.nbytes
+            model(torch.ones(1, 64)).sum().backward()
+            bucket = weight.grad.untyped_storage()
+            assert bucket.nbytes() == weight.nbytes + model.module.bias.nbytes  # type: ignore[union-attr,operator]
+            assert bucket.data_ptr() != beside.data_ptr()
+    finally:
+        distributed.destroy_process_group()

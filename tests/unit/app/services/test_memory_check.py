@@ -20,6 +20,7 @@ from app.services import memory_check
 from app.services.form import preview
 from app.services.memory_check import Verdict, known_verdict, memory_verdict
 from trainers.config.mistakes import ConfigError
+from trainers.run import host_memory
 from ui.pages.train_parts import panel
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -201,6 +202,13 @@ def test_of_several_machines_this_ones_share_is_counted(tmp_path: Path, monkeypa
         "--output_dir",
         str(tmp_path / "run"),
     ]
-    assert memory_verdict(job_of(*EIGHT_BILLION, *two, "--strategy", "fsdp2")).fits, "four GPUs hold a quarter each"
+    # Every rank loads all of the model in fp32.
+    quarter = job_of(*EIGHT_BILLION, *two, "--strategy", "fsdp2")
+    for host, fits in ((59, False), (65, True)):
+        monkeypatch.setattr(host_memory, "available", lambda host=host: host * GIB)
+        verdict = memory_verdict(quarter)
+        assert verdict.fits is fits, "four GPUs hold a quarter each"
+        assert ("while loading" in verdict.line) is not fits
+        memory_check._VERDICTS._verdicts.clear()
     crowded = job_of(*EIGHT_BILLION, *two, "--strategy", "ddp")
     assert "on GPUs 0, 1 of machine 0 of 2 needs" in memory_verdict(crowded).line
