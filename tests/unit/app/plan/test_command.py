@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,8 @@ from transformers import AutoConfig
 from app.cli import run_verb
 from app.command_line import TRAIN
 from app.launch.job import train_job
-from app.plan.command import _ignored, plan_verb
+from app.plan.command import plan_verb
+from app.plan.report import _ignored
 from trainers.config.mistakes import ConfigError
 from trainers.config.validation import build
 from trainers.embedded import BASE_DIR
@@ -40,7 +43,7 @@ def test_the_document(capsys: pytest.CaptureFixture[str]) -> None:
         assert rows[name]["fits"]
         assert rows[name]["tokens_per_second"] > 0
     fastest = [one["tokens_per_second"] for one in found["rows"] if one["fits"]]
-    assert fastest == sorted(fastest, reverse=True)
+    assert all(later <= 1.06 * earlier for earlier, later in itertools.pairwise(fastest))
     tiny = build({"model_name_or_path": "embedded", "dataset_name": "embedded", "method": "full"})
     assert found["parameters"] == sum(one.numel() for one in build_model(tiny).parameters())
     assert found["devices"]["kind"] == "cpu"
@@ -61,13 +64,14 @@ def test_gpus_that_are_not_here(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     words = ["llama-3.1-8b-full", "--num_processes", "8", "--gpu_memory", "80"]
     assert plan_verb([*words, "--strategies", "ddp,fsdp2,single"]) == 0
     shown = capsys.readouterr().out
-    assert shown.rstrip().endswith("best: --strategy fsdp2")
+    assert shown.rstrip().endswith("best: tunesmith train llama-3.1-8b-full --strategy fsdp2 --num_processes 8")
+    assert "fsdp2 is first because it is the only one that fits" in shown
     assert "ddp: 126" in shown
     assert "most of it is optimizer, 59.8 GiB" in shown
     assert "8 GPUs of 80.0 GiB" in shown
     assert "8.03B parameters" in shown
     assert plan_verb([*words, "--strategies", "ddp,single"]) == 0
-    assert "nothing fits: try" in capsys.readouterr().out
+    assert "nothing fits, not even on 1024 GPUs of 80.0 GiB: try" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == [], "nothing was fetched"
 
 
@@ -100,15 +104,16 @@ def test_the_advice_is_what_train_takes(capsys: pytest.CaptureFixture[str], tmp_
     words = ["tiny-full", "--num_processes", "8", "--gpu_memory", "80", "--global_batch_size", "16"]
     assert plan_verb([*words, "--strategies", str(file)]) == 0
     told = capsys.readouterr().out.splitlines()[-1]
-    assert told == f"best: --strategy '{file}' --per_device_train_batch_size 2"
+    chosen = f"--strategy '{file}' --per_device_train_batch_size 2 --num_processes 8"
+    assert told == f"best: tunesmith train tiny-full --global_batch_size 16 {chosen}"
 
 
 def test_one_process_is_advised_in_full(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["tiny-full", "--num_processes", "2"]
     assert plan_verb([*words, "--strategies", "single"]) == 0
     told = capsys.readouterr().out.splitlines()[-1]
-    assert told == "best: --strategy single --num_processes 1"
-    job = train_job(TRAIN.read(["tiny-full", *told.removeprefix("best: ").split()]))
+    assert told == "best: tunesmith train tiny-full --strategy single --num_processes 1"
+    job = train_job(TRAIN.read(shlex.split(told)[3:]))
     assert job.devices.num_processes == 1
     assert plan_verb([*words, "--strategies", "single", "--pp_size", "2"]) == 0
     assert "no strategy could be estimated" in capsys.readouterr().out
@@ -121,7 +126,7 @@ def test_weights_are_not_looked_at(capsys: pytest.CaptureFixture[str], tmp_path:
     words = ["tiny-full", "--model_name_or_path", str(tmp_path), "--num_processes", "1", "--strategies", "single"]
     assert plan_verb([*words, "--ddp_comm_hook", "fp16"]) == 0
     told = capsys.readouterr().out
-    assert told.splitlines()[-1] == "best: --strategy single"
+    assert "--strategy single" in told.splitlines()[-1]
     assert "ddp_comm_hook is not estimated" in told
 
 
@@ -153,7 +158,7 @@ def test_other_kinds_of_models_are_told_of(kind: str, capsys: pytest.CaptureFixt
         (["--strategy", "ddp"], "use --strategies a,b,c"),
         (["--strategies", "ddp,nope"], "strategy='nope' is unknown"),
         (["--strategies", "ddp,ddp"], "two rows would be named ddp"),
-        (["--num_machines", "2"], "a plan is for the GPUs of one machine"),
+        (["--main_process_ip", "host"], "a plan needs no addresses"),
         (["--check"], "--check is for `tunesmith train`"),
         (["more"], "unexpected argument 'more'"),
         (["--gpu_memry", "80"], "gpu_memory"),
