@@ -118,7 +118,8 @@ class Verb:
             return None
         names, values, mistakes = parsed
         counts = Counter(word.partition("=")[0] for word in argv)
-        repeated = [f"--{name}" for name in LAUNCH_OPTIONS if counts[f"--{name}"] > 1]
+        single = [*LAUNCH_OPTIONS, *(name for name in self.own if name not in TrainConfig.model_fields)]
+        repeated = [f"--{name}" for name in single if counts[f"--{name}"] > 1]
         mistakes += [Mistake(flag, None, "is given twice", f"write {flag} VALUE once") for flag in repeated]
         training = {name: value for name, value in values.items() if name in ("config", *TrainConfig.model_fields)}
         return Args(

@@ -27,10 +27,10 @@ def counted_case(strategy: Strategy, config: TrainConfig, counted: Mapping[str, 
         counted: the counts of `trainers/tools/memory_estimate.py`.
     """
     cases, sizes = counted["cases"], strategy.sizes
+    if counted.get("limits") and (reason := split_mistake(strategy, counted)):
+        return {"refused": reason}
     if (name := case_of(strategy, config)) in cases:
         return dict(cases[name])
-    if reason := split_mistake(strategy, counted):
-        return {"refused": reason}
     rows = config.per_device_train_batch_size / sizes.sequence_shards
     by_tp: dict[int, dict[float, Mapping[str, Any]]] = {}
     for name, case in cases.items():

@@ -156,6 +156,9 @@ def _read(args: Args) -> Plan:
         hardware = _hardware(args.launch, own.get("gpu_memory"))
     with mistakes:
         hardware = _with_speeds(hardware, own) if hardware else None
+    if hardware and hardware.machines == 1 and "machine_link" in own:
+        problem = ": there is one machine"
+        mistakes.append(Mistake("machine_link", own["machine_link"], problem, "leave it out, or add --num_machines"))
     with mistakes:
         sizes = read_sizes(args.launch)
     with mistakes:

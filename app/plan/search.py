@@ -51,17 +51,19 @@ def best_row(strategy: Strategy, request: Request) -> Row:
         part = replace(request, hardware=request.hardware.resized(count))
         meshes = list(_meshes(strategy, part))
         local = [sizes for sizes in meshes if sizes.get("tp", 1) <= part.hardware.per_machine]
-        rows: list[Row] = []
+        rows, tried = list[Row](), dict[int, Mapping[str, int]]()
         for group in (local, [sizes for sizes in meshes if sizes not in local]):
             if rows and rows[0].fits is not False:
                 break
             for sizes in group:
                 try:
                     rows.append(_row(strategy, part, sizes))
+                    tried[id(rows[-1])] = sizes
                 except ConfigError as error:
                     first = first or error
             rows = best_first(rows)
         if rows:
+            rows[0].largest = _largest(strategy, part, rows[0], tried[id(rows[0])])
             return rows[0]
     reason = "; ".join(str(replace(mistake, source="")) for mistake in first.mistakes) if first else ""
     return Row(strategy.name, MeshSizes(dp_replicate=request.hardware.processes), reason=reason)
@@ -90,19 +92,29 @@ def _row(strategy: Strategy, request: Request, sizes: Mapping[str, int]) -> Row:
     """
     resolved, config = candidate(strategy, request.config, request.hardware, sizes)
     row = plan_row(resolved, config, request.counted, request.hardware)
-    if row.memory is None:
-        return row
-    fitting: list[Row] = []
-    for micro_batch in _micro_batches(config, resolved):
-        at_size = config.model_copy(update={OPTION: micro_batch})
-        other = plan_row(resolved, at_size, request.counted, request.hardware)
-        if not other.fits:
+    for size in reversed(_micro_batches(config, resolved)):
+        if row.fits is not False:
             break
-        fitting.append(other)
-    if fitting and not row.fits:
-        row = fitting[-1]
-    row.largest = fitting[-1].micro_batch if fitting else None
+        if size < config.per_device_train_batch_size:
+            at_size = config.model_copy(update={OPTION: size})
+            smaller = plan_row(resolved, at_size, request.counted, request.hardware)
+            row = smaller if smaller.fits else row
     return row
+
+
+def _largest(strategy: Strategy, request: Request, row: Row, sizes: Mapping[str, int]) -> int | None:
+    """The largest micro-batch that fits on the mesh of a row; None if none does, or it is unknown."""
+    if not row.fits:
+        return None
+    resolved, config = candidate(strategy, request.config, request.hardware, sizes)
+    largest = row.micro_batch
+    for size in _micro_batches(config, resolved):
+        if size > (largest or 0):
+            at_size = config.model_copy(update={OPTION: size})
+            if not plan_row(resolved, at_size, request.counted, request.hardware).fits:
+                break
+            largest = size
+    return largest
 
 
 def _micro_batches(config: TrainConfig, strategy: Strategy) -> list[int]:
