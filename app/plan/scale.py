@@ -99,7 +99,8 @@ class Shape:
 
     def _case(self, tp: int, rows: int) -> dict[str, float]:
         tokens = rows * LENGTH
-        head = 2 * self.vocab_size * self.hidden * _FP32 / tp + _CHUNK + _HEAD * self.hidden * tokens
+        gradients = (2.5 if self.tied else 2) * self.vocab_size * self.hidden * _FP32 / tp
+        head = gradients + _CHUNK + _HEAD * self.hidden * tokens
         layer = tokens * (_WIDE * self.hidden + _INNER * self.inner / tp)
         return {**self._weights(tp), "fixed": max(head, layer), "layer": float(tokens * self.hidden * _FP32)}
 
