@@ -237,7 +237,9 @@ def test_the_formula_of_the_table_is_close_to_the_count() -> None:
 def test_gpus_that_strangers_use_are_named(
     several: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gpus = [Gpu(index, f"GPU-{index}", "H100", 80 << 30, in_use=index in (1, 3)[: 1 + several]) for index in range(4)]
+    gpus = [
+        Gpu(index, f"GPU-{index}", "H100", 80 << 30, (index in (1, 3)[: 1 + several]) * (9 << 30)) for index in range(4)
+    ]
     for module in (app.hardware, app.plan.command):
         monkeypatch.setattr(module, "find_gpus", lambda: gpus)
     monkeypatch.setattr(app.plan.command, "run_checker", lambda *_: json.dumps(SHAPES[0].counted()))
