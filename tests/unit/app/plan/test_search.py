@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from app.plan.cases import counted_case
 from app.plan.estimate import Row, best_first, candidate, plan_row
@@ -17,7 +18,7 @@ from app.plan.search import Request, best_row, best_rows, fewest_gpus
 from app.plan.speed import link_speed
 from trainers.strategy.mesh import MeshSizes
 from trainers.strategy.strategy import load_strategy, strategy_names
-from trainers.strategy.traffic import term
+from trainers.strategy.traffic import head_size, term
 
 SEVEN, SEVENTY = (next(shape for shape in SHAPES if shape.name == name).counted() for name in ("7B", "70B"))
 PLAIN = ("single", "ddp", "fsdp2", "hsdp", "tp", "fsdp2_tp", "pp", "3d", "fsdp2_offload")
@@ -252,3 +253,10 @@ def test_more_tokens_need_more_memory() -> None:
                        Hardware("gpu", 8, GIB))  # fmt: skip
         totals.append(row.total)
     assert all(less < more for less, more in pairwise(totals))
+
+
+def test_a_head_size_that_differs_by_layer_is_the_mean() -> None:
+    """transformers refuses to say one number for Gemma 4."""
+    gemma = AutoConfig.for_model("gemma4_text", num_hidden_layers=6, head_dim=256, global_head_dim=512)
+    assert head_size(gemma) == round((5 * 256 + 512) / 6)
+    assert head_size(AutoConfig.for_model("llama", hidden_size=64, num_attention_heads=4)) == 16
