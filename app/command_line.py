@@ -13,7 +13,7 @@ from app.console import report
 from app.typer_style import PlainCommand
 from trainers.config.command_line import config_options, option, read, switch
 from trainers.config.mistakes import Mistake
-from trainers.config.options import LAUNCH_OPTIONS, TrainConfig
+from trainers.config.options import LAUNCH_OPTIONS, MESH_OPTIONS, TrainConfig
 from trainers.config.parse import Request, request_of
 
 _DRAWN_WIDTH = 110
@@ -22,6 +22,10 @@ _LAUNCH_HELP = {
         "<name|file>",
         "Strategy name or Accelerate YAML; default: the preset's choice for the number of GPUs, else single or ddp.",
     ),
+    "tp_size": ("<int>", "Ranks that share each matrix (tensor parallel); default: as in the strategy's file."),
+    "cp_size": ("<int>", "Ranks that share each row, gathering keys and values (context parallel); default likewise."),
+    "sp_size": ("<int>", "Ranks that share each row, exchanging heads (Ulysses); default likewise."),
+    "dp_replicate_size": ("<int>", "Copies of the weights, each sharded over the other ranks; default likewise."),
     "gpus": ("<ids>", "GPU ids, such as 0,2; default: the free GPUs, as many as divide the global batch."),
     "num_processes": ("<int>", "Number of processes across all machines; needed only without GPUs."),
     "num_machines": (
@@ -32,7 +36,7 @@ _LAUNCH_HELP = {
     "main_process_ip": ("<host>", "Address of machine 0."),
     "main_process_port": ("<int>", "Port on machine 0 for the rendezvous."),
 }
-DEVICES = ("gpus", "num_processes")
+DEVICES = (*MESH_OPTIONS, "gpus", "num_processes")
 _SWITCHES = {
     "json": "Print a single JSON document on stdout, and nothing else.",
     "quiet": "Print only warnings and errors.",
@@ -114,7 +118,8 @@ class Verb:
             return None
         names, values, mistakes = parsed
         counts = Counter(word.partition("=")[0] for word in argv)
-        repeated = [f"--{name}" for name in LAUNCH_OPTIONS if counts[f"--{name}"] > 1]
+        single = [*LAUNCH_OPTIONS, *(name for name in self.own if name not in TrainConfig.model_fields)]
+        repeated = [f"--{name}" for name in single if counts[f"--{name}"] > 1]
         mistakes += [Mistake(flag, None, "is given twice", f"write {flag} VALUE once") for flag in repeated]
         training = {name: value for name, value in values.items() if name in ("config", *TrainConfig.model_fields)}
         return Args(

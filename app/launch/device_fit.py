@@ -5,13 +5,14 @@ Values that the user has set are never changed; if the batch does not divide wit
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from app.hardware import Devices
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.config.presets import find_preset
+from trainers.strategy.mesh_options import refuse_other_sizes, with_sizes
 from trainers.strategy.micro_batch import OPTION, fit_micro_batch, micro_batch_line
 from trainers.strategy.strategy import Strategy, default_strategy, load_strategy, over_machines, refusal, resolve
 
@@ -38,8 +39,9 @@ class DeviceFit:
 
 
 def fit_devices(
-    config: TrainConfig, strategy: Strategy | None, devices: Devices, fixed: bool, chosen: Collection[str]
-) -> DeviceFit:
+    config: TrainConfig, strategy: Strategy | None, devices: Devices, fixed: bool, chosen: Collection[str],
+    sizes: Mapping[str, int],
+) -> DeviceFit:  # fmt: skip
     """Uses as many devices as divide the global batch, with the largest micro-batch up to the config's.
 
     Args:
@@ -48,6 +50,7 @@ def fit_devices(
         devices: all devices that the run may use.
         fixed: whether the user named the devices, so that all must be used.
         chosen: options that the user set, which are not changed.
+        sizes: mesh sizes that the user set, by axis; they replace those of the strategy.
 
     Raises:
         ConfigError: why the run cannot use all of the devices, if it cannot use fewer either.
@@ -59,7 +62,7 @@ def fit_devices(
         some = replace(devices, gpu_ids=devices.gpu_ids[:count], num_processes=count) if count < most else devices
         try:
             open_strategy = strategy or load_strategy(default_strategy(count, preset))
-            fitted, resolved = _on(config, open_strategy, some, OPTION not in chosen)
+            fitted, resolved = _on(config, open_strategy, some, OPTION not in chosen, sizes)
         except ConfigError as error:
             first = first or error
             continue
@@ -72,14 +75,17 @@ def fit_devices(
     raise first or AssertionError("a run has at least one process")
 
 
-def _on(config: TrainConfig, strategy: Strategy, devices: Devices, fit: bool) -> tuple[TrainConfig, Strategy]:
+def _on(
+    config: TrainConfig, strategy: Strategy, devices: Devices, fit: bool, sizes: Mapping[str, int]
+) -> tuple[TrainConfig, Strategy]:
     """Config and strategy for exactly these devices.
 
     Raises:
         ConfigError: if the run cannot use them.
     """
-    spread = over_machines(strategy, devices.machines)
+    spread = over_machines(with_sizes(strategy, sizes, config.pp_size), devices.machines)
     resolved = resolve(spread, devices.num_processes, config.mixed_precision, config.pp_size, config.pp_schedule)
+    refuse_other_sizes(resolved, sizes)
     fitted = fit_micro_batch(config, resolved) if fit else config
     if reason := refusal(resolved, fitted, bool(devices.gpu_ids)):
         raise ConfigError(reason, source=f"strategy {resolved.name}")

@@ -27,6 +27,7 @@ from trainers.config.yaml_file import read_yaml
 from trainers.run.compatibility import changes_since_save
 from trainers.run.disk import check_room, local_tensors
 from trainers.run.folder import END_STATES, LIVE_STATES, RunFolder, new_run_id
+from trainers.strategy.mesh_options import read_sizes, with_sizes
 from trainers.strategy.strategy import Strategy, load_strategy, resolve
 
 _PATHS = ("model_name_or_path", "dataset_name", "eval_dataset_name", "chat_template", "cache_dir", "runs_dir",
@@ -205,7 +206,8 @@ def _keeps_strategy(run: RunFolder, values: dict[str, str]) -> bool:
         if not {"gpus", "num_processes"} & set(values) or processes == world_size(run):
             return True
         stored = load_strategy(str(run.accelerate))
-        resolve(stored, processes, str(stored.values.get("mixed_precision") or "no"))
+        sized = with_sizes(stored, read_sizes(values))
+        resolve(sized, processes, str(stored.values.get("mixed_precision") or "no"))
     except ConfigError:
         return "num_processes" not in values and "gpus" not in values
     return processes > 1
@@ -224,20 +226,22 @@ def job_of(request: Request, values: dict[str, str], mistakes: Mistakes, run: Ru
         ConfigError: with all mistakes at once.
     """
     # Each block collects its mistakes and leaves its results None, so that one call reports all mistakes together.
-    config = strategy = devices = fit = None
+    config = strategy = devices = fit = sizes = None
     with mistakes:
         config = _config(request, mistakes)
     strategy_file = values.get("strategy")
     with mistakes:
         strategy = load_strategy(strategy_file) if strategy_file else None
     with mistakes:
+        sizes = read_sizes(values)
+    with mistakes:
         machines = choose_machines(values, strategy.values if strategy else {})
         mistakes += folder_mistakes(config, machines) if run is None else []
         devices = devices_here(values, machines, strategy.num_processes if strategy else None)
     with mistakes:
-        if config and devices and (strategy or not strategy_file):
+        if config and devices and sizes is not None and (strategy or not strategy_file):
             fixed = bool({"gpus", "num_processes"} & set(values))
-            fit = fit_devices(config, strategy, devices, fixed, request.chosen)
+            fit = fit_devices(config, strategy, devices, fixed, request.chosen, sizes)
             config, strategy, devices = fit.config, fit.strategy, fit.devices
     with mistakes:
         member = bool(devices and devices.machine_rank)  # machine 0 decides whether the folder is free

@@ -5,10 +5,13 @@ Whatever is neither computed nor counted is assumed, as listed in `app.plan.hard
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
+from app.plan.cases import case_of, counted_case
 from app.plan.hardware import GIB, ROOM, Hardware
 from app.plan.host_memory import disk_bytes, host_phases, host_problem
 from app.plan.memory import rank_memory, shares_of
@@ -16,9 +19,14 @@ from app.plan.speed import step_time
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.strategy.mesh import MeshSizes
+from trainers.strategy.mesh_options import refuse_other_sizes, with_sizes
 from trainers.strategy.micro_batch import fit_micro_batch
 from trainers.strategy.pipeline_schedules import SCHEDULES, bubble
 from trainers.strategy.strategy import Strategy, refusal, resolve
+
+__all__ = ["Candidate", "Row", "best_first", "candidate", "case_of", "plan_row"]
+CLOSE = 0.05
+"""Rows whose times, or memory, differ by at most this share count as equal: no estimate is better."""
 
 
 @dataclass
@@ -39,6 +47,11 @@ class Row:
         sent: bytes that a rank sends in a step.
         bubble: fraction of a step in which a rank of a pipeline is idle.
         reason: why it does not fit or is unknown, or what is not estimated.
+        largest: rows of the largest micro-batch that fits; None if none does, or unknown.
+        rank: the order of strategies that do equally well: 0 for a plain process, 2 for what has a newer version.
+        hours: time for the tokens of the plan.
+        cost: price of that.
+        command: the line that starts it.
     """
 
     strategy: str
@@ -54,6 +67,11 @@ class Row:
     sent: float | None = None
     bubble: float | None = None
     reason: str | None = None
+    largest: int | None = None
+    rank: int = 1
+    hours: float | None = None
+    cost: float | None = None
+    command: str | None = None
 
     @property
     def total(self) -> float:
@@ -71,7 +89,8 @@ class Row:
             "host_gib": None if host is None else host / GIB,
             "disk_gib": None if self.disk is None else self.disk / GIB,
             "tokens_per_second": self.tokens_per_second, "sent_gib": None if self.sent is None else self.sent / GIB,
-            "bubble": self.bubble, "reason": self.reason,
+            "bubble": self.bubble, "reason": self.reason, "largest_micro_batch": self.largest, "hours": self.hours,
+            "cost": self.cost, "command": self.command,
         }  # fmt: skip
 
 
@@ -79,25 +98,30 @@ Candidate = tuple[Strategy, TrainConfig]
 """A strategy resolved for its processes, and the user's config with a micro-batch that divides the global batch."""
 
 
-def candidate(strategy: Strategy, config: TrainConfig, hardware: Hardware) -> Candidate:
+def candidate(
+    strategy: Strategy, config: TrainConfig, hardware: Hardware, sizes: Mapping[str, int] = MappingProxyType({})
+) -> Candidate:
     """A strategy on this hardware, with the largest micro-batch up to the user's that divides the global batch.
+
+    Args:
+        strategy: the strategy, as loaded.
+        config: the user's config.
+        hardware: the hardware to plan for.
+        sizes: sizes of the mesh by axis, in place of those of the strategy's file.
 
     Raises:
         ConfigError: if the strategy cannot train the config on this hardware.
     """
     count = 1 if strategy.distributed_type == "NO" else hardware.processes
-    resolved = resolve(strategy, count, config.mixed_precision, config.pp_size, config.pp_schedule)
+    pp_size = sizes.get("pp", config.pp_size)
+    own = {axis: size for axis, size in sizes.items() if axis != "pp"}
+    sized = with_sizes(strategy, own, pp_size)
+    resolved = resolve(sized, count, config.mixed_precision, pp_size, config.pp_schedule)
+    refuse_other_sizes(resolved, own)
     config = fit_micro_batch(config, resolved)
     if reason := refusal(resolved, config, hardware.kind == "gpu"):
         raise ConfigError(reason)
     return resolved, config
-
-
-def case_of(strategy: Strategy, config: TrainConfig) -> str:
-    """The case that `trainers/tools/memory_estimate.py` counts, as `tp:cp:sp:stages:rows`."""
-    sizes, stages = strategy.sizes, strategy.pp_size * SCHEDULES[strategy.pp_schedule].chunks
-    stages = stages if strategy.pp_size > 1 else 1
-    return f"{sizes.tp}:{sizes.cp}:{sizes.sp}:{stages}:{config.per_device_train_batch_size}"
 
 
 def plan_row(strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any], hardware: Hardware) -> Row:
@@ -109,8 +133,8 @@ def plan_row(strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any]
         counted: the counts of `trainers/tools/memory_estimate.py`.
         hardware: the hardware to plan for.
     """
-    case = counted["cases"][case_of(strategy, config)]
-    row = Row(strategy.name, strategy.sizes, micro_batch=config.per_device_train_batch_size)
+    case = counted_case(strategy, config, counted)
+    row = Row(strategy.name, strategy.sizes, config.per_device_train_batch_size, rank=_rank(strategy))
     if reason := case.get("refused") or _tied_mistake(strategy, counted):
         row.reason = reason
         return row
@@ -126,13 +150,17 @@ def plan_row(strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any]
     on_gpu = hardware.kind == "gpu"
     by_rank = [rank_memory(strategy, config, counted, case, share, on_gpu) for share in shares]
     row.memory, row.host = max(by_rank, key=lambda rank: sum(rank[0].values()))
-    ranks = min(row.sizes.world, hardware.processes)
+    ranks = min(row.sizes.world, hardware.per_machine)
     in_host = 0.0 if strategy.offload == "nvme" else row.host
     resident = in_host if on_gpu else row.total - row.memory["overhead"]
     row.host_phases = host_phases(strategy, config, counted, resident, ranks, row.sizes.world)
     row.disk = disk_bytes(config, counted)
     _set_fits(row, strategy, hardware)
     return row
+
+
+def _rank(strategy: Strategy) -> int:
+    return 0 if strategy.distributed_type == "NO" else 2 if strategy.fsdp_version == 1 else 1
 
 
 def _tied_mistake(strategy: Strategy, counted: Mapping[str, Any]) -> str | None:
@@ -180,13 +208,40 @@ def _set_fits(row: Row, strategy: Strategy, hardware: Hardware) -> None:
 
 
 def best_first(rows: Sequence[Row]) -> list[Row]:
-    """Sorts rows: those that fit (without offload first, then by speed), unknown, too large, impossible."""
+    """Sorts rows: those that fit in the devices' memory, those that offload, unknown, too large, impossible.
 
-    def sort_key(row: Row) -> tuple[float, float]:
-        if row.fits:
-            return (0.5 if row.host else 0), row.seconds or 0.0
+    Of rows that fit, the fastest come first. Among equally fast ones, the one that needs the least memory comes first,
+    and among those that need equally much, the one with the fewest axes, the lowest rank, and that sends the least.
+    """
+    classes: list[list[Row]] = [[] for _ in range(5)]
+    for row in rows:
         if row.seconds is None:
-            return 3, 0.0
-        return (1, row.seconds) if row.fits is None else (2, row.total)
+            classes[4].append(row)
+        elif row.fits:
+            classes[1 if row.host else 0].append(row)
+        else:
+            classes[2 if row.fits is None else 3].append(row)
+    too_large = sorted(classes[3], key=lambda row: row.total)
+    return [*chain.from_iterable(map(_by_speed, classes[:3])), *too_large, *classes[4]]
 
-    return sorted(rows, key=sort_key)
+
+def _by_speed(rows: Sequence[Row]) -> list[Row]:
+    """Sorts rows by time, equally fast ones by memory, and those that need equally much by simplicity."""
+    by_memory = [_groups(equal, lambda row: row.total) for equal in _groups(rows, lambda row: row.seconds or 0.0)]
+    return [row for groups in by_memory for group in groups for row in sorted(group, key=_simplicity)]
+
+
+def _simplicity(row: Row) -> tuple[int, int, float, str]:
+    axes = sum(size > 1 for size in row.sizes.by_axis.values())
+    return axes, row.rank, row.sent or 0.0, row.strategy
+
+
+def _groups(rows: Sequence[Row], key: Callable[[Row], float]) -> list[list[Row]]:
+    """Rows in ascending order, in groups of those that exceed the first of their group by at most `CLOSE`."""
+    groups: list[list[Row]] = []
+    for row in sorted(rows, key=key):
+        if groups and key(row) <= key(groups[-1][0]) * (1 + CLOSE):
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from app.plan.hardware import NOMINAL, Hardware
 from app.plan.memory import activation_bytes, keeps_gathered, token_slots, weight_and_state_bytes
 from trainers.config.options import TrainConfig
+from trainers.strategy.mesh import AXES, MeshSizes
 from trainers.strategy.pipeline_schedules import SCHEDULES
 from trainers.strategy.strategy import Strategy
-from trainers.strategy.traffic import ModelSizes, predicted, weight_terms
+from trainers.strategy.traffic import ModelSizes, Term, activation_terms, weight_terms
 
 
 @dataclass(frozen=True)
@@ -45,24 +47,47 @@ def step_time(
     micro_batches = config.accumulation_steps(strategy.data_parallel_size)
     chunks, step = SCHEDULES[strategy.pp_schedule].chunks, [(token_slots(strategy, config),) * 2] * micro_batches
     model = _model_sizes(strategy, config, counted)
-    sent = sum(part.wire for part in predicted(kind, sizes, chunks, model, [step], 0))
-    beside = sum(part.wire for part in weight_terms(kind, sizes, model, 1, micro_batches))
+    beside = weight_terms(kind, sizes, model, 1, micro_batches)
+    between = activation_terms(kind, sizes, chunks, model, [step], 0)
+    sent = sum(part.wire for part in [*beside, *between])
+    overlapped, exposed = (_seconds(terms, sizes, hardware) for terms in (beside, between))
     # Compute time: 6 FLOPs per trained and 4 per frozen parameter and token, plus recomputed layers.
     trained, frozen = counted["matmul_trained"], counted["matmul_frozen"]
     repeats = config.gradient_checkpointing and not config.selective_checkpointing
     again = 2 * counted["layer_matmul"] * counted["layers"] if repeats else 0
     tokens = config.global_batch_size * config.max_length
     devices = hardware.processes if hardware.kind == "cpu" else sizes.world  # processes share the cores of a CPU
-    rate = (counted["flops_per_second"] or NOMINAL) * devices
+    rate = (hardware.flops or counted["flops_per_second"] or NOMINAL) * devices
     busy = tokens * (6 * trained + 4 * frozen + again) / rate / (1 - bubble)
     # Communication time, overlapping computation where the strategy allows it.
-    link = hardware.speed * 1e9
     if sizes.pp > 1 or kind.startswith("ZERO"):  # these send gradients only after the backward pass
-        seconds = busy + sent / link
+        seconds = busy + overlapped + exposed
     else:
-        seconds = max(busy, beside / link) + (sent - beside) / link
-    known = counted["flops_per_second"] and counted["all_linear"] and strategy.offload == "none"
+        seconds = max(busy, overlapped) + exposed
+    # On this machine, a rate that could not be measured (fp8) is unknown; that of GPUs elsewhere is stated as assumed.
+    measured = counted["flops_per_second"] or hardware.flops or not hardware.is_local
+    known = measured and counted["all_linear"] and strategy.offload == "none"
     return StepTime(seconds, sent, tokens / seconds if known else None)
+
+
+def _seconds(terms: Sequence[Term], sizes: MeshSizes, hardware: Hardware) -> float:
+    """The time that collectives take one after the other."""
+    return sum(part.wire / (link_speed(part, sizes, hardware) * 1e9) for part in terms)
+
+
+def link_speed(part: Term, sizes: MeshSizes, hardware: Hardware) -> float:
+    """GB/s at which each rank sends what a collective needs.
+
+    The mesh's inner axes stay inside a machine. A collective that spans machines runs in as many rings as it has ranks
+    in each machine, every ring over another rank's link to the network; an all-to-all or a send uses its own rank's.
+    """
+    order = [axis for axis in AXES if axis in part.axes]
+    inner = prod(getattr(sizes, axis) for axis in AXES[AXES.index(order[-1]) + 1 :])
+    span = prod(getattr(sizes, axis) for axis in AXES[AXES.index(order[0]) :])
+    if hardware.machines == 1 or span <= hardware.per_machine:
+        return hardware.speed
+    rings = 1 if part.collective in ("all-to-all", "send") else max(1, hardware.per_machine // inner)
+    return min(hardware.speed, hardware.machine_speed * rings)
 
 
 def traffic_kind(strategy: Strategy) -> str:

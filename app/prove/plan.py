@@ -23,11 +23,12 @@ from app.hardware import CPU_PROCESSES, choose_devices
 from app.launch.job import TrainJob, as_argument, named_preset, train_job
 from trainers.config.command_line import option, switch
 from trainers.config.mistakes import ConfigError, Mistake, Mistakes
-from trainers.config.options import MACHINE_OPTIONS, UNKNOWN, TrainConfig
+from trainers.config.options import MACHINE_OPTIONS, MESH_OPTIONS, UNKNOWN, TrainConfig
 from trainers.config.parse import Request, whole_number
 from trainers.config.validation import ignored_choices
 from trainers.config.yaml_file import read_yaml
 from trainers.run.folder import new_run_id
+from trainers.strategy.mesh_options import read_sizes, refuse_other_sizes, with_sizes
 from trainers.strategy.strategy import Strategy, cannot_run, load_strategy, resolve, strategy_names
 
 PRESET = "tiny-full"
@@ -273,9 +274,8 @@ def _refuse_others(args: Args, command: _Command, mistakes: _Mistakes) -> None:
     """Adds mistakes for options of `train` that `prove` decides itself."""
     if "strategy" in args.launch:
         mistakes.append(Mistake("strategy", args.launch["strategy"], ": prove has several", "write --strategies a,b,c"))
-    others = [name for name in MACHINE_OPTIONS if name in args.launch]
-    problem = ": prove runs on this machine alone"
-    mistakes += [Mistake(name, args.launch[name], problem, "leave it out") for name in others]
+    mistakes += [Mistake(name, args.launch[name], ": prove runs on this machine alone", "leave it out")
+                 for name in MACHINE_OPTIONS if name in args.launch]  # fmt: skip
     if command.chosen.get("resume_from_checkpoint") is not None:
         mistakes.append(
             Mistake("resume_from_checkpoint", None, ": prove starts each run at its first step", "leave it out")
@@ -351,13 +351,13 @@ def _entries(command: _Command, method: str) -> list[_Entry]:
     """
     mistakes = _Mistakes()
     strategies = _strategies(str(command.own.get("strategies", "all")), mistakes)
-    ids = mistakes.of(lambda: _gpu_ids(command))
-    if mistakes or ids is None:
+    ids, sizes = mistakes.of(lambda: _gpu_ids(command)), mistakes.of(lambda: read_sizes(command.values))
+    if mistakes or ids is None or sizes is None:
         raise ConfigError(mistakes)
     wanted, entries = _wanted(command), []
     for spec, strategy, own in strategies:
         try:
-            entries.append(_entry(spec, strategy, ids, wanted, own, method))
+            entries.append(_entry(spec, strategy, ids, wanted, own, method, sizes))
         except ConfigError as error:
             mistakes += error.mistakes
     if mistakes:
@@ -393,7 +393,10 @@ def _load(spec: str) -> Strategy:
     return replace(strategy, name=re.sub(r"[^\w.-]+", "-", strategy.name).strip(".-") or "strategy")
 
 
-def _entry(spec: str, strategy: Strategy, ids: list[int], wanted: int | None, own: int | None, method: str) -> _Entry:
+def _entry(
+    spec: str, strategy: Strategy, ids: list[int], wanted: int | None, own: int | None, method: str,
+    sizes: Mapping[str, int],
+) -> _Entry:  # fmt: skip
     written = strategy.values.get("mixed_precision")
     precision = written if written in ("fp16", "bf16") else None
     if precision:  # `prove` sets its own precision, which the file must not contradict
@@ -402,7 +405,8 @@ def _entry(spec: str, strategy: Strategy, ids: list[int], wanted: int | None, ow
     world = resolve(strategy, own, "no").num_processes if own is not None else _world(strategy, wanted)
     entry = _Entry(spec, strategy, cannot_run(strategy, method, bool(ids)) or _too_few(world, ids), precision)
     try:
-        entry.strategy = resolve(strategy, world, "no")
+        entry.strategy = resolve(with_sizes(strategy, sizes), world, "no")
+        refuse_other_sizes(entry.strategy, sizes)
     except ConfigError as error:
         if entry.is_file:
             raise
@@ -421,19 +425,16 @@ def _world(strategy: Strategy, wanted: int | None) -> int:
     if strategy.distributed_type == "NO":
         return 1
     if wanted:
-        try:
+        with contextlib.suppress(ConfigError):
             return resolve(strategy, wanted, "no").num_processes
-        except ConfigError:
-            pass
     return max(wanted or CPU_PROCESSES, strategy.num_processes)
 
 
 def _gpu_ids(command: _Command) -> list[int]:
     """The GPUs that rows may use."""
-    choose_devices(
-        command.values.get("gpus"), command.values.get("num_processes")
-    )  # only to refuse contradicting options
-    return choose_devices(command.values.get("gpus"), None).gpu_ids
+    gpus = command.values.get("gpus")
+    choose_devices(gpus, command.values.get("num_processes"))  # only to refuse contradicting options
+    return choose_devices(gpus, None).gpu_ids
 
 
 def _wanted(command: _Command) -> int | None:
@@ -445,8 +446,9 @@ def _wanted(command: _Command) -> int | None:
 
 def _devices(command: _Command, world: int) -> dict[str, str]:
     """The options of `train` for a run with this number of processes."""
-    ids = _gpu_ids(command)
-    return {"gpus": ",".join(map(str, ids[:world]))} if ids else {"num_processes": str(world)}
+    ids, sizes = _gpu_ids(command), {name: command.values[name] for name in MESH_OPTIONS if name in command.values}
+    devices = {"gpus": ",".join(map(str, ids[:world]))} if ids else {"num_processes": str(world)}
+    return {**(sizes if world > 1 else {}), **devices}
 
 
 # -- the batch -------------------------------------------------------------------------------------------------------

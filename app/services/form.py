@@ -154,7 +154,7 @@ def default_gpus(preset: str | None, gpus: Sequence[GpuChoice]) -> DefaultGpus:
     if not free:
         return DefaultGpus(())
     try:
-        fit = fit_devices(base_config(preset or None), None, Devices(free, len(free)), False, ())
+        fit = fit_devices(base_config(preset or None), None, Devices(free, len(free)), False, (), {})
     except ConfigError:
         return DefaultGpus(tuple(free))
     ids = tuple(fit.devices.gpu_ids)

@@ -26,7 +26,8 @@ COLUMN_ROLES = (
     "history", "tools", "functions", "chat_template_kwargs",
 )  # fmt: skip
 MACHINE_OPTIONS = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
-LAUNCH_OPTIONS = ("strategy", "gpus", "num_processes", *MACHINE_OPTIONS)
+MESH_OPTIONS = ("tp_size", "cp_size", "sp_size", "dp_replicate_size")
+LAUNCH_OPTIONS = ("strategy", *MESH_OPTIONS, "gpus", "num_processes", *MACHINE_OPTIONS)
 UNKNOWN = "is not an option"
 """`Mistake.problem` of an unknown option."""
 MAX_PROFILED = 100

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from trainers.config.mistakes import ConfigError, Mistake, nearest
-from trainers.config.options import MACHINE_OPTIONS, TrainConfig
+from trainers.config.options import MACHINE_OPTIONS, MESH_OPTIONS, TrainConfig
 from trainers.config.presets import find_preset
 from trainers.config.yaml_file import read_yaml
 from trainers.strategy.accelerate_rules import FP16_UNSCALED, SCALED_TYPES, check, mesh_sizes
@@ -432,8 +432,8 @@ def _fit_mesh(values: dict[str, Any], num_processes: int, pp_size: int) -> list[
     product, factors = prod(fixed.values()), " x ".join(f"{axis} {size}" for axis, size in fixed.items() if size > 1)
     quotient, remainder = divmod(num_processes, product)
     written = [axis for axis in fixed if axis != "pp"]
-    own = f"or write {' and '.join(size_option(axis) for axis in written)} into a YAML of your own"
-    own = own if written else "or another pp_size"
+    flags = [f"--{axis}_size" for axis in written if f"{axis}_size" in MESH_OPTIONS] or ["--pp_size"]
+    own = f"or other sizes with {' and '.join(flags)}"
     if remainder or not quotient:
         problem, remedy = f"/ {factors} leaves {remainder}", f"use a multiple of {product}, {own}"
         return [Mistake("num_processes", num_processes, problem, remedy)]

@@ -10,6 +10,8 @@ from typing import Any
 from trainers.strategy.mesh import MeshSizes
 
 FP32 = 4
+_SHARDS = ("dp_shard", "cp", "sp")
+_GRADIENTS = ("dp_replicate", *_SHARDS)
 TokenCounts = Sequence[int]
 """Token slots and trained tokens of a micro-batch on one rank."""
 
@@ -55,7 +57,7 @@ class ModelSizes:
             sum(weight.numel() for weight in weights.values() if weight.ndim == 1),
             sum(weight.numel() for name, weight in weights.items() if ".layers." not in name),
             config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.num_key_value_heads,
-            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads, config.vocab_size,
+            head_size(config), config.vocab_size,
             bool(config.tie_word_embeddings),
         )  # fmt: skip
 
@@ -64,6 +66,17 @@ class ModelSizes:
         full = (self.parameters - self.vectors) / sizes.tp + self.vectors
         twice = self.vocab_size * self.hidden / sizes.tp if self.tied and sizes.pp > 1 else 0
         return (full + twice) / sizes.pp
+
+
+def head_size(config: Any) -> int:
+    """Returns the size of an attention head, or the mean over the layers if it differs, as in Gemma 4.
+
+    Args:
+        config: transformers config of the language model.
+    """
+    layers = getattr(config, "per_layer_config", None) or [config]
+    sizes = [getattr(layer, "head_dim", None) or config.hidden_size // config.num_attention_heads for layer in layers]
+    return round(sum(sizes) / len(sizes))
 
 
 @dataclass(frozen=True)
@@ -75,18 +88,20 @@ class Term:
         formula: How the size is derived, in words.
         bytes: Bytes that a rank passes to the collective in all counted steps; the mean over the ranks of a pipeline.
         wire: Bytes that a rank sends as a result, with an optimal algorithm.
+        axes: Axes of the mesh that the ranks of the collective differ in; those of the first term if merged.
     """
 
     collective: str
     formula: str
     bytes: float
     wire: float = 0.0
+    axes: tuple[str, ...] = ()
 
 
-def term(collective: str, formula: str, size: float, ways: int) -> Term:
-    """Returns the component for a collective over `ways` ranks, of which each passes `size` bytes."""
+def term(collective: str, formula: str, size: float, ways: int, *axes: str) -> Term:
+    """Returns the component for a collective over `ways` ranks along `axes`, of which each passes `size` bytes."""
     shares = {"all-reduce": 2 * (ways - 1) / ways, "all-gather": ways - 1, "send": 1.0}
-    return Term(collective, formula, size, size * shares.get(collective, (ways - 1) / ways))
+    return Term(collective, formula, size, size * shares.get(collective, (ways - 1) / ways), axes)
 
 
 def predicted(
@@ -104,12 +119,18 @@ def predicted(
         warm: Number of warm-up steps, which are not counted.
     """
     counted = steps[warm:]
-    micro_batches = [counts for step in counted for counts in step]
-    terms = weight_terms(kind, sizes, model, len(counted), len(micro_batches))
-    terms += _tensor(sizes, model, micro_batches) + _rows(sizes, model, micro_batches)
-    if sizes.pp > 1:
-        terms += _pipeline(kind, sizes, chunks, model, steps, warm)
+    terms = weight_terms(kind, sizes, model, len(counted), sum(map(len, counted)))
+    terms += activation_terms(kind, sizes, chunks, model, steps, warm)
     return [_together([part for part in terms if part.collective == collective]) for collective in _in_order(terms)]
+
+
+def activation_terms(
+    kind: str, sizes: MeshSizes, chunks: int, model: ModelSizes, steps: Sequence[Sequence[TokenCounts]], warm: int
+) -> list[Term]:
+    """Returns the traffic of activations and their gradients along tp, sp, cp and pp; arguments as for `predicted`."""
+    micro_batches = [counts for step in steps[warm:] for counts in step]
+    terms = _tensor(sizes, model, micro_batches) + _rows(sizes, model, micro_batches)
+    return terms + (_pipeline(kind, sizes, chunks, model, steps, warm) if sizes.pp > 1 else [])
 
 
 def _in_order(terms: Sequence[Term]) -> list[str]:
@@ -119,7 +140,8 @@ def _in_order(terms: Sequence[Term]) -> list[str]:
 def _together(terms: Sequence[Term]) -> Term:
     """Merges the terms of one collective."""
     formula = " + ".join(term.formula for term in terms)
-    return Term(terms[0].collective, formula, sum(term.bytes for term in terms), sum(term.wire for term in terms))
+    sent, wire = sum(term.bytes for term in terms), sum(term.wire for term in terms)
+    return Term(terms[0].collective, formula, sent, wire, terms[0].axes)
 
 
 def weight_terms(kind: str, sizes: MeshSizes, model: ModelSizes, steps: int, micro_batches: int) -> list[Term]:
@@ -135,7 +157,9 @@ def weight_terms(kind: str, sizes: MeshSizes, model: ModelSizes, steps: int, mic
         return _zero(int(kind[-1]), reduced, ways, steps, micro_batches)
     if kind not in ("FSDP", "GRAD_OP"):
         return (
-            [term("all-reduce", "weights", reduced * steps, sizes.grad_group_size)] if sizes.grad_group_size > 1 else []
+            [term("all-reduce", "weights", reduced * steps, sizes.grad_group_size, *_GRADIENTS)]
+            if sizes.grad_group_size > 1
+            else []
         )
     # FSDP. Default: layers are gathered twice per micro-batch (forward and backward), all other weights once.
     if sizes.pp > 1:
@@ -147,22 +171,22 @@ def weight_terms(kind: str, sizes: MeshSizes, model: ModelSizes, steps: int, mic
         gathered, quantity = 2 * full - outside * model.gathered_bytes, "(weights + those of layers)"
         times, how = micro_batches, " per micro-batch"
     terms = [
-        term("all-gather", f"{quantity} / shards{how}", gathered / ways * times, ways),
-        term("reduce-scatter", f"weights{how}", reduced * times, ways),
+        term("all-gather", f"{quantity} / shards{how}", gathered / ways * times, ways, *_SHARDS),
+        term("reduce-scatter", f"weights{how}", reduced * times, ways, *_SHARDS),
     ]
     if sizes.dp_replicate > 1:
-        terms.append(term("all-reduce", f"weights / shards{how}", reduced / ways * times, copies))
+        terms.append(term("all-reduce", f"weights / shards{how}", reduced / ways * times, copies, "dp_replicate"))
     return terms
 
 
 def _zero(stage: int, held: float, ways: int, steps: int, micro_batches: int) -> list[Term]:
     """Gradients, per step or per micro-batch, and updated weights; the gathers of stage 3 have no formula."""
     if stage == 3:
-        return [term("reduce-scatter", "weights per micro-batch", held * micro_batches, ways)]
+        return [term("reduce-scatter", "weights per micro-batch", held * micro_batches, ways, *_SHARDS)]
     times, how = (steps, "") if stage == 1 else (micro_batches, " per micro-batch")
     return [
-        term("all-reduce", f"weights{how}", held * times, ways),
-        term("all-gather", "weights / shards", held / ways * steps, ways),
+        term("all-reduce", f"weights{how}", held * times, ways, *_SHARDS),
+        term("all-gather", "weights / shards", held / ways * steps, ways, *_SHARDS),
     ]
 
 
@@ -176,7 +200,7 @@ def _tensor(sizes: MeshSizes, model: ModelSizes, micro_batches: Sequence[TokenCo
     )
     loss = trained * (model.hidden + 3) * FP32
     formula = "(4 x layers + 1) x activations + trained tokens x (hidden + 3)"
-    return [term("all-reduce", formula, (activations + loss) / sizes.pp, sizes.tp)]
+    return [term("all-reduce", formula, (activations + loss) / sizes.pp, sizes.tp, "tp")]
 
 
 def _rows(sizes: MeshSizes, model: ModelSizes, micro_batches: Sequence[TokenCounts]) -> list[Term]:
@@ -187,12 +211,12 @@ def _rows(sizes: MeshSizes, model: ModelSizes, micro_batches: Sequence[TokenCoun
     if sizes.sp > 1:
         exchanged = 2 * heads + 2 * lcm(key_heads, sizes.sp)
         formula = "2 x layers x (Q + K + V + output)"
-        terms.append(term("all-to-all", formula, 2 * model.layers * exchanged * vector / sizes.pp, sizes.sp))
+        terms.append(term("all-to-all", formula, 2 * model.layers * exchanged * vector / sizes.pp, sizes.sp, "sp"))
     if sizes.cp > 1:
         both = model.layers * 2 * key_heads * vector / sizes.pp
-        terms.append(term("all-gather", "layers x (K + V)", both, sizes.cp))
+        terms.append(term("all-gather", "layers x (K + V)", both, sizes.cp, "cp"))
         terms.append(
-            term("reduce-scatter", "cp x layers x (K + V)", sizes.cp * both / model.matmul_bytes * FP32, sizes.cp)
+            term("reduce-scatter", "cp x layers x (K + V)", sizes.cp * both / model.matmul_bytes * FP32, sizes.cp, "cp")
         )
     return terms
 
@@ -215,4 +239,4 @@ def _pipeline(
         shards = sizes.dp_shard if kind in ("FSDP", "GRAD_OP") else 1
         formula += ", 2 x tied weight" + (" / shards" if shards > 1 else "")
         sent += 2 * model.vocab_size * model.hidden * model.gradient_bytes / sizes.tp / shards * (len(steps) - warm)
-    return [term("send", f"({formula}) / stages' ranks", sent / sizes.pp, 2)]
+    return [term("send", f"({formula}) / stages' ranks", sent / sizes.pp, 2, "pp")]

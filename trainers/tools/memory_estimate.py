@@ -2,9 +2,10 @@
 
     python -m trainers.tools.memory_estimate --config FILE --cases 1:1:1:1:8 2:1:1:1:8 --here
 
-A case is `tp:cp:sp:stages:rows`, where rows is the micro-batch size. `--here` means that this machine is to train the
-model. The model config comes with the presets, or else from the model's folder or the Hub. The last line on stdout is a
-JSON object: the estimate, or `mistakes` with exit status 2 if the request is invalid.
+A case is `tp:cp:sp:stages:rows`, where rows is the micro-batch size; `--basis TP` adds those from which the cases
+of every mesh follow (`trainers/tools/mesh_limits.py`), and the sizes that the model allows. `--here` means that this
+machine is to train the model. The model config comes with the presets, or else from the model's folder or the Hub.
+The last line on stdout is a JSON object: the estimate, or `mistakes` with exit status 2 if the request is invalid.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ from trainers.run.gpus import gpu_count
 from trainers.strategy.mesh import MeshSizes
 from trainers.strategy.pipeline_schedules import balance
 from trainers.strategy.tensor_plan import refusals
+from trainers.tools.mesh_limits import basis_cases, mesh_limits
 from trainers.tools.preflight import check_model, machine_mistakes
 
 _KERNEL = "tunesmith_weighed"
@@ -240,8 +242,16 @@ def refused(model_config: Any, sizes: MeshSizes, stages: int) -> str | None:
     return None
 
 
-def case(config: TrainConfig, model_config: Any, name: str) -> dict[str, Any]:
+def case(
+    config: TrainConfig, model_config: Any, name: str, counted: dict[int, dict[str, float]] | None = None
+) -> dict[str, Any]:
     """Estimates one case for one rank.
+
+    Args:
+        config: The training config.
+        model_config: Transformers config of the model.
+        name: The case, in the format described above.
+        counted: Counts of `weights` by tp, to which those of this case are added.
 
     Returns:
         The counts of `weights`, and bytes of a micro-batch: `fixed` (outside the layers) and per `layer`. Both are None
@@ -251,7 +261,10 @@ def case(config: TrainConfig, model_config: Any, name: str) -> dict[str, Any]:
     if why := refused(model_config, MeshSizes(cp=cp, sp=sp, tp=tp), stages):
         return {"refused": why}
     length = -(-config.max_length // (cp * sp))
-    facts: dict[str, Any] = weights(config, empty_model(config, model_config, tp))
+    counted = {} if counted is None else counted
+    if tp not in counted:
+        counted[tp] = weights(config, empty_model(config, model_config, tp))
+    facts: dict[str, Any] = dict(counted[tp])
     # Memory is linear in the number of layers: measure two small models, and split it into a fixed part and a slope.
     few = [min(count, model_config.get_text_config().num_hidden_layers) for count in _FEW]
     try:
@@ -302,6 +315,7 @@ def estimate_memory(config: TrainConfig, model_config: Any, cases: list[str], ti
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     trained, frozen = matmul_parameters(model)
     layers = getattr(base.get_decoder(), "layers", None)
+    by_tp = {1: weights(config, model)}
     matrices = sum(weight.numel() for weight in base.get_decoder().parameters() if weight.ndim > 1)
     heads = text.num_attention_heads
     return {
@@ -313,9 +327,9 @@ def estimate_memory(config: TrainConfig, model_config: Any, cases: list[str], ti
         "all_linear": trained + frozen > 0.9 * (matrices - text.vocab_size * text.hidden_size),
         "layer_matmul": sum(matmul_parameters(layers[0])) if layers is not None else 0,
         "flops_per_second": speed(text.hidden_size, config) if time_here and config.mixed_precision != "fp8" else None,
-        "load_balancing": LoadBalancing.of(text) is not None, "process_bytes": resting, "whole": weights(config, model),
+        "load_balancing": LoadBalancing.of(text) is not None, "process_bytes": resting, "whole": by_tp[1],
         "stored_dtype": str(getattr(model_config, "dtype", None) or torch.float32).removeprefix("torch."),
-        "cases": {name: case(config, model_config, name) for name in cases},
+        "cases": {name: case(config, model_config, name, by_tp) for name in cases},
     }  # fmt: skip
 
 
@@ -324,6 +338,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--cases", nargs="*", default=[])
+    parser.add_argument("--basis", type=int, metavar="TP")
     parser.add_argument("--here", action="store_true")
     args = parser.parse_args(argv)
     config = build(read_yaml(args.config))
@@ -334,9 +349,12 @@ def main(argv: list[str]) -> int:
             mistakes += check_model(config.model_copy(update={"random_init": True}))  # needs no weights
         if mistakes:
             raise ConfigError(mistakes)
-        print(
-            json.dumps(estimate_memory(config, load_model_config(config, published), args.cases, args.here)), flush=True
-        )
+        model_config, cases, limits = load_model_config(config, published), args.cases, {}
+        if args.basis:
+            limits = mesh_limits(model_config, refused)
+            cases = list(dict.fromkeys([*cases, *basis_cases(limits, config, args.basis)]))
+        estimate = estimate_memory(config, model_config, cases, args.here)
+        print(json.dumps(estimate | {"limits": limits}), flush=True)
     except ConfigError as error:
         print(json.dumps({"mistakes": error.as_json()}), flush=True)
         return 2

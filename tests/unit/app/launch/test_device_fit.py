@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 import app.hardware
+import app.plan.command
 from app.command_line import TRAIN
 from app.hardware import Gpu
 from app.launch.job import TrainJob, train_job
-from app.plan.command import _candidates as candidates
-from app.plan.hardware import Hardware
+from app.plan.command import plan_verb
+from app.plan.scale import SHAPES
 from app.services.choices import GpuChoice
 from app.services.form import default_gpus, preview
 from trainers.config.mistakes import ConfigError
@@ -20,7 +23,7 @@ from trainers.config.parse import Request
 from trainers.config.presets import preset_names
 from trainers.strategy.micro_batch import OPTION, fit_micro_batch
 from trainers.strategy.pipeline_schedules import micro_batch_mistake
-from trainers.strategy.strategy import load_strategy, resolve, strategy_names
+from trainers.strategy.strategy import load_strategy, resolve
 from trainers.train import with_micro_batch
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -120,20 +123,23 @@ def test_a_mesh_gets_the_gpus_that_it_can_use(
 
 
 @pytest.mark.parametrize("count", [3, 5, 6, 8])
-def test_a_plan_ranks_what_train_would_start(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_ranks_what_train_would_start(
+    count: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each row's command, read as `train` reads it, is the row."""
     stand_in(monkeypatch, count)
-    strategies, config = [load_strategy(name) for name in strategy_names()], Request("tiny-lora").resolve()
-    able, rows = candidates(strategies, config, Hardware("gpu", count, 80 << 30))
-    planned = {strategy.name: (strategy.sizes, config.per_device_train_batch_size) for strategy, config in able}
-    assert len(planned) + len(rows) == len(strategies)
-    for name in strategy_names():
-        try:
-            job = job_of("tiny-lora", "--strategy", name)
-        except ConfigError:
-            assert name not in planned
-        else:
-            assert planned[name] == (job.strategy.sizes, job.config.per_device_train_batch_size)
-            assert job.devices.num_processes > 1 or name == "single"
+    monkeypatch.setattr(app.plan.command, "find_gpus", app.hardware.find_gpus)
+    monkeypatch.setattr(app.plan.command, "run_checker", lambda *_: json.dumps(SHAPES[0].counted()))
+    assert plan_verb(["tiny-lora", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["strategy"] for row in rows if row["command"] is None] == [] if count == 8 else ["3d", "hsdp_tp"]
+    for row in rows:
+        if row["command"]:
+            job = job_of(*shlex.split(row["command"])[2:])
+            assert job.strategy.name == row["strategy"]
+            assert job.strategy.sizes.by_axis == row["sizes"]
+            assert job.config.per_device_train_batch_size == row["per_device_train_batch_size"]
+            assert job.devices.num_processes == row["world_size"]
 
 
 def test_too_few_gpus_for_a_strategy_are_refused_with_its_own_reason(monkeypatch: pytest.MonkeyPatch) -> None:
