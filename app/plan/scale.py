@@ -84,7 +84,7 @@ class Shape:
             "head_size": self.hidden // self.heads, "words": self.vocab_size, "tied": self.tied,
             "matmul_trained": self.layers * self.layer_matrices + head, "matmul_frozen": 0, "all_linear": True,
             "layer_matmul": self.layer_matrices, "flops_per_second": None, "load_balancing": False,
-            "process_bytes": 0.0, "whole": self._weights(1), "limits": limits,
+            "process_bytes": 0.0, "whole": self._weights(1), "stored_dtype": "bfloat16", "limits": limits,
             "cases": {f"{tp}:1:1:1:{rows}": self._case(tp, rows) for tp in (1, PER_MACHINE)
                       for rows in (1, 2, 4, 8, 16, 1024)},
         }  # fmt: skip

@@ -52,6 +52,7 @@ from trainers.run.gpus import gpu_count
 from trainers.strategy.mesh import MeshSizes
 from trainers.strategy.pipeline_schedules import balance
 from trainers.strategy.tensor_plan import refusals
+from trainers.strategy.traffic import head_size
 from trainers.tools.mesh_limits import basis_cases, mesh_limits
 from trainers.tools.preflight import check_model, machine_mistakes
 
@@ -134,7 +135,8 @@ def empty_model(config: TrainConfig, model_config: Any, tp: int = 1, layers: int
     text = model_config.get_text_config()
     if tp > 1:
         # Fix the head size first: with fewer heads, it would otherwise be derived from the hidden size.
-        text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        if not getattr(text, "per_layer_config", None):
+            text.head_dim = head_size(text)
         for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
             if getattr(text, name, None):
                 setattr(text, name, -(-getattr(text, name) // tp))
@@ -321,7 +323,7 @@ def estimate_memory(config: TrainConfig, model_config: Any, cases: list[str], ti
     return {
         "layers": text.num_hidden_layers, "hidden": text.hidden_size, "heads": heads, "words": text.vocab_size,
         "key_heads": getattr(text, "num_key_value_heads", None) or heads,
-        "head_size": getattr(text, "head_dim", None) or text.hidden_size // heads,
+        "head_size": head_size(text),
         "tied": bool(text.tie_word_embeddings), "matmul_trained": trained, "matmul_frozen": frozen,
         # False if matrices are not linear layers (GPT-2), or a token does not use all of them (experts).
         "all_linear": trained + frozen > 0.9 * (matrices - text.vocab_size * text.hidden_size),

@@ -33,7 +33,7 @@ def basis_cases(limits: dict[str, dict[str, str | None]], config: TrainConfig, m
     """Returns the cases from which those of every mesh and micro-batch follow.
 
     Memory is linear in the share of each matrix, 1 / tp, so two sizes suffice; and piecewise linear in the tokens of a
-    micro-batch, where a few points bound it from above: part of a row, a row, the user's micro-batch, and a large one.
+    micro-batch, where a few points are close to it: part of a row, a row, the user's micro-batch, and a large one.
 
     Args:
         limits: Result of `mesh_limits`.

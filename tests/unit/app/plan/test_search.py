@@ -175,7 +175,8 @@ def test_axes_that_span_machines_use_the_slow_link(
 
 
 def made(name: str, seconds: float, gib: float, host: float = 0.0, **sizes: int) -> Row:
-    return Row(name, MeshSizes(**sizes), 1, {"weights": gib * GIB}, host, True, seconds, 1.0, 1.0)
+    memory = {"weights": gib * GIB}
+    return Row(name, MeshSizes(**sizes), 1, memory, host=host, fits=True, seconds=seconds, sent=1.0)
 
 
 def test_the_order_is_speed_then_memory_then_simplicity() -> None:
