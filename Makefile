@@ -22,7 +22,7 @@ SSE := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE MKL_ENABLE_INSTRUCTIONS=S
 AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
 AVX512 := ATEN_CPU_CAPABILITY=avx512 MKL_ENABLE_INSTRUCTIONS=AVX512
 
-.PHONY: setup demo check test test-all test-browser test-integrations integrations test-kernels e2e parity faults docs bench lint clean
+.PHONY: setup demo check test test-all test-browser test-integrations integrations test-kernels e2e parity faults docs pictures bench lint clean
 
 setup: $(DEVELOPMENT)
 
@@ -99,6 +99,10 @@ parity: setup
 # The site, from README.md and docs/; a link that leads nowhere is an error.
 docs: setup
 	$(BIN)/sphinx-build --fail-on-warning --quiet docs build/docs
+
+# The pictures of the README and the docs, from real runs.
+pictures: setup
+	$(BIN)/python -m docs.pictures
 
 bench: setup
 	$(BIN)/tunesmith bench tiny-full

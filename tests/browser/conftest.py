@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, Playwright, sync_playwright
 
 from tests.forked import Popen
 
@@ -122,13 +122,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     served.stop()
 
 
+def open_chromium(playwright: Playwright) -> Browser:
+    """Opens the system's Chromium, else the one that Playwright installed."""
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    return playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-dev-shm-usage"])
+
+
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
-    """The system's Chromium, else the one that Playwright installed."""
-    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
+    """See `open_chromium`."""
     with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=found, args=arguments)
+        opened = open_chromium(playwright)
         yield opened
         opened.close()
 

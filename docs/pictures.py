@@ -1,0 +1,69 @@
+"""Makes the pictures in docs/images from real runs of the model that ships: `python -m docs.pictures`, or `make pictures`.
+
+Takes about two minutes, and needs Chromium, as the browser tests do.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from playwright.sync_api import Page, sync_playwright
+
+from tests.browser.conftest import Served, open_chromium
+
+IMAGES = Path(__file__).parent / "images"
+SIZE = (1280, 900)
+RUNS = {"lora": ["tiny-lora"], "all-weights": ["tiny-full", "--strategy", "fsdp2"]}
+PAGES = {
+    "train": ("", "#strategy-cards", "Recommended"),
+    "run": ("run?run=lora", ".u-wrap", ""),
+    "data": ("data", "", ""),
+    "compare": ("compare?runs=lora,all-weights", ".u-wrap", ""),
+}
+"""Address of each page, and what it shows once it is complete: an element, and a text."""
+
+
+def train(folder: Path) -> None:
+    """Trains the runs that the pages show."""
+    for name, words in RUNS.items():
+        argv = [sys.executable, "-m", "app.cli", "train", *words, "--num_processes", "2", "--quiet"]
+        root = Path(__file__).resolve().parents[1]
+        subprocess.run([*argv, "--output_dir", str(folder / "runs" / name)], cwd=root, check=True)
+
+
+def take(page: Page, address: str, name: str) -> None:
+    """Waits until a page is complete, and saves its picture."""
+    path, element, text = PAGES[name]
+    page.goto(f"{address}/{path}")
+    if name == "data":
+        page.get_by_role("button", name="Show").first.click()
+        page.locator(".ts-trained").first.wait_for()
+    if element:
+        page.locator(element).first.wait_for()
+    if text:
+        page.get_by_text(text).first.wait_for()
+    page.wait_for_load_state("networkidle")
+    page.screenshot(path=IMAGES / f"{name}.png")
+
+
+def main() -> None:
+    """Takes every picture."""
+    with tempfile.TemporaryDirectory() as name, sync_playwright() as playwright:
+        folder = Path(name)
+        train(folder)
+        served = Served(folder)
+        browser = open_chromium(playwright)
+        try:
+            page = browser.new_page(viewport={"width": SIZE[0], "height": SIZE[1]}, color_scheme="light")
+            for each in PAGES:
+                take(page, served.url, each)
+        finally:
+            browser.close()
+            served.stop()
+
+
+if __name__ == "__main__":
+    main()
