@@ -18,6 +18,7 @@ from app.console import clean, number, report, show_table
 from app.hardware import choose_devices, cpu_count
 from app.launch.job import train_job
 from trainers.config.mistakes import ConfigError, Mistake, Mistakes
+from trainers.config.options import MESH_OPTIONS
 from trainers.config.parse import whole_number
 from trainers.strategy.schema import MAX_PROCESSES
 
@@ -78,7 +79,7 @@ def scaling_plan(args: Args) -> ScalingPlan:
         turns = count_of(own.get("turns", TURNS), "turns", TURNS)
     with mistakes:
         gpu_ids = choose_devices(args.launch.get("gpus"), None, None, max(counts, default=1)).gpu_ids
-        if gpu_ids and max(counts) > len(gpu_ids):
+        if gpu_ids and counts and max(counts) > len(gpu_ids):
             problem = f"needs {max(counts)} GPUs, and there are {len(gpu_ids)}"
             raise ConfigError.about("scaling", own["scaling"], problem, "use fewer, or other --gpus")
     mistakes.refuse()
@@ -106,8 +107,10 @@ def _counts(text: str) -> list[int]:
 def _point(args: Args, strategy: str, processes: int, gpu_ids: Sequence[int], steps: int | None) -> Point:
     """A point, which `train` may refuse, with the reason."""
     devices = {"gpus": ",".join(map(str, gpu_ids[:processes]))} if gpu_ids else {"num_processes": str(processes)}
+    sizes = {name: size for name, size in args.launch.items() if name in MESH_OPTIONS and processes > 1}
     try:
-        job = train_job(Args(args.names, {"strategy": strategy, **devices}, request=copy.deepcopy(args.request)))
+        launch = {"strategy": strategy, **devices, **sizes}
+        job = train_job(Args(args.names, launch, request=copy.deepcopy(args.request)))
     except ConfigError as error:
         trial = Trial({}, None)
         trial.refuse("not possible", "; ".join(error.lines))

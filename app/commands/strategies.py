@@ -41,10 +41,10 @@ def strategies_verb(name: str | None, file: str | None, num_processes: str | Non
             raise ConfigError.about(option, shortened(str(value)), "is for `strategies import`", "leave it out")
     if name is None:
         return catalog([{"name": each, "summary": load_strategy(each).summary} for each in strategy_names()], as_json)
-    return _show(describe(name), as_json)
+    return _show(name, describe(name), as_json)
 
 
-def _show(about: dict[str, Any], as_json: bool) -> int:
+def _show(name: str, about: dict[str, Any], as_json: bool) -> int:
     if as_json:
         report_json(about)
         return 0
@@ -54,7 +54,7 @@ def _show(about: dict[str, Any], as_json: bool) -> int:
     lines += [f"  {row['use']:<10} {row['formula']} = {row['gb']:.1f} GB" for row in about["memory"]]
     lines += ["", "A rank passes to each collective in a step:"]
     lines += [f"  {row['collective']:<15} {row['formula']}" for row in about["traffic"]] or ["  nothing"]
-    lines += ["", f"Start it: tunesmith train PRESET --strategy {shlex.quote(about['name'])}"]
+    lines += ["", f"Start it: tunesmith train PRESET --strategy {shlex.quote(name)}"]
     report(clean("\n".join(lines)))
     return 0
 

@@ -16,7 +16,7 @@ from trainers.config.options import EMBEDDED
 from trainers.config.validation import build
 from trainers.strategy.deepspeed_rules import parse_json
 from trainers.strategy.deepspeed_schema import AUTO, ONE_BIT, WITHOUT_EFFECT, DeepSpeedJson
-from trainers.strategy.schema import ignored_keys
+from trainers.strategy.schema import ignored_keys, shortened
 
 OPTION, FILE, JSON, OMITTED = "option", "Accelerate file", "DeepSpeed JSON", "left out"
 """What a key became: an option of `train`, a key of the Accelerate file or of the new JSON, or nothing."""
@@ -53,7 +53,14 @@ _ADAM_DEFAULTS = (
     ("eps", "adam_epsilon", 1e-8),
     ("weight_decay", "weight_decay", 0.0),
 )
+_LION_RATE = 1e-4
+"""The default of DeepSpeed's Lion."""
 _MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb"}
+_SECTIONS = (
+    *("optimizer", "optimizer.params", "scheduler", "scheduler.params", "fp16", "bf16", "torch_autocast"),
+    *("activation_checkpointing", "tensor_parallel", *_MONITORS),
+    *("zero_optimization.offload_optimizer", "zero_optimization.offload_param"),
+)
 _INLINE = {
     "stage": "zero_stage",
     "offload_optimizer.device": "offload_optimizer_device",
@@ -106,7 +113,10 @@ def import_deepspeed(content: dict[str, Any], num_processes: int | None = None) 
     Raises:
         ConfigError: if a value that decides what is trained makes no sense, or the batch needs `num_processes`.
     """
-    return _Import(content).run(num_processes)
+    try:
+        return _Import(content).run(num_processes)
+    except RecursionError:
+        raise ConfigError("it is nested too deeply; write one object with sections") from None
 
 
 class _Import:
@@ -124,6 +134,9 @@ class _Import:
 
     def run(self, num_processes: int | None) -> ImportedStrategy:
         result = self.result
+        for path in _SECTIONS:
+            if not isinstance(value := self.peek(path), dict | None):
+                raise ConfigError.about(path, shortened(repr(value)), "is not a section", "write {...}")
         self._gone()
         mesh = self._mesh()
         processes = self._batch(num_processes, mesh)
@@ -214,40 +227,53 @@ class _Import:
         return product
 
     def _batch(self, num_processes: int | None, mesh: int) -> int:
-        """Moves the batch sizes; returns the number of processes."""
+        """Moves the batch sizes, of which one follows from the others; returns the number of processes.
+
+        Raises:
+            ConfigError: if they contradict each other, or need the number of processes.
+        """
         total, micro, steps = (
             self._count(name, 1)
             for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
         )
-        ranks = None if num_processes is None else num_processes // mesh
-        if ranks is not None and (ranks < 1 or num_processes != ranks * mesh):
+        ranks, remainder = divmod(num_processes or 0, mesh)
+        if num_processes and (remainder or not ranks):
             problem = f"is no multiple of the {mesh} processes that share a row or a matrix"
             raise ConfigError.about("num_processes", num_processes, problem, f"write {mesh} or a multiple")
-        if total and micro:
-            groups, remainder = divmod(total, micro * (steps or 1))
-            if remainder or (ranks is not None and steps and groups != ranks):
-                among = f" x {ranks} processes" if ranks is not None and steps else ""
-                problem = f"is not {micro} rows x {steps or 1} micro-batches{among or ' x a number of processes'}"
-                raise ConfigError.about("train_batch_size", total, problem, "make them agree, or remove one")
-            ranks = ranks or groups
-        if micro and not total and self.peek("train_batch_size") != AUTO and (steps or self._absent_accumulation()):
-            if ranks is None:
-                problem = f"x {steps or 1} micro-batches is the batch of one process"
+        # DeepSpeed takes one micro-batch per step if the JSON says nothing of steps or of the total.
+        absent = (self.peek("train_batch_size"), self.peek("gradient_accumulation_steps")) == (None, None)
+        if micro and absent:
+            steps = 1
+        if micro and steps and not total:
+            if not ranks:
+                problem = f"x {steps} micro-batches is the batch of one process"
                 remedy = "add --num_processes, the processes of the run"
                 raise ConfigError.about("train_micro_batch_size_per_gpu", micro, problem, remedy)
-            total = micro * (steps or 1) * ranks
+            total = micro * steps * ranks
+        elif total and (factor := (micro or 1) * (steps or 1) * (ranks or 1)) > 1:
+            quotient, remainder = divmod(total, factor)
+            if remainder or (micro and steps and ranks and quotient != 1):
+                factors = {"rows": micro, "micro-batches": steps, "processes": ranks}
+                product = " x ".join(f"{count} {name}" for name, count in factors.items() if count)
+                problem = f"is not {product}{'' if micro and steps and ranks else ', or a multiple'}"
+                raise ConfigError.about("train_batch_size", total, problem, "make them agree, or remove one")
+            if micro and steps:
+                ranks = ranks or quotient
+            elif steps and ranks:
+                self.result.options["per_device_train_batch_size"] = quotient
+        self._move_batch(total, steps)
+        self.result.accelerate["num_processes"] = (ranks or 2) * mesh
+        return (ranks or 2) * mesh
+
+    def _move_batch(self, total: int, steps: int) -> None:
         self.option("train_micro_batch_size_per_gpu", "per_device_train_batch_size")
-        self.option("train_batch_size", "global_batch_size")
-        if steps:
-            self.take("gradient_accumulation_steps", OPTION, "global_batch_size, from which accumulation follows")
-        self.take("gradient_accumulation_steps", OMITTED, _DECIDED)
         if total:
             self.result.options["global_batch_size"] = total
-        self.result.accelerate["num_processes"] = (ranks or 2) * mesh if num_processes is None else num_processes
-        return int(self.result.accelerate["num_processes"])
-
-    def _absent_accumulation(self) -> bool:
-        return self.peek("gradient_accumulation_steps") is None
+            self.take("train_batch_size", OPTION, f"global_batch_size: {total}")
+            if steps:
+                self.take("gradient_accumulation_steps", OPTION, f"global_batch_size: {total}, which implies it")
+        self.take("train_batch_size", OMITTED, _DECIDED)
+        self.take("gradient_accumulation_steps", OMITTED, f"{_DECIDED}; set global_batch_size" if steps else _DECIDED)
 
     def _count(self, path: str, least: int) -> int:
         """A whole number; 0 if it is absent or "auto".
@@ -268,9 +294,13 @@ class _Import:
             self.take("optimizer", OMITTED, "it names no type; the script's AdamW is used")
             return
         name = str(kind).lower()
-        if name not in ("adam", "adamw", *ONE_BIT):
-            return  # Lion stays in the JSON; the schema refuses the others by name
         params = self._params("optimizer")
+        if name not in ("adam", "adamw", *ONE_BIT):  # Lion stays in the JSON; the schema refuses the others by name
+            for key, option in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
+                self.option(f"optimizer.params.{key}", option)
+            if "lr" not in params:
+                self._default("optimizer.params", "learning_rate", _LION_RATE)
+            return
         if name == "adam" and params.get("adam_w_mode") is False:
             problem = ": Adam with L2 is another optimizer"
             remedy = 'write "type": "AdamW", or remove adam_w_mode'
@@ -319,9 +349,14 @@ class _Import:
         self.option("scheduler.params.warmup_max_lr", "learning_rate")
         self.option("scheduler.params.total_num_steps", "max_steps")
         self.option("scheduler.params.cos_min_ratio", "min_lr_ratio")
+        low, high = params.get("warmup_min_lr"), options.get("learning_rate")
+        if schedule == "linear" and isinstance(low, int | float) and isinstance(high, int | float) and 0 < low < high:
+            options["min_lr_ratio"] = low / high
+            note = "min_lr_ratio, at which the decay ends; the warm-up starts from 0"
+            self.take("scheduler.params.warmup_min_lr", OPTION, note)
         for name in ("warmup_min_lr", "warmup_min_ratio"):
-            low = params.get(name) in (None, 0, AUTO)
-            self.take(f"scheduler.params.{name}", OMITTED, "as here" if low else "the warm-up starts from 0")
+            zero = params.get(name) in (None, 0, AUTO)
+            self.take(f"scheduler.params.{name}", OMITTED, "as here" if zero else "the warm-up starts from 0")
         self.take("scheduler", OMITTED, kind_of_warmup or "as here")
 
     def _clipping(self) -> None:
@@ -374,6 +409,9 @@ class _Import:
             accelerate["parallelism_config"] = {key: processes // mesh, **accelerate["parallelism_config"]}
         if not zero.get("stage"):
             accelerate["distributed_type"] = "MULTI_GPU"
+            if (kind := self.peek("optimizer.type")) is not None:
+                problem = "needs ZeRO: without it DeepSpeed is not used"
+                raise ConfigError.about("optimizer.type", shortened(str(kind)), problem, 'write "type": "AdamW"')
             self.take("zero_optimization.stage", FILE, "distributed_type: MULTI_GPU, as stage 0 shards nothing")
             for name in list(self.left):
                 self.take(name, OMITTED, "without ZeRO nothing reads it; the strategy is ddp")

@@ -116,7 +116,7 @@ def test_a_native_file_becomes_options() -> None:
         "weight_decay": 3e-7, "lr_scheduler_type": "linear", "warmup_steps": 100, "max_steps": 5000,
         "mixed_precision": "bf16",
     }  # fmt: skip
-    assert result.accelerate["num_processes"] == 16
+    assert result.accelerate["num_processes"] == 2, "the steps follow from the processes"
     assert result.deepspeed == {
         "zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 5e8}
     }  # fmt: skip
@@ -134,8 +134,15 @@ def test_the_batch_follows_from_the_processes() -> None:
     assert imported(FILES["old"], 8).options["global_batch_size"] == 2 * 4 * 8
     with pytest.raises(ConfigError, match=r"train_micro_batch_size_per_gpu=2 x 4 .* add --num_processes"):
         imported(FILES["old"], None)
-    with pytest.raises(ConfigError, match="train_batch_size=64 is not 4 rows x 3 micro-batches"):
+    with pytest.raises(ConfigError, match="train_batch_size=64 is not 4 rows x 3 micro-batches x 4 processes"):
         imported({**FILES["native"], "gradient_accumulation_steps": 3})
+    micro = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 8}
+    assert imported({**micro, "train_batch_size": "auto"}, 8).options["global_batch_size"] == 128
+    derived = imported({"train_batch_size": 64, "gradient_accumulation_steps": 4}, 8).options
+    assert (derived["global_batch_size"], derived["per_device_train_batch_size"]) == (64, 2)
+    assert imported({**micro, "train_batch_size": 64}, None).accelerate["num_processes"] == 4
+    [steps] = imported({"gradient_accumulation_steps": 8, "train_batch_size": "auto"}).keys[:1]
+    assert (steps.target, "global_batch_size" in steps.note) == (OMITTED, True)
     with pytest.raises(ConfigError, match="num_processes=3 is no multiple of the 2 processes"):
         imported(FILES["tensor"], 3)
 
@@ -149,6 +156,20 @@ def test_only_what_a_json_must_say_stays_in_one() -> None:
     assert offload["offload_param"] == {"pin_memory": True, "device": "cpu"}
     assert imported(FILES["old"]).accelerate["deepspeed_config"]["offload_optimizer_device"] == "cpu"
     assert imported(FILES["lion"]).deepspeed["optimizer"]["type"] == "Lion"
+
+
+def test_another_optimizer_keeps_its_rate_or_is_refused() -> None:
+    lion = {"optimizer": {"type": "Lion", "params": {"lr": 3e-5, "weight_decay": 0.1}}}
+    result = imported({**lion, "zero_optimization": {"stage": 2}})
+    assert {"learning_rate": 3e-5, "weight_decay": 0.1}.items() <= result.options.items()
+    with pytest.raises(ConfigError, match=r"optimizer.type=Lion needs ZeRO"):
+        imported(lion)
+
+
+def test_a_decay_ends_where_deepspeed_ends_it() -> None:
+    params = {"warmup_min_lr": 1e-5, "warmup_max_lr": 1e-4, "total_num_steps": 100, "warmup_num_steps": 5}
+    options = imported({"scheduler": {"type": "WarmupDecayLR", "params": params}}).options
+    assert options["min_lr_ratio"] == pytest.approx(0.1)
 
 
 def test_sizes_of_the_mesh_move_into_the_accelerate_file() -> None:
@@ -174,6 +195,9 @@ def test_what_deepspeed_removed_is_named_with_what_replaces_it() -> None:
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage=4"),
         ({"zero_optimization": {"stage": "two"}}, "zero_optimization.stage"),
         ({"zero_optimization": 3}, "zero_optimization=3 is not a section"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}}, "offload_optimizer='cpu' is not a section"),
+        ({"fp16": True}, "fp16=True is not a section"),
+        ({"optimizer": "adam"}, "optimizer='adam' is not a section"),
         ({"train_batch_size": 0}, "train_batch_size=0 is not a whole number"),
         ({"train_batch_size": True}, "train_batch_size=True is not"),
         ({"train_batch_size": 1e30}, "train_batch_size=1e.30 is not"),
@@ -235,6 +259,21 @@ def test_the_verb_writes_the_files_and_never_overwrites(
         assert run_verb(["strategies", "import", str(source), *words]) == 2
     assert run_verb(["strategies", "import", "bad.json"]) == 2
     assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.name != "bad.json"} == before
+
+
+def test_a_json_nested_without_end_is_refused() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(5000):
+        deep = {"a": deep}
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        import_deepspeed(deep)
+
+
+def test_a_file_is_described_with_the_line_that_starts_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump({"distributed_type": "MULTI_GPU", "num_processes": 2}))
+    assert run_verb(["strategies", str(file)]) == 0
+    assert capsys.readouterr().out.rstrip().endswith(f"--strategy {file}")
 
 
 def test_the_verb_refuses_what_it_cannot_use(capsys: pytest.CaptureFixture[str]) -> None:
