@@ -1,4 +1,4 @@
-"""Makes the pictures in docs/images from real runs of the model that ships: `python -m docs.pictures`, or `make pictures`.
+"""Makes the pictures in docs/images from real runs of the model that ships: `make pictures`.
 
 Takes about two minutes, and needs Chromium, as the browser tests do.
 """

@@ -296,7 +296,7 @@ class TrainLoop:
                 continue
             result = train_step(context, batch, step, requests)
             context.clock.first_step_ended(report=context.ranks.is_main)
-            context.profiler.end(step + 1, self.window.pause())
+            context.profiler.end(step + 1, self.window.pause(), context.heartbeat, context.ranks)
             self._after_step(batch, result)
             if result.stop:
                 batches.close()

@@ -30,8 +30,8 @@ MESH_OPTIONS = ("tp_size", "cp_size", "sp_size", "dp_replicate_size")
 LAUNCH_OPTIONS = ("strategy", *MESH_OPTIONS, "gpus", "num_processes", *MACHINE_OPTIONS)
 UNKNOWN = "is not an option"
 """`Mistake.problem` of an unknown option."""
-MAX_PROFILED = 100
-"""Steps to profile at most, as a trace grows by megabytes per step."""
+MAX_PROFILED = 10
+"""Steps to profile at most: of a large model, each has hundreds of thousands of events."""
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 

@@ -92,11 +92,17 @@ def visible(gpus: Sequence[Gpu], variable: str | None) -> list[Gpu]:
 def gpu_use(uuid: str) -> dict[str, float | None]:
     """Returns `gpu_percent` (recent use) and `gpu_power_w` (watts) of a GPU; None where NVML does not report them."""
     use = dict[str, float | None](gpu_percent=None, gpu_power_w=None)
-    with contextlib.suppress(pynvml.NVMLError):
+    try:
         pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return use
+    with contextlib.suppress(pynvml.NVMLError):
         handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        with contextlib.suppress(pynvml.NVMLError):
+            use["gpu_percent"] = float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
         use["gpu_power_w"] = pynvml.nvmlDeviceGetPowerUsage(handle) / 1000
-        use["gpu_percent"] = float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+    with contextlib.suppress(pynvml.NVMLError):
+        pynvml.nvmlShutdown()
     return use
 
 

@@ -352,3 +352,22 @@ OUTPUT_PATHS = (
     "flops_profiler.output_file",
 )
 """Keys of paths that DeepSpeed writes to."""
+GONE = {
+    "sparse_attention": "removed from DeepSpeed; long rows: --strategy cp or sp, and packing",
+    "progressive_layer_drop": "removed from DeepSpeed, and it changes the model; faster: --method lora, packing",
+    "compression_training": "removed from DeepSpeed; smaller weights: --method qlora",
+    "quantize_training": "removed from DeepSpeed; smaller weights: --method qlora",
+    "eigenvalue": "removed from DeepSpeed with quantize_training",
+    "curriculum_learning": "removed from DeepSpeed; the order of rows follows from the seed",
+    "elasticity": "removed from DeepSpeed; a checkpoint resumes on any number of processes: resume --num_processes",
+    "sparse_gradients": "removed from DeepSpeed; gradients of the embedding are dense",
+    "nebula": "removed from DeepSpeed; checkpoints are Tunesmith's own",
+    "graph_harvesting": "removed from DeepSpeed; --torch_compile true",
+    "amp": "removed from DeepSpeed; --mixed_precision bf16",
+    "autotuning": "instead: tunesmith plan and tunesmith bench",
+    "hybrid_engine": "for reinforcement learning, which is not offered",
+    "zero_optimization.mics_shard_size": "removed from DeepSpeed; shards within groups: --strategy hsdp",
+    "zero_optimization.mics_hierarchical_params_gather": "removed from DeepSpeed; --strategy hsdp",
+    "zero_optimization.zeropp_loco_param": "removed from DeepSpeed; quantized gradients are outside the promise",
+}
+"""Features that DeepSpeed 0.19 removed, or that a run has no use for, with what replaces them."""

@@ -7,17 +7,19 @@ import json
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.autograd import DeviceType
 
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import MAX_PROFILED
 from trainers.config.validation import build
-from trainers.monitor.profiler import SHARES, Interval, StepProfiler, time_shares
+from trainers.monitor.profiler import SHARES, Interval, StepProfiler, summary, time_shares
 from trainers.run.folder import RunFolder
 
 KINDS = st.sampled_from(["compute", "communication", "data"])
@@ -77,14 +79,20 @@ def run_profiled(folder: Path, steps: int, rank: int = 0, **options: Any) -> Pat
     run = RunFolder(folder / "run")
     run.create()
     profiler = StepProfiler(config(**options), run, rank)
+    passed: list[str] = []
+    beats = SimpleNamespace(at=lambda section, step: passed.append(f"{section} {step}"))
+    ranks = SimpleNamespace(gather=lambda value: passed.append("gather"))
     weight = torch.ones(256, 256, requires_grad=True)
     for step in range(1, steps + 1):
         profiler.begin(step)
         with profiler.data():
             time.sleep(0.01)
         (weight @ weight).sum().backward()
-        profiler.end(step, nullcontext())
+        profiler.end(step, nullcontext(), beats, ranks)
     profiler.finish()
+    last = (config(**options).profiled_steps() or (0, 0))[1]
+    # Every rank waits for the profiles, also one that makes none.
+    assert passed == ([f"save {last - 1}", "gather"] if 0 < last <= steps else [])
     return run.path / "profile"
 
 
@@ -109,6 +117,43 @@ def test_only_chosen_ranks_and_steps_are_profiled(tmp_path: Path) -> None:
     for number, options in enumerate([{}, {"profile_steps": "7:8"}, {"profile_steps": "1:2", "profile_ranks": "1"}]):
         assert not run_profiled(tmp_path / str(number), 3, **options).exists()
     assert run_profiled(tmp_path / "all", 2, rank=3, profile_steps="1:1", profile_ranks="all").exists()
+
+
+def raw(name: str, start: float, end: float, gpu: bool = False, annotation: bool = False) -> Any:
+    """An event of kineto, in microseconds."""
+    values = {
+        "name": name, "start_ns": 1000 * start, "duration_ns": 1000 * (end - start), "is_hidden_event": False,
+        "device_type": DeviceType.CUDA if gpu else DeviceType.CPU, "is_user_annotation": annotation,
+        "device_resource_id": 7, "start_thread_id": 1,
+    }  # fmt: skip
+    return SimpleNamespace(**{key: (lambda value=value: value) for key, value in values.items()})
+
+
+def test_on_a_gpu_the_work_of_its_streams_counts_and_no_range_of_the_host() -> None:
+    events = [
+        raw("aten::mm", 0, 90), raw("tunesmith::data", 0, 10), raw("gemm", 10, 40, gpu=True),
+        raw("ncclDevKernel_AllReduce", 30, 60, gpu=True), raw("FSDP::all_gather", 30, 100, gpu=True, annotation=True),
+        raw("tunesmith::data", 0, 10, gpu=True, annotation=True), raw("Optimizer.step", 90, 100),
+    ]  # fmt: skip
+    results = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events))
+    seen = summary(SimpleNamespace(profiler=results))
+    shares = {"compute": 0.2, "overlapped": 0.1, "exposed": 0.2, "data": 0.1, "host": 0.4}
+    assert (seen["device"], seen["shares"]) == ("cuda", pytest.approx(shares))
+    assert {each["name"]: each["calls"] for each in seen["operators"]} == {"gemm": 1, "ncclDevKernel_AllReduce": 1}
+
+
+def test_the_time_of_an_operator_is_without_those_that_it_calls() -> None:
+    events = [
+        raw("outer", 0, 100),
+        raw("inner", 10, 40),
+        raw("leaf", 20, 30),
+        raw("inner", 50, 60),
+        raw("next", 100, 120),
+    ]
+    results = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events))
+    operators = summary(SimpleNamespace(profiler=results))["operators"]
+    own = {each["name"]: (each["calls"], round(1e6 * each["seconds"])) for each in operators}
+    assert own == {"outer": (1, 60), "inner": (2, 30), "leaf": (1, 10), "next": (1, 20)}
 
 
 def test_a_full_disk_does_not_end_the_run(

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from app.cli import run_verb
 from app.services.deepspeed_import import (
     FILE,
-    GONE,
     JSON,
     OMITTED,
     OPTION,
@@ -27,7 +26,7 @@ from app.services.deepspeed_import import (
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.strategy.deepspeed_rules import parse_json
-from trainers.strategy.deepspeed_schema import DeepSpeedJson, ZeroOptimization
+from trainers.strategy.deepspeed_schema import GONE, DeepSpeedJson, ZeroOptimization
 from trainers.strategy.strategy import load_strategy, strategy_names
 
 AUTO_PARAMS = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
