@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from string import Formatter
 from typing import TYPE_CHECKING, Any
@@ -62,7 +62,8 @@ class Change:
     @property
     def flags(self) -> str:
         """The options as on the command line."""
-        return shlex.join(f"--{name}={value}" for name, value in {**self.launch, **self.options}.items())
+        flags = [f"--{name}={value}" for name, value in {**self.launch, **self.options}.items()]
+        return shlex.join([*flags, *["--force"] * self.force])
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def _cause_of_failure(state: Mapping[str, Any], metrics: Metrics, log: Sequence[
     text, rank = read.split_cause(state.get("cause"))
     rule, facts = _first_match(text, metrics, plan)
     if rule.id in CONSEQUENCES:
-        for better in (rule for rule in RULES if rule.log and not rule.always):
+        for better in (rule for rule in RULES if rule.log and not rule.always and _holds(rule, metrics, plan)):
             lines = _matching(better.log, log)
             if match := re.match(better.log, read.message(lines[0])) if lines else None:
                 rank = lines[0].writer if lines[0].writer.isdigit() else rank
@@ -157,9 +158,22 @@ def _cause_of_failure(state: Mapping[str, Any], metrics: Metrics, log: Sequence[
 def _first_match(text: str, metrics: Metrics, plan: Plan | None) -> tuple[Rule, Facts]:
     for rule in RULES:
         match = re.match(rule.pattern, text, re.DOTALL) if rule.pattern else None
-        if match and (rule.when is None or (plan is not None and rule.when(metrics, plan))):
+        if match and _holds(rule, metrics, plan):
             return rule, _groups(match)
     return Rule("", "{text}", help="The last error in the log says more."), {}
+
+
+def _holds(rule: Rule, metrics: Metrics, plan: Plan | None) -> bool:
+    """Whether the further condition of a rule holds."""
+    return rule.when is None or (plan is not None and bool(_computed(rule.when, metrics, plan)))
+
+
+def _computed(function: Callable[..., Any], *values: Any) -> Any:
+    """What a function of a rule answers; None where the run's numbers are too damaged for it."""
+    try:
+        return function(*values)
+    except (ArithmeticError, ValueError):
+        return None
 
 
 def _groups(match: re.Match[str]) -> Facts:
@@ -173,7 +187,7 @@ def _trends(metrics: Metrics, log: Sequence[Line], plan: Plan | None) -> Iterato
         if rule.always:
             if lines := [line for line in _matching(rule.log, log) if line.writer == "0"]:
                 yield rule, {}, lines[:1]
-        elif rule.trend and plan is not None and (facts := rule.trend(metrics, plan)) is not None:
+        elif rule.trend and plan is not None and (facts := _computed(rule.trend, metrics, plan)) is not None:
             yield rule, facts, _shown_by(rule, log)
 
 
@@ -199,10 +213,10 @@ def _with_defaults(facts: Facts, state: Mapping[str, Any], plan: Plan | None) ->
     rank = str(facts.get("rank") or note.get("rank", ""))
     if not rank and plan is not None and plan.strategy.num_processes == 1:
         rank = "0"
-    beat = _mapping(_mapping(state.get("heartbeats")).get(int(rank))) if rank.isascii() and rank.isdigit() else {}
-    section, step = note.get("section") or beat.get("section"), beat.get("step")
+    beat = _mapping(_mapping(state.get("heartbeats")).get(_number(rank)))
+    section, step = note.get("section") or beat.get("section"), _number(str(beat.get("step")))
     evaluates = section == "evaluation"
-    at = f" {'after' if evaluates else 'of'} step {step + (not evaluates)}" if isinstance(step, int) else ""
+    at = f" {'after' if evaluates else 'of'} step {step + (not evaluates)}" if step is not None else ""
     doing = f" in {section}{at}" if section in _SECTIONS else ""
     common: Facts = {
         "who": f"Rank {rank}" if rank else "A rank", "who_lower": f"rank {rank}" if rank else "a rank",
@@ -238,7 +252,7 @@ def _changes(remedies: Sequence[Remedy], facts: Facts, plan: Plan | None, first:
 def _values(values: Mapping[str, Any], plan: Plan, facts: Facts) -> dict[str, str] | None:
     """The new values of options; None if one of them does not apply."""
     computed = {
-        name: _sentence(value, facts) if isinstance(value, str) else value(plan, facts)
+        name: _sentence(value, facts) if isinstance(value, str) else _computed(value, plan, facts)
         for name, value in values.items()
     }
     return None if None in computed.values() else computed
@@ -262,7 +276,7 @@ def _sentence(template: str, facts: Facts) -> str:
 def _notes(rule: Rule, facts: Facts, state: Mapping[str, Any]) -> list[Evidence]:
     """The recorded cause of a failure, or the numbers that show a trend."""
     step = str(facts.get("step") or state.get("step") or "")
-    at = int(step) if step.isascii() and step.isdigit() else None
+    at = _number(step)
     if rule.trend:
         numbers = {name: value for name, value in facts.items() if name not in _COMMON and value not in ("", step)}
         return [_evidence("metrics: " + ", ".join(f"{name} {value}" for name, value in numbers.items()), None, at)]
@@ -274,7 +288,7 @@ _COMMON = ("who", "who_lower", "doing", "evaluates", "config", "used_strategy")
 
 
 def _number(text: str) -> int | None:
-    return int(text) if text.isascii() and text.isdigit() else None
+    return int(text) if re.fullmatch("[0-9]{1,15}", text) else None
 
 
 def _quote(line: Line) -> Evidence:

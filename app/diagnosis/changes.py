@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
 from app.diagnosis.plan import Plan
 from trainers.strategy.micro_batch import fit_micro_batch
 from trainers.strategy.pipeline_schedules import SCHEDULES
+from trainers.strategy.strategy import Machines, load_strategy, over_machines, resolve
 
 Facts = dict[str, Any]
 _MORE_SHARDED = {
@@ -42,8 +45,24 @@ def smaller_eval_batch(plan: Plan, facts: Facts) -> str | None:
 
 
 def more_sharded(plan: Plan, facts: Facts) -> str | None:
-    """A strategy that keeps less of the model on each device than the run's own."""
-    return _MORE_SHARDED.get(plan.strategy.name) if plan.strategy.num_processes > 1 else None
+    """A strategy that keeps less of the model on each device than the run's own.
+
+    None unless the run has a bundled strategy as it is: another would drop the user's own settings, such as a mesh.
+    """
+    own, config = plan.strategy, plan.config
+    if own.num_processes == 1 or own.name not in _MORE_SHARDED:
+        return None
+    values, stages = own.values, (config.pp_size, config.pp_schedule)
+    address = str(values.get("main_process_ip") or ""), int(values.get("main_process_port") or 0)
+    machines = Machines(plan.machines, 0, *address) if plan.machines > 1 else None
+    bundled = over_machines(load_strategy(own.name), machines)
+    bundled = resolve(bundled, own.num_processes, config.mixed_precision, *stages)
+    return _MORE_SHARDED[own.name] if replace(bundled, summary=own.summary) == own else None
+
+
+def offloaded(plan: Plan, facts: Facts) -> str | None:
+    """Whether to move activations to host memory: where a GPU's memory, and not the host's, ran out."""
+    return "true" if plan.has_gpu and re.search("CUDA|CUBLAS", str(facts.get("text"))) else None
 
 
 def tenth_of_rate(plan: Plan, facts: Facts) -> str:
@@ -87,9 +106,8 @@ def twice_the_micro_batch(plan: Plan, facts: Facts) -> str | None:
 
 def other_port(plan: Plan, facts: Facts) -> str | None:
     """The next port, for a run on several machines; on one machine every start takes a free one."""
-    machines = int(plan.strategy.values.get("num_machines") or 1)
     port = int(plan.strategy.values.get("main_process_port") or 29500)
-    return str(port + 1 if port < 65535 else 29500) if machines > 1 else None
+    return str(port + 1 if port < 65535 else 29500) if plan.machines > 1 else None
 
 
 def reached_step(plan: Plan, facts: Facts) -> str | None:

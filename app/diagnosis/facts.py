@@ -24,6 +24,8 @@ _PREFIX = re.compile(
 )
 """What a rank of torchrun, and torch's own log, write before a message."""
 _FLOAT = list[float | None]
+_MAX_VALUE = 1e100
+"""Numbers beyond it are damage: their sums and squares may be more than a float holds."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,15 @@ class Metrics:
         """Step and value of the points that have this metric."""
         table = self.evals if name.startswith("eval") else self.train
         pairs = zip(table.get("step", []), table.get(name, []), strict=False)
-        return [(step, value) for step, value in pairs if step is not None and value is not None]
+        return [
+            (step, value) for step, value in pairs
+            if step is not None and value is not None and abs(value) <= _MAX_VALUE
+        ]  # fmt: skip
+
+    def newest(self, name: str) -> float | None:
+        """The newest value of a metric; None if there is no usable number."""
+        value = self.latest.get(name)
+        return float(value) if isinstance(value, int | float) and abs(value) <= _MAX_VALUE else None
 
 
 def read_metrics(run: RunFolder, curves: Curves, seconds: float) -> Metrics:

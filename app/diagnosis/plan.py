@@ -48,6 +48,11 @@ class Plan:
     fits: Fits = field(default=unknown_fit, compare=False)
     gpu_gib: float | None = None
 
+    @property
+    def machines(self) -> int:
+        """Number of machines."""
+        return int(self.strategy.values.get("num_machines") or 1)
+
     def changed(self, options: dict[str, str], launch: dict[str, str]) -> tuple[TrainConfig, bool] | None:
         """The config after a change, and whether a resume needs `--force` for it.
 

@@ -80,13 +80,13 @@ RECOMPUTE = Remedy(
 )
 OFFLOAD_ACTIVATIONS = Remedy(
     "keep saved activations in host memory until the backward pass, the same model",
-    {"gradient_checkpointing": "true", "activation_offloading": "true"},
+    {"gradient_checkpointing": "true", "activation_offloading": changes.offloaded},
 )
 SHARD_MORE = Remedy(
     "strategy {strategy} instead of {used_strategy}: each device keeps less of the model, the same model comes out",
     launch={"strategy": changes.more_sharded},
 )
-LESS_MEMORY = (SMALLER_EVAL_BATCH, SMALLER_MICRO_BATCH, RECOMPUTE, SHARD_MORE)
+LESS_MEMORY = (SMALLER_EVAL_BATCH, SMALLER_MICRO_BATCH, RECOMPUTE, OFFLOAD_ACTIVATIONS, SHARD_MORE)
 LOWER_RATE = Remedy(
     "learning rate {learning_rate} instead of {config.learning_rate:g}", {"learning_rate": changes.tenth_of_rate}
 )
@@ -118,30 +118,33 @@ MEMORY_RULES = (
     Rule("out_of_memory", "{who} ran out of memory{doing}.", _MEMORY, log=_MEMORY, remedies=LESS_MEMORY,
          evidence=r".*(?:[Tt]ried to allocate|allocated (?:memory|by PyTorch)|DefaultCPUAllocator)"),
     Rule("killed", "{who} was killed (SIGKILL): by the system, if memory ran out, or by hand.",
-         r"(?:local )?rank (?P<rank>\d+)\b.{0,40} was killed by SIGKILL", remedies=(*LESS_MEMORY[1:],),
+         r"(?:local )?rank (?P<rank>\d{1,15})\b.{0,40} was killed by SIGKILL", remedies=(*LESS_MEMORY[1:],),
          help="`dmesg` or the log of your cluster says whether the system's OOM killer did it."),
 )  # fmt: skip
 
+_NOT_FINITE = (
+    r"step (?P<step>\d{1,15}): loss (?P<loss>\S+), gradient norm (?P<norm>[^,\s]+), (?P<origin>.{0,400}?); no weight"
+)
 NUMBER_RULES = (
     Rule("skipped_updates", "Ten updates in a row were skipped, up to step {step}: no update is finite any more.",
-         r"step (?P<step>\d+): the \d+th update in a row that was skipped", remedies=(LOWER_RATE, CLIP),
+         r"step (?P<step>\d{1,15}): the \d+th update in a row that was skipped", remedies=(LOWER_RATE, CLIP),
          evidence=r"warning: step \d+: loss .*its update is skipped"),
     Rule("diverged", "Training diverged: the loss rose until step {step} was no longer finite, {origin}.",
-         r"step (?P<step>\d+): loss (?P<loss>\S+), gradient norm (?P<norm>[^,\s]+), (?P<origin>.{0,400}?); no weight",
+         _NOT_FINITE,
          when=trends.grew_before_the_end, remedies=(LOWER_RATE, CLIP, SKIP)),
     Rule("not_finite", "Loss {loss} and gradient norm {norm} at step {step}, {origin}.",
-         r"step (?P<step>\d+): loss (?P<loss>\S+), gradient norm (?P<norm>[^,\s]+), (?P<origin>.{0,400}?); no weight",
+         _NOT_FINITE,
          remedies=(SKIP, LOWER_RATE, CLIP), help="Look at those rows: `tunesmith data` shows what is trained of them."),
     Rule("loss_spike", "The loss spiked at step {step}: {ratio} times its recent median.",
-         r"step (?P<step>\d+): loss \S+ is (?P<ratio>[\d.]+) times the median",
+         r"step (?P<step>\d{1,15}): loss \S+ is (?P<ratio>[\d.]+) times the median",
          remedies=(LOWER_RATE, Remedy("go on without watching for spikes", {"loss_spike_factor": "0"})),
          help="Resumed unchanged, the run goes back before the spike and skips its batches."),
 )  # fmt: skip
 
 HANG_RULES = (
     Rule("hang", "Rank {rank} hung in {section} {at}{condition}, for {seconds} s.",
-         r"RankHung: rank (?P<rank>\d+) hangs in (?P<section>[\w-]+) (?P<at>(?:of|after) step \d+)"
-         r"(?P<condition>[^;]{0,80})(?:; rank [^;]{0,120})*; no progress for (?P<seconds>\d+) s",
+         r"RankHung: rank (?P<rank>\d{1,15}) hangs in (?P<section>[\w-]+) (?P<at>(?:of|after) step \d+)"
+         r"(?P<condition>[^;]{0,80})(?:; rank [^;]{0,120})*; no progress for (?P<seconds>\d{1,15}) s",
          remedies=(Remedy("wait {hang_timeout} s instead of {config.hang_timeout} s before a rank counts as hanging",
                           {"hang_timeout": changes.longer_timeout}),),
          help="Its stack is in the log.", evidence=r'  File "(?!.*/(?:threading|heartbeat)\.py)'),
@@ -153,11 +156,16 @@ HANG_RULES = (
          evidence=r".*(?:collective operation timeout|OpType=|failed to pass monitoredBarrier)"),
 )  # fmt: skip
 
+_REFUSED = (
+    rf"{_ERROR}(?:DistNetworkError|DistStoreError|RuntimeError): .{{0,200}}(?:failed to connect|[Cc]onnection "
+    rf"refused|timed out after \d+ms|client socket has timed out)|{_ERROR}ConnectionRefusedError\b"
+)
+_CONNECT = r"The client socket has timed out after \d+ms while trying to connect"
 NETWORK_RULES = (
-    Rule("port_taken", "Port {port} is taken by another program.",
-         rf"{_ERROR}(?:DistNetworkError|RuntimeError): .{{0,200}}\bport: (?P<port>\d+).{{0,80}}EADDRINUSE"
+    Rule("port_taken", "A port is taken by another program: {port}.",
+         rf"{_ERROR}(?:DistNetworkError|RuntimeError): .{{0,200}}\bport: (?P<port>\d{{1,15}}).{{0,80}}EADDRINUSE"
          rf"|{_ERROR}OSError: \[Errno 98\]",
-         log=r".{0,120}\bport: (?P<port>\d+).{0,80}EADDRINUSE",
+         log=r".{0,120}\bport: (?P<port>\d{1,15}).{0,80}EADDRINUSE",
          remedies=(Remedy("port {main_process_port}", launch={"main_process_port": changes.other_port}),),
          help="A run on one machine takes a free port at its next start: resume it."),
     Rule("unknown_host", "The name of a machine is not known here: {host}.",
@@ -166,11 +174,12 @@ NETWORK_RULES = (
          r"|Temporary failure in name resolution)|(?:\w+\.)*gaierror: ",
          log=r"The IPv[46] network addresses of \((?P<host>[^,\s]+), \d+\) cannot be retrieved \(gai error: -[23] ",
          help="Give --main_process_ip the address of machine 0, or add the name to /etc/hosts."),
-    Rule("connection_refused", "Machine 0 does not answer: the connection was refused or timed out.",
-         rf"{_ERROR}(?:DistNetworkError|DistStoreError|RuntimeError): .{{0,200}}(?:failed to connect|[Cc]onnection "
-         rf"refused|timed out after \d+ms|client socket has timed out)|{_ERROR}ConnectionRefusedError\b",
-         log=r"The client socket has timed out after \d+ms while trying to connect",
+    Rule("machine_unreachable", "Machine 0 does not answer: the connection was refused or timed out.",
+         _REFUSED, log=_CONNECT, when=trends.several_machines,
          help="Start the run on machine 0 first, and let --main_process_port through its firewall."),
+    Rule("connection_refused", "Nothing answers where {who_lower} connects to: the connection was refused or timed "
+         "out.", _REFUSED, log=_CONNECT,
+         help="The log says what it is: another rank that has ended, or a service that does not run."),
     Rule("nccl_network", "NCCL could not reach the other ranks over the network.",
          r"DistBackendError: .{0,400}(?:NCCL error|Last error).{0,200}(?:socket|connect|Net|IB|ibv|timed? ?out)",
          log=r"\S+ \[\d+\] NCCL WARN .{0,120}(?:NET/|Connect|socket|ibv_|Call to)",
@@ -181,7 +190,8 @@ NETWORK_RULES = (
          log=r"\S+ \[\d+\] NCCL WARN ", help="Set NCCL_DEBUG=INFO and resume to see more.",
          evidence=r".*NCCL WARN"),
     Rule("peer_lost", "Another rank ended without saying why, and {who_lower} lost its connection to it.",
-         r"another rank died, was killed or hung|RuntimeError: .{0,200}(?:gloo|Connection (?:closed|reset) by peer)"
+         r"another rank died, was killed or hung|RuntimeError: (?:Gloo \w+ failed|\[(?!enforce)[^\]]{0,200}\bgloo/"
+         r"|(?:\[[^\]]{0,200}\] ?)?Connection (?:closed|reset) by peer)"
          r"|(?:\w+\.)*DistBackendError: ",
          help="The last lines of each rank in the log tell which one went first.", evidence=r".*\(exitcode: -?\d"),
 )  # fmt: skip
@@ -210,41 +220,47 @@ DEVICE_RULES = (
          remedies=(Remedy("without torch.compile", {"torch_compile": "false"}),
                    Remedy("PyTorch's own attention kernel", {"attn_implementation": "sdpa"}))),
     Rule("native_crash", "{who} crashed in compiled code ({signal}).",
-         r"rank (?P<rank>\d+) was killed by (?P<signal>SIGSEGV|SIGABRT|SIGFPE|SIGTRAP)",
+         r"rank (?P<rank>\d{1,15}) was killed by (?P<signal>SIGSEGV|SIGABRT|SIGFPE|SIGTRAP)",
          remedies=(Remedy("without torch.compile", {"torch_compile": "false"}),
                    Remedy("the plain attention kernel", {"attn_implementation": "eager"})),
          help="PYTHONFAULTHANDLER=1 writes the stack of the crash to the log.",
          evidence=r"(?:Fatal Python error|terminate called|  what\(\):|.*[Ss]egmentation fault)"),
     Rule("illegal_instruction", "{who} met an instruction that this processor does not have.",
-         r"rank (?P<rank>\d+) was killed by SIGILL", help="Install builds of torch for this machine."),
+         r"rank (?P<rank>\d{1,15}) was killed by SIGILL", help="Install builds of torch for this machine."),
     Rule("bus_error", "{who} lost memory that a file backs (SIGBUS): shared memory or a disk is full.",
-         r"rank (?P<rank>\d+) was killed by SIGBUS",
+         r"rank (?P<rank>\d{1,15}) was killed by SIGBUS",
          help="Enlarge /dev/shm (`docker run --shm-size`), and look for a full disk."),
     Rule("terminated", "{who} was ended from outside ({signal}).",
-         r"(?:the launcher|(?:local )?rank (?P<rank>\d+)\b.{0,40}) was killed by (?P<signal>SIG(?:TERM|HUP|INT|QUIT|"
-         r"XCPU|USR\d))", help="A cluster's time limit, or another user? Resume it; nothing that was saved is lost."),
-    Rule("launcher_killed", "The launcher was killed.", r"the launcher was killed",
-         help="Resume it; nothing that was saved is lost."),
+         r"(?:local )?rank (?P<rank>\d{1,15})\b.{0,40} was killed by (?P<signal>SIG(?:TERM|HUP|INT|QUIT|XCPU|USR\d))",
+         help="A cluster's time limit, or another user? Resume it; nothing that was saved is lost."),
+    Rule("launcher_killed", "The launcher was killed ({signal}).",
+         r"the launcher was killed(?: by (?P<signal>SIG[A-Z0-9]+|signal \d+))?",
+         help="By a cluster's time limit, or another user? Resume it; nothing that was saved is lost."),
 )  # fmt: skip
 
 DISK_RULES = (
     Rule("disk_full", "The disk is full: {where}.",
          rf"{_SYSTEM}(?:(?P<where>\S+ has [\d,]+ bytes free, a checkpoint needs [\d,]+)"
-         r"|(?:\[Errno 28\] )?No space left on device(?P<where2>.{0,200})|\S+ has no room for the copy of)"
+         r"|(?:\[Errno 28\] )?No space left on device(?: \(os error 28\))?(?:: (?P<where2>.{1,200}))?"
+         r"|\S+ has no room for the copy of)"
          r"|its processes ended .{0,60}, and the disk of (?P<where3>\S+ has [\d,]+ bytes free)"
          r"|cannot write .{0,300}: No space left on device",
          help="Free space there; `tunesmith runs delete` removes runs with their checkpoints."),
     Rule("file_limit", "A file may not grow: a limit on its size, or a quota.",
          rf"{_SYSTEM}(?:\[Errno (?:27|122)\]|File too large|Disk quota exceeded)",
          help="Raise the quota, or `ulimit -f`."),
-    Rule("not_writable", "The run may not write to its folder.",
+    Rule("run_not_writable", "The run may not write to its folder: {where}.",
+         r"its processes ended .{0,60}, and nothing can be written to (?P<where>.{1,300})",
+         help="Make it writable; a disk that turned read-only has often failed."),
+    Rule("not_writable", "The system denies access: {where}.",
          rf"{_SYSTEM}(?:\[Errno (?:1|13|30)\]|Read-only file system|Permission denied|Operation not permitted)"
-         r"|its processes ended .{0,60}, and nothing can be written to",
-         help="Make that folder writable; a disk that turned read-only has often failed."),
+         r"[\w -]{0,60}(?:: '(?P<where>[^'\n]{1,300})')?",
+         help="Give the run's user access; a disk that turned read-only has often failed."),
     Rule("too_many_files", "{who} may not open more files.", rf"{_SYSTEM}\[Errno 2[34]\]",
          help="Raise `ulimit -n`, and set dataset_num_proc to 1."),
     Rule("too_many_threads", "The system starts no more processes or threads for this user.",
-         rf"RuntimeError: can't start new thread|{_SYSTEM}\[Errno 11\]",
+         rf"RuntimeError: can't start new thread|{_SYSTEM}\[Errno 11\] (?:Resource temporarily unavailable$"
+         r"|.{0,80}\b(?:fork|thread))",
          help="Raise `ulimit -u`, and set dataset_num_proc to 1."),
     Rule("folder_gone", "The run folder was removed or replaced while the run trained.",
          rf"{_SYSTEM}(?:\[Errno 2\] )?the run folder .{{0,300}}?was (?:removed|replaced)",
@@ -269,7 +285,8 @@ REQUEST_RULES = (
          help="Check the name; a private model needs HF_TOKEN or `hf auth login`."),
     Rule("damaged_model", "The files of the model are damaged or incomplete.",
          r"model_name_or_path=(?P<model>\S+?):? .{0,400}(?:download (?:or save )?the model again|download it again)"
-         r"|(?:\w+\.)*SafetensorError\b|.{0,40}base model's weights are not those|the tokenizer of model_name_or_path=",
+         r"|(?:\w+\.)*SafetensorError: .{0,80}(?:deserializ|[Hh]eader|[Ii]ncomplete|does not contain tensor)"
+         r"|.{0,40}base model's weights are not those|the tokenizer of model_name_or_path=",
          help="Download or save the model again."),
     Rule("no_tokenizer", "The model has no tokenizer that can be used.",
          r"model_name_or_path=\S+ has (?:no tokenizer|only a slow)|cannot load the tokenizer|.{0,200} has no eos_token",
@@ -284,7 +301,7 @@ REQUEST_RULES = (
          r"(?:.{0,300}: )?chat template: |the chat template (?:still runs|takes)|cannot read chat_template=",
          help="`tunesmith data` shows what it makes of a row; give another with --chat_template FILE."),
     Rule("trains_nothing", "No row is left to train on: {reason}.",
-         rf"{_OWN}no document is left of (?P<reason>.{{0,300}}?\(longest (?P<longest>[\d,]+) tokens\))",
+         rf"{_OWN}no document is left of (?P<reason>.{{0,300}}?\(longest (?P<longest>[\d,]{{1,20}}) tokens\))",
          remedies=(LONGER_ROWS, Remedy("cut long rows into several", {"overlong": "split"})),
          help="`tunesmith data` shows the trained tokens of each row, and why others are left out."),
     Rule("rows_too_long", "Rows are longer than max_length={config.max_length}.",
@@ -301,7 +318,7 @@ REQUEST_RULES = (
          r"|(?P<what3>.{0,200}) changed while it was read",
          help="Put it back, or name another with --dataset_name."),
     Rule("small_data", "The data has fewer rows than one global batch of {config.global_batch_size}.",
-         r"global_batch_size=\d+ is larger than the data: (?P<rows>\d+)",
+         r"global_batch_size=\d+ is larger than the data: (?P<rows>\d{1,15})",
          remedies=(Remedy("global batches of {global_batch_size} rows", {"global_batch_size": "{rows}",
                                                                         "per_device_train_batch_size": "1"}),)),
     Rule("changed_data", "The data or its options changed since the checkpoint was saved.",
@@ -309,7 +326,7 @@ REQUEST_RULES = (
          remedies=(Remedy("go on with the data as it is now; the remaining steps differ", {"force_resume": "true"}),),
          help="Or put the data back as it was."),
     Rule("past_the_end", "The checkpoint is at step {reached}, past the last step of the run.",
-         r".{0,400} is at step (?P<reached>\d+), past the \d+ of this run",
+         r".{0,400} is at step (?P<reached>\d{1,15}), past the \d+ of this run",
          remedies=(Remedy("a run of {max_steps} steps", {"max_steps": changes.reached_step}),)),
     Rule("tracker", "A tracker did not start: {what}.",
          r"report_to=\S+: a tracker did not start \((?P<what>.{0,200}?)\); check",
@@ -326,7 +343,7 @@ REQUEST_RULES = (
          r"(?P<what>.{0,300})",
          help="Compare the packages with constraints.txt."),
     Rule("missing_package", "The Python package {package} is missing.",
-         r"(?:\w+\.)*(?:ModuleNotFoundError|ImportError): (?:No module named '(?P<package>[\w.]+)')?",
+         r"(?:\w+\.)*(?:ModuleNotFoundError|ImportError): No module named '(?P<package>[\w.]+)'",
          log=r"(?:\w+\.)*ModuleNotFoundError: No module named '(?P<package>[\w.]+)'",
          help="Install it in the environment of Tunesmith, or leave out the option that needs it."),
     Rule("launcher_failed", "The launcher could not start the ranks: {what}.",
@@ -337,7 +354,7 @@ REQUEST_RULES = (
     Rule("never_started", "The run never started.", r"it never started: there is no state file",
          help="Start it again."),
     Rule("vanished", "All processes of the run ended without a word: the machine was restarted, or all were killed.",
-         r"its processes ended without reporting a cause", help="Resume it; nothing that was saved is lost."),
+         r"its processes ended without reporting a cause(?!, and )", help="Resume it; nothing that was saved is lost."),
 )  # fmt: skip
 
 TREND_RULES = (
@@ -380,6 +397,16 @@ RULES = (
     *MEMORY_RULES, *NUMBER_RULES, *HANG_RULES, *REQUEST_RULES, *DISK_RULES, *NETWORK_RULES, *DEVICE_RULES, *TREND_RULES,
 )  # fmt: skip
 CONSEQUENCES = frozenset(
-    {"peer_lost", "connection_refused", "native_crash", "terminated", "nccl_error", "launcher_failed", ""}
+    {
+        "peer_lost",
+        "machine_unreachable",
+        "connection_refused",
+        "native_crash",
+        "terminated",
+        "launcher_killed",
+        "nccl_error",
+        "launcher_failed",
+        "",
+    }
 )
 """Rules whose cause may only follow from another, which lines of the log show; empty: no rule matched."""

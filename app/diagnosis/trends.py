@@ -27,6 +27,11 @@ IDLE = 0.3
 LOW_MFU = 0.15
 
 
+def several_machines(metrics: Metrics, plan: Plan) -> bool:
+    """Whether the run is on more than one machine."""
+    return plan.machines > 1
+
+
 def grew_before_the_end(metrics: Metrics, plan: Plan) -> bool:
     """Whether the last losses that were logged are far above the lowest."""
     losses = [value for _, value in metrics.column("loss")]
@@ -93,8 +98,8 @@ def warmup_is_too_long(metrics: Metrics, plan: Plan) -> Facts | None:
 def waits_for_data(metrics: Metrics, plan: Plan) -> Facts | None:
     """Much of the time of a run goes into waiting for its next batch."""
     waits = [value for _, value in metrics.column("data_wait")][1:]
-    seconds = metrics.latest.get("elapsed_s")
-    if len(waits) < 20 or not isinstance(seconds, int | float):
+    seconds = metrics.newest("elapsed_s")
+    if len(waits) < 20 or seconds is None:
         return None
     share = statistics.median(waits)
     return {"share": f"{share:.0%}"} if share > WAIT and share * seconds > WAITED_SECONDS else None
@@ -113,8 +118,8 @@ def pipeline_is_idle(metrics: Metrics, plan: Plan) -> Facts | None:
 def batch_is_small(metrics: Metrics, plan: Plan) -> Facts | None:
     """A GPU does far less than it can, with memory to spare, on micro-batches that could be larger."""
     shares = [value for _, value in metrics.column("mfu")]
-    memory = metrics.latest.get("memory_gib")
-    if not plan.gpu_gib or len(shares) < 20 or not isinstance(memory, int | float):
+    memory = metrics.newest("memory_gib")
+    if not plan.gpu_gib or len(shares) < 20 or memory is None:
         return None
     share = statistics.median(shares)
     count = plan.config.accumulation_steps(plan.strategy.data_parallel_size)
@@ -124,8 +129,8 @@ def batch_is_small(metrics: Metrics, plan: Plan) -> Facts | None:
 
 def a_rank_is_slow(metrics: Metrics, plan: Plan) -> Facts | None:
     """One rank, and no other, was reported in at least three verdicts, and in a quarter of those that time allows."""
-    seconds = metrics.latest.get("elapsed_s")
-    if len(metrics.slow) != 1 or not isinstance(seconds, int | float):
+    seconds = metrics.newest("elapsed_s")
+    if len(metrics.slow) != 1 or seconds is None:
         return None
     ((rank, count),) = metrics.slow.items()
     return {"rank": str(rank), "count": count} if count >= 3 and count >= seconds / 20 else None

@@ -77,7 +77,7 @@ def _mean(values: Any) -> float | None:
     """The mean of a list by rank; None without a number in it."""
     by_rank = values if isinstance(values, list) else []
     numbers = [number for value in by_rank if math.isfinite(number := _finite(value))]
-    return math.fsum(numbers) / len(numbers) if numbers else None
+    return math.fsum(number / len(numbers) for number in numbers) if numbers else None
 
 
 @dataclass
@@ -194,6 +194,10 @@ class Curves:
         with file.lock:
             file.read_new_rows(run.metrics, seconds)
             return {**file.latest, **(_last_rows(run.metrics, file.offset) if file.more else {})}
+
+    def has_more(self, run: RunFolder) -> bool:
+        """Whether the last call for this run left rows unread."""
+        return self._file(run).more
 
     def slow_ranks(self, run: RunFolder) -> dict[int, int]:
         """How often each rank was reported as slow, in what has been read."""

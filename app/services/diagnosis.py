@@ -63,7 +63,11 @@ class Diagnoses:
             known = self._known.get(run.path)
         if known and known[0][0] == state and (known[0][1] == files or time.monotonic() - known[1] < self.SECONDS):
             return known[2]
+        self._curves.latest(run)
+        unread = self._curves.has_more(run)  # asked before, as another request may read the remainder meanwhile
         diagnoses = diagnose(run, self._curves)
+        if unread:  # found without the metrics, or with newer ones than `files`
+            return diagnoses
         with self._lock:
             self._known[run.path] = ((state, files), time.monotonic(), diagnoses)
             while len(self._known) > self.MOST:
@@ -83,7 +87,7 @@ def remedied(run: RunFolder, diagnoses: Sequence[Diagnosis], flags: str) -> Trai
         ConfigError: if there is no such remedy any more, or it cannot be applied.
     """
     changes = [change for diagnosis in diagnoses for change in diagnosis.remedies if change.flags == flags]
-    if not changes:
+    if not flags or not changes:
         raise ConfigError("this remedy is no longer among those of the run; reload the page")
     args = Args(own={"apply": changes[0].number})
     apply_remedy(diagnoses, args)

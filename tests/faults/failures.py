@@ -140,7 +140,7 @@ FAILURES = [
     Failure("a collective that one never joins", "collective_timeout", "lonely_collective"),
     Failure("a barrier that one never reaches", "collective_timeout", "lonely_barrier"),
     # network
-    Failure("a port is taken", "port_taken", "taken_port", says="Port "),
+    Failure("a port is taken", "port_taken", "taken_port", says="is taken by another program: "),
     Failure("a port is bound twice", "port_taken", "bind_twice"),
     Failure("nobody listens", "connection_refused", "refused"),
     Failure("a connection is refused", "connection_refused", "refused_by_python"),

@@ -191,8 +191,8 @@ class _Page:
             address = []
 
             def work(run: RunFolder) -> None:
-                flags = [*str(listed or "").splitlines(), *[""] * _MAX_REMEDIES][index]
-                job = remedied(run, diagnose(run, self.curves), flags)
+                flags = dict(enumerate(str(listed or "").splitlines()))
+                job = remedied(run, diagnose(run, self.curves), flags.get(index, ""))
                 background.start(job)
                 address.extend([f"run?{urlencode({'run': job.run.id})}"] if job.run.path != run.path else [])
 
