@@ -238,7 +238,7 @@ def test_a_machine_that_cannot_reach_the_port_says_so(network: Network) -> None:
     assert first["port"]["value"] == "machine 1 did not reach port 29500 of machine 0 within 5 s"
     assert second["port"]["value"].startswith("machine 1 could not reach machine 0 at 10.87.0.10:29500 within 5 s: ")
     assert first["all-reduce"]["passed"] is second["all-reduce"]["passed"] is None
-    assert first["machine 0: disk speed"]["passed"] is second["machine 1: disk speed"]["passed"] is True
+    assert first["machine 0: run folder"]["passed"] is second["machine 1: run folder"]["passed"] is True
 
 
 @pytest.mark.long
