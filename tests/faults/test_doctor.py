@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests import forked
-from tests.detached import TUNESMITH, inside
+from tests.detached import TUNESMITH, inside, until
 from tests.launching import ROOT
 
 INJECT = Path(__file__).parent / "inject_doctor"
@@ -41,6 +42,21 @@ def doctor(home: Path, *words: str, fault: str = "") -> Checks:
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_the_ranks_of_a_killed_doctor_end(home: Path) -> None:
+    temporary = home / "tmp"
+    temporary.mkdir()
+    words = ["--num_processes", "2", "--timeout", "600"]
+    program = forked.Popen([*TUNESMITH, "doctor", *words], cwd=home, env=inside(home, TMPDIR=str(temporary)))
+    until(lambda: list(temporary.glob("tunesmith-doctor-*/rank-1.jsonl")), 100)
+    tree = psutil.Process(program.pid).children(recursive=True)
+    program.kill()
+    program.wait()
+    assert len(tree) >= 3
+    until(lambda: not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in tree), 60)
+    assert list(temporary.iterdir()) == [], "nothing is left"
 
 
 @pytest.mark.parametrize(
