@@ -114,6 +114,15 @@ def doctor(
         str | None,
         typer.Option("--num_processes", metavar="<int>", help="Processes on all machines; needed only without GPUs."),
     ] = None,
+    tp_size: Annotated[
+        str | None, typer.Option("--tp_size", metavar="<int>", help="Mesh sizes as of `train`: tensor parallelism.")
+    ] = None,
+    cp_size: Annotated[str | None, typer.Option("--cp_size", metavar="<int>", help="Context parallelism.")] = None,
+    sp_size: Annotated[str | None, typer.Option("--sp_size", metavar="<int>", help="Sequence parallelism.")] = None,
+    dp_replicate_size: Annotated[
+        str | None, typer.Option("--dp_replicate_size", metavar="<int>", help="Replicas of a sharded model.")
+    ] = None,
+    pp_size: Annotated[str | None, typer.Option("--pp_size", metavar="<int>", help="Pipeline stages.")] = None,
     num_machines: Annotated[
         str | None,
         typer.Option("--num_machines", metavar="<int>", help="Number of machines; run the same command on each."),
@@ -131,7 +140,8 @@ def doctor(
         str, typer.Option(metavar="<seconds>", help="How long machines may take to join, and ranks for each step.")
     ] = "120",
     quick: Annotated[
-        bool, typer.Option("--quick", metavar="", help="Check values only; measure no bandwidth, slow rank or link.")
+        bool,
+        typer.Option("--quick", metavar="", help="Check values only; measure no disk, bandwidth, slow rank or link."),
     ] = False,
     runs_dir: RunsDir = RUNS,
     json: Json = False,
@@ -141,6 +151,8 @@ def doctor(
 
     launch = {"strategy": strategy, "gpus": gpus, "num_processes": num_processes, "num_machines": num_machines}
     launch |= {"machine_rank": machine_rank, "main_process_ip": main_process_ip, "main_process_port": main_process_port}
+    launch |= {"tp_size": tp_size, "cp_size": cp_size, "sp_size": sp_size, "dp_replicate_size": dp_replicate_size}
+    launch |= {"pp_size": pp_size}
     chosen = {name: value for name, value in launch.items() if value is not None}
     return doctor_verb(chosen, runs_dir, timeout, quick, json)
 

@@ -13,6 +13,8 @@ from app.launch.foreground import interruptible
 from app.launch.machines import choose_machines, devices_here
 from trainers.config.mistakes import Mistake, Mistakes
 from trainers.config.parse import whole_number
+from trainers.strategy.mesh_options import read_sizes, refuse_other_sizes, with_sizes
+from trainers.strategy.schema import MAX_PROCESSES
 from trainers.strategy.strategy import Strategy, default_strategy, load_strategy, over_machines, resolve
 
 TIMEOUT, LEAST_TIMEOUT, MOST_TIMEOUT = "120", 5, 3600
@@ -25,7 +27,7 @@ def doctor_verb(
     """`tunesmith doctor`.
 
     Args:
-        launch: the given values of `--strategy`, `--gpus`, `--num_processes` and of the machines.
+        launch: the given values of `--strategy`, `--gpus`, `--num_processes`, `--pp_size`, the mesh and the machines.
         runs_dir: folder of run folders.
         timeout: seconds that other machines and each step may take, as typed.
         quick: leave out all measurements of speed.
@@ -59,20 +61,30 @@ def read_request(launch: Mapping[str, str], runs_dir: Path, timeout: str = TIMEO
     mistakes = Mistakes()
     strategy: Strategy | None = None
     devices: Devices | None = None
+    sizes: dict[str, int] | None = None
     with mistakes:
         strategy = load_strategy(launch["strategy"]) if "strategy" in launch else None
     with mistakes:
         machines = choose_machines(launch, strategy.values if strategy else {})
         devices = devices_here(launch, machines, strategy.num_processes if strategy else None)
+    with mistakes:
+        sizes = read_sizes(launch)
+    pp_size = whole_number(launch["pp_size"], 1, MAX_PROCESSES) if "pp_size" in launch else None
+    if "pp_size" in launch and pp_size is None:
+        problem = f"is not a whole number from 1 to {MAX_PROCESSES}"
+        mistakes.append(Mistake("pp_size", shortened(launch["pp_size"]), problem, "write one, e.g. 2"))
     if (seconds := whole_number(timeout, LEAST_TIMEOUT, MOST_TIMEOUT)) is None:
         problem = f"is not a whole number from {LEAST_TIMEOUT} to {MOST_TIMEOUT}"
         mistakes.append(Mistake("timeout", shortened(timeout), problem, f"write e.g. --timeout {TIMEOUT}"))
     mistakes.refuse()
     assert devices is not None
     assert seconds is not None
+    assert sizes is not None
     strategy = strategy or load_strategy(default_strategy(devices.num_processes))
     precision = str(strategy.values.get("mixed_precision") or "no")
-    resolved = resolve(over_machines(strategy, devices.machines), devices.num_processes, precision)
+    spread = over_machines(with_sizes(strategy, sizes, pp_size), devices.machines)
+    resolved = resolve(spread, devices.num_processes, precision, pp_size)
+    refuse_other_sizes(resolved, sizes)
     return Request(resolved, devices, runs_dir, float(seconds), quick)
 
 

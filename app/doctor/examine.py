@@ -124,7 +124,7 @@ class _Examiner:
         return [
             *version_checks(Setting(request.strategy, bool(devices.gpu_ids))),
             *gpu_checks(devices.gpu_ids, torch_cuda()),
-            *disk_checks(request.runs_dir),
+            *disk_checks(request.runs_dir, request.quick),
             names_check(devices.machines, self.env),
         ]
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from trainers.strategy.strategy import Machines
 
-MOST_BYTES = 64 * 2**20
+MOST_BYTES, MOST_HELLO = 64 * 2**20, 1024
+HELLO_SECONDS = 5.0
 PINGS = 8
 HELLO = "tunesmith doctor"
 
@@ -43,7 +44,7 @@ class _Line:
 
     def __init__(self, connection: socket.socket, machine: int):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.socket, self.machine, self.file = connection, machine, connection.makefile("rb")
+        self.socket, self.machine, self.unread = connection, machine, bytearray()
 
     def send(self, value: Any) -> None:
         """Sends a value.
@@ -56,18 +57,36 @@ class _Line:
         except OSError as error:
             raise self._lost(error) from None
 
-    def receive(self, timeout: float) -> Any:
-        """Receives a value within `timeout` seconds.
+    def receive(self, timeout: float, most: int = MOST_BYTES) -> Any:
+        """Receives a value of at most `most` bytes within `timeout` seconds, however its parts drip in.
 
         Raises:
             Unreachable: if none comes.
         """
         try:
-            self.socket.settimeout(timeout)
-            line = self.file.readline(MOST_BYTES)
-            return json.loads(line)
-        except (OSError, ValueError) as error:
+            return json.loads(self._read_line(time.monotonic() + timeout, most))
+        except (OSError, ValueError, RecursionError) as error:
             raise self._lost(error) from None
+
+    def _read_line(self, deadline: float, most: int) -> bytes:
+        patience, seen = self.socket.gettimeout(), 0
+        try:
+            while (end := self.unread.find(b"\n", seen)) < 0:
+                seen = len(self.unread)
+                if seen >= most:
+                    raise ValueError(f"a line of more than {most} bytes")
+                if (left := deadline - time.monotonic()) <= 0:
+                    raise TimeoutError
+                self.socket.settimeout(left)
+                data = self.socket.recv(min(most - seen, 2**16))
+                if not data:
+                    raise ConnectionResetError
+                self.unread += data
+        finally:
+            self.socket.settimeout(patience)  # the time left is no limit for the next value sent
+        line = bytes(self.unread[:end])
+        del self.unread[: end + 1]
+        return line
 
     def _lost(self, error: Exception) -> Unreachable:
         why = "did not answer in time" if isinstance(error, TimeoutError) else "has ended its doctor"
@@ -75,7 +94,6 @@ class _Line:
 
     def close(self) -> None:
         """Closes the connection."""
-        self.file.close()
         self.socket.close()
 
 
@@ -163,7 +181,9 @@ def _listen(machines: Machines, timeout: float) -> dict[int, _Line]:
     with server:
         while missing := [rank for rank in range(1, machines.count) if rank not in lines]:
             try:
-                server.settimeout(max(0.001, deadline - time.monotonic()))
+                if (left := deadline - time.monotonic()) <= 0:  # accept would go on as long as strangers knock
+                    raise TimeoutError
+                server.settimeout(left)
                 connection, _ = server.accept()
             except TimeoutError:
                 for line in lines.values():
@@ -172,18 +192,18 @@ def _listen(machines: Machines, timeout: float) -> dict[int, _Line]:
                 problem = f"{absent} did not reach port {machines.port} of machine 0 within {timeout:g} s"
                 remedy = "start the same command there with its --machine_rank; open the port in the firewall"
                 raise Unreachable(problem, remedy) from None
-            connection.settimeout(5.0)
-            _admit(connection, machines, lines)
+            connection.settimeout(timeout)
+            _admit(connection, machines, lines, min(HELLO_SECONDS, max(0.1, deadline - time.monotonic())))
     for line in lines.values():
         line.send("welcome")
     return lines
 
 
-def _admit(connection: socket.socket, machines: Machines, lines: dict[int, _Line]) -> None:
-    """Adds a connection to `lines`, or answers why not; strangers are hung up on."""
+def _admit(connection: socket.socket, machines: Machines, lines: dict[int, _Line], timeout: float) -> None:
+    """Adds a connection to `lines`, or answers why not; strangers are hung up on, after `timeout` seconds at most."""
     line = _Line(connection, -1)
     try:
-        hello = line.receive(5.0)
+        hello = line.receive(timeout, MOST_HELLO)
         if not isinstance(hello, dict) or hello.get("hello") != HELLO:
             raise Unreachable("a stranger", "")
         rank, count = int(hello.get("rank", -1)), hello.get("count")
@@ -195,7 +215,7 @@ def _admit(connection: socket.socket, machines: Machines, lines: dict[int, _Line
         if refusal:
             line.send({"refused": refusal})
             raise Unreachable(refusal, "")
-    except (Unreachable, TypeError, ValueError):
+    except (Unreachable, TypeError, ValueError, OverflowError):  # the last one from a rank of 1e999
         line.close()
         return
     line.machine = rank
@@ -220,6 +240,7 @@ def _call(machines: Machines, timeout: float) -> _Line:
                 raise Unreachable(problem, "start the same command with --machine_rank 0 there, and open the port in "
                                   "its firewall") from None  # fmt: skip
             time.sleep(0.2)
+    connection.settimeout(timeout)
     line = _Line(connection, 0)
     line.send({"hello": HELLO, "rank": machines.rank, "count": machines.count})
     try:

@@ -29,17 +29,18 @@ def nearest_folder(folder: Path) -> Path:
     return next((path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir()), Path("/"))
 
 
-def disk_checks(folder: Path, least: float = LEAST_WRITE) -> list[Check]:
+def disk_checks(folder: Path, quick: bool = False, least: float = LEAST_WRITE) -> list[Check]:
     """Whether the run folder's disk can be written, has room, and how fast it is.
 
     Args:
         folder: folder of run folders; need not exist.
+        quick: write little, and leave out how fast it is.
         least: bytes per second below which it is too slow.
     """
     existing = nearest_folder(folder)
     try:
         free = shutil.disk_usage(existing).free
-        rate = write_rate(existing)
+        rate = write_rate(existing, 1 if quick else CHUNKS)
     except OSError as error:
         problem = f"{existing} cannot be written: {error.strerror or error}"
         return [Check("run folder", False, problem, "free space or change its permissions, or name another --runs_dir")]
@@ -47,6 +48,8 @@ def disk_checks(folder: Path, least: float = LEAST_WRITE) -> list[Check]:
     if free < LEAST_FREE:
         remedy = "free space, or name another --runs_dir"
         room = Check("run folder", False, f"{existing} has {free / GIB:.2f} GiB free", remedy)
+    if quick:
+        return [room]
     value = f"{rate / 1e6:.0f} MB/s written and synced"
     if rate >= least:
         return [room, Check("disk speed", True, value)]
@@ -54,12 +57,12 @@ def disk_checks(folder: Path, least: float = LEAST_WRITE) -> list[Check]:
     return [room, Check("disk speed", False, f"{existing}: only {value}", remedy)]
 
 
-def write_rate(folder: Path) -> float:
-    """Bytes per second of new data that have reached the disk."""
+def write_rate(folder: Path, chunks: int) -> float:
+    """Bytes per second of new data, `chunks` times `CHUNK` bytes, that have reached the disk."""
     data = os.urandom(CHUNK)  # no disk can compress it
     with tempfile.TemporaryFile(dir=folder, prefix=".tunesmith-doctor-") as file:
         start, written = time.perf_counter(), 0
-        for _ in range(CHUNKS):
+        for _ in range(chunks):
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -15,13 +14,13 @@ from typing import Any
 
 import psutil
 
-from app.accelerate_launch import ROOT, launch_environment, module_environment
+from app.accelerate_launch import ROOT, launch_environment, module_argv, module_environment
 from app.console import clean
 from app.hardware import Devices
 from app.launch.process_tree import Descendants
 from trainers.strategy.mesh import MeshSizes
 
-PROGRAM = "trainers.tools.collectives"
+LAUNCHER, PROGRAM = "trainers.tools.bound_launcher", "trainers.tools.collectives"
 GRACE = 10.0
 """Seconds for the other ranks to end after one has reported an error."""
 POLL = 0.1
@@ -40,7 +39,7 @@ def rank_argv(devices: Devices, sizes: MeshSizes, out: Path, timeout: float, qui
         quick: leave out all measurements.
     """
     machines = devices.machines
-    launcher = [sys.executable, "-P", "-m", "torch.distributed.run", "--nproc_per_node", str(devices.local_processes)]
+    launcher = module_argv(LAUNCHER, [str(os.getpid()), str(out), "--nproc_per_node", str(devices.local_processes)])
     if machines:
         launcher += ["--nnodes", str(machines.count), "--node_rank", str(machines.rank), "--master_addr", machines.ip]
         launcher += ["--master_port", str(machines.port), "--rdzv_conf", f"timeout={timeout:.0f}"]
@@ -73,6 +72,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="tunesmith-doctor-", ignore_cleanup_errors=True) as name:
         folder, descendants = Path(name), Descendants()
         log = folder / "log.txt"
+        env["TMPDIR"] = name  # what the launcher leaves when it is killed is removed with the folder
         with open(log, "wb") as output:
             launcher = subprocess.Popen(rank_argv(devices, sizes, folder, timeout, quick), cwd=ROOT, env=env,
                                         stdin=subprocess.DEVNULL, stdout=output, stderr=output,

@@ -103,6 +103,15 @@ class Descendants:
             self.collect()
 
 
+def kill_tree(pid: int) -> None:
+    """Kills a process and everything below it, in any session."""
+    with contextlib.suppress(psutil.Error):
+        root = psutil.Process(pid)
+        for process in [root, *_below(root)]:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+
 def _below(process: psutil.Process) -> set[psutil.Process]:
     try:
         return set(process.children(recursive=True))

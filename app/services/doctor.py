@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import subprocess
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
 
 from app.accelerate_launch import ROOT, module_argv, module_environment
 from app.console import clean
+from app.launch.process_tree import kill_tree
 
 LONGEST = 900.0
 """Seconds after which an examination is ended."""
+GRACE = 20.0
+"""Seconds that it then has to end its ranks."""
 
 
 class Doctor:
@@ -56,15 +60,40 @@ class Doctor:
                 self._is_running, self._checks, self._error = False, checks, error
 
     def _examine(self) -> tuple[list[dict[str, Any]], str]:
-        done = subprocess.run(
-            self._argv, cwd=ROOT, env=module_environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            errors="replace", timeout=LONGEST,
-        )  # fmt: skip
+        # Temporary folders inside this one are removed even if the examination is killed.
+        outer = tempfile.TemporaryDirectory(prefix="tunesmith-check-", ignore_cleanup_errors=True)
+        with outer as folder, self._start(folder) as program:
+            try:
+                out, errors = program.communicate(timeout=LONGEST)
+            except BaseException:
+                end(program, GRACE)
+                raise
         try:
-            document = json.loads(done.stdout)
+            document = json.loads(out)
         except ValueError:
             document = {}
         if "checks" in document:
             return list(document["checks"]), ""
-        reasons = document.get("mistakes") or done.stderr.strip().splitlines()[-1:] or [f"status {done.returncode}"]
+        reasons = document.get("mistakes") or errors.strip().splitlines()[-1:] or [f"status {program.returncode}"]
         return [], clean(f"the check failed: {'; '.join(map(str, reasons))}")
+
+    def _start(self, folder: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            self._argv, cwd=ROOT, env={**module_environment(), "TMPDIR": folder}, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
+        )  # fmt: skip
+
+
+def end(program: subprocess.Popen[str], grace: float) -> None:
+    """Ends an examination with its ranks.
+
+    Args:
+        program: its process.
+        grace: seconds that it has to end by itself, before all its processes are killed.
+    """
+    program.terminate()
+    try:
+        program.communicate(timeout=grace)
+    except subprocess.TimeoutExpired:
+        kill_tree(program.pid)
+        program.wait()

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests import forked
-from tests.detached import TUNESMITH, inside
+from tests.detached import TUNESMITH, inside, until
 from tests.launching import ROOT
 
 INJECT = Path(__file__).parent / "inject_doctor"
@@ -41,6 +42,21 @@ def doctor(home: Path, *words: str, fault: str = "") -> Checks:
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_the_ranks_of_a_killed_doctor_end(home: Path) -> None:
+    temporary = home / "tmp"
+    temporary.mkdir()
+    words = ["--num_processes", "2", "--timeout", "600"]
+    program = forked.Popen([*TUNESMITH, "doctor", *words], cwd=home, env=inside(home, TMPDIR=str(temporary)))
+    until(lambda: list(temporary.glob("tunesmith-doctor-*/rank-1.jsonl")), 100)
+    tree = psutil.Process(program.pid).children(recursive=True)
+    program.kill()
+    program.wait()
+    assert len(tree) >= 3
+    until(lambda: not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in tree), 60)
+    assert list(temporary.iterdir()) == [], "nothing is left"
 
 
 @pytest.mark.parametrize(
@@ -238,7 +254,7 @@ def test_a_machine_that_cannot_reach_the_port_says_so(network: Network) -> None:
     assert first["port"]["value"] == "machine 1 did not reach port 29500 of machine 0 within 5 s"
     assert second["port"]["value"].startswith("machine 1 could not reach machine 0 at 10.87.0.10:29500 within 5 s: ")
     assert first["all-reduce"]["passed"] is second["all-reduce"]["passed"] is None
-    assert first["machine 0: disk speed"]["passed"] is second["machine 1: disk speed"]["passed"] is True
+    assert first["machine 0: run folder"]["passed"] is second["machine 1: run folder"]["passed"] is True
 
 
 @pytest.mark.long

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import tempfile
 import threading
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from app.cli import run_verb
@@ -18,10 +24,12 @@ from app.doctor.command import read_request
 from app.doctor.examine import Request, examine
 from app.doctor.ranks import rank_argv
 from app.hardware import Devices, Gpu
-from app.services.doctor import Doctor
+from app.services.doctor import Doctor, end
+from tests.detached import until
 from trainers.config.mistakes import ConfigError
 from trainers.run.device_locks import Holder, Need, take_now
 from trainers.strategy.strategy import load_strategy, resolve
+from trainers.tools import bound_launcher
 from ui.pages.system import render_check
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -48,6 +56,22 @@ def test_the_layout_is_that_of_the_run() -> None:
         request(strategy="3d", num_processes="3")
 
 
+def test_the_mesh_is_that_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    mesh = {"tp_size": "2", "cp_size": "2", "dp_replicate_size": "2"}
+    assert str(request(strategy="fsdp2", num_processes="16", **mesh).strategy.sizes) == (
+        "dp_replicate 2 x dp_shard 2 x cp 2 x tp 2"
+    )
+    assert request(strategy="ddp", num_processes="4", sp_size="1").strategy.sizes.by_axis["dp_replicate"] == 4
+    assert request(strategy="pp", num_processes="8", pp_size="4").strategy.sizes.pp == 4
+    with pytest.raises(ConfigError, match="tp"):
+        request(strategy="fsdp2", num_processes="8", tp_size="3")
+    words = ["--tp_size", "x", "--cp_size", "0", "--sp_size", "-1", "--dp_replicate_size", "1.5", "--pp_size", "0"]
+    assert run_verb(["doctor", *words]) == 2
+    assert [line.split("=")[0].split()[-1] for line in capsys.readouterr().err.splitlines()] == [
+        word.removeprefix("--") for word in words[::2]
+    ]
+
+
 def test_the_ranks_meet_where_those_of_a_run_meet(tmp_path: Path) -> None:
     network = {"num_machines": "2", "machine_rank": "1", "main_process_ip": "10.0.0.1", "main_process_port": "29500"}
     asked = request(num_processes="4", **network)
@@ -67,11 +91,32 @@ def test_one_process_and_a_fault_in_json(capsys: pytest.CaptureFixture[str], mon
     assert "-      all-reduce: one process has nothing to exchange" in printed.out
     assert "0 faulty" in printed.err
     fault = Check("disk speed", False, "slow", "buy a disk")
-    monkeypatch.setattr(examining, "disk_checks", lambda folder: [fault])
+    monkeypatch.setattr(examining, "disk_checks", lambda folder, quick: [fault])
     assert run_verb(["doctor", "--num_processes", "1", "--json"]) == 1
     document = json.loads(capsys.readouterr().out)
     assert fault.as_json() in document["checks"]
     assert {"name", "passed", "value", "remedy"} == set(document["checks"][0])
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_the_folder_of_a_killed_doctor_is_removed(
+    is_killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher runs until SIGTERM, which the kernel sends when the doctor is killed."""
+    parents, folder = [os.getppid(), 1 if is_killed else os.getppid()], tmp_path / "ranks"
+    folder.mkdir()
+    monkeypatch.setattr(bound_launcher, "end_with_launcher", lambda on: None)
+    launcher = SimpleNamespace(main=lambda words: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setitem(sys.modules, "torch.distributed.run", launcher)
+    monkeypatch.setattr(sys, "argv", ["", str(os.getppid()), str(folder), "--nproc_per_node", "2"])
+    monkeypatch.setattr(os, "getppid", lambda: parents.pop(0))
+    usual = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit):
+            bound_launcher.main()
+    finally:
+        signal.signal(signal.SIGTERM, usual)
+    assert folder.exists() is not is_killed
 
 
 def test_gpus_that_a_run_holds_are_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -129,3 +174,27 @@ def test_the_page_says_why_there_is_no_report(tmp_path: Path) -> None:
     doctor._argv[0] = str(tmp_path / "no-python")
     doctor.start()
     assert "could not be started" in wait(doctor, threading.Event())["error"]
+
+
+@pytest.mark.parametrize("is_deaf", [False, True])
+def test_the_ranks_of_an_examination_that_is_ended_end(is_deaf: bool) -> None:
+    """Of one that ends them itself when it is asked to, and of one that does not hear."""
+    trap = "" if is_deaf else "kill $!; exit 7"
+    script = f"trap '{trap}' TERM; setsid sh -c 'echo $$; exec sleep 60 > /dev/null 2>&1' & wait"
+    program = subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with program:
+        assert program.stdout
+        rank = psutil.Process(int(program.stdout.readline()))
+        end(program, 0.2 if is_deaf else 20.0)
+    assert program.returncode == (-signal.SIGKILL if is_deaf else 7)
+    assert until(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE, 20)
+
+
+def test_an_examination_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    doctor = Doctor(tmp_path)
+    monkeypatch.setattr("app.services.doctor.LONGEST", 0.1)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    doctor._argv = ["sh", "-c", 'mktemp -d "$TMPDIR/ranks-XXX"; exec sleep 60']
+    doctor.start()
+    assert "did not end within 0.1 s" in wait(doctor, threading.Event())["error"]
+    assert list(tmp_path.iterdir()) == [], "nothing is left"

@@ -24,6 +24,11 @@ def test_a_disk_that_can_be_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "nothing is left, and no folder made"
 
 
+def test_a_quick_look_at_a_disk(tmp_path: Path) -> None:
+    (folder,) = disk_checks(tmp_path, quick=True, least=1e15)
+    assert folder.passed is True
+
+
 def test_a_slow_disk(tmp_path: Path) -> None:
     _, speed = disk_checks(tmp_path, least=1e15)
     assert speed.passed is False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -16,6 +17,13 @@ from app.doctor.exchange import Exchange, Unreachable, meet
 from app.doctor.together import clocks, connections, same_versions, shared_folder, together
 from tests.launching import free_port
 from trainers.strategy.strategy import Machines
+
+
+def plain_line(connection: socket.socket) -> exchange._Line:
+    """A line over a connection that need not be of TCP."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "setsockopt", lambda *values: None)
+        return exchange._Line(connection, 1)
 
 
 def at_once(count: int, act: Any, timeout: float = 10.0, ranks: tuple[int, ...] | None = None) -> list[Any]:
@@ -70,20 +78,24 @@ def test_two_machines_with_one_rank() -> None:
 
 
 def test_strangers_are_hung_up_on() -> None:
-    """What is no JSON, no greeting, and no rank; then the machine that is meant comes."""
+    """What is no JSON, no greeting, and no rank, too deep or too long; then the machine that is meant comes."""
+    greeting = b'{"hello": "tunesmith doctor", "rank": %b}\n'
     port, ready = free_port(), threading.Event()
 
     def knock() -> None:
-        for line in (b"GET / HTTP/1.1\r\n\r\n", b"[1, 2]\n", b'{"hello": "tunesmith doctor", "rank": "x"}\n'):
+        deep, spaces = b"[" * 200_000 + b"\n", b" " * 2_000
+        for line in (b"GET / HTTP/1.1\r\n\r\n", b"[1, 2]\n", deep, greeting % b'"x"', greeting % b"1e999", spaces):
             while True:
                 try:
                     stranger = socket.create_connection(("127.0.0.1", port), timeout=5)
                     break
                 except ConnectionRefusedError:
                     continue
-            stranger.sendall(line)
-            stranger.shutdown(socket.SHUT_WR)
-            assert stranger.recv(100) == b""
+            answer = b""
+            with contextlib.suppress(ConnectionError):  # hung up on before all is sent or read
+                stranger.sendall(line)
+                answer = stranger.recv(100)
+            assert answer == b""
             stranger.close()
         ready.set()
 
@@ -96,6 +108,32 @@ def test_strangers_are_hung_up_on() -> None:
     with ThreadPoolExecutor(3) as pool:
         knocking, first, second = pool.submit(knock), pool.submit(machine, 0), pool.submit(machine, 1)
         assert (first.result(), second.result(), knocking.result()) == ([0, 1], [0, 1], None)
+
+
+def test_a_line_that_is_too_deep_to_read() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs, contextlib.closing(plain_line(ours)) as line:
+        theirs.sendall(b"[" * 20_000 + b"\n")
+        with pytest.raises(Unreachable, match="has ended"):
+            line.receive(5.0)
+
+
+def test_a_line_that_drips_in_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every byte comes in time, and the line does not."""
+    ours, theirs = socket.socketpair()
+    now, receive = [0.0], exchange.socket.socket.recv
+    with theirs, contextlib.closing(plain_line(ours)) as line:
+        theirs.sendall(b"[" * 50)
+
+        def drip(connection: socket.socket, most: int) -> bytes:
+            now[0] += 1.0
+            return receive(connection, 1)
+
+        monkeypatch.setattr(exchange.time, "monotonic", lambda: now[0])
+        monkeypatch.setattr(exchange.socket.socket, "recv", drip)
+        with pytest.raises(Unreachable, match="did not answer in time"):
+            line.receive(3.0)
+    assert now == [3.0]
 
 
 def test_a_machine_that_ends_early_is_named() -> None:
