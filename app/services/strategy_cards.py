@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from app.hardware import Devices, find_gpus
-from app.launch.foreground import CheckBroke
 from app.plan.command import count
-from app.plan.estimate import Candidate, Row, best_first, candidate, plan_row
+from app.plan.estimate import CLOSE, Candidate, Row, best_first, candidate, plan_row
 from app.plan.hardware import GIB, Hardware
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
@@ -28,7 +28,9 @@ _AS_FAST = 1.02
 """Strategies whose estimated times differ by less are ranked by what they send."""
 _MAX_KEPT = 64
 _MOST_TRIED = 16
-"""Most processes that are tried to say how many a strategy needs."""
+"""Most processes that are tried to say on how many a strategy runs, where the machine has no GPUs to count."""
+_FAILURE_SECONDS = 30.0
+"""Seconds for which an estimate that failed is not tried again; the cause may have been the network's."""
 _NO_EFFECT = (
     "preset", "dataset_name", "eval_dataset_name", "eval_share", "num_train_epochs", "max_steps", "learning_rate",
     "lr_scheduler_type", "warmup_steps", "warmup_ratio", "weight_decay", "run_name", "runs_dir", "output_dir", "seed",
@@ -73,7 +75,7 @@ class StrategyCards:
 
     Args:
         state: `counting` until the estimate is there, then `estimated`; `unknown` where it failed.
-        able: strategies that can run here, best first.
+        able: strategies that can run here, best first, each on the mesh of its file and with the form's micro-batch.
         unable: those that cannot, with the reason.
         memory: bytes of memory of each GPU, or of each process on the CPU.
         unit: what has this memory: `GPU` or `process`.
@@ -126,10 +128,10 @@ def _candidates(request: _Request) -> tuple[list[Candidate], dict[str, str]]:
         try:
             able.append(_candidate(strategy, request.config, hardware))
         except ConfigError as error:
-            counts = [*range(processes + 1, _MOST_TRIED + 1), *range(processes - 1, 0, -1)]
+            counts = _other_counts(request.devices)
             other = next((count for count in counts if _runs_on(strategy, request.config, hardware, count)), None)
             lines = "; ".join(str(replace(mistake, source="")) for mistake in error.mistakes)
-            reasons[name] = f"needs {_counted(other, hardware.kind)}; {processes} chosen" if other else lines
+            reasons[name] = f"runs on {_counted(other, hardware.kind)}; {processes} chosen" if other else lines
     return able, reasons
 
 
@@ -142,6 +144,13 @@ def _candidate(strategy: Strategy, config: TrainConfig, hardware: Hardware) -> C
     if strategy.distributed_type == "NO" and hardware.processes > 1:
         raise ConfigError("is one process")
     return candidate(strategy, config, hardware)
+
+
+def _other_counts(devices: Devices) -> list[int]:
+    """Process counts beside the chosen one: first fewer, then more, the nearest first, up to the machine's GPUs."""
+    chosen = devices.num_processes
+    most = len(find_gpus()) if devices.gpu_ids and not devices.machines else _MOST_TRIED
+    return [*range(chosen - 1, 0, -1), *range(chosen + 1, most + 1)]
 
 
 def _runs_on(strategy: Strategy, config: TrainConfig, hardware: Hardware, processes: int) -> bool:
@@ -176,6 +185,7 @@ class _Estimates:
         self._lock = threading.Lock()
         self._requests = OrderedDict[str, _Request]()
         self._results = OrderedDict[str, list[Row] | str]()
+        self._failed = dict[str, float]()
         self._running: str | None = None
         self._waiting: str | None = None
 
@@ -195,39 +205,52 @@ class _Estimates:
             return self._requests.get(key)
 
     def result(self, key: str) -> list[Row] | str | None:
-        """The rows, or why there are none; None while it is not counted."""
+        """The rows, or why there are none; None while it is not counted, and again some time after it failed."""
         with self._lock:
-            return self._results.get(key)
+            return self._result(key)
+
+    def _result(self, key: str) -> list[Row] | str | None:
+        failed = self._failed.get(key)
+        if failed is not None and time.monotonic() - failed >= _FAILURE_SECONDS:
+            del self._failed[key], self._results[key]
+        return self._results.get(key)
 
     def start(self, key: str) -> None:
         """Counts a request after the one that is being counted, in place of any that waits."""
         with self._lock:
-            if key in self._results or key == self._running or key not in self._requests:
-                return
-            self._waiting = key
-            if self._running is not None:
-                return
-            self._running = ""
-        threading.Thread(target=self._work, daemon=True).start()
+            if self._result(key) is None and key != self._running:
+                self._waiting = key
+                self._start_waiting()
 
-    def _work(self) -> None:
-        while True:
+    def _start_waiting(self) -> None:
+        """Starts the request that waits, unless another is being counted; the lock is held."""
+        if self._running is not None or self._waiting is None:
+            return
+        key, self._waiting = self._waiting, None
+        if request := self._requests.get(key):
+            threading.Thread(target=self._work, args=(key, request), daemon=True).start()
+            self._running = key
+
+    def _work(self, key: str, request: _Request) -> None:
+        result: list[Row] | str = "the estimate was broken off"
+        try:
+            result = _plan(request)
+        except Exception as error:  # the planner reads files and counts models of any kind
+            result = str(error) or type(error).__name__
+        finally:
             with self._lock:
-                self._running, self._waiting = self._waiting, None
-                request = self._requests.get(self._running) if self._running else None
-                if self._running is None or request is None:
-                    self._running = None
-                    return
-            try:
-                result: list[Row] | str = _plan(request)
-            except ConfigError as error:
-                result = str(error)
-            except (CheckBroke, OSError, ValueError, KeyError) as error:
-                result = str(error) or type(error).__name__
-            with self._lock:
-                self._results[self._running] = result
-                while len(self._results) > _MAX_KEPT:
-                    self._results.popitem(last=False)
+                self._keep(key, result)
+                self._running = None
+                self._start_waiting()
+
+    def _keep(self, key: str, result: list[Row] | str) -> None:
+        self._results[key] = result
+        self._failed.pop(key, None)
+        if isinstance(result, str):
+            self._failed[key] = time.monotonic()
+        while len(self._results) > _MAX_KEPT:
+            oldest, _ = self._results.popitem(last=False)
+            self._failed.pop(oldest, None)
 
 
 _ESTIMATES = _Estimates()
@@ -316,7 +339,9 @@ def _ranked(rows: Sequence[Row], default: str) -> list[Row]:
 
     for row in rows:
         first = ties[0] if ties else None
-        as_fast = first and first.seconds and row.seconds and row.seconds <= first.seconds * _AS_FAST
+        # Compared with the fastest of the tie: otherwise the default may come first although it is slower than `CLOSE`.
+        fastest = min((tie.seconds or 0.0 for tie in ties), default=0.0)
+        as_fast = fastest and row.seconds and row.seconds <= fastest * _AS_FAST
         if first and not (as_fast and row.fits and first.fits and bool(row.host) == bool(first.host)):
             settle()
         ties.append(row)
@@ -328,8 +353,20 @@ def _why(best: StrategyCard | None, rows: Sequence[Row], hardware: Hardware, uni
     """One sentence about the best strategy, or about what to do without one."""
     memory = f"the {hardware.memory / GIB:.1f} GiB of each {unit}"
     if best is None:
-        smaller = "LoRA or QLoRA, a shorter row, gradient checkpointing, or more GPUs"
-        return f"Nothing fits into {memory}. Try {smaller}." if any(row.fits is False for row in rows) else ""
-    several = sum(row.fits is True for row in rows) > 1
-    comparison = "no other that fits is faster" if several else "nothing else fits"
+        smaller = "a smaller micro-batch, LoRA or QLoRA, a shorter row, gradient checkpointing, or more GPUs"
+        return (
+            f"Nothing fits into {memory} with this micro-batch and the mesh of each strategy's file. Try {smaller}; "
+            "tunesmith plan also tries other meshes."
+            if any(row.fits is False for row in rows)
+            else ""
+        )
+    first, *others = [row for row in rows if row.fits]
+    if first.host:
+        comparison = "nothing fits without offloading"
+    elif not others:
+        comparison = "nothing else fits"
+    elif all(row.host for row in others):
+        comparison = "nothing else fits without offloading"
+    else:
+        comparison = f"no other that fits is more than {CLOSE:.0%} faster"
     return f"It needs {best.total / GIB:.1f} GiB of {memory}, and {comparison}."

@@ -133,10 +133,10 @@ def test_strategies_are_radio_cards_with_memory_and_speed(new_page: Tabs, size: 
     assert page.evaluate("getComputedStyle(document.activeElement.closest('label')).outlineStyle") == "solid"
     page.locator("#strategy-cards summary").click()
     page.get_by_text(re.compile(r"\d strategies cannot run here")).click()
-    expect(page.locator(".ts-unable-list")).to_contain_text("Needs 4 processes; 2 chosen.")
+    expect(page.locator(".ts-unable-list")).to_contain_text("Runs on 4 processes; 2 chosen.")
     page.locator("#opt-gpus input").fill("1")  # the cards are drawn anew: what was unfolded stays, what runs changes
     expect(page.locator("#strategy-cards")).to_have_attribute("data-default", "single")
-    expect(page.locator(".ts-unable-list")).to_contain_text("Needs 2 processes; 1 chosen.")
+    expect(page.locator(".ts-unable-list")).to_contain_text("Runs on 2 processes; 1 chosen.")
     axe(page)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     screenshot(page, f"strategies-{size}")

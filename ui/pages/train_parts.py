@@ -285,8 +285,9 @@ def rate_curve(preview: Preview | None) -> Html:
     config = preview.job.config if preview and preview.job else None
     total = preview.numbers.total_steps if preview and preview.numbers else None
     rates = learning_rates(config, total) if config else []
-    if not rates:
+    if not rates or not max(rates):
         reason = "is drawn once the number of steps is known" if config else "is drawn once the mistakes are fixed"
+        reason = "is 0 at every step" if rates else reason
         return element("div", note(f"The learning rate {reason}."), class_="ts-curve")
     peak = max(rates)
     points = " ".join(f"{400 * at / (len(rates) - 1):.1f},{60 - 58 * rate / peak:.2f}" for at, rate in enumerate(rates))

@@ -11,6 +11,7 @@ import gradio as gr
 import pytest
 
 from app.services.choices import GpuChoice
+from app.services.form import preview
 from app.services.memory_check import Verdict
 from app.services.starting_values import starting_values
 from tests.made_runs import made_run
@@ -185,3 +186,8 @@ def test_a_draft_of_a_run_that_goes_on_keeps_what_is_the_presets_own_value_again
         "options": {**untouched, "logging_steps": starting_values("tiny-lora")["logging_steps"]},
     }
     assert shown(json.dumps(draft)) == {**untouched, "logging_steps": "1"}
+
+
+def test_a_learning_rate_that_rounds_to_nothing_is_no_curve() -> None:
+    options = {"learning_rate": "5e-324", "max_steps": "50", "warmup_steps": "100"}
+    assert "is 0 at every step" in train_parts.rate_curve(preview(options, "tiny-lora", None, None, "1"))

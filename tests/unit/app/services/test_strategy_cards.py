@@ -16,6 +16,7 @@ from app.services.strategy_cards import StrategyCards, register_job, strategy_ca
 from trainers.config.mistakes import ConfigError
 from trainers.strategy.mesh import MeshSizes
 from trainers.strategy.strategy import strategy_names
+from ui.pages.strategy_parts import _speed
 
 
 @pytest.fixture(autouse=True)
@@ -52,9 +53,8 @@ def cards_with(monkeypatch: pytest.MonkeyPatch, rows: list[Row] | Exception, **o
 
 def finish(key: str) -> None:
     """Waits for the estimate of a key."""
-    for thread in threading.enumerate():
-        if thread.name.endswith("(_work)"):
-            thread.join(30)
+    while working := [thread for thread in threading.enumerate() if thread.name.endswith("(_work)")]:
+        working[0].join(30)
     assert service._ESTIMATES.result(key) is not None
 
 
@@ -69,8 +69,8 @@ def test_every_strategy_has_a_card_at_once_and_a_title_in_words() -> None:
         assert card.summary[0].isupper(), card
         assert card.summary[-1] == ".", card
     reasons = {card.name: card.reason for card in cards.unable}
-    assert reasons["single"] == "needs 1 process; 2 chosen"
-    assert reasons["hsdp"] == "needs 4 processes; 2 chosen"
+    assert reasons["single"] == "runs on 1 process; 2 chosen"
+    assert reasons["hsdp"] == "runs on 4 processes; 2 chosen"
     assert "accelerator" in reasons["fsdp2_offload"]
 
 
@@ -89,9 +89,25 @@ def test_the_best_that_fits_comes_first_and_the_default_wins_a_tie(monkeypatch: 
     assert [card.name for card in cards.able] == ["ddp", "fsdp2", "tp", "cp"]
     assert cards.recommended == "ddp"
     assert cards.able[-1].speed == 0.5
-    assert "no other that fits is faster" in cards.why
+    assert "no other that fits is more than 5% faster" in cards.why
     slow = [row("tp", 1.0), row("ddp", 1.5)]
     assert cards_with(monkeypatch, slow, max_length="64").recommended == "tp", "a default that is slower is not better"
+
+
+def test_what_is_recommended_is_as_fast_as_its_sentence_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner puts the least memory first among times within 5 %; a default beyond them stays behind them."""
+    rows = [row("fsdp2", 1.04, gib=1), row("tp", 1.0, gib=2), row("ddp", 1.055, gib=3)]
+    cards = cards_with(monkeypatch, rows)
+    assert cards.recommended == "fsdp2"
+    facts = {card.name: _speed(card) for card in cards.able}
+    assert facts == {"fsdp2": "fastest", "tp": "fastest", "ddp": "95% of the fastest"}
+
+
+def test_offloading_is_not_compared_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    offloading = [row("zero3_offload", 1.0, host=GIB), row("fsdp2_offload", 1.0, host=GIB)]
+    cards = cards_with(monkeypatch, [row("ddp", 2.0), *offloading])
+    assert "nothing else fits without offloading" in cards.why
+    assert ", and nothing fits without offloading" in cards_with(monkeypatch, offloading, max_length="64").why
 
 
 def test_nothing_is_recommended_where_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,6 +116,7 @@ def test_nothing_is_recommended_where_nothing_fits(monkeypatch: pytest.MonkeyPat
     cards = cards_with(monkeypatch, [large])
     assert cards.recommended == ""
     assert "Nothing fits" in cards.why
+    assert "the mesh of each strategy's file" in cards.why, "the planner may find another mesh"
     assert cards.able[0].reason.startswith("900.0 GiB")
 
 
@@ -112,6 +129,52 @@ def test_an_estimate_that_fails_says_why_and_keeps_the_cards(monkeypatch: pytest
     cards = cards_with(monkeypatch, ConfigError("model x is not here"))
     assert (cards.state, cards.recommended, cards.able[0].name) == ("unknown", "", "ddp")
     assert "model x is not here" in cards.why
+
+
+@pytest.mark.parametrize("error", [RuntimeError("crashed"), ZeroDivisionError(), SystemExit(1)])
+def test_after_any_failure_the_next_job_is_estimated(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+
+    def fail(request: Any) -> list[Row]:
+        raise error
+
+    monkeypatch.setattr(service, "_plan", fail)
+    key = key_of()
+    strategy_cards(key, estimate=True)
+    finish(key)
+    cards = strategy_cards(key)
+    assert cards
+    assert cards.state == "unknown"
+    assert cards_with(monkeypatch, [row("ddp", 1.0)], max_length="64").state == "estimated"
+
+
+def test_a_failure_is_tried_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    def state(estimate: bool = False) -> str:
+        cards = strategy_cards(key, estimate)
+        assert cards
+        return cards.state
+
+    key = key_of()
+    assert cards_with(monkeypatch, ConfigError("Hub unreachable")).state == "unknown"
+    monkeypatch.setattr(service, "_plan", lambda request: [row("ddp", 1.0)])
+    assert state(estimate=True) == "unknown", "not at once, or every look counts a model again"
+    monkeypatch.setattr(service, "_FAILURE_SECONDS", 0.0)
+    assert state() == "counting"
+    state(estimate=True)
+    finish(key)
+    assert state() == "estimated", "and that is kept"
+
+
+@pytest.mark.parametrize(
+    ("processes", "name", "reason"),
+    [(3, "cp", "runs on 2 processes; 3 chosen"), (5, "ddp", "runs on 4 processes; 5 chosen")],
+)
+def test_the_nearest_smaller_count_is_named_first(processes: int, name: str, reason: str) -> None:
+    job = preview({}, "tiny-lora", None, None, "1").job
+    assert job
+    cards = strategy_cards(register_job(job.config, Devices([], processes), "ddp"))
+    assert cards
+    assert {card.name: card.reason for card in cards.unable}[name] == reason
 
 
 def test_options_without_effect_on_memory_and_speed_share_an_estimate() -> None:
@@ -167,7 +230,9 @@ def test_gpus_are_named_with_their_memory(monkeypatch: pytest.MonkeyPatch) -> No
     cards = strategy_cards(register_job(job.config, Devices([0, 1], 2), "ddp"))
     assert cards
     assert (cards.unit, cards.memory) == ("GPU", 24 * GIB)
-    assert {card.name: card.reason for card in cards.unable}["single"] == "needs 1 GPU; 2 chosen"
+    reasons = {card.name: card.reason for card in cards.unable}
+    assert "runs on" not in reasons["hsdp"], "four GPUs are not here"
+    assert reasons["single"] == "runs on 1 GPU; 2 chosen"
 
 
 def test_a_key_that_is_not_known_gives_nothing() -> None:
