@@ -109,10 +109,6 @@ def _text(_: Any, value: Any, __: set[str]) -> bool:
     return value is None or is_text(value)
 
 
-def _nothing(_: Any, value: Any, __: set[str]) -> bool:
-    return value is None
-
-
 def _boolean(_: Any, value: Any, __: set[str]) -> bool:
     return value is None or isinstance(value, bool)
 
@@ -193,6 +189,5 @@ _KINDS: dict[type, tuple[Check, str]] = {
     gr.CheckboxGroup: (_choices, "a list of choices"),
     gr.Chatbot: (_conversation, "a conversation of plain text"),
     gr.UploadButton: (_upload, "a file that was uploaded here"),
-    gr.State: (_nothing, "empty, as it is kept on the server"),
     Api: (_parameter, "JSON of the type that the endpoint expects"),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import gradio as gr
@@ -30,19 +29,6 @@ _LOOK_SECONDS = 1.0
 """Seconds between looks at an estimate; the first starts it, so that nothing is counted while one types."""
 
 
-@dataclass
-class ShownJob:
-    """The newest job whose cards a page shows. Events that run at the same time share it, on the server.
-
-    Args:
-        key: its key; empty before the first cards.
-        job: the job; None before the first cards.
-    """
-
-    key: str = ""
-    job: TrainJob | None = None
-
-
 class StrategyPicker:
     """The cards, and the timer that waits for their estimate.
 
@@ -54,7 +40,7 @@ class StrategyPicker:
         self.job_of = job_of
         waiting = note("The strategies that can run are listed once the form has no mistakes.")
         self.panel = gr.HTML(waiting, elem_id="train-cards", apply_default_css=False)
-        self.shown_job = gr.State(ShownJob())
+        self.key = gr.Textbox("", visible=False, label="job of the cards")
         self.timer = gr.Timer(_LOOK_SECONDS, active=False)
 
     def connect(self, changes: Sequence[Any], loaded: Any, form: Sequence[Any]) -> None:
@@ -65,36 +51,28 @@ class StrategyPicker:
             loaded: the event after which the form is filled.
             form: the components whose values `job_of` takes.
         """
-        outputs = [self.panel, self.timer]
-        event: dict[str, Any] = {"fn": self.refresh, "inputs": [self.shown_job, *form], "outputs": outputs, **_QUICK}
+        outputs = [self.panel, self.key, self.timer]
+        event: dict[str, Any] = {"fn": self.refresh, "inputs": [self.key, *form], "outputs": outputs, **_QUICK}
         gr.on(changes, **event, trigger_mode="always_last")
         loaded.then(**event)
-        self.timer.tick(self.look, self.shown_job, outputs, **_QUICK)
+        self.timer.tick(self.look, self.key, outputs, **_QUICK)
 
-    def refresh(self, shown_job: ShownJob, *form: Any) -> list[Any]:
+    def refresh(self, current_key: str, *form: Any) -> list[Any]:
         """The cards of the form's job; beside mistakes, those that are there stay."""
         job = self.job_of(*form)
-        key = _register(job) if job else shown_job.key
-        cards = strategy_cards(key) if key != shown_job.key else None
+        key = register_job(job.config, job.devices, job.strategy.name) if job else current_key
+        cards = strategy_cards(key) if key != current_key else None
         if cards is None:
-            return [gr.skip()] * 2
-        shown_job.key, shown_job.job = key, job
-        return [cards_panel(cards), gr.Timer(active=cards.state == "counting")]
+            return [gr.skip()] * 3
+        return [cards_panel(cards), key, gr.Timer(active=cards.state == "counting")]
 
-    def look(self, shown_job: ShownJob) -> list[Any]:
+    def look(self, key: str) -> list[Any]:
         """Starts the estimate of the cards that are shown, and shows it once it is there."""
-        job = shown_job.job
-        if job is None:
-            lost = note("The server was restarted; reload the page to see the strategies.")
-            return [lost, gr.Timer(active=False)]
-        cards = strategy_cards(_register(job), estimate=True)  # registered again: other pages may have displaced it
-        if cards is None or cards.state == "counting" or shown_job.job is not job:  # `refresh` has drawn another job
-            return [gr.skip()] * 2
-        return [cards_panel(cards), gr.Timer(active=False)]
-
-
-def _register(job: TrainJob) -> str:
-    return register_job(job.config, job.devices, job.strategy.name)
+        cards = strategy_cards(key, estimate=True)
+        if cards and cards.state == "counting":
+            return [gr.skip()] * 3
+        lost = note("The strategies are no longer known here; reload the page to see them.")
+        return [cards_panel(cards) if cards else lost, gr.skip(), gr.Timer(active=False)]
 
 
 def cards_panel(cards: StrategyCards) -> Html:

@@ -82,7 +82,6 @@ def proper(block: gr.blocks.Block) -> Any:
         gr.Chatbot: [],
         gr.CheckboxGroup: [],
         gr.UploadButton: None,
-        gr.State: None,
     }
     if type(block) in values:
         return values[type(block)]

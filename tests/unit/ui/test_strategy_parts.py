@@ -11,8 +11,7 @@ from app.plan.estimate import Row
 from app.services import strategy_cards as service
 from app.services.form import preview
 from trainers.strategy.mesh import MeshSizes
-from ui.pages import strategy_parts
-from ui.pages.strategy_parts import ShownJob, StrategyPicker
+from ui.pages.strategy_parts import StrategyPicker
 
 
 @pytest.fixture
@@ -30,41 +29,25 @@ def is_active(timer: Any) -> bool:
     return bool(timer.active)
 
 
-def test_a_look_that_a_changed_form_overtook_draws_nothing(
-    picker: StrategyPicker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shown = ShownJob()
-    assert is_active(picker.refresh(shown, "64")[1])
-    real = strategy_parts.strategy_cards
-
-    def overtaken(key: str, estimate: bool = False) -> Any:
-        cards = real(key, estimate)
-        monkeypatch.setattr(strategy_parts, "strategy_cards", real)
-        picker.refresh(shown, "65")
-        return cards
-
-    monkeypatch.setattr(strategy_parts, "strategy_cards", overtaken)
-    assert picker.look(shown) == [gr.skip()] * 2, "the timer stays on"
-    panel, timer = picker.look(shown)
+def test_a_look_shows_the_estimate_of_its_job(picker: StrategyPicker) -> None:
+    _, key, timer = picker.refresh("", "64")
+    assert is_active(timer)
+    panel, _, timer = picker.look(key)
     assert 'data-state="estimated"' in panel
     assert not is_active(timer)
 
 
-def test_a_job_that_others_displaced_is_estimated_all_the_same(
-    picker: StrategyPicker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_is_no_longer_known_says_so(picker: StrategyPicker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "_MAX_KEPT", 2)
-    shown = ShownJob()
-    picker.refresh(shown, "64")
+    _, first, _ = picker.refresh("", "64")
     for length in (65, 66):
-        picker.refresh(ShownJob(), str(length))
-    assert service.strategy_cards(shown.key) is None
-    panel, timer = picker.look(shown)
-    assert 'data-state="estimated"' in panel
-    assert not is_active(timer)
+        picker.refresh("", str(length))
+    for key in (first, "", "no such key"):
+        panel, _, timer = picker.look(key)
+        assert "reload the page" in panel
+        assert not is_active(timer)
 
 
-def test_a_page_of_a_server_that_is_gone_says_so(picker: StrategyPicker, monkeypatch: pytest.MonkeyPatch) -> None:
-    panel, timer = picker.look(ShownJob())
-    assert "reload the page" in panel
-    assert not is_active(timer)
+def test_no_component_keeps_a_connection_open(picker: StrategyPicker) -> None:
+    """`gr.State` does, one for each page: with the sixth tab all of them would stop."""
+    assert not [block for block in picker.panel.parent.children if isinstance(block, gr.State)]
