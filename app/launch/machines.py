@@ -14,7 +14,7 @@ from trainers.config.options import MACHINE_OPTIONS, TrainConfig
 from trainers.config.parse import whole_number
 from trainers.strategy.strategy import Machines
 
-MOST_MACHINES = 64
+MOST_MACHINES = 128
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
 
 

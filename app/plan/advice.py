@@ -64,9 +64,10 @@ def train_command(row: Row, strategy: Strategy, name: str, args: Args, config: T
 
 def _device_args(world: int, launch: Mapping[str, str], hardware: Hardware) -> list[str]:
     ids = hardware.gpu_ids
-    if not ids or world > len(ids):
+    selected = "gpus" in launch or bool(hardware.left_out)
+    if not ids or (world > len(ids) and not selected):
         return ["--num_processes", str(world)]
-    chosen = "gpus" in launch or "num_processes" in launch or hardware.left_out
+    chosen = selected or "num_processes" in launch
     return ["--gpus", ",".join(map(str, ids[:world]))] if chosen or world < len(ids) else []
 
 
@@ -108,12 +109,13 @@ def _listed(names: Sequence[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + (f" and {extra} more" if extra > 0 else "")
 
 
-def needed_line(needed: tuple[Row, int] | None, config: TrainConfig, most: int, memory: float) -> str:
+def needed_line(needed: tuple[Row, int] | None, config: TrainConfig, hardware: Hardware) -> str:
     """What would fit where nothing does."""
-    gpus = f"GPUs of {memory / GIB:.1f} GiB"
+    gpus = f"GPUs of {hardware.memory / GIB:.1f} GiB"
     remedy = "try --method lora or qlora, a shorter max_length, or --gradient_checkpointing true"
     if needed is None:
+        most = max(hardware.processes, *hardware.larger_counts(), 0)
         return f"nothing fits, not even on {most} {gpus}: {remedy}"
     row, batch = needed
-    more = "" if batch == config.global_batch_size else f" and a global_batch_size of {batch}"
-    return f"nothing fits: it needs at least {row.sizes.world} {gpus}{more} ({row.strategy}, {row.sizes}); or {remedy}"
+    more = "" if batch == config.global_batch_size else f" with a global_batch_size of {batch}"
+    return f"nothing fits; {row.sizes.world} {gpus} would do{more} ({row.strategy}, {row.sizes}); or {remedy}"

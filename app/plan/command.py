@@ -16,6 +16,7 @@ from app.console import report_json
 from app.hardware import Devices, choose_devices, cpu_count, find_gpus
 from app.launch.foreground import run_checker, spinner
 from app.launch.job import named_preset
+from app.launch.machines import MOST_MACHINES
 from app.plan.advice import set_price, train_command
 from app.plan.estimate import Candidate, case_of
 from app.plan.hardware import GIB, MOST_GPUS, PER_MACHINE, Hardware, parse_size
@@ -31,7 +32,6 @@ from trainers.run.disk import free_bytes
 from trainers.strategy.mesh_options import read_sizes
 from trainers.strategy.strategy import Strategy, load_strategy, strategy_names
 
-_MOST_MACHINES = MOST_GPUS // PER_MACHINE
 PLAN = Verb(
     "plan",
     "Estimate what `train` with the same arguments needs under each strategy, on the best mesh: peak memory per GPU by "
@@ -232,8 +232,8 @@ def _hardware(values: Mapping[str, str], gpu_memory: str | None) -> Hardware:
 def _machines(text: str | None) -> int | None:
     if text is None:
         return None
-    if (count := whole_number(text, 1, _MOST_MACHINES)) is None:
-        problem = f"is not a whole number from 1 to {_MOST_MACHINES}"
+    if (count := whole_number(text, 1, MOST_MACHINES)) is None:
+        problem = f"is not a whole number from 1 to {MOST_MACHINES}"
         raise ConfigError.about("num_machines", repr(text[:40]), problem, "write one")
     return count
 
@@ -251,8 +251,16 @@ def _processes(text: str | None, machines: int | None) -> int:
 
 
 def _assumed_machines(processes: int) -> int:
-    """The machines that so many GPUs are in, if the user does not say."""
-    return processes // PER_MACHINE if processes > PER_MACHINE and processes % PER_MACHINE == 0 else 1
+    """The machines that so many GPUs are in, if the user does not say: the fewest with up to `PER_MACHINE` each.
+
+    Raises:
+        ConfigError: if they are more than a run can have.
+    """
+    machines = processes // max(size for size in range(1, PER_MACHINE + 1) if processes % size == 0)
+    if machines > MOST_MACHINES:
+        problem = f"would be {machines} machines of at most {PER_MACHINE} GPUs; a run has at most {MOST_MACHINES}"
+        raise ConfigError.about("num_processes", processes, problem, "add --num_machines")
+    return machines
 
 
 def _memory(text: str) -> float:
@@ -285,7 +293,7 @@ def count(
         ConfigError: if this machine or the model is not suitable.
         CheckBroke: if the count crashed.
     """
-    env = module_environment({**os.environ, "OMP_NUM_THREADS": str(max(1, cpu_count() // hardware.processes))})
+    env = module_environment({**os.environ, "OMP_NUM_THREADS": str(max(1, cpu_count() // hardware.per_machine))})
     if hardware.gpu_ids or not hardware.is_local:
         env = launch_environment(Devices(list(hardware.gpu_ids[:1]), 1), env)
     hidden = {} if hardware.is_local else {"CUDA_VISIBLE_DEVICES": ""}
@@ -297,4 +305,4 @@ def count(
         counter_args += ["--cases", *cases] if cases else []
         counter_args += ["--basis", str(most_tp)] if most_tp else []
         out = run_checker(module_argv("trainers.tools.memory_estimate", counter_args), {**env, **hidden}, ROOT)
-    return dict(json.loads(out.splitlines()[-1]))
+    return {**json.loads(out.splitlines()[-1]), "timed_processes": hardware.per_machine}

@@ -177,10 +177,9 @@ def _tied_mistake(strategy: Strategy, counted: Mapping[str, Any]) -> str | None:
 def _set_fits(row: Row, strategy: Strategy, hardware: Hardware) -> None:
     """Sets whether the row fits, and if not, why."""
     memory = row.memory or {}
-    # On a CPU, a run of one process may use the memory of all.
-    room = (
-        hardware.memory * ROOM[hardware.kind] * (hardware.processes / row.sizes.world if hardware.kind == "cpu" else 1)
-    )
+    # On a CPU, fewer processes of a machine may use the memory of all of its.
+    shares = hardware.per_machine / min(row.sizes.world, hardware.per_machine) if hardware.kind == "cpu" else 1
+    room = hardware.memory * ROOM[hardware.kind] * shares
     row.fits, notes = row.total <= room, []
     if not row.fits:
         largest = max(memory, key=lambda name: memory[name])

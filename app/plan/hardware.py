@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from app.launch.machines import MOST_MACHINES
 from trainers.config.mistakes import ConfigError
 
 GIB = 2**30
@@ -16,7 +17,7 @@ LINKS = {"gpu": 25.0, "cpu": 1.0}
 MACHINE_LINKS = {"gpu": 12.5, "cpu": 0.1}
 """GB/s that a rank sends to other machines: a network card of 100 Gb/s per GPU, and 1 Gb/s Ethernet."""
 PER_MACHINE = 8
-"""GPUs assumed in a machine, if there are more and `--num_machines` is not given."""
+"""Most GPUs assumed in a machine, if there are more and `--num_machines` is not given."""
 MOST_GPUS = 1024
 NOMINAL = 3e14
 """FLOP/s assumed for GPUs that are not on this machine."""
@@ -34,7 +35,7 @@ class Hardware:
     Args:
         kind: `gpu` or `cpu`.
         processes: number of processes on all machines; one per GPU.
-        memory: bytes of memory per process.
+        memory: bytes of memory per process; on a CPU, an equal share of the machine's.
         gpu_ids: GPU ids of this machine; empty for a CPU, and for GPUs elsewhere.
         is_local: whether it is this machine, whose speed can be measured.
         host: bytes of host memory of a machine; None if unknown.
@@ -74,15 +75,33 @@ class Hardware:
         """Processes of a machine."""
         return self.processes // self.machines
 
+    @property
+    def full_machine(self) -> int:
+        """GPUs of a machine, were all of it used."""
+        return self.per_machine if self.machines > 1 else max(PER_MACHINE, self.processes)
+
     def resized(self, processes: int) -> Hardware:
-        """The same hardware with another number of processes: whole machines, or a part of one."""
-        return replace(self, processes=processes, machines=max(1, processes // self.per_machine))
+        """The same hardware with another number of processes: whole machines, or a part of one.
+
+        On a CPU, fewer processes share the same memory of a machine.
+        """
+        shares = self.per_machine / min(processes, self.per_machine) if self.kind == "cpu" else 1
+        machines = max(1, processes // self.per_machine)
+        return replace(self, processes=processes, machines=machines, memory=self.memory * shares)
 
     def usable_counts(self) -> list[int]:
         """Numbers of processes that a strategy may use if it cannot use all, most first."""
         local = range(self.per_machine, min(self.processes, 2) - 1, -1)
         machines = [self.per_machine * count for count in range(self.machines, 1, -1) if self.machines % count == 0]
         return [*machines, *local]
+
+    def larger_counts(self) -> list[int]:
+        """Larger numbers of GPUs, ascending: powers of two inside a machine, then 1, 2, 4, ... machines."""
+        machine = self.full_machine
+        doubled = [2**power for power in range(MOST_GPUS.bit_length())]
+        counts = [count for count in doubled if count < machine]
+        counts += [machine * count for count in doubled if count <= MOST_MACHINES and machine * count <= MOST_GPUS]
+        return [count for count in counts if count > self.processes]
 
     def assumed(self) -> str:
         """The assumptions of a plan."""

@@ -8,7 +8,7 @@ from typing import Any
 from app.console import clean, number, report, show_table
 from app.plan.advice import BILLION, needed_line, run_tokens, why_first
 from app.plan.estimate import Row
-from app.plan.hardware import GIB, MOST_GPUS, Hardware
+from app.plan.hardware import GIB, Hardware
 from trainers.config.options import TrainConfig
 
 _USES = ("weights", "gradients", "optimizer", "gathered", "activations", "overhead")
@@ -73,7 +73,7 @@ def _advice(
         return "no strategy could be estimated; see the reasons above"
     if hardware.kind == "cpu":
         return "nothing fits: try --method lora or qlora, a smaller micro-batch, --gradient_checkpointing true"
-    return needed_line(needed, config, MOST_GPUS, hardware.memory)
+    return needed_line(needed, config, hardware)
 
 
 def show(rows: Sequence[Row], document: Mapping[str, Any]) -> None:

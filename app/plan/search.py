@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 from app.plan.estimate import Row, best_first, candidate, plan_row
-from app.plan.hardware import MOST_GPUS, PER_MACHINE, Hardware
+from app.plan.hardware import Hardware
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.strategy.mesh import MeshSizes, data_axis
@@ -128,17 +128,13 @@ def _micro_batches(config: TrainConfig, strategy: Strategy) -> list[int]:
 
 
 def fewest_gpus(strategies: Sequence[Strategy], request: Request) -> tuple[Row, int] | None:
-    """The best row on the fewest GPUs on which anything fits, and the global batch that they need; None up to the most.
+    """The best row on the first of `Hardware.larger_counts` on which anything fits, and the global batch; None if none.
 
-    Tries more GPUs by powers of two, in whole machines; where the global batch is too small to go round, one that is as
-    large as the number of GPUs.
+    Where the global batch is too small to go round, tries one that is as large as the number of GPUs.
     """
-    hardware, count = request.hardware, 1
-    machine = hardware.per_machine if hardware.machines > 1 else max(PER_MACHINE, hardware.processes)
-    while (count := 2 * count) <= MOST_GPUS:
-        if count <= hardware.processes or (count > machine and count % machine):
-            continue
-        larger = replace(hardware, processes=count, machines=max(1, count // machine), gpu_ids=())
+    hardware = request.hardware
+    for count in hardware.larger_counts():
+        larger = replace(hardware, processes=count, machines=max(1, count // hardware.full_machine), gpu_ids=())
         own = request.config.global_batch_size
         for batch in (own, -(-max(own, count) // count) * count):
             config = request.config.model_copy(update={"global_batch_size": batch})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 from typing import Any
 
 from app.plan.hardware import NOMINAL, Hardware
@@ -56,7 +56,9 @@ def step_time(
     repeats = config.gradient_checkpointing and not config.selective_checkpointing
     again = 2 * counted["layer_matmul"] * counted["layers"] if repeats else 0
     tokens = config.global_batch_size * config.max_length
-    devices = hardware.processes if hardware.kind == "cpu" else sizes.world  # processes share the cores of a CPU
+    devices = sizes.world
+    if hardware.kind == "cpu":  # however few processes share the cores of a machine, they use all
+        devices = counted.get("timed_processes", hardware.per_machine) * ceil(sizes.world / hardware.per_machine)
     rate = (hardware.flops or counted["flops_per_second"] or NOMINAL) * devices
     busy = tokens * (6 * trained + 4 * frozen + again) / rate / (1 - bubble)
     # Communication time, overlapping computation where the strategy allows it.

@@ -103,9 +103,9 @@ def planner(run: RunFolder) -> Fits:
     def fits(configs: Sequence[TrainConfig], strategy: Strategy) -> Sequence[bool | None]:
         ids, processes = gpu_ids(run), strategy.num_processes
         memories = [gpu.memory for gpu in hardware.find_gpus() if gpu.index in ids]
-        host = float(host_memory.total())
-        memory = float(min(memories)) if memories else host / processes
-        planned = Hardware("gpu" if ids else "cpu", processes, memory, is_local=False, host=host)
+        host, machines = float(host_memory.total()), int(strategy.values.get("num_machines") or 1)
+        memory = float(min(memories)) if memories else host * machines / processes
+        planned = Hardware("gpu" if ids else "cpu", processes, memory, is_local=False, host=host, machines=machines)
         try:
             counted = count(configs[0], planned, [(strategy, config) for config in configs])
         except (ConfigError, CheckBroke):

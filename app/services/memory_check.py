@@ -88,8 +88,8 @@ def memory_verdict(job: TrainJob) -> Verdict:
 def _count(job: TrainJob) -> Verdict:
     memory, devices = free_memory(job), job.devices
     kind, machines = "gpu" if devices.gpu_ids else "cpu", devices.machines.count if devices.machines else 1
-    host = float(host_memory.available()) * machines  # assume that the other machines have as much
-    planned = Hardware(kind, devices.num_processes, memory, is_local=False, host=host)
+    host = float(host_memory.available())  # assume that the other machines have as much
+    planned = Hardware(kind, devices.num_processes, memory, is_local=False, host=host, machines=machines)
     try:
         counted = count(job.config, planned, [(job.strategy, job.config)])
     except (ConfigError, CheckBroke):

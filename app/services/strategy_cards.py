@@ -109,10 +109,11 @@ class _Request:
     def hardware(self) -> Hardware:
         """The devices as the planner takes them. GPUs are not used for the count: a run may hold them."""
         devices, host = self.devices, float(host_memory.total())
+        machines = devices.machines.count if devices.machines else 1
         if devices.gpu_ids:
             memory = min(gpu.memory for gpu in find_gpus() if gpu.index in devices.gpu_ids)
-            return Hardware("gpu", devices.num_processes, memory, is_local=False, host=host)
-        return Hardware("cpu", devices.num_processes, host / devices.local_processes)
+            return Hardware("gpu", devices.num_processes, memory, is_local=False, host=host, machines=machines)
+        return Hardware("cpu", devices.num_processes, host / devices.local_processes, machines=machines)
 
 
 def _default_of(name: str) -> object:

@@ -66,8 +66,8 @@ def test_the_words_name_the_machines() -> None:
     [
         ({"machine_rank": "2"}, "machine_rank=2 is not a whole number from 0 to 1; write one"),
         ({"machine_rank": "-1"}, "machine_rank=-1 is not a whole number from 0 to 1"),
-        ({"num_machines": "two"}, "num_machines=two is not a whole number from 1 to 64"),
-        ({"num_machines": "0"}, "num_machines=0 is not a whole number from 1 to 64"),
+        ({"num_machines": "two"}, "num_machines=two is not a whole number from 1 to 128"),
+        ({"num_machines": "0"}, "num_machines=0 is not a whole number from 1 to 128"),
         ({"num_machines": ""}, "machine_rank=1 without num_machines; add --num_machines 2"),
         ({"num_machines": "1"}, "num_machines=1 with --machine_rank 1; leave it out"),
         ({"main_process_port": "65536"}, "main_process_port=65536 is not a whole number from 1 to 65535"),

@@ -7,6 +7,7 @@ import json
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,15 @@ from app.cli import run_verb
 from app.command_line import TRAIN
 from app.hardware import Gpu
 from app.launch.job import train_job
-from app.plan.command import plan_verb
+from app.launch.machines import MOST_MACHINES
+from app.plan.command import _hardware, plan_verb
 from app.plan.report import _ignored
 from app.plan.scale import SHAPES, scale_config
 from trainers.config.mistakes import ConfigError
 from trainers.config.validation import build
 from trainers.embedded import BASE_DIR
 from trainers.model.load import build_model
+from trainers.run import host_memory
 from trainers.tools.memory_estimate import case, estimate_memory
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -276,6 +279,50 @@ def test_several_machines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert "64 GPUs of 80.0 GiB in 4 machines" in shown
     assert "is first because" in shown
     assert "hours and cost are for the" in shown
+
+
+@pytest.mark.parametrize(
+    ("processes", "machines"), [(8, 1), (12, 2), (20, 4), (64, 8), (1020, None), (1024, MOST_MACHINES)]
+)
+def test_more_than_eight_gpus_are_in_machines_of_up_to_eight(processes: int, machines: int | None) -> None:
+    values = {"num_processes": str(processes)}
+    if machines is None:
+        with pytest.raises(ConfigError, match="would be 170 machines of at most 8 GPUs; a run has at most 128"):
+            _hardware(values, "80")
+    else:
+        assert _hardware(values, "80").machines == machines
+
+
+def test_each_of_several_cpus_is_counted_with_its_own_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+
+    def counted(argv: object, env: dict[str, str], folder: object) -> str:
+        threads.append(env["OMP_NUM_THREADS"])
+        return json.dumps(SHAPES[0].counted())
+
+    monkeypatch.setattr(app.plan.command, "run_checker", counted)
+    monkeypatch.setattr(app.plan.command, "cpu_count", lambda: 8)
+    hardware = _hardware({"num_processes": "4", "num_machines": "2"}, None)
+    assert hardware.memory == pytest.approx(host_memory.total() / 2)
+    assert app.plan.command.count(scale_config(), hardware, [])["timed_processes"] == 2
+    assert threads == ["4"]
+
+
+@pytest.mark.parametrize("words", [["--gpus", "0,2"], []])
+def test_machines_use_the_gpus_that_were_chosen(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the user, or because other programs use the rest; without either the count says enough."""
+    gpus = [Gpu(index, f"GPU-{index}", "H100", 80 << 30, 0) for index in range(3)]
+    busy = [*gpus[:1], replace(gpus[1], used=9 << 30), gpus[2]]
+    for shown, line in ((busy, "--gpus 0,2 --num_machines 2"), (gpus, "--num_processes 6 --num_machines 2")):
+        for module in (app.hardware, app.plan.command):
+            monkeypatch.setattr(module, "find_gpus", lambda shown=shown: shown)
+        monkeypatch.setattr(app.plan.command, "run_checker", lambda *_: json.dumps(SHAPES[0].counted()))
+        line = "--gpus 0,2 --num_machines 2" if words else line
+        sizes = ["--global_batch_size", "12", "--per_device_train_batch_size", "1"]
+        assert plan_verb(["tiny-full", *sizes, "--strategies", "ddp", "--num_machines", "2", *words]) == 0
+        assert line in capsys.readouterr().out
 
 
 def test_the_help_names_its_options(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from app.plan.estimate import Row, best_first, candidate, plan_row
-from app.plan.hardware import CUDA_GIB, GIB, NCCL_GIB, Hardware, parse_size
+from app.plan.hardware import CUDA_GIB, GIB, NCCL_GIB, ROOM, Hardware, parse_size
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.config.validation import build
@@ -458,3 +458,29 @@ def test_ddp_accumulates_beside_its_buckets(tmp_path: Path) -> None:
             assert bucket.data_ptr() != beside.data_ptr()
     finally:
         distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(("processes", "machines"), [(4, 2), (2, 1)])
+def test_on_a_cpu_a_process_has_the_memory_and_cores_of_its_machine_only(processes: int, machines: int) -> None:
+    """Alone on a machine of two processes it may take what both may; the other machines do not help it."""
+    settings = config(global_batch_size=16, per_device_train_batch_size=4)
+    one = row("single", processes=1)
+    total, speed = one.total, one.tokens_per_second or 0.0
+    for share, fits in ((0.51, True), (0.49, False)):
+        hardware = Hardware("cpu", processes, share * total / ROOM["cpu"], machines=machines)
+        found = plan_row(*candidate(load_strategy("single"), settings, hardware), COUNTED, hardware)
+        assert found.fits is fits
+        assert found.tokens_per_second == pytest.approx(2 * speed)
+
+
+def test_fewer_processes_on_a_cpu_share_all_of_its_memory_and_cores() -> None:
+    three = Hardware("cpu", 3, 2e9)
+    assert three.resized(2).memory == 3e9
+    assert three.resized(1).memory == 6e9
+    assert Hardware("cpu", 6, 2e9, machines=2).resized(3) == three
+    assert Hardware("gpu", 3, 2e9).resized(2).memory == 2e9
+    two, counted = three.resized(2), {**COUNTED, "timed_processes": 3}
+    settings = config(global_batch_size=16, per_device_train_batch_size=4)
+    chosen = candidate(load_strategy("single"), settings, two)
+    alone = row("single", processes=1).tokens_per_second or 0.0
+    assert plan_row(*chosen, counted, two).tokens_per_second == pytest.approx(3 * alone)

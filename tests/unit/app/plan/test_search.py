@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from app.launch.machines import MOST_MACHINES
+from app.plan.advice import needed_line
 from app.plan.cases import counted_case
 from app.plan.estimate import Row, best_first, candidate, plan_row
 from app.plan.hardware import GIB, Hardware
@@ -143,6 +145,31 @@ def test_a_batch_that_is_too_small_for_them_grows() -> None:
     found = fewest_gpus([load_strategy("fsdp2")], request(2, SEVENTY, global_batch_size=4))
     assert found
     assert (found[0].sizes.world, found[1]) == (32, 32)
+
+
+@pytest.mark.parametrize(("each", "expected"), [(6, 48), (10, 40), (12, 48), (20, 80)])
+def test_machines_of_any_size_are_doubled(each: int, expected: int) -> None:
+    hardware = replace(request(2, SEVENTY).hardware, processes=2 * each, machines=2)
+    asked = replace(request(2, SEVENTY, global_batch_size=4), hardware=hardware)
+    strategy = load_strategy("fsdp2")
+    found = fewest_gpus([strategy], asked)
+    assert found
+    assert (found[0].sizes.world, found[1]) == (expected, expected)
+    assert f"nothing fits; {expected} GPUs of 80.0 GiB would do with" in needed_line(found, asked.config, hardware)
+    most = hardware.larger_counts()[-1]
+    assert 512 < most <= 1024
+    assert f"not even on {most} GPUs" in needed_line(None, asked.config, hardware)
+
+
+def test_more_gpus_are_tried_in_a_machine_then_in_machines_that_a_run_can_have() -> None:
+    assert Hardware("gpu", 2, GIB).larger_counts() == [4, 8, 16, 32, 64, 128, 256, 512, 1024]
+    assert Hardware("gpu", 6, GIB).larger_counts()[:3] == [8, 16, 32]
+    assert Hardware("gpu", 12, GIB).larger_counts()[:2] == [24, 48]
+    assert Hardware("gpu", 18, GIB, machines=3).larger_counts()[:2] == [24, 48]
+    assert Hardware("gpu", 2, GIB, machines=2).larger_counts()[-1] == MOST_MACHINES
+    full = Hardware("gpu", 1024, GIB, machines=128)
+    assert full.larger_counts() == []
+    assert "not even on 1024 GPUs" in needed_line(None, scale_config(), full)
 
 
 # -- the links -------------------------------------------------------------------------------------------------------
