@@ -116,6 +116,7 @@ def test_checks(tmp_path: Path) -> None:
 @pytest.mark.quick
 def test_commands_on_a_run(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "runs" / "RUN")
+    (tmp_path / "ds_config.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, "train_batch_size": 16}))
     program = start(run, tmp_path)
     wait_for(lambda: steps_of(run) >= 3)
     others = [*TRAINING, *MACHINES, *PROVING, *PLANNING, *CHECKING, *SERVING]

@@ -11,6 +11,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from trainers.config.fields import text_of
 from trainers.config.options import TrainConfig
 from trainers.run.errors import TrainingError
 from trainers.run.folder import RunFolder
@@ -40,7 +41,9 @@ class Trackers:
         if "wandb" in config.report_to and "WANDB_DIR" not in os.environ:
             run.own_folder("wandb")
             wandb["dir"] = str(run.path)
-        settings = config.model_dump(exclude={"columns", "lora_target_modules", "report_to"}, exclude_none=True)
+        plain = int | float | str  # lists and mappings would be refused
+        settings = {name: value if isinstance(value, plain) else text_of(value)
+                    for name, value in config.model_dump(exclude_none=True).items()}  # fmt: skip
         init = {"wandb": wandb, "trackio": {"name": name}, "mlflow": {"run_name": name}}
         try:
             accelerator.init_trackers(PROJECT, config=settings, init_kwargs=init)

@@ -90,7 +90,8 @@ def _merged(files: Mapping[str, Headers]) -> Headers:
     for file, headers in files.items():
         for name in headers:
             if holders.setdefault(name, file) != file:
-                raise ValueError(f"{name} is in both {holders[name]} and {file}")
+                first, second = sorted((holders[name], file))
+                raise ValueError(f"{name} is in both {first} and {second}")
         merged |= headers
     return merged
 
