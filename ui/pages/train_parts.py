@@ -291,11 +291,11 @@ def rate_curve(preview: Preview | None) -> Html:
         return element("div", note(f"The learning rate {reason}."), class_="ts-curve")
     peak = max(rates)
     points = " ".join(f"{400 * at / (len(rates) - 1):.1f},{60 - 58 * rate / peak:.2f}" for at, rate in enumerate(rates))
-    last = f"step {total:,}" if total else "end"
-    label = f"Learning rate: from {rates[0]:.3g} over a peak of {peak:.3g} to {rates[-1]:.3g} at the {last}"
+    last = f"step {total:,}" if total else "the end"
+    label = f"Learning rate: from {rates[0]:.3g} over a peak of {peak:.3g} to {rates[-1]:.3g} at {last}"
     line = element("polyline", points=points)
     drawing = element("svg", line, viewBox="0 0 400 62", preserveAspectRatio="none", role="img", aria_label=label)
-    axis = join([element("span", "step 1" if total else "start"), element("span", last)])
+    axis = join([element("span", "step 1" if total else "start"), element("span", last.removeprefix("the "))])
     head = join([element("b", "Learning rate"), element("span", f"peak {peak:.3g}")])
     return element("div", join([element("p", head), drawing, element("p", axis)]), class_="ts-curve")
 
