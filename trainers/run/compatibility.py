@@ -6,7 +6,6 @@ import ast
 import contextlib
 import hashlib
 import importlib.util
-import os
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -63,18 +62,18 @@ def code_digest(root: Path = Path(__file__).parent.parent) -> str:
     """
     sources = {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*.py"))}
     text = hashlib.sha256(repr(sources).encode()).hexdigest()
-    try:
+    cached: Path | None = None
+    with contextlib.suppress(RuntimeError):  # no home folder is known
         cached = cache_folder() / "code" / f"{text[:32]}.json"
-    except RuntimeError:  # no home folder is known
-        cached = Path(os.devnull)
-    if isinstance(known := (read_json(cached) or {}).get("digest"), str):
+    if cached and isinstance(known := (read_json(cached) or {}).get("digest"), str):
         return known
     digest = hashlib.sha256()
     for name, source in sources.items():
         digest.update(repr((name, _syntax(ast.parse(source)))).encode())
-    with contextlib.suppress(OSError):  # without a cache, it is computed again
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        write_json(cached, {"digest": digest.hexdigest()[:10]})
+    if cached:
+        with contextlib.suppress(OSError):  # without a cache, it is computed again
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            write_json(cached, {"digest": digest.hexdigest()[:10]})
     return digest.hexdigest()[:10]
 
 

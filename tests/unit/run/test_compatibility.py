@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 from pathlib import Path
 
 import pytest
@@ -65,8 +66,12 @@ def test_without_a_home_folder_it_is_computed_all_the_same(tmp_path: Path, monke
         raise RuntimeError("Could not determine home directory.")
 
     digest = digest_of(tmp_path / "code", CODE)
+    written: list[Path] = []
     monkeypatch.setattr(compatibility, "cache_folder", no_home)
+    monkeypatch.setattr(compatibility, "write_json", lambda path, value: written.append(path))
     assert digest_of(tmp_path / "code", CODE) == digest
+    assert written == [], "a stand-in such as /dev/null would be replaced by a file"
+    assert not Path(os.devnull).is_file()
     code_digest.cache_clear()
 
 
