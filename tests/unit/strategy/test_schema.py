@@ -82,7 +82,7 @@ def test_any_value_in_the_json(stage: int, path: tuple[str, ...], value: Any) ->
         assert_clear(error.lines)
 
 
-@pytest.mark.parametrize("model", [AccelerateConfig, DeepSpeedJson, *{*OPTIMIZERS.values()}])
+@pytest.mark.parametrize("model", [AccelerateConfig, DeepSpeedJson, *dict.fromkeys(OPTIMIZERS.values())])
 def test_only_texts_are_literals(model: type[Section]) -> None:
     """`Literal[1]` takes true, and `Literal[False]` takes 0."""
     for path in paths_of(model):
