@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import threading
@@ -368,6 +369,12 @@ def test_a_resume_waits_for_the_next_start(member: Member) -> None:
     assert (member.state["state"], member.asked) == ("done", [(2, "auto", TWO, 9.0)])
 
 
+def exchange(first: Path, second: Path) -> None:
+    """Swaps two folders at once, so that nobody sees the moment without either."""
+    here, at_once = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    assert ctypes.CDLL(None, use_errno=True).renameat2(here, bytes(first), here, bytes(second), at_once) == 0
+
+
 @pytest.mark.parametrize(("made_anew", "how"), [(False, "removed"), (True, "replaced by another")])
 @pytest.mark.parametrize(("phase", "doing"), [("waiting", "waited for machine 0"), ("training", "trained")])
 def test_a_lost_run_folder_ends_its_part_and_nothing_is_written_in_its_place(
@@ -380,10 +387,12 @@ def test_a_lost_run_folder_ends_its_part_and_nothing_is_written_in_its_place(
         member.launch("one")
         until(lambda: len((read_json(member.run.machine_file(1)) or {}).get("processes", ())) == 2, 30)
     launchers = [one["pid"] for one in (read_json(member.run.machine_file(1)) or {}).get("processes", ())[1:]]
-    member.run.path.rename("elsewhere")
     if made_anew:
-        member.run.path.mkdir()
-        (member.run.path / "mine").write_text("text")
+        Path("elsewhere").mkdir()
+        Path("elsewhere", "mine").write_text("text")
+        exchange(member.run.path, Path("elsewhere"))
+    else:
+        member.run.path.rename("elsewhere")
     member.end()
     assert member.state["cause"] == f"the run folder {member.run.path} was {how} while it {doing}"
     assert (member.state["state"], len(launchers)) == ("failed", phase == "training")
