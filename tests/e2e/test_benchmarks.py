@@ -146,4 +146,4 @@ def test_a_rank_has_what_was_planned(name: str, tmp_path: Path) -> None:
     memory = planned.memory or {}
     kept = memory["weights"] + memory["optimizer"] + (memory["gradients"] if name == "ddp" else 0)
     assert allocated > 0.9 * kept > 4_000_000
-    assert 0.2 * resident < planned.total - process_bytes < 2 * resident
+    assert 0.4 * resident < planned.total - process_bytes < 1.1 * resident
