@@ -130,6 +130,7 @@ class Documents:
         async def send_document(message: Message) -> None:
             if message["type"] == "http.response.start":
                 start.update(message)
+            if message["type"] != "http.response.body":
                 return
             chunks.append(message.get("body", b""))
             if message.get("more_body"):

@@ -71,7 +71,7 @@ def test_a_theme_is_chosen_kept_and_there_before_the_first_paint(new_page: Tabs)
     page.get_by_label("Theme").select_option("High contrast")
     assert page.evaluate(_PAINTED) == ["contrast", "rgb(255, 255, 255)"]
     assert page.evaluate(curve) != before
-    page.get_by_label("Theme").select_option("System")
+    page.get_by_label("Theme").select_option("System theme")
     page.emulate_media(color_scheme="dark", contrast="more")
     wait_for(lambda: page.evaluate(_PAINTED) == ["contrast-dark", "rgb(0, 0, 0)"], "what the system asks for")
     page.emulate_media(color_scheme="dark", contrast="no-preference", forced_colors="active")

@@ -1,7 +1,7 @@
 // The theme: what this browser chose (localStorage), else what the system asks for. Runs before the first paint.
 const Theme = (() => {
   const KEY = "tunesmith-theme", root = document.documentElement;
-  const NAMES = { system: "System", light: "Light", dark: "Dark", contrast: "High contrast" };
+  const NAMES = { system: "System theme", light: "Light", dark: "Dark", contrast: "High contrast" };
   const isDarkSystem = matchMedia("(prefers-color-scheme: dark)"), isContrastSystem = matchMedia("(prefers-contrast: more)");
 
   let unstored = null;  // where storage is blocked, a choice holds for this page
