@@ -15,6 +15,7 @@ from playwright.sync_api import Page, sync_playwright
 from tests.browser.conftest import Served, open_chromium
 
 IMAGES = Path(__file__).parent / "images"
+ROOT = Path(__file__).resolve().parents[1]
 SIZE = (1280, 900)
 RUNS = {"lora": ["tiny-lora"], "all-weights": ["tiny-full", "--strategy", "fsdp2"]}
 PAGES = {
@@ -29,23 +30,50 @@ PAGES = {
 def train(folder: Path) -> None:
     """Trains the runs that the pages show."""
     for name, words in RUNS.items():
-        argv = [sys.executable, "-m", "app.cli", "train", *words, "--num_processes", "2", "--quiet"]
-        root = Path(__file__).resolve().parents[1]
-        subprocess.run([*argv, "--output_dir", str(folder / "runs" / name)], cwd=root, check=True)
+        argv = [
+            sys.executable,
+            "-m",
+            "app.cli",
+            "train",
+            *words,
+            "--num_processes",
+            "2",
+            "--max_steps",
+            "60",
+            "--quiet",
+        ]
+        subprocess.run([*argv, "--output_dir", str(folder / "runs" / name)], cwd=ROOT, check=True)
 
 
-def take(page: Page, address: str, name: str) -> None:
-    """Waits until a page is complete, and saves its picture."""
+# Writes other names for the folders of this machine, in texts and in fields.
+_HIDE_PATHS = """(names) => {
+  const renamed = (text) => Object.entries(names).reduce((all, [path, name]) => all.replaceAll(path, name), text);
+  const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) {
+    const before = texts.currentNode.data, after = renamed(before);
+    if (after !== before) texts.currentNode.data = after;
+  }
+  for (const field of document.querySelectorAll("input, textarea")) field.value = renamed(field.value);
+}"""
+
+
+def take(page: Page, address: str, name: str, folder: Path) -> None:
+    """Waits until a page is complete, and saves its picture without paths of this machine."""
     path, element, text = PAGES[name]
     page.goto(f"{address}/{path}")
     if name == "data":
         page.get_by_role("button", name="Show").first.click()
-        page.locator(".ts-trained").first.wait_for()
+        page.get_by_text("Packing efficiency").wait_for()
+        page.mouse.move(0, 0)
     if element:
         page.locator(element).first.wait_for()
     if text:
         page.get_by_text(text).first.wait_for()
     page.wait_for_load_state("networkidle")
+    page.wait_for_selector("html[data-shown]", state="attached")
+    page.wait_for_function("!document.querySelector('.pending, .generating, .ts-wait')")
+    page.evaluate(_HIDE_PATHS, {str(folder.resolve()): "~", str(ROOT): "~/tunesmith"})
+    assert str(folder) not in page.inner_text("body") and str(ROOT) not in page.inner_text("body")  # noqa: PT018
     page.screenshot(path=IMAGES / f"{name}.png")
 
 
@@ -59,7 +87,7 @@ def main() -> None:
         try:
             page = browser.new_page(viewport={"width": SIZE[0], "height": SIZE[1]}, color_scheme="light")
             for each in PAGES:
-                take(page, served.url, each)
+                take(page, served.url, each, folder)
         finally:
             browser.close()
             served.stop()
