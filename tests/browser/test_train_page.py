@@ -148,7 +148,9 @@ const name = (node) => node?.id || node?.parentElement?.id || node?.className ||
 new PerformanceObserver((list) => {
   for (const shift of list.getEntries()) if (!shift.hadRecentInput) {
     window.shifts += shift.value;
-    const sources = shift.sources.map(({node, previousRect, currentRect}) => [name(node), place(previousRect), place(currentRect)]);
+    const sources = shift.sources.map(
+      ({node, previousRect, currentRect}) => [name(node), place(previousRect), place(currentRect)]
+    );
     window.moved.push([Math.round(shift.startTime), shift.value, sources]);
   }
 }).observe({type: "layout-shift", buffered: true});"""
