@@ -1,6 +1,7 @@
-"""Startup time of `tunesmith ui`, and the server's CPU time for an idle page: `python -m benchmarks.ui_idle`.
+"""Startup time of `tunesmith ui`, what its pages cost at first view and when idle: `python -m benchmarks.ui_idle`.
 
-Needs Chromium and an otherwise idle machine: the figures are CPU time of the server over wall time.
+Needs Chromium and an otherwise idle machine. Percentages are CPU time of the server over wall time. What a first view
+transfers is counted without Gradio's own scripts and styles.
 """
 
 from __future__ import annotations
@@ -14,10 +15,15 @@ import time
 from pathlib import Path
 
 import psutil
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from tests.made_runs import made_run
+from trainers.run.folder import Process
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("/", "/data", "/runs", "/compare", "/chat", "/system")
+RUN = "/run?run=live"
+PAGES = ("/", "/data", "/runs", RUN, "/compare?runs=live", "/chat", "/system")
+LIVE_TABS = 8
 STARTS = 3
 SETTLE = 5.0
 """Seconds for a page to render."""
@@ -45,9 +51,34 @@ def percent(process: psutil.Process) -> float:
     return 100 * (after.user + after.system - before.user - before.system) / seconds
 
 
+def add_live_run(folder: Path) -> None:
+    """A run that never ends: its supervisor is this process."""
+    supervisor = Process.of("supervisor", pid=os.getpid()).as_json()
+    made_run(folder / "runs", "live", "running", steps=600, total_steps=1000, processes=[supervisor])
+
+
+def view(browser: Browser, address: str) -> Page:
+    """Opens a page, and prints when it was whole, and what was transferred for it."""
+    page = browser.new_page()
+    page.goto(address)
+    page.wait_for_selector("html[data-shown]", state="attached", timeout=60_000)
+    milliseconds, size = page.evaluate(_FIRST_VIEW)
+    print(
+        f"{address.rpartition('/')[2] or 'train':<22} whole after {milliseconds:.0f} ms, {size / 1000:.0f} kB",
+        flush=True,
+    )
+    return page
+
+
+_FIRST_VIEW = """() => [performance.getEntriesByName("ts-shown")[0].startTime,
+  [...performance.getEntriesByType("navigation"), ...performance.getEntriesByType("resource")]
+    .filter(entry => !/\\/(assets|static)\\//.test(entry.name)).reduce((sum, entry) => sum + entry.transferSize, 0)]"""
+
+
 def main() -> None:
     """Prints a line for every figure."""
     with tempfile.TemporaryDirectory() as folder:
+        add_live_run(Path(folder))
         for number in range(STARTS):
             server, url, seconds = start(Path(folder))
             print(f"ready after {seconds:.2f} s", flush=True)
@@ -56,16 +87,18 @@ def main() -> None:
                 server.wait()
         process = psutil.Process(server.pid)
         time.sleep(SETTLE)
-        print(f"{'no page':<10} {percent(process):.2f} % of a core", flush=True)
+        print(f"{'no page':<22} {percent(process):.2f} % of a core", flush=True)
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
             for path in PAGES:
-                page = browser.new_page()
-                page.goto(url + path)
-                page.wait_for_selector("h1")
+                page = view(browser, url + path)
                 time.sleep(SETTLE)
-                print(f"{path:<10} {percent(process):.2f} % of a core", flush=True)
+                print(f"{path:<22} {percent(process):.2f} % of a core", flush=True)
                 page.close()
+            for _ in range(LIVE_TABS):
+                view(browser, url + RUN)
+            time.sleep(SETTLE)
+            print(f"{f'{LIVE_TABS} live tabs':<22} {percent(process):.2f} % of a core", flush=True)
             browser.close()
         server.terminate()
         server.wait()

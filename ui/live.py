@@ -27,7 +27,8 @@ def live_part(name: str, script: str, functions: Sequence[Function], heading: st
     """
     heading_html = f"<h2>{heading}</h2>" if heading else ""
     return gr.HTML(
-        html_template=f'{heading_html}<div class="ts-{name}"></div>', js_on_load=f"Live.{script}(element, server)",
+        html_template=f'{heading_html}<div class="ts-{name} ts-wait"></div>',
+        js_on_load=f"Live.{script}(element, server)",
         server_functions=[_with_plain_values(function) for function in functions], apply_default_css=False,
         padding=False,
     )  # fmt: skip

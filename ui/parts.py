@@ -154,6 +154,11 @@ def note(line: Any) -> Html:
     return element("p", line, class_="ts-note")
 
 
+def loading() -> Html:
+    """What stands where the first answer of the server will be; the page is shown once it has come."""
+    return element("p", "Loading…", class_="ts-note ts-wait")
+
+
 def key_values(pairs: Mapping[Any, Any] | Iterable[tuple[Any, Any]]) -> Html:
     """Names and values in two columns."""
     entries = pairs.items() if isinstance(pairs, Mapping) else pairs
@@ -178,7 +183,10 @@ def data_table(
         empty: text shown when there are no rows.
     """
     right = dict.fromkeys(numeric, "ts-number")
-    head = join(element("th", cell, scope="col", class_=right.get(index)) for index, cell in enumerate(headers))
+    head = join(
+        element("th", cell, scope="col", class_=right.get(index)) if cell else element("td")
+        for index, cell in enumerate(headers)
+    )
     lines = [
         element("tr", join(element("td", cell, class_=right.get(index)) for index, cell in enumerate(row)))
         for row in rows
@@ -236,7 +244,7 @@ def section(heading: str, content: Any) -> Html:
 
 
 def navigation(active: str) -> Html:
-    """Links to all pages, with the current one marked.
+    """The header: a link past it, links to all pages with the current one marked, and the choice of a theme.
 
     Args:
         active: name of the current page, such as `runs`.
@@ -248,6 +256,9 @@ def navigation(active: str) -> Html:
         for name, label in PAGES.items()
     ]
     brand = element("a", "Tunesmith", href="/", class_="ts-brand", tabindex=-1, aria_hidden="true")
-    return element(
-        "nav", join([brand, element("div", join(links), class_="ts-links")]), class_="ts-nav", aria_label="Pages"
-    )
+    pages = element("nav", join(links), class_="ts-links", aria_label="Pages")
+    label = element("label", "Theme", for_="ts-theme", class_="ts-unseen")
+    theme = element("div", join([label, element("select", id="ts-theme")]), class_="ts-theme")
+    skip = element("a", "Skip to the content", href="#content", class_="ts-skip")
+    header = element("div", join([skip, brand, pages, theme]), class_="ts-nav")
+    return join([header, element("div", id="content", tabindex=-1)])

@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -22,6 +22,9 @@ import gradio as gr
 import uvicorn
 from fastapi import FastAPI
 from gradio.routes import App
+from starlette.datastructures import MutableHeaders
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.commands.ui import PASSWORD
 from app.console import report, say
@@ -77,7 +80,8 @@ def build(context: ServerContext) -> CheckedBlocks:
 
 
 def _page(name: str, page: Any, context: ServerContext) -> None:
-    gr.HTML(navigation("runs" if name == "run" else name), padding=False)
+    header = navigation("runs" if name == "run" else name)
+    gr.HTML(html_template=header, js_on_load="Theme.bind(element)", padding=False, apply_default_css=False)
     page.build(context)
 
 
@@ -90,14 +94,55 @@ def asgi(context: ServerContext, hosts: TrustedHosts, password: Password | None)
     pages = gr.mount_gradio_app(
         outer, blocks, "", footer_links=[], run_history=False, app_kwargs={"openapi_url": None}, auth=password,
         auth_message=login_note, allowed_paths=[], show_error=True, max_file_size=MAX_UPLOAD, ssr_mode=False,
-        enable_monitoring=False, pwa=False, mcp_server=False, theme=Tunesmith(), head=head(),
+        enable_monitoring=False, pwa=False, mcp_server=False, theme=Tunesmith(),
     )  # fmt: skip
     blocks.has_launched = True  # otherwise Gradio treats any file as uploaded
     names = ["/", *(f"/{name}" for name, _ in _ROUTES)]
     if password:
         gradio_app = pages.routes[-1].app
         pages = ThrottledLogin(LoggedIn(pages, lambda cookies: _is_logged_in(gradio_app, cookies)), Throttle())
-    return Guard(pages, hosts, names)
+    return Guard(Documents(pages, names), hosts, names)
+
+
+class Documents:
+    """Writes our styles and scripts into the documents, and compresses these: Train's has 280 kB.
+
+    Gradio's `head=` is inserted by its own script, long after the first paint: a chosen theme would flash. Small
+    answers, as of live tabs, are not worth the time of compressing.
+
+    Args:
+        app: the pages as an ASGI app.
+        names: the paths of the documents.
+    """
+
+    def __init__(self, app: ASGIApp, names: Sequence[str]):
+        self.app, self.names = app, names
+        self.compressed = GZipMiddleware(self._with_head, compresslevel=5)
+        self.head = head().encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await (self.compressed if scope.get("path") in self.names else self.app)(scope, receive, send)
+
+    async def _with_head(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start: Message = {}
+        chunks: list[bytes] = []
+
+        async def send_document(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                start.update(message)
+            if message["type"] != "http.response.body":
+                return
+            chunks.append(message.get("body", b""))
+            if message.get("more_body"):
+                return
+            before, end, after = b"".join(chunks).rpartition(b"</head>")
+            body = before + (self.head + end if end else b"") + after
+            if scope["method"] != "HEAD":
+                MutableHeaders(raw=start["headers"])["content-length"] = str(len(body))
+            await send(start)
+            await send({"type": "http.response.body", "body": body})
+
+        await self.app(scope, receive, send_document)
 
 
 def _is_logged_in(app: App, cookies: Mapping[str, str]) -> bool:

@@ -14,7 +14,7 @@ _MONO = ("ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "Liberation Mono
 
 
 class Tunesmith(Base):
-    """A dense theme in slate and teal with system fonts; all text has a contrast of at least 4.5 in light and dark."""
+    """A dense theme with system fonts; its colours are those of `static/tokens.css`, which knows every theme."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -28,56 +28,33 @@ class Tunesmith(Base):
             font_mono=_MONO,
         )
         self.name = "tunesmith"
-        light_and_dark = {
-            "body_background_fill": ("#f7f9fb", "#0c131e"),
-            "body_text_color": ("*neutral_900", "*neutral_100"),
-            "body_text_color_subdued": ("#4b5a6d", "#a9b7c8"),
-            "background_fill_primary": ("white", "#131c2b"),
-            "background_fill_secondary": ("#f1f5f9", "#182335"),
-            "block_background_fill": ("white", "#131c2b"),
-            "block_border_color": ("#d5dce5", "#2f3b4d"),
-            "border_color_primary": ("#d5dce5", "#2f3b4d"),
-            "block_label_background_fill": ("white", "#131c2b"),
-            "block_label_text_color": ("*neutral_700", "*neutral_200"),
-            "block_title_text_color": ("*neutral_800", "*neutral_100"),
-            "block_info_text_color": ("#4b5a6d", "#a9b7c8"),
-            "input_background_fill": ("white", "#0f1826"),
-            "input_border_color": ("#8695a8", "#5b6b80"),
-            "input_border_color_focus": ("*primary_700", "*primary_300"),
-            "input_placeholder_color": ("#64748b", "#94a3b8"),
-            "link_text_color": ("*primary_700", "*primary_300"),
-            "link_text_color_hover": ("*primary_800", "*primary_200"),
-            "link_text_color_active": ("*primary_800", "*primary_200"),
-            "link_text_color_visited": ("*primary_700", "*primary_300"),
-            "color_accent_soft": ("#ccfbf1", "#134e4a"),
-            "border_color_accent": ("*primary_700", "*primary_400"),
-            "button_primary_background_fill": ("*primary_700", "*primary_700"),
-            "button_primary_background_fill_hover": ("*primary_800", "*primary_800"),
-            "button_primary_border_color": ("*primary_700", "*primary_700"),
-            "button_primary_text_color": ("white", "white"),
-            "button_secondary_background_fill": ("#e2e8f0", "#2b384b"),
-            "button_secondary_background_fill_hover": ("#cbd5e1", "#3a4a61"),
-            "button_secondary_border_color": ("#cbd5e1", "#3a4a61"),
-            "button_secondary_text_color": ("*neutral_900", "*neutral_100"),
-            "button_cancel_background_fill": ("#b91c1c", "#b91c1c"),
-            "button_cancel_background_fill_hover": ("#991b1b", "#991b1b"),
-            "button_cancel_text_color": ("white", "white"),
-            "checkbox_background_color_selected": ("*primary_700", "*primary_700"),
-            "checkbox_border_color": ("#8695a8", "#5b6b80"),
-            "checkbox_border_color_selected": ("*primary_700", "*primary_600"),
-            "checkbox_label_text_color": ("*neutral_800", "*neutral_100"),
-            "checkbox_label_background_fill": ("white", "#0f1826"),
-            "checkbox_label_background_fill_selected": ("#ccfbf1", "#134e4a"),
-            "checkbox_label_text_color_selected": ("#134e4a", "#ccfbf1"),
-            "slider_color": ("*primary_700", "*primary_400"),
-            "table_even_background_fill": ("white", "#131c2b"),
-            "table_odd_background_fill": ("#f7f9fb", "#172132"),
-            "error_text_color": ("#b91c1c", "#fecaca"),
-            "error_background_fill": ("#fee2e2", "#450a0a"),
-            "error_border_color": ("#b91c1c", "#f87171"),
-            "code_background_fill": ("#f1f5f9", "#0f1826"),
-            "stat_background_fill": ("*primary_200", "*primary_800"),
-        }
+        colours = {
+            "body_background_fill": "page", "body_text_color": "body", "body_text_color_subdued": "muted",
+            "background_fill_primary": "panel", "background_fill_secondary": "inset",
+            "block_background_fill": "panel", "block_border_color": "line", "border_color_primary": "line",
+            "block_label_background_fill": "panel", "block_label_text_color": "body", "block_title_text_color": "body",
+            "block_info_text_color": "muted", "input_background_fill": "input", "input_border_color": "input-line",
+            "input_border_color_focus": "accent", "input_placeholder_color": "muted",
+            "link_text_color": "accent", "link_text_color_hover": "accent-over",
+            "link_text_color_active": "accent-over",
+            "link_text_color_visited": "accent",
+            "color_accent_soft": "accent-soft", "border_color_accent": "accent",
+            "button_primary_background_fill": "primary", "button_primary_background_fill_hover": "primary-over",
+            "button_primary_border_color": "primary", "button_primary_text_color": "on-primary",
+            "button_primary_text_color_hover": "on-primary", "button_secondary_text_color_hover": "body",
+            "button_secondary_background_fill": "button", "button_secondary_background_fill_hover": "button-over",
+            "button_secondary_border_color": "input-line", "button_secondary_text_color": "body",
+            "button_cancel_background_fill": "panel", "button_cancel_background_fill_hover": "danger",
+            "button_cancel_border_color": "danger", "button_cancel_border_color_hover": "danger",
+            "button_cancel_text_color": "danger", "button_cancel_text_color_hover": "on-danger",
+            "checkbox_background_color_selected": "accent", "checkbox_border_color": "input-line",
+            "checkbox_border_color_selected": "accent", "checkbox_label_text_color": "body",
+            "checkbox_label_background_fill": "input", "checkbox_label_background_fill_selected": "accent-soft",
+            "checkbox_label_text_color_selected": "on-accent-soft", "slider_color": "accent",
+            "table_even_background_fill": "panel", "table_odd_background_fill": "page", "error_text_color": "red",
+            "error_background_fill": "red-soft", "error_border_color": "red", "code_background_fill": "inset",
+            "stat_background_fill": "accent-soft",
+        }  # fmt: skip
         same_in_both = {
             "block_shadow": "none",
             "button_primary_shadow": "none",
@@ -90,15 +67,17 @@ class Tunesmith(Base):
             "input_border_width": "1px",
             "layout_gap": "12px",
         }
-        chosen = {name: light for name, (light, _) in light_and_dark.items()}
-        chosen |= {f"{name}_dark": dark for name, (_, dark) in light_and_dark.items()}
-        self.set(**chosen, **same_in_both)
+        by_theme = {name: f"var(--ts-{token})" for name, token in colours.items()}
+        self.set(**by_theme, **{f"{name}_dark": value for name, value in by_theme.items()}, **same_in_both)
 
 
 def head() -> str:
-    """The scripts and styles of `ui/static`, inlined so that they load first and need no requests."""
-    scripts = sorted(STATIC.glob("*.js"), key=lambda path: (not path.name.startswith("uPlot"), path.name))
-    styles = sorted(STATIC.glob("*.css"), key=lambda path: (not path.name.startswith("uPlot"), path.name))
+    """The scripts and styles of `ui/static`, inlined so that they are there at the first paint and need no requests."""
+    first = ("theme.js", "tokens.css", "uPlot.iife.min.js", "uPlot.min.css")
+    scripts, styles = (
+        sorted(STATIC.glob(pattern), key=lambda path: (path.name not in first, path.name))
+        for pattern in ("*.js", "*.css")
+    )
     inlined = [f"<style>{path.read_text(encoding='utf-8')}</style>" for path in styles]
     inlined += [f"<script>{_script(path.read_text(encoding='utf-8'))}</script>" for path in scripts]
     return "\n".join(inlined)

@@ -20,9 +20,16 @@ from tests.forked import Popen
 WIDE = (1440, 900)
 PHONE = (390, 844)
 SIZES = {"wide": WIDE, "phone": PHONE}
+THEMES = ("light", "dark", "contrast")
+SHIFT_LIMIT = 0.05
+"""Largest layout shift of a page, as a browser counts it, from its first paint until it is whole."""
 TIMEOUT = 120.0
 """Seconds that anything may take on a busy machine; nothing waits that long when all is well."""
 
+_COUNT_SHIFTS = """window.shifts = 0;
+new PerformanceObserver((list) => {
+  for (const shift of list.getEntries()) if (!shift.hadRecentInput) window.shifts += shift.value;
+}).observe({type: "layout-shift", buffered: true});"""
 _STILL = """() => Promise.all(document.getAnimations()
   .filter((one) => one.effect.getComputedTiming().endTime !== Infinity).map((one) => one.finished.catch(() => 0)))"""
 # Gradio's open request of a page that is being left.
@@ -158,13 +165,17 @@ class Tabs:
         Args:
             path: e.g. `/runs`.
             size: `wide` (1440x900) or `phone` (390x844).
-            scheme: `light` or `dark`.
+            scheme: `light` or `dark`, which the system asks for, or `contrast`, which this browser has chosen.
             server: default: the shared one.
         """
         width, height = SIZES[size]
-        context = self.browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+        asked = scheme if scheme != "contrast" else "light"
+        context = self.browser.new_context(viewport={"width": width, "height": height}, color_scheme=asked)
         context.set_default_timeout(1000 * TIMEOUT)
         page, url = context.new_page(), (server or self.server).url
+        page.add_init_script(_COUNT_SHIFTS)
+        if scheme == "contrast":
+            page.add_init_script("localStorage.setItem('tunesmith-theme', 'contrast')")
         page.on("console", lambda line: self._hear(line.text) if line.type == "error" else None)
         page.on("pageerror", lambda error: self._hear(str(error)))
         page.on("request", lambda request: self._note(request.url, url))
@@ -207,7 +218,7 @@ def choose_strategy(page: Page, name: str) -> None:
 
 
 def axe(page: Page) -> None:
-    """Fails when axe-core finds a serious or critical fault on the page that is there at a second look too.
+    """Fails when axe-core finds a fault of any severity on the page that is there at a second look too.
 
     A part that the server has just sent is pale for a moment.
     """
@@ -217,8 +228,14 @@ def axe(page: Page) -> None:
 def _faults(page: Page) -> list[str]:
     page.evaluate(_STILL)
     found = Axe().run(page).response["violations"]
-    grave = [fault for fault in found if fault["impact"] in ("serious", "critical")]
-    return [f"{fault['id']}: {node['target']} {node['html'][:200]}" for fault in grave for node in fault["nodes"]]
+    return [f"{fault['id']}: {node['target']} {node['html'][:200]}" for fault in found for node in fault["nodes"]]
+
+
+def is_whole(page: Page) -> None:
+    """Waits until the page is shown; fails when it moved, or is wider than the window."""
+    page.wait_for_selector("html[data-shown]", state="attached")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert page.evaluate("window.shifts") <= SHIFT_LIMIT
 
 
 def screenshot(page: Page, name: str) -> None:

@@ -38,7 +38,7 @@ def show(page: Page) -> None:
 def test_it_shows_rows_and_statistics(new_page: Tabs, size: str, scheme: str) -> None:
     page = new_page("/data?preset=tiny-lora", size, scheme)
     expect(page.locator("#data-rows article")).to_have_count(10)
-    expect(page.locator("#data-statistics")).to_contain_text("packing efficiency")
+    expect(page.locator("#data-statistics")).to_contain_text("Packing efficiency")
     expect(page.locator("#data-statistics")).to_contain_text("trained: 'A reply<|end|>'")
     told = "Documents by length, 74 to 172 tokens; most: 110 to 112 tokens: 304"
     expect(page.locator("#data-statistics svg[role=img]")).to_have_attribute("aria-label", told)

@@ -15,11 +15,11 @@ import psutil
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from tests.browser.conftest import SIZES, Served, Tabs, axe, screenshot, wait_for
+from tests.browser.conftest import SHIFT_LIMIT, SIZES, THEMES, Served, Tabs, axe, is_whole, screenshot, wait_for
 from tests.forked import BY_HAND
 
 PAGES = ("/", "/data", "/runs", "/run?run=none", "/compare", "/chat", "/system")
-SHAPES = [(size, scheme) for size in SIZES for scheme in ("light", "dark")]
+SHAPES = [(size, scheme) for size in SIZES for scheme in THEMES]
 USER, PASSWORD = "ada", "correct horse battery"
 _FOCUSED = """() => {
   const shown = document.activeElement, style = getComputedStyle(shown);
@@ -37,7 +37,7 @@ def test_a_page_is_whole(new_page: Tabs, path: str, size: str, scheme: str) -> N
     screenshot(page, f"{name}-{size}-{scheme}")
     assert page.locator("h1").count() == 1
     assert page.title().endswith("Tunesmith")
-    assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]
+    is_whole(page)
     axe(page)
 
 
@@ -47,6 +47,56 @@ def test_axe_sees_a_fault(new_page: Tabs) -> None:
     with pytest.raises(AssertionError) as told:
         axe(page)
     assert "image-alt" in str(told.value)
+
+
+def test_a_shift_is_seen(new_page: Tabs) -> None:
+    page = new_page("/runs")
+    is_whole(page)
+    page.evaluate("document.querySelector('h1').insertAdjacentHTML('beforebegin', '<div style=height:300px></div>')")
+    wait_for(lambda: page.evaluate("window.shifts") > SHIFT_LIMIT, "a shift that is seen")
+
+
+def test_a_theme_is_chosen_kept_and_there_before_the_first_paint(new_page: Tabs) -> None:
+    page = new_page("/system")
+    assert page.evaluate(_PAINTED) == ["light", "rgb(247, 249, 251)"]
+    page.get_by_label("Theme").select_option("Dark")
+    assert page.evaluate(_PAINTED) == ["dark", "rgb(12, 19, 30)"]
+    page.add_init_script(_FIRST_THEMES)
+    page.goto(f"{new_page.server.url}/compare")
+    is_whole(page)
+    assert page.get_by_label("Theme").input_value() == "dark"
+    assert page.evaluate("window.paints") == ["dark", "rgb(12, 19, 30)"]
+    curve = "getComputedStyle(document.documentElement).getPropertyValue('--ts-curve-1').trim()"
+    before = page.evaluate(curve)
+    page.get_by_label("Theme").select_option("High contrast")
+    assert page.evaluate(_PAINTED) == ["contrast", "rgb(255, 255, 255)"]
+    assert page.evaluate(curve) != before
+    page.get_by_label("Theme").select_option("System theme")
+    page.emulate_media(color_scheme="dark", contrast="more")
+    wait_for(lambda: page.evaluate(_PAINTED) == ["contrast-dark", "rgb(0, 0, 0)"], "what the system asks for")
+    page.emulate_media(color_scheme="dark", contrast="no-preference", forced_colors="active")
+    is_whole(page)
+
+
+_PAINTED = "[document.documentElement.dataset.theme, getComputedStyle(document.body).backgroundColor]"
+# The themes and grounds of all frames until the page is there; one pair when nothing flashed.
+_FIRST_THEMES = f"""window.paints = [];
+const look = () => {{
+  if (document.querySelector('gradio-app')) window.paints = [...new Set([...window.paints, ...{_PAINTED}])];
+  requestAnimationFrame(look);
+}};
+look();"""
+
+
+def test_the_skip_link_leads_past_the_header(new_page: Tabs) -> None:
+    page = new_page("/system")
+    is_whole(page)
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Skip to the content"
+    page.keyboard.press("Enter")
+    page.keyboard.press("Tab")
+    assert page.url.endswith("/system")
+    expect(page.locator("#doctor-start")).to_be_focused()
 
 
 @pytest.mark.parametrize("path", PAGES)
@@ -276,7 +326,7 @@ def test_nothing_is_told_without_the_password(serve: Callable[..., Served], new_
     server = serve("--auth", USER, TUNESMITH_UI_PASSWORD=PASSWORD)
     for path in ("/config", "/gradio_api/info", "/gradio_api/queue/data"):
         assert httpx.get(server.url + path).status_code == 401
-    assert "System" not in httpx.get(f"{server.url}/system").text
+    assert "Check this machine" not in httpx.get(f"{server.url}/system").text
     files = {"files": ("x.jsonl", b"{}")}
     assert httpx.post(f"{server.url}/gradio_api/upload", files=files).status_code == 401
     assert httpx.post(f"{server.url}/gradio_api/component_server", json={}).status_code in (401, 422)
@@ -286,6 +336,7 @@ def test_nothing_is_told_without_the_password(serve: Callable[..., Served], new_
     with httpx.Client() as client:
         assert client.post(f"{server.url}/login", data={"username": USER, "password": PASSWORD}).status_code == 200
         assert client.get(f"{server.url}/config").status_code == 200
+        assert "Check this machine" in client.get(f"{server.url}/system").text
 
 
 def test_six_quick_wrong_passwords_close_the_door(serve: Callable[..., Served]) -> None:

@@ -61,7 +61,7 @@ class Page:
             )  # fmt: skip
         with gr.Row():
             self.load_button = gr.Button("Load", size="md", min_width=110, scale=0)
-            self.free_button = gr.Button("Free", size="md", min_width=110, scale=0)
+            self.free_button = gr.Button("Free memory", size="md", min_width=130, scale=0)
         self.status = gr.HTML(
             _status(self.chats.state()), padding=False, apply_default_css=False, elem_id="chat-status"
         )
@@ -98,7 +98,7 @@ class Page:
     def _connect(self) -> None:
         hidden: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
         target, status = [self.run, self.weights, self.device], [self.status, self.alerts]
-        gr.on(None, self.prefill, None, [self.run, self.weights], **hidden)
+        gr.on(None, self.prefill, None, [self.run, self.weights], queue=False, **hidden)
         self.run.input(self.list_weights, self.run, self.weights, queue=False, preprocess=False, **hidden)
         # Handlers get raw values, which `app.services.chat` checks.
         self.load_button.click(self.load, target, status, preprocess=False, **hidden)
@@ -276,7 +276,7 @@ def _status(state: dict[str, Any]) -> Html:
         return _line("starting", "loading", f"{state['loading']} …", state)
     if not state["loaded"]:
         return _line(
-            "queued", "free", "No model is loaded, and no GPU is in use. Send or Load loads the selected model.", {}
+            "queued", "none", "No model is loaded, and no GPU is in use. Send or Load loads the one chosen above.", {}
         )
     model = " ".join(filter(None, [state["name"], state["weights"]]))
     kind = ("running", "answering") if state["busy"] else ("done", "loaded")

@@ -134,7 +134,7 @@ def _numbers(statistics: dict[str, Any]) -> Html:
     notes = [f"{text[0].upper()}{text[1:]}" for text in statistics["notes"]]
     parts = [
         alert_list([*notes, *refused], "warning"),
-        key_values(summary_lines(statistics)),
+        key_values((name[:1].upper() + name[1:], value) for name, value in summary_lines(statistics)),
         histogram(statistics["histogram"]),
     ]
     if statistics["template"]:

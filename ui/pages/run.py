@@ -23,7 +23,7 @@ from trainers.run.folder import END_STATES, RunFolder
 from ui.context import ServerContext
 from ui.live import json_response, live_part
 from ui.pages.run_parts import details, diagnosis_cards, headline, remedies_of, unknown_run
-from ui.parts import alert_list, byte_text, element, section
+from ui.parts import alert_list, byte_text, element, loading, section
 
 _POLL_SECONDS = 1.0
 """Seconds between two refreshes."""
@@ -60,7 +60,7 @@ class _Page:
         self.diagnoses = Diagnoses(self.curves)
 
     def lay_out(self) -> None:
-        self.head = gr.HTML(element("p", "Loading…", class_="ts-note"), apply_default_css=False)
+        self.head = gr.HTML(loading(), apply_default_css=False)
         with gr.Row(elem_classes="ts-actions"):
             self.buttons = {
                 name: gr.Button(

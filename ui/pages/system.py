@@ -18,6 +18,7 @@ from ui.parts import (
     element,
     join,
     key_values,
+    loading,
     meter,
     note,
     percent_text,
@@ -39,7 +40,7 @@ def build(context: ServerContext) -> None:
         return render(machine(context.runs_dir))
 
     gr.HTML(title("System", "This machine's hardware, how much of it is in use, and by which run."))
-    html = gr.HTML(element("p", "Loading…", class_="ts-note"), apply_default_css=False)
+    html = gr.HTML(loading(), apply_default_css=False)
     gr.on(None, refresh, None, html, show_progress="hidden", queue=False, api_visibility="private")
     gr.Timer(_POLL_SECONDS).tick(refresh, None, html, show_progress="hidden", queue=False, api_visibility="private")
     _lay_out_check(Doctor(context.runs_dir))
@@ -121,7 +122,7 @@ def _gpus(gpus: list[dict[str, Any]]) -> Html:
 def _cpu(state: dict[str, Any]) -> Html:
     cpu, slots = state["cpu"], state["cpu_slots"]
     cores = [
-        meter(share / 100, f"Use of core {number}", f"{number}: {percent_text(share / 100)}")
+        meter(share / 100, f"Use of core {number}", f"core {number}: {percent_text(share / 100)}")
         for number, share in enumerate(cpu["per_core"])
     ]
     held_slots = [slot for slot in slots if slot["held_by"]]
@@ -129,8 +130,8 @@ def _cpu(state: dict[str, Any]) -> Html:
     values = {
         "Processor": cpu["name"],
         "All cores": meter(cpu["percent"] / 100, "Use of all cores"),
-        "Load": ", ".join(f"{load:.2f}" for load in cpu["load"]),
-        "CPU slots": f"{len(held_slots)} of {len(slots)} held",
+        "Load (1, 5, 15 min)": ", ".join(f"{load:.2f}" for load in cpu["load"]),
+        "CPU slots": f"{len(held_slots)} of {len(slots)} used by runs",
         **({"Held by": names} if held_slots else {}),
     }
     return join([key_values(values), element("div", join(cores), class_="ts-grid")])

@@ -23,6 +23,7 @@ const Live = (() => {
         console.warn("no answer; retrying", error);
       } finally {
         busy = false;
+        element.classList.remove("ts-wait");
       }
     };
     const timer = setInterval(tick, seconds * 1000);

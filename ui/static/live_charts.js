@@ -39,9 +39,8 @@ Object.assign(Live, (() => {
   const EXACT = ["learning_rate"];
   const isSmoothed = (key, kind, options) => options.smooth > 0 && kind !== "eval" && !EXACT.includes(key);
 
-  const COLOURS = { light: ["#0f766e", "#b45309", "#6d28d9", "#be123c", "#1d4ed8", "#4d7c0f", "#a21caf", "#475569"],
-    dark: ["#5eead4", "#fbbf24", "#c4b5fd", "#fda4af", "#93c5fd", "#bef264", "#f0abfc", "#cbd5e1"] };
-  const isDark = () => document.body.classList.contains("dark");
+  const theme = () => document.documentElement.dataset.theme;  // its colours are in tokens.css
+  const CURVES = 8;
   const faint = (colour, share) => `${colour}${Math.round(share * 255).toString(16).padStart(2, "0")}`;
   const isSinglePoint = (line) => line.y.filter((value) => value != null).length === 1;  // needs a marker: a line through one point is invisible
   const AXIS = { step: ["step", numberText], tokens: ["tokens", numberText], elapsed_s: ["time trained", durationText] };
@@ -90,7 +89,7 @@ Object.assign(Live, (() => {
         return [stored.map(([x]) => x), column(line.y), ...sides];
       });
       const data = uPlot.join(tables);
-      const key = JSON.stringify([axis, log, isDark(), used.map((line) => [line.label, !!line.low, line.colour, line.faint, isSinglePoint(line)])]);
+      const key = JSON.stringify([axis, log, theme(), used.map((line) => [line.label, !!line.low, line.colour, line.faint, isSinglePoint(line)])]);
       this.unit = AXIS[axis];
       this.line = used[0];
       if (key === this.key) this.plot.setData(data, !this.group.zoom);
@@ -119,8 +118,8 @@ Object.assign(Live, (() => {
     draw(used, data, axis, log, key) {
       this.plot?.destroy();
       this.key = key;
-      const palette = COLOURS[isDark() ? "dark" : "light"];
       const css = getComputedStyle(this.plotArea);
+      const palette = Array.from({ length: CURVES }, (_, index) => css.getPropertyValue(`--ts-curve-${index + 1}`).trim());
       const text = css.getPropertyValue("--ts-muted").trim(), grid = css.getPropertyValue("--ts-line").trim();
       const series = [{ label: AXIS[axis][0], value: (_, value) => (value == null ? "-" : AXIS[axis][1](value)) }];
       const bands = [];

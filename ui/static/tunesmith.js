@@ -10,3 +10,32 @@
   new MutationObserver(update).observe(document.head, { childList: true, characterData: true, subtree: true });
   update();
 })();
+
+// Shows a page once it is whole: its first requests are answered, no part of it waits (`ts-wait`), and its height has
+// stood for a moment; at the latest after some seconds. tunesmith.css hides what is below the title until then.
+(() => {
+  const CHECK_MS = 40, STEADY_CHECKS = 4, LATEST_MS = 5000;
+  const plainFetch = window.fetch;
+  let underWay = 0, asked = false, steady = 0, height = -1, began = null;
+  const isCounted = (request) => /\/(run|component_server)\b/.test(String(request?.url ?? request));
+  window.fetch = async (...parts) => {
+    const counted = isCounted(parts[0]) ? 1 : 0;
+    asked ||= counted === 1;
+    underWay += counted;
+    try { return await plainFetch(...parts); } finally { underWay -= counted; }
+  };
+  const timer = setInterval(() => {
+    const content = document.querySelector("main > .column");
+    if (window.gradio_config?.auth_required) began = -LATEST_MS;  // the login form
+    else if (!content || document.readyState !== "complete") return;
+    began ??= performance.now();
+    const waits = underWay || !asked || !document.querySelector("h1") || document.querySelector(".ts-wait");
+    steady = waits || content?.scrollHeight !== height ? 0 : steady + 1;
+    height = content?.scrollHeight;
+    if (steady < STEADY_CHECKS && performance.now() - began < LATEST_MS) return;
+    clearInterval(timer);
+    window.fetch = plainFetch;
+    document.documentElement.dataset.shown = "";
+    performance.mark("ts-shown");
+  }, CHECK_MS);
+})();
