@@ -181,13 +181,32 @@ def delete(run: RunFolder) -> int:
         return before - (size(run) if run.path.exists() else 0)
 
 
-def move(run: RunFolder, places: int) -> int:
-    """Moves a queued run by `places` (negative: towards the front); returns its new place, counted from 1.
+def move(
+    run: RunFolder,
+    places: int = 0,
+    *,
+    to: int | None = None,
+    before: RunFolder | None = None,
+    after: RunFolder | None = None,
+) -> int:
+    """Moves a queued run; returns its new place, counted from 1.
+
+    Args:
+        run: the run.
+        places: places to move towards the end; negative: towards the front.
+        to: in place of `places`: its new place, from 1.
+        before: in place of `places`: the queued run to be right in front of.
+        after: in place of `places`: the queued run to be right behind.
 
     Raises:
-        ConfigError: if the run is not queued.
+        ConfigError: if a run is not queued, or the queue cannot be written.
     """
-    return device_locks.move(run.path, places)
+    try:
+        return device_locks.move(
+            run.path, places, to=to, before=before.path if before else None, after=after.path if after else None
+        )
+    except OSError as error:
+        raise ConfigError(f"run {run.id} was not moved: {error.strerror}; make room in the state folder") from None
 
 
 def export(
