@@ -36,12 +36,13 @@ def queue(runs_dir: Path) -> list[dict[str, Any]]:
     tickets = device_locks.queue()
     holders = device_locks.holders() if tickets else {}
     rows = []
-    for place, ticket in enumerate(tickets, start=1):
+    for position, ticket in enumerate(tickets, start=1):
         need = ticket.need
         slots = need.gpus or [slot for slot in holders if slot.startswith(device_locks.CPU)]
         count, unit = (len(need.gpus), "GPU") if need.gpus else (need.cpu_slots, "CPU slot")
         rows.append({
-            "id": ticket.name, "place": place, "run_dir": ticket.run_dir, "devices": f"{count} {unit}{'s' * (count > 1)}",
+            "id": ticket.name, "place": position, "run_dir": ticket.run_dir,
+            "devices": f"{count} {unit}{'s' * (count > 1)}",
             "held_by": sorted({str(holders[slot].get("run")) for slot in slots if slot in holders}),
             "listed": _is_listed(ticket, runs_dir),
         })  # fmt: skip

@@ -349,10 +349,10 @@ def move(
 
 
 def _index_in(tickets: Sequence[Ticket], run_dir: Path) -> int:
-    place = _place_of(run_dir, tickets)
-    if place is None:
-        raise ConfigError(f"run {run_dir.name} is not in the queue; it may have started: `tunesmith runs list` shows it")
-    return place
+    index = _place_of(run_dir, tickets)
+    if index is None:
+        raise ConfigError(f"run {run_dir.name} is not in the queue; it may have started: `tunesmith runs list`")
+    return index
 
 
 def queue() -> list[Ticket]:

@@ -326,6 +326,8 @@ def test_a_move_that_is_killed_leaves_the_order_of_the_others(
     writes: int, other: Callable[[], Other], home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _queued(other, 6)
+    for place, ticket in enumerate(reversed(device_locks.queue()), start=1):
+        ticket.write(place)  # in the order opposite to their age, which decides between equals
     written = itertools.count()
 
     def killed(path: Path, value: Any) -> None:
@@ -335,10 +337,10 @@ def test_a_move_that_is_killed_leaves_the_order_of_the_others(
 
     monkeypatch.setattr(device_locks, "write_json", killed)
     with pytest.raises(KeyboardInterrupt):
-        device_locks.move(Path("/runs/4"), to=2)
+        device_locks.move(Path("/runs/1"), to=2)
     names = [ticket.name for ticket in device_locks.queue()]
     assert sorted(names) == list("012345")
-    assert [name for name in names if name != "4"] == list("01235")
+    assert [name for name in names if name != "1"] == list("54320")
 
 
 def test_a_ticket_vanishes_with_its_owner(other: Callable[[], Other]) -> None:
