@@ -20,7 +20,8 @@ from app.console import shortened
 from app.launch import background
 from app.launch.foreground import refusal_in, run_program
 from app.launch.job import TrainJob, clone_job, resume_job, writable_parent
-from app.runs.runs import true_state
+from app.runs.runs import run_of_id, true_state
+from app.runs.state import queue
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.config.parse import Request
@@ -207,6 +208,30 @@ def move(
         )
     except OSError as error:
         raise ConfigError(f"run {run.id} was not moved: {error.strerror}; make room in the state folder") from None
+
+
+def move_beside(query: Any, runs_dir: Path) -> dict[str, Any]:
+    """Moves a queued run next to another one.
+
+    Args:
+        query: untrusted input: `run`, an id, and `before` or `after`, the `run_dir` of another run in the queue.
+        runs_dir: folder of run folders.
+
+    Returns:
+        Its new `place`, from 1, and the number of queued runs, `of`.
+
+    Raises:
+        ConfigError: if a run is not queued; nothing has moved then.
+    """
+    side = next((name for name in ("before", "after") if isinstance(query, dict) and query.get(name)), None)
+    if side is None:
+        raise ConfigError("no run was named to move in front of or behind; reload the page")
+    rows = queue(runs_dir)
+    other = next((row for row in rows if row["run_dir"] == query[side]), None)
+    run = run_of_id(query.get("run"), runs_dir)
+    if other is None:
+        raise ConfigError("the other run is no longer in the queue; look at the new order, and move it again")
+    return {"place": move(run, **{side: RunFolder(other["run_dir"])}), "of": len(rows)}
 
 
 def export(
