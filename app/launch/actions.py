@@ -231,7 +231,9 @@ def move_beside(query: Any, runs_dir: Path) -> dict[str, Any]:
     run = run_of_id(query.get("run"), runs_dir)
     if other is None:
         raise ConfigError("the other run is no longer in the queue; look at the new order, and move it again")
-    return {"place": move(run, **{side: RunFolder(other["run_dir"])}), "of": len(rows)}
+    neighbour = RunFolder(Path(other["run_dir"]))
+    position = move(run, before=neighbour) if side == "before" else move(run, after=neighbour)
+    return {"place": position, "of": len(rows)}
 
 
 def export(
