@@ -244,20 +244,33 @@ def runs_delete(
     return delete_verb(run, yes, runs_dir, json)
 
 
+@runs_app.command("queue")
+def runs_queue(runs_dir: RunsDir = RUNS, json: Json = False) -> int:
+    """List the queued runs of this machine, first in line first, and who holds the devices they need."""
+    from app.commands.runs import queue_verb
+
+    return queue_verb(runs_dir, json)
+
+
 @runs_app.command("move", context_settings={"ignore_unknown_options": True})
 def runs_move(
     run: RunName,
     places: Annotated[
-        str,
+        str | None,
         typer.Argument(metavar="PLACES", help="Places to move towards the end; -1 moves one place towards the front."),
-    ],
+    ] = None,
+    to: Annotated[str | None, typer.Option(metavar="<int>", help="New place instead; 1: the front.")] = None,
+    before: Annotated[
+        str | None, typer.Option(metavar="<run>", help="Queued run to be right in front of instead.")
+    ] = None,
+    after: Annotated[str | None, typer.Option(metavar="<run>", help="Queued run to be right behind instead.")] = None,
     runs_dir: RunsDir = RUNS,
     json: Json = False,
 ) -> int:
     """Move a run in the queue; `tunesmith stop` cancels it."""
     from app.commands.runs import move_verb
 
-    return move_verb(run, places, runs_dir, json)
+    return move_verb(run, places, to, before, after, runs_dir, json)
 
 
 @app.command()

@@ -36,6 +36,7 @@ from app.runs.runs import (
     stop_run,
     summary,
 )
+from app.runs.state import queue
 from app.services.diagnosis import apply_remedy, diagnosed
 from app.services.memory_check import known_verdict, memory_verdict
 from trainers.config.mistakes import ConfigError
@@ -276,15 +277,47 @@ def _confirmed(question: str, as_json: bool) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def move_verb(name: str, offset: str, runs_dir: Path, as_json: bool) -> int:
+def queue_verb(runs_dir: Path, as_json: bool) -> int:
+    """`tunesmith runs queue`."""
+    rows = queue(runs_dir)
+    if as_json:
+        report_json(rows)
+    elif not rows:
+        report("no run is queued; `tunesmith train --detach` queues one while its devices are in use")
+    else:
+        table = [[row["place"], row["id"], row["devices"], ", ".join(row["held_by"])] for row in rows]
+        show_table(["place", "id", "needs", "in use by"], table, ["in use by"])
+    return 0
+
+
+def move_verb(
+    name: str, places: str | None, to: str | None, before: str | None, after: str | None, runs_dir: Path, as_json: bool
+) -> int:
     """`tunesmith runs move`."""
-    try:
-        number = int(offset)
-    except ValueError:
-        raise ConfigError(f"places={offset!r} is not a whole number; write e.g. -1 to move one place forward") from None
+    if sum(target is not None for target in (places, to, before, after)) != 1:
+        raise ConfigError(
+            "move takes one target; write e.g. `tunesmith runs move RUN -1` for one place forward, `--to 1` for the "
+            "front, or `--before OTHER`"
+        )
     run = find_run(name, runs_dir)
-    position = actions.move(run, number)
+    position = actions.move(
+        run,
+        0 if places is None else _whole_number("places", places, "-1 to move one place forward"),
+        to=None if to is None else _whole_number("to", to, "--to 1 for the front", least=1),
+        before=None if before is None else find_run(before, runs_dir),
+        after=None if after is None else find_run(after, runs_dir),
+    )
     return _report_result(as_json, {"id": run.id, "place": position}, f"{run.id} is number {position} in the queue")
+
+
+def _whole_number(option: str, text: str, example: str, least: int | None = None) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise ConfigError(f"{option}={text!r} is not a whole number; write e.g. {example}") from None
+    if least is not None and value < least:
+        raise ConfigError(f"{option}={value} is below {least}; write e.g. {example}")
+    return value
 
 
 def _report_result(as_json: bool, document: dict[str, Any], line: str) -> int:

@@ -17,6 +17,8 @@ from playwright.sync_api import Page, expect
 from tests.browser.conftest import SIZES, THEMES, TIMEOUT, Served, Tabs, axe, is_whole, screenshot, wait_for
 from tests.forked import Popen
 from tests.made_runs import add_checkpoint, log_lines, made_run
+from trainers.run import device_locks
+from trainers.run.device_locks import Need
 from trainers.run.folder import Process, RunFolder, write_json
 
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -99,6 +101,56 @@ def test_the_table_moves_by_itself(new_page: Tabs, server: Served) -> None:
     expect(page.get_by_text("150 / 200")).to_be_visible()
     made_run(server.runs_dir, "late-run", minutes=300)
     expect(page.get_by_role("link", name="late-run")).to_be_visible()
+
+
+def test_a_header_keeps_the_focus_and_a_search_without_a_match_has_a_way_back(new_page: Tabs) -> None:
+    page = new_page("/runs?q=nothing-like-it")
+    page.get_by_role("button", name="Show all runs").click()
+    expect(page.get_by_label("Search")).to_be_focused()
+    header = page.get_by_role("button", name="Loss")
+    header.focus()
+    for order in ("descending", "ascending"):
+        page.keyboard.press("Enter")
+        expect(page.locator(f"th[aria-sort={order}]")).to_contain_text("Loss")
+        expect(header).to_be_focused()
+
+
+def test_the_queue_is_reordered_by_keyboard_and_by_drag(
+    new_page: Tabs, server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(server.folder / "state"))
+    tickets, owners = [], [Process.of("supervisor", pid=pid) for pid in (os.getpid(), os.getppid(), 1)]
+    with device_locks._mutex():
+        for number, owner in enumerate(owners, start=1):
+            run = made_run(server.runs_dir, f"wait-{number}", "queued", steps=0, processes=[owner.as_json()])
+            tickets.append(device_locks.Ticket(run.id, str(run.path), Need(cpu_slots=1), number, owner))
+            tickets[-1].write(number)
+
+    def order() -> list[str]:
+        return [ticket.name[-1] for ticket in device_locks.queue()]
+
+    page = new_page("/runs")
+    items, status = page.locator(".ts-queue li a"), page.locator(".ts-queue [role=status]")
+    expect(items).to_have_text(["wait-1", "wait-2", "wait-3"])
+    page.get_by_role("button", name="move wait-3 forward").focus()
+    for place in (2, 1):
+        page.keyboard.press("Alt+ArrowUp")
+        expect(status).to_have_text(f"wait-3 is now number {place} of 3.")
+        expect(items.nth(place - 1)).to_have_text("wait-3")
+    expect(page.get_by_role("button", name="move wait-3 forward")).to_be_focused()
+    assert order() == ["3", "1", "2"]
+    page.locator(".ts-queue li").nth(0).drag_to(page.locator(".ts-queue li").nth(2), target_position={"x": 60, "y": 50})
+    expect(items).to_have_text(["wait-1", "wait-2", "wait-3"])
+    wait_for(lambda: order() == ["1", "2", "3"], "the new order")
+    axe(page)
+    device_locks.give_up(tickets[0])  # it starts while the page still shows it
+    page.evaluate("Object.defineProperty(document, 'hidden', { value: true })")
+    page.get_by_role("button", name="move wait-2 forward").click()
+    expect(status).to_contain_text("no longer in the queue")
+    assert order() == ["2", "3"]
+    for ticket in tickets:
+        device_locks.give_up(ticket)
+        shutil.rmtree(ticket.run_dir)
 
 
 def test_two_runs_are_chosen_and_compared(new_page: Tabs) -> None:
