@@ -66,7 +66,7 @@ def grow(run: RunFolder, step: int) -> None:
 
 
 def rows(page: Page) -> list[str]:
-    return page.locator(".ts-runs tbody a").all_inner_texts()
+    return page.locator(".ts-runs tbody a").all_text_contents()
 
 
 def no_side_scroll(page: Page) -> bool:
@@ -216,6 +216,29 @@ def test_charts_share_their_cursor_and_their_zoom(new_page: Tabs) -> None:
     everything.click()
     expect(memory.locator(".u-wrap")).not_to_have_attribute("aria-label", zoomed)
     expect(everything).to_be_hidden()
+
+
+def test_each_rank_has_a_chart_and_its_memory_beside_the_plan(new_page: Tabs, server: Served) -> None:
+    run = made_run(server.runs_dir, "wide-run", world=12, minutes=400)
+    lines = [
+        {"step": step, "loss": 1.0, "tokens": step, "elapsed_s": step, "slow_ranks": [9] if step == 5 else [],
+         "memory_gib_by_rank": [1.0 + rank * step / 100 for rank in range(12)]}
+        for step in range(1, 11)
+    ]  # fmt: skip
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    page = new_page("/run?run=wide-run")
+    page.locator(".ts-ranks").scroll_into_view_if_needed()
+    expect(page.locator(".ts-rank")).to_have_count(8)
+    expect(page.locator(".ts-ranks")).to_contain_text("8 of 12 ranks")
+    expect(page.locator(".ts-ranks")).to_contain_text("Slowest: rank 9, found slow once.")
+    page.get_by_role("button", name="Show all 12").click()
+    expect(page.locator(".ts-rank")).to_have_count(12)
+    ends = page.locator(".ts-rank figcaption span:last-child")
+    expect(ends).to_have_text([f"{1 + rank / 10:g}" for rank in range(12)])
+    page.locator(".ts-rank-plot").nth(3).hover(position={"x": 1, "y": 20})
+    expect(ends).to_have_text([f"{1 + rank / 100:g}" for rank in range(12)])
+    expect(page.locator(".ts-memory tbody tr").last).to_contain_text("2.10 GiB")
+    shutil.rmtree(run.path)
 
 
 def test_a_failed_run_says_why_and_its_error_is_found(new_page: Tabs) -> None:
