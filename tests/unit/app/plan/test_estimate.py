@@ -15,6 +15,7 @@ from app.plan.estimate import Row, best_first, candidate, plan_row
 from app.plan.hardware import CUDA_GIB, GIB, NCCL_GIB, ROOM, Hardware, parse_size
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
+from trainers.config.presets import find_preset, preset_names, published_config
 from trainers.config.validation import build
 from trainers.model.attention import KERNELS
 from trainers.model.load import build_model, compute_dtype, load_model_config
@@ -490,3 +491,25 @@ def test_fewer_processes_on_a_cpu_share_all_of_its_memory_and_cores() -> None:
     chosen = candidate(load_strategy("single"), settings, two)
     alone = row("single", processes=1).tokens_per_second or 0.0
     assert plan_row(*chosen, counted, two).tokens_per_second == pytest.approx(3 * alone)
+
+
+# -- presets ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_preset_is_planned_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A layer of each model, built from the config that ships, without Hub and cache."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    seen = set()
+    for name in preset_names():
+        options = find_preset(name).options
+        settings, path = build({**options, "max_length": 16}), options["model_name_or_path"]
+        published = published_config(path)
+        assert path == "embedded" or published, f"{name}: no config ships"
+        if path not in seen:
+            model_config = load_model_config(settings, published)
+            assert weights(settings, empty_model(settings, model_config, layers=1))["parameters"] > 0
+        seen.add(path)
+    with pytest.raises(ConfigError, match="nobody/knows cannot be loaded"):  # control
+        load_model_config(config(model_name_or_path="nobody/knows"))
+    assert not list(tmp_path.iterdir()), "something was fetched"
