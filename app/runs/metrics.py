@@ -195,6 +195,16 @@ class Curves:
             file.read_new_rows(run.metrics, seconds)
             return {**file.latest, **(_last_rows(run.metrics, file.offset) if file.more else {})}
 
+    def points(self, run: RunFolder, metric: str, seconds: float = 1.0) -> list[tuple[int, float]]:
+        """All logged values of a metric with their steps, in order of steps, without rows that a resume replaced."""
+        file = self._file(run)
+        with file.lock:
+            file.read_new_rows(run.metrics, seconds)
+            table = file.evals if metric in EVAL else file.train
+            columns, _ = _split_replaced(table, sorted(file.first_steps.items()))
+        known = np.isfinite(columns[metric])
+        return list(zip(columns["step"][known].tolist(), columns[metric][known].tolist(), strict=True))
+
     def has_more(self, run: RunFolder) -> bool:
         """Whether the last call for this run left rows unread."""
         return self._file(run).more
