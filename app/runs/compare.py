@@ -5,12 +5,15 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from app.runs.metrics import Curves
+import numpy as np
+
+from app.runs.metrics import AXES, EVAL, Curves
 from app.runs.runs import config_values, gpu_ids, run_of_id, strategy_name, true_state, world_size
 from trainers.config.labels import LABELS
 from trainers.config.mistakes import ConfigError
@@ -79,20 +82,23 @@ def chosen_runs(names: Any, runs_dir: Path) -> tuple[list[RunFolder], list[str]]
     return runs, errors
 
 
-def compare(runs: Sequence[RunFolder], curves: Curves, by: str | None = None) -> dict[str, Any]:
+def compare(
+    runs: Sequence[RunFolder], curves: Curves, by: str | None = None, seconds: float = math.inf
+) -> dict[str, Any]:
     """Settings and measures of several runs.
 
     Args:
         runs: at least one.
         curves: cache of their metrics.
         by: the measure that decides; default: the first that any run has.
+        seconds: how long to read the metrics of each run for; the next call reads on.
 
     Returns:
-        `runs`: `id` and `state` of each; `settings`: a row `{name, label, values, differs}` per option; `measures`: a
-        row `{name, label, unit, pick, better, values, steps, best}` per measure that any run has, where `best` lists
-        the indices of the best runs, of which several are equal; `by`; `verdict`: which run is the best by it, in
-        words; `groups`: a row `{runs, seeds, label, unfinished, values}` for runs that differ in the seed only, where
-        `values` has `{runs, mean, min, max, std}` by measure.
+        `runs`: `id` and `state` of each; `more`: whether metrics are still unread; `settings`: a row
+        `{name, label, values, differs}` per option; `measures`: a row `{name, label, unit, pick, better, values, steps,
+        best}` per measure that any run has, where `best` lists the indices of the best runs, of which several are
+        equal; `by`; `verdict`: which run is the best by it, in words; `groups`: a row `{runs, seeds, label, unfinished,
+        values}` for runs that differ in the seed only, where `values` has `{runs, mean, min, max, std}` by measure.
 
     Raises:
         ConfigError: for an unknown measure, or one in which no value is better than another.
@@ -102,13 +108,14 @@ def compare(runs: Sequence[RunFolder], curves: Curves, by: str | None = None) ->
         raise ConfigError(f"by={str(by)[:50]!r} is not a measure; use one of {known}")
     settings = _settings([_values(run) for run in runs])
     states = [{"id": run.id, "state": str(true_state(run).get("state"))} for run in runs]
-    picked = {name: [_pick(run, curves, measure) for run in runs] for name, measure in MEASURES.items()}
+    tables = [curves.columns(run, seconds) for run in runs]
+    picked = {name: [_pick(table, measure) for table in tables] for name, measure in MEASURES.items()}
     measures = [_row(name, pairs) for name, pairs in picked.items() if any(pairs)]
     decisive = [row["name"] for row in measures if row["better"]]
     by = by or (decisive[0] if decisive else None)
     row = next((row for row in measures if row["name"] == by), None)
     return {
-        "runs": states, "settings": settings, "measures": measures, "by": by,
+        "runs": states, "more": any(map(curves.has_more, runs)), "settings": settings, "measures": measures, "by": by,
         "verdict": _verdict(states, row, by), "groups": _groups(states, settings, measures),
     }  # fmt: skip
 
@@ -135,18 +142,20 @@ def _plain(value: Any) -> str:
 # -- measures --------------------------------------------------------------------------------------------------------
 
 
-def _pick(run: RunFolder, curves: Curves, measure: Measure) -> tuple[float, int | None] | None:
+def _pick(tables: tuple[dict[str, Any], ...], measure: Measure) -> tuple[float, int | None] | None:
     """A run's number and the step it is of, if it is of one; None where nothing was logged."""
-    points = curves.points(run, measure.metric)
-    if not points:
+    table = tables[measure.metric in EVAL]
+    known = np.isfinite(table[measure.metric])
+    steps, values = table["step"][known], table[measure.metric][known]
+    if not len(values):
         return None
     if measure.pick == "median":
-        return statistics.median(value for _, value in points), None
+        return float(np.median(values)), None
     if measure.pick == "last":
-        return points[-1][1], points[-1][0] if measure.metric not in ("step", "tokens", "elapsed_s") else None
-    sign = -1 if measure.pick == "max" or measure.better == "high" else 1
-    step, value = min(points, key=lambda point: (sign * point[1], point[0]))  # of equal ones the first
-    return value, step
+        index = len(values) - 1
+    else:
+        index = int(np.argmax(values) if measure.pick == "max" or measure.better == "high" else np.argmin(values))
+    return float(values[index]), int(steps[index]) if measure.metric not in ("step", *AXES) else None
 
 
 def measure_text(value: float | None) -> str:

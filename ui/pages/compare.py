@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from app.runs.compare import MAX_RUNS, MEASURES, as_csv, chosen_runs, compare, measure_text
 from app.runs.history import History
-from app.runs.metrics import Curves
+from app.runs.metrics import READ_SECONDS, Curves
 from app.runs.runs import run_of_id
 from ui.context import ServerContext
 from ui.live import json_response, live_part
@@ -44,7 +44,7 @@ def build(context: ServerContext) -> None:
 
     def groups(request: dict[str, Any]) -> Response:
         runs, _ = chosen_runs(request.get("runs"), context.runs_dir)
-        return json_response(lambda: {"groups": compare(runs, cache)["groups"] if runs else []})
+        return json_response(lambda: {"groups": compare(runs, cache, None, READ_SECONDS)["groups"] if runs else []})
 
     def table(request: dict[str, Any]) -> Response:
         runs, _ = chosen_runs(request.get("runs"), context.runs_dir)
@@ -58,7 +58,7 @@ def build(context: ServerContext) -> None:
 
     def refresh(by: str | None, digest: str | None, request: gr.Request) -> list[Any]:
         runs, errors = chosen_runs(request.query_params.get("runs"), context.runs_dir)
-        comparison = compare(runs, cache, by or None) if runs else None
+        comparison = compare(runs, cache, by or None, READ_SECONDS) if runs else None
         warnings = alert_list(errors, "warning")
         panels = [
             join([warnings, _verdict(comparison)]) if comparison else join([warnings, _welcome()]),
@@ -98,7 +98,8 @@ def _welcome() -> Html:
 
 
 def _verdict(comparison: dict[str, Any]) -> Html:
-    return element("p", comparison["verdict"], class_="ts-best", role="status")
+    sentence = "Reading the metrics…" if comparison["more"] else comparison["verdict"]
+    return element("p", sentence, class_="ts-best", role="status")
 
 
 def _head(comparison: dict[str, Any], first: str) -> list[Any]:
