@@ -42,6 +42,7 @@ from app.services.memory_check import known_verdict, memory_verdict
 from trainers.config.mistakes import ConfigError
 from trainers.config.parse import Request
 from trainers.config.presets import find_preset, preset_names
+from trainers.run.folder import write_atomic
 
 
 def train_verb(argv: Sequence[str]) -> int:
@@ -318,6 +319,43 @@ def _whole_number(option: str, text: str, example: str, least: int | None = None
     if least is not None and value < least:
         raise ConfigError(f"{option}={value} is below {least}; write e.g. {example}")
     return value
+
+
+def compare_verb(
+    names: Sequence[str], by: str | None, csv: Path | None, differences: bool, runs_dir: Path, as_json: bool
+) -> int:
+    """`tunesmith runs compare`."""
+    from app.runs.compare import as_csv, compare, measure_text  # they import numpy, which takes a while
+    from app.runs.metrics import Curves
+
+    runs = list({run.path: run for run in (find_run(name, runs_dir) for name in names)}.values())
+    if csv is not None and csv.suffix.lower() != ".csv":
+        raise ConfigError(f"csv={str(csv)!r} does not end in .csv; write e.g. --csv runs.csv")
+    comparison = compare(runs, Curves(), by)
+    if csv is not None:
+        try:
+            write_atomic(csv, as_csv(comparison))
+        except OSError as error:
+            raise ConfigError(f"csv={str(csv)!r} cannot be written: {error.strerror}; name another file") from None
+    if as_json:
+        report_json(comparison)
+        return 0
+    headers = ["", *(run.id for run in runs)]
+    rows = [["state", *(run["state"] for run in comparison["runs"])]]
+    for row in comparison["measures"]:
+        label = f"{row['label']}{', ' + row['unit'] if row['unit'] else ''}"
+        pairs = zip(row["values"], row["steps"], strict=True)
+        rows.append([label, *(measure_text(value) + (f" at step {step}" if step else "") for value, step in pairs)])
+    settings = [row for row in comparison["settings"] if row["differs"] or not differences]
+    rows += [[row["name"], *("-" if value in (None, "") else value for value in row["values"])] for row in settings]
+    show_table(headers, rows)
+    for group in comparison["groups"]:
+        if spread := group["values"].get(comparison["by"]):
+            mean, low, high = (measure_text(spread[key]) for key in ("mean", "min", "max"))
+            label = f"{spread['runs']} seeds ({group['label']}), {comparison['by']}"
+            report(f"{label}: mean {mean}, standard deviation {spread['std']:,.3g}, from {low} to {high}")
+    report(comparison["verdict"])
+    return 0
 
 
 def _report_result(as_json: bool, document: dict[str, Any], line: str) -> int:

@@ -181,6 +181,8 @@ class Curves:
 
     def __init__(self) -> None:
         self.files: OrderedDict[Path, _MetricsFile] = OrderedDict()
+        self.current: dict[Path, tuple[Any, Any]] = {}
+        """What `columns` returned last, with the version of the file."""
         self.lock = threading.Lock()
 
     def _file(self, run: RunFolder) -> _MetricsFile:
@@ -197,6 +199,25 @@ class Curves:
         with file.lock:
             file.read_new_rows(run.metrics, seconds)
             return {**file.latest, **(_last_rows(run.metrics, file.offset) if file.more else {})}
+
+    def columns(self, run: RunFolder, seconds: float = READ_SECONDS) -> tuple[dict[str, Any], dict[str, Any]]:
+        """All training and evaluation rows read so far, as arrays in order of steps, without those a resume replaced.
+
+        Rows are read for at most `seconds`. The same objects come back while nothing is new.
+        """
+        file = self._file(run)
+        with file.lock:
+            file.read_new_rows(run.metrics, seconds)
+            version = (file.inode, file.replacements, file.rows())
+            known = self.current.get(run.path)
+            if known is None or known[0] != version:
+                starts = sorted(file.first_steps.items())
+                train, evals = (_split_replaced(table, starts)[0] for table in (file.train, file.evals))
+                known = self.current[run.path] = (version, (train, evals))
+        with self.lock:
+            self.current = {path: entry for path, entry in self.current.items() if path in self.files}
+        tables: tuple[dict[str, Any], dict[str, Any]] = known[1]
+        return tables
 
     def has_more(self, run: RunFolder) -> bool:
         """Whether the last call for this run left rows unread."""

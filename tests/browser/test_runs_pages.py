@@ -161,18 +161,46 @@ def test_two_runs_are_chosen_and_compared(new_page: Tabs) -> None:
     page.get_by_label("compare failed-run").check()
     compare.click()
     page.wait_for_url(re.compile("compare.runs=done-run"))
-    settings = page.get_by_role("region", name="Settings")
+    settings = page.get_by_role("region", name="Settings that differ")
     expect(settings.get_by_text("learning_rate", exact=True)).to_be_visible()
-    expect(settings.get_by_text("weight_decay", exact=True)).to_have_count(0)
-    page.get_by_label("Only differences").uncheck()
-    expect(settings.get_by_text("weight_decay", exact=True)).to_be_visible()
+    expect(page.get_by_text("weight_decay", exact=True)).to_be_hidden()
+    page.get_by_text("settings are the same").click()
+    expect(page.get_by_text("weight_decay", exact=True)).to_be_visible()
     expect(page.locator(".u-wrap[role=img]")).to_be_visible()
     legend = page.locator(".u-legend")
     expect(legend).to_contain_text("done-run")
     expect(legend).to_contain_text("failed-run")
     page.get_by_label("X axis").select_option("tokens")
     expect(legend).to_contain_text("tokens")
-    expect(page.get_by_role("region", name="Final metrics")).to_contain_text("Training loss")
+    expect(page.get_by_role("region", name="Measures")).to_contain_text("Last training loss")
+
+
+def test_seeds_are_one_band_and_the_best_is_by_the_chosen_measure(new_page: Tabs, server: Served) -> None:
+    seeds = [made_run(server.runs_dir, f"seed-{seed}", config={"seed": seed}) for seed in (1, 2)]
+    ids = [*(run.id for run in seeds), "failed-run"]
+    page = new_page(f"/compare?runs={','.join(ids)}")
+    verdict, legend = page.locator(".ts-best"), page.locator(".u-legend")
+    expect(verdict).to_contain_text("by best evaluation loss")
+    expect(page.get_by_role("region", name=re.compile("^Spread of"))).to_contain_text("Best evaluation loss")
+    expect(legend).to_contain_text("seed-2")
+    page.get_by_label("Seeds as mean and range").check()
+    expect(legend).to_contain_text("mean of 2 seeds")
+    expect(legend).not_to_contain_text("seed-2")
+    page.get_by_label("Metric").select_option("grad_norm")
+    page.get_by_label("Best by").click()
+    page.get_by_role("option", name="Speed").click()
+    expect(verdict).to_contain_text("by speed")
+    page.reload()
+    expect(verdict).to_contain_text("by speed")
+    expect(page.get_by_label("Metric")).to_have_value("grad_norm")
+    expect(legend).to_contain_text("mean of 2 seeds")
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Download CSV").click()
+    lines = download.value.path().read_text().splitlines()
+    assert [line.split(",")[0] for line in lines] == ["run", *ids]
+    axe(page)
+    for run in seeds:
+        shutil.rmtree(run.path)
 
 
 def test_a_finished_run_shows_charts_log_and_checkpoints(new_page: Tabs) -> None:
