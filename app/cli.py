@@ -10,20 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
+from app.cli_runs import RAW, RUNS, Json, Raw, RunName, RunsDir, runs_app
 from app.typer_style import Interrupted, Verbs
 
 app = Verbs(
     name="tunesmith", help="Fine-tune a language model; the strategy changes speed and memory, never the model."
 )
-runs_app = Verbs(help="List, show and read runs.")
 app.add_typer(runs_app, name="runs")
-
-_RAW = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-Raw = Annotated[list[str] | None, typer.Argument(metavar="...")]
-Json = Annotated[bool, typer.Option("--json", metavar="", help="Print one JSON document and nothing else on stdout.")]
-RunName = Annotated[str, typer.Argument(metavar="RUN", help="Id of a run, or the path of its folder.")]
-RunsDir = Annotated[Path, typer.Option("--runs_dir", metavar="<dir>", help="Parent folder of run folders.")]
-RUNS = Path("runs")
 
 
 def _show_version(show: bool) -> None:
@@ -61,7 +54,7 @@ def demo(
     return run_demo(method, gpus, num_processes, runs_dir, json)
 
 
-@app.command(context_settings=_RAW)
+@app.command(context_settings=RAW)
 def train(args: Raw = None) -> int:
     """Fine-tune a model: a preset, a config file, options, or all three."""
     from app.commands.runs import train_verb
@@ -69,7 +62,7 @@ def train(args: Raw = None) -> int:
     return train_verb(args or [])
 
 
-@app.command(context_settings=_RAW)
+@app.command(context_settings=RAW)
 def resume(args: Raw = None) -> int:
     """Resume a stopped or failed run from its newest good checkpoint."""
     from app.commands.runs import resume_verb
@@ -77,7 +70,7 @@ def resume(args: Raw = None) -> int:
     return resume_verb(args or [])
 
 
-@app.command(context_settings=_RAW)
+@app.command(context_settings=RAW)
 def prove(args: Raw = None) -> int:
     """Train your model on your data under each strategy and compare every step with a single process."""
     from app.prove.command import prove_verb
@@ -85,7 +78,7 @@ def prove(args: Raw = None) -> int:
     return prove_verb(args or [])
 
 
-@app.command(context_settings=_RAW)
+@app.command(context_settings=RAW)
 def bench(args: Raw = None) -> int:
     """Measure which settings train your model fastest on this machine."""
     from app.bench.bench import bench_verb
@@ -93,7 +86,7 @@ def bench(args: Raw = None) -> int:
     return bench_verb(args or [])
 
 
-@app.command(context_settings=_RAW)
+@app.command(context_settings=RAW)
 def plan(args: Raw = None) -> int:
     """Estimate which strategies fit your model on these (or other) GPUs, and rank them by speed."""
     from app.plan.command import plan_verb
@@ -157,7 +150,7 @@ def doctor(
     return doctor_verb(chosen, runs_dir, timeout, quick, json)
 
 
-@app.command(context_settings=_RAW)
+@app.command(context_settings=RAW)
 def data(args: Raw = None) -> int:
     """Preview the training data: rows with their trained tokens marked, lengths, packing, bad rows."""
     from app.commands.data import data_verb
@@ -180,84 +173,6 @@ def stop(
     from app.commands.runs import stop_verb
 
     return stop_verb(run, timeout, not no_save, force, runs_dir, json)
-
-
-@runs_app.command("list")
-def runs_list(runs_dir: RunsDir = RUNS, json: Json = False) -> int:
-    """List runs, newest first."""
-    from app.commands.runs import list_verb
-
-    return list_verb(runs_dir, json)
-
-
-@runs_app.command("show")
-def runs_show(run: RunName, runs_dir: RunsDir = RUNS, json: Json = False) -> int:
-    """Show the status of a run: state, cause, latest metrics, checkpoints."""
-    from app.commands.runs import show_verb
-
-    return show_verb(run, runs_dir, json)
-
-
-@runs_app.command("logs")
-def runs_logs(
-    run: RunName,
-    follow: Annotated[bool, typer.Option("--follow", metavar="", help="Keep printing until the run ends.")] = False,
-    runs_dir: RunsDir = RUNS,
-) -> int:
-    """Print a run's log."""
-    from app.commands.runs import logs_verb
-
-    return logs_verb(run, follow, runs_dir)
-
-
-@runs_app.command("clone", context_settings=_RAW)
-def runs_clone(args: Raw = None) -> int:
-    """Start a new run with the settings of another one, optionally changed."""
-    from app.commands.runs import clone_verb
-
-    return clone_verb(args or [])
-
-
-@runs_app.command("rename")
-def runs_rename(
-    run: RunName,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="New id.")],
-    runs_dir: RunsDir = RUNS,
-    json: Json = False,
-) -> int:
-    """Rename a run that has ended, and its folder."""
-    from app.commands.runs import rename_verb
-
-    return rename_verb(run, name, runs_dir, json)
-
-
-@runs_app.command("delete")
-def runs_delete(
-    run: RunName,
-    yes: Annotated[bool, typer.Option("--yes", metavar="", help="Do not ask for confirmation.")] = False,
-    runs_dir: RunsDir = RUNS,
-    json: Json = False,
-) -> int:
-    """Delete a run that has ended, with its checkpoints and exports."""
-    from app.commands.runs import delete_verb
-
-    return delete_verb(run, yes, runs_dir, json)
-
-
-@runs_app.command("move", context_settings={"ignore_unknown_options": True})
-def runs_move(
-    run: RunName,
-    places: Annotated[
-        str,
-        typer.Argument(metavar="PLACES", help="Places to move towards the end; -1 moves one place towards the front."),
-    ],
-    runs_dir: RunsDir = RUNS,
-    json: Json = False,
-) -> int:
-    """Move a run in the queue; `tunesmith stop` cancels it."""
-    from app.commands.runs import move_verb
-
-    return move_verb(run, places, runs_dir, json)
 
 
 @app.command()

@@ -37,6 +37,16 @@ STRATEGIES = (
     "zero2_tp", "pp", "pp_interleaved", "pp_dp", "pp_fsdp2",
 )  # fmt: skip
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "send")
+COMPARED = (
+    "strategy",
+    "collective",
+    "formula",
+    "predicted",
+    "counted",
+    "counted / predicted",
+    "calls",
+    "counted calls",
+)
 STEPS, WARM = 8, 2
 OPTIONS = {
     "dataset_name": "embedded", "method": "full", "max_length": 128, "packing": True, "global_batch_size": 16,
@@ -69,6 +79,10 @@ class Measured:
         """Bytes per step, the mean over the ranks."""
         return statistics.mean(rank["sent"].get(collective, 0) for rank in self.ranks) / self.steps
 
+    def calls(self, collective: str) -> float:
+        """Calls per step, the mean over the ranks."""
+        return statistics.mean(rank["calls"].get(collective, 0) for rank in self.ranks) / self.steps
+
     def expected(self, sizes: ModelSizes) -> list[Term]:
         """What the formulas predict per step, as the mean over the ranks."""
         strategy = self.strategy
@@ -76,9 +90,10 @@ class Measured:
         chunks = SCHEDULES[strategy.pp_schedule].chunks
         by_rank = [predicted(kind, strategy.sizes, chunks, sizes, rank["steps"], WARM) for rank in self.ranks]
         return [
-            Term(alike[0].collective, alike[0].formula, statistics.mean(term.bytes for term in alike) / self.steps)
+            Term(alike[0].collective, alike[0].formula, statistics.mean(term.bytes for term in alike) / self.steps,
+                 calls=statistics.mean(term.calls for term in alike) / self.steps)
             for alike in zip(*by_rank, strict=True)
-        ]
+        ]  # fmt: skip
 
 
 def sized(name: str, processes: int | None = None) -> Strategy:
@@ -138,7 +153,8 @@ def second_rows(measured: Measured, sizes: ModelSizes) -> list[list[str]]:
     return [
         [measured.strategy.name, term.collective, term.formula, format_bytes(term.bytes),
          format_bytes(measured.sent(term.collective)),
-         f"{measured.sent(term.collective) / term.bytes:.3f}" if term.bytes else "none"]
+         f"{measured.sent(term.collective) / term.bytes:.3f}" if term.bytes else "none",
+         f"{term.calls:g}", f"{measured.calls(term.collective):g}"]
         for term in measured.expected(sizes)
     ]  # fmt: skip
 
@@ -181,7 +197,7 @@ def main() -> None:
             measured = measure(Path(folder) / strategy.name, strategy, model, share_gpus=args.share_gpus)
             print(line(first_row(measured)), flush=True)
             rows += second_rows(measured, sizes)
-    print(f"\n{head(['strategy', 'collective', 'formula', 'predicted', 'counted', 'counted / predicted'])}")
+    print(f"\n{head(COMPARED)}")
     print("\n".join(map(line, rows)))
 
 

@@ -4,14 +4,15 @@
 that rank, less its value once all modules are imported and the process group exists. "Planned" is the sum of all uses
 without that baseline, which is part of `overhead`. "Allocated" is the peak of what glibc has handed out (`mallinfo2`).
 It includes pages that were never written, and misses the pages of the model's file that writing copied.
-"Load", "wrap" and "save" are the peaks while the model is loaded, wrapped, and saved and exported. All are in GiB, and
-of the fullest rank.
+"Load", "wrap" and "save" are the peaks while the model is loaded, wrapped, and saved and exported. "Rest" is the bytes
+of all tensors between two steps, each storage once. All are in GiB, and of the fullest rank.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -25,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from app.accelerate_launch import COMPACT_HEAP
 from app.plan.command import count
 from app.plan.estimate import Row, candidate, plan_row
 from app.plan.hardware import GIB, Hardware
@@ -79,12 +81,28 @@ def anonymous_bytes() -> int:
     return int(found[1]) * 1024
 
 
+def tensor_bytes() -> int:
+    """Bytes of all CPU tensors of this process, each storage once."""
+    import torch
+
+    gc.collect()
+    storages: dict[int, int] = {}
+    for tensor in gc.get_objects():
+        # A DTensor has no storage of its own; its local tensor is listed too.
+        local = issubclass(type(tensor), torch.Tensor) and not hasattr(tensor, "device_mesh")
+        if local and tensor.device.type == "cpu":
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
 @dataclass
 class Sampler:
     """Samples this process from a thread, and keeps the peaks of each phase.
 
     Args:
-        file: file that the peaks are written to, as `{phase: [anonymous bytes, allocated bytes]}`.
+        file: file that the peaks are written to, as `{phase: [anonymous bytes, allocated bytes]}`. "rest" has the bytes
+            of tensors in place of the latter.
         phase: current phase.
     """
 
@@ -141,6 +159,7 @@ def start(folder: str) -> None:
         sampler.phase = "train"
         result = train_step(*arguments)
         sampler.phase = "save"
+        sampler.peaks["rest"] = (anonymous_bytes() - sampler.baseline, tensor_bytes())
         sampler.write()
         return result
 
@@ -161,7 +180,7 @@ def plan(names: Sequence[str], options: dict[str, Any]) -> tuple[list[Row], floa
 
 
 def measure(folder: Path, row: Row, options: dict[str, Any]) -> dict[str, list[int]]:
-    """The fullest rank's peaks by phase: anonymous bytes above the baseline, allocated bytes.
+    """The fullest rank's peaks by phase: anonymous bytes above the baseline, allocated bytes (at rest, of tensors).
 
     Args:
         folder: a new folder for the run.
@@ -173,7 +192,7 @@ def measure(folder: Path, row: Row, options: dict[str, Any]) -> dict[str, list[i
     (inject / "sitecustomize.py").write_text(SITE.format(folder=str(folder)))
     micro = {"per_device_train_batch_size": row.micro_batch}
     launch_well(folder / "run", row.sizes.world, {**options, **micro}, strategy=row.strategy, timeout=3000,
-                PYTHONPATH=f"{inject}{os.pathsep}{ROOT}")  # fmt: skip
+                PYTHONPATH=f"{inject}{os.pathsep}{ROOT}", **COMPACT_HEAP)  # fmt: skip
     ranks = [json.loads(file.read_text()) for file in folder.glob("rank-*.json")]
     shutil.rmtree(folder)
     return {phase: max(rank[phase] for rank in ranks if phase in rank) for phase in ranks[0]}
@@ -184,10 +203,12 @@ def cells(planned: Row, measured: dict[str, list[int]], process_bytes: float) ->
     memory = planned.memory or {}
     expected, (used, allocated) = planned.total - process_bytes, measured["train"]
     others = (f"{measured.get(phase, [0])[0] / GIB:.2f}" for phase in ("load", "wrap", "save"))
+    rest = measured["rest"][1]
     return [
         planned.strategy, str(planned.sizes.world),
         *(f"{(memory[use] - process_bytes * (use == 'overhead')) / GIB:.2f}" for use in memory),
         f"{expected / GIB:.2f}", f"{used / GIB:.2f}", f"{allocated / GIB:.2f}", f"{expected / used:.2f}", *others,
+        f"{rest / GIB:.2f}",
     ]  # fmt: skip
 
 
@@ -204,7 +225,7 @@ def main() -> None:
         model = model_folder(args.model, Path(folder))
         options = {**OPTIONS, "model_name_or_path": str(model), "max_length": LENGTHS[args.model]}
         rows, process_bytes = plan(args.strategies, options)
-        columns = ("planned", "measured", "allocated", "planned / measured", "load", "wrap", "save")
+        columns = ("planned", "measured", "allocated", "planned / measured", "load", "wrap", "save", "rest")
         print(head(["strategy", "processes", *(rows[0].memory or {}), *columns]))
         for row in rows:
             print(line(cells(row, measure(Path(folder) / row.strategy, row, options), process_bytes)), flush=True)

@@ -358,7 +358,8 @@ class TrainLoop:
         self.recent.add(window)
         progress.elapsed_s += seconds
         devices = context.ranks.gather(device_values(context.ranks.device))
-        slow = context.stragglers.verdict(context.ranks.gather(context.stragglers.sample(seconds)))
+        samples = context.ranks.gather(context.stragglers.sample(seconds))
+        slow = context.stragglers.verdict(samples)
         row = {
             "step": progress.step,
             "epoch": progress.step / context.plan.steps_per_epoch,
@@ -368,6 +369,7 @@ class TrainLoop:
             "learning_rate": result.rate,
             **window.rates(self.peak),
             **values_by_rank(devices),
+            "local_work_by_rank": [round(sample.local / sample.training, 4) for sample in samples],
             "tokens": progress.tokens,
             "elapsed_s": progress.elapsed_s,
             "recent_tokens_per_second": self.recent.tokens_per_second,

@@ -22,7 +22,8 @@ def live_part(name: str, script: str, functions: Sequence[Function], heading: st
     Args:
         name: gives the element the class `ts-NAME`.
         script: name of the renderer, `Live.SCRIPT` in `ui/static/live_*.js`.
-        functions: what the script may call as `server.FUNCTION(request)`; read-only, as anyone can call them.
+        functions: what the script may call as `server.FUNCTION(request)`; anyone who may open the pages
+            can call them, with any plain values.
         heading: text of an `<h2>` above it.
     """
     heading_html = f"<h2>{heading}</h2>" if heading else ""

@@ -36,11 +36,13 @@ from app.runs.runs import (
     stop_run,
     summary,
 )
+from app.runs.state import queue
 from app.services.diagnosis import apply_remedy, diagnosed
 from app.services.memory_check import known_verdict, memory_verdict
 from trainers.config.mistakes import ConfigError
 from trainers.config.parse import Request
 from trainers.config.presets import find_preset, preset_names
+from trainers.run.folder import write_atomic
 
 
 def train_verb(argv: Sequence[str]) -> int:
@@ -276,15 +278,84 @@ def _confirmed(question: str, as_json: bool) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def move_verb(name: str, offset: str, runs_dir: Path, as_json: bool) -> int:
+def queue_verb(runs_dir: Path, as_json: bool) -> int:
+    """`tunesmith runs queue`."""
+    rows = queue(runs_dir)
+    if as_json:
+        report_json(rows)
+    elif not rows:
+        report("no run is queued; `tunesmith train --detach` queues one while its devices are in use")
+    else:
+        table = [[row["place"], row["id"], row["devices"], ", ".join(row["held_by"])] for row in rows]
+        show_table(["place", "id", "needs", "in use by"], table, ["in use by"])
+    return 0
+
+
+def move_verb(
+    name: str, places: str | None, to: str | None, before: str | None, after: str | None, runs_dir: Path, as_json: bool
+) -> int:
     """`tunesmith runs move`."""
-    try:
-        number = int(offset)
-    except ValueError:
-        raise ConfigError(f"places={offset!r} is not a whole number; write e.g. -1 to move one place forward") from None
+    if sum(target is not None for target in (places, to, before, after)) != 1:
+        raise ConfigError(
+            "move takes one target; write e.g. `tunesmith runs move RUN -1` for one place forward, `--to 1` for the "
+            "front, or `--before OTHER`"
+        )
     run = find_run(name, runs_dir)
-    position = actions.move(run, number)
+    position = actions.move(
+        run,
+        0 if places is None else _whole_number("places", places, "-1 to move one place forward"),
+        to=None if to is None else _whole_number("to", to, "--to 1 for the front", least=1),
+        before=None if before is None else find_run(before, runs_dir),
+        after=None if after is None else find_run(after, runs_dir),
+    )
     return _report_result(as_json, {"id": run.id, "place": position}, f"{run.id} is number {position} in the queue")
+
+
+def _whole_number(option: str, text: str, example: str, least: int | None = None) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise ConfigError(f"{option}={text!r} is not a whole number; write e.g. {example}") from None
+    if least is not None and value < least:
+        raise ConfigError(f"{option}={value} is below {least}; write e.g. {example}")
+    return value
+
+
+def compare_verb(
+    names: Sequence[str], by: str | None, csv: Path | None, differences: bool, runs_dir: Path, as_json: bool
+) -> int:
+    """`tunesmith runs compare`."""
+    from app.runs.compare import as_csv, compare, measure_text  # they import numpy, which takes a while
+    from app.runs.metrics import Curves
+
+    runs = list({run.path: run for run in (find_run(name, runs_dir) for name in names)}.values())
+    if csv is not None and csv.suffix.lower() != ".csv":
+        raise ConfigError(f"csv={str(csv)!r} does not end in .csv; write e.g. --csv runs.csv")
+    comparison = compare(runs, Curves(), by)
+    if csv is not None:
+        try:
+            write_atomic(csv, as_csv(comparison))
+        except OSError as error:
+            raise ConfigError(f"csv={str(csv)!r} cannot be written: {error.strerror}; name another file") from None
+    if as_json:
+        report_json(comparison)
+        return 0
+    headers = ["", *(run.id for run in runs)]
+    rows = [["state", *(run["state"] for run in comparison["runs"])]]
+    for row in comparison["measures"]:
+        label = f"{row['label']}{', ' + row['unit'] if row['unit'] else ''}"
+        pairs = zip(row["values"], row["steps"], strict=True)
+        rows.append([label, *(measure_text(value) + (f" at step {step}" if step else "") for value, step in pairs)])
+    settings = [row for row in comparison["settings"] if row["differs"] or not differences]
+    rows += [[row["name"], *("-" if value in (None, "") else value for value in row["values"])] for row in settings]
+    show_table(headers, rows)
+    for group in comparison["groups"]:
+        if spread := group["values"].get(comparison["by"]):
+            mean, low, high = (measure_text(spread[key]) for key in ("mean", "min", "max"))
+            label = f"{spread['runs']} seeds ({group['label']}), {comparison['by']}"
+            report(f"{label}: mean {mean}, standard deviation {spread['std']:,.3g}, from {low} to {high}")
+    report(comparison["verdict"])
+    return 0
 
 
 def _report_result(as_json: bool, document: dict[str, Any], line: str) -> int:

@@ -20,7 +20,8 @@ from app.console import shortened
 from app.launch import background
 from app.launch.foreground import refusal_in, run_program
 from app.launch.job import TrainJob, clone_job, resume_job, writable_parent
-from app.runs.runs import true_state
+from app.runs.runs import run_of_id, true_state
+from app.runs.state import queue
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.config.parse import Request
@@ -181,13 +182,58 @@ def delete(run: RunFolder) -> int:
         return before - (size(run) if run.path.exists() else 0)
 
 
-def move(run: RunFolder, places: int) -> int:
-    """Moves a queued run by `places` (negative: towards the front); returns its new place, counted from 1.
+def move(
+    run: RunFolder,
+    places: int = 0,
+    *,
+    to: int | None = None,
+    before: RunFolder | None = None,
+    after: RunFolder | None = None,
+) -> int:
+    """Moves a queued run; returns its new place, counted from 1.
+
+    Args:
+        run: the run.
+        places: places to move towards the end; negative: towards the front.
+        to: in place of `places`: its new place, from 1.
+        before: in place of `places`: the queued run to be right in front of.
+        after: in place of `places`: the queued run to be right behind.
 
     Raises:
-        ConfigError: if the run is not queued.
+        ConfigError: if a run is not queued, or the queue cannot be written.
     """
-    return device_locks.move(run.path, places)
+    try:
+        return device_locks.move(
+            run.path, places, to=to, before=before.path if before else None, after=after.path if after else None
+        )
+    except OSError as error:
+        raise ConfigError(f"run {run.id} was not moved: {error.strerror}; make room in the state folder") from None
+
+
+def move_beside(query: Any, runs_dir: Path) -> dict[str, Any]:
+    """Moves a queued run next to another one.
+
+    Args:
+        query: untrusted input: `run`, an id, and `before` or `after`, the `run_dir` of another run in the queue.
+        runs_dir: folder of run folders.
+
+    Returns:
+        Its new `place`, from 1, and the number of queued runs, `of`.
+
+    Raises:
+        ConfigError: if a run is not queued; nothing has moved then.
+    """
+    side = next((name for name in ("before", "after") if isinstance(query, dict) and query.get(name)), None)
+    if side is None:
+        raise ConfigError("no run was named to move in front of or behind; reload the page")
+    rows = queue(runs_dir)
+    other = next((row for row in rows if row["run_dir"] == query[side]), None)
+    run = run_of_id(query.get("run"), runs_dir)
+    if other is None:
+        raise ConfigError("the other run is no longer in the queue; look at the new order, and move it again")
+    neighbour = RunFolder(Path(other["run_dir"]))
+    position = move(run, before=neighbour) if side == "before" else move(run, after=neighbour)
+    return {"place": position, "of": len(rows)}
 
 
 def export(

@@ -64,8 +64,8 @@ def train(job: TrainJob, quiet: bool) -> dict[str, Any]:
     """
     say_choices(job)
     with interruptible():
-        preflight(job, quiet)
-        return launch(job, _display(job, quiet))
+        reported = preflight(job, quiet)
+        return launch(job, _display(job, quiet, reported))
 
 
 def say_choices(job: TrainJob) -> None:
@@ -107,10 +107,11 @@ def launch(
 
 
 @contextlib.contextmanager
-def _display(job: TrainJob, quiet: bool) -> Iterator[Listener]:
+def _display(job: TrainJob, quiet: bool, reported: Sequence[str]) -> Iterator[Listener]:
     if not quiet:
         say(f"run {job.run.id}: {job.strategy.name} on {where(job)}")
-    with progress_display(job.run, quiet, job.warnings) as listener:
+    printed = [*reported, *(f"warning: {line}" for line in job.warnings)]
+    with progress_display(job.run, quiet, printed) as listener:
         yield listener
 
 
@@ -175,8 +176,11 @@ def where(job: TrainJob) -> str:
     return f"{devices_text} of machine {machines.rank} of {machines.count}" if machines else devices_text
 
 
-def preflight(job: TrainJob, quiet: bool) -> None:
+def preflight(job: TrainJob, quiet: bool) -> list[str]:
     """Runs the training script's check of data, model and batch arithmetic, without a launcher.
+
+    Returns:
+        The lines that it printed, unless `quiet`: what was found, which the run's own log begins with as well.
 
     Raises:
         ConfigError: with the mistakes that it finds.
@@ -191,8 +195,10 @@ def preflight(job: TrainJob, quiet: bool) -> None:
             if job.resume_from:
                 env["TUNESMITH_RESUME_FROM"] = job.resume_from
             out = run_checker(check_argv(config), env)
-    for line in [] if quiet else out.splitlines():
-        say(clean(line))
+    lines = [] if quiet else [clean(line) for line in out.splitlines()]
+    for line in lines:
+        say(line)
+    return lines
 
 
 def run_checker(argv: Sequence[str], env: Mapping[str, str], cwd: Path | None = None) -> str:

@@ -24,26 +24,26 @@ _BAR_AND_REST = 105
 
 
 @contextlib.contextmanager
-def progress_display(run: RunFolder, quiet: bool, warnings: Sequence[str] = ()) -> Iterator[Listener]:
+def progress_display(run: RunFolder, quiet: bool, printed: Sequence[str] = ()) -> Iterator[Listener]:
     """Yields a listener that shows the progress of a run on stderr.
 
     Args:
         run: the run; earlier log lines and metrics are not shown.
         quiet: show only notes and warnings.
-        warnings: warnings that have already been shown.
+        printed: lines that have already been printed.
     """
     if quiet:
-        yield _QuietDisplay(run, warnings)
+        yield _QuietDisplay(run, printed)
     elif sys.stderr.isatty():
         progress = _bar()
         progress.start()
         try:
-            yield _TerminalDisplay(run, progress, warnings)
+            yield _TerminalDisplay(run, progress, printed)
         finally:
             with contextlib.suppress(OSError):  # the terminal may have hung up
                 progress.stop()
     else:
-        yield _PlainDisplay(run, warnings)
+        yield _PlainDisplay(run, printed)
 
 
 def _end_of(run: RunFolder, name: str) -> Tail:
@@ -56,26 +56,26 @@ class _FirstRank:
 
     Args:
         run: the run.
-        warnings: warnings to leave out.
+        printed: lines to leave out.
     """
 
-    def __init__(self, run: RunFolder, warnings: Sequence[str]):
+    def __init__(self, run: RunFolder, printed: Sequence[str]):
         self.log = _end_of(run, "log.txt")
-        self.warnings = {f"warning: {line}" for line in warnings}
+        self.printed = set(printed)
 
     def lines(self, starts: tuple[str, ...] = ("",)) -> Iterator[str]:
         """New lines that begin with one of `starts`."""
         for line in self.log.lines():
             _, mark, message = line.partition(" [rank 0] ")
-            if mark and message.startswith(starts) and message not in self.warnings:
+            if mark and message.startswith(starts) and clean(message) not in self.printed:
                 yield clean(message)
 
 
 class _QuietDisplay:
     """Shows notes, and important lines of rank 0."""
 
-    def __init__(self, run: RunFolder, warnings: Sequence[str] = ()):
-        self.rank = _FirstRank(run, warnings)
+    def __init__(self, run: RunFolder, printed: Sequence[str] = ()):
+        self.rank = _FirstRank(run, printed)
 
     def __call__(self, kind: str, text: str) -> None:
         for line in self.rank.lines(_NOTED):
@@ -87,8 +87,8 @@ class _QuietDisplay:
 class _PlainDisplay:
     """Shows notes, and all log lines of rank 0."""
 
-    def __init__(self, run: RunFolder, warnings: Sequence[str] = ()):
-        self.rank = _FirstRank(run, warnings)
+    def __init__(self, run: RunFolder, printed: Sequence[str] = ()):
+        self.rank = _FirstRank(run, printed)
 
     def __call__(self, kind: str, text: str) -> None:
         for line in self.rank.lines():
@@ -120,12 +120,12 @@ class _TerminalDisplay:
     Args:
         run: the run.
         progress: the started progress bar.
-        warnings: warnings that have already been shown.
+        printed: lines that have already been printed.
     """
 
-    def __init__(self, run: RunFolder, progress: Progress, warnings: Sequence[str] = ()):
+    def __init__(self, run: RunFolder, progress: Progress, printed: Sequence[str] = ()):
         self.run, self.progress = run, progress
-        self.rank = _FirstRank(run, warnings)
+        self.rank = _FirstRank(run, printed)
         self.metrics = _end_of(run, "metrics.jsonl")
         self.task = progress.add_task("starting", total=None, loss="-", rate="-", eta="-")
 

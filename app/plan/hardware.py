@@ -16,6 +16,8 @@ LINKS = {"gpu": 25.0, "cpu": 1.0}
 """GB/s that a rank sends inside a machine: PCIe 4 with 16 lanes, and gloo over loopback."""
 MACHINE_LINKS = {"gpu": 12.5, "cpu": 0.1}
 """GB/s that a rank sends to other machines: a network card of 100 Gb/s per GPU, and 1 Gb/s Ethernet."""
+LATENCIES = {"gpu": 2e-5, "cpu": 2e-4}
+"""Seconds that a collective takes however little it sends: NCCL inside a machine, and gloo over loopback."""
 PER_MACHINE = 8
 """Most GPUs assumed in a machine, if there are more and `--num_machines` is not given."""
 MOST_GPUS = 1024
@@ -23,7 +25,8 @@ NOMINAL = 3e14
 """FLOP/s assumed for GPUs that are not on this machine."""
 ASSUMED = (
     "every row is max_length long; {free:.0%} of the memory is reserved for allocator overhead; {cuda}a rank sends "
-    "{link:g} GB/s (--link){machines}, overlapping computation except under ZeRO 1, ZeRO 2 and pipelines; {flops}"
+    "{link:g} GB/s (--link){machines} and needs {latency:.0f} µs per collective, overlapping computation except under "
+    "ZeRO 1, ZeRO 2 and pipelines; {flops}"
     "tokens/s, time and cost are bounds from matrix products and communication only: `tunesmith bench` measures them"
 )
 
@@ -114,7 +117,8 @@ class Hardware:
             )
         flops = "" if self.is_local or self.flops else f"a GPU computes {NOMINAL / 1e12:g} TFLOP/s (--tflops); "
         return ASSUMED.format(
-            free=1 - ROOM[self.kind], cuda=cuda, link=self.speed, machines=machines, flops=flops
+            free=1 - ROOM[self.kind], cuda=cuda, link=self.speed, machines=machines, flops=flops,
+            latency=LATENCIES[self.kind] * 1e6,
         )  # fmt: skip
 
 

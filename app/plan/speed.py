@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any
 
-from app.plan.hardware import NOMINAL, Hardware
+from app.plan.hardware import LATENCIES, NOMINAL, Hardware
 from app.plan.memory import activation_bytes, keeps_gathered, token_slots, weight_and_state_bytes
 from trainers.config.options import TrainConfig
 from trainers.strategy.mesh import AXES, MeshSizes
@@ -50,7 +50,8 @@ def step_time(
     beside = weight_terms(kind, sizes, model, 1, micro_batches)
     between = activation_terms(kind, sizes, chunks, model, [step], 0)
     sent = sum(part.wire for part in [*beside, *between])
-    overlapped, exposed = (_seconds(terms, sizes, hardware) for terms in (beside, between))
+    # Ranks of a pipeline wait for what others compute and for what they send.
+    overlapped, exposed = _seconds(beside, sizes, hardware), _seconds(between, sizes, hardware) / (1 - bubble)
     # Compute time: 6 FLOPs per trained and 4 per frozen parameter and token, plus recomputed layers.
     trained, frozen = counted["matmul_trained"], counted["matmul_frozen"]
     repeats = config.gradient_checkpointing and not config.selective_checkpointing
@@ -74,7 +75,8 @@ def step_time(
 
 def _seconds(terms: Sequence[Term], sizes: MeshSizes, hardware: Hardware) -> float:
     """The time that collectives take one after the other."""
-    return sum(part.wire / (link_speed(part, sizes, hardware) * 1e9) for part in terms)
+    latency = LATENCIES[hardware.kind]
+    return sum(part.wire / (link_speed(part, sizes, hardware) * 1e9) + part.calls * latency for part in terms)
 
 
 def link_speed(part: Term, sizes: MeshSizes, hardware: Hardware) -> float:

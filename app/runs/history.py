@@ -19,6 +19,7 @@ import yaml
 
 from app.runs.runs import run_paths, true_state
 from app.runs.safe_read import Stamp, open_regular, read_span, stamp
+from app.runs.state import queue
 from trainers.config.mistakes import ConfigError
 from trainers.run.folder import END_STATES, LIVE_STATES, STATES, RunFolder, read_json
 
@@ -280,8 +281,9 @@ def page(history: History, query: Any) -> dict[str, Any]:
 
     Returns:
         `digest` and `same: true` when nothing has changed; otherwise also `rows` (at most `PAGE`), `total`, `page`,
-        `pages` and `counts` of all runs by state; `error` for an invalid query. The duration of a live run is left to
-        the page, which computes it from `started_at`, so that it does not change the digest.
+        `pages`, `counts` of all runs by state, and `queue` as from `state.queue`; `error` for an invalid query. The
+        duration of a live run is left to the page, which computes it from `started_at`, so that it does not change the
+        digest.
     """
     query = query if isinstance(query, dict) else {}
     texts = {key: str(query.get(key) or "")[:200] for key in ("state", "words", "sort", "digest")}
@@ -301,5 +303,6 @@ def page(history: History, query: Any) -> dict[str, Any]:
             row["ended_at"] = ""
     counts = dict(Counter(row["state"] for row in rows))
     answer = {"rows": visible, "total": len(chosen), "page": number, "pages": pages, "counts": counts}
+    answer["queue"] = queue(history.runs_dir) if "queued" in counts else []
     digest = hashlib.sha256(json.dumps(answer, sort_keys=True).encode()).hexdigest()[:16]
     return {"digest": digest, "same": True} if digest == texts["digest"] else {"digest": digest, **answer}

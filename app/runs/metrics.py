@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from app.runs.rank_curves import RankTable
 from app.runs.safe_read import read_span, stamp
 from trainers.run.folder import RunFolder
 
@@ -91,6 +92,7 @@ class _MetricsFile:
     more: bool = False
     train: _Table = field(default_factory=lambda: _Table((*TRAIN, *AXES)))
     evals: _Table = field(default_factory=lambda: _Table(EVAL))
+    ranks: RankTable = field(default_factory=RankTable)
     first_steps: dict[int, int] = field(default_factory=dict)
     """First step that each attempt logged."""
     saved_steps: dict[int, None] = field(default_factory=dict)
@@ -113,7 +115,7 @@ class _MetricsFile:
         if inode != self.inode or size < self.offset:
             fresh = _MetricsFile(inode=inode)
             self.inode, self.offset = inode, 0
-            self.train, self.evals = fresh.train, fresh.evals
+            self.train, self.evals, self.ranks = fresh.train, fresh.evals, fresh.ranks
             self.first_steps, self.saved_steps = fresh.first_steps, fresh.saved_steps
             self.latest, self.slow_ranks = fresh.latest, fresh.slow_ranks
             self.replacements += 1
@@ -148,6 +150,7 @@ class _MetricsFile:
         self.first_steps[attempt] = min(self.first_steps.get(attempt, _MAX_STEP), row["step"])
         if "checkpoint_bytes" in row:
             self.saved_steps[row["step"]] = None
+        self.ranks.add(row["step"], attempt, row)
         row |= {name: mean for name in BY_RANK if (mean := _mean(row.get(f"{name}_by_rank"))) is not None}
         if any(name in row for name in TRAIN):
             self.train.add(row["step"], attempt, row)
@@ -178,6 +181,8 @@ class Curves:
 
     def __init__(self) -> None:
         self.files: OrderedDict[Path, _MetricsFile] = OrderedDict()
+        self.current: dict[Path, tuple[Any, Any]] = {}
+        """What `columns` returned last, with the version of the file."""
         self.lock = threading.Lock()
 
     def _file(self, run: RunFolder) -> _MetricsFile:
@@ -195,6 +200,25 @@ class Curves:
             file.read_new_rows(run.metrics, seconds)
             return {**file.latest, **(_last_rows(run.metrics, file.offset) if file.more else {})}
 
+    def columns(self, run: RunFolder, seconds: float = READ_SECONDS) -> tuple[dict[str, Any], dict[str, Any]]:
+        """All training and evaluation rows read so far, as arrays in order of steps, without those a resume replaced.
+
+        Rows are read for at most `seconds`. The same objects come back while nothing is new.
+        """
+        file = self._file(run)
+        with file.lock:
+            file.read_new_rows(run.metrics, seconds)
+            version = (file.inode, file.replacements, file.rows())
+            known = self.current.get(run.path)
+            if known is None or known[0] != version:
+                starts = sorted(file.first_steps.items())
+                train, evals = (_split_replaced(table, starts)[0] for table in (file.train, file.evals))
+                known = self.current[run.path] = (version, (train, evals))
+        with self.lock:
+            self.current = {path: entry for path, entry in self.current.items() if path in self.files}
+        tables: tuple[dict[str, Any], dict[str, Any]] = known[1]
+        return tables
+
     def has_more(self, run: RunFolder) -> bool:
         """Whether the last call for this run left rows unread."""
         return self._file(run).more
@@ -204,6 +228,30 @@ class Curves:
         file = self._file(run)
         with file.lock:
             return dict(file.slow_ranks)
+
+    def peaks(self, run: RunFolder, seconds: float = READ_SECONDS) -> dict[str, list[float | None]]:
+        """The largest value of each rank, by metric; see `app.runs.rank_curves`."""
+        file = self._file(run)
+        with file.lock:
+            file.read_new_rows(run.metrics, seconds)
+            return {name: file.ranks.peak(name) for name in file.ranks.peaks}
+
+    def by_rank(self, run: RunFolder, metric: Any, every: bool = False, since: Any = None) -> Values:
+        """The curves of each rank; see `RankTable.view`.
+
+        Args:
+            run: the run.
+            metric: the metric.
+            every: whether to return all ranks.
+            since: `token` of what the caller has; if nothing has changed, only `same: true` and the token follow.
+        """
+        file, name = self._file(run), str(metric or "")[:40]
+        with file.lock:
+            file.read_new_rows(run.metrics, READ_SECONDS)
+            token = f"{file.inode}.{file.replacements}.{file.ranks.rows}.{sum(file.slow_ranks.values())}.{name}.{every}"
+            if token == since:
+                return {"token": token, "same": True}
+            return {"token": token, **file.ranks.view(name, every, file.slow_ranks)}
 
     def view(self, run: RunFolder, since: Any = None, seconds: float = READ_SECONDS) -> Values:
         """The curves, or only what changed in them.

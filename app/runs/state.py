@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from app.runs.runs import last_checkpoint, true_state
+from pathlib import Path
+from typing import Any
+
+from app.runs.runs import last_checkpoint, run_of_id, true_state
+from trainers.config.mistakes import ConfigError
 from trainers.run import device_locks
 from trainers.run.folder import END_STATES, RunFolder
 
@@ -21,3 +25,32 @@ def allowed(run: RunFolder) -> list[str]:
 def queue_position(run: RunFolder) -> int | None:
     """Position in the queue, counted from 1; None when the run is not queued."""
     return device_locks.place_of(run.path)
+
+
+def queue(runs_dir: Path) -> list[dict[str, Any]]:
+    """The queue of this machine, first in line first: a row `{id, place, run_dir, devices, held_by, listed}` per run.
+
+    Args:
+        runs_dir: folder of run folders; `listed` says whether `run_of_id` finds the run there.
+    """
+    tickets = device_locks.queue()
+    holders = device_locks.holders() if tickets else {}
+    rows = []
+    for position, ticket in enumerate(tickets, start=1):
+        need = ticket.need
+        slots = need.gpus or [slot for slot in holders if slot.startswith(device_locks.CPU)]
+        count, unit = (len(need.gpus), "GPU") if need.gpus else (need.cpu_slots, "CPU slot")
+        rows.append({
+            "id": ticket.name, "place": position, "run_dir": ticket.run_dir,
+            "devices": f"{count} {unit}{'s' * (count > 1)}",
+            "held_by": sorted({str(holders[slot].get("run")) for slot in slots if slot in holders}),
+            "listed": _is_listed(ticket, runs_dir),
+        })  # fmt: skip
+    return rows
+
+
+def _is_listed(ticket: device_locks.Ticket, runs_dir: Path) -> bool:
+    try:
+        return run_of_id(ticket.name, runs_dir).path.resolve() == Path(ticket.run_dir).resolve()
+    except (ConfigError, OSError):
+        return False

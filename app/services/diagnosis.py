@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app import hardware
 from app.command_line import Args
 from app.diagnosis.advice import Diagnosis, diagnose, remedy_of
 from app.diagnosis.plan import Fits
@@ -17,12 +16,11 @@ from app.launch.foreground import CheckBroke
 from app.launch.job import TrainJob, clone_job, resume_job
 from app.plan.command import count
 from app.plan.estimate import plan_row
-from app.plan.hardware import Hardware
-from app.runs.runs import gpu_ids, true_state
+from app.runs.runs import true_state
 from app.runs.safe_read import stamp
+from app.services.planned_memory import hardware_of
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
-from trainers.run import host_memory
 from trainers.run.folder import RunFolder
 from trainers.strategy.strategy import Strategy
 
@@ -101,11 +99,7 @@ def planner(run: RunFolder) -> Fits:
     """Whether configs are expected to fit on the run's devices, were they empty; None where it cannot be counted."""
 
     def fits(configs: Sequence[TrainConfig], strategy: Strategy) -> Sequence[bool | None]:
-        ids, processes = gpu_ids(run), strategy.num_processes
-        memories = [gpu.memory for gpu in hardware.find_gpus() if gpu.index in ids]
-        host, machines = float(host_memory.total()), int(strategy.values.get("num_machines") or 1)
-        memory = float(min(memories)) if memories else host * machines / processes
-        planned = Hardware("gpu" if ids else "cpu", processes, memory, is_local=False, host=host, machines=machines)
+        planned = hardware_of(run, strategy)
         try:
             counted = count(configs[0], planned, [(strategy, config) for config in configs])
         except (ConfigError, CheckBroke):

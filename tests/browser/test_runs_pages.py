@@ -17,6 +17,8 @@ from playwright.sync_api import Page, expect
 from tests.browser.conftest import SIZES, THEMES, TIMEOUT, Served, Tabs, axe, is_whole, screenshot, wait_for
 from tests.forked import Popen
 from tests.made_runs import add_checkpoint, log_lines, made_run
+from trainers.run import device_locks
+from trainers.run.device_locks import Need
 from trainers.run.folder import Process, RunFolder, write_json
 
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -64,7 +66,7 @@ def grow(run: RunFolder, step: int) -> None:
 
 
 def rows(page: Page) -> list[str]:
-    return page.locator(".ts-runs tbody a").all_inner_texts()
+    return page.locator(".ts-runs tbody a").all_text_contents()
 
 
 def no_side_scroll(page: Page) -> bool:
@@ -101,6 +103,56 @@ def test_the_table_moves_by_itself(new_page: Tabs, server: Served) -> None:
     expect(page.get_by_role("link", name="late-run")).to_be_visible()
 
 
+def test_a_header_keeps_the_focus_and_a_search_without_a_match_has_a_way_back(new_page: Tabs) -> None:
+    page = new_page("/runs?q=nothing-like-it")
+    page.get_by_role("button", name="Show all runs").click()
+    expect(page.get_by_label("Search")).to_be_focused()
+    header = page.get_by_role("button", name="Loss")
+    header.focus()
+    for order in ("descending", "ascending"):
+        page.keyboard.press("Enter")
+        expect(page.locator(f"th[aria-sort={order}]")).to_contain_text("Loss")
+        expect(header).to_be_focused()
+
+
+def test_the_queue_is_reordered_by_keyboard_and_by_drag(
+    new_page: Tabs, server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(server.folder / "state"))
+    tickets, owners = [], [Process.of("supervisor", pid=pid) for pid in (os.getpid(), os.getppid(), 1)]
+    with device_locks._mutex():
+        for number, owner in enumerate(owners, start=1):
+            run = made_run(server.runs_dir, f"wait-{number}", "queued", steps=0, processes=[owner.as_json()])
+            tickets.append(device_locks.Ticket(run.id, str(run.path), Need(cpu_slots=1), number, owner))
+            tickets[-1].write(number)
+
+    def order() -> list[str]:
+        return [ticket.name[-1] for ticket in device_locks.queue()]
+
+    page = new_page("/runs")
+    items, status = page.locator(".ts-queue li a"), page.locator(".ts-queue [role=status]")
+    expect(items).to_have_text(["wait-1", "wait-2", "wait-3"])
+    page.get_by_role("button", name="move wait-3 forward").focus()
+    for place in (2, 1):
+        page.keyboard.press("Alt+ArrowUp")
+        expect(status).to_have_text(f"wait-3 is now number {place} of 3.")
+        expect(items.nth(place - 1)).to_have_text("wait-3")
+    expect(page.get_by_role("button", name="move wait-3 forward")).to_be_focused()
+    assert order() == ["3", "1", "2"]
+    page.locator(".ts-queue li").nth(0).drag_to(page.locator(".ts-queue li").nth(2), target_position={"x": 60, "y": 50})
+    expect(items).to_have_text(["wait-1", "wait-2", "wait-3"])
+    wait_for(lambda: order() == ["1", "2", "3"], "the new order")
+    axe(page)
+    device_locks.give_up(tickets[0])  # it starts while the page still shows it
+    page.evaluate("Object.defineProperty(document, 'hidden', { value: true })")
+    page.get_by_role("button", name="move wait-2 forward").click()
+    expect(status).to_contain_text("no longer in the queue")
+    assert order() == ["2", "3"]
+    for ticket in tickets:
+        device_locks.give_up(ticket)
+        shutil.rmtree(ticket.run_dir)
+
+
 def test_two_runs_are_chosen_and_compared(new_page: Tabs) -> None:
     page = new_page("/runs")
     compare = page.locator(".ts-runs a.ts-button")
@@ -109,18 +161,46 @@ def test_two_runs_are_chosen_and_compared(new_page: Tabs) -> None:
     page.get_by_label("compare failed-run").check()
     compare.click()
     page.wait_for_url(re.compile("compare.runs=done-run"))
-    settings = page.get_by_role("region", name="Settings")
+    settings = page.get_by_role("region", name="Settings that differ")
     expect(settings.get_by_text("learning_rate", exact=True)).to_be_visible()
-    expect(settings.get_by_text("weight_decay", exact=True)).to_have_count(0)
-    page.get_by_label("Only differences").uncheck()
-    expect(settings.get_by_text("weight_decay", exact=True)).to_be_visible()
+    expect(page.get_by_text("weight_decay", exact=True)).to_be_hidden()
+    page.get_by_text("settings are the same").click()
+    expect(page.get_by_text("weight_decay", exact=True)).to_be_visible()
     expect(page.locator(".u-wrap[role=img]")).to_be_visible()
     legend = page.locator(".u-legend")
     expect(legend).to_contain_text("done-run")
     expect(legend).to_contain_text("failed-run")
     page.get_by_label("X axis").select_option("tokens")
     expect(legend).to_contain_text("tokens")
-    expect(page.get_by_role("region", name="Final metrics")).to_contain_text("Training loss")
+    expect(page.get_by_role("region", name="Measures")).to_contain_text("Last training loss")
+
+
+def test_seeds_are_one_band_and_the_best_is_by_the_chosen_measure(new_page: Tabs, server: Served) -> None:
+    seeds = [made_run(server.runs_dir, f"seed-{seed}", config={"seed": seed}) for seed in (1, 2)]
+    ids = [*(run.id for run in seeds), "failed-run"]
+    page = new_page(f"/compare?runs={','.join(ids)}")
+    verdict, legend = page.locator(".ts-best"), page.locator(".u-legend")
+    expect(verdict).to_contain_text("by best evaluation loss")
+    expect(page.get_by_role("region", name=re.compile("^Spread of"))).to_contain_text("Best evaluation loss")
+    expect(legend).to_contain_text("seed-2")
+    page.get_by_label("Seeds as mean and range").check()
+    expect(legend).to_contain_text("mean of 2 seeds")
+    expect(legend).not_to_contain_text("seed-2")
+    page.get_by_label("Metric").select_option("grad_norm")
+    page.get_by_label("Best by").click()
+    page.get_by_role("option", name="Speed").click()
+    expect(verdict).to_contain_text("by speed")
+    page.reload()
+    expect(verdict).to_contain_text("by speed")
+    expect(page.get_by_label("Metric")).to_have_value("grad_norm")
+    expect(legend).to_contain_text("mean of 2 seeds")
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Download CSV").click()
+    lines = download.value.path().read_text().splitlines()
+    assert [line.split(",")[0] for line in lines] == ["run", *ids]
+    axe(page)
+    for run in seeds:
+        shutil.rmtree(run.path)
 
 
 def test_a_finished_run_shows_charts_log_and_checkpoints(new_page: Tabs) -> None:
@@ -164,6 +244,29 @@ def test_charts_share_their_cursor_and_their_zoom(new_page: Tabs) -> None:
     everything.click()
     expect(memory.locator(".u-wrap")).not_to_have_attribute("aria-label", zoomed)
     expect(everything).to_be_hidden()
+
+
+def test_each_rank_has_a_chart_and_its_memory_beside_the_plan(new_page: Tabs, server: Served) -> None:
+    run = made_run(server.runs_dir, "wide-run", world=12, minutes=400)
+    lines = [
+        {"step": step, "loss": 1.0, "tokens": step, "elapsed_s": step, "slow_ranks": [9] if step == 5 else [],
+         "memory_gib_by_rank": [1.0 + rank * step / 100 for rank in range(12)]}
+        for step in range(1, 11)
+    ]  # fmt: skip
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    page = new_page("/run?run=wide-run")
+    page.locator(".ts-ranks").scroll_into_view_if_needed()
+    expect(page.locator(".ts-rank")).to_have_count(8)
+    expect(page.locator(".ts-ranks")).to_contain_text("8 of 12 ranks")
+    expect(page.locator(".ts-ranks")).to_contain_text("Slowest: rank 9, found slow once.")
+    page.get_by_role("button", name="Show all 12").click()
+    expect(page.locator(".ts-rank")).to_have_count(12)
+    ends = page.locator(".ts-rank figcaption span:last-child")
+    expect(ends).to_have_text([f"{1 + rank / 10:g}" for rank in range(12)])
+    page.locator(".ts-rank-plot").nth(3).hover(position={"x": 1, "y": 20})
+    expect(ends).to_have_text([f"{1 + rank / 100:g}" for rank in range(12)])
+    expect(page.locator(".ts-memory tbody tr").last).to_contain_text("2.10 GiB")
+    shutil.rmtree(run.path)
 
 
 def test_a_failed_run_says_why_and_its_error_is_found(new_page: Tabs) -> None:

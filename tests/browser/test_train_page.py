@@ -142,9 +142,17 @@ def test_strategies_are_radio_cards_with_memory_and_speed(new_page: Tabs, size: 
     screenshot(page, f"strategies-{size}")
 
 
-_SHIFTS = """window.shifts = 0;
+_SHIFTS = """window.shifts = 0; window.moved = [];
+const place = (rect) => [rect.x, rect.y, rect.width, rect.height].map(Math.round).join(" ");
+const name = (node) => node?.id || node?.parentElement?.id || node?.className || node?.nodeName;
 new PerformanceObserver((list) => {
-  for (const shift of list.getEntries()) if (!shift.hadRecentInput) window.shifts += shift.value;
+  for (const shift of list.getEntries()) if (!shift.hadRecentInput) {
+    window.shifts += shift.value;
+    const sources = shift.sources.map(
+      ({node, previousRect, currentRect}) => [name(node), place(previousRect), place(currentRect)]
+    );
+    window.moved.push([Math.round(shift.startTime), shift.value, sources]);
+  }
 }).observe({type: "layout-shift", buffered: true});"""
 
 
@@ -158,7 +166,7 @@ def test_nothing_moves_while_the_page_fills(browser: Browser, server: Served, si
     page.locator("#train-cards").scroll_into_view_if_needed()
     expect(page.locator("#strategy-cards")).to_have_attribute("data-state", "estimated")
     expect(page.locator("#train-command pre")).to_be_visible()
-    assert page.evaluate("window.shifts") <= 0.05
+    assert page.evaluate("window.shifts") <= 0.05, page.evaluate("window.moved")
     page.evaluate("document.querySelector('h1').insertAdjacentHTML('beforebegin', '<div style=height:300px></div>')")
     wait_for(lambda: page.evaluate("window.shifts") > 0.05, "a shift that is seen")  # the control
     page.context.close()

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from app.plan.estimate import Row
 from benchmarks import data, gpu, plan, start, throughput
 from benchmarks.contenders import Bench, Case, Measured, RunFailed, cause_of
 from benchmarks.rows import Batches, batches_of, write_chat
@@ -141,9 +142,16 @@ def test_a_rank_has_what_was_planned(name: str, tmp_path: Path) -> None:
         **plan.OPTIONS, "model_name_or_path": str(BASE_DIR), "max_length": 64, "packing": False,
         "global_batch_size": 4, "per_device_train_batch_size": 2,
     }  # fmt: skip
-    (planned,), process_bytes = plan.plan([name], options)
-    resident, allocated = plan.measure(tmp_path / name, planned, options)["train"]
-    memory = planned.memory or {}
-    kept = memory["weights"] + memory["optimizer"] + (memory["gradients"] if name == "ddp" else 0)
-    assert allocated > 0.9 * kept > 4_000_000
+    (planned, other), process_bytes = plan.plan([name, "fsdp2" if name == "ddp" else "ddp"], options)
+    measured = plan.measure(tmp_path / name, planned, options)
+    resident, allocated = measured["train"]
+
+    def kept(row: Row) -> float:
+        # DDP's buckets keep the gradients.
+        memory = row.memory or {}
+        return memory["weights"] + memory["optimizer"] + (memory["gradients"] if row.strategy == "ddp" else 0)
+
+    assert allocated > 0.9 * kept(planned) > 4_000_000
+    assert measured["rest"][1] == pytest.approx(kept(planned), abs=400_000)
+    assert measured["rest"][1] != pytest.approx(kept(other), abs=400_000), "control"
     assert 0.4 * resident < planned.total - process_bytes < 1.1 * resident

@@ -21,7 +21,7 @@ FLOORS = (
     *("trainers.checkpoint", "trainers.monitor", "trainers.tools", "trainers.build", "trainers.loop", "trainers.train"),
     *("app.console", "app.typer_style", "app.reference", "app.hardware", "app.command_line", "app.accelerate_launch"),
     *("app.runs", "app.diagnosis", "app.launch", "app.plan", "app.prove", "app.bench", "app.doctor", "app.services"),
-    *("app.commands", "app.cli", "ui"),
+    *("app.commands", "app.cli_runs", "app.cli", "ui"),
 )
 """Every room, from the ground up: each imports only from those before it."""
 

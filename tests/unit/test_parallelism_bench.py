@@ -82,6 +82,26 @@ def test_zero_sums_gradients_and_gathers_what_was_updated() -> None:
     assert bytes_of("ZERO3", dp_shard=2) == {"reduce-scatter": 4 * 4000}
 
 
+@pytest.mark.parametrize(
+    ("kind", "chunks", "sizes", "calls"),
+    [
+        ("MULTI_GPU", 1, {"dp_replicate": 2}, {"all-reduce": 2}),  # one bucket; two steps of two micro-batches
+        ("FSDP", 1, {"dp_shard": 2}, {"all-gather": 4 * 5, "reduce-scatter": 4 * 3}),
+        ("GRAD_OP", 1, {"dp_shard": 2}, {"all-gather": 4 * 3, "reduce-scatter": 4 * 3}),
+        ("FSDP", 1, {"cp": 2}, {"all-gather": 4 * (5 + 2), "reduce-scatter": 4 * (3 + 2)}),
+        ("FSDP", 1, {"sp": 2}, {"all-gather": 4 * 5, "reduce-scatter": 4 * 3, "all-to-all": 4 * 2 * 8}),
+        ("MULTI_GPU", 1, {"tp": 2}, {"all-reduce": 4 * (4 * 2 + 4)}),
+        ("MULTI_GPU", 2, {"pp": 2}, {"send": (2 * 3 * 4 + 2 * 2) / 2}),
+        ("FSDP", 1, {"pp": 2, "dp_shard": 2}, {"all-gather": 2 * 2, "reduce-scatter": 2 * 2, "send": (2 * 4 + 4) / 2}),
+    ],
+)  # fmt: skip
+def test_how_often_each_collective_is_called(
+    kind: str, chunks: int, sizes: dict[str, int], calls: dict[str, float]
+) -> None:
+    terms = predicted(kind, MeshSizes(**sizes), chunks, SHAPE, STEPS, 1)
+    assert {term.collective: term.calls for term in terms} == calls
+
+
 def test_every_strategy_is_there() -> None:
     assert [sized(name).name for name in STRATEGIES] == list(STRATEGIES)
     assert {sized(name).num_processes for name in STRATEGIES} == {2, 4}
@@ -100,11 +120,12 @@ def test_sizes_are_short(size: float, text: str) -> None:
 
 def test_tables_have_a_cell_for_each_column() -> None:
     ranks = [
-        {"sent": {"all-reduce": sent, "reduce": 4, "control": 40}, "steps": [[[8, 5]]] * 4} for sent in (7000, 9000)
+        {"sent": {"all-reduce": sent, "reduce": 4, "control": 40}, "calls": {"all-reduce": 6}, "steps": [[[8, 5]]] * 4}
+        for sent in (7000, 9000)
     ]
     found = Measured(load_strategy("ddp"), ranks, [0.5, 0.25], 0.125)
     assert first_row(found) == ["ddp", "2", "4 kB", "0", "0", "0", "0", "0", "2 B", "20 B", "0.50 0.25", "0.12"]
-    assert second_rows(found, SHAPE) == [["ddp", "all-reduce", "weights", "4 kB", "4 kB", "1.000"]]
+    assert second_rows(found, SHAPE) == [["ddp", "all-reduce", "weights", "4 kB", "4 kB", "1.000", "1", "3"]]
     assert head(["a", "b"]).splitlines() == [line(["a", "b"]), "|---|---|"]
 
 

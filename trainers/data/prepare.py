@@ -26,7 +26,7 @@ from trainers.data.cache import FORMAT_VERSION, CacheWriter, TokenSet, open_cach
 from trainers.data.files import DataFile, identity, ignored_files, resolve
 from trainers.data.formats import NEEDED, OPTIONAL, recognise, unrecognised, wanted_columns
 from trainers.data.progress import Progress, say
-from trainers.data.report import TOO_LONG, Report
+from trainers.data.report import LONGER, TOO_LONG, Report
 from trainers.data.shards import SHARD_BYTES, FileShard
 from trainers.data.sources import plan, read, unread_columns
 from trainers.data.template import Encoder, training_encoder
@@ -319,8 +319,6 @@ def refuse_bad(report: Report, config: TrainConfig) -> None:
     """Raises `ConfigError` for bad rows under `bad_rows=refuse`, and for rows too long under `overlong=refuse`."""
     if report.bad and config.bad_rows == "refuse":
         raise ConfigError(report.refusal())
-    long = report.bad_rows.get(TOO_LONG, 0)
-    if long:
+    if report.too_long:
         listed = report.examples(TOO_LONG)
-        remedy = "raise max_length, or set overlong=truncate, drop or split"
-        raise ConfigError([*listed, f"{long:,} rows of {report.dataset} are {TOO_LONG}; {remedy}"])
+        raise ConfigError([*listed, f"{report.too_long:,} rows of {report.dataset} are {TOO_LONG}; {LONGER}"])

@@ -11,6 +11,7 @@ from trainers.data.shards import BadRow
 
 EXAMPLES = 20  # bad rows that are listed, per reason
 TOO_LONG = "too long"
+LONGER = "raise max_length, or set overlong=truncate, drop or split"
 UNUSED_NAMES = 1000  # fields counted by name; further ones are counted together
 _FURTHER = "further fields"
 _SHOWN_UNUSED = 20
@@ -122,6 +123,11 @@ class Report:
         """Bad rows of all kinds."""
         return sum(self.bad_rows.values())
 
+    @property
+    def too_long(self) -> int:
+        """Bad rows that are longer than `max_length`, under `overlong=refuse`."""
+        return self.bad_rows.get(TOO_LONG, 0)
+
     def lines(self) -> list[str]:
         """The lines that a run prints: counts, what was shortened or dropped, and where bad rows are."""
         name = f"{self.split} data {self.dataset}"
@@ -171,7 +177,9 @@ class Report:
         unlisted = self.bad - len(lines)
         total = f"{self.bad:,} of {self.rows:,} rows of {self.dataset} cannot be used"
         total += f" ({unlisted:,} more than listed)" if unlisted else ""
-        return [*lines, f"{total}; repair them, or set bad_rows=skip to leave them out"]
+        remedies = ["repair them, or set bad_rows=skip to leave them out"] if self.bad > self.too_long else []
+        remedies += [f"for those {TOO_LONG}, {LONGER}"] if 0 < self.too_long < self.bad else []
+        return [*lines, f"{total}; {'; '.join(remedies or [LONGER])}"]
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for JSON."""

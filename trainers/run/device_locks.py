@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from trainers.config.mistakes import ConfigError
-from trainers.run.folder import Process, read_json, state_folder
+from trainers.run.folder import Process, read_json, state_folder, write_json
 
 CPU = "cpu-"
 
@@ -238,7 +238,7 @@ class Ticket:
         """Writes the ticket to the queue folder with a new position; must be called under the mutex."""
         need = {"gpus": list(self.need.gpus), "cpu_slots": self.need.cpu_slots}
         entry = {"name": self.name, "run_dir": self.run_dir, "need": need, "place": position}
-        self.path.write_text(json.dumps({**entry, "owner": self.owner.as_json()}), encoding="utf-8")
+        write_json(self.path, {**entry, "owner": self.owner.as_json()})
 
 
 def _read_ticket(path: Path) -> Ticket | None:
@@ -313,29 +313,52 @@ def give_up(ticket: Ticket) -> None:
         ticket.path.unlink(missing_ok=True)
 
 
-def move(run_dir: Path, places: int) -> int:
+def move(
+    run_dir: Path, places: int = 0, *, to: int | None = None, before: Path | None = None, after: Path | None = None
+) -> int:
     """Moves a run's ticket in the queue.
 
     Args:
         run_dir: The run folder.
         places: Number of places to move back; negative moves it forward.
+        to: In place of `places`: its new place, from 1.
+        before: In place of `places`: the run to be right in front of. Unlike a number, it means the same after others
+            have started or moved.
+        after: In place of `places`: the run to be right behind.
 
     Returns:
         Its new place, from 1.
 
     Raises:
-        ConfigError: If the run is not in the queue.
+        ConfigError: If a run is not in the queue; nothing has moved then.
     """
     with _mutex():
         tickets = live_tickets()
-        index = _place_of(run_dir, tickets)
-        if index is None:
-            raise ConfigError(f"run {run_dir.name} is not in the queue; `tunesmith runs list` shows its state")
-        there = min(max(index + places, 0), len(tickets) - 1)
-        tickets.insert(there, tickets.pop(index))
-        for number, ticket in enumerate(tickets, start=1):
-            ticket.write(number)
+        index = _index_in(tickets, run_dir)
+        ticket = tickets.pop(index)
+        there = index + places if to is None else to - 1
+        if (anchor := before or after) and anchor != run_dir:
+            there = _index_in(tickets, anchor) + (before is None)
+        there = min(max(there, 0), len(tickets))
+        tickets.insert(there, ticket)
+        if there != index:
+            # From the end, with numbers above all others: wherever this is killed, only the moved run's place is open.
+            for position, other in reversed(list(enumerate(tickets[there:], start=_end_of(tickets)))):
+                other.write(position)
         return there + 1
+
+
+def _index_in(tickets: Sequence[Ticket], run_dir: Path) -> int:
+    index = _place_of(run_dir, tickets)
+    if index is None:
+        raise ConfigError(f"run {run_dir.name} is not in the queue; it may have started: `tunesmith runs list`")
+    return index
+
+
+def queue() -> list[Ticket]:
+    """Returns the tickets of living owners in queue order."""
+    with _mutex():
+        return live_tickets()
 
 
 def place_of(run_dir: Path) -> int | None:

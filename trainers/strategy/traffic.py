@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import lcm
+from math import ceil, lcm
 from typing import Any
 
 from trainers.strategy.mesh import MeshSizes
 
 FP32 = 4
+_BUCKET = 25 * 2**20
+"""Bytes of gradients that DDP sums at once."""
 _SHARDS = ("dp_shard", "cp", "sp")
 _GRADIENTS = ("dp_replicate", *_SHARDS)
 TokenCounts = Sequence[int]
@@ -89,6 +91,7 @@ class Term:
         bytes: Bytes that a rank passes to the collective in all counted steps; the mean over the ranks of a pipeline.
         wire: Bytes that a rank sends as a result, with an optimal algorithm.
         axes: Axes of the mesh that the ranks of the collective differ in; those of the first term if merged.
+        calls: How often a rank calls the collective; the mean over the ranks of a pipeline.
     """
 
     collective: str
@@ -96,12 +99,13 @@ class Term:
     bytes: float
     wire: float = 0.0
     axes: tuple[str, ...] = ()
+    calls: float = 0.0
 
 
-def term(collective: str, formula: str, size: float, ways: int, *axes: str) -> Term:
+def term(collective: str, formula: str, size: float, ways: int, *axes: str, calls: float = 1.0) -> Term:
     """Returns the component for a collective over `ways` ranks along `axes`, of which each passes `size` bytes."""
     shares = {"all-reduce": 2 * (ways - 1) / ways, "all-gather": ways - 1, "send": 1.0}
-    return Term(collective, formula, size, size * shares.get(collective, (ways - 1) / ways), axes)
+    return Term(collective, formula, size, size * shares.get(collective, (ways - 1) / ways), axes, calls)
 
 
 def predicted(
@@ -140,8 +144,8 @@ def _in_order(terms: Sequence[Term]) -> list[str]:
 def _together(terms: Sequence[Term]) -> Term:
     """Merges the terms of one collective."""
     formula = " + ".join(term.formula for term in terms)
-    sent, wire = sum(term.bytes for term in terms), sum(term.wire for term in terms)
-    return Term(terms[0].collective, formula, sent, wire, terms[0].axes)
+    sent, wire, calls = (sum(getattr(term, name) for term in terms) for name in ("bytes", "wire", "calls"))
+    return Term(terms[0].collective, formula, sent, wire, terms[0].axes, calls)
 
 
 def weight_terms(kind: str, sizes: MeshSizes, model: ModelSizes, steps: int, micro_batches: int) -> list[Term]:
@@ -156,37 +160,44 @@ def weight_terms(kind: str, sizes: MeshSizes, model: ModelSizes, steps: int, mic
     if kind.startswith("ZERO"):
         return _zero(int(kind[-1]), reduced, ways, steps, micro_batches)
     if kind not in ("FSDP", "GRAD_OP"):
-        return (
-            [term("all-reduce", "weights", reduced * steps, sizes.grad_group_size, *_GRADIENTS)]
-            if sizes.grad_group_size > 1
-            else []
-        )
-    # FSDP. Default: layers are gathered twice per micro-batch (forward and backward), all other weights once.
+        if sizes.grad_group_size == 1:
+            return []
+        buckets = ceil(reduced / _BUCKET) * steps
+        return [term("all-reduce", "weights", reduced * steps, sizes.grad_group_size, *_GRADIENTS, calls=buckets)]
+    # FSDP. Default: layers are gathered twice per micro-batch (forward and backward), all other weights once. Each
+    # layer is a unit, all other weights another.
+    layers, again = model.layers / sizes.pp, 0.0
     if sizes.pp > 1:
         gathered, quantity, times, how = full, "weights", steps, ""
     elif kind == "GRAD_OP":
         gathered, quantity, times, how = full, "weights", micro_batches, " per micro-batch"
     else:
+        again = layers
         outside = (model.outside - model.hidden) / sizes.tp + model.hidden
         gathered, quantity = 2 * full - outside * model.gathered_bytes, "(weights + those of layers)"
         times, how = micro_batches, " per micro-batch"
+    units = (layers + 1) * times
     terms = [
-        term("all-gather", f"{quantity} / shards{how}", gathered / ways * times, ways, *_SHARDS),
-        term("reduce-scatter", f"weights{how}", reduced * times, ways, *_SHARDS),
-    ]
+        term("all-gather", f"{quantity} / shards{how}", gathered / ways * times, ways, *_SHARDS,
+             calls=units + again * times),
+        term("reduce-scatter", f"weights{how}", reduced * times, ways, *_SHARDS, calls=units),
+    ]  # fmt: skip
     if sizes.dp_replicate > 1:
-        terms.append(term("all-reduce", f"weights / shards{how}", reduced / ways * times, copies, "dp_replicate"))
+        among = reduced / ways * times
+        terms.append(term("all-reduce", f"weights / shards{how}", among, copies, "dp_replicate", calls=units))
     return terms
 
 
 def _zero(stage: int, held: float, ways: int, steps: int, micro_batches: int) -> list[Term]:
     """Gradients, per step or per micro-batch, and updated weights; the gathers of stage 3 have no formula."""
     if stage == 3:
-        return [term("reduce-scatter", "weights per micro-batch", held * micro_batches, ways, *_SHARDS)]
+        reduced = held * micro_batches
+        return [term("reduce-scatter", "weights per micro-batch", reduced, ways, *_SHARDS, calls=micro_batches)]
     times, how = (steps, "") if stage == 1 else (micro_batches, " per micro-batch")
     return [
-        term("all-reduce", f"weights{how}", held * times, ways, *_SHARDS),
-        term("all-gather", "weights / shards", held / ways * steps, ways, *_SHARDS),
+        term("all-reduce", f"weights{how}", held * times, ways, *_SHARDS, calls=times),
+        # The weights with and those without weight decay.
+        term("all-gather", "weights / shards", held / ways * steps, ways, *_SHARDS, calls=2 * steps),
     ]
 
 
@@ -200,24 +211,26 @@ def _tensor(sizes: MeshSizes, model: ModelSizes, micro_batches: Sequence[TokenCo
     )
     loss = trained * (model.hidden + 3) * FP32
     formula = "(4 x layers + 1) x activations + trained tokens x (hidden + 3)"
-    return [term("all-reduce", formula, (activations + loss) / sizes.pp, sizes.tp, "tp")]
+    calls = (4 * model.layers + 4) * len(micro_batches) / sizes.pp
+    return [term("all-reduce", formula, (activations + loss) / sizes.pp, sizes.tp, "tp", calls=calls)]
 
 
 def _rows(sizes: MeshSizes, model: ModelSizes, micro_batches: Sequence[TokenCounts]) -> list[Term]:
     """In attention: heads for parts of rows and back (sp), or keys and values gathered, their gradients summed (cp)."""
     slots, terms = sum(counts[0] for counts in micro_batches), list[Term]()
+    passes = model.layers * len(micro_batches) / sizes.pp
     vector = slots * model.head_size * model.matmul_bytes
     heads, key_heads = model.heads // sizes.tp, model.key_heads // sizes.tp
     if sizes.sp > 1:
         exchanged = 2 * heads + 2 * lcm(key_heads, sizes.sp)
         formula = "2 x layers x (Q + K + V + output)"
-        terms.append(term("all-to-all", formula, 2 * model.layers * exchanged * vector / sizes.pp, sizes.sp, "sp"))
+        heads_sent = 2 * model.layers * exchanged * vector / sizes.pp
+        terms.append(term("all-to-all", formula, heads_sent, sizes.sp, "sp", calls=8 * passes))
     if sizes.cp > 1:
         both = model.layers * 2 * key_heads * vector / sizes.pp
-        terms.append(term("all-gather", "layers x (K + V)", both, sizes.cp, "cp"))
-        terms.append(
-            term("reduce-scatter", "cp x layers x (K + V)", sizes.cp * both / model.matmul_bytes * FP32, sizes.cp, "cp")
-        )
+        back = sizes.cp * both / model.matmul_bytes * FP32
+        terms.append(term("all-gather", "layers x (K + V)", both, sizes.cp, "cp", calls=passes))
+        terms.append(term("reduce-scatter", "cp x layers x (K + V)", back, sizes.cp, "cp", calls=passes))
     return terms
 
 
@@ -235,8 +248,10 @@ def _pipeline(
         elements += len(step) * room * model.hidden if number >= warm else 0
     borders = sizes.pp * chunks - 1
     formula, sent = "2 x borders x hidden states per micro-batch", 2.0 * borders * elements * model.hidden_bytes
+    messages = 2 * borders * sum(map(len, steps[warm:]))
     if model.tied:
         shards = sizes.dp_shard if kind in ("FSDP", "GRAD_OP") else 1
         formula += ", 2 x tied weight" + (" / shards" if shards > 1 else "")
         sent += 2 * model.vocab_size * model.hidden * model.gradient_bytes / sizes.tp / shards * (len(steps) - warm)
-    return [term("send", f"({formula}) / stages' ranks", sent / sizes.pp, 2, "pp")]
+        messages += 2 * (len(steps) - warm)
+    return [term("send", f"({formula}) / stages' ranks", sent / sizes.pp, 2, "pp", calls=messages / sizes.pp)]

@@ -1,4 +1,4 @@
-"""The Compare page: curves, settings and final metrics of several runs."""
+"""The Compare page: curves, measures and settings of several runs, and the best of them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import gradio as gr
 from starlette.responses import Response
 
-from app.runs.compare import MAX_RUNS, chosen_runs, compare
+from app.runs.compare import MAX_RUNS, MEASURES, as_csv, chosen_runs, compare, measure_text
 from app.runs.history import History
-from app.runs.metrics import Curves
+from app.runs.metrics import READ_SECONDS, Curves
 from app.runs.runs import run_of_id
 from ui.context import ServerContext
 from ui.live import json_response, live_part
@@ -23,7 +23,6 @@ from ui.parts import (
     element,
     join,
     note,
-    number_text,
     run_link,
     section,
     title,
@@ -32,11 +31,7 @@ from ui.parts import (
 _POLL_SECONDS = 3.0
 """Seconds between two refreshes."""
 _NAVIGATE = "(ids) => { location.assign('compare?runs=' + encodeURIComponent(ids.join(','))); }"
-_NAMES = {
-    "loss": "Training loss", "eval_loss": "Evaluation loss", "eval_perplexity": "Perplexity",
-    "eval_token_accuracy": "Token accuracy", "step": "Steps", "tokens": "Tokens", "elapsed_s": "Time trained",
-    "tokens_per_second": "Tokens per second", "mfu": "MFU", "memory_gib": "Memory, GiB",
-}  # fmt: skip
+_REMEMBER = "(by) => { Live.remember({ by }); return by; }"
 
 
 def build(context: ServerContext) -> None:
@@ -47,67 +42,138 @@ def build(context: ServerContext) -> None:
         query = request if isinstance(request, dict) else {}
         return json_response(lambda: cache.view(run_of_id(query.get("run"), context.runs_dir), query.get("since")))
 
+    def groups(request: dict[str, Any]) -> Response:
+        runs, _ = chosen_runs(request.get("runs"), context.runs_dir)
+        return json_response(lambda: {"groups": compare(runs, cache, None, READ_SECONDS)["groups"] if runs else []})
+
+    def table(request: dict[str, Any]) -> Response:
+        runs, _ = chosen_runs(request.get("runs"), context.runs_dir)
+        return json_response(lambda: {"csv": as_csv(compare(runs, cache))})
+
     def choices(request: gr.Request) -> Any:
         runs, _ = chosen_runs(request.query_params.get("runs"), context.runs_dir)
-        return gr.update(choices=[row["id"] for row in history.rows()], value=[run.id for run in runs])
+        measure = request.query_params.get("by")
+        chosen = gr.update(choices=[row["id"] for row in history.rows()], value=[run.id for run in runs])
+        return [chosen, gr.update(visible=bool(runs), value=measure if measure in dict(_measures()).values() else "")]
 
-    def refresh(differences: bool, digest: str | None, request: gr.Request) -> list[Any]:
+    def refresh(by: str | None, digest: str | None, request: gr.Request) -> list[Any]:
         runs, errors = chosen_runs(request.query_params.get("runs"), context.runs_dir)
-        comparison = compare(runs, cache) if runs else {"runs": [], "metrics": [], "settings": []}
+        comparison = compare(runs, cache, by or None, READ_SECONDS) if runs else None
+        warnings = alert_list(errors, "warning")
         panels = [
-            join([alert_list(errors, "warning"), _metrics(comparison)]),
-            _settings(comparison, differences is True),
+            join([warnings, _verdict(comparison)]) if comparison else join([warnings, _welcome()]),
+            _measured(comparison) if comparison else "",
+            _settings(comparison) if comparison else "",
         ]
-        new_digest = hashlib.sha256("".join(panels).encode()).hexdigest()[:16]
-        return [gr.skip()] * 3 if new_digest == digest else [*panels, new_digest]
+        digests = [hashlib.sha256(panel.encode()).hexdigest()[:12] for panel in panels]
+        known = str(digest or "").split(" ")
+        changed = [new not in known for new in digests]  # what a reader has unfolded stays so while it is the same
+        return [*(panel if new else gr.skip() for panel, new in zip(panels, changed, strict=True)), " ".join(digests)]
 
-    gr.HTML(title("Compare", f"Up to {MAX_RUNS} runs in one chart, and the differences between them."))
+    gr.HTML(title("Compare", f"Up to {MAX_RUNS} runs in one chart, what differs between them, and which is the best."))
     selected = gr.Dropdown([], multiselect=True, max_choices=MAX_RUNS, label="Runs", elem_id="compare-runs")
-    live_part("charts", "compare", [curves])
-    metrics = gr.HTML(apply_default_css=False)
-    only_differences = gr.Checkbox(True, label="Only differences", info="of the settings")
+    by = gr.Dropdown(_measures(), value="", label="Best by", elem_id="compare-by", visible=False)
+    verdict = gr.HTML(apply_default_css=False)
+    live_part("charts", "compare", [curves, groups, table])
+    measures = gr.HTML(apply_default_css=False)
     settings = gr.HTML(apply_default_css=False)
     digest = gr.Textbox(visible=False)
     quiet: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
-    gr.on(None, choices, None, selected, **quiet)
-    gr.on(None, refresh, [only_differences, digest], [metrics, settings, digest], **quiet)
-    only_differences.change(refresh, [only_differences, digest], [metrics, settings, digest], **quiet)
-    gr.Timer(_POLL_SECONDS).tick(refresh, [only_differences, digest], [metrics, settings, digest], **quiet)
+    outputs = [verdict, measures, settings, digest]
+    gr.on(None, choices, None, [selected, by], **quiet).then(refresh, [by, digest], outputs, **quiet)
+    by.input(None, by, by, js=_REMEMBER).then(refresh, [by, digest], outputs, **quiet)
+    gr.Timer(_POLL_SECONDS).tick(refresh, [by, digest], outputs, **quiet)
     selected.input(None, selected, None, js=_NAVIGATE)
 
 
-def _head(comparison: dict[str, Any]) -> list[Any]:
-    return ["", *(join([run_link(run["id"]), " ", badge(run["state"])]) for run in comparison["runs"])]
+def _measures() -> list[tuple[str, str]]:
+    """The measures to choose from, as label and value."""
+    decisive = ((measure.label, name) for name, measure in MEASURES.items() if measure.better)
+    return [("Evaluation loss, else training loss", ""), *decisive]
 
 
-def _metrics(comparison: dict[str, Any]) -> Html:
-    """Final metrics side by side, with the best of each row in bold."""
-    if not comparison["runs"]:
-        return Html("")
+def _welcome() -> Html:
+    text = join(["Choose two or more runs above, or tick them on the ", element("a", "Runs page", href="runs"), "."])
+    return element("div", join([element("h2", "Nothing chosen yet"), element("p", text)]), class_="ts-panel")
+
+
+def _verdict(comparison: dict[str, Any]) -> Html:
+    sentence = "Reading the metrics…" if comparison["more"] else comparison["verdict"]
+    return element("p", sentence, class_="ts-best", role="status")
+
+
+def _head(comparison: dict[str, Any], first: str) -> list[Any]:
+    return [first, *(join([run_link(run["id"]), " ", badge(run["state"])]) for run in comparison["runs"])]
+
+
+def _measured(comparison: dict[str, Any]) -> Html:
+    """Measures side by side, with the best of each row in bold, and their spread over seeds."""
     rows = []
-    for metric in comparison["metrics"]:
-        texts = [_metric_text(metric["name"], value) for value in metric["values"]]
-        cells = [element("strong", join([word, element("span", " (best)", class_="ts-unseen")]))
-                 if index == metric["best"] else word for index, word in enumerate(texts)]  # fmt: skip
-        rows.append([_NAMES[metric["name"]], *cells])
-    table = data_table(
-        _head(comparison), rows, "Final metrics", numeric=range(1, len(comparison["runs"]) + 1), empty="no metrics"
-    )
-    return section("Final metrics", table)
+    for row in comparison["measures"]:
+        cells = []
+        for index, (value, step) in enumerate(zip(row["values"], row["steps"], strict=True)):
+            cell = join([_measure_text(row["name"], value), _small(f"step {step:,}") if step is not None else ""])
+            best = join([cell, element("span", " (best)", class_="ts-unseen")])
+            cells.append(element("strong", best) if index in row["best"] else cell)
+        rows.append([join([row["label"], _small(row["pick"])]), *cells])
+    numeric = range(1, len(comparison["runs"]) + 1)
+    table = data_table(_head(comparison, "Measure"), rows, "Measures", numeric=numeric, empty="no metrics yet")
+    return join([section("Measures", table), _spread(comparison)])
 
 
-def _metric_text(name: str, value: float | None) -> str:
-    return duration_text(value) if name == "elapsed_s" else number_text(value)
-
-
-def _settings(comparison: dict[str, Any], differences: bool) -> Html:
-    if not comparison["runs"]:
+def _spread(comparison: dict[str, Any]) -> Html:
+    """The spread of each measure over the seeds of each group."""
+    if not comparison["groups"]:
         return Html("")
-    selected = [row for row in comparison["settings"] if row["differs"] or not differences]
-    if not selected:
-        return section("Settings", note("These runs have the same settings."))
-    rows = [[row["name"], *(_setting_text(value) for value in row["values"])] for row in selected]
-    return section("Settings", data_table(_head(comparison), rows, "Settings"))
+    tables = []
+    for group in comparison["groups"]:
+        rows = []
+        for row in comparison["measures"]:
+            if (spread := group["values"].get(row["name"])) and row["better"]:
+                values = (_measure_text(row["name"], spread[key]) for key in ("mean", "std", "min", "max"))
+                rows.append([row["label"], *values, spread["runs"]])
+        seeds = f"{len(group['runs'])} seeds: {', '.join(map(str, group['seeds']))}"
+        unfinished = f"; not finished: {', '.join(group['unfinished'])}" if group["unfinished"] else ""
+        headers = ["Measure", "Mean", "Standard deviation", "Lowest", "Highest", "Runs"]
+        tables += [
+            note(f"{group['label']} ({seeds}{unfinished})"),
+            data_table(headers, rows, f"Spread of {group['label']}", numeric=range(1, 6), empty="no metrics yet"),
+        ]
+    return section("Spread over seeds", join([note("Runs that differ in the seed only."), *tables]))
+
+
+def _measure_text(name: str, value: float | None) -> str:
+    if value is None or not MEASURES[name].unit:
+        return measure_text(value)
+    return duration_text(value) if name == "time" else f"{measure_text(value)} {MEASURES[name].unit}"
+
+
+def _small(content: str) -> Html:
+    return element("span", content, class_="ts-beside")
+
+
+def _settings(comparison: dict[str, Any]) -> Html:
+    """What differs, and folded below it what does not."""
+    single = len(comparison["runs"]) < 2
+    differing = [row for row in comparison["settings"] if row["differs"]]
+    alike = [row for row in comparison["settings"] if not row["differs"]]
+    intro = note("Add a second run to see what differs." if single else "These runs have the same settings.")
+    table = _settings_table(comparison, differing, "Settings that differ") if differing else intro
+    folded = element(
+        "details",
+        join([element("summary", f"{len(alike)} settings are the same"),
+              _settings_table(comparison, alike, "Settings that are the same")]),
+    )  # fmt: skip
+    return section("Settings", join([table, folded if alike else ""]))
+
+
+def _settings_table(comparison: dict[str, Any], settings: list[dict[str, Any]], caption: str) -> Html:
+    rows = []
+    for row in settings:
+        option = element("code", row["name"], class_="ts-option ts-beside")
+        label = join([row["label"], option]) if row["label"] else row["name"]
+        rows.append([label, *(_setting_text(value) for value in row["values"])])
+    return data_table(_head(comparison, "Setting"), rows, caption)
 
 
 def _setting_text(value: Any) -> str:
@@ -115,4 +181,4 @@ def _setting_text(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "-"
-    return "-" if value is None or value == {} else str(value)
+    return "-" if value in (None, "", {}) else str(value)

@@ -18,6 +18,7 @@ from app.runs.log import find_in_log, log_writers, read_log
 from app.runs.metrics import Curves
 from app.runs.runs import run_of_id
 from app.services.diagnosis import Diagnoses, remedied
+from app.services.planned_memory import PlannedMemory
 from trainers.config.mistakes import ConfigError
 from trainers.run.folder import END_STATES, RunFolder
 from ui.context import ServerContext
@@ -58,6 +59,7 @@ class _Page:
         self.context = context
         self.curves = Curves()
         self.diagnoses = Diagnoses(self.curves)
+        self.memory = PlannedMemory(self.curves)
 
     def lay_out(self) -> None:
         self.head = gr.HTML(loading(), apply_default_css=False)
@@ -103,8 +105,18 @@ class _Page:
         def log_writers_(request: dict[str, Any]) -> Response:
             return json_response(lambda: {"ranks": log_writers(self._requested_run(request))})
 
+        def rank_curves(request: dict[str, Any]) -> Response:
+            metric, every, since = request.get("metric"), request.get("every") is True, request.get("since")
+            return json_response(lambda: self.curves.by_rank(self._requested_run(request), metric, every, since))
+
+        def memory(request: dict[str, Any]) -> Response:
+            plan = request.get("plan") is True
+            return json_response(lambda: self.memory.view(self._requested_run(request), plan))
+
         log_writers_.__name__ = "log_writers"
         live_part("charts", "run", [curves], "Charts")
+        live_part("ranks", "ranks", [rank_curves], "Ranks")
+        live_part("memory", "memory", [memory], "Memory by rank")
         live_part("logs", "log", [log_lines, log_find, log_writers_], "Log")
         self.details = gr.HTML(apply_default_css=False)
 

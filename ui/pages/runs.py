@@ -7,6 +7,7 @@ from typing import Any
 import gradio as gr
 from starlette.responses import Response
 
+from app.launch.actions import move_beside
 from app.runs.history import History, page
 from ui.context import ServerContext
 from ui.live import json_response, live_part
@@ -20,5 +21,8 @@ def build(context: ServerContext) -> None:
     def runs_table(request: dict[str, Any]) -> Response:
         return json_response(lambda: page(history, request))
 
+    def queue_move(request: dict[str, Any]) -> Response:
+        return json_response(lambda: move_beside(request, context.runs_dir))
+
     gr.HTML(title("Runs", "All runs in the runs folder, and registered runs elsewhere."))
-    live_part("runs", "runs", [runs_table])
+    live_part("runs", "runs", [runs_table, queue_move])

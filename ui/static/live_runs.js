@@ -14,22 +14,34 @@ Live.runs = (element, server) => {
     ["id", "Run"], ["state", "State"], ["preset", "Preset"], ["strategy", "Strategy"], [null, "Devices"],
     ["progress", "Progress"], ["loss", "Loss"], ["started_at", "Started"], ["duration_s", "Duration"],
   ];
+  const NUMBERS = ["loss", "duration_s"];
   const STATES = ["queued", "starting", "running", "stopping", "done", "stopped", "failed"];
 
   const search = make("input", { type: "search", value: view.words, placeholder: "id, preset, strategy, cause", oninput: later });
   const states = make("select", { "aria-label": "State", onchange: () => change({ state: states.value, page: 0 }) });
   const order = make("select", { "aria-label": "Sort by", onchange: () => change({ sort: order.value, down: order.value !== "id", page: 0 }) },
     ...COLUMNS.filter(([key]) => key).map(([key, name]) => make("option", { value: key }, name)));
+  const turn = make("button", { type: "button", class: "ts-button ts-narrow", "aria-label": "Reverse the order", onclick: () => change({ down: !view.down, page: 0 }) });
   const compare = make("a", { class: "ts-button", href: "#", "aria-disabled": "true" }, "Compare");
   const status = make("p", { class: "ts-note", role: "status" });
   const head = make("tr", {});
   const body = make("tbody", {});
   const pager = make("nav", { class: "ts-pager", "aria-label": "Pages of the table" });
+  const showQueue = Live.queueList(root, server, () => refresh());
+  const clear = make("button", { type: "button", class: "ts-button", hidden: true, onclick: () => {
+    search.value = "";
+    change({ words: "", state: "", page: 0 });
+    search.focus();
+  } }, "Show all runs");
+  const welcome = make("div", { class: "ts-panel", hidden: true }, make("h2", {}, "No runs yet"),
+    make("p", {}, "A run trains one model. Start one on the ", make("a", { href: "./" }, "Train page"), ": its demo takes about two minutes and needs no GPU."),
+    make("p", { class: "ts-note" }, "In a terminal: ", make("code", {}, "tunesmith demo")));
   root.append(
+    welcome,
     make("div", { class: "ts-tools" },
       make("label", {}, "Search ", search), make("label", {}, "State ", states),
-      make("label", { class: "ts-narrow" }, "Sort by ", order), compare),
-    status,
+      make("label", { class: "ts-narrow" }, "Sort by ", order), turn, compare),
+    make("div", { class: "ts-tools" }, status, clear),
     make("div", { class: "ts-table ts-cards", tabindex: 0, role: "region", "aria-label": "Runs" },
       make("table", {}, make("thead", {}, head), body)),
     pager);
@@ -63,34 +75,44 @@ Live.runs = (element, server) => {
   }
   compare.addEventListener("click", (event) => { if (selected.size < 2) event.preventDefault(); });
 
+  // Made once, so that a header keeps the focus when it is pressed.
+  const headers = COLUMNS.map(([key, name]) => {
+    const mark = make("span", { "aria-hidden": "true" });
+    const press = () => change({ sort: key, down: view.sort === key ? !view.down : key !== "id", page: 0 });
+    const label = key ? make("button", { type: "button", onclick: press }, name, mark) : name;
+    return { key, mark, cell: make("th", { scope: "col", class: NUMBERS.includes(key) ? "ts-number" : null }, label) };
+  });
+  head.append(make("th", { scope: "col" }, make("span", { class: "ts-unseen" }, "Compare")), ...headers.map(({ cell }) => cell));
+
   function drawHead() {
-    head.replaceChildren(make("th", { scope: "col" }, make("span", { class: "ts-unseen" }, "Compare")),
-      ...COLUMNS.map(([key, name]) => {
-        if (!key) return make("th", { scope: "col" }, name);
-        const isActive = view.sort === key;
-        const turn = () => change({ sort: key, down: isActive ? !view.down : key !== "id", page: 0 });
-        const mark = make("span", { "aria-hidden": "true" }, isActive ? (view.down ? " ↓" : " ↑") : "");
-        return make("th", { scope: "col", "aria-sort": isActive ? (view.down ? "descending" : "ascending") : null },
-          make("button", { type: "button", onclick: turn }, name, mark));
-      }));
+    for (const { key, mark, cell } of headers) {
+      const isActive = key && view.sort === key;
+      mark.textContent = isActive ? (view.down ? " ↓" : " ↑") : "";
+      if (isActive) cell.setAttribute("aria-sort", view.down ? "descending" : "ascending");
+      else cell.removeAttribute("aria-sort");
+    }
     order.value = view.sort;
+    turn.textContent = view.down ? "↓" : "↑";
   }
+
+  // As many digits for all, so that a column of losses can be compared.
+  const lossText = (value) => (value != null && Math.abs(value) >= 1e-3 && Math.abs(value) < 1e4 ? value.toPrecision(4) : numberText(value));
 
   function spark(row) {
     const values = row.sparkline, low = Math.min(...values), high = Math.max(...values);
-    if (values.length < 2) return make("span", {}, numberText(row.loss));
+    if (values.length < 2) return make("span", {}, lossText(row.loss));
     const points = values.map((value, index) =>
       `${((index / (values.length - 1)) * 88 + 1).toFixed(1)},${(high > low ? 19 - ((value - low) / (high - low)) * 18 : 10).toFixed(1)}`);
-    const label = `loss from ${numberText(values[0])} to ${numberText(row.loss)}`;
+    const label = `loss from ${lossText(values[0])} to ${lossText(row.loss)}`;
     return make("span", { class: "ts-loss" },
       make("svg", { viewBox: "0 0 90 20", width: 90, height: 20, role: "img", "aria-label": label },
         make("polyline", { points: points.join(" ") })),
-      make("span", {}, numberText(row.loss)));
+      make("span", {}, lossText(row.loss)));
   }
 
   function progress(row) {
     if (row.total_steps == null) return make("span", {}, row.step ? `step ${row.step}` : "-");
-    const label = `${row.step ?? 0} / ${row.total_steps}`;
+    const label = `${row.step ?? 0} / ${row.total_steps} steps`;
     const full = Math.round(100 * (row.progress || 0));
     return make("span", { class: "ts-metered" },
       make("span", { class: "ts-meter", role: "meter", "aria-label": "progress", "aria-valuemin": 0, "aria-valuemax": 100,
@@ -110,15 +132,15 @@ Live.runs = (element, server) => {
       progress(row), spark(row), timeText(row.started_at), time,
     ];
     return make("tr", {}, make("td", { class: "ts-tick" }, tick),
-      ...cells.map((cell, index) => make("td", { "data-name": COLUMNS[index][1] }, cell)));
+      ...cells.map((cell, index) => make("td", { "data-name": COLUMNS[index][1], class: NUMBERS.includes(COLUMNS[index][0]) ? "ts-number" : null }, cell)));
   }
 
   function drawPager(answer) {
     const go = (page, label) => make("button", { type: "button", class: "ts-button", onclick: () => change({ page }) }, label);
     pager.replaceChildren(...(answer.pages < 2 ? [] : [
-      answer.page > 0 ? go(answer.page - 1, "Newer") : null,
+      answer.page > 0 ? go(answer.page - 1, "Previous") : null,
       make("span", {}, `page ${answer.page + 1} of ${answer.pages}`),
-      answer.page + 1 < answer.pages ? go(answer.page + 1, "More") : null,
+      answer.page + 1 < answer.pages ? go(answer.page + 1, "Next") : null,
     ].filter(Boolean)));
   }
 
@@ -128,8 +150,12 @@ Live.runs = (element, server) => {
       ...STATES.filter((state) => answer.counts[state] || state === view.state)
         .map((state) => make("option", { value: state }, `${state} (${answer.counts[state] || 0})`)));
     states.value = view.state;
-    status.textContent = !count ? "No runs yet: start one on the Train page, or with tunesmith demo."
-      : answer.total ? `${answer.total} of ${count} runs` : "No matching runs: change the search or the state.";
+    welcome.hidden = count > 0;
+    for (const part of [...root.querySelectorAll(".ts-tools, .ts-cards"), pager]) part.hidden = !count;
+    root.querySelector(".ts-cards").hidden = !answer.total;
+    clear.hidden = answer.total > 0;
+    status.textContent = answer.total ? `${answer.total} of ${count} runs` : "No run matches the search and the state.";
+    showQueue(answer.queue);
     const focused = document.activeElement && body.contains(document.activeElement) ? document.activeElement : null;
     const key = focused && (focused.getAttribute("aria-label") || focused.getAttribute("href"));
     drawHead();

@@ -99,6 +99,8 @@ def test_the_environment_keeps_what_the_user_set(tmp_path: Path) -> None:
     assert launch_environment(Devices([], 500), {})["OMP_NUM_THREADS"] == "1"
     assert launch_environment(CPU_2, {"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"
     assert launch_environment(GPUS, {"CUDA_VISIBLE_DEVICES": "0,1,2"})["CUDA_VISIBLE_DEVICES"] == "0,2"
+    assert launch_environment(CPU_2, {"GLIBC_TUNABLES": "own"})["GLIBC_TUNABLES"] == "own"
+    assert "GLIBC_TUNABLES" not in launch_environment(GPUS, {})
 
 
 def test_the_check_knows_the_world_and_has_no_launcher(tmp_path: Path) -> None:

@@ -249,6 +249,15 @@ def test_rows_too_long_are_refused_when_asked(tmp_path, bad_rows):
     with pytest.raises(ConfigError) as caught:
         prepare(configure(tmp_path, path, max_length=32, overlong="refuse", bad_rows=bad_rows), "train")
     assert caught.value.lines[0] == f"{path}:1: too long: 52 tokens, over max_length=32"
+    assert "raise max_length, or set overlong=truncate" in caught.value.lines[-1]
+    assert "bad_rows=skip" not in caught.value.lines[-1]  # it would help none of them
+
+
+def test_each_kind_of_bad_row_has_its_own_remedy(tmp_path):
+    path = write_jsonl(tmp_path / "data.jsonl", [{"text": "a" * 50}, {"text": 7}, {"text": "b"}])
+    with pytest.raises(ConfigError) as caught:
+        prepare(configure(tmp_path, path, max_length=32, overlong="refuse"), "train")
+    assert "set bad_rows=skip to leave them out; for those too long, raise max_length" in caught.value.lines[-1]
 
 
 def test_nothing_left_is_refused_with_counts(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import multiprocessing
@@ -9,6 +10,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -21,7 +23,7 @@ import pytest
 from trainers.config.mistakes import ConfigError
 from trainers.run import device_locks
 from trainers.run.device_locks import HeldSlots, Holder, Need, Ticket, cpu_slots, local_need
-from trainers.run.folder import Process, read_json
+from trainers.run.folder import Process, read_json, write_json
 
 GPUS = [f"GPU-{number:04}" for number in range(8)]
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -292,6 +294,55 @@ def test_tickets_move(other: Callable[[], Other]) -> None:
         device_locks.move(Path("/runs/2"), -1)
 
 
+def _queued(other: Callable[[], Other], count: int) -> list[str]:
+    for number in range(count):
+        other()("enqueue", f"/runs/{number}", need(number))
+    return [ticket.name for ticket in device_locks.queue()]
+
+
+def test_a_run_is_put_before_or_behind_another(other: Callable[[], Other]) -> None:
+    assert _queued(other, 4) == ["0", "1", "2", "3"]
+
+    def order(**target: Any) -> str:
+        place = device_locks.move(Path("/runs/2"), **target)
+        names = [ticket.name for ticket in device_locks.queue()]
+        assert names.index("2") + 1 == place
+        return "".join(names)
+
+    assert order(to=1) == "2013"
+    assert order(to=99) == "0132"
+    assert order(before=Path("/runs/1")) == "0213"
+    assert order(before=Path("/runs/1")) == "0213", "again it changes nothing"
+    assert order(after=Path("/runs/3")) == "0132"
+    assert order(after=Path("/runs/0")) == "0213"
+    assert order(after=Path("/runs/2")) == "0213"
+    with pytest.raises(ConfigError, match="run 9 is not in the queue; it may have started"):
+        order(before=Path("/runs/9"))
+    assert [ticket.name for ticket in device_locks.queue()] == list("0213")
+
+
+@pytest.mark.parametrize("writes", range(5))
+def test_a_move_that_is_killed_leaves_the_order_of_the_others(
+    writes: int, other: Callable[[], Other], home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _queued(other, 6)
+    for place, ticket in enumerate(reversed(device_locks.queue()), start=1):
+        ticket.write(place)  # in the order opposite to their age, which decides between equals
+    written = itertools.count()
+
+    def killed(path: Path, value: Any) -> None:
+        if next(written) == writes:
+            raise KeyboardInterrupt
+        write_json(path, value)
+
+    monkeypatch.setattr(device_locks, "write_json", killed)
+    with pytest.raises(KeyboardInterrupt):
+        device_locks.move(Path("/runs/1"), to=2)
+    names = [ticket.name for ticket in device_locks.queue()]
+    assert sorted(names) == list("012345")
+    assert [name for name in names if name != "1"] == list("54320")
+
+
 def test_a_ticket_vanishes_with_its_owner(other: Callable[[], Other]) -> None:
     holder, first, second = other(), other(), other()
     holder("take_now", "busy", need(0))
@@ -369,6 +420,32 @@ def _work(home: str, number: int, variant: str, log: str, start: Any) -> None:
         os.write(handle, (json.dumps(row) + "\n").encode())
 
 
+def _shuffle(home: str, number: int) -> None:
+    """Moves queued runs about until it is killed."""
+    os.environ["XDG_STATE_HOME"] = home
+    dice = random.Random(number)
+    while True:
+        names = [Path(ticket.run_dir) for ticket in device_locks.queue()]
+        if len(names) > 1:
+            moved, anchor = dice.sample(names, 2)
+            with contextlib.suppress(ConfigError):  # one of them has started
+                device_locks.move(moved, **{dice.choice(["before", "after"]): anchor})
+
+
+def _kill_movers(home: str, until_over: threading.Event) -> None:
+    """Two at a time move runs, and each is killed after a while."""
+    dice, number = random.Random(7), 0
+    while not until_over.is_set():
+        movers = [CONTEXT.Process(target=_shuffle, args=(home, number + one), daemon=True) for one in range(2)]
+        for mover in movers:
+            mover.start()
+        until_over.wait(dice.uniform(0.05, 0.25))
+        for mover in movers:
+            mover.kill()
+            mover.join()
+        number += 2
+
+
 def _crowd(tmp_path: Path, variant: str) -> list[dict[str, Any]]:
     """What happened to each ticket of many workers; all of them have ended."""
     log, start = tmp_path / "log", CONTEXT.Barrier(WORKERS)
@@ -378,9 +455,16 @@ def _crowd(tmp_path: Path, variant: str) -> list[dict[str, Any]]:
     ]
     for worker in workers:
         worker.start()
+    over = threading.Event()
+    killer = threading.Thread(target=_kill_movers, args=(words[0], over))
+    if variant == "moved":
+        killer.start()
     deadline = time.monotonic() + 120
     for worker in workers:
         worker.join(max(0.0, deadline - time.monotonic()))
+    over.set()
+    if variant == "moved":
+        killer.join()
     stuck = [worker for worker in workers if worker.exitcode is None]
     for worker in stuck:
         worker.kill()
@@ -409,6 +493,14 @@ def test_many_runs_on_overlapping_gpus_end_in_turn_and_alone(tmp_path: Path) -> 
     rows = _crowd(tmp_path, "")
     assert len(rows) == WORKERS * ROUNDS
     assert (_at_once(rows), _overtaken(rows)) == (0, 0)
+
+
+def test_many_runs_are_moved_by_users_that_are_killed_and_none_is_lost_or_started_twice(tmp_path: Path) -> None:
+    rows = _crowd(tmp_path, "moved")
+    names = [row["who"] for row in rows]
+    assert sorted(names) == sorted({f"{number}-{turn}" for number in range(WORKERS) for turn in range(ROUNDS)})
+    assert _at_once(rows) == 0
+    assert _overtaken(rows) > 0, "control: nothing was moved"
 
 
 @pytest.mark.parametrize("variant", ["unfair", "unsafe"])

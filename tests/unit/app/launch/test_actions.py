@@ -293,7 +293,14 @@ def test_a_queued_run_moves(living: dict[str, Any], capsys: pytest.CaptureFixtur
         assert answer(capsys, "runs", "move", "a", "-1", "--json")[:2] == (0, {"id": "a", "place": 1})
         status, _, errors = answer(capsys, "runs", "move", "a", "up")
         assert (status, "places='up' is not a whole number" in errors) == (2, True)
+        assert answer(capsys, "runs", "move", "a", "--to", "1", "--json")[:2] == (0, {"id": "a", "place": 1})
+        assert answer(capsys, "runs", "move", "a", "--before", "a", "--json")[1]["place"] == 1
+        for wrong in (["a"], ["a", "1", "--to", "1"], ["a", "--to", "0"], ["a", "--after", "b"]):
+            assert answer(capsys, "runs", "move", *wrong)[0] == 2, wrong
+        row = {"id": "a", "place": 1, "run_dir": str(run.path), "devices": "1 CPU slot", "held_by": ["busy"]}
+        assert answer(capsys, "runs", "queue", "--json")[:2] == (0, [{**row, "listed": True}])
         device_locks.give_up(ticket)
+    assert answer(capsys, "runs", "queue", "--json")[:2] == (0, [])
     assert queue_position(run) is None
     with pytest.raises(ConfigError, match="run a is not in the queue"):
         actions.move(run, -1)

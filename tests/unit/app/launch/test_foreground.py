@@ -308,7 +308,7 @@ def test_another_count_of_processes_gets_a_strategy_that_can_have_it() -> None:
 
 def test_of_two_resumes_at_once_the_loser_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     run = stopped()
-    monkeypatch.setattr("app.launch.foreground.preflight", lambda job, quiet: None)
+    monkeypatch.setattr("app.launch.foreground.preflight", lambda job, quiet: [])
     first, second = (resume_job(run, TRAIN.read(["one", "--max_steps", steps])) for steps in ("7", "9"))
     trained = []
 

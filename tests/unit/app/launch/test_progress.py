@@ -32,8 +32,8 @@ def test_off_a_terminal_the_first_ranks_lines_come_as_they_are_written(
         log.flush()
         show("tick", "")
         show("note", "stopping")
-    shown = capsys.readouterr()
-    assert (shown.out, shown.err) == ("", "step 1 red\nstopping\n")
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", "step 1 red\nstopping\n")
 
 
 def test_quiet_shows_notes_alone(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,9 +93,9 @@ def test_what_the_first_rank_warns_of_reaches_every_user(run: RunFolder, capsys:
             "the best checkpoint, of step 3, is not in this run", "warning: seed is odd"]  # fmt: skip
     lines = ["step 1", *told, "warning: known", "resumed from x at step 4"]
     screen = io.StringIO()
-    with progress_display(run, quiet=True, warnings=["known"]) as quiet:
+    with progress_display(run, quiet=True, printed=["warning: known"]) as quiet:
         with Progress(console=Console(file=screen, force_terminal=True, width=150)) as bar:
-            terminal = progress._TerminalDisplay(run, bar, ["known"])
+            terminal = progress._TerminalDisplay(run, bar, ["warning: known"])
             run.log.write_text("".join(log_line("rank 0", line) for line in lines) + log_line("rank 1", "warning: no"))
             terminal("tick", "")
         quiet("tick", "")
@@ -103,3 +103,10 @@ def test_what_the_first_rank_warns_of_reaches_every_user(run: RunFolder, capsys:
     text = clean(screen.getvalue())
     assert all(line in text for line in [*told, "resumed from x at step 4"])
     assert not any(line in text for line in ("step 1", "known", "warning: no"))
+
+
+def test_what_the_check_has_shown_is_not_shown_again(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_display(run, quiet=False, printed=["train data: 4 rows"]) as show:
+        run.log.write_text("".join(log_line("rank 0", line) for line in ("train data: 4 rows", "train data: 5 rows")))
+        show("tick", "")
+    assert capsys.readouterr().err.splitlines() == ["train data: 5 rows"]

@@ -15,6 +15,7 @@ from app.plan.estimate import Row, best_first, candidate, plan_row
 from app.plan.hardware import CUDA_GIB, GIB, NCCL_GIB, ROOM, Hardware, parse_size
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
+from trainers.config.presets import find_preset, preset_names, published_config
 from trainers.config.validation import build
 from trainers.model.attention import KERNELS
 from trainers.model.load import build_model, compute_dtype, load_model_config
@@ -226,7 +227,13 @@ def test_a_pipeline_keeps_several_micro_batches() -> None:
     assert in_flight("interleaved", 4, 7) == 7
 
 
-def test_the_bubble_is_that_of_the_schedule() -> None:
+@pytest.fixture
+def no_latency(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collectives cost their bytes alone: these models are so small that the number of calls would decide."""
+    monkeypatch.setattr("app.plan.speed.LATENCIES", {"gpu": 0.0, "cpu": 0.0})
+
+
+def test_the_bubble_is_that_of_the_schedule(no_latency: None) -> None:
     assert row("ddp").bubble is None
     assert row("pp").bubble == pytest.approx(1 / 5)  # two ranks and four micro-batches
     assert row("pp_interleaved").bubble == pytest.approx(1 / 9)
@@ -396,7 +403,7 @@ def test_gradients_of_bf16_weights_are_half() -> None:
     assert one == 2 * half == 4000  # type: ignore[operator]
 
 
-def test_the_link_decides_the_order() -> None:
+def test_the_link_decides_the_order(no_latency: None) -> None:
     slow, fast = (Hardware("gpu", 2, 80 * GIB, link=link) for link in (1e-6, 1e6))
     options = {"global_batch_size": 16, "per_device_train_batch_size": 4}
     found = [
@@ -484,3 +491,25 @@ def test_fewer_processes_on_a_cpu_share_all_of_its_memory_and_cores() -> None:
     chosen = candidate(load_strategy("single"), settings, two)
     alone = row("single", processes=1).tokens_per_second or 0.0
     assert plan_row(*chosen, counted, two).tokens_per_second == pytest.approx(3 * alone)
+
+
+# -- presets ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_preset_is_planned_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A layer of each model, built from the config that ships, without Hub and cache."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    seen = set()
+    for name in preset_names():
+        options = find_preset(name).options
+        settings, path = build({**options, "max_length": 16}), options["model_name_or_path"]
+        published = published_config(path)
+        assert path == "embedded" or published, f"{name}: no config ships"
+        if path not in seen:
+            model_config = load_model_config(settings, published)
+            assert weights(settings, empty_model(settings, model_config, layers=1))["parameters"] > 0
+        seen.add(path)
+    with pytest.raises(ConfigError, match="nobody/knows cannot be loaded"):  # control
+        load_model_config(config(model_name_or_path="nobody/knows"))
+    assert not list(tmp_path.iterdir()), "something was fetched"

@@ -15,7 +15,7 @@ from app.plan.advice import needed_line
 from app.plan.cases import counted_case
 from app.plan.estimate import Row, best_first, candidate, plan_row
 from app.plan.hardware import GIB, Hardware
-from app.plan.scale import SHAPES, scale_config
+from app.plan.scale import SHAPES, Shape, scale_config
 from app.plan.search import Request, best_row, best_rows, fewest_gpus
 from app.plan.speed import link_speed
 from trainers.strategy.mesh import MeshSizes
@@ -204,6 +204,15 @@ def test_axes_that_span_machines_use_the_slow_link(
 def made(name: str, seconds: float, gib: float, host: float = 0.0, **sizes: int) -> Row:
     memory = {"weights": gib * GIB}
     return Row(name, MeshSizes(**sizes), 1, memory, host=host, fits=True, seconds=seconds, sent=1.0)
+
+
+def test_a_small_model_gets_no_mesh_that_sends_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = Shape("tiny", 128, 4, 4, 2, 384, 1024, tied=True)
+    strategies = [load_strategy(name) for name in ("ddp", "fsdp2", "pp", "pp_fsdp2", "tp", "3d")]
+    asked = request(8, tiny.counted(), memory=80, max_length=128, global_batch_size=16)
+    assert best_rows(strategies, asked)[0].strategy in ("ddp", "fsdp2")
+    monkeypatch.setattr("app.plan.speed.LATENCIES", {"gpu": 0.0})
+    assert best_rows(strategies, asked)[0].strategy not in ("ddp", "fsdp2")  # the control: by bytes alone it does
 
 
 def test_the_order_is_speed_then_memory_then_simplicity() -> None:

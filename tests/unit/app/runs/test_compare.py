@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
+import math
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
-from app.runs.compare import MAX_RUNS, chosen_runs, compare
+from app.cli import run_verb
+from app.runs.compare import MAX_RUNS, as_csv, chosen_runs, compare
 from app.runs.metrics import Curves
 from tests.made_runs import made_run
+from trainers.config.mistakes import ConfigError
+from trainers.run.folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -27,22 +37,108 @@ def test_settings_that_differ_are_told(tmp_path: Path) -> None:
     assert not any(row["differs"] for row in compare(runs[:1] * 2, Curves())["settings"])
 
 
-def test_the_better_end_is_marked(tmp_path: Path) -> None:
-    runs = [made_run(tmp_path, name, steps=steps) for name, steps in (("a", 60), ("b", 30), ("c", 30))]
-    metrics = {row["name"]: row for row in compare(runs, Curves())["metrics"]}
-    assert metrics["step"]["values"] == [60, 30, 30]
-    assert metrics["step"]["best"] is None
-    losses = metrics["loss"]["values"]
-    assert metrics["loss"]["best"] == losses.index(min(losses))
-    assert {row["name"]: row["best"] for row in compare(runs[1:], Curves())["metrics"]}["loss"] is None
+def log(run: RunFolder, *rows: dict[str, Any]) -> RunFolder:
+    run.metrics.write_text("".join(json.dumps({"attempt": 0, **row}) + "\n" for row in rows))
+    return run
 
 
-def test_runs_without_metrics_have_none(tmp_path: Path) -> None:
+def evaluated(folder: Path, name: str, losses: Sequence[float], state: str = "done", **config: Any) -> RunFolder:
+    run = made_run(folder, name, state, config=config)
+    rows = ({"step": 10 * number, "eval_loss": loss} for number, loss in enumerate(losses, start=1))
+    return log(run, *rows)
+
+
+def verdict(*runs: RunFolder, by: str | None = None) -> str:
+    return str(compare(runs, Curves(), by)["verdict"])
+
+
+def test_the_best_is_named_with_its_step_and_how_it_was_picked(tmp_path: Path) -> None:
+    rising, falling = evaluated(tmp_path, "rising", [0.2, 0.9]), evaluated(tmp_path, "falling", [0.8, 0.3])
+    bare = log(made_run(tmp_path, "bare", "stopped"))
+    assert verdict(rising, falling, bare) == (
+        "rising is the best by best evaluation loss: 0.2 at step 10 (the best of all evaluations; lower is better). "
+        "Without a value: bare."
+    )
+    assert verdict(rising, falling, by="last_eval_loss").startswith("falling is the best by last evaluation loss: 0.3")
+    assert verdict(rising, evaluated(tmp_path, "twin", [0.2]), falling).startswith("rising and twin share first place")
+    assert verdict(rising, rising) == "All are equal in best evaluation loss: 0.2."
+    assert verdict(bare, falling) == "Only falling has a value for best evaluation loss: 0.3 at step 20."
+    assert verdict(bare, bare) == "No metrics yet."
+    assert verdict(rising, falling, by="peak_memory") == "None of these runs has a value for peak memory."
+    half = evaluated(tmp_path, "half", [0.1], "stopped")
+    assert verdict(rising, half).endswith("Not finished: half.")
+    for wrong in ("step", "nope", ""):
+        with pytest.raises(ConfigError, match="is not a measure; use one of best_eval_loss"):
+            compare([rising], Curves(), wrong)
+
+
+def test_a_measure_ignores_what_a_resume_replaced_and_numbers_that_are_none(tmp_path: Path) -> None:
     run = made_run(tmp_path, "a")
-    run.metrics.unlink()
-    seen = compare([run, made_run(tmp_path, "b")], Curves())
-    assert {row["name"]: row["values"][0] for row in seen["metrics"]}["loss"] is None
+    rows = [{"step": 1, "eval_loss": 5.0}, {"step": 2, "eval_loss": 0.1}, {"step": 2, "eval_loss": 3.0, "attempt": 1}]
+    log(run, *rows, {"step": 3, "eval_loss": math.nan, "attempt": 1}, {"step": 4, "eval_loss": "0", "attempt": 1})
+    row = compare([run], Curves())["measures"][0]
+    assert (row["name"], row["values"], row["steps"]) == ("best_eval_loss", [3.0], [2])
+
+
+def test_each_kind_of_number_is_picked_its_own_way(tmp_path: Path) -> None:
+    rows = [{"step": step, "tokens_per_second": speed, "memory_gib": memory, "tokens": 9 * step}
+            for step, speed, memory in ((1, 1.0, 2.0), (2, 90.0, 7.0), (3, 100.0, 3.0))]  # fmt: skip
+    seen = compare([log(made_run(tmp_path, "a"), *rows)], Curves())
+    picked = {row["name"]: (row["values"], row["steps"]) for row in seen["measures"]}
+    assert picked["tokens_per_second"] == ([90.0], [None])  # the first step, which compiles, does not count
+    assert picked["peak_memory"] == ([7.0], [2])
+    assert picked["tokens"] == ([27], [None])
+    assert not any(row["best"] for row in seen["measures"])
     json.dumps(seen, allow_nan=False)
+
+
+def test_runs_that_differ_in_the_seed_only_are_one_group(tmp_path: Path) -> None:
+    runs = [evaluated(tmp_path, f"seed-{seed}", [loss], seed=seed) for seed, loss in ((1, 0.1), (2, 0.2), (3, 0.6))]
+    faster = [evaluated(tmp_path, f"fast-{seed}", [0.5], seed=seed, learning_rate=1e-3) for seed in (1, 2)]
+    (group,) = compare(runs, Curves())["groups"]
+    assert group["seeds"] == [1, 2, 3]
+    spread = group["values"]["best_eval_loss"]
+    assert (spread["runs"], spread["min"], spread["max"]) == (3, 0.1, 0.6)
+    assert spread["mean"] == pytest.approx(0.3)
+    assert spread["std"] == pytest.approx(statistics.stdev([0.1, 0.2, 0.6]))
+    groups = compare([*runs, *faster, evaluated(tmp_path, "alone", [0.5], seed=1, weight_decay=0.5)], Curves())[
+        "groups"
+    ]
+    assert [group["seeds"] for group in groups] == [[1, 2, 3], [1, 2]]
+    assert "learning_rate 0.001" in groups[1]["label"]
+    assert compare([runs[0], evaluated(tmp_path, "again", [0.3], seed=1)], Curves())["groups"] == [], "the same seed"
+
+
+def test_the_csv_has_no_formula_and_its_empty_cells_are_empty(tmp_path: Path) -> None:
+    formulas = ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", " =1", '=HYPERLINK("http://x","y")', "a,b\n=c"]
+    runs = [made_run(tmp_path, f"run-{number}", "failed", config={"seed": number}) for number in range(len(formulas))]
+    for run, formula in zip(runs, formulas, strict=True):
+        run.config.write_text(yaml.safe_dump({"preset": formula, "seed": -5, "packing": True, "columns": ["=x"]}))
+        run.metrics.unlink()
+    log(runs[0], {"step": 3, "loss": -0.5})
+    rows = list(csv.DictReader(io.StringIO(as_csv(compare(runs, Curves())), newline="")))
+    assert [row["preset"] for row in rows] == [f"'{text}" for text in formulas[:-1]] + formulas[-1:]
+    assert [row["loss"] for row in rows[:2]] == ["-0.5", ""]
+    assert [rows[0][name] for name in ("run", "loss at step", "seed", "packing")] == ["run-0", "3", "-5", "true"]
+    assert rows[0]["columns"] == '["=x"]'
+
+
+def test_the_verb_compares_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, loss in (("a", 0.5), ("b", 0.25)):
+        evaluated(tmp_path, name, [loss], seed=len(name + str(loss)))
+    target = tmp_path / "out.csv"
+    common = ["runs", "compare", "a", "b", "--runs_dir", str(tmp_path)]
+    assert run_verb([*common, "--csv", str(target)]) == 0
+    printed = capsys.readouterr().out
+    assert "b is the best by best evaluation loss: 0.25 at step 10" in printed
+    assert "learning_rate" not in printed
+    assert target.read_text().startswith("run,state,best_eval_loss,")
+    assert run_verb([*common, "--all_options", "--by", "last_eval_loss", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["by"] == "last_eval_loss"
+    for wrong in (["--by", "x"], ["--csv", str(tmp_path / "a" / "config.yaml")], ["--csv", "/nowhere/x.csv"]):
+        assert run_verb([*common, *wrong]) == 2
+        assert "error: " in capsys.readouterr().err
+    assert (tmp_path / "a" / "config.yaml").read_text().startswith("preset")
 
 
 def test_ids_are_taken_once_and_strange_ones_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,148 @@
+// One small chart per rank, all on the same axes, and the memory that was planned beside what was measured.
+Live.ranks = (element, server) => {
+  const { make, poll, numberText } = Live;
+  const root = element.querySelector(".ts-ranks");
+  const id = new URLSearchParams(location.search).get("run") || "";
+  const NAMES = { local_work: "Own work, share of the time", memory_gib: "Memory, GiB", memory_reserved_gib: "Memory reserved, GiB",
+    host_memory_gib: "Host memory, GiB", gpu_percent: "GPU use, %", gpu_power_w: "GPU power, W" };
+  const WIDTH = 160, HEIGHT = 56;
+  const metric = make("select", { onchange: reload });
+  const every = make("button", { type: "button", class: "ts-button", hidden: "", onclick: () => { all = !all; reload(); } });
+  const status = make("p", { class: "ts-note", role: "status" });
+  const grid = make("div", { class: "ts-rank-grid" });
+  const heading = root.previousElementSibling;
+  root.append(make("div", { class: "ts-tools" }, make("label", {}, "Metric ", metric), every), status, grid);
+  let all = false, token = null, answer = null, cells = [], summary = "";
+
+  function reload() {
+    token = null;
+    refresh();
+  }
+
+  function sentence() {
+    const slow = answer.ranks.filter((entry) => entry.slow), worst = slow.sort((a, b) => b.slow - a.slow)[0];
+    const count = answer.ranks.length, kept = answer.kept < answer.world ? `; curves are kept of ranks 0 to ${answer.kept - 1}` : "";
+    const shown = count < answer.world ? `${count} of ${answer.world} ranks${all ? "" : ": those furthest from the median"}${kept}. ` : "";
+    const named = worst ? `Slowest: rank ${worst.rank}, found slow ${worst.slow === 1 ? "once" : `${worst.slow} times`}.`
+      : answer.metric === "local_work" ? `No rank was found slow; rank ${answer.highest} works longest before it waits for others.`
+        : `No rank was found slow; rank ${answer.highest} has the highest mean.`;
+    return shown + named;
+  }
+
+  function draw() {
+    if (metric.childElementCount !== answer.metrics.length)
+      metric.replaceChildren(...answer.metrics.map((key) => make("option", { value: key }, NAMES[key])));
+    metric.value = answer.metric;
+    every.hidden = answer.kept <= 8;
+    every.textContent = all ? "Show fewer" : `Show all ${answer.kept}`;
+    const values = answer.ranks.flatMap((entry) => entry.values).filter((value) => value != null);
+    const high = Math.max(...values), low = Math.min(0, ...values), span = high - low || 1;
+    const first = answer.steps[0], length = answer.steps.at(-1) - first || 1;
+    const at = (step) => (WIDTH * (step - first)) / length;
+    summary = `${sentence()} Each chart goes from ${numberText(low)} to ${numberText(high)}.`;
+    status.textContent = `${summary} The last values:`;
+    cells = answer.ranks.map((entry) => {
+      const points = entry.values.map((value, index) => value == null ? null
+        : `${at(answer.steps[index]).toFixed(1)},${(HEIGHT - 1 - ((value - low) / span) * (HEIGHT - 2)).toFixed(1)}`).filter(Boolean);
+      const known = entry.values.filter((value) => value != null);
+      const label = `rank ${entry.rank}: ${NAMES[answer.metric]} from ${numberText(known[0])} to ${numberText(known.at(-1))}`;
+      const value = make("span", {}, numberText(known.at(-1)));
+      const line = make("span", { class: "ts-rank-cursor", hidden: "" });
+      const drawn = points.length > 1 ? make("polyline", { points: points.join(" ") })
+        : make("circle", { cx: 2, cy: points.length ? points[0].split(",")[1] : HEIGHT, r: 2 });
+      const plot = make("div", { class: "ts-rank-plot" },
+        make("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", "aria-label": label }, drawn), line);
+      const name = entry.slow ? `rank ${entry.rank}, slow` : `rank ${entry.rank}`;
+      const box = make("figure", { class: `ts-rank${entry.slow ? " ts-rank-slow" : ""}` }, make("figcaption", {}, make("span", {}, name), value), plot);
+      return { box, plot, line, value, entry, last: numberText(known.at(-1)) };
+    });
+    grid.replaceChildren(...cells.map((cell) => cell.box));
+  }
+
+  // All charts show the same step while the pointer is over one of them.
+  function point(event) {
+    const plot = event.target.closest?.(".ts-rank-plot");
+    if (!plot || !answer) return;
+    const box = plot.getBoundingClientRect(), first = answer.steps[0], length = answer.steps.at(-1) - first || 1;
+    const step = first + ((event.clientX - box.left) / box.width) * length;
+    const index = answer.steps.reduce((best, value, number) => Math.abs(value - step) < Math.abs(answer.steps[best] - step) ? number : best, 0);
+    status.textContent = `${summary} At step ${numberText(answer.steps[index])}:`;
+    for (const { line, value, entry } of cells) {
+      line.hidden = false;
+      line.style.left = `${(100 * (answer.steps[index] - first)) / length}%`;
+      value.textContent = numberText(entry.values[index]);
+    }
+  }
+  grid.addEventListener("pointermove", point);
+  grid.addEventListener("pointerleave", () => {
+    status.textContent = `${summary} The last values:`;
+    for (const { line, value, last } of cells) {
+      line.hidden = true;
+      value.textContent = last;
+    }
+  });
+
+  // Nothing is asked for while the section is out of sight.
+  let visible = false;
+  const refresh = poll(root, async () => {
+    if (!visible) return;
+    const fresh = await server.rank_curves({ run: id, metric: metric.value, every: all, since: token });
+    if (fresh.error || fresh.same) return;
+    [token, answer] = [fresh.token, fresh];
+    root.hidden = heading.hidden = fresh.world < 2 || !fresh.metric;
+    if (!root.hidden) draw();
+  }, 4);
+  new IntersectionObserver((entries) => {
+    visible = entries.at(-1).isIntersecting;
+    refresh();
+  }).observe(element);
+};
+
+Live.memory = (element, server) => {
+  const { make, poll } = Live;
+  const root = element.querySelector(".ts-memory");
+  const id = new URLSearchParams(location.search).get("run") || "";
+  const button = make("button", { type: "button", class: "ts-button", onclick: () => { planned = true; refresh(); } }, "Compare with the plan");
+  const status = make("p", { class: "ts-note", role: "status" });
+  const table = make("div", { class: "ts-table", tabindex: 0, role: "region", "aria-label": "Memory by rank" });
+  root.append(make("div", { class: "ts-tools" }, button), status, table);
+  let planned = false, shown = "";
+
+  const gib = (value) => (value == null ? "-" : `${value.toFixed(2)} GiB`);
+  const bar = (share, label) => make("span", { class: "ts-metered" },
+    make("span", { class: "ts-meter" }, make("span", { class: "ts-meter-fill", style: `width:${(100 * Math.min(1, share)).toFixed(1)}%` })),
+    make("span", { class: "ts-meter-words" }, label));
+
+  function draw(answer) {
+    const key = JSON.stringify(answer);
+    if (key === shown) return;
+    shown = key;
+    button.hidden = answer.planned || answer.counting || !!answer.error;
+    const more = answer.world > answer.rows.length ? ` Ranks 0 to ${answer.rows.length - 1} of ${answer.world} are listed.` : "";
+    status.textContent = answer.counting ? "Counting the model; this takes some seconds."
+      : answer.error ? `No plan: ${answer.error}` : answer.rows.length ? answer.note + more : "No rank has logged its memory yet.";
+    table.hidden = !answer.rows.length;
+    const most = Math.max(...answer.rows.flatMap((row) => [row.measured_gib || 0, row.planned_gib || 0]), 1e-9);
+    const columns = [["Rank", (row) => row.rank], ["Measured", (row) => bar((row.measured_gib || 0) / most, gib(row.measured_gib))]];
+    if (answer.kind === "gpu") columns.push(["Reserved", (row) => gib(row.reserved_gib)]);
+    if (answer.planned) {
+      columns.push(["Planned", (row) => bar((row.planned_gib || 0) / most, gib(row.planned_gib))]);
+      if (answer.kind === "cpu") columns.push(["Of it in every process", (row) => gib(row.runtime_gib)]);
+      columns.push(["Planned / measured", (row) => (row.ratio == null ? "not comparable" : row.ratio.toFixed(2))]);
+    }
+    table.replaceChildren(make("table", {}, make("thead", {}, make("tr", {}, ...columns.map(([name]) => make("th", { scope: "col" }, name)))),
+      make("tbody", {}, ...answer.rows.map((row) => make("tr", {}, ...columns.map(([, cell]) => make("td", {}, cell(row))))))));
+  }
+
+  let visible = false;
+  const refresh = poll(root, async () => {
+    if (!visible) return;
+    const answer = await server.memory({ run: id, plan: planned });
+    if (answer.error && !answer.rows) { status.textContent = answer.error; return; }
+    draw(answer);
+  }, 5);
+  new IntersectionObserver((entries) => {
+    visible = entries.at(-1).isIntersecting;
+    refresh();
+  }).observe(element);
+};
