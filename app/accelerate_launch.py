@@ -18,11 +18,11 @@ TRAIN_SCRIPT = ROOT / "trainers" / "train.py"
 _GPUS = "CUDA_VISIBLE_DEVICES"
 # NVML and `--gpus` number GPUs in PCI order, whereas CUDA by default starts with the fastest.
 _ORDER = "CUDA_DEVICE_ORDER"
-COMPACT_HEAP = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"}
-"""For runs on a CPU: glibc's heap without its caches of small objects.
+COMPACT_HEAP = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
+"""For runs on a CPU: glibc's heap without its per-thread cache, which keeps small freed objects between freed tensors.
 
-Freed small objects in those caches keep the free space around them apart. Without them, peak memory was 30 to 37 %
-lower under FSDP 2 and 4 to 18 % under others, for the same CPU time and the same loss (24M model, glibc 2.36).
+Ranks peak about 30 % lower under `fsdp2` and `cp` (`benchmarks/plan.py`). One process took no more CPU time, and
+had the same loss.
 """
 
 

@@ -18,6 +18,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -192,7 +193,7 @@ def measure(folder: Path, row: Row, options: dict[str, Any]) -> dict[str, list[i
     (inject / "sitecustomize.py").write_text(SITE.format(folder=str(folder)))
     micro = {"per_device_train_batch_size": row.micro_batch}
     launch_well(folder / "run", row.sizes.world, {**options, **micro}, strategy=row.strategy, timeout=3000,
-                PYTHONPATH=f"{inject}{os.pathsep}{ROOT}", **COMPACT_HEAP)  # fmt: skip
+                PYTHONPATH=f"{inject}{os.pathsep}{ROOT}")  # fmt: skip
     ranks = [json.loads(file.read_text()) for file in folder.glob("rank-*.json")]
     shutil.rmtree(folder)
     return {phase: max(rank[phase] for rank in ranks if phase in rank) for phase in ranks[0]}
@@ -219,6 +220,11 @@ def main() -> None:
     parser.add_argument("--no_gaps", action="store_true", help="map each tensor of 1 MiB or more by itself")
     parser.add_argument("--model", choices=LENGTHS, default="24M")
     args = parser.parse_args()
+    name, tunables = next(iter(COMPACT_HEAP.items()))
+    if name not in os.environ:  # glibc reads them when a program starts, and the ranks are forked
+        os.execve(  # noqa: S606 - this program again
+            sys.executable, [sys.executable, "-m", "benchmarks.plan", *sys.argv[1:]], {**os.environ, name: tunables}
+        )
     if args.no_gaps:
         os.environ[_NO_GAPS] = "1"  # for the ranks
     with tempfile.TemporaryDirectory() as folder:
@@ -226,8 +232,8 @@ def main() -> None:
         options = {**OPTIONS, "model_name_or_path": str(model), "max_length": LENGTHS[args.model]}
         rows, process_bytes = plan(args.strategies, options)
         columns = ("planned", "measured", "allocated", "planned / measured", "load", "wrap", "save", "rest")
-        print(head(["strategy", "processes", *(rows[0].memory or {}), *columns]))
-        for row in rows:
+        print(head(["strategy", "processes", *next(row.memory for row in rows if row.memory), *columns]))
+        for row in (row for row in rows if row.memory):
             print(line(cells(row, measure(Path(folder) / row.strategy, row, options), process_bytes)), flush=True)
 
 

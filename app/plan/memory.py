@@ -20,10 +20,11 @@ _ADAM, _ADAM_8BIT = 8.0, 2 + 8 / 256
 _LIVE, _BUCKET = 1e9, 5e8
 """DeepSpeed's defaults of `stage3_max_live_parameters` and `reduce_bucket_size`, in elements."""
 _HEAP_GAPS = 0.75
-"""On a CPU: gaps that glibc's heap keeps, per byte of activations; measured on a 24M model (`benchmarks/plan.py`).
+"""On a CPU: gaps that glibc's heap keeps, per byte of activations; measured, not derived (`benchmarks/plan.py`).
 
-They go away if each tensor is mapped by itself (`MALLOC_MMAP_THRESHOLD_`), which took about 40 % more CPU time. How
-they arise is not known. FSDP 2 with short rows left more than twice as much, which is not modelled.
+They go away if each tensor is mapped by itself (`MALLOC_MMAP_THRESHOLD_`), which took about 40 % more CPU time: the
+kernel clears every page again. An aligned allocation asks for 96 bytes more than its size, so that small objects beside
+the hole of a tensor make it too small for an equal one; how much of the gaps that explains is not known.
 """
 
 
