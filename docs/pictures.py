@@ -17,6 +17,7 @@ from tests.browser.conftest import Served, open_chromium
 IMAGES = Path(__file__).parent / "images"
 ROOT = Path(__file__).resolve().parents[1]
 SIZE = (1280, 900)
+TRAIN = (sys.executable, "-m", "app.cli", "train")
 RUNS = {"lora": ["tiny-lora"], "all-weights": ["tiny-full", "--strategy", "fsdp2"]}
 PAGES = {
     "train": ("", "#strategy-cards", "Recommended"),
@@ -30,18 +31,7 @@ PAGES = {
 def train(folder: Path) -> None:
     """Trains the runs that the pages show."""
     for name, words in RUNS.items():
-        argv = [
-            sys.executable,
-            "-m",
-            "app.cli",
-            "train",
-            *words,
-            "--num_processes",
-            "2",
-            "--max_steps",
-            "60",
-            "--quiet",
-        ]
+        argv = [*TRAIN, *words, "--num_processes", "2", "--max_steps", "60", "--quiet"]
         subprocess.run([*argv, "--output_dir", str(folder / "runs" / name)], cwd=ROOT, check=True)
 
 

@@ -194,8 +194,8 @@ def _verdict(states: Sequence[dict[str, Any]], row: dict[str, Any] | None, by: s
         text = f"All are equal in {label}: {number}."
     else:
         names = " and ".join(ids[index] for index in row["best"])
-        tie = " share first place" if len(row["best"]) > 1 else " is the best"
-        text = f"{names}{tie} by {label}: {number}{at} ({row['pick']}; {how})."
+        leads = "share first place in" if len(row["best"]) > 1 else "leads in"
+        text = f"{names} {leads} {label}: {number}{at} ({row['pick']}; {how})."
     unfinished = [state["id"] for index, state in enumerate(states) if index in known and state["state"] != "done"]
     text += f" Not finished: {', '.join(unfinished)}." if unfinished else ""
     return text + (f" Without a value: {', '.join(missing)}." if missing and len(known) != 1 else "")

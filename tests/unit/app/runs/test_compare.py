@@ -56,10 +56,10 @@ def test_the_best_is_named_with_its_step_and_how_it_was_picked(tmp_path: Path) -
     rising, falling = evaluated(tmp_path, "rising", [0.2, 0.9]), evaluated(tmp_path, "falling", [0.8, 0.3])
     bare = log(made_run(tmp_path, "bare", "stopped"))
     assert verdict(rising, falling, bare) == (
-        "rising is the best by best evaluation loss: 0.2 at step 10 (the best of all evaluations; lower is better). "
+        "rising leads in best evaluation loss: 0.2 at step 10 (the best of all evaluations; lower is better). "
         "Without a value: bare."
     )
-    assert verdict(rising, falling, by="last_eval_loss").startswith("falling is the best by last evaluation loss: 0.3")
+    assert verdict(rising, falling, by="last_eval_loss").startswith("falling leads in last evaluation loss: 0.3")
     assert verdict(rising, evaluated(tmp_path, "twin", [0.2]), falling).startswith("rising and twin share first place")
     assert verdict(rising, rising) == "All are equal in best evaluation loss: 0.2."
     assert verdict(bare, falling) == "Only falling has a value for best evaluation loss: 0.3 at step 20."
@@ -130,7 +130,7 @@ def test_the_verb_compares_and_writes(tmp_path: Path, capsys: pytest.CaptureFixt
     common = ["runs", "compare", "a", "b", "--runs_dir", str(tmp_path)]
     assert run_verb([*common, "--csv", str(target)]) == 0
     printed = capsys.readouterr().out
-    assert "b is the best by best evaluation loss: 0.25 at step 10" in printed
+    assert "b leads in best evaluation loss: 0.25 at step 10" in printed
     assert "learning_rate" not in printed
     assert target.read_text().startswith("run,state,best_eval_loss,")
     assert run_verb([*common, "--all_options", "--by", "last_eval_loss", "--json"]) == 0
