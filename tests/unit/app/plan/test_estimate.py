@@ -496,7 +496,7 @@ def test_fewer_processes_on_a_cpu_share_all_of_its_memory_and_cores() -> None:
 # -- presets ---------------------------------------------------------------------------------------------------------
 
 
-def test_every_preset_is_planned_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_preset_ships_the_config_that_a_plan_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A layer of each model, built from the config that ships, without Hub and cache."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
