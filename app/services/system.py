@@ -68,11 +68,18 @@ def _cpu() -> dict[str, Any]:
     return {"percent": percent, "per_core": cores, "load": list(psutil.getloadavg()), "name": _cpu_name()}
 
 
+_SAMPLE_SECONDS = 0.2
+
+
 class _CoreUsage:
-    """Use of each core since the previous sample; samples closer than `MIN_INTERVAL` return the same values."""
+    """Use of each core during a moment; samples closer than `MIN_INTERVAL` return the same values.
+
+    psutil keeps the previous sample of each thread apart, and many threads answer pages: "since the previous sample"
+    would be 0 % in each new one.
+    """
 
     MIN_INTERVAL = 0.5
-    """Seconds between two meaningful samples."""
+    """Seconds between two samples."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -83,8 +90,7 @@ class _CoreUsage:
         with self._lock:
             now = time.monotonic()
             if now - self._sampled_at > self.MIN_INTERVAL:
-                first = self._sampled_at == -math.inf
-                self._percent = psutil.cpu_percent(interval=0.1 if first else None, percpu=True)
+                self._percent = psutil.cpu_percent(interval=_SAMPLE_SECONDS, percpu=True)
                 self._sampled_at = now
             return self._percent
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,3 +109,24 @@ def test_a_gpu_that_does_not_tell_everything(elsewhere: None, tmp_path: Path, mo
     assert "<fast>" not in shown
     assert 'href="/run?run=run-7"' in shown
     assert "3.0 GiB of 80.0 GiB" in shown
+
+
+def test_a_thread_that_asks_for_the_first_time_sees_the_use_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system._CoreUsage, "MIN_INTERVAL", 0.0)
+    usage = system._CoreUsage()
+
+    def of_new_thread(read: Callable[[], list[float]]) -> list[float]:
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(read)
+            while not reading.done():  # keeps a core busy
+                pass
+        return reading.result()
+
+    assert max(of_new_thread(usage.percent)) > 0
+    assert max(of_new_thread(usage.percent)) > 0
+
+    def since_never() -> list[float]:
+        psutil._last_per_cpu_times.clear()  # type: ignore[attr-defined]  # ids of threads are used again
+        return psutil.cpu_percent(percpu=True)
+
+    assert any(max(of_new_thread(since_never)) == 0 for _ in range(50))  # the control, unless each met a tick
