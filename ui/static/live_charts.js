@@ -120,7 +120,7 @@ Object.assign(Live, (() => {
       this.key = key;
       const css = getComputedStyle(this.plotArea);
       const palette = Array.from({ length: CURVES }, (_, index) => css.getPropertyValue(`--ts-curve-${index + 1}`).trim());
-      const text = css.getPropertyValue("--ts-muted").trim(), grid = css.getPropertyValue("--ts-line").trim();
+      const text = css.getPropertyValue("--ts-muted").trim(), grid = css.getPropertyValue("--ts-grid").trim();
       const series = [{ label: AXIS[axis][0], value: (_, value) => (value == null ? "-" : AXIS[axis][1](value)) }];
       const bands = [];
       for (const line of used) {
