@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from app import hardware
 from app.command_line import Args
 from app.diagnosis.advice import Diagnosis, diagnose, remedy_of
 from app.diagnosis.plan import Fits
@@ -16,11 +17,12 @@ from app.launch.foreground import CheckBroke
 from app.launch.job import TrainJob, clone_job, resume_job
 from app.plan.command import count
 from app.plan.estimate import plan_row
-from app.runs.runs import true_state
+from app.plan.hardware import Hardware
+from app.runs.runs import gpu_ids, true_state
 from app.runs.safe_read import stamp
-from app.services.planned_memory import hardware_of
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
+from trainers.run import host_memory
 from trainers.run.folder import RunFolder
 from trainers.strategy.strategy import Strategy
 
@@ -119,3 +121,12 @@ def apply_remedy(diagnoses: Sequence[Diagnosis], args: Args) -> None:
     args.request.options = {**change.options, **args.request.options}
     args.launch = {**change.launch, **args.launch}
     args.switches |= {"force"} if change.force else set()
+
+
+def hardware_of(run: RunFolder, strategy: Strategy) -> Hardware:
+    """The devices of a run, were they empty."""
+    ids, processes = gpu_ids(run), strategy.num_processes
+    memories = [gpu.memory for gpu in hardware.find_gpus() if gpu.index in ids]
+    host, machines = float(host_memory.total()), int(strategy.values.get("num_machines") or 1)
+    memory = float(min(memories)) if memories else host * machines / processes
+    return Hardware("gpu" if ids else "cpu", processes, memory, is_local=False, host=host, machines=machines)

@@ -6,20 +6,19 @@ import threading
 from collections import OrderedDict
 from typing import Any
 
-from app import hardware
 from app.launch.foreground import CheckBroke
 from app.plan.cases import counted_case
 from app.plan.command import count
-from app.plan.hardware import GIB, Hardware
+from app.plan.hardware import GIB
 from app.plan.memory import rank_memory, shares_of
 from app.runs.metrics import Curves
 from app.runs.runs import gpu_ids
 from app.runs.safe_read import stamp
+from app.services.diagnosis import hardware_of
 from trainers.config.mistakes import ConfigError
 from trainers.config.parse import Request
-from trainers.run import host_memory
 from trainers.run.folder import RunFolder
-from trainers.strategy.strategy import Strategy, load_strategy, resolve
+from trainers.strategy.strategy import load_strategy, resolve
 
 MOST_RANKS = 64
 """Ranks that are listed."""
@@ -34,15 +33,6 @@ NOTES = {
 
 Planned = list[dict[str, float]]
 """Bytes by use on each rank."""
-
-
-def hardware_of(run: RunFolder, strategy: Strategy) -> Hardware:
-    """The devices of a run, were they empty."""
-    ids, processes = gpu_ids(run), strategy.num_processes
-    memories = [gpu.memory for gpu in hardware.find_gpus() if gpu.index in ids]
-    host, machines = float(host_memory.total()), int(strategy.values.get("num_machines") or 1)
-    memory = float(min(memories)) if memories else host * machines / processes
-    return Hardware("gpu" if ids else "cpu", processes, memory, is_local=False, host=host, machines=machines)
 
 
 def planned_ranks(run: RunFolder) -> Planned:
