@@ -180,7 +180,7 @@ def test_seeds_are_one_band_and_the_best_is_by_the_chosen_measure(new_page: Tabs
     ids = [*(run.id for run in seeds), "failed-run"]
     page = new_page(f"/compare?runs={','.join(ids)}")
     verdict, legend = page.locator(".ts-best"), page.locator(".u-legend")
-    expect(verdict).to_contain_text("by best evaluation loss")
+    expect(verdict).to_contain_text("in best evaluation loss")
     expect(page.get_by_role("region", name=re.compile("^Spread of"))).to_contain_text("Best evaluation loss")
     expect(legend).to_contain_text("seed-2")
     page.get_by_label("Seeds as mean and range").check()
@@ -189,9 +189,9 @@ def test_seeds_are_one_band_and_the_best_is_by_the_chosen_measure(new_page: Tabs
     page.get_by_label("Metric").select_option("grad_norm")
     page.get_by_label("Best by").click()
     page.get_by_role("option", name="Speed").click()
-    expect(verdict).to_contain_text("by speed")
+    expect(verdict).to_contain_text("in speed")
     page.reload()
-    expect(verdict).to_contain_text("by speed")
+    expect(verdict).to_contain_text("in speed")
     expect(page.get_by_label("Metric")).to_have_value("grad_norm")
     expect(legend).to_contain_text("mean of 2 seeds")
     with page.expect_download() as download:
