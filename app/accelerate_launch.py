@@ -22,7 +22,8 @@ COMPACT_HEAP = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
 """For runs on a CPU: glibc's heap without its cache of small objects per thread.
 
 Without it, the peak of a rank was 18 to 38 % lower under FSDP and context parallelism, and 1 to 6 % under others (24M
-model, glibc 2.36); why is not proven. CPU time, losses and gradient norms did not differ on one process.
+model, glibc 2.36); why is not proven. CPU time, losses and gradient norms did not differ on one process, measured with
+`mxfast=0` as well; the speed of several ranks was not compared.
 """
 
 

@@ -38,15 +38,8 @@ STRATEGIES = (
 )  # fmt: skip
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "send")
 COMPARED = (
-    "strategy",
-    "collective",
-    "formula",
-    "predicted",
-    "counted",
-    "counted / predicted",
-    "calls",
-    "counted calls",
-)
+    "strategy", "collective", "formula", "predicted", "counted", "counted / predicted", "calls", "counted calls",
+)  # fmt: skip
 STEPS, WARM = 8, 2
 OPTIONS = {
     "dataset_name": "embedded", "method": "full", "max_length": 128, "packing": True, "global_batch_size": 16,

@@ -204,12 +204,11 @@ def cells(planned: Row, measured: dict[str, list[int]], process_bytes: float) ->
     memory = planned.memory or {}
     expected, (used, allocated) = planned.total - process_bytes, measured["train"]
     others = (f"{measured.get(phase, [0])[0] / GIB:.2f}" for phase in ("load", "wrap", "save"))
-    rest = measured["rest"][1]
     return [
         planned.strategy, str(planned.sizes.world),
         *(f"{(memory[use] - process_bytes * (use == 'overhead')) / GIB:.2f}" for use in memory),
         f"{expected / GIB:.2f}", f"{used / GIB:.2f}", f"{allocated / GIB:.2f}", f"{expected / used:.2f}", *others,
-        f"{rest / GIB:.2f}",
+        f"{measured['rest'][1] / GIB:.2f}",
     ]  # fmt: skip
 
 

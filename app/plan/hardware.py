@@ -17,7 +17,7 @@ LINKS = {"gpu": 25.0, "cpu": 1.0}
 MACHINE_LINKS = {"gpu": 12.5, "cpu": 0.1}
 """GB/s that a rank sends to other machines: a network card of 100 Gb/s per GPU, and 1 Gb/s Ethernet."""
 LATENCIES = {"gpu": 2e-5, "cpu": 2e-4}
-"""Seconds that a collective takes however little it sends: NCCL inside a machine, and gloo over loopback."""
+"""Seconds that a collective takes however little it sends, assumed: NCCL inside a machine, and gloo over loopback."""
 PER_MACHINE = 8
 """Most GPUs assumed in a machine, if there are more and `--num_machines` is not given."""
 MOST_GPUS = 1024
