@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +20,12 @@ _CONSEQUENCE = re.compile(
     re.IGNORECASE,
 )
 _ECHOES = ("ChildFailedError", "CalledProcessError", "SignalException")
-# torchrun's summary of a failed rank; `_DIED_WITH` matches that of accelerate's launcher for a single process.
-_EXIT_CODE = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
+# torchrun names one failed rank at once, and all of them in its summary: those that it ended itself among them.
+_EXIT_CODE = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<rank>\d+)")
+_SUMMARY_RANK = re.compile(r"  rank      : \d+ \(local_rank: (?P<rank>\d+)\)$")
+_SUMMARY_CODE = re.compile(r"  exitcode  : (?P<code>-?\d+) \(pid: (?P<pid>\d+)\)")
+_CLOSED = re.compile(r"Sending process (\d+) closing signal ")
+# What accelerate's launcher says of a single process.
 _MACHINE = re.compile(r"(machine \d+): ")  # marks lines of a launcher that is not machine 0's
 _MEMORY = " (manually, or by the system when memory ran out)"
 _DIED_WITH = re.compile(r"died with <Signals\.(\w+)")
@@ -99,17 +104,36 @@ def _exceptions(lines: list[tuple[str, str]]) -> list[str]:
 
 
 def _killed_rank(lines: list[tuple[str, str]], by_signal: bool) -> str:
-    """How the rank that the launcher reports first ended, by a signal or with an exit status; empty if none did."""
-    for _, text in lines:
-        if match := _EXIT_CODE.search(text):
-            code, rank = int(match[1]), match[2]
-            if (code < 0) == by_signal:
-                how = f"was killed by {_signal_name(-code)}" if by_signal else f"ended with exit status {code}"
-                machine = _MACHINE.match(text)
-                return f"local rank {rank} of {machine[1]} {how}" if machine else f"rank {rank} {how}"
-        elif by_signal and (match := _DIED_WITH.search(text)):
+    """How a rank ended, by a signal or with an exit status: the first that the launcher reports; empty if none did."""
+    for machine, rank, code in _reported_ranks(lines):
+        if (code < 0) == by_signal:
+            how = f"was killed by {_signal_name(-code)}" if by_signal else f"ended with exit status {code}"
+            return f"local rank {rank} of {machine} {how}" if machine else f"rank {rank} {how}"
+    for _, text in lines if by_signal else ():
+        if match := _DIED_WITH.search(text):
             return f"rank 0 was killed by {match[1]}" + _MEMORY * (match[1] == "SIGKILL")
     return ""
+
+
+def _reported_ranks(lines: list[tuple[str, str]]) -> Iterator[tuple[str, str, int]]:
+    """Machine, local rank and exit status of the ranks that failed; negative for a signal.
+
+    torchrun orders failures by whole seconds: where a rank is killed and another loses its connection to it before
+    torchrun looks, it may name the other. The summary names both.
+    """
+    closed, rank = set[str](), ""
+    for source, text in lines:
+        if source != "launcher":
+            continue
+        machine = match[1] if (match := _MACHINE.match(text)) else ""
+        if match := _CLOSED.search(text):
+            closed.add(match[1])
+        elif match := _SUMMARY_RANK.search(text):
+            rank = match["rank"]
+        elif match := _EXIT_CODE.search(text):
+            yield machine, match["rank"], int(match["code"])
+        elif (match := _SUMMARY_CODE.search(text)) and match["pid"] not in closed:
+            yield machine, rank, int(match["code"])
 
 
 def _killed_launcher(status: int) -> str:

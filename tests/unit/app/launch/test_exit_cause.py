@@ -114,6 +114,29 @@ def test_a_lost_connection_is_blamed_on_the_rank_that_was_killed(tmp_path: Path)
     assert root_cause(CLOSED, RunFolder(tmp_path), 0).startswith("rank 1 was killed by SIGKILL")
 
 
+def failures(*ranks: tuple[int, int, int]) -> list[str]:
+    """torchrun's summary of ranks, each with its exit status and process."""
+    lines = ["Failures:"]
+    for index, (rank, status, pid) in enumerate(ranks):
+        how = "traceback : To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
+        lines += [f"[{index}]:", "  time      : 2026-11-25_09:12:44", f"  rank      : {rank} (local_rank: {rank})",
+                  f"  exitcode  : {status} (pid: {pid})", "  error_file: <N/A>", f"  {how}"]  # fmt: skip
+    return lines
+
+
+@pytest.mark.parametrize(("by_torchrun", "expected"), [(False, "rank 1 was killed by SIGKILL"), (True, CLOSED)])
+def test_where_torchrun_names_the_victim_its_summary_tells_who_was_killed(
+    by_torchrun: bool, expected: str, tmp_path: Path
+) -> None:
+    """Negative control: a rank that torchrun ended itself, for the first one's failure, is not the cause of it."""
+    closing = ["W1125 api.py:1028] Sending process 78 closing signal SIGTERM"] * by_torchrun
+    first = "E1125 api.py:1002] failed (exitcode: 1) local_rank: 0 (pid: 77) of binary: python"
+    words = [*closing, first, *ECHO, *failures((0, 1, 77), (1, -9, 78))]
+    lines = [*trace("rank 0", CLOSED), *[("launcher", line) for line in words]]
+    assert expected in cause(tmp_path, lines)
+    assert expected in root_cause(CLOSED, RunFolder(tmp_path), 0)
+
+
 def test_a_lost_connection_is_blamed_on_the_rank_that_crashed(tmp_path: Path) -> None:
     lines = [*trace("rank 0", CLOSED), *trace("rank 1", "ValueError: bad row")]
     assert cause(tmp_path, lines) == "rank 1: ValueError: bad row"
