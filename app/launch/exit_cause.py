@@ -25,9 +25,9 @@ _EXIT_CODE = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<r
 _SUMMARY_RANK = re.compile(r"  rank      : \d+ \(local_rank: (?P<rank>\d+)\)$")
 _SUMMARY_CODE = re.compile(r"  exitcode  : (?P<code>-?\d+) \(pid: (?P<pid>\d+)\)")
 _CLOSED = re.compile(r"Sending process (\d+) closing signal ")
-# What accelerate's launcher says of a single process.
 _MACHINE = re.compile(r"(machine \d+): ")  # marks lines of a launcher that is not machine 0's
 _MEMORY = " (manually, or by the system when memory ran out)"
+# What accelerate's launcher says of a single process.
 _DIED_WITH = re.compile(r"died with <Signals\.(\w+)")
 
 
@@ -121,19 +121,19 @@ def _reported_ranks(lines: list[tuple[str, str]]) -> Iterator[tuple[str, str, in
     torchrun orders failures by whole seconds: where a rank is killed and another loses its connection to it before
     torchrun looks, it may name the other. The summary names both.
     """
-    closed, rank = set[str](), ""
+    closed, ranks = set[tuple[str, str]](), dict[str, str]()  # processes and ranks are numbered on each machine
     for source, text in lines:
         if source != "launcher":
             continue
         machine = match[1] if (match := _MACHINE.match(text)) else ""
         if match := _CLOSED.search(text):
-            closed.add(match[1])
+            closed.add((machine, match[1]))
         elif match := _SUMMARY_RANK.search(text):
-            rank = match["rank"]
+            ranks[machine] = match["rank"]
         elif match := _EXIT_CODE.search(text):
             yield machine, match["rank"], int(match["code"])
-        elif (match := _SUMMARY_CODE.search(text)) and match["pid"] not in closed:
-            yield machine, rank, int(match["code"])
+        elif (match := _SUMMARY_CODE.search(text)) and machine in ranks and (machine, match["pid"]) not in closed:
+            yield machine, ranks[machine], int(match["code"])
 
 
 def _killed_launcher(status: int) -> str:

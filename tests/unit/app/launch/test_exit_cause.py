@@ -131,10 +131,16 @@ def test_where_torchrun_names_the_victim_its_summary_tells_who_was_killed(
     """Negative control: a rank that torchrun ended itself, for the first one's failure, is not the cause of it."""
     closing = ["W1125 api.py:1028] Sending process 78 closing signal SIGTERM"] * by_torchrun
     first = "E1125 api.py:1002] failed (exitcode: 1) local_rank: 0 (pid: 77) of binary: python"
-    words = [*closing, first, *ECHO, *failures((0, 1, 77), (1, -9, 78))]
-    lines = [*trace("rank 0", CLOSED), *[("launcher", line) for line in words]]
+    launcher = [*closing, first, *ECHO, *failures((0, 1, 77), (1, -9, 78))]
+    lines = [*trace("rank 0", CLOSED), *[("launcher", line) for line in launcher]]
     assert expected in cause(tmp_path, lines)
     assert expected in root_cause(CLOSED, RunFolder(tmp_path), 0)
+
+
+def test_processes_of_two_machines_with_one_number_are_two(tmp_path: Path) -> None:
+    closing = "W1125 api.py:1028] Sending process 78 closing signal SIGTERM"
+    lines = [closing, *ECHO, *(f"machine 2: {line}" for line in failures((3, -9, 78))), *failures((1, -9, 78))]
+    assert cause(tmp_path, [("launcher", line) for line in lines]).startswith("local rank 3 of machine 2 was killed by")
 
 
 def test_a_lost_connection_is_blamed_on_the_rank_that_crashed(tmp_path: Path) -> None:
