@@ -10,7 +10,7 @@ import gradio as gr
 from app.launch.job import TrainJob
 from app.plan.estimate import CLOSE
 from app.services.strategy_cards import StrategyCard, StrategyCards, register_job, strategy_cards
-from ui.parts import Html, byte_text, element, join, note, percent_text
+from ui.parts import Html, byte_text, element, join, loading, note, percent_text
 
 _VISIBLE_CARDS = 4
 """Cards that are always visible; more that can run are folded below them."""
@@ -27,6 +27,7 @@ _USES = {
 _QUICK: dict[str, Any] = {"show_progress": "hidden", "queue": False, "api_visibility": "private"}
 _LOOK_SECONDS = 1.0
 """Seconds between looks at an estimate; the first starts it, so that nothing is counted while one types."""
+NO_JOB = "The strategies that can run are listed once the form has no mistakes."
 
 
 class StrategyPicker:
@@ -38,28 +39,26 @@ class StrategyPicker:
 
     def __init__(self, job_of: Callable[..., TrainJob | None]):
         self.job_of = job_of
-        waiting = note("The strategies that can run are listed once the form has no mistakes.")
-        self.panel = gr.HTML(waiting, elem_id="train-cards", apply_default_css=False)
+        self.panel = gr.HTML(loading(), elem_id="train-cards", apply_default_css=False)
         self.key = gr.Textbox("", visible=False, label="job of the cards")
         self.timer = gr.Timer(_LOOK_SECONDS, active=False)
+        self.outputs = [self.panel, self.key, self.timer]
 
-    def connect(self, changes: Sequence[Any], loaded: Any, form: Sequence[Any]) -> None:
+    def connect(self, changes: Sequence[Any], form: Sequence[Any]) -> None:
         """Follows the form.
 
         Args:
             changes: events of the form.
-            loaded: the event after which the form is filled.
             form: the components whose values `job_of` takes.
         """
-        outputs = [self.panel, self.key, self.timer]
-        event: dict[str, Any] = {"fn": self.refresh, "inputs": [self.key, *form], "outputs": outputs, **_QUICK}
-        gr.on(changes, **event, trigger_mode="always_last")
-        loaded.then(**event)
-        self.timer.tick(self.look, self.key, outputs, **_QUICK)
+        gr.on(changes, self.refresh, [self.key, *form], self.outputs, **_QUICK, trigger_mode="always_last")
+        self.timer.tick(self.look, self.key, self.outputs, **_QUICK)
 
     def refresh(self, current_key: str, *form: Any) -> list[Any]:
         """The cards of the form's job; beside mistakes, those that are there stay."""
         job = self.job_of(*form)
+        if job is None and not current_key:
+            return [note(NO_JOB), gr.skip(), gr.skip()]
         key = register_job(job.config, job.devices, job.strategy.name) if job else current_key
         cards = strategy_cards(key) if key != current_key else None
         if cards is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +57,9 @@ from ui.pages.train_parts import (
     resume_banner,
     strategy_note,
 )
+from ui.pages.train_scripts import serve_scripts
 from ui.pages.train_welcome import Welcome
-from ui.parts import Html, alert_list, element, note, title
+from ui.parts import Html, alert_list, element, loading, note, title
 
 FIRST_PRESET = "tiny-lora"
 _HIDDEN: dict[str, Any] = {"api_visibility": "private"}
@@ -69,14 +70,14 @@ def build(context: ServerContext) -> None:
     """Lays out the page."""
     gr.HTML(title("Train", "Seven steps to a model of your own, filled in with values that work."))
     form = _Form(context)
-    Welcome(context.runs_dir, form.preview_request, _GO_TO_RUN)
+    welcome = Welcome(context.runs_dir, form.preview_request, _GO_TO_RUN)
     with gr.Row(elem_id="train-columns"):
         with gr.Column(scale=5, min_width=300, elem_id="train-form"):
             form.lay_out()
         with gr.Column(scale=3, min_width=300, elem_id="train-side"):
             form.lay_out_preview()
-    form.connect()
-    form.serve_scripts()
+    form.connect(welcome)
+    serve_scripts(form.preview_request)
 
 
 def _heading(text: str) -> None:
@@ -202,7 +203,7 @@ class _Form:
     def lay_out_preview(self) -> None:
         """The preview beside the form."""
         _heading("7. Check and start")
-        self.panel = gr.HTML(note("Checking the form ..."), elem_id="train-panel", apply_default_css=False)
+        self.panel = gr.HTML(loading(), elem_id="train-panel", apply_default_css=False)
         with gr.Row():
             self.launch = gr.Button(_LAUNCH, variant="primary", elem_id="launch", interactive=False, min_width=160)
             self.start_over = gr.Button("Start over", elem_id="start-over", size="md", min_width=140, scale=0)
@@ -215,7 +216,7 @@ class _Form:
 
     # -- events ------------------------------------------------------------------------------------------------------
 
-    def connect(self) -> None:
+    def connect(self, welcome: Welcome) -> None:
         """Connects the events of the page."""
         draft_inputs = [self.preset, self.strategy, self.devices, *self.options]
         inputs = [self.resumed, self.force, *draft_inputs]
@@ -248,46 +249,22 @@ class _Form:
         uploaded.then(**refresh_event)
         read = self.load.upload(self.read_yaml, self.load, form_outputs, **_HIDDEN)
         read.then(**refresh_event)
-        opened = [*form_outputs, self.resumed, self.banner, self.force]
-        read_draft_js = "() => [tunesmithDraft.read()]"
-        loaded = Context.root_block.load(self.prefill, self.draft, opened, js=read_draft_js, **_QUICK)
+        others = [component.change for component in (self.devices, *self.options)]
+        self.cards.connect([*others, self.force.change], inputs)
+        loaded = Context.root_block.load(
+            self.open_page(welcome), self.draft,
+            [*welcome.outputs, *form_outputs, self.resumed, self.banner, self.force, *preview_outputs,
+             *self.cards.outputs],
+            js="() => [tunesmithDraft.read()]", **_QUICK,
+        )  # fmt: skip
         loaded.then(
             None, draft_inputs, None, js=f"(...all) => {{ tunesmithDraft.ready(); ({keep})(...all); }}", **_HIDDEN
         )
-        loaded.then(**refresh_event)
-        others = [component.change for component in (self.devices, *self.options)]
-        self.cards.connect([*others, self.force.change], loaded, inputs)
         launched = self.launch.click(
             self.start, [self.confirmed, *inputs], [self.panel, self.launch, self.started, self.confirmed],
             trigger_mode="once", concurrency_limit=1, concurrency_id="launch", show_progress="hidden", **_HIDDEN,
         )  # fmt: skip
         launched.then(None, self.started, None, js=_GO_TO_RUN, **_HIDDEN)
-
-    def serve_scripts(self) -> None:
-        """Endpoints for `gradio_client`: `/preview` and `/launch`, each taking one JSON object."""
-
-        def script_preview(request: dict) -> dict:
-            """What a request {preset, strategy, gpus, num_processes, options} would do; starts nothing."""
-            try:
-                return self.preview_request(request).as_json()
-            except ConfigError as error:
-                raise _refusal(error) from None
-
-        def script_launch(request: dict) -> dict:
-            """Starts the run of a request {preset, strategy, gpus, num_processes, options}."""
-            try:
-                requested = self.preview_request(request)
-                if requested.job is None:
-                    raise ConfigError(requested.mistakes)
-                memory = memory_verdict(requested.job).line  # a script cannot confirm: warn only
-                start(requested.job)
-            except (ConfigError, CheckBroke) as error:
-                raise _refusal(error) from None
-            warnings = [*requested.warnings, *([memory] if memory else [])]
-            return {"run_dir": str(requested.job.run.path), "id": requested.job.run.id, "warnings": warnings}
-
-        gr.api(script_preview, api_name="preview")
-        gr.api(script_launch, api_name="launch", concurrency_limit=1, concurrency_id="launch")
 
     def preview_request(self, request: object) -> Preview:
         return preview_request(request, self.context.runs_dir, self.context.roots, self.context.remote_code)
@@ -426,6 +403,25 @@ class _Form:
             raise _refusal(error) from None
         finally:
             remove_received(Path(path), self.context.uploads)
+
+    def open_page(self, welcome: Welcome) -> Callable[[str, gr.Request], list[Any]]:
+        """A handler that answers with all that the page shows at first; one round trip, as the page waits for it."""
+
+        def opened(draft: str, request: gr.Request) -> list[Any]:
+            filled = self.prefill(draft, request)
+            form = self._values_after(filled)
+            return [*welcome.greet(), *filled, *self.refresh(*form), *self.cards.refresh("", *form)]
+
+        return opened
+
+    def _values_after(self, filled: Sequence[Any]) -> list[Any]:
+        """The inputs of `refresh` once the page has taken the updates of `prefill`."""
+        components = [self.preset, self.before, self.strategy, self.devices, *self.options]
+        preset, _, strategy, devices, *raw = [
+            update.get("value", component.value) if isinstance(update, dict) else update
+            for component, update in zip(components, filled, strict=False)
+        ]
+        return [filled[-3], False, preset, strategy, devices, *raw]
 
     def prefill(self, draft: str, request: gr.Request) -> list[Any]:
         """Fills the form from `?resume=RUN`, `?clone=RUN` or `?preset=NAME` in the URL, or from the tab's draft."""

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
-from gradio.context import Context
 
 from app.launch.background import start
 from app.launch.foreground import CheckBroke
@@ -38,9 +37,9 @@ class Welcome:
                 "Start the two-minute demo", elem_id="demo", size="md", scale=0, min_width=220, visible=first
             )
         self.started = gr.Textbox("", visible=False, label="started demo")
-        Context.root_block.load(self.greet, None, [self.text, self.button], queue=False, **_PRIVATE)
+        self.outputs = [self.text, self.button]
         clicked = self.button.click(
-            self.start_demo, None, [self.text, self.button, self.started], trigger_mode="once", concurrency_limit=1,
+            self.start_demo, None, [*self.outputs, self.started], trigger_mode="once", concurrency_limit=1,
             concurrency_id="launch", **_PRIVATE,
         )  # fmt: skip
         clicked.then(None, self.started, None, js=go_to_run, api_visibility="private")

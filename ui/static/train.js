@@ -147,20 +147,12 @@
     if (button.dataset.save !== undefined && text !== undefined) save(text, button.dataset.save);
   });
 
-  // The form is shown once it is whole: Gradio draws it piece by piece, and every piece would move what lies below.
-  const reveal = (late) => {
-    const form = document.getElementById("train-columns");
-    const errors = document.querySelector("#train-panel [data-errors]")?.dataset.errors;
-    if (form && (late || (errors && (errors !== "{}" || document.getElementById("strategy-cards"))))) form.classList.add("ts-ready");
-  };
-  addEventListener("load", () => setTimeout(reveal, 5000, true));
-
   let scheduled = false;
   const schedule = () => {
     nameOptions();  // at once: a frame later, what lies below would move
     if (scheduled) return;
     scheduled = true;
-    requestAnimationFrame(() => { scheduled = false; mark(); showChoice(); reveal(false); });
+    requestAnimationFrame(() => { scheduled = false; mark(); showChoice(); });
   };
   if (document.body) new MutationObserver(schedule).observe(document.body, { childList: true, subtree: true });
   else addEventListener("DOMContentLoaded", () => new MutationObserver(schedule).observe(document.body, { childList: true, subtree: true }));

@@ -14,6 +14,7 @@ from typing import Any
 import gradio as gr
 import pytest
 from gradio.components.api_component import Api
+from gradio.state_holder import SessionState
 from starlette.testclient import TestClient
 
 from tests.made_runs import made_run
@@ -365,3 +366,40 @@ def test_deep_json_is_refused_and_not_followed() -> None:
         value = [value]
     assert not is_plain_json(value)
     assert is_plain_json({"options": {"lora_targets": ["a", "b"]}})
+
+
+def postprocessed(values: Any, outputs: int = 3) -> tuple[list[Any], list[int]]:
+    """What a handler's values become, and which outputs were built anew for them."""
+    with CheckedBlocks() as blocks:
+        boxes = [gr.Textbox(str(number)) for number in range(outputs)]
+        button = gr.Button()
+        button.click(lambda: None, None, boxes)
+    state = SessionState(blocks)
+    before = {box._id: state[box._id] for box in boxes}
+    answer = asyncio.run(blocks.postprocess_data(blocks.fns[0], values, state))
+    return answer, [index for index, box in enumerate(boxes) if state[box._id] is not before[box._id]]
+
+
+SKIP = gr.skip()
+
+
+@pytest.mark.parametrize(
+    ("values", "answer", "built"),
+    [
+        ([SKIP, SKIP, SKIP], [SKIP, SKIP, SKIP], []),
+        (["a", SKIP, "c"], ["a", SKIP, "c"], []),
+        ([SKIP, gr.update(value="b", visible=False), "c"], [SKIP, "b", "c"], [1]),
+        ([SKIP, SKIP, gr.update(value="c")], [SKIP, SKIP, "c"], [0, 2]),
+        ([gr.update(value="a"), SKIP, SKIP], ["a", SKIP, SKIP], [0, 1]),
+    ],
+)
+def test_a_skipped_output_is_not_built_anew(values: list[Any], answer: list[Any], built: list[int]) -> None:
+    given, rebuilt = postprocessed(values)
+    assert [value.get("value", SKIP) if isinstance(value, dict) else value for value in given] == answer
+    assert rebuilt == built
+
+
+def test_one_output_takes_a_value_and_too_few_values_are_refused() -> None:
+    assert postprocessed("a", outputs=1)[0] == ["a"]
+    with pytest.raises(ValueError, match="output"):
+        postprocessed(["a"])

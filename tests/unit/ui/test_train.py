@@ -17,7 +17,7 @@ from app.services.starting_values import starting_values
 from tests.made_runs import made_run
 from trainers.config.own_data import DESCRIBING
 from ui.context import ServerContext
-from ui.pages import train, train_parts
+from ui.pages import strategy_parts, train, train_parts
 from ui.pages.train_parts import component_value
 
 
@@ -70,6 +70,33 @@ def test_an_address_that_names_nothing_opens_a_working_form(page: Any, query: st
     assert banner["visible"]
     assert 'role="alert"' in banner["value"]
     assert "<b>" not in banner["value"]
+
+
+class _Greeted:
+    """Stands in for the line below the title."""
+
+    def greet(self) -> list[Any]:
+        return ["hello", "button"]
+
+
+@pytest.mark.parametrize("preset", ["", "tiny-full"])
+def test_one_answer_opens_the_page_with_the_preview_of_what_its_fields_then_hold(page: Any, preset: str) -> None:
+    request: Any = SimpleNamespace(query_params={"preset": preset})
+    answer = page.open_page(_Greeted())("", request)
+    greeting, filled, rest = answer[:2], answer[2:-10], answer[-10:]
+    assert greeting == ["hello", "button"]
+    assert filled == page.prefill("", request)
+    command, cards, key = rest[3], rest[7], rest[8]
+    assert f"--preset {preset or 'tiny-lora'}" in command or f"train {preset or 'tiny-lora'}" in command
+    assert 'id="strategy-cards"' in cards
+    assert key
+
+
+def test_a_form_that_opens_with_mistakes_says_so_in_place_of_strategies(page: Any) -> None:
+    draft = json.dumps({"preset": "tiny-lora", "options": {"learning_rate": "abc"}})
+    answer = page.open_page(_Greeted())(draft, SimpleNamespace(query_params={}))
+    assert "abc" in answer[-10]
+    assert answer[-3:] == [train.note(strategy_parts.NO_JOB), gr.skip(), gr.skip()]
 
 
 def test_an_address_that_names_a_preset_says_nothing(page: Any) -> None:
