@@ -97,6 +97,11 @@ def number_text(value: Any, digits: int = 4) -> str:
     return f"{value:,.{max(0, digits - integer_digits)}f}" if abs(value) >= 1 else f"{value:.{digits}g}"
 
 
+def byte_count(count: float | None) -> Html:
+    """`byte_text` that sorts by the number."""
+    return text(None) if count is None else element("data", byte_text(count), value=count)
+
+
 def percent_text(share: float | None, digits: int = 0) -> str:
     """A share from 0 to 1 as `42%`; a dash for None."""
     return _NONE if share is None or not math.isfinite(share) else f"{100 * share:.{digits}f}%"
@@ -172,6 +177,7 @@ def data_table(
     caption: str | None = None,
     numeric: Sequence[int] = (),
     empty: str = "nothing yet",
+    sort: bool = False,
 ) -> Html:
     """A table that scrolls horizontally on a narrow page.
 
@@ -181,6 +187,7 @@ def data_table(
         caption: caption for screen readers only.
         numeric: indices of right-aligned columns.
         empty: text shown when there are no rows.
+        sort: whether readers may sort it and, when it is long, filter it; the caption has to be unique on the page.
     """
     right = dict.fromkeys(numeric, "ts-number")
     head = join(
@@ -195,7 +202,9 @@ def data_table(
         lines = [element("tr", element("td", empty, colspan=len(headers), class_="ts-note"))]
     title = element("caption", caption, class_="ts-unseen") if caption else ""
     table = element("table", join([title, element("thead", element("tr", head)), element("tbody", join(lines))]))
-    return element("div", table, class_="ts-table", tabindex=0, role="region", aria_label=caption or "Table")
+    return element(
+        "div", table, class_="ts-table", tabindex=0, role="region", aria_label=caption or "Table", data_sort=sort
+    )
 
 
 def meter(share: float | None, label: str, value_text: str | None = None) -> Html:

@@ -96,7 +96,7 @@ def test_the_skip_link_leads_past_the_header(new_page: Tabs) -> None:
     page.keyboard.press("Enter")
     page.keyboard.press("Tab")
     assert page.url.endswith("/system")
-    expect(page.locator("#doctor-start")).to_be_focused()
+    expect(page.get_by_role("region", name="Versions")).to_be_focused()
 
 
 @pytest.mark.parametrize("path", PAGES)
@@ -130,7 +130,7 @@ def test_the_system_page_moves(new_page: Tabs) -> None:
     load.wait_for()
     before = page.locator(".ts-columns").inner_html()
     wait_for(lambda: page.locator(".ts-columns").inner_html() != before, "another picture of the machine")
-    assert page.locator("dt:text-is('gradio') + dd").inner_text().startswith("6.")
+    assert page.locator("td:text-is('gradio') + td").inner_text().startswith("6.")
 
 
 # -- start and end ---------------------------------------------------------------------------------------------------

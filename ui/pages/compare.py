@@ -118,7 +118,7 @@ def _measured(comparison: dict[str, Any]) -> Html:
         rows.append([join([row["label"], _small(row["pick"])]), *cells])
     numeric = range(1, len(comparison["runs"]) + 1)
     table = data_table(_head(comparison, "Measure"), rows, "Measures", numeric=numeric, empty="no metrics yet")
-    return join([section("Measures", table), _spread(comparison)])
+    return join([section("Measures", _side_by_side(table)), _spread(comparison)])
 
 
 def _spread(comparison: dict[str, Any]) -> Html:
@@ -173,7 +173,12 @@ def _settings_table(comparison: dict[str, Any], settings: list[dict[str, Any]], 
         option = element("code", row["name"], class_="ts-option ts-beside")
         label = join([row["label"], option]) if row["label"] else row["name"]
         rows.append([label, *(_setting_text(value) for value in row["values"])])
-    return data_table(_head(comparison, "Setting"), rows, caption)
+    return _side_by_side(data_table(_head(comparison, "Setting"), rows, caption, sort=True))
+
+
+def _side_by_side(table: Html) -> Html:
+    """A table with a column per run, whose first column stays in sight."""
+    return element("div", table, class_="ts-side-by-side")
 
 
 def _setting_text(value: Any) -> str:

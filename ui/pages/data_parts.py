@@ -143,7 +143,7 @@ def _numbers(statistics: dict[str, Any]) -> Html:
         parts.append(section("Chat template", proof))
     if statistics["bad_listed"]:
         counts = join(element("li", f"{count:,} {kind}") for kind, count in sorted(statistics["bad_rows"].items()))
-        table = data_table(["Where", "Kind", "What"], statistics["bad_listed"], "Bad rows")
+        table = data_table(["Where", "Kind", "What"], statistics["bad_listed"], "Bad rows", sort=True)
         more = (
             note("The first 20 of each kind are listed.") if statistics["bad"] > len(statistics["bad_listed"]) else ""
         )
@@ -169,7 +169,7 @@ def histogram(bins: Sequence[dict[str, int]]) -> Html:
     )
     ends = [element("span", f"{bins[0]['from']:,} tokens"), element("span", f"{bins[-1]['to']:,} tokens")]
     rows = [[f"{entry['from']:,} to {entry['to']:,}", f"{entry['count']:,}"] for entry in bins if entry["count"]]
-    table = data_table(["Tokens", "Documents"], rows, "Documents by length", numeric=(1,))
+    table = data_table(["Tokens", "Documents"], rows, "Documents by length", numeric=(1,), sort=True)
     numbers = element("details", join([element("summary", "As numbers"), table]))
     return section(
         "Tokens per document", element("div", join([chart, element("p", join(ends)), numbers]), class_="ts-histogram")

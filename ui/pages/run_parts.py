@@ -12,7 +12,7 @@ from ui.parts import (
     ago,
     alert_list,
     badge,
-    byte_text,
+    byte_count,
     data_table,
     duration_text,
     element,
@@ -141,12 +141,12 @@ def details(view: dict[str, Any], files: dict[str, str]) -> Html:
         files: from `app.runs.detail.run_files`.
     """
     rows = [
-        [row["step"], join([row["name"], element("strong", " best") if row["best"] else ""]), byte_text(row["bytes"]),
+        [row["step"], join([row["name"], element("strong", " best") if row["best"] else ""]), byte_count(row["bytes"]),
          ago(row["saved_at"]), link("chat", "Chat", run=view["id"], checkpoint=row["name"])]
         for row in view["checkpoints"]
     ]  # fmt: skip
     table = data_table(["Step", "Name", "Size", "Saved", "Use"], rows, "Checkpoints", numeric=(0, 2),
-                       empty="No checkpoint saved yet.")  # fmt: skip
+                       empty="No checkpoint saved yet.", sort=True)  # fmt: skip
     names = {"config": "config.yaml: every option", "accelerate": "accelerate.yaml: the strategy",
              "command": "command.txt: runs the same config again, from a terminal"}  # fmt: skip
     texts = [
@@ -169,10 +169,10 @@ def _profile(profiles: list[dict[str, Any]]) -> Html:
     steps = f"Steps {first['first_step']} to {first['first_step'] + first['steps'] - 1}"
     rows = [[profile["rank"], *(percent_text(profile["shares"][name]) for name in SHARES)] for profile in profiles]
     shares = data_table(["Rank", *(label.capitalize() for label in SHARES.values())], rows,
-                        "Shares of the time", numeric=range(len(SHARES) + 1))  # fmt: skip
+                        "Shares of the time", numeric=range(len(SHARES) + 1), sort=True)  # fmt: skip
     operators = [[each["name"], f"{each['calls']:,}", f"{each['seconds']:.3f} s", percent_text(each["share"])]
                  for each in first["operators"]]  # fmt: skip
-    table = data_table(["Operator", "Calls", "Time", "Share"], operators, "Operators", numeric=(1, 2, 3))
+    table = data_table(["Operator", "Calls", "Time", "Share"], operators, "Operators", numeric=(1, 2, 3), sort=True)
     opened = element("details", join([element("summary", f"Operators that took most, on rank {first['rank']}"), table]))
     trace = note(join(["Every operator: open ", element("code", first["trace"]), " in https://ui.perfetto.dev"]))
     return section("Profile", join([note(f"{steps}: where the time went."), shares, opened, trace]))

@@ -84,7 +84,7 @@ def render_check(state: dict[str, Any]) -> Html:
     faults = [f"{check['name']}: {check['value']}; {check['remedy']}" for check in checks if check["passed"] is False]
     rows = [[_RESULTS[check["passed"]], check["name"], check["value"]] for check in checks]
     verdict = alert_list(faults) if faults else alert_list(["No fault found."], "good")
-    table = data_table(["Result", "Check", "Found"], rows, "Checks")
+    table = data_table(["Result", "Check", "Found"], rows, "Checks", sort=True)
     return join([verdict, element("div", table, class_="ts-checks")])
 
 
@@ -93,7 +93,7 @@ def render(state: dict[str, Any]) -> Html:
     columns = [
         section("CPU", _cpu(state)),
         section("Memory and disk", _memory(state)),
-        section("Versions", key_values((name, version or "none") for name, version in state["versions"].items())),
+        section("Versions", _versions(state["versions"])),
     ]
     locks = alert_list([state["lock_error"]] if state["lock_error"] else [], "warning")
     return join([locks, section("GPUs", _gpus(state["gpus"])), element("div", join(columns), class_="ts-columns")])
@@ -116,7 +116,7 @@ def _gpus(gpus: list[dict[str, Any]]) -> Html:
         ]
         for gpu in gpus
     ]
-    return data_table(headers, rows, "GPUs", numeric=(4, 5))
+    return data_table(headers, rows, "GPUs", numeric=(4, 5), sort=True)
 
 
 def _cpu(state: dict[str, Any]) -> Html:
@@ -146,6 +146,11 @@ def _memory(state: dict[str, Any]) -> Html:
             "Runs folder": str(Path(disk["path"])),
         }
     )
+
+
+def _versions(versions: dict[str, str | None]) -> Html:
+    rows = [(name, version or "none") for name, version in versions.items()]
+    return element("div", data_table(["Name", "Version"], rows, "Versions", sort=True), class_="ts-versions")
 
 
 def _share(used: float | None, total: float | None) -> float | None:

@@ -104,7 +104,7 @@ Live.memory = (element, server) => {
   const id = new URLSearchParams(location.search).get("run") || "";
   const button = make("button", { type: "button", class: "ts-button", onclick: () => { planned = true; refresh(); } }, "Compare with the plan");
   const status = make("p", { class: "ts-note", role: "status" });
-  const table = make("div", { class: "ts-table", tabindex: 0, role: "region", "aria-label": "Memory by rank" });
+  const table = make("div", { class: "ts-table", "data-sort": true, tabindex: 0, role: "region", "aria-label": "Memory by rank" });
   root.append(make("div", { class: "ts-tools" }, button), status, table);
   let planned = false, shown = "";
 

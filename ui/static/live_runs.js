@@ -77,17 +77,15 @@ Live.runs = (element, server) => {
 
   // Made once, so that a header keeps the focus when it is pressed.
   const headers = COLUMNS.map(([key, name]) => {
-    const mark = make("span", { "aria-hidden": "true" });
     const press = () => change({ sort: key, down: view.sort === key ? !view.down : key !== "id", page: 0 });
-    const label = key ? make("button", { type: "button", onclick: press }, name, mark) : name;
-    return { key, mark, cell: make("th", { scope: "col", class: NUMBERS.includes(key) ? "ts-number" : null }, label) };
+    const label = key ? make("button", { type: "button", class: "ts-sort", onclick: press }, name) : name;
+    return { key, cell: make("th", { scope: "col", class: NUMBERS.includes(key) ? "ts-number" : null }, label) };
   });
   head.append(make("th", { scope: "col" }, make("span", { class: "ts-unseen" }, "Compare")), ...headers.map(({ cell }) => cell));
 
   function drawHead() {
-    for (const { key, mark, cell } of headers) {
+    for (const { key, cell } of headers) {
       const isActive = key && view.sort === key;
-      mark.textContent = isActive ? (view.down ? " ↓" : " ↑") : "";
       if (isActive) cell.setAttribute("aria-sort", view.down ? "descending" : "ascending");
       else cell.removeAttribute("aria-sort");
     }
@@ -105,20 +103,23 @@ Live.runs = (element, server) => {
       `${((index / (values.length - 1)) * 88 + 1).toFixed(1)},${(high > low ? 19 - ((value - low) / (high - low)) * 18 : 10).toFixed(1)}`);
     const label = `loss from ${lossText(values[0])} to ${lossText(row.loss)}`;
     return make("span", { class: "ts-loss" },
-      make("svg", { viewBox: "0 0 90 20", width: 90, height: 20, role: "img", "aria-label": label },
+      make("svg", { viewBox: "0 0 90 20", width: 72, preserveAspectRatio: "none", height: 20, role: "img", "aria-label": label },
         make("polyline", { points: points.join(" ") })),
       make("span", {}, lossText(row.loss)));
   }
 
   function progress(row) {
     if (row.total_steps == null) return make("span", {}, row.step ? `step ${row.step}` : "-");
-    const label = `${row.step ?? 0} / ${row.total_steps} steps`;
+    const label = `${row.step ?? 0} / ${row.total_steps}`;
     const full = Math.round(100 * (row.progress || 0));
     return make("span", { class: "ts-metered" },
       make("span", { class: "ts-meter", role: "meter", "aria-label": "progress", "aria-valuemin": 0, "aria-valuemax": 100,
-        "aria-valuenow": full, "aria-valuetext": label }, make("span", { class: "ts-meter-fill", style: `width:${full}%` })),
+        "aria-valuenow": full, "aria-valuetext": `${label} steps` }, make("span", { class: "ts-meter-fill", style: `width:${full}%` })),
       make("span", { class: "ts-meter-words" }, label));
   }
+
+  // Most presets end with their method.
+  const preset = ({ preset: name, method }) => [name, name?.endsWith(`-${method}`) ? null : method].filter(Boolean).join(" · ") || "-";
 
   function drawRow(row) {
     const tick = make("input", { type: "checkbox", "aria-label": `compare ${row.id}`, onchange: () => choose(row.id, tick.checked) });
@@ -128,7 +129,7 @@ Live.runs = (element, server) => {
     const cells = [
       make("span", {}, make("a", { href: runPage(row.id) }, row.id),
         row.cause && row.state === "failed" ? make("span", { class: "ts-cause", title: row.cause }, row.cause) : null),
-      badge(row.state), [row.preset, row.method].filter(Boolean).join(" · ") || "-", row.strategy || "-", devices,
+      badge(row.state), preset(row), row.strategy || "-", devices,
       progress(row), spark(row), timeText(row.started_at), time,
     ];
     return make("tr", {}, make("td", { class: "ts-tick" }, tick),
