@@ -6,6 +6,7 @@ and takes seconds: one count runs at a time, only the newest request waits, and 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import threading
 import time
@@ -22,7 +23,7 @@ from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.config.parse import dump_yaml
 from trainers.run import host_memory
-from trainers.strategy.strategy import Strategy, load_strategy, strategy_names
+from trainers.strategy.strategy import STRATEGIES_DIR, Strategy, load_strategy, strategy_names
 
 _AS_FAST = 1.02
 """Strategies whose estimated times differ by less are ranked by what they send."""
@@ -37,6 +38,16 @@ _NO_EFFECT = (
     "report_to", "logging_steps", "save_steps",
 )  # fmt: skip
 """Options that people change often, and on which neither memory nor speed depends."""
+
+
+def _shipped(name: str) -> Strategy:
+    return _loaded(name, (STRATEGIES_DIR / f"{name}.yaml").stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=64)
+def _loaded(name: str, modified: int) -> Strategy:
+    """A strategy of a file that was modified then: reading all of them takes longer than all else about the cards."""
+    return load_strategy(name)
 
 
 @dataclass(frozen=True)
@@ -125,7 +136,7 @@ def _candidates(request: _Request) -> tuple[list[Candidate], dict[str, str]]:
     """Strategies that can run the job on exactly its devices, and the reasons of the others by name. Starts nothing."""
     able, reasons, hardware = [], {}, request.hardware()
     for name in strategy_names():
-        strategy, processes = load_strategy(name), hardware.processes
+        strategy, processes = _shipped(name), hardware.processes
         try:
             able.append(_candidate(strategy, request.config, hardware))
         except ConfigError as error:
@@ -286,7 +297,7 @@ def strategy_cards(key: str, estimate: bool = False) -> StrategyCards | None:
 def _cards(key: str, request: _Request) -> StrategyCards:
     (able, reasons), hardware = _candidates(request), request.hardware()
     unit = "GPU" if hardware.kind == "gpu" else "process"
-    unable = tuple(_card(load_strategy(name), reason) for name, reason in reasons.items())
+    unable = tuple(_card(_shipped(name), reason) for name, reason in reasons.items())
     result = _ESTIMATES.result(key)
     if not isinstance(result, list):
         strategies = sorted(
@@ -319,7 +330,7 @@ def _card(strategy: Strategy, reason: str = "") -> StrategyCard:
 
 
 def _estimated_card(row: Row, fastest: float | None) -> StrategyCard:
-    strategy = load_strategy(row.strategy)
+    strategy = _shipped(row.strategy)
     speed = min(1.0, fastest / row.seconds) if fastest and row.seconds else None
     if strategy.offload != "none" or row.fits is False:  # the time that offloading takes is not estimated
         speed = None
