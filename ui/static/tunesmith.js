@@ -14,7 +14,7 @@
 // Shows a page once it is whole: its first requests are answered, no part of it waits (`ts-wait`), and its height has
 // stood for a moment; at the latest after some seconds. tunesmith.css hides what is below the title until then.
 (() => {
-  const CHECK_MS = 40, STEADY_CHECKS = 4, LATEST_MS = 5000;
+  const CHECK_MS = 25, STEADY_CHECKS = 3, LATEST_MS = 5000;
   const plainFetch = window.fetch;
   let underWay = 0, asked = false, steady = 0, height = -1, began = null;
   const isCounted = (request) => /\/(run|component_server)\b/.test(String(request?.url ?? request));
