@@ -301,6 +301,7 @@ def test_a_diagnosis_has_a_button_for_each_remedy(new_page: Tabs, server: Served
     expect(card).to_have_count(0)
     wait_for(lambda: (run.read_state() or {})["state"] == "done", "the remedied run")
     assert "non_finite: skip" in run.config.read_text()
+    expect(page.locator(".ts-notice")).to_contain_text("bad-run")  # it was started here
     shutil.rmtree(run.path)
 
 

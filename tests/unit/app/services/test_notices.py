@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.services.notices import MOST_RUNS, run_ends
@@ -79,6 +79,7 @@ def test_as_many_as_the_limit_are_answered(elsewhere: None, tmp_path: Path) -> N
     assert len(run_ends({"runs": "\n".join(map(str, range(MOST_RUNS)))}, tmp_path)["ended"]) == MOST_RUNS
 
 
+@settings(max_examples=30, deadline=None)
 @given(st.dictionaries(st.sampled_from(["runs", "x"]), st.none() | st.booleans() | st.integers() | st.text()))
 def test_any_plain_values_are_answered_or_refused(request_: dict[str, Any]) -> None:
     try:
