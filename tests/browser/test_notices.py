@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 from playwright.sync_api import Page, expect
@@ -128,7 +127,7 @@ def test_a_failed_run_says_why_on_another_page(
     box = card.bounding_box()
     assert box
     assert box["y"] + box["height"] <= page.evaluate("innerHeight")
-    assert 0 <= box["x"] and box["x"] + box["width"] <= page.evaluate("innerWidth")  # noqa: PT018
+    assert box["x"] >= 0 and box["x"] + box["width"] <= page.evaluate("innerWidth")  # noqa: PT018
     card.get_by_role("link").click()
     page.wait_for_url(re.compile("run=" + live.id))
 
@@ -245,10 +244,13 @@ def test_what_ended_while_no_page_was_open_is_told_at_the_next_visit(new_page: T
 
 def test_a_deleted_run_and_foreign_storage_are_no_news(new_page: Tabs) -> None:
     page = new_page("/system")
-    page.evaluate("""name => {
+    page.evaluate(
+        """name => {
       Notices.watch(name); Notices.watch("../../etc/passwd");
       localStorage.setItem("tunesmith-ended x", "{"); localStorage.setItem("tunesmith-ended y", "null");
-    }""", HOSTILE)
+    }""",
+        HOSTILE,
+    )
     page.reload()
     left = "Object.keys(localStorage).filter(key => /^tunesmith-(watched|ended) /.test(key))"
     wait_for(lambda: page.evaluate(left) == [], "the strange entries to be gone")

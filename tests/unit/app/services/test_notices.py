@@ -71,7 +71,7 @@ def test_only_runs_of_the_folder_are_told_of(elsewhere: None, tmp_path: Path, na
      {"runs": "x\n" * 1_000_000}],
 )  # fmt: skip
 def test_a_wrong_request_is_refused(tmp_path: Path, request_: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="^runs (is not a text|has more than 100 lines)"):
+    with pytest.raises(ConfigError, match=r"^runs (is not a text|has more than 100 lines)"):
         run_ends(request_, tmp_path)
 
 
