@@ -66,7 +66,8 @@ def opened(new_page: Tabs, path: str, size: str = "wide") -> Page:
         expect(page.get_by_role("region", name="Memory by rank")).to_be_visible()
         expect(page.locator(".ts-rank")).to_have_count(0 if "failed" in path else 2)
     if path == "/":
-        expect(page.locator("#strategy-cards .ts-bar:not(.ts-bar-waiting)").first).to_be_attached()  # estimated: they are not drawn again
+        # Once they are estimated, the cards are not drawn again.
+        expect(page.locator("#strategy-cards .ts-bar:not(.ts-bar-waiting)").first).to_be_attached()
         while (fold := page.locator(".label-wrap:not(.open):visible")).count():  # all options
             fold.first.click()
     if path in ("/", "/data"):
