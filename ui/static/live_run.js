@@ -39,6 +39,8 @@ Live.run = (element, server) => {
     };
     const marks = data.attempts.slice(1).map(([attempt, step]) => ({ x: toAxis(step), label: `attempt ${attempt + 1}` }));
     const saved = (data.checkpoints || []).map((step) => ({ x: toAxis(step), label: "" }));
+    const known = [...train[options.axis], ...data.eval[options.axis]].filter((x) => x != null);
+    const extent = known.length ? [Math.min(...known), Math.max(...known)] : null;
     for (const { name, lines, logs, chart } of CHARTS) {
       const series = [];
       lines.forEach(([kind, key, label], colour) => {
@@ -52,7 +54,7 @@ Live.run = (element, server) => {
       if (name === "Loss")
         for (const curve of data.replaced || [])
           series.push({ label: `replaced, attempt ${curve.attempt + 1}`, x: curve.step.map(toAxis), y: curve.loss, colour: 7, faint: true });
-      chart.show(series, { axis: options.axis, log: options.log && logs, marks: name === "Loss" ? [...marks, ...saved] : marks });
+      chart.show(series, { axis: options.axis, log: options.log && logs, extent, marks: name === "Loss" ? [...marks, ...saved] : marks });
     }
   }
 
