@@ -46,6 +46,11 @@ Object.assign(Live, (() => {
   const AXIS = { step: ["step", numberText], tokens: ["tokens", numberText], elapsed_s: ["time trained", durationText] };
   const WHOLE_NUMBERS = Array.from({ length: 16 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat();
   const SECONDS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 43200, ...WHOLE_NUMBERS.map((days) => 86400 * days)];
+  // Numbers in one notation: all with an exponent where the smallest needs one.
+  function tickTexts(values) {
+    const isSmall = values.some((value) => value && Math.abs(value) < 1e-3);
+    return values.map((value) => (value == null ? "" : isSmall && value ? value.toExponential(2).replace(/\.?0+e/, "e") : numberText(value)));
+  }
   // What the legend says: the value under the pointer, else the last one.
   const reading = (plot, value, series, index) =>
     numberText(index == null ? plot.data?.[series]?.findLast((other) => other != null) : value);
@@ -68,12 +73,12 @@ Object.assign(Live, (() => {
   /* One chart. `show` takes lines, each {label, x, y, low, high, colour (index), faint, dots}, and marks, each {x, label};
      a mark without a label is a tick on the x axis. The x axis spans `extent`, by default that of the lines. */
   class Chart {
-    constructor(parent, name, { height = 190, group = new ChartGroup(() => {}) } = {}) {
+    constructor(parent, name, { height = 190, hint = "", group = new ChartGroup(() => {}) } = {}) {
       this.name = name;
       this.group = group;
       group.charts.push(this);
       this.height = height;
-      this.box = make("figure", { class: "ts-chart" }, make("figcaption", {}, name));
+      this.box = make("figure", { class: "ts-chart" }, make("figcaption", {}, name), hint && make("p", { class: "ts-note" }, hint));
       this.plotArea = make("div", { class: "ts-plot" });
       this.box.append(this.plotArea);
       parent.append(this.box);
@@ -146,7 +151,7 @@ Object.assign(Live, (() => {
         scales: { x: { time: false, range: (_, low, high) => (this.group.zoom ? [low, high] : this.extent) }, y: { distr: log ? 3 : 1 } },
         axes: [{ ...ticks, values: (_, all) => all.map((value) => (value == null ? "" : AXIS[axis][1](value))), space: 70, size: 32,
           incrs: axis === "elapsed_s" ? SECONDS : WHOLE_NUMBERS },
-          { ...ticks, values: (_, all) => all.map((value) => (value == null ? "" : numberText(value))), size: 58 }],
+          { ...ticks, values: (_, all) => tickTexts(all), size: 58 }],
         legend: { live: true }, cursor: this.cursor(),
         hooks: { draw: [(plot) => this.drawMarks(plot, text)], setSelect: [(plot) => this.zoomToSelection(plot)] },
       }, data, this.plotArea);

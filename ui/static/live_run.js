@@ -12,19 +12,22 @@ Live.run = (element, server) => {
   root.querySelector(".ts-tools").append(whole);
   root.append(status, grid);
   const CHARTS = [
-    ["Loss", [["train", "loss", "train"], ["eval", "eval_loss", "evaluation"]], true],
-    ["Load balancing loss", [["train", "aux_loss", "of all experts, without its coefficient"]], false],
-    ["Learning rate", [["train", "learning_rate", "learning rate"]], false],
-    ["Gradient norm", [["train", "grad_norm", "gradient norm"]], true],
-    ["Tokens per second", [["train", "tokens_per_second", "all"], ["train", "trained_tokens_per_second", "trained"]], false],
-    ["Memory, GiB", [["train", "memory_gib", "largest rank"], ["train", "memory_reserved_gib", "reserved, mean of ranks"]], false],
-    ["Host memory, GiB", [["train", "host_memory_gib", "mean of ranks"]], false],
-    ["GPU use, %", [["train", "gpu_percent", "mean of ranks"]], false],
-    ["GPU power, W", [["train", "gpu_power_w", "mean of ranks"]], false],
-    ["Waiting for data, share of the time", [["train", "data_wait", "all ranks"]], false],
-    ["Evaluation accuracy", [["eval", "eval_token_accuracy", "of tokens"]], false],
-    ["MFU", [["train", "mfu", "MFU"]], false],
-  ].map(([name, lines, logs]) => ({ name, lines, logs, chart: new Chart(grid, name, { group }) }));
+    ["Loss", "How far the predictions are from the data; lower is better.",
+      [["train", "loss", "train"], ["eval", "eval_loss", "evaluation"]], true],
+    ["Load balancing loss", "Lowest when all experts get as much work.", [["train", "aux_loss", "of all experts, without its coefficient"]], false],
+    ["Learning rate", "How far a step may move the weights.", [["train", "learning_rate", "learning rate"]], false],
+    ["Gradient norm", "How hard a step pulls at the weights; a jump is a warning.", [["train", "grad_norm", "gradient norm"]], true],
+    ["Tokens per second", "Of all text, and of the part that is trained.",
+      [["train", "tokens_per_second", "all"], ["train", "trained_tokens_per_second", "trained"]], false],
+    ["Memory, GiB", "Of one process, on its GPU if it has one.",
+      [["train", "memory_gib", "largest rank"], ["train", "memory_reserved_gib", "reserved, mean of ranks"]], false],
+    ["Host memory, GiB", "Of one process, outside its GPU.", [["train", "host_memory_gib", "mean of ranks"]], false],
+    ["GPU use, %", "Share of the time in which the GPU had work.", [["train", "gpu_percent", "mean of ranks"]], false],
+    ["GPU power, W", "Falls when the GPU waits.", [["train", "gpu_power_w", "mean of ranks"]], false],
+    ["Waiting for data, share of the time", "More than a few percent slow the run down.", [["train", "data_wait", "all ranks"]], false],
+    ["Evaluation accuracy", "Share of the tokens that were predicted right.", [["eval", "eval_token_accuracy", "of tokens"]], false],
+    ["Peak speed used (MFU)", "Useful arithmetic, of all that the GPUs can do.", [["train", "mfu", "MFU"]], false],
+  ].map(([name, hint, lines, logs]) => ({ name, lines, logs, chart: new Chart(grid, name, { group, hint }) }));
   let data = null, shownAxis = null;
 
   function draw(options) {
