@@ -188,7 +188,7 @@ def test_seeds_are_one_band_and_the_best_is_by_the_chosen_measure(new_page: Tabs
     expect(legend).not_to_contain_text("seed-2")
     page.get_by_label("Metric").select_option("grad_norm")
     page.get_by_label("Best by").click()
-    page.get_by_role("option", name="Speed").click()
+    page.get_by_role("option", name="Speed", exact=True).click()
     expect(verdict).to_contain_text("in speed")
     page.reload()
     expect(verdict).to_contain_text("in speed")

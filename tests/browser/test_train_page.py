@@ -69,7 +69,7 @@ def test_a_wrong_value_is_told_beside_its_field(new_page: Tabs) -> None:
     page.locator("#opt-global_batch_size input").fill("32")
     expect(page.locator(".ts-verdict-good")).to_be_visible()
     expect(page.locator("#launch")).to_be_enabled()
-    expect(page.locator("#train-panel")).to_contain_text("32 rows = 8 per micro-batch x 2 accumulated x 2")
+    expect(page.locator("#train-panel")).to_contain_text("32 = 2 processes x 8 at once x 2 times")
 
 
 def test_a_mistake_in_a_closed_section_leads_to_its_field(new_page: Tabs) -> None:
@@ -257,7 +257,7 @@ def test_the_command_is_copied_and_the_config_saved_and_loaded(new_page: Tabs, t
     page.get_by_role("button", name="Copy: Command").click()
     expect(page.get_by_role("button", name="Copy: Command")).to_have_text("Copied")
     assert page.evaluate("navigator.clipboard.readText()") == command(page)
-    page.get_by_role("button", name="Resolved config").click()
+    page.get_by_role("button", name="All settings").click()
     with page.expect_download() as saved:
         page.get_by_role("button", name="Save").click()
     saved.value.save_as(tmp_path / "config.yaml")

@@ -130,7 +130,7 @@ def _cpu(state: dict[str, Any]) -> Html:
     values = {
         "Processor": cpu["name"],
         "All cores": meter(cpu["percent"] / 100, "Use of all cores"),
-        "Processes at work (1, 5, 15 min)": ", ".join(f"{load:.2f}" for load in cpu["load"]),
+        "Busy processes": "{:.1f} in 1 min, {:.1f} in 5, {:.1f} in 15".format(*cpu["load"]),
         "Cores for runs": f"{len(held_slots)} of {len(slots)} taken",
         **({"Held by": names} if held_slots else {}),
     }
