@@ -57,7 +57,7 @@ class Page:
             )  # fmt: skip
             self.device = gr.Dropdown(
                 _devices(), value="auto", label="Device", scale=1, min_width=150, elem_id="chat-device",
-                info="Taken from runs while the model is loaded.",
+                info="Reserved while loaded.",
             )  # fmt: skip
         with gr.Row():
             self.load_button = gr.Button("Load", size="md", min_width=110, scale=0)
@@ -73,9 +73,9 @@ class Page:
             placeholder="Enter sends, Shift+Enter starts a new line", submit_btn=False,
         )  # fmt: skip
         with gr.Row():
-            self.send_button = gr.Button("Send", variant="primary", size="md", min_width=160, scale=0)
-            self.clear_button = gr.Button("Clear", size="md", min_width=110, scale=0, elem_id="chat-clear")
-            self.stop_button = gr.Button("Stop", size="md", min_width=110, scale=0, elem_id="chat-stop")
+            self.send_button = gr.Button("Send", variant="primary", size="md", min_width=110, scale=0)
+            self.clear_button = gr.Button("Clear", size="md", min_width=100, scale=0, elem_id="chat-clear")
+            self.stop_button = gr.Button("Stop", size="md", min_width=100, scale=0, elem_id="chat-stop")
         self._lay_out_options()
         self._connect()
 

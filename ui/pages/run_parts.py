@@ -51,7 +51,7 @@ def headline(view: dict[str, Any]) -> Html:
     step, total = view["step"], view["total_steps"]
     steps = f"{number_text(step)} of {number_text(total)} steps" if total else f"step {number_text(step)}"
     phase = _PHASES.get(view["phase"], view["phase"])
-    steps = "not started yet" if step is None else f"{steps}, {phase}" if phase else steps
+    steps = "not started yet" if not step and view["state"] == "queued" else f"{steps}, {phase}" if phase else steps
     bar = meter(view["progress"], "steps done", steps)
     return join([name, _origin(view), bar, _facts(view), _cause_and_next(view)])
 
@@ -59,11 +59,11 @@ def headline(view: dict[str, Any]) -> Html:
 def _origin(view: dict[str, Any]) -> Html:
     """What the run trains with, and since when."""
     devices = f"GPU {', '.join(map(str, view['gpus']))}" if view["gpus"] else _cpus(view["world_size"])
+    began = "queued" if view["state"] == "queued" else "started"
     parts = [
         f"{view['strategy']} on {devices}" if view["strategy"] else devices,
         f"attempt {view['attempt'] + 1}" if view["attempt"] else "",
-        join(["started ", ago(view["started_at"])]) if view["started_at"] else "",
-        f"number {view['queue_place']} in the queue" if view["queue_place"] else "",
+        join([began, " ", ago(view["started_at"])]) if view["started_at"] else "",
     ]
     return note(join(filter(None, parts), ", "))
 

@@ -173,7 +173,7 @@ Object.assign(Live, (() => {
     }
 
     drawMarks(plot, colour) {
-      const { ctx, bbox } = plot;
+      const { ctx, bbox } = plot, page = getComputedStyle(this.plotArea).getPropertyValue("--ts-page").trim();
       ctx.save();
       ctx.strokeStyle = ctx.fillStyle = colour;
       ctx.textAlign = "left";
@@ -192,7 +192,10 @@ Object.assign(Live, (() => {
         ctx.moveTo(at, bbox.top);
         ctx.lineTo(at, bbox.top + bbox.height);
         ctx.stroke();
-        ctx.fillText(label, at + 4, bbox.top + 12 * devicePixelRatio);
+        ctx.fillStyle = page;  // curves stay behind the words
+        ctx.fillRect(at + 2, bbox.top, ctx.measureText(label).width + 6, 16 * devicePixelRatio);
+        ctx.fillStyle = colour;
+        ctx.fillText(label, at + 5, bbox.top + 12 * devicePixelRatio);
       }
       ctx.restore();
     }
