@@ -113,7 +113,7 @@ def test_the_process_is_freed_on_demand(tabs: Tabs) -> None:
     expect(second.locator("#chat-status")).to_contain_text(f"process {process.pid}")
     page.get_by_role("button", name="Free").click()
     expect(status).to_contain_text("No model is loaded")
-    assert not process.is_running()
+    wait_for(lambda: not process.is_running(), "the end of the process")
     expect(second.locator("#chat-status")).to_contain_text("No model is loaded")
 
 

@@ -388,7 +388,7 @@ def test_the_pages_fit_and_axe_finds_nothing(new_page: Tabs, path: str, size: st
     page = new_page(path, size=size, scheme=scheme)
     expect(page.locator("svg[aria-label^='loss from'], .u-wrap[role=img]").first).to_be_visible()
     if path.startswith("/run?"):
-        expect(page.get_by_role("region", name="Checkpoints")).to_be_attached()
+        expect(page.get_by_role("heading", name="Checkpoints")).to_be_attached()
     screenshot(page, f"{re.sub(r'[^a-z]+', '-', path).strip('-')}-{size}-{scheme}")
     is_whole(page)
     axe(page)
