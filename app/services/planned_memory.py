@@ -23,11 +23,10 @@ from trainers.strategy.strategy import load_strategy, resolve
 MOST_RANKS = 64
 """Ranks that are listed."""
 NOTES = {
-    "gpu": "Measured: the peak that torch allocated; reserved is what its allocator holds. Planned: the same, without "
-           "the CUDA context and NCCL's buffers, which torch does not count.",
-    "cpu": "Measured: the largest resident set of the process when a step was logged, which is not its peak within a "
-           "step. Both numbers hold what Python, torch and the libraries take in every process; the ratio is of what "
-           "is above that.",
+    "gpu": "Measured: the most that PyTorch used at one time, and the most that it reserved for itself. CUDA and NCCL "
+           "take some more, which neither number counts.",
+    "cpu": "Measured: the most memory that the process had when a step was logged; within a step it may have had more. "
+           "It includes what Python, PyTorch and the libraries take in every process.",
 }  # fmt: skip
 """What the numbers are, by kind of device."""
 
@@ -103,7 +102,7 @@ class PlannedMemory:
         }  # fmt: skip
 
     def _count(self, run: RunFolder, key: Any) -> None:
-        result: Planned | str = "the plan could not be made; `tunesmith plan` says more"
+        result: Planned | str = "the plan could not be made; run tunesmith plan to see why"
         try:
             with self._counting:
                 result = planned_ranks(run)

@@ -188,7 +188,7 @@ def test_seeds_are_one_band_and_the_best_is_by_the_chosen_measure(new_page: Tabs
     expect(legend).not_to_contain_text("seed-2")
     page.get_by_label("Metric").select_option("grad_norm")
     page.get_by_label("Best by").click()
-    page.get_by_role("option", name="Speed").click()
+    page.get_by_role("option", name="Speed", exact=True).click()
     expect(verdict).to_contain_text("in speed")
     page.reload()
     expect(verdict).to_contain_text("in speed")
@@ -225,6 +225,7 @@ def test_charts_share_their_cursor_and_their_zoom(new_page: Tabs) -> None:
     page = new_page("/run?run=done-run")
     memory = page.locator("figure", has=page.locator("figcaption:text-is('Memory, GiB')"))
     expect(memory.locator(".u-wrap")).to_be_visible()
+    expect(memory.locator(".u-legend")).to_contain_text(re.compile(r"steplast.*1\.4"))  # before anything points at it
     area = page.locator("figure:has(figcaption:text-is('Loss')) .u-over")
     area.scroll_into_view_if_needed()
     box = area.bounding_box()
@@ -456,7 +457,7 @@ def test_the_pages_fit_and_axe_finds_nothing(new_page: Tabs, path: str, size: st
     page = new_page(path, size=size, scheme=scheme)
     expect(page.locator("svg[aria-label^='loss from'], .u-wrap[role=img]").first).to_be_visible()
     if path.startswith("/run?"):
-        expect(page.get_by_role("region", name="Checkpoints")).to_be_attached()
+        expect(page.get_by_role("heading", name="Checkpoints")).to_be_attached()
     screenshot(page, f"{re.sub(r'[^a-z]+', '-', path).strip('-')}-{size}-{scheme}")
     is_whole(page)
     axe(page)

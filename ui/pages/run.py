@@ -121,7 +121,7 @@ class _Page:
 
         log_writers_.__name__ = "log_writers"
         live_part("charts", "run", [curves], "Charts")
-        live_part("ranks", "ranks", [rank_curves], "Ranks")
+        live_part("ranks", "ranks", [rank_curves], "Ranks, one process each")
         live_part("memory", "memory", [memory], "Memory by rank")
         live_part("logs", "log", [log_lines, log_find, log_writers_], "Log")
         self.details = gr.HTML(apply_default_css=False)
@@ -144,7 +144,7 @@ class _Page:
             return [unknown_run(error.lines), "", gone, "", gone, *hidden, "", *no_remedies, "", ""]
         done, startable = view["state"] == "done", view["state"] in END_STATES
         changes = remedies_of(diagnoses)[:_MAX_REMEDIES] if startable else []
-        cards = f"{diagnosis_cards(diagnoses, done)}<!--{startable}-->"
+        cards = f"{diagnosis_cards(diagnoses, done, view['cause'])}<!--{startable}-->"
         parts = [headline(view), details(view, run_files(run)), " ".join(view["actions"]), cards]
         digests = [hashlib.sha256(part.encode()).hexdigest()[:12] for part in parts]
         old_digests = str(digest or "").split(" ")
@@ -164,7 +164,7 @@ class _Page:
             labels += [""] * (_MAX_REMEDIES - len(labels))
             remedy_buttons = [gr.update(value=label, visible=bool(label)) for label in labels]
             remedies = [
-                diagnosis_cards(diagnoses, done),
+                diagnosis_cards(diagnoses, done, view["cause"]),
                 *remedy_buttons,
                 "\n".join(change.flags for change in changes),
             ]
