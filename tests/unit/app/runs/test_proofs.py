@@ -71,7 +71,7 @@ def test_readers_do_not_keep_a_proof_from_starting(run: RunFolder) -> None:
             pass
 
 
-@pytest.mark.usefixtures("holder")
+@pytest.mark.usefixtures("elsewhere", "holder")
 def test_a_run_that_is_being_proved_is_neither_renamed_nor_deleted(run: RunFolder) -> None:
     run.hold().close()
     before = sorted(run.path.rglob("*"))
