@@ -265,13 +265,15 @@ def _verdict(
         return None, "it was stopped"
     if cause:
         return None, f"the single process failed: {cause}"
-    return None, reason or ("it ended early" if document else _last_line(proof))
+    return None, reason or ("it ended early" if document else _last_words(proof))
 
 
-def _last_line(proof: ProofFolder) -> str:
-    """Why a proof left no report: the last line that it printed."""
+def _last_words(proof: ProofFolder) -> str:
+    """Why a proof left no report: the last error that it printed."""
     lines = [line.strip() for line in _end_of_output(proof).splitlines() if line.strip()]
-    return lines[-1].removeprefix("error: ")[:_MAX_REASON] if lines else "it ended early"
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    last = f"it ended early; its last line is: {lines[-1]}" if lines else "it ended early"
+    return _text(errors[-1] if errors else last)
 
 
 def _sentence(run: RunFolder, verdict: str | None, reason: str) -> str:

@@ -1,0 +1,309 @@
+"""What may be proved, the process that proves it, and the verdict as the page and `runs show` tell it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from app.cli import run_verb
+from app.prove.plan import PROVE, make_plan
+from app.prove.proof import LOSS_TOLERANCE, NORM_TOLERANCE
+from app.runs.proofs import ProofFolder, proofs, running_proof
+from app.services import proofs as service
+from tests.made_runs import made_run
+from trainers.config.mistakes import ConfigError
+from trainers.config.yaml_file import read_yaml
+from trainers.run.device_locks import Holder, Need, cpu_slots, take_now
+from trainers.run.folder import RunFolder, write_json
+from ui.pages.run_proof import proof_parts
+
+pytestmark = pytest.mark.usefixtures("elsewhere")
+HOSTILE = "<img src=x onerror=alert(1)>"
+SLEEPS = (
+    "import json, os, sys, time; print(json.dumps(sys.argv[1:]), os.environ.get('HF_TOKEN'), flush=True); "
+    "time.sleep(60)"
+)
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def sleeper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of `prove`, a program that prints its arguments and sleeps."""
+    monkeypatch.setattr(
+        service, "module_argv", lambda module, words: [sys.executable, "-I", "-S", "-c", SLEEPS, *words]
+    )
+
+
+# -- what may be proved ------------------------------------------------------------------------------------------------
+
+
+def changed(path: Path, **values: Any) -> None:
+    path.write_text(yaml.safe_dump({**read_yaml(path), **values}), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda run: run.config.unlink(), "it has no config.yaml and accelerate.yaml"),
+        (lambda run: run.accelerate.unlink(), "it has no config.yaml and accelerate.yaml"),
+        (lambda run: run.config.write_text("a: [1"), "config.yaml"),
+        (lambda run: changed(run.accelerate, num_machines=2), "it trains on 2 machines, and a proof uses one"),
+        (lambda run: changed(run.accelerate, num_processes=1, distributed_type="NO"), "it trains in one process"),
+        (lambda run: changed(run.config, resume_from_checkpoint="auto"), "it starts from a checkpoint"),
+    ],
+)
+def test_what_cannot_be_proved_is_refused_and_nothing_is_left(spoil: Callable[[RunFolder], None], reason: str) -> None:
+    run = made_run(Path("runs"), "a-run")
+    assert service.refusal(run) == ""
+    spoil(run)
+    assert reason in service.refusal(run)
+    with pytest.raises(ConfigError, match="run a-run cannot be proved: "):
+        service.start(run)
+    assert not (run.path / "proofs").exists()
+    status, results = proof_parts(run)
+    assert "This run cannot be proved: " in status
+    assert status.endswith("<!---->")
+    assert results == ""
+
+
+def test_a_comma_in_the_path_is_refused() -> None:
+    with pytest.raises(ConfigError, match="its path has a comma, which separates strategies"):
+        service.start(made_run(Path("runs"), "a,b"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"global_batch_size": 3, "per_device_train_batch_size": 1}, "global_batch_size=3 is not divisible"),
+        ({"nonsense": 1}, "nonsense"),
+    ],
+)
+def test_what_prove_refuses_is_refused_before_anything_is_written(options: dict[str, Any], message: str) -> None:
+    run = made_run(Path("runs"), "a-run")
+    changed(run.config, **options)
+    with pytest.raises(ConfigError, match=message):
+        service.start(run)
+    assert not (run.path / "proofs").exists()
+
+
+@pytest.mark.usefixtures("sleeper")
+def test_devices_in_use_are_refused_with_the_name_of_their_holder() -> None:
+    run = made_run(Path("runs"), "a-run", world=len(cpu_slots()))
+    with take_now(Need(cpu_slots=1), Holder("other-run")):
+        if len(cpu_slots()) > 1:
+            with pytest.raises(
+                ConfigError, match=r"are in use \(cpu-0 held by other-run\); prove it once they are free"
+            ):
+                service.start(run)
+            assert not (run.path / "proofs").exists()
+        changed(run.config, share_gpus=True)
+        service.start(run)
+    service.stop(run)
+
+
+def test_the_arguments_are_those_of_the_run() -> None:
+    run = made_run(Path("runs"), "a-run")
+    words = ["--config", str(run.config), "--strategies", str(run.accelerate), "--num_processes", "2"]
+    assert service.arguments(run) == words
+    assert service.arguments(run, control=True) == [*words, "--control", "mean-of-means"]
+    run.command.write_text("CUDA_VISIBLE_DEVICES=0,3 python train.py\n")
+    assert service.arguments(run)[-2:] == ["--gpus", "0,3"]
+    args = PROVE.read(words)
+    assert args is not None
+    (row,) = make_plan(args).rows
+    assert (row.strategy, row.world_size, row.reason) == ("ddp", 2, None)
+
+
+# -- the process -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("sleeper")
+def test_a_proof_is_a_process_of_its_own_until_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    run = made_run(Path("runs"), "a-run")
+    proof = service.start(run, control=True)
+    assert running_proof(run) == proof
+    process = proof.process()
+    assert process is not None
+    assert os.getsid(process.pid) == process.pid != os.getsid(0)
+    until(proof.output.read_text)
+    words, _, secret = proof.output.read_text().strip().rpartition(" ")
+    assert secret == os.environ["HF_TOKEN"], "it comes by the environment"
+    assert json.loads(words) == ["prove", *service.arguments(run, control=True), "--output_dir", str(proof.report)]
+    assert "hf_secret" not in (proof.path / "proof.json").read_text()
+    (entry,) = service.newest(run)
+    assert (entry["running"], entry["control"], entry["doing"]) == (True, True, "checking data and model")
+    status, results = proof_parts(run)
+    assert status.endswith("<!--stop-->")
+    assert ("With a known fault: checking data and model" in status, results) == (True, "")
+    with pytest.raises(ConfigError, match="a proof of run a-run is running"):
+        service.start(run)
+    service.stop(run)
+    until(lambda: running_proof(run) is None)
+    assert not process.alive()
+    (entry,) = service.entries(run)
+    assert (entry["running"], entry["sentence"]) == (False, "No verdict: it was stopped.")
+    with pytest.raises(ConfigError, match="no proof of run a-run is running"):
+        service.stop(run)
+    assert [entry.number for entry in proofs(run)] == [1]
+
+
+@pytest.mark.usefixtures("sleeper")
+def test_a_killed_proof_is_not_running_and_the_next_one_starts() -> None:
+    run = made_run(Path("runs"), "a-run")
+    proof = service.start(run)
+    process = proof.process()
+    assert process is not None
+    until(proof.output.read_text)
+    os.killpg(process.pid, signal.SIGKILL)
+    until(lambda: running_proof(run) is None)
+    assert service.newest(run)[0]["sentence"].startswith("No verdict: it ended early; its last line is: [")
+    assert service.start(run).number == 2
+    service.stop(run)
+
+
+@pytest.mark.usefixtures("sleeper")
+def test_a_proof_of_another_machine_is_not_stopped_from_here() -> None:
+    run = made_run(Path("runs"), "a-run")
+    proof = service.start(run)
+    note = proof.note()
+    proof.write_note({**note, "host": "elsewhere"})
+    with pytest.raises(ConfigError, match="stop it on elsewhere"):
+        service.stop(run)
+    proof.write_note(note)
+    service.stop(run)
+
+
+# -- the verdict -------------------------------------------------------------------------------------------------------
+
+
+def report(
+    passed: bool | None, loss: Any = 4e-8, norm: Any = 1e-5, reason: str | None = None, **more: Any
+) -> dict[str, Any]:
+    row = {"strategy": "ddp", "world_size": 2, "passed": passed, "max_loss_difference": loss, "reason": reason,
+           "max_grad_norm_difference": norm, "bit_equal_steps": 3, "seconds": 20.5} | more.pop("row", {})  # fmt: skip
+    tolerance = {"loss": LOSS_TOLERANCE, "grad_norm": NORM_TOLERANCE}
+    return {"steps": 20, "rows": [row], "tolerance": tolerance, "interrupted": False,
+            "reference": {"cause": None, "seconds": 10}, **more}  # fmt: skip
+
+
+def ended(document: Any, control: bool = False, output: str = "") -> RunFolder:
+    """A run with a proof that left this report."""
+    run = made_run(Path("runs"), "a-run")
+    proof = ProofFolder(run.path / "proofs" / "1")
+    proof.report.mkdir(parents=True)
+    proof.write_note({"control": control, "started_at": "2026-11-25T10:00:00.000+00:00"})
+    proof.output.write_text(output, encoding="utf-8")
+    if document is not None:
+        write_json(proof.report / "report.json", document)
+    return run
+
+
+SEEN = {"row": {"fault_seen": True}}
+NAME = "ddp on 2 processes"
+
+
+@pytest.mark.parametrize(
+    ("document", "control", "verdict", "sentence"),
+    [
+        (report(True), False, "agrees", f"{NAME} trains the same model as one process."),
+        (report(False, 0.1, reason="the loss differs"), False, "differs",
+         f"{NAME} does not train the same model as one process: the loss differs."),
+        (report(False, norm=0.1, reason="x"), False, "differs",
+         f"{NAME} does not train the same model as one process: x."),
+        (report(False, reason="rank 1: out of memory"), False, "failed",
+         f"{NAME} did not train as one process did: rank 1: out of memory."),
+        (report(False, None, None, "it crashed"), True, "failed",
+         f"{NAME} did not train as one process did: it crashed."),
+        (report(False, 0.1, reason="x", **SEEN), True, "fault seen",
+         f"A known fault in {NAME} is seen, so the comparison can fail."),
+        (report(True, row={"fault_seen": False}), True, "fault not seen",
+         f"A known fault in {NAME} is not seen, so a proof says nothing here."),
+        (report(None, reason="not run", reference={"cause": "out of memory."}), False, None,
+         "No verdict: the single process failed: out of memory."),
+        (report(None, reason="no room for the model"), False, None, "No verdict: no room for the model."),
+        (report(None), False, None, "No verdict: it ended early."),
+        (report(None, interrupted=True), False, None, "No verdict: it was stopped."),
+        (None, False, None, "No verdict: it ended early."),
+    ],
+)  # fmt: skip
+def test_the_verdict_in_words(document: Any, control: bool, verdict: str | None, sentence: str) -> None:
+    run = ended(document, control)
+    (entry,) = service.entries(run)
+    assert (entry["verdict"], entry["sentence"], entry["control"]) == (verdict, sentence, control)
+    _, results = proof_parts(run)
+    kind = {"agrees": "good", "fault seen": "good", None: "warning"}.get(verdict, "error")
+    assert f'ts-alert-{kind}"' in results
+    assert sentence in results
+
+
+def test_why_a_proof_left_no_report_is_its_last_line() -> None:
+    run = ended(None, output=f"prove sets x\nerror: the data is missing: {HOSTILE}\n\n")
+    assert service.newest(run)[0]["sentence"] == f"No verdict: the data is missing: {HOSTILE}."
+    _, results = proof_parts(run)
+    assert HOSTILE not in results
+    assert "&lt;img" in results
+
+
+def test_numbers_times_and_files_are_shown_and_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    run = ended(report(True), output="[1/2] reference")
+    (run.path / "proofs" / "1" / "report" / "report.md").write_text("# Does it?")
+    status, results = proof_parts(run)
+    assert status.endswith("<!--prove control-->")
+    for text in ("4e-08", "1e-05", "3 of 20 steps equal", "2026-11-25 10:00 UTC", "took 30 s", "# Does it?",
+                 "[1/2] reference", f"tunesmith prove --config {run.config}"):  # fmt: skip
+        assert text in results, text
+    assert run_verb(["runs", "show", "a-run"]) == 0
+    line = f"proof 1: {NAME} trains the same model as one process. Largest differences: loss 4e-08 (at most 1e-05)"
+    assert line in capsys.readouterr().out
+    assert run_verb(["runs", "show", "a-run", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["proofs"] == service.entries(run)
+    memory = [(row["rank"], row["measured_gib"], row["planned_gib"]) for row in document["memory"]["rows"]]
+    assert memory == [(0, 1.4, None), (1, 1.35, None)]
+
+
+def test_the_newest_of_each_kind_is_shown() -> None:
+    run = ended(report(True))
+    for number, control in ((2, True), (3, False), (4, False)):
+        proof = ProofFolder(run.path / "proofs" / str(number))
+        proof.report.mkdir(parents=True)
+        proof.write_note({"control": control})
+    assert [entry["number"] for entry in service.newest(run)] == [4, 2]
+    assert [entry["number"] for entry in service.entries(run)] == [4, 3, 2, 1]
+
+
+@pytest.mark.parametrize(
+    "value", [None, True, -1, 7.5, 1e999, float("nan"), "x", HOSTILE, [], [[]], {}, {"loss": []}, "\ud800"]
+)
+def test_a_report_may_hold_anything(value: Any) -> None:
+    names = ("steps", "rows", "tolerance", "interrupted", "reference")
+    row = dict.fromkeys(report(True)["rows"][0], value) | {"fault_seen": value}
+    for document in (dict.fromkeys(names, value), report(True) | {"rows": [value]}, report(True) | {"rows": [row]},
+                     report(True) | {"tolerance": {"loss": value, "grad_norm": value}}, value):  # fmt: skip
+        run = ended(None)
+        proof = proofs(run)[0]
+        (proof.report / "report.json").write_text(json.dumps(document))
+        (proof.path / "proof.json").write_text(json.dumps(dict.fromkeys(proof.note(), value)))
+        json.dumps(service.entries(run), allow_nan=False)
+        assert HOSTILE not in "".join(proof_parts(run))
+        assert all(map(service.proof_line, service.entries(run)))
+        for path in (proof.report / "report.json", proof.path / "proof.json"):
+            path.unlink()
+        proof.output.unlink()
+        proof.report.rmdir()
