@@ -16,14 +16,13 @@ import yaml
 
 from app.cli import run_verb
 from app.prove.plan import PROVE, make_plan
-from app.prove.proof import LOSS_TOLERANCE, NORM_TOLERANCE
-from app.runs.proofs import ProofFolder, proofs, running_proof
+from app.runs.proofs import proofs, running_proof
 from app.services import proofs as service
-from tests.made_runs import made_run
+from tests.made_runs import add_proof, made_run, proof_document
 from trainers.config.mistakes import ConfigError
 from trainers.config.yaml_file import read_yaml
 from trainers.run.device_locks import Holder, Need, cpu_slots, take_now
-from trainers.run.folder import RunFolder, write_json
+from trainers.run.folder import RunFolder
 from ui.pages.run_proof import proof_parts
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -192,53 +191,37 @@ def test_a_proof_of_another_machine_is_not_stopped_from_here() -> None:
 # -- the verdict -------------------------------------------------------------------------------------------------------
 
 
-def report(
-    passed: bool | None, loss: Any = 4e-8, norm: Any = 1e-5, reason: str | None = None, **more: Any
-) -> dict[str, Any]:
-    row = {"strategy": "ddp", "world_size": 2, "passed": passed, "max_loss_difference": loss, "reason": reason,
-           "max_grad_norm_difference": norm, "bit_equal_steps": 3, "seconds": 20.5} | more.pop("row", {})  # fmt: skip
-    tolerance = {"loss": LOSS_TOLERANCE, "grad_norm": NORM_TOLERANCE}
-    return {"steps": 20, "rows": [row], "tolerance": tolerance, "interrupted": False,
-            "reference": {"cause": None, "seconds": 10}, **more}  # fmt: skip
-
-
 def ended(document: Any, control: bool = False, output: str = "") -> RunFolder:
     """A run with a proof that left this report."""
     run = made_run(Path("runs"), "a-run")
-    proof = ProofFolder(run.path / "proofs" / "1")
-    proof.report.mkdir(parents=True)
-    proof.write_note({"control": control, "started_at": "2026-11-25T10:00:00.000+00:00"})
-    proof.output.write_text(output, encoding="utf-8")
-    if document is not None:
-        write_json(proof.report / "report.json", document)
+    add_proof(run, document, 1, control, output)
     return run
 
 
-SEEN = {"row": {"fault_seen": True}}
 NAME = "ddp on 2 processes"
 
 
 @pytest.mark.parametrize(
     ("document", "control", "verdict", "sentence"),
     [
-        (report(True), False, "agrees", f"{NAME} trains the same model as one process."),
-        (report(False, 0.1, reason="the loss differs"), False, "differs",
+        (proof_document(True), False, "agrees", f"{NAME} trains the same model as one process."),
+        (proof_document(False, 0.1, row={"reason": "the loss differs"}), False, "differs",
          f"{NAME} does not train the same model as one process: the loss differs."),
-        (report(False, norm=0.1, reason="x"), False, "differs",
+        (proof_document(False, norm=0.1, row={"reason": "x"}), False, "differs",
          f"{NAME} does not train the same model as one process: x."),
-        (report(False, reason="rank 1: out of memory"), False, "failed",
+        (proof_document(False, row={"reason": "rank 1: out of memory"}), False, "failed",
          f"{NAME} did not train as one process did: rank 1: out of memory."),
-        (report(False, None, None, "it crashed"), True, "failed",
+        (proof_document(False, None, None, row={"reason": "it crashed"}), True, "failed",
          f"{NAME} did not train as one process did: it crashed."),
-        (report(False, 0.1, reason="x", **SEEN), True, "fault seen",
+        (proof_document(False, 0.1, row={"reason": "x", "fault_seen": True}), True, "fault seen",
          f"A known fault in {NAME} is seen, so the comparison can fail."),
-        (report(True, row={"fault_seen": False}), True, "fault not seen",
+        (proof_document(True, row={"fault_seen": False}), True, "fault not seen",
          f"A known fault in {NAME} is not seen, so a proof says nothing here."),
-        (report(None, reason="not run", reference={"cause": "out of memory."}), False, None,
+        (proof_document(None, row={"reason": "not run"}, reference={"cause": "out of memory."}), False, None,
          "No verdict: the single process failed: out of memory."),
-        (report(None, reason="no room for the model"), False, None, "No verdict: no room for the model."),
-        (report(None), False, None, "No verdict: it ended early."),
-        (report(None, interrupted=True), False, None, "No verdict: it was stopped."),
+        (proof_document(None, row={"reason": "no g++ here"}), False, None, "No verdict: no g++ here."),
+        (proof_document(None), False, None, "No verdict: it ended early."),
+        (proof_document(None, interrupted=True), False, None, "No verdict: it was stopped."),
         (None, False, None, "No verdict: it ended early."),
     ],
 )  # fmt: skip
@@ -261,11 +244,10 @@ def test_why_a_proof_left_no_report_is_its_last_line() -> None:
 
 
 def test_numbers_times_and_files_are_shown_and_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    run = ended(report(True), output="[1/2] reference")
-    (run.path / "proofs" / "1" / "report" / "report.md").write_text("# Does it?")
+    run = ended(proof_document(True), output="[1/2] reference")
     status, results = proof_parts(run)
     assert status.endswith("<!--prove control-->")
-    for text in ("4e-08", "1e-05", "3 of 20 steps equal", "2026-11-25 10:00 UTC", "took 30 s", "# Does it?",
+    for text in ("4e-08", "1e-05", "3 of 20 steps equal", "2026-11-20 08:00 UTC", "took 30 s", "# Does the strategy",
                  "[1/2] reference", f"tunesmith prove --config {run.config}"):  # fmt: skip
         assert text in results, text
     assert run_verb(["runs", "show", "a-run"]) == 0
@@ -279,11 +261,9 @@ def test_numbers_times_and_files_are_shown_and_listed(capsys: pytest.CaptureFixt
 
 
 def test_the_newest_of_each_kind_is_shown() -> None:
-    run = ended(report(True))
+    run = ended(proof_document(True))
     for number, control in ((2, True), (3, False), (4, False)):
-        proof = ProofFolder(run.path / "proofs" / str(number))
-        proof.report.mkdir(parents=True)
-        proof.write_note({"control": control})
+        add_proof(run, None, number, control)
     assert [entry["number"] for entry in service.newest(run)] == [4, 2]
     assert [entry["number"] for entry in service.entries(run)] == [4, 3, 2, 1]
 
@@ -293,17 +273,17 @@ def test_the_newest_of_each_kind_is_shown() -> None:
 )
 def test_a_report_may_hold_anything(value: Any) -> None:
     names = ("steps", "rows", "tolerance", "interrupted", "reference")
-    row = dict.fromkeys(report(True)["rows"][0], value) | {"fault_seen": value}
-    for document in (dict.fromkeys(names, value), report(True) | {"rows": [value]}, report(True) | {"rows": [row]},
-                     report(True) | {"tolerance": {"loss": value, "grad_norm": value}}, value):  # fmt: skip
-        run = ended(None)
-        proof = proofs(run)[0]
-        (proof.report / "report.json").write_text(json.dumps(document))
-        (proof.path / "proof.json").write_text(json.dumps(dict.fromkeys(proof.note(), value)))
+    good = proof_document(True)
+    row = dict.fromkeys(good["rows"][0], value) | {"fault_seen": value}
+    limits = {"loss": value, "grad_norm": value}
+    documents = [value, dict.fromkeys(names, value), *(good | part for part in (
+        {"rows": [value]}, {"rows": [row]}, {"tolerance": limits}, {"rows": [row], "tolerance": limits},
+    ))]  # fmt: skip
+    for number, document in enumerate(documents):
+        run = made_run(Path("runs"), f"run-{number}")
+        proof = add_proof(run, None)
+        proof.report.joinpath("report.json").write_text(json.dumps(document))
+        proof.path.joinpath("proof.json").write_text(json.dumps(dict.fromkeys(proof.note(), value)))
         json.dumps(service.entries(run), allow_nan=False)
         assert HOSTILE not in "".join(proof_parts(run))
         assert all(map(service.proof_line, service.entries(run)))
-        for path in (proof.report / "report.json", proof.path / "proof.json"):
-            path.unlink()
-        proof.output.unlink()
-        proof.report.rmdir()
