@@ -67,6 +67,19 @@ def _refusal(path: Path, config: Stamp | None, accelerate: Stamp | None) -> str:
     return ""
 
 
+def subject(run: RunFolder) -> str:
+    """What is proved, such as `ddp on 2 processes`."""
+    name, world = _strategy(run.path, stamp(run.accelerate))
+    return f"{name or 'the strategy'} on {counted(world or 0, 'process', 'processes')}"
+
+
+@functools.lru_cache(maxsize=256)
+def _strategy(path: Path, version: Stamp | None) -> tuple[str, int | None]:
+    """Name and processes of a run's strategy, read again when its file changes."""
+    run = RunFolder(path)
+    return strategy_name(run), world_size(run)
+
+
 def arguments(run: RunFolder, control: bool = False) -> list[str]:
     """The arguments of `tunesmith prove` for a run, without the folder of the report.
 
@@ -75,7 +88,11 @@ def arguments(run: RunFolder, control: bool = False) -> list[str]:
         control: whether to train the run's strategy with a known fault.
     """
     ids = gpu_ids(run)
-    devices = ["--gpus", ",".join(map(str, ids))] if ids else ["--num_processes", str(world_size(run))]
+    devices = (
+        ["--gpus", ",".join(map(str, ids))]
+        if ids
+        else ["--num_processes", str(_strategy(run.path, stamp(run.accelerate))[1])]
+    )
     fault = ["--control", CONTROL] if control else []
     return ["--config", str(run.config), "--strategies", str(run.accelerate), *devices, *fault]
 
@@ -277,8 +294,7 @@ def _last_words(proof: ProofFolder) -> str:
 
 
 def _sentence(run: RunFolder, verdict: str | None, reason: str) -> str:
-    name = f"{strategy_name(run) or 'the strategy'} on {counted(world_size(run) or 0, 'process', 'processes')}"
-    reason = reason.rstrip(".")
+    name, reason = subject(run), reason.rstrip(".")
     return {
         "agrees": f"{name} trains the same model as one process.",
         "differs": f"{name} does not train the same model as one process: {reason}.",

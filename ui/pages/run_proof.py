@@ -7,9 +7,7 @@ from typing import Any
 
 import gradio as gr
 
-from app.console import counted
 from app.prove.plan import STEPS
-from app.runs.runs import strategy_name, world_size
 from app.services import proofs
 from trainers.config.mistakes import ConfigError
 from trainers.run.folder import RunFolder
@@ -103,11 +101,10 @@ def proof_parts(run: RunFolder) -> tuple[Html, Html]:
 
 
 def _lead(run: RunFolder) -> Html:
-    name = f"{strategy_name(run)} on {counted(world_size(run) or 0, 'process', 'processes')}"
     return note(
-        f"Does {name} train the same model as one process? A proof trains {STEPS} steps of this run both ways, on its "
-        "devices, and compares loss and gradient norm of every step. With a known fault in the strategy, it has to "
-        "find a difference."
+        f"Does {proofs.subject(run)} train the same model as one process? A proof trains {STEPS} steps of this run "
+        "both ways, on its devices, and compares loss and gradient norm of every step. With a known fault in the "
+        "strategy, it has to find a difference."
     )
 
 
