@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import os
 import shlex
@@ -206,15 +207,23 @@ def entries(run: RunFolder) -> list[Entry]:
 
 
 def newest(run: RunFolder) -> list[Entry]:
-    """The running proof of a run if there is one, its newest ended proof, and its newest ended one with the fault."""
-    running, kinds = running_proof(run), dict[bool | None, Entry]()
-    for proof in proofs(run):
-        kind = None if proof == running else proof.note().get("control") is True
-        if kind not in kinds:
-            kinds[kind] = entry(run, proof, proof == running)
-        if kinds.keys() >= {True, False}:
-            break
-    return [kinds[kind] for kind in (None, False, True) if kind in kinds]
+    """The running proof of a run if there is one; then, without and with the fault, the newest that has ended.
+
+    If that has no verdict, the newest that has one follows.
+    """
+    running = running_proof(run)
+    chosen = [entry(run, running, True)] if running else []
+    for control in (False, True):
+        kind = [proof for proof in proofs(run) if proof != running and _is_control(proof) is control]
+        ended = (entry(run, proof, False) for proof in kind)
+        chosen += itertools.islice(ended, 1)
+        if kind and not chosen[-1]["verdict"]:
+            chosen += itertools.islice((judged for judged in ended if judged["verdict"]), 1)
+    return chosen
+
+
+def _is_control(proof: ProofFolder) -> bool:
+    return proof.note().get("control") is True
 
 
 def entry(run: RunFolder, proof: ProofFolder, is_running: bool) -> Entry:
@@ -228,7 +237,7 @@ def entry(run: RunFolder, proof: ProofFolder, is_running: bool) -> Entry:
         paths `report` and `output`.
     """
     note, document = proof.note(), proof.document()
-    row, limits, control = _row(document), _part(document, "tolerance"), note.get("control") is True
+    row, limits, control = _row(document), _part(document, "tolerance"), _is_control(proof)
     tolerance = {name: _number(limits.get(name)) for name in ("loss", "grad_norm")}
     numbers = {name: _number(row.get(name)) for name in ("max_loss_difference", "max_grad_norm_difference")}
     verdict, reason = (None, "") if is_running else _verdict(proof, control, numbers, tolerance)

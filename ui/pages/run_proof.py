@@ -95,7 +95,8 @@ def proof_parts(run: RunFolder) -> tuple[Html, Html]:
     lead = note(f"This run cannot be proved: {refusal}.") if refusal else _lead(run)
     names = "stop" if running else "" if refusal else "prove control"
     status = join([section("Proof", join([lead, *map(_progress, running)])), Html(f"<!--{names}-->")])
-    verdicts = [alert_list([entry["sentence"]], _KINDS.get(entry["verdict"], "warning")) for entry in ended]
+    kinds = [_KINDS.get(entry["verdict"], "warning") for entry in ended]
+    verdicts = [alert_list([entry["sentence"], _facts(entry)], kind) for entry, kind in zip(ended, kinds, strict=True)]
     results = [*verdicts, _numbers(ended), _files(run, ended)]
     return status, element("div", join(results), class_="ts-section") if ended else Html("")
 
@@ -127,14 +128,16 @@ def _numbers(entries: list[dict[str, Any]]) -> Html:
         )
     ]
     headers = ["Difference", *("Fault" if entry["control"] else "Proof" for entry in judged), "Allowed"]
-    table = data_table(headers, rows, "Largest differences", numeric=range(1, len(headers)))
-    return join([table, *(note(_facts(entry)) for entry in judged)])
+    return data_table(headers, rows, "Largest differences", numeric=range(1, len(headers)))
 
 
 def _facts(entry: dict[str, Any]) -> str:
-    equal = f"{number_text(entry['bit_equal_steps'])} of {number_text(entry['steps'])} steps equal to the last bit"
     started = f"{entry['started_at'][:16].replace('T', ' ')} UTC" if entry["started_at"] else "at an unknown time"
-    return f"Proof {entry['number']}, {started}, took {duration_text(entry['seconds'])}; {equal}."
+    facts = [f"Proof {entry['number']}", started]
+    if entry["verdict"]:
+        facts.append(f"took {duration_text(entry['seconds'])}")
+        facts.append(f"{number_text(entry['bit_equal_steps'])} of {number_text(entry['steps'])} steps bit-equal")
+    return ", ".join(facts)
 
 
 def _files(run: RunFolder, entries: list[dict[str, Any]]) -> Html:

@@ -247,7 +247,7 @@ def test_numbers_times_and_files_are_shown_and_listed(capsys: pytest.CaptureFixt
     run = ended(proof_document(True), output="[1/2] reference")
     status, results = proof_parts(run)
     assert status.endswith("<!--prove control-->")
-    for text in ("4e-08", "1e-05", "3 of 20 steps equal", "2026-11-20 08:00 UTC", "took 30 s", "# Does the strategy",
+    for text in ("4e-08", "1e-05", "3 of 20 steps", "2026-11-20 08:00 UTC", "took 30 s", "# Does the strategy",
                  "[1/2] reference", f"tunesmith prove --config {run.config}"):  # fmt: skip
         assert text in results, text
     assert run_verb(["runs", "show", "a-run"]) == 0
@@ -264,8 +264,13 @@ def test_the_newest_of_each_kind_is_shown() -> None:
     run = ended(proof_document(True))
     for number, control in ((2, True), (3, False), (4, False)):
         add_proof(run, None, number, control)
-    assert [entry["number"] for entry in service.newest(run)] == [4, 2]
-    assert [entry["number"] for entry in service.entries(run)] == [4, 3, 2, 1]
+    add_proof(run, proof_document(True, loss=0), 5)
+    assert [entry["number"] for entry in service.newest(run)] == [5, 2]
+    add_proof(run, None, 6)
+    assert [entry["number"] for entry in service.newest(run)] == [6, 5, 2], "a verdict outlives a proof without one"
+    _, results = proof_parts(run)
+    assert results.index("Proof 6, ") < results.index("Proof 5, ") < results.index("Proof 2, ")
+    assert [entry["number"] for entry in service.entries(run)] == [6, 5, 4, 3, 2, 1]
 
 
 @pytest.mark.parametrize(
