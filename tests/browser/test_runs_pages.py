@@ -328,7 +328,7 @@ def test_a_strategy_is_proved_while_the_server_restarts(new_page: Tabs, server: 
     os.killpg(process.pid, signal.SIGCONT)
     verdict = page.locator("#run-proof-results .ts-alert-good")
     expect(verdict).to_contain_text("ddp on 2 processes trains the same model as one process.")
-    expect(verdict).to_contain_text("of 20 steps bit-equal")
+    expect(verdict).to_contain_text("of 20 steps identical")
     expect(page.get_by_role("button", name="Prove this strategy")).to_be_visible()
     shutil.rmtree(run.path)
 

@@ -136,7 +136,7 @@ def _facts(entry: dict[str, Any]) -> str:
     facts = [f"Proof {entry['number']}", started]
     if entry["verdict"]:
         facts.append(f"took {duration_text(entry['seconds'])}")
-        facts.append(f"{number_text(entry['bit_equal_steps'])} of {number_text(entry['steps'])} steps bit-equal")
+        facts.append(f"{number_text(entry['bit_equal_steps'])} of {number_text(entry['steps'])} steps identical")
     return ", ".join(facts)
 
 

@@ -247,7 +247,7 @@ def test_numbers_times_and_files_are_shown_and_listed(capsys: pytest.CaptureFixt
     run = ended(proof_document(True), output="[1/2] reference")
     status, results = proof_parts(run)
     assert status.endswith("<!--prove control-->")
-    for text in ("4e-08", "1e-05", "3 of 20 steps", "2026-11-20 08:00 UTC", "took 30 s", "# Does the strategy",
+    for text in ("4e-08", "3 of 20 steps identical", "2026-11-20 08:00 UTC", "took 30 s", "# Does the strategy",
                  "[1/2] reference", f"tunesmith prove --config {run.config}"):  # fmt: skip
         assert text in results, text
     assert run_verb(["runs", "show", "a-run"]) == 0
