@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,9 +15,10 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
+from app.runs.proofs import proofs
 from tests.browser.conftest import SIZES, THEMES, TIMEOUT, Served, Tabs, axe, is_whole, screenshot, wait_for
 from tests.forked import Popen
-from tests.made_runs import add_checkpoint, log_lines, made_run
+from tests.made_runs import add_checkpoint, add_proof, log_lines, made_run, proof_document
 from trainers.run import device_locks
 from trainers.run.device_locks import Need
 from trainers.run.folder import Process, RunFolder, write_json
@@ -34,6 +36,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     done = made_run(runs, "done-run", steps=600, resumed_at=300, strategy="fsdp2")
     add_checkpoint(done, 500, best=500)
     add_checkpoint(done, 600, best=500)
+    add_proof(done, proof_document(True))
+    add_proof(done, proof_document(False, 0.02, 0.9, row={"fault_seen": True}), 2, control=True)
     failed = made_run(runs, "failed-run", "failed", steps=120, total_steps=300, minutes=60, gpus="0,1",
                       cause=f"rank 1: ValueError: {HOSTILE}", config={"learning_rate": 1e-3})  # fmt: skip
     with open(failed.log, "w", encoding="utf-8") as log:
@@ -371,6 +375,31 @@ def test_a_diagnosis_has_a_button_for_each_remedy(new_page: Tabs, server: Served
     wait_for(lambda: (run.read_state() or {})["state"] == "done", "the remedied run")
     assert "non_finite: skip" in run.config.read_text()
     expect(page.locator(".ts-notice")).to_contain_text("bad-run")  # it was started here
+    shutil.rmtree(run.path)
+
+
+def test_a_strategy_is_proved_while_the_server_restarts(new_page: Tabs, server: Served) -> None:
+    options = {"max_train_samples": 60, "max_length": 128, "global_batch_size": 4, "per_device_train_batch_size": 2}
+    run = made_run(server.runs_dir, "proved-run", minutes=500, config=options)
+    page = new_page("/run?run=proved-run")
+    expect(page.locator("#run-proof")).to_contain_text("Does ddp on 2 processes train the same model as one process?")
+    page.get_by_role("button", name="Prove this strategy").click()
+    progress = page.locator("#run-proof .ts-metered")
+    expect(progress).to_contain_text("one process")
+    process = proofs(run)[0].process()
+    assert process is not None
+    os.killpg(process.pid, signal.SIGSTOP)  # it stands still while the server is away
+    page.context.close()
+    server.restart()
+    page = new_page("/run?run=proved-run")
+    expect(page.locator("#run-proof .ts-metered")).to_be_visible()
+    expect(page.get_by_role("button", name="Prove this strategy")).to_be_hidden()
+    expect(page.get_by_role("button", name="Stop the proof")).to_be_visible()
+    os.killpg(process.pid, signal.SIGCONT)
+    verdict = page.locator("#run-proof-results .ts-alert-good")
+    expect(verdict).to_contain_text("ddp on 2 processes trains the same model as one process.")
+    expect(verdict).to_contain_text("of 20 steps identical")
+    expect(page.get_by_role("button", name="Prove this strategy")).to_be_visible()
     shutil.rmtree(run.path)
 
 
