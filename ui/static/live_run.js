@@ -50,7 +50,7 @@ Live.run = (element, server) => {
     shownAxis = options.axis;
     const marks = data.attempts.slice(1).map(([attempt, step]) => ({ x: toAxis(step), label: `attempt ${attempt + 1}` }));
     const saved = (data.checkpoints || []).map((step) => ({ x: toAxis(step), label: "" }));
-    const known = [...data.train[options.axis], ...data.eval[options.axis]].filter((x) => x != null);
+    const known = [...(data.train[options.axis] ?? []), ...(data.eval[options.axis] ?? [])].filter((x) => x != null);
     const extent = known.length ? [Math.min(...known), Math.max(...known)] : null;
     for (const { name, lines, logs, chart } of CHARTS) {
       const series = [];
