@@ -10,12 +10,13 @@ from app.hardware import Gpu
 from app.launch.foreground import held, preflight, take_back, write_folder
 from app.launch.job import TrainJob, job_of, named_preset, refuse_unresumable, run_attempt
 from app.schedulers.slurm import SCRIPT, SlurmError, forget_jobs, script, submit
-from app.schedulers.slurm_options import SlurmOptions
+from app.schedulers.slurm_options import SlurmOptions, site_file
 from trainers.config.mistakes import ConfigError, Mistake, Mistakes
 from trainers.run.folder import RunFolder, read_json, write_atomic, write_json
 
 HEAD, PORT = "head-node", 29500
 """Stand in an Accelerate file for machine 0's address until the job has started."""
+_CODE = ("container", "slurm_extra")
 _DECIDED = ("gpus", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
 
 
@@ -35,10 +36,10 @@ def slurm_job(args: Args, run: RunFolder | None = None) -> tuple[TrainJob, Slurm
     if "detach" in args.switches:
         mistakes.append(Mistake("--detach", None, "is not needed with --on slurm", "leave it out"))
     chosen = {name: value for name, value in args.own.items() if name in SlurmOptions.model_fields}
-    stored = (read_scheduler(run) or {}).get("options") or {} if run else {}
+    stored = _stored_options(run) if run else {}
     options = SlurmOptions()
     with mistakes:
-        options = SlurmOptions.checked({**stored, **chosen}) if stored else SlurmOptions.read(chosen)
+        options = SlurmOptions.read({**stored, **chosen})
     gpus = [Gpu(index, f"slurm-{index}", "GPU of a SLURM node", 0) for index in range(options.gpus_per_node)]
     if run is not None:
         refuse_unresumable(run)
@@ -48,9 +49,18 @@ def slurm_job(args: Args, run: RunFolder | None = None) -> tuple[TrainJob, Slurm
         args.request.options["force_resume"] = "force" in args.switches
         job = job_of(args.request, _launch_values(values, options, mistakes), mistakes, run, gpus)
         job.attempt = attempt
+        before = (read_scheduler(run) or {}).get("options") or {}
+        job.notes += [f"{name} of the last submission is not repeated: give it again, or set it in {site_file()}"
+                      for name in _CODE if before.get(name) and not getattr(options, name)]  # fmt: skip
         return job, options
     args.request.preset = named_preset(args.names, args.request.preset, mistakes)
     return job_of(args.request, _launch_values(args.launch, options, mistakes), mistakes, None, gpus), options
+
+
+def _stored_options(run: RunFolder) -> dict[str, Any]:
+    """The options of a run's last submission, without those that name code, as its folder may come from elsewhere."""
+    options = (read_scheduler(run) or {}).get("options")
+    return {name: value for name, value in options.items() if name not in _CODE} if isinstance(options, dict) else {}
 
 
 def _launch_values(chosen: Mapping[str, str], options: SlurmOptions, mistakes: Mistakes) -> dict[str, str]:
@@ -91,7 +101,7 @@ def start(job: TrainJob, options: SlurmOptions, quiet: bool = True) -> dict[str,
         try:
             write_folder(job)
             write_atomic(job.run.path / SCRIPT, text)
-            submitted = {"kind": "slurm", "options": options.model_dump(), "resume_from": job.resume_from}
+            submitted = {"kind": "slurm", "options": options.model_dump(exclude_none=True), "resume_from": job.resume_from}
             write_json(job.run.scheduler, submitted)
             try:
                 number = submit(job.run)

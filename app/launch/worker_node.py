@@ -57,6 +57,7 @@ class _WorkerNode:
 
     def __init__(self, job: TrainJob, env: Mapping[str, str], on_event: Listener, signals: RunSignals, reserved: bool):
         self.job, self.run, self.env, self.signals = job, job.run, env, signals
+        self.reserved = reserved
         self.name = f"machine {job.devices.machine_rank}"
         self.status_file = NodeStatus(job.run, job.devices.machine_rank)
         self.listener = on_event
@@ -115,6 +116,8 @@ class _WorkerNode:
             time.sleep(POLL)
 
     def _state(self) -> dict[str, Any]:
+        if self.reserved:  # the scheduler is not asked for the state by every node of a job
+            return self.run.read_state() or {}
         return true_state(self.run) if self.run.state_file.exists() else {}
 
     def _can_join(self, state: Mapping[str, Any]) -> bool:

@@ -125,12 +125,12 @@ def hostnames(node_list: str) -> list[str]:
 
 
 class _Jobs:
-    """The jobs that SLURM lists, kept for `_FRESH` seconds."""
+    """What SLURM has said about jobs, kept for `_FRESH` seconds."""
 
     def __init__(self) -> None:
-        self.lock, self.asked_at = threading.Lock(), float("-inf")
+        self.lock, self.listed_at = threading.Lock(), float("-inf")
         self.listed: dict[str, JobStatus] = {}
-        self.ended: dict[str, JobStatus] = {}
+        self.single: dict[str, tuple[float, JobStatus | None]] = {}
         self.error: SlurmError | None = None
 
     def status(self, job: str) -> JobStatus | None:
@@ -140,24 +140,23 @@ class _Jobs:
             SlurmError: if SLURM cannot be asked.
         """
         with self.lock:
-            if time.monotonic() - self.asked_at > _FRESH:
+            if time.monotonic() - self.listed_at > _FRESH:
                 self._list()
             if self.error:
                 raise self.error
             if job in self.listed:
                 return self.listed[job]
-            if job not in self.ended:
+            looked_at, status = self.single.get(job, (float("-inf"), None))
+            if (status is None or not status.ended) and time.monotonic() - looked_at > _FRESH:
                 status = _of_one(job)
-                if status is None or not status.ended:
-                    return status  # it may have been submitted since the list was made
-                self.ended[job] = status
-            return self.ended[job]
+                self.single[job] = time.monotonic(), status
+            return status
 
     def forget(self) -> None:
-        """Asks again at the next call: a job was submitted, requeued or cancelled."""
+        """Asks again at the next call: a job was submitted, queued again or cancelled."""
         with self.lock:
-            self.asked_at = float("-inf")
-            self.ended.clear()
+            self.listed_at = float("-inf")
+            self.single.clear()
 
     def _list(self) -> None:
         try:
@@ -167,7 +166,7 @@ class _Jobs:
                 self.listed[job] = JobStatus(state, "" if reason == "None" else reason)
         except SlurmError as error:
             self.error = error
-        self.asked_at = time.monotonic()
+        self.listed_at = time.monotonic()
 
 
 _JOBS = _Jobs()

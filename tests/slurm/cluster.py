@@ -45,7 +45,7 @@ SchedulerParameters=sched_interval=1,bf_interval=1,sched_min_interval=0,batch_sc
 JobRequeue=1
 {nodes}
 PartitionName=normal Nodes=ALL Default=YES MaxTime=60 State=UP OverSubscribe=NO
-PartitionName=empty Nodes=ALL MaxTime=60 State=DOWN
+PartitionName=closed Nodes=ALL MaxTime=60 State=DOWN
 """
 
 
