@@ -101,7 +101,11 @@ def start(job: TrainJob, options: SlurmOptions, quiet: bool = True) -> dict[str,
         try:
             write_folder(job)
             write_atomic(job.run.path / SCRIPT, text)
-            submitted = {"kind": "slurm", "options": options.model_dump(exclude_none=True), "resume_from": job.resume_from}
+            submitted = {
+                "kind": "slurm",
+                "options": options.model_dump(exclude_none=True),
+                "resume_from": job.resume_from,
+            }
             write_json(job.run.scheduler, submitted)
             try:
                 number = submit(job.run)

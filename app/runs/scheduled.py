@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 from app.schedulers.slurm import JobStatus, SlurmError, cancel, forget_jobs, job_status
 from trainers.config.mistakes import ConfigError
-from trainers.run.folder import END_STATES, LIVE_STATES, RunFolder
+from trainers.run.folder import END_STATES, RunFolder
 
+_RECENT = 24 * 3600.0
+"""Seconds after its end for which a job may turn out to wait again; SLURM is not asked about older runs."""
 _REASONS = {
     "Resources": "waits for free nodes",
     "Priority": "waits behind jobs of higher priority",
@@ -33,13 +36,15 @@ def job_of_state(state: Mapping[str, Any]) -> str | None:
 
 
 def scheduled_state(state: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A live run's state, corrected by what the scheduler knows; None if no scheduler starts the run.
+    """A run's state, corrected by what the scheduler knows; None if no scheduler starts the run, or it has ended.
 
-    If SLURM cannot be asked, the state is that of the file, and its cause says so.
+    If SLURM cannot be asked, the state of a live run is that of the file, and its cause says so.
     """
     job = job_of_state(state)
-    if job is None or state.get("state") not in LIVE_STATES:
+    if job is None or state.get("state") == "done":
         return None
+    if state.get("state") in END_STATES:
+        return _queued_again(job, state)
     try:
         status = job_status(job)
     except SlurmError as error:
@@ -51,6 +56,21 @@ def scheduled_state(state: Mapping[str, Any]) -> dict[str, Any] | None:
     if status.ended:
         return {**state, **_ended(job, status)}
     return {**state, "state": "starting"} if state["state"] == "queued" else dict(state)
+
+
+def _queued_again(job: str, state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The state of a run that ended a short time ago if its job waits again: SLURM has preempted it, or lost a node.
+
+    What its supervisor wrote while SLURM ended it is then not how the run ends.
+    """
+    try:
+        age = (datetime.now(UTC) - datetime.fromisoformat(str(state.get("updated_at")))).total_seconds()
+        status = job_status(job, is_listed=True) if age < _RECENT else None
+    except (ValueError, TypeError, SlurmError):
+        return None
+    if status is None or not status.waits:
+        return None
+    return {**state, "state": "queued", "cause": _waiting(job, status, state)}
 
 
 def _waiting(job: str, status: JobStatus, state: Mapping[str, Any]) -> str:
@@ -76,7 +96,7 @@ def cancel_waiting(run: RunFolder) -> bool:
     """
     state = run.read_state() or {}
     job = job_of_state(state)
-    if job is None or state.get("state") in END_STATES:
+    if job is None or state.get("state") == "done":
         return False
     forget_jobs()
     try:

@@ -133,8 +133,12 @@ class _Jobs:
         self.single: dict[str, tuple[float, JobStatus | None]] = {}
         self.error: SlurmError | None = None
 
-    def status(self, job: str) -> JobStatus | None:
+    def status(self, job: str, is_listed: bool) -> JobStatus | None:
         """The status of a job; None if SLURM does not know it any more.
+
+        Args:
+            job: number of the job.
+            is_listed: whether to ask for jobs that wait or run alone.
 
         Raises:
             SlurmError: if SLURM cannot be asked.
@@ -144,8 +148,8 @@ class _Jobs:
                 self._list()
             if self.error:
                 raise self.error
-            if job in self.listed:
-                return self.listed[job]
+            if job in self.listed or is_listed:
+                return self.listed.get(job)
             looked_at, status = self.single.get(job, (float("-inf"), None))
             if (status is None or not status.ended) and time.monotonic() - looked_at > _FRESH:
                 status = _of_one(job)
@@ -172,13 +176,17 @@ class _Jobs:
 _JOBS = _Jobs()
 
 
-def job_status(job: str) -> JobStatus | None:
+def job_status(job: str, is_listed: bool = False) -> JobStatus | None:
     """The status of a job of this user; None if SLURM does not know it any more.
+
+    Args:
+        job: number of the job.
+        is_listed: whether only a job that waits or runs matters, so that SLURM is not asked about this one alone.
 
     Raises:
         SlurmError: if SLURM cannot be asked.
     """
-    return _JOBS.status(job)
+    return _JOBS.status(job, is_listed)
 
 
 def forget_jobs() -> None:

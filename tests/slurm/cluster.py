@@ -12,18 +12,16 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
-
-import psutil
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "mungekey", "ip", "nsenter", "unshare")
 _CONFIG = """ClusterName=tunesmith
 SlurmctldHost=head(10.77.0.1)
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge/socket,cred_expire=2
+AuthInfo=socket={folder}/munge/socket,cred_expire=5
 CredType=cred/munge
 CryptoType=crypto/munge
 MpiDefault=none
@@ -93,12 +91,13 @@ class Cluster:
         return self
 
     def __exit__(self, *error: object) -> None:
+        names = ["head", *self.names]
+        for process in [pid for name in names for pid in self.processes_on(name)]:
+            _kill(process)
         for daemon in self.daemons.values():
-            for process in [*_descendants(daemon.pid), daemon.pid]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
+            daemon.kill()
             daemon.wait()
-        for name in ("head", *self.names):
+        for name in names:
             subprocess.run(["ip", "netns", "delete", self.namespace(name)], capture_output=True)
         if self.log:
             self.log.close()
@@ -169,8 +168,7 @@ class Cluster:
         """Kills a compute node with everything that runs on it."""
         daemon = self.daemons.pop(name)
         for process in [daemon.pid, *self.processes_on(name)]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+            _kill(process)
         daemon.wait()
 
     def processes_on(self, name: str) -> list[int]:
@@ -191,17 +189,17 @@ class Cluster:
         words = self.run("scontrol", "--oneliner", "show", "job", job, check=False).stdout.split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait(self, condition: object, seconds: float, otherwise: str) -> None:
+    def wait(self, condition: Callable[[], object], seconds: float, otherwise: Callable[[], str] | str) -> None:
         """Waits until a condition holds.
 
         Raises:
             AssertionError: with the end of the daemons' logs.
         """
-        assert callable(condition)
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline:
-                raise AssertionError(f"{otherwise}\n{self.logs()}")
+                problem = otherwise if isinstance(otherwise, str) else otherwise()
+                raise AssertionError(f"{problem}\n{self.logs()}")
             time.sleep(0.1)
 
     def logs(self, lines: int = 15) -> str:
@@ -213,7 +211,6 @@ class Cluster:
         return "\n".join(texts)
 
 
-def _descendants(pid: int) -> Sequence[int]:
-    with contextlib.suppress(psutil.Error):
-        return [process.pid for process in psutil.Process(pid).children(recursive=True)]
-    return []
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)

@@ -55,8 +55,7 @@ class Site:
             seen.update(self.show(run))
             return bool(condition(seen))
 
-        log = run.log.read_text()[-3000:] if run.log.exists() else ""
-        self.cluster.wait(holds, seconds, f"{run.id} stays {seen}\n{log}")
+        self.cluster.wait(holds, seconds, lambda: f"{run.id} stays {seen}\n{run.log.read_text()[-3000:]}")
         return seen
 
     def begun(self, run: RunFolder, step: int) -> None:

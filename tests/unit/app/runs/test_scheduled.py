@@ -95,10 +95,24 @@ def test_a_job_that_is_not_listed_any_more(
 
 
 def test_an_end_that_is_written_is_the_end(tmp_path: Path, answers: Answers) -> None:
-    answers["squeue"] = "12|RUNNING|None\n"
-    for end in ("done", "stopped", "failed"):
-        assert runs.true_state(submitted(tmp_path, state=end, cause="as written"))["state"] == end
-    assert "calls" not in answers
+    for listed in ("", "11|PENDING|Resources\n", "12|COMPLETING|None\n"):
+        answers["squeue"] = listed
+        slurm.forget_jobs()
+        for end in ("done", "stopped", "failed"):
+            assert runs.true_state(submitted(tmp_path, state=end, cause="as written"))["state"] == end
+    assert set(str(answers["calls"]).split()) == {"squeue"}
+
+
+def test_a_job_that_slurm_has_queued_again_has_not_ended(tmp_path: Path, answers: Answers) -> None:
+    """Whatever its supervisor wrote while it was preempted, or a node was lost; but for a run that was done."""
+    answers["squeue"] = "12|PENDING|BeginTime\n"
+    for end in ("stopped", "failed"):
+        shown = runs.true_state(submitted(tmp_path, state=end, cause="a signal"))
+        assert shown["state"] == "queued"
+        assert shown["cause"].startswith(
+            "SLURM job 12 was interrupted and queued again, and is to start a little later"
+        )
+    assert runs.true_state(submitted(tmp_path, state="done"))["state"] == "done"
 
 
 def test_where_slurm_does_not_answer_the_file_counts(tmp_path: Path, answers: Answers) -> None:
