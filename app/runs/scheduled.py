@@ -111,7 +111,7 @@ def cancel_waiting(run: RunFolder) -> bool:
     with contextlib.suppress(ConfigError), run.hold():  # if a node has just started it, it stops by itself
         step = state.get("step") or 0
         cause = f"cancelled at step {step}, while it waited in SLURM" if step else "cancelled before it started"
-        run.write_state(state="stopped", cause=cause, ending=None)
+        run.write_state(state="stopped", cause=cause, ending=None, scheduler=None)
     return True
 
 

@@ -63,9 +63,9 @@ class Site:
         self.cluster.wait(lambda: run.metrics.exists() and f'"step": {step},' in run.metrics.read_text(), 240,
                           f"step {step} of {run.id} was not reached")  # fmt: skip
 
-    def job_ends(self, run: RunFolder, state: str) -> None:
-        """Waits until SLURM has ended the job of a run in a state; its last processes end after the run."""
-        self.cluster.wait(lambda: self.cluster.job(self.job(run)).get("JobState") == state, 60, f"it is not {state}")
+    def job_ends(self, job: str, state: str) -> None:
+        """Waits until SLURM has ended a job in a state; its last processes end after the run."""
+        self.cluster.wait(lambda: self.cluster.job(job).get("JobState") == state, 60, f"it is not {state}")
 
     def at_once(self, run: RunFolder) -> None:
         """Starts a job that was queued again now, rather than after SLURM's two minutes."""
@@ -105,7 +105,7 @@ def weights(run: RunFolder) -> bytes:
 
 def test_two_nodes_train_one_run(site: Site, uncut: RunFolder) -> None:
     assert "machine 1: joining attempt 0" in uncut.log.read_text()
-    site.job_ends(uncut, "COMPLETED")
+    site.job_ends(site.job(uncut), "COMPLETED")
     script = (uncut.path / "slurm.sh").read_text().splitlines()
     assert "#SBATCH --nodes=2" in script
     assert not [line for line in script if "gpus-per-node" in line]
@@ -145,7 +145,7 @@ def test_a_cancelled_job_saves_and_is_resumed_in_slurm(site: Site, uncut: RunFol
     row = site.until(run, lambda row: row["state"] == "stopped")
     assert 5 <= row["step"] < STEPS
     assert row["last_checkpoint"] == f"step-{row['step']:08d}"
-    site.job_ends(run, "CANCELLED")
+    site.job_ends(first, "CANCELLED")
     site.tunesmith("resume", str(run.path), "--json")
     assert site.job(run) != first
     site.until(run, lambda row: row["state"] == "done")
@@ -172,9 +172,10 @@ def test_a_job_that_waits_says_why_and_is_cancelled(site: Site) -> None:
     assert (row["state"], row["cause"]) == (
         "queued", f"SLURM job {site.job(run)} waits for its partition, which is down (PartitionDown)",
     )  # fmt: skip
+    job = site.job(run)
     site.tunesmith("stop", str(run.path))
     assert (site.show(run)["state"], site.show(run)["cause"]) == ("stopped", "cancelled before it started")
-    site.job_ends(run, "CANCELLED")
+    site.job_ends(job, "CANCELLED")
 
 
 def test_what_slurm_refuses_leaves_no_folder(site: Site) -> None:
