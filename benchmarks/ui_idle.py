@@ -1,29 +1,38 @@
 """Startup time of `tunesmith ui`, what its pages cost at first view and when idle: `python -m benchmarks.ui_idle`.
 
 Needs Chromium and an otherwise idle machine. Percentages are CPU time of the server over wall time. What a first view
-transfers is counted without Gradio's own scripts and styles.
+transfers is counted without Gradio's own scripts and styles. The run on the pages stands still, except in the last
+line: there it logs `STEPS_PER_SECOND` steps per second, so that every tab fetches new numbers, curves and lines of the
+log at each poll. A watched run is asked for by one tab of the browser, every five seconds.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from tests.made_runs import made_run
-from trainers.run.folder import Process
+from tests.made_runs import BEGUN, made_run
+from trainers.run.folder import Process, RunFolder
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN = "/run?run=live"
 PAGES = ("/", "/data", "/runs", RUN, "/compare?runs=live", "/chat", "/system")
 LIVE_TABS = 8
+STEPS = 600
+"""Steps of the run before it moves."""
+STEPS_PER_SECOND = 2.0
 STARTS = 3
 SETTLE = 5.0
 """Seconds for a page to render."""
@@ -51,10 +60,35 @@ def percent(process: psutil.Process) -> float:
     return 100 * (after.user + after.system - before.user - before.system) / seconds
 
 
-def add_live_run(folder: Path) -> None:
+def add_live_run(folder: Path) -> RunFolder:
     """A run that never ends: its supervisor is this process."""
     supervisor = Process.of("supervisor", pid=os.getpid()).as_json()
-    made_run(folder / "runs", "live", "running", steps=600, total_steps=1000, processes=[supervisor])
+    return made_run(folder / "runs", "live", "running", steps=STEPS, total_steps=1000, processes=[supervisor])
+
+
+@contextmanager
+def moving(run: RunFolder) -> Iterator[None]:
+    """Adds steps to a run, as a trainer of two ranks would: a row of metrics, a line of the log per rank, the state."""
+    row = next(json.loads(line) for line in run.metrics.read_text().splitlines() if "grad_norm" in line)
+    over, begun = threading.Event(), BEGUN.isoformat(timespec="milliseconds")
+
+    def move() -> None:
+        step = STEPS
+        while not over.wait(1 / STEPS_PER_SECOND):
+            step += 1
+            with open(run.metrics, "a", encoding="utf-8") as metrics:
+                metrics.write(json.dumps({**row, "step": step}) + "\n")
+            with open(run.log, "a", encoding="utf-8") as log:
+                log.writelines(f"{begun} [rank {rank}] step {step} loss 0.4\n" for rank in range(2))
+            run.write_state(step=step)
+
+    thread = threading.Thread(target=move)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def view(browser: Browser, address: str) -> Page:
@@ -78,7 +112,7 @@ _FIRST_VIEW = """() => [performance.getEntriesByName("ts-shown")[0].startTime,
 def main() -> None:
     """Prints a line for every figure."""
     with tempfile.TemporaryDirectory() as folder:
-        add_live_run(Path(folder))
+        run = add_live_run(Path(folder))
         for number in range(STARTS):
             server, url, seconds = start(Path(folder))
             print(f"ready after {seconds:.2f} s", flush=True)
@@ -94,11 +128,17 @@ def main() -> None:
                 page = view(browser, url + path)
                 time.sleep(SETTLE)
                 print(f"{path:<22} {percent(process):.2f} % of a core", flush=True)
+                if path == PAGES[-1]:
+                    page.evaluate("id => Notices.watch(id)", run.id)
+                    print(f"{'a watched run':<22} {percent(process):.2f} % of a core", flush=True)
                 page.close()
             for _ in range(LIVE_TABS):
                 view(browser, url + RUN)
             time.sleep(SETTLE)
             print(f"{f'{LIVE_TABS} live tabs':<22} {percent(process):.2f} % of a core", flush=True)
+            with moving(run):
+                time.sleep(SETTLE)
+                print(f"{f'{LIVE_TABS} tabs, moving run':<22} {percent(process):.2f} % of a core", flush=True)
             browser.close()
         server.terminate()
         server.wait()

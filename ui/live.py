@@ -30,12 +30,12 @@ def live_part(name: str, script: str, functions: Sequence[Function], heading: st
     return gr.HTML(
         html_template=f'{heading_html}<div class="ts-{name} ts-wait"></div>',
         js_on_load=f"Live.{script}(element, server)",
-        server_functions=[_with_plain_values(function) for function in functions], apply_default_css=False,
+        server_functions=[with_plain_values(function) for function in functions], apply_default_css=False,
         padding=False,
     )  # fmt: skip
 
 
-def _with_plain_values(function: Function) -> Function:
+def with_plain_values(function: Function) -> Function:
     """Restricts a function to requests of plain values by name; Gradio passes on whatever is sent."""
 
     @functools.wraps(function)

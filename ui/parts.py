@@ -253,7 +253,7 @@ def section(heading: str, content: Any) -> Html:
 
 
 def navigation(active: str) -> Html:
-    """The header: a link past it, links to all pages with the current one marked, and the choice of a theme.
+    """The header: a link past it, links to all pages with the current one marked, the choice of a theme, and notices.
 
     Args:
         active: name of the current page, such as `runs`.
@@ -270,4 +270,5 @@ def navigation(active: str) -> Html:
     theme = element("div", join([label, element("select", id="ts-theme")]), class_="ts-theme")
     skip = element("a", "Skip to the content", href="#content", class_="ts-skip")
     header = element("div", join([skip, brand, pages, theme]), class_="ts-nav")
-    return join([header, element("div", id="content", tabindex=-1)])
+    notices = element("div", class_="ts-notices", role="status", aria_label="Runs that ended")
+    return join([header, notices, element("div", id="content", tabindex=-1)])

@@ -24,12 +24,15 @@ from fastapi import FastAPI
 from gradio.routes import App
 from starlette.datastructures import MutableHeaders
 from starlette.middleware.gzip import GZipMiddleware
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.commands.ui import PASSWORD
 from app.console import report, say
+from app.services import notices
 from ui.checked_blocks import CheckedBlocks
 from ui.context import ServerContext
+from ui.live import json_response, with_plain_values
 from ui.pages import chat, compare, data, run, runs, system, train
 from ui.parts import PAGES, navigation
 from ui.security import MAX_UPLOAD, Guard, LoggedIn, Password, Throttle, ThrottledLogin, TrustedHosts, bracketed
@@ -80,8 +83,13 @@ def build(context: ServerContext) -> CheckedBlocks:
 
 
 def _page(name: str, page: Any, context: ServerContext) -> None:
-    header = navigation("runs" if name == "run" else name)
-    gr.HTML(html_template=header, js_on_load="Theme.bind(element)", padding=False, apply_default_css=False)
+    def run_ends(request: dict[str, Any]) -> Response:
+        return json_response(lambda: notices.run_ends(request, context.runs_dir))
+
+    gr.HTML(
+        html_template=navigation("runs" if name == "run" else name), apply_default_css=False, padding=False,
+        js_on_load="Theme.bind(element); Notices.bind(element, server)", server_functions=[with_plain_values(run_ends)],
+    )  # fmt: skip
     page.build(context)
 
 

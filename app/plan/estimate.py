@@ -146,7 +146,7 @@ def plan_row(strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any]
     if case["layer"] is None:
         row.reason = f"the memory of a micro-batch cannot be counted: {case['why']}; measure it with `tunesmith bench`"
         return row
-    shares = shares_of(strategy, counted, case)
+    shares = shares_of(strategy, config, counted, case)
     on_gpu = hardware.kind == "gpu"
     by_rank = [rank_memory(strategy, config, counted, case, share, on_gpu) for share in shares]
     row.memory, row.host = max(by_rank, key=lambda rank: sum(rank[0].values()))

@@ -19,12 +19,14 @@ from trainers.strategy.traffic import FP32
 _ADAM, _ADAM_8BIT = 8.0, 2 + 8 / 256
 _LIVE, _BUCKET = 1e9, 5e8
 """DeepSpeed's defaults of `stage3_max_live_parameters` and `reduce_bucket_size`, in elements."""
-_HEAP_GAPS = 0.75
-"""On a CPU: gaps that glibc's heap keeps, per byte of activations; measured, not derived (`benchmarks/plan.py`).
+_HEAP_GAPS, _GAPS_UNDER_FSDP2 = 0.75, 0.5
+"""On a CPU: gaps that glibc's heap keeps, per byte of activations; the second under FSDP 2, beside one for each layer.
+Fitted to all strategies at 24M with glibc 2.36 (`benchmarks/plan.py`).
 
-They go away if each tensor is mapped by itself (`MALLOC_MMAP_THRESHOLD_`), which took about 40 % more CPU time: the
-kernel clears every page again. An aligned allocation asks for 96 bytes more than its size, so that small objects beside
-the hole of a tensor make it too small for an equal one; how much of the gaps that explains is not known.
+FSDP 2 gathers a layer, allocates its activations behind it and frees it. The hole does not take the next layer of the
+same size, as an aligned allocation asks for 96 bytes more than its size, so the holes add up to about all layers. Gaps
+go away if each tensor is mapped by itself (`MALLOC_MMAP_THRESHOLD_`), which took about 40 % more CPU time: the kernel
+clears every page again.
 """
 
 
@@ -34,6 +36,8 @@ class Share:
 
     Args:
         layers: number of layers.
+        held: number of micro-batches whose activations the rank holds at once; in one of several stages, a fraction.
+        has_head: whether it computes logits and loss.
         buffers: number of receive buffers for stage inputs and gradients, per micro-batch of a step.
         trained: number of trained parameters; `trained_layer` in one layer, `trained_outside` in embedding and head.
         frozen: bytes of frozen weights; `frozen_layer` and `frozen_outside` likewise.
@@ -42,6 +46,8 @@ class Share:
     """
 
     layers: int
+    held: float
+    has_head: bool
     buffers: int
     trained: float
     trained_layer: float
@@ -53,31 +59,41 @@ class Share:
     parameters: float
 
     @classmethod
-    def of(cls, case: Mapping[str, Any], every: int, layers: int, ends: float, buffers: int) -> Share:
+    def of(
+        cls, case: Mapping[str, Any], every: int, layers: int, ends: float, held: float = 1.0, has_head: bool = True,
+        buffers: int = 0,
+    ) -> Share:  # fmt: skip
         """The share of a rank with `layers` of `every` layers, and the fraction `ends` of embedding and head."""
         layer, frozen = case["trained_inside"] / every, case["frozen_inside"] / every
         outside, frozen_outside = case["trained_outside"] * ends, case["frozen_outside"] * ends
         parameters = (case["parameters"] - case["parameters_outside"]) * layers / every
         return cls(
-            layers, buffers, layer * layers + outside, layer, outside, frozen * layers + frozen_outside, frozen,
-            frozen_outside, case["scales"] * layers / every, parameters + case["parameters_outside"] * ends,
+            layers, held, has_head, buffers, layer * layers + outside, layer, outside,
+            frozen * layers + frozen_outside, frozen, frozen_outside, case["scales"] * layers / every,
+            parameters + case["parameters_outside"] * ends,
         )  # fmt: skip
 
 
-def shares_of(strategy: Strategy, counted: Mapping[str, Any], case: Mapping[str, Any]) -> list[Share]:
+def shares_of(
+    strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any], case: Mapping[str, Any]
+) -> list[Share]:
     """The share of each rank of a pipeline, split as in `trainers/parallel/pipeline_split.py`; else a single share."""
     layers, ranks, schedule = counted["layers"], strategy.pp_size, strategy.pp_schedule
     if ranks == 1:
-        return [Share.of(case, layers, layers, 1.0, 0)]
+        return [Share.of(case, layers, layers, 1.0)]
     # The first stage has the embedding, the last the head: half of what is outside the layers each, or all if tied.
     total = ranks * SCHEDULES[schedule].chunks
     layers_of_stage, shares = balance(layers, total, counted["layer_matmul"], counted["words"] * counted["hidden"]), []
-    end = 1.0 if counted["tied"] else 0.5
+    end, micro_batches = 1.0 if counted["tied"] else 0.5, config.accumulation_steps(strategy.data_parallel_size)
     for rank in range(ranks):
         stages = stages_of(schedule, ranks, rank)
         ends = min(1.0, end * (0 in stages) + end * (total - 1 in stages))
         buffers = sum((stage > 0) + (stage < total - 1) for stage in stages)
-        shares.append(Share.of(case, layers, sum(len(layers_of_stage[stage]) for stage in stages), ends, buffers))
+        inside, held = (
+            sum(len(layers_of_stage[stage]) for stage in stages),
+            in_flight(schedule, ranks, micro_batches, rank),
+        )
+        shares.append(Share.of(case, layers, inside, ends, held, total - 1 in stages, buffers))
     return shares
 
 
@@ -88,20 +104,33 @@ def rank_memory(
     """Bytes on a rank by use, and bytes offloaded from it."""
     sizes = strategy.sizes
     micro_batches = config.accumulation_steps(strategy.data_parallel_size)
-    # A pipeline stage keeps the activations of all micro-batches in flight, and a buffer for each received tensor.
-    held = in_flight(strategy.pp_schedule, strategy.pp_size, micro_batches) if strategy.pp_size > 1 else 1
     received = (
         share.buffers * micro_batches * token_slots(strategy, config) * counted["hidden"] * activation_bytes(config)
     )
     memory = dict.fromkeys(("weights", "gradients", "optimizer"), 0.0)
     resting = _persistent(strategy, config, share)
     away = sum(resting.pop(name) for name in _offloaded(strategy)) if on_gpu else 0.0
-    activations = case["fixed"] + case["layer"] * share.layers * held + received
+    activations = case["fixed"] * share.has_head + case["layer"] * share.layers * share.held + received
     cuda = CUDA_GIB * GIB + (NCCL_GIB * GIB if sizes.world > 1 else 0)
-    around = cuda if on_gpu else counted["process_bytes"] + _HEAP_GAPS * activations
+    around = cuda if on_gpu else counted["process_bytes"] + _heap_beyond_tensors(strategy, config, share, activations)
+    if not on_gpu and strategy.distributed_type == "FSDP" and strategy.pp_size == 1 and micro_batches == 1:
+        # Activations are freed as gradients are allocated; with accumulation, earlier gradients are there already.
+        # Measured on a CPU alone: on a GPU, both are counted.
+        activations -= min(activations, resting.get("gradients", 0.0))
     memory |= {**resting, "gathered": _gathered(strategy, config, counted, share, on_gpu),
                "activations": activations, "overhead": around}  # fmt: skip
     return memory, away
+
+
+def _heap_beyond_tensors(strategy: Strategy, config: TrainConfig, share: Share, activations: float) -> float:
+    """On a CPU: bytes of glibc's heap that are resident at the peak and hold no tensor of then."""
+    weight = weight_and_state_bytes(config)[0]
+    if strategy.distributed_type == "FSDP" and strategy.fsdp_version == 2 and _shards(strategy) > 1:
+        layers = (share.trained_layer * weight + share.frozen_layer) * share.layers
+        return _GAPS_UNDER_FSDP2 * activations + layers
+    # DeepSpeed's step copies the shard of gradients, beside the activations' pages, which the heap keeps.
+    step = share.trained * FP32 / _shards(strategy) if strategy.distributed_type == "DEEPSPEED" else 0.0
+    return _HEAP_GAPS * activations + step
 
 
 def token_slots(strategy: Strategy, config: TrainConfig) -> int:
@@ -175,6 +204,8 @@ def _gathered(strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any
             return bucket + (largest if strategy.zero_stage == 2 else 0.0)
         live = _size(strategy, "stage3_max_live_parameters", _LIVE, counted)
         again = every / strategy.second_copies if strategy.second_copies > 1 else 0.0
+        # It reduces a copy of the bucket, in the order of the ranks, of which gloo makes another.
+        bucket *= 2 if on_gpu else 3
         return every * min(1.0, live / share.parameters) + largest + bucket + again
     # FSDP: a pipeline stage stays gathered for the step; otherwise the root, two layers, and the largest gradient.
     if strategy.pp_size > 1:

@@ -50,7 +50,7 @@ def planned_ranks(run: RunFolder) -> Planned:
     case = counted_case(strategy, config, counted)
     if case.get("refused") or case["layer"] is None:
         raise ConfigError(f"the plan has no number for this run: {case.get('refused') or case['why']}")
-    shares = shares_of(strategy, counted, case)
+    shares = shares_of(strategy, config, counted, case)
     by_stage = [
         rank_memory(strategy, config, counted, case, share, planned_on.kind == "gpu")[0]
         | {"runtime": float(counted["process_bytes"])}

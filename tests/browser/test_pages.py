@@ -7,13 +7,13 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, expect
 
 from tests.browser.conftest import SHIFT_LIMIT, SIZES, THEMES, Served, Tabs, axe, is_whole, screenshot, wait_for
 from tests.forked import BY_HAND
@@ -21,11 +21,6 @@ from tests.forked import BY_HAND
 PAGES = ("/", "/data", "/runs", "/run?run=none", "/compare", "/chat", "/system")
 SHAPES = [(size, scheme) for size in SIZES for scheme in THEMES]
 USER, PASSWORD = "ada", "correct horse battery"
-_FOCUSED = """() => {
-  const shown = document.activeElement, style = getComputedStyle(shown);
-  const outline = style.outlineStyle === "none" ? 0 : parseFloat(style.outlineWidth);
-  return shown === document.body ? null : [shown.outerHTML.slice(0, 120), outline, style.boxShadow];
-}"""
 
 
 @pytest.mark.parametrize(("size", "scheme"), SHAPES)
@@ -97,21 +92,6 @@ def test_the_skip_link_leads_past_the_header(new_page: Tabs) -> None:
     page.keyboard.press("Tab")
     assert page.url.endswith("/system")
     expect(page.get_by_role("region", name="Versions")).to_be_focused()
-
-
-@pytest.mark.parametrize("path", PAGES)
-def test_the_keyboard_shows_where_it_is(new_page: Tabs, path: str) -> None:
-    page = new_page(path)
-    stops = [stop for stop in _tab_stops(page, 12) if stop]
-    assert len(stops) >= 6  # the pages' links alone
-    unseen = [stop for stop in stops if not stop[1] and stop[2] == "none"]
-    assert unseen == []
-
-
-def _tab_stops(page: Page, count: int) -> Iterator[list[object] | None]:
-    for _ in range(count):
-        page.keyboard.press("Tab")
-        yield page.evaluate(_FOCUSED)
 
 
 def test_the_links_lead_to_all_pages_and_the_tab_says_which(new_page: Tabs) -> None:

@@ -269,6 +269,74 @@ def test_each_rank_has_a_chart_and_its_memory_beside_the_plan(new_page: Tabs, se
     shutil.rmtree(run.path)
 
 
+def test_nothing_is_claimed_of_ranks_that_logged_nothing_or_are_alone(new_page: Tabs, server: Served) -> None:
+    """Control of the charts by rank and of the memory: as many as there are, none slow, and no number from nowhere."""
+    row = {"loss": 1.0, "tokens": 1, "elapsed_s": 1}
+    made = {
+        "alone": ("single", {"memory_gib_by_rank": [1.0]}),
+        "even": ("ddp", {"memory_gib_by_rank": [1.0, 1.0], "slow_ranks": []}),
+        "silent": ("ddp", {}),
+    }
+    runs = [
+        made_run(server.runs_dir, f"{name}-run", strategy=strategy, world=1 if strategy == "single" else 2)
+        for name, (strategy, _) in made.items()
+    ]
+    for run, (_, more) in zip(runs, made.values(), strict=True):
+        lines = [json.dumps({"step": step, **row, **more}) + "\n" for step in (1, 2, 3)]
+        run.metrics.write_text("".join(lines), encoding="utf-8")
+    for name, charts, memory in (("alone", 0, 1), ("even", 2, 2), ("silent", 0, 0)):
+        page = new_page(f"/run?run={name}-run")
+        ranks, note = page.locator(".ts-ranks"), page.locator(".ts-memory .ts-note")
+        page.locator(".ts-memory").scroll_into_view_if_needed()
+        expect(note).not_to_have_text("")
+        expect(page.locator(".ts-memory tbody tr")).to_have_count(memory)
+        if not memory:
+            expect(note).to_have_text("No rank has logged its memory yet.")
+        if charts:
+            expect(ranks).to_contain_text("No rank was found slow")
+            expect(page.locator(".ts-rank-slow")).to_have_count(0)
+        else:
+            expect(page.get_by_role("heading", name="Ranks", exact=True)).to_be_hidden()
+        expect(page.locator(".ts-rank:visible")).to_have_count(charts)
+    for run in runs:
+        shutil.rmtree(run.path)
+
+
+def test_ranks_and_the_large_charts_show_the_same_step(new_page: Tabs, server: Served) -> None:
+    run = made_run(server.runs_dir, "two-ranks", minutes=400)
+    lines = [
+        {"step": step, "loss": 100.0 + step, "tokens": step * 1000, "elapsed_s": step * 60,
+         "memory_gib_by_rank": [step, 2 * step]} for step in range(1, 12)
+    ]  # fmt: skip
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    page = new_page("/run?run=two-ranks")
+    loss = page.locator("figure:has(figcaption:text-is('Loss'))")
+    legend, ends = loss.locator(".u-legend .u-series"), page.locator(".ts-rank figcaption span:last-child")
+    plot, status = page.locator(".ts-rank-plot").first, page.locator(".ts-ranks .ts-note")
+    page.locator(".ts-ranks").scroll_into_view_if_needed()
+    for axis, first in (("step", "4"), ("tokens", "4000"), ("elapsed_s", "4 min 00 s")):
+        page.get_by_label("X axis").select_option(axis)
+        plot.scroll_into_view_if_needed()
+        box = plot.bounding_box()
+        assert box
+        page.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 20)
+        expect(status).to_contain_text("At step 4:")
+        expect(legend.nth(0)).to_contain_text(first)
+        expect(legend.nth(1)).to_contain_text("104")
+        page.mouse.move(box["x"] + 0.7 * box["width"], box["y"] + 20)
+        expect(legend.nth(1)).to_contain_text("108")  # control: it follows
+        page.mouse.move(2, box["y"])
+        expect(legend.nth(1)).not_to_contain_text("10")
+        area = loss.locator(".u-over")
+        area.hover(position={"x": 0.5 * (area.bounding_box() or {})["width"], "y": 50})
+        expect(legend.nth(1)).to_contain_text("106")
+        expect(ends).to_have_text(["6", "12"])
+        expect(status).to_contain_text("At step 6:")
+        page.locator("h1").hover()
+        expect(ends).to_have_text(["11", "22"])
+    shutil.rmtree(run.path)
+
+
 def test_a_failed_run_says_why_and_its_error_is_found(new_page: Tabs) -> None:
     page = new_page("/run?run=failed-run")
     alert = page.locator(".ts-alert-error")
@@ -301,6 +369,7 @@ def test_a_diagnosis_has_a_button_for_each_remedy(new_page: Tabs, server: Served
     expect(card).to_have_count(0)
     wait_for(lambda: (run.read_state() or {})["state"] == "done", "the remedied run")
     assert "non_finite: skip" in run.config.read_text()
+    expect(page.locator(".ts-notice")).to_contain_text("bad-run")  # it was started here
     shutil.rmtree(run.path)
 
 

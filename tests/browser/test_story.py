@@ -65,7 +65,9 @@ def launch(new_page: Tabs, server: Served) -> tuple[Page, RunFolder]:
     assert "accelerate_configs/fsdp2.yaml" in command
     assert f"--max_steps {STEPS}" in command
     page.get_by_role("button", name="Start training").click()
-    return page, started(page, server)
+    run = started(page, server)
+    expect(page.get_by_label("Tell me when it ends")).to_be_checked()
+    return page, run
 
 
 def test_the_whole_story(new_page: Tabs, serve: Callable[..., Served]) -> None:

@@ -118,8 +118,8 @@ def bubble(schedule: str, ranks: int, micro_batches: int) -> float:
     return idle / (_TIMES * kind.chunks * micro_batches + idle)
 
 
-def in_flight(schedule: str, ranks: int, micro_batches: int) -> float:
-    """Returns how many micro-batches of activations the fullest rank of a pipeline holds at once.
+def in_flight(schedule: str, ranks: int, micro_batches: int, rank: int = 0) -> float:
+    """Returns how many micro-batches of activations a rank of a pipeline holds at once; the first holds the most.
 
     If a rank has several stages, a micro-batch in one of them counts as a fraction.
 
@@ -127,15 +127,16 @@ def in_flight(schedule: str, ranks: int, micro_batches: int) -> float:
         schedule: A key of `SCHEDULES`.
         ranks: Ranks of one pipeline.
         micro_batches: Micro-batches per step of one pipeline.
+        rank: Rank within the pipeline.
     """
     kind = SCHEDULES[schedule]
     if schedule == "gpipe":
         return float(micro_batches)
-    if kind.turns or kind.chunks == 1:
-        return float(min(ranks, micro_batches))
-    # Forward passes before the first backward pass on rank 0, as in torch's ScheduleInterleaved1F1B.
+    if kind.turns or kind.chunks == 1:  # in a V, the early stage of a rank waits as long as the late one is short
+        return float(min(ranks if kind.turns else ranks - rank, micro_batches))
+    # Forward passes before the first backward pass, as in torch's ScheduleInterleaved1F1B.
     turn = micro_batches // max(1, micro_batches // ranks)
-    warm = 2 * (ranks - 1) + (kind.chunks - 1) * turn + 1
+    warm = 2 * (ranks - 1 - rank) + (kind.chunks - 1) * turn + 1
     return min(warm / kind.chunks, float(micro_batches))
 
 

@@ -37,6 +37,7 @@ _BUTTONS = {
 _PANELS = ("stop_without_saving", "rename", "delete", "export")
 """Actions that open a panel first."""
 _NAVIGATE = "(address) => { if (address) location.assign(address); }"
+_WATCH = "(id) => { if (id) Notices.watch(id); }"
 _MAX_REMEDIES = 6
 """Most remedies with a button."""
 _QUIET: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
@@ -72,6 +73,10 @@ class _Page:
                 )
                 for name, label in _BUTTONS.items()
             }  # fmt: skip
+        self.watch = gr.HTML(
+            html_template='<div class="ts-watch"></div>', js_on_load="Notices.control(element)", visible=False,
+            apply_default_css=False, padding=False,
+        )  # fmt: skip
         self.diagnosis = gr.HTML(apply_default_css=False, elem_id="run-diagnosis")
         with gr.Row(elem_classes="ts-actions"):
             self.remedies = [
@@ -81,12 +86,13 @@ class _Page:
         self.flags = gr.Textbox(visible=False, label="remedies")
         self.message = gr.HTML(apply_default_css=False)
         self.address = gr.Textbox(visible=False)
+        self.started = gr.Textbox(visible=False)
         self.panels: dict[str, gr.Group] = {}
         self._lay_out_panels()
         with gr.Column() as self.body:
             self._lay_out_body()
         self.digest = gr.Textbox(visible=False)
-        outputs = [self.head, self.details, self.body, self.message, *self.buttons.values(),
+        outputs = [self.head, self.details, self.body, self.message, self.watch, *self.buttons.values(),
                    self.diagnosis, *self.remedies, self.flags, self.digest]  # fmt: skip
         gr.on(None, self.refresh, self.digest, outputs, **_QUIET)
         gr.Timer(_POLL_SECONDS).tick(self.refresh, self.digest, outputs, **_QUIET)
@@ -126,7 +132,7 @@ class _Page:
     # -- refresh -----------------------------------------------------------------------------------------------------
 
     def refresh(self, digest: str | None, request: gr.Request) -> list[Any]:
-        """Updates head, details, body, message, buttons, diagnosis and digest; skips what has not changed."""
+        """Updates head, details, body, message, watch, buttons, diagnosis and digest; skips what has not changed."""
         try:
             run = _run(self.context, request)
             view = run_view(run, self.curves)
@@ -134,7 +140,8 @@ class _Page:
         except ConfigError as error:
             hidden = [gr.update(visible=False)] * len(self.buttons)
             no_remedies = [gr.update(visible=False)] * _MAX_REMEDIES
-            return [unknown_run(error.lines), "", gr.update(visible=False), "", *hidden, "", *no_remedies, "", ""]
+            gone = gr.update(visible=False)
+            return [unknown_run(error.lines), "", gone, "", gone, *hidden, "", *no_remedies, "", ""]
         done, startable = view["state"] == "done", view["state"] in END_STATES
         changes = remedies_of(diagnoses)[:_MAX_REMEDIES] if startable else []
         cards = f"{diagnosis_cards(diagnoses, done)}<!--{startable}-->"
@@ -143,9 +150,10 @@ class _Page:
         old_digests = str(digest or "").split(" ")
         old_digests = old_digests if len(old_digests) == len(digests) else [""] * len(digests)
         if old_digests == digests:
-            return [gr.skip()] * (len(self.buttons) + _MAX_REMEDIES + 7)
+            return [gr.skip()] * (len(self.buttons) + _MAX_REMEDIES + 8)
         changed = [new != old for new, old in zip(digests, old_digests, strict=True)]
         buttons = [gr.update(visible=name in view["actions"]) if changed[2] else gr.skip() for name in self.buttons]
+        watch = gr.update(visible=not startable) if changed[2] else gr.skip()
         body = gr.update(visible=True) if not old_digests[0] else gr.skip()
         message = "" if old_digests[2] and changed[2] else gr.skip()  # a message about an earlier state is obsolete
         head, details_html = (panel if new else gr.skip() for panel, new in zip(parts[:2], changed[:2], strict=True))
@@ -160,7 +168,7 @@ class _Page:
                 *remedy_buttons,
                 "\n".join(change.flags for change in changes),
             ]
-        return [head, details_html, body, message, *buttons, *remedies, " ".join(digests)]
+        return [head, details_html, body, message, watch, *buttons, *remedies, " ".join(digests)]
 
     # -- actions -----------------------------------------------------------------------------------------------------
 
@@ -181,37 +189,56 @@ class _Page:
             "stop": (actions.stop, "stop requested; the run saves and ends after its current step"),
             "save": (actions.save, "checkpoint requested; the run saves it after its current step and continues"),
             "cancel": (actions.stop, "cancelled"),
-            "resume": (actions.resume, "resumed; the run continues in the background"),
             "move_up": (lambda run: actions.move(run, -1), ""),
             "move_down": (lambda run: actions.move(run, 1), ""),
         }
         for name, (work, done) in handlers.items():
             self.buttons[name].click(self._handler(work, done), None, self.message, api_visibility="private")
 
+        def resume(run: RunFolder, _: str) -> RunFolder:
+            actions.resume(run)
+            return run
+
+        self._connect_start(self.buttons["resume"], resume, "resumed; the run continues in the background")
         for index, button in enumerate(self.remedies):
-            handler = self._remedy_handler(index)
-            button.click(handler, self.flags, [self.message, self.address], api_visibility="private").then(
-                None, self.address, None, js=_NAVIGATE
-            )
+            success = "resumed with this remedy; the run continues in the background"
+            self._connect_start(button, self._apply_remedy(index), success)
         self._link_to_form("clone", "clone")
         self._link_to_form("resume_changed", "resume")
 
-    def _remedy_handler(self, index: int) -> Callable[[str, gr.Request], list[str]]:
-        """Applies the remedy with this index among the options that the page showed."""
+    def _apply_remedy(self, index: int) -> Callable[[RunFolder, str], RunFolder]:
+        """Starts a run with the remedy of this index among the options that the page showed; returns the run."""
+
+        def apply(run: RunFolder, listed: str) -> RunFolder:
+            flags = dict(enumerate(listed.splitlines()))
+            job = remedied(run, diagnose(run, self.curves), flags.get(index, ""))
+            background.start(job)
+            return job.run
+
+        return apply
+
+    def _connect_start(self, button: gr.Button, start: Callable[[RunFolder, str], RunFolder], success: str) -> None:
+        """Makes the button start a run; the browser then watches it, and opens its page if it is a new one.
+
+        Args:
+            button: the button.
+            start: takes the run of the page and the remedies that were shown; returns the run that it has started.
+            success: the message if that is the run of the page.
+        """
 
         def handler(listed: str, request: gr.Request) -> list[str]:
-            address = []
+            id_and_address = ["", ""]
 
             def work(run: RunFolder) -> None:
-                flags = dict(enumerate(str(listed or "").splitlines()))
-                job = remedied(run, diagnose(run, self.curves), flags.get(index, ""))
-                background.start(job)
-                address.extend([f"run?{urlencode({'run': job.run.id})}"] if job.run.path != run.path else [])
+                started = start(run, str(listed or ""))
+                address = "" if started.path == run.path else f"run?{urlencode({'run': started.id})}"
+                id_and_address[:] = [started.id, address]
 
-            message = self._act(work, "resumed with this remedy; the run continues in the background", request)
-            return [message, address[0] if address else ""]
+            return [self._act(work, success, request), *id_and_address]
 
-        return handler
+        outputs = [self.message, self.started, self.address]
+        event = button.click(handler, self.flags, outputs, api_visibility="private")
+        event.then(None, self.started, None, js=_WATCH).then(None, self.address, None, js=_NAVIGATE)
 
     def _link_to_form(self, name: str, key: str) -> None:
         """Makes the button open the Train page with this run in the URL."""

@@ -93,7 +93,7 @@ _LAUNCH, _LAUNCH_ANYWAY = "Start training", "Start anyway"
 """Labels of the button; the second asks to confirm a run that is not expected to fit."""
 _DEVICES = 3
 """Index of the devices among the outputs of `prefill`."""
-_GO_TO_RUN = "(id) => { if (id) location.assign('run?run=' + encodeURIComponent(id)); }"
+_GO_TO_RUN = "(id) => { if (id) { Notices.watch(id); location.assign('run?run=' + encodeURIComponent(id)); } }"
 _START_OVER = "() => { tunesmithDraft.clear(); location.assign(location.pathname); }"
 
 

@@ -32,6 +32,14 @@ const Live = (() => {
     return tick;
   }
 
+  // Parts of a page that show the values of one step do so together: `show` is called with the step under the pointer of
+  // another part, or null. Returns the function that tells the others.
+  const parts = new Set();
+  function follow(show) {
+    parts.add(show);
+    return (step) => parts.forEach((other) => { if (other !== show) other(step); });
+  }
+
   function durationText(seconds) {
     if (seconds == null || !isFinite(seconds)) return "-";
     const rounded = Math.max(0, Math.round(seconds));
@@ -63,5 +71,5 @@ const Live = (() => {
   const badge = (state) => make("span", { class: `ts-badge ts-${/^[a-z]+$/.test(state) ? state : "unknown"}` }, state);
   const runPage = (id) => `run?${new URLSearchParams({ run: id })}`;
 
-  return { make, poll, durationText, timeText, numberText, badge, runPage };
+  return { make, poll, follow, durationText, timeText, numberText, badge, runPage };
 })();

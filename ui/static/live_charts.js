@@ -45,12 +45,19 @@ Object.assign(Live, (() => {
   const isSinglePoint = (line) => line.y.filter((value) => value != null).length === 1;  // needs a marker: a line through one point is invisible
   const AXIS = { step: ["step", numberText], tokens: ["tokens", numberText], elapsed_s: ["time trained", durationText] };
 
-  /* Charts that share a cursor and a zoom. `changed` is called with the range of x, or null for all of it. */
+  /* Charts that share a cursor and a zoom. `changed` is called with the range of x, or null for all of it; `pointed` with
+     the x under the pointer, or null once it has left. */
   class ChartGroup {
-    constructor(changed) {
+    constructor(changed, pointed) {
       this.charts = [];
       this.zoom = null;
       this.changed = changed;
+      this.pointed = pointed;
+    }
+
+    // Shows the values at x in every chart, as the pointer would; null ends that.
+    pointTo(x) {
+      for (const chart of this.charts) chart.pointTo(x);
     }
 
     zoomTo(range) {
@@ -63,7 +70,7 @@ Object.assign(Live, (() => {
   /* One chart. `show` takes lines, each {label, x, y, low, high, colour (index), faint, dots}, and marks, each {x, label};
      a mark without a label is a tick on the x axis. */
   class Chart {
-    constructor(parent, name, { height = 190, group = new ChartGroup(() => {}) } = {}) {
+    constructor(parent, name, { height = 190, group = new ChartGroup(() => {}, () => {}) } = {}) {
       this.name = name;
       this.group = group;
       group.charts.push(this);
@@ -106,6 +113,13 @@ Object.assign(Live, (() => {
       this.describe();
     }
 
+    pointTo(x) {
+      if (!this.plot || this.box.hidden) return;
+      const left = x == null ? -1 : this.plot.valToPos(x, "x");
+      const inside = left >= 0 && left <= this.plot.over.clientWidth;
+      this.plot.setCursor(inside ? { left, top: 0 } : { left: -10, top: -10 });
+    }
+
     describe() {
       const known = this.line.y.filter((value) => value != null), [unit, text] = this.unit;
       const range = this.group.zoom ? `, zoomed to ${unit} ${this.group.zoom.map(text).join(" to ")}` : "";
@@ -143,6 +157,8 @@ Object.assign(Live, (() => {
         legend: { live: true }, cursor: this.cursor(),
         hooks: { draw: [(plot) => this.drawMarks(plot, text)], setSelect: [(plot) => this.zoomToSelection(plot)] },
       }, data, this.plotArea);
+      this.plot.over.addEventListener("mousemove", (event) => this.group.pointed(this.plot.posToVal(event.offsetX, "x")));
+      this.plot.over.addEventListener("mouseleave", () => this.group.pointed(null));
     }
 
     // The cursor is shown at the same x in all charts of the group; a drag zooms, a double click shows everything.

@@ -1,6 +1,6 @@
 // One small chart per rank, all on the same axes, and the memory that was planned beside what was measured.
 Live.ranks = (element, server) => {
-  const { make, poll, numberText } = Live;
+  const { make, poll, follow, numberText } = Live;
   const root = element.querySelector(".ts-ranks");
   const id = new URLSearchParams(location.search).get("run") || "";
   const NAMES = { local_work: "Own work, share of the time", memory_gib: "Memory, GiB", memory_reserved_gib: "Memory reserved, GiB",
@@ -12,7 +12,7 @@ Live.ranks = (element, server) => {
   const grid = make("div", { class: "ts-rank-grid" });
   const heading = root.previousElementSibling;
   root.append(make("div", { class: "ts-tools" }, make("label", {}, "Metric ", metric), every), status, grid);
-  let all = false, token = null, answer = null, cells = [], summary = "";
+  let all = false, token = null, answer = null, cells = [], summary = "", pointed = null;
 
   function reload() {
     token = null;
@@ -40,7 +40,6 @@ Live.ranks = (element, server) => {
     const first = answer.steps[0], length = answer.steps.at(-1) - first || 1;
     const at = (step) => (WIDTH * (step - first)) / length;
     summary = `${sentence()} Each chart goes from ${numberText(low)} to ${numberText(high)}.`;
-    status.textContent = `${summary} The last values:`;
     cells = answer.ranks.map((entry) => {
       const points = entry.values.map((value, index) => value == null ? null
         : `${at(answer.steps[index]).toFixed(1)},${(HEIGHT - 1 - ((value - low) / span) * (HEIGHT - 2)).toFixed(1)}`).filter(Boolean);
@@ -57,29 +56,34 @@ Live.ranks = (element, server) => {
       return { box, plot, line, value, entry, last: numberText(known.at(-1)) };
     });
     grid.replaceChildren(...cells.map((cell) => cell.box));
+    show(pointed);
   }
 
-  // All charts show the same step while the pointer is over one of them.
-  function point(event) {
+  // All charts show the same step, that of the pointer: here, or in the charts of the run. Returns the logged step.
+  function show(step) {
+    pointed = step;
+    if (!answer) return step;
+    const index = step == null ? null
+      : answer.steps.reduce((best, value, number) => Math.abs(value - step) < Math.abs(answer.steps[best] - step) ? number : best, 0);
+    const logged = answer.steps[index], first = answer.steps[0], length = answer.steps.at(-1) - first || 1;
+    status.textContent = `${summary} ${step == null ? "The last values:" : `At step ${numberText(logged)}:`}`;
+    for (const { line, value, entry, last } of cells) {
+      line.hidden = step == null;
+      if (step != null) line.style.left = `${(100 * (logged - first)) / length}%`;
+      value.textContent = step == null ? last : numberText(entry.values[index]);
+    }
+    return logged;
+  }
+  const tellOthers = follow(show);
+  grid.addEventListener("pointermove", (event) => {
     const plot = event.target.closest?.(".ts-rank-plot");
     if (!plot || !answer) return;
     const box = plot.getBoundingClientRect(), first = answer.steps[0], length = answer.steps.at(-1) - first || 1;
-    const step = first + ((event.clientX - box.left) / box.width) * length;
-    const index = answer.steps.reduce((best, value, number) => Math.abs(value - step) < Math.abs(answer.steps[best] - step) ? number : best, 0);
-    status.textContent = `${summary} At step ${numberText(answer.steps[index])}:`;
-    for (const { line, value, entry } of cells) {
-      line.hidden = false;
-      line.style.left = `${(100 * (answer.steps[index] - first)) / length}%`;
-      value.textContent = numberText(entry.values[index]);
-    }
-  }
-  grid.addEventListener("pointermove", point);
+    tellOthers(show(first + ((event.clientX - box.left) / box.width) * length));
+  });
   grid.addEventListener("pointerleave", () => {
-    status.textContent = `${summary} The last values:`;
-    for (const { line, value, last } of cells) {
-      line.hidden = true;
-      value.textContent = last;
-    }
+    show(null);
+    tellOthers(null);
   });
 
   // Nothing is asked for while the section is out of sight.

@@ -1,13 +1,14 @@
 // The charts of one run.
 Live.run = (element, server) => {
-  const { make, poll, merged, smoothed, isSmoothed, Chart, ChartGroup, chartTools } = Live;
+  const { make, poll, follow, merged, smoothed, isSmoothed, Chart, ChartGroup, chartTools } = Live;
   const root = element.querySelector(".ts-charts");
   const id = new URLSearchParams(location.search).get("run") || "";
   const read = chartTools(root, null, draw);
   const status = make("p", { class: "ts-note", role: "status" });
   const grid = make("div", { class: "ts-chart-grid" });
   const whole = make("button", { class: "ts-button", type: "button", hidden: "" }, "Show the whole run");
-  const group = new ChartGroup((range) => { whole.hidden = !range; });
+  const group = new ChartGroup((range) => { whole.hidden = !range; }, (x) => tellOthers(x == null ? null : stepAt(x)));
+  const tellOthers = follow((step) => group.pointTo(step == null || !data ? null : toAxis(step)));
   whole.addEventListener("click", () => group.zoomTo(null));
   root.querySelector(".ts-tools").append(whole);
   root.append(status, grid);
@@ -27,16 +28,23 @@ Live.run = (element, server) => {
   ].map(([name, lines, logs]) => ({ name, lines, logs, chart: new Chart(grid, name, { group }) }));
   let data = null, shownAxis = null;
 
+  // A step on the x axis that is shown; null where nothing was logged.
+  function toAxis(step) {
+    if (shownAxis === "step") return step;
+    const index = data.train.step.findIndex((value) => value >= step);
+    return index < 0 ? null : data.train[shownAxis][index];
+  }
+
+  // The logged step that is nearest to a place on the x axis.
+  function stepAt(x) {
+    const distances = data.train[shownAxis].map((value) => (value == null ? Infinity : Math.abs(value - x)));
+    return data.train.step[distances.indexOf(Math.min(...distances))];
+  }
+
   function draw(options) {
     if (!data) return;
     if (shownAxis !== options.axis && group.zoom) group.zoomTo(null);  // a range of steps is none of tokens
     shownAxis = options.axis;
-    const train = data.train;
-    const toAxis = (step) => {
-      if (options.axis === "step") return step;
-      const index = train.step.findIndex((value) => value >= step);
-      return index < 0 ? null : train[options.axis][index];
-    };
     const marks = data.attempts.slice(1).map(([attempt, step]) => ({ x: toAxis(step), label: `attempt ${attempt + 1}` }));
     const saved = (data.checkpoints || []).map((step) => ({ x: toAxis(step), label: "" }));
     for (const { name, lines, logs, chart } of CHARTS) {

@@ -20,14 +20,12 @@
 
   // Cards: the text field of the strategy holds the choice; its radio buttons follow it, and set it.
   const strategy = () => field("strategy")?.querySelector("input, textarea");
-  const opened = new Set();
   let focused = "";
 
   const showChoice = () => {
     const cards = document.getElementById("strategy-cards");
     if (!cards || !strategy()) return;
     const chosen = strategy().value.trim() || cards.dataset.default;
-    for (const fold of document.querySelectorAll("#train-cards details")) if (opened.has(fold.dataset.fold)) fold.open = true;
     for (const radio of cards.querySelectorAll("input")) {
       if (radio.checked !== (radio.value === chosen)) radio.checked = radio.value === chosen;
       if (radio.checked && radio.closest("details")) radio.closest("details").open = true;
@@ -48,10 +46,6 @@
   document.addEventListener("focusin", (event) => {
     focused = event.target.matches?.("#strategy-cards input") ? event.target.value : "";
   });
-  document.addEventListener("toggle", (event) => {
-    const fold = event.target.dataset?.fold;
-    if (fold && event.target.isConnected) opened[event.target.open ? "add" : "delete"](fold);
-  }, true);
 
   // Files dropped on the zone go to the upload of Gradio.
   const zone = (event) => event.target.closest?.("#upload-data");

@@ -1,14 +1,21 @@
-// Sets the title of the browser tab to the page, or to the run on a run's page. Gradio sets one title for all pages.
-(() => {
+// Sets the title of the browser tab to the page, or to the run on a run's page, or to a mark for something else. Gradio
+// sets one title for all pages.
+const PageTitle = (() => {
   const names = { data: "Data", runs: "Runs", run: "Run", compare: "Compare", chat: "Chat", system: "System" };
   const page = location.pathname.replace(/\/+$/, "").split("/").pop();
   const run = page === "run" && (new URLSearchParams(location.search).get("run") || "");
   // `document.title` collapses whitespace; a title that never equals it would be set again forever.
-  const runName = run && run.replace(/[\s\x00-\x1f]+/g, " ").trim();
-  const title = `${runName || names[page] || "Train"} · Tunesmith`;
+  const collapsed = (text) => text.replace(/[\s\x00-\x1f]+/g, " ").trim();
+  const own = (run && collapsed(run)) || names[page] || "Train";
+  let title = "";
   const update = () => { if (document.title !== title) document.title = title; };
+  const mark = (text) => {
+    title = `${collapsed(text) || own} · Tunesmith`;
+    update();
+  };
   new MutationObserver(update).observe(document.head, { childList: true, characterData: true, subtree: true });
-  update();
+  mark("");
+  return { mark };
 })();
 
 // Shows a page once it is whole: its first requests are answered, no part of it waits (`ts-wait`), and its height has
@@ -37,5 +44,6 @@
     window.fetch = plainFetch;
     document.documentElement.dataset.shown = "";
     performance.mark("ts-shown");
+    dispatchEvent(new Event("ts-shown"));
   }, CHECK_MS);
 })();

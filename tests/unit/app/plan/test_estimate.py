@@ -202,7 +202,8 @@ def test_what_is_whole_for_a_while() -> None:
     assert gathered("fsdp2") == gathered("fsdp2", kind="gpu") + 2 * 4 * 100
     assert gathered("fsdp1_grad_op") == 4 * (1000 + 200)
     assert gathered("pp_fsdp2", 4) == 4 * (600 + 600)  # a stage and its gradients to the step's end
-    assert gathered("zero3") == 4 * (1000 + 200 + 1000)
+    # Its bucket is copied to be reduced, and by gloo again.
+    assert gathered("zero3") == 4 * (1000 + 200 + 3 * 1000)
 
 
 def test_the_heap_of_a_cpu_keeps_gaps() -> None:
@@ -214,13 +215,37 @@ def test_the_heap_of_a_cpu_keeps_gaps() -> None:
     assert gpu["overhead"] == (CUDA_GIB + NCCL_GIB) * GIB
 
 
+def test_the_heap_keeps_a_hole_for_each_gathered_layer_and_the_copy_of_a_step() -> None:
+    def overhead(name: str, processes: int = 2) -> float:
+        memory = row(name, processes).memory
+        assert memory
+        return memory["overhead"]
+
+    assert overhead("fsdp2") == overhead("cp") == 7 + 0.5 * (50 + 8 * 10) + 8 * 100 * 4
+    assert overhead("fsdp1") == overhead("ddp")  # control: it gathers into one tensor per layer
+    assert overhead("zero1") == overhead("zero3") == overhead("ddp") + 4 * 1000 / 2
+
+
+def test_activations_give_way_to_gradients_where_no_earlier_ones_wait() -> None:
+    def activations(kind: str, **more: Any) -> float:
+        memory = row("fsdp2", kind=kind, **more).memory
+        assert memory
+        return memory["activations"]
+
+    assert activations("cpu", global_batch_size=8) == 0  # less than the gradients
+    assert activations("cpu") == activations("gpu") == activations("gpu", global_batch_size=8) == 50 + 8 * 10
+
+
 def test_a_pipeline_keeps_several_micro_batches() -> None:
     one, several = row("single").memory, row("pp").memory
     assert one
     assert several
     assert one["activations"] == 50 + 8 * 10
-    # Two in flight; and for each of the four a buffer of 4 rows of 64 tokens of 10 numbers from the other rank.
-    assert several["activations"] == 50 + 5 * 10 * 2 + 4 * 4 * LENGTH * 10 * 4
+    # The first rank has no logits, and two in flight; and for each of the four a buffer of 4 rows of 64 tokens of 10
+    # numbers from the other rank.
+    assert several["activations"] == 5 * 10 * 2 + 4 * 4 * LENGTH * 10 * 4
+    assert [in_flight("1f1b", 4, 16, rank) for rank in range(4)] == [4, 3, 2, 1]
+    assert in_flight("interleaved", 4, 16, 3) == (4 + 1) / 2
     assert [in_flight(name, 4, 16) for name in ("gpipe", "1f1b", "zbv")] == [16, 4, 4]
     assert in_flight("interleaved", 4, 16) == (2 * 3 + 4 + 1) / 2
     assert in_flight("1f1b", 4, 2) == 2

@@ -175,14 +175,15 @@ def test_a_script_is_told_and_nobody_is_asked(tmp_path: Path, monkeypatch: pytes
     import gradio as gr
 
     from ui.context import ServerContext
-    from ui.pages import train
+    from ui.pages import train, train_scripts
 
     served: dict[str, Any] = {}
-    monkeypatch.setattr(train.gr, "api", lambda function, api_name, **_: served.update({api_name: function}))
-    monkeypatch.setattr(train, "start", lambda job: None)
-    monkeypatch.setattr(train, "memory_verdict", lambda job: Verdict(False, "needs 99 GiB" if by_count else ""))
+    monkeypatch.setattr(gr, "api", lambda function, api_name, **_: served.update({api_name: function}))
+    monkeypatch.setattr(train_scripts, "start", lambda job: None)
+    monkeypatch.setattr(train_scripts, "memory_verdict", lambda job: Verdict(False, "needs 99 GiB" if by_count else ""))
     with gr.Blocks():
-        train._Form(ServerContext(tmp_path / "runs", (tmp_path,), tmp_path / "uploads", False)).serve_scripts()
+        form = train._Form(ServerContext(tmp_path / "runs", (tmp_path,), tmp_path / "uploads", False))
+        train_scripts.serve_scripts(form.preview_request)
     made = served["launch"]({"preset": "tiny-lora", "num_processes": 1})
     assert made["warnings"] == ["needs 99 GiB"] * by_count
 
