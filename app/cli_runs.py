@@ -28,11 +28,18 @@ def runs_list(runs_dir: RunsDir = RUNS, json: Json = False) -> int:
 
 
 @runs_app.command("show")
-def runs_show(run: RunName, runs_dir: RunsDir = RUNS, json: Json = False) -> int:
-    """Show the status of a run: state, cause, latest metrics, checkpoints."""
+def runs_show(
+    run: RunName,
+    plan: Annotated[
+        bool, typer.Option("--plan", metavar="", help="Count the model, and show planned beside measured memory.")
+    ] = False,
+    runs_dir: RunsDir = RUNS,
+    json: Json = False,
+) -> int:
+    """Show the status of a run: state, cause, latest metrics, checkpoints, memory, proofs."""
     from app.commands.runs import show_verb
 
-    return show_verb(run, runs_dir, json)
+    return show_verb(run, plan, runs_dir, json)
 
 
 @runs_app.command("logs")

@@ -10,6 +10,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from app.prove.proof import LOSS_TOLERANCE, NORM_TOLERANCE
+from app.runs.proofs import ProofFolder
 from trainers.config.parse import dump_yaml
 from trainers.config.validation import build
 from trainers.config.yaml_file import parse_yaml
@@ -125,3 +127,40 @@ def add_checkpoint(run: RunFolder, step: int, best: int | None = None, files: Se
     progress = {"step": step, "best_step": best, "best_score": None, "tokens": step * 3680, "elapsed_s": step * 0.7}
     write_json(folder / "manifest.json", {"format": 1, "step": step, "world": len(files), "progress": progress})
     return folder
+
+
+def proof_document(passed: bool | None, loss: Any = 4e-8, norm: Any = 1e-5, **parts: Any) -> dict[str, Any]:
+    """What `tunesmith prove` reports of one strategy.
+
+    Args:
+        passed: the verdict.
+        loss: largest difference of the loss.
+        norm: largest difference of the gradient norm.
+        parts: of the document; `row`: of its row.
+    """
+    row = {"strategy": "ddp", "world_size": 2, "passed": passed, "max_loss_difference": loss, "reason": None,
+           "max_grad_norm_difference": norm, "bit_equal_steps": 3, "seconds": 20.5, **parts.pop("row", {})}  # fmt: skip
+    tolerance = {"loss": LOSS_TOLERANCE, "grad_norm": NORM_TOLERANCE}
+    return {"steps": 20, "rows": [row], "tolerance": tolerance, "interrupted": False,
+            "reference": {"cause": None, "seconds": 10}, **parts}  # fmt: skip
+
+
+def add_proof(run: RunFolder, document: Any, number: int = 1, control: bool = False, output: str = "") -> ProofFolder:
+    """A proof that has ended.
+
+    Args:
+        run: the run.
+        document: its report; None if it left none.
+        number: of the proof.
+        control: whether it trained with the known fault.
+        output: what it printed.
+    """
+    proof = ProofFolder(run.path / "proofs" / str(number))
+    run.own_folder("proofs")
+    proof.report.mkdir(parents=True)
+    proof.write_note({"control": control, "started_at": BEGUN.isoformat()})
+    proof.output.write_text(output, encoding="utf-8")
+    if document is not None:
+        write_json(proof.report / "report.json", document)
+        (proof.report / "report.md").write_text("# Does the strategy change the model?\n", encoding="utf-8")
+    return proof

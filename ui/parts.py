@@ -31,6 +31,16 @@ def text(value: Any) -> Html:
     return Html(_NONE if value is None else escape(clean(str(value)), quote=True))
 
 
+def with_code(line: Any) -> Html:
+    """A sentence as HTML, in which `a command in backticks` is set as code."""
+    if isinstance(line, Html):
+        return line
+    parts = clean(str(line)).split("`")
+    if len(parts) % 2 == 0:
+        return text(line)
+    return join(element("code", part) if index % 2 else part for index, part in enumerate(parts))
+
+
 def join(fragments: Iterable[Any], between: str = "") -> Html:
     """The fragments one after another, each escaped unless it is `Html`."""
     return Html(between.join(text(fragment) for fragment in fragments))
@@ -150,13 +160,13 @@ def alert_list(lines: Sequence[Any], kind: Kind = "error") -> Html:
     if not lines:
         return Html("")
     role = "alert" if kind == "error" else "status"
-    items = join(element("li", line) for line in lines)
+    items = join(element("li", with_code(line)) for line in lines)
     return element("div", element("ul", items), class_=f"ts-alert ts-alert-{kind}", role=role)
 
 
 def note(line: Any) -> Html:
     """A muted sentence, e.g. on an empty page."""
-    return element("p", line, class_="ts-note")
+    return element("p", with_code(line), class_="ts-note")
 
 
 def loading() -> Html:
@@ -186,7 +196,7 @@ def data_table(
         rows: a cell per column; escaped unless `Html`.
         caption: caption for screen readers only.
         numeric: indices of right-aligned columns.
-        empty: text shown when there are no rows.
+        empty: text shown in its place when there are no rows.
         sort: whether readers may sort it and, when it is long, filter it; the caption has to be unique on the page.
     """
     right = dict.fromkeys(numeric, "ts-number")
@@ -199,7 +209,7 @@ def data_table(
         for row in rows
     ]
     if not lines:
-        lines = [element("tr", element("td", empty, colspan=len(headers), class_="ts-note"))]
+        return note(empty)
     title = element("caption", caption, class_="ts-unseen") if caption else ""
     table = element("table", join([title, element("thead", element("tr", head)), element("tbody", join(lines))]))
     return element(

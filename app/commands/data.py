@@ -174,7 +174,7 @@ def summary_lines(statistics: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(("packing efficiency", f"{statistics['packing_efficiency']:.1%}"))
     if steps is not None:
         size = statistics["global_batch_size"]
-        lines.append(("steps", f"{steps:,} per epoch with {size:,} rows each, {statistics['total_steps']:,} in total"))
+        lines.append(("steps", f"{steps:,} per pass with {size:,} rows each, {statistics['total_steps']:,} in total"))
     return lines
 
 

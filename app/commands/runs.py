@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from app.runs.runs import (
 from app.runs.state import queue
 from app.services.diagnosis import apply_remedy, diagnosed
 from app.services.memory_check import known_verdict, memory_verdict
+from app.services.proofs import entries, proof_line
 from trainers.config.mistakes import ConfigError
 from trainers.config.parse import Request
 from trainers.config.presets import find_preset, preset_names
@@ -226,14 +227,19 @@ def _row(row: dict[str, Any]) -> list[Any]:
     return [row["id"], row["state"], steps, row["preset"], row["strategy"], devices, started, short_cause]
 
 
-def show_verb(name: str, runs_dir: Path, as_json: bool) -> int:
+def show_verb(name: str, plan: bool, runs_dir: Path, as_json: bool) -> int:
     """`tunesmith runs show`."""
+    from app.runs.metrics import Curves  # they import numpy, which takes a while
+    from app.services.planned_memory import memory_of
+
     run = find_run(name, runs_dir)
     document = {**summary(run), "last_checkpoint": last_checkpoint(run), "metrics": last_values(run)}
     export_dir, diagnoses = (run.read_state() or {}).get("export_dir"), diagnosed(run)
+    memory, proofs = memory_of(run, Curves(), plan), entries(run)
     if as_json:
         diagnosis = [entry.as_json() for entry in diagnoses]
-        report_json({**document, "export_dir": export_dir, "diagnosis": diagnosis, "profiles": profiles(run)})
+        parts = {"diagnosis": diagnosis, "profiles": profiles(run), "memory": memory, "proofs": proofs}
+        report_json({**document, "export_dir": export_dir, **parts})
         return 0
     values = document.pop("metrics")
     facts = {**document, "model": export_dir, "gpus": ",".join(map(str, document["gpus"])) or "none"}
@@ -242,10 +248,23 @@ def show_verb(name: str, runs_dir: Path, as_json: bool) -> int:
     for profile in profiles(run):
         shares = ", ".join(f"{share:.0%} {SHARES[name]}" for name, share in profile["shares"].items())
         report(f"profile of rank {profile['rank']}, {profile['steps']} steps from {profile['first_step']}: {shares}")
+    if plan:
+        _report_memory(memory)
+    for proof in proofs:
+        report(f"proof {proof['number']}{', with a known fault' if proof['control'] else ''}: {proof_line(proof)}")
     say_diagnoses(run, document, diagnoses)
     if document["state"] in ("stopped", "failed"):
         say(f"continue with: tunesmith resume {shlex.quote(str(run.path))}")
     return 0
+
+
+def _report_memory(memory: Mapping[str, Any]) -> None:
+    if memory["error"]:
+        say(f"no plan: {clean(memory['error'])}")
+    names = ("measured_gib", "planned_gib")
+    rows = [[row["rank"], *(number(row[name], 2) for name in names), number(row["ratio"], 2)] for row in memory["rows"]]
+    show_table(["rank", "measured, GiB", "planned, GiB", "planned / measured"], rows)
+    report(memory["note"])
 
 
 def logs_verb(name: str, follow: bool, runs_dir: Path) -> int:
@@ -330,7 +349,7 @@ def compare_verb(
     names: Sequence[str], by: str | None, csv: Path | None, differences: bool, runs_dir: Path, as_json: bool
 ) -> int:
     """`tunesmith runs compare`."""
-    from app.runs.compare import as_csv, compare, measure_text  # they import numpy, which takes a while
+    from app.runs.compare import as_csv, compare, measure_texts  # they import numpy, which takes a while
     from app.runs.metrics import Curves
 
     runs = list({run.path: run for run in (find_run(name, runs_dir) for name in names)}.values())
@@ -349,14 +368,14 @@ def compare_verb(
     rows = [["state", *(run["state"] for run in comparison["runs"])]]
     for row in comparison["measures"]:
         label = f"{row['label']}{', ' + row['unit'] if row['unit'] else ''}"
-        pairs = zip(row["values"], row["steps"], strict=True)
-        rows.append([label, *(measure_text(value) + (f" at step {step}" if step else "") for value, step in pairs)])
+        pairs = zip(measure_texts(row["values"]), row["steps"], strict=True)
+        rows.append([label, *(text + (f" at step {step}" if step else "") for text, step in pairs)])
     settings = [row for row in comparison["settings"] if row["differs"] or not differences]
     rows += [[row["name"], *("-" if value in (None, "") else value for value in row["values"])] for row in settings]
     show_table(headers, rows)
     for group in comparison["groups"]:
         if spread := group["values"].get(comparison["by"]):
-            mean, low, high = (measure_text(spread[key]) for key in ("mean", "min", "max"))
+            mean, low, high = measure_texts([spread[key] for key in ("mean", "min", "max")])
             label = f"{spread['runs']} seeds ({group['label']}), {comparison['by']}"
             report(f"{label}: mean {mean}, standard deviation {spread['std']:,.3g}, from {low} to {high}")
     report(comparison["verdict"])

@@ -20,6 +20,7 @@ from app.console import shortened
 from app.launch import background, slurm
 from app.launch.foreground import refusal_in, run_program
 from app.launch.job import TrainJob, clone_job, resume_job, writable_parent
+from app.runs.proofs import lock_proofs, proofs
 from app.runs.runs import run_of_id, true_state
 from app.runs.scheduled import cancel_waiting
 from app.runs.state import queue
@@ -143,7 +144,8 @@ def _ended(run: RunFolder, verb: str) -> Iterator[TextIO]:
         verb: the action, for error messages, such as `delete`.
 
     Raises:
-        ConfigError: if the run is still live, or its folder is a link or has no record of what the run wrote.
+        ConfigError: if the run is still live or being proved, or its folder is a link or has no record of what the run
+            wrote.
     """
     state = true_state(run)["state"]
     if state not in END_STATES:
@@ -152,7 +154,7 @@ def _ended(run: RunFolder, verb: str) -> Iterator[TextIO]:
         raise ConfigError(f"{run.path} is a link; {verb} the folder it points to")
     if not run.record.exists():
         raise ConfigError(f"{run.path} has no {RECORD}, so which files the run wrote is unknown; {verb} it by hand")
-    with run.hold() as lock:
+    with run.hold() as lock, lock_proofs(run) if proofs(run) else contextlib.nullcontext():
         yield lock
 
 

@@ -87,7 +87,7 @@ def node(run: RunFolder) -> int:
         return 1
     job = _job(run, placement)
     state = join_to_end(job, launch_environment(job.devices), _unheard, reserved=True)
-    return EXIT_CODES.get(str(state["state"]), 1)
+    return EXIT_CODES.get(str(state["state"]), 0)
 
 
 def _head(run: RunFolder, placement: Placement) -> int:
@@ -111,7 +111,7 @@ def _head(run: RunFolder, placement: Placement) -> int:
             share_gpus=True,
         )  # fmt: skip
         state = _after_limit(run, placement.job, state)
-        return EXIT_CODES.get(str(state["state"]), 1)
+        return EXIT_CODES.get(str(state["state"]), 0)
 
 
 def _hold(run: RunFolder) -> TextIO:

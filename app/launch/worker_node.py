@@ -57,7 +57,7 @@ class _WorkerNode:
 
     def __init__(self, job: TrainJob, env: Mapping[str, str], on_event: Listener, signals: RunSignals, reserved: bool):
         self.job, self.run, self.env, self.signals = job, job.run, env, signals
-        self.reserved = reserved
+        self.reserved, self.has_trained = reserved, False
         self.name = f"machine {job.devices.machine_rank}"
         self.status_file = NodeStatus(job.run, job.devices.machine_rank)
         self.listener = on_event
@@ -101,6 +101,8 @@ class _WorkerNode:
             # machine 0 has started it, there is no run to ask, so a stop signal just leaves.
             state = self._state()
             self.run.refuse_lost()
+            if self.reserved and self.has_trained and state.get("state") == "queued":
+                return state  # for the next start of the job, which starts this node again
             if state.get("state") in LIVE_STATES:
                 self.resumes = False
                 self.signals.pass_on(self.run, self.tell)
@@ -153,6 +155,7 @@ class _WorkerNode:
         if self.held is None:
             return
         self.joined, devices, self.doing = launch, self.job.devices, "trained"
+        self.has_trained = True
         argv = launch_argv(
             self.run, devices.num_processes, notice.get("resume_from"), devices.machines,
             float(notice.get("timeout") or JOIN_TIMEOUT),

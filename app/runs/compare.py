@@ -165,11 +165,24 @@ def measure_text(value: float | None) -> str:
     return f"{value:,.0f}" if value == int(value) or abs(value) >= 1e4 else f"{value:,.5g}"
 
 
+def measure_texts(values: Sequence[float | None]) -> list[str]:
+    """Values of one measure, all with as many decimals: five significant digits of the largest."""
+    texts = [measure_text(value) for value in values]
+    decimals = max(len(text.partition(".")[2]) for text in texts)
+    largest = max((abs(value) for value in values if value), default=1.0)
+    decimals = min(decimals, max(0, 4 - math.floor(math.log10(largest))))
+    return [
+        text if value is None or "e" in text else f"{value:,.{decimals}f}"
+        for text, value in zip(texts, values, strict=True)
+    ]
+
+
 def _row(name: str, pairs: Sequence[tuple[float, int | None] | None]) -> dict[str, Any]:
     measure, values = MEASURES[name], [pair[0] if pair else None for pair in pairs]
-    known = [value for value in values if value is not None]
+    read = [None if value is None else float(f"{value:.5g}") for value in values]  # equal if they read alike
+    known = [value for value in read if value is not None]
     best = {"low": min, "high": max}[measure.better](known) if measure.better and len(known) > 1 else None
-    winners = [index for index, value in enumerate(values) if best is not None and value == best]
+    winners = [index for index, value in enumerate(read) if best is not None and value == best]
     return {
         "name": name, "label": measure.label, "unit": measure.unit, "pick": PICKS[measure.pick],
         "better": measure.better, "values": values, "steps": [pair[1] if pair else None for pair in pairs],

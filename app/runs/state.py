@@ -40,7 +40,7 @@ def queue(runs_dir: Path) -> list[dict[str, Any]]:
     for position, ticket in enumerate(tickets, start=1):
         need = ticket.need
         slots = need.gpus or [slot for slot in holders if slot.startswith(device_locks.CPU)]
-        count, unit = (len(need.gpus), "GPU") if need.gpus else (need.cpu_slots, "CPU slot")
+        count, unit = (len(need.gpus), "GPU") if need.gpus else (need.cpu_slots, "CPU core")
         rows.append({
             "id": ticket.name, "place": position, "run_dir": ticket.run_dir,
             "devices": f"{count} {unit}{'s' * (count > 1)}",

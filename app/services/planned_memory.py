@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from typing import Any
@@ -23,11 +24,10 @@ from trainers.strategy.strategy import load_strategy, resolve
 MOST_RANKS = 64
 """Ranks that are listed."""
 NOTES = {
-    "gpu": "Measured: the peak that torch allocated; reserved is what its allocator holds. Planned: the same, without "
-           "the CUDA context and NCCL's buffers, which torch does not count.",
-    "cpu": "Measured: the largest resident set of the process when a step was logged, which is not its peak within a "
-           "step. Both numbers hold what Python, torch and the libraries take in every process; the ratio is of what "
-           "is above that.",
+    "gpu": "Measured: the most that PyTorch used at one time, and the most that it reserved for itself. CUDA and NCCL "
+           "take some more, which neither number counts.",
+    "cpu": "Measured: the most memory that the process had when a step was logged; within a step it may have had more. "
+           "It includes what Python, PyTorch and the libraries take in every process.",
 }  # fmt: skip
 """What the numbers are, by kind of device."""
 
@@ -84,7 +84,6 @@ class PlannedMemory:
             `kind` (`gpu` or `cpu`), `counting`, `error` (why there is no plan, or empty), `planned` (whether there is
             one), `note`, `world`, and `rows` (see `compared`).
         """
-        kind = "gpu" if gpu_ids(run) else "cpu"
         key = (run.path, stamp(run.config), stamp(run.accelerate))
         with self._lock:
             known = key in self._plans
@@ -94,26 +93,45 @@ class PlannedMemory:
                 while len(self._plans) > self.MOST:
                     self._plans.popitem(last=False)
                 threading.Thread(target=self._count, args=(run, key), daemon=True).start()
-        is_plan = isinstance(planned, list)
-        rows = compared(planned if isinstance(planned, list) else [], self._curves.peaks(run), kind)
-        return {
-            "kind": kind, "counting": (known or plan) and planned is None, "planned": is_plan,
-            "error": planned if isinstance(planned, str) else "", "note": NOTES[kind],
-            "world": len(rows), "rows": rows[:MOST_RANKS],
-        }  # fmt: skip
+        view = _memory(run, planned, self._curves.peaks(run))
+        return {**view, "counting": (known or plan) and planned is None, "rows": view["rows"][:MOST_RANKS]}
 
     def _count(self, run: RunFolder, key: Any) -> None:
-        result: Planned | str = "the plan could not be made; `tunesmith plan` says more"
+        result: Planned | str = "the plan could not be made; run tunesmith plan to see why"
         try:
             with self._counting:
-                result = planned_ranks(run)
-        except ConfigError as error:
-            result = "; ".join(error.lines)
-        except CheckBroke as error:
-            result = error.cause
+                result = _planned_or_reason(run)
         finally:
             with self._lock:
                 self._plans[key] = result
+
+
+def _planned_or_reason(run: RunFolder) -> Planned | str:
+    try:
+        return planned_ranks(run)
+    except ConfigError as error:
+        return "; ".join(error.lines)
+    except CheckBroke as error:
+        return error.cause
+
+
+def memory_of(run: RunFolder, curves: Curves, plan: bool) -> dict[str, Any]:
+    """Measured and planned memory of all ranks, as `PlannedMemory.view`; waits for the count.
+
+    Args:
+        run: the run.
+        curves: cache of metrics.
+        plan: whether to count the model, which takes some seconds.
+    """
+    planned = _planned_or_reason(run) if plan else []
+    return _memory(run, planned, curves.peaks(run, seconds=math.inf))
+
+
+def _memory(run: RunFolder, planned: Planned | str | None, peaks: dict[str, list[float | None]]) -> dict[str, Any]:
+    kind = "gpu" if gpu_ids(run) else "cpu"
+    ranks, error = (planned, "") if isinstance(planned, list) else ([], planned or "")
+    rows = compared(ranks, peaks, kind)
+    return {"kind": kind, "planned": bool(ranks), "error": error, "note": NOTES[kind], "world": len(rows), "rows": rows}
 
 
 def compared(planned: Planned, peaks: dict[str, list[float | None]], kind: str) -> list[dict[str, Any]]:

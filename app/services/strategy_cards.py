@@ -365,10 +365,10 @@ def _why(best: StrategyCard | None, rows: Sequence[Row], hardware: Hardware, uni
     """One sentence about the best strategy, or about what to do without one."""
     memory = f"the {hardware.memory / GIB:.1f} GiB of each {unit}"
     if best is None:
-        smaller = "a smaller micro-batch, LoRA or QLoRA, a shorter row, gradient checkpointing, or more GPUs"
+        smaller = "fewer rows at once, LoRA or QLoRA, a shorter row, gradient checkpointing, or more GPUs"
         return (
-            f"Nothing fits into {memory} with this micro-batch and the mesh of each strategy's file. Try {smaller}; "
-            "tunesmith plan also tries other meshes."
+            f"Nothing fits into {memory} with so many rows at once, as each strategy's file divides the work. Try "
+            f"{smaller}; tunesmith plan also tries other divisions."
             if any(row.fits is False for row in rows)
             else ""
         )

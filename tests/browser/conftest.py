@@ -26,9 +26,17 @@ SHIFT_LIMIT = 0.05
 TIMEOUT = 120.0
 """Seconds that anything may take on a busy machine; nothing waits that long when all is well."""
 
-_COUNT_SHIFTS = """window.shifts = 0;
+_COUNT_SHIFTS = """window.shifts = 0; window.moved = [];
+const place = (rect) => [rect.x, rect.y, rect.width, rect.height].map(Math.round).join(" ");
+const name = (node) => node?.id || node?.parentElement?.id || node?.className || node?.nodeName;
 new PerformanceObserver((list) => {
-  for (const shift of list.getEntries()) if (!shift.hadRecentInput) window.shifts += shift.value;
+  for (const shift of list.getEntries()) if (!shift.hadRecentInput) {
+    window.shifts += shift.value;
+    const sources = shift.sources.map(
+      ({node, previousRect, currentRect}) => [name(node), place(previousRect), place(currentRect)]
+    );
+    window.moved.push([Math.round(shift.startTime), shift.value, sources]);
+  }
 }).observe({type: "layout-shift", buffered: true});"""
 _STILL = """() => Promise.all(document.getAnimations()
   .filter((one) => one.effect.getComputedTiming().endTime !== Infinity).map((one) => one.finished.catch(() => 0)))"""
@@ -235,7 +243,7 @@ def is_whole(page: Page) -> None:
     """Waits until the page is shown; fails when it moved, or is wider than the window."""
     page.wait_for_selector("html[data-shown]", state="attached")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    assert page.evaluate("window.shifts") <= SHIFT_LIMIT
+    assert page.evaluate("window.shifts") <= SHIFT_LIMIT, page.evaluate("window.moved")
 
 
 def screenshot(page: Page, name: str) -> None:

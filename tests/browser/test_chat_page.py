@@ -113,13 +113,13 @@ def test_the_process_is_freed_on_demand(tabs: Tabs) -> None:
     expect(second.locator("#chat-status")).to_contain_text(f"process {process.pid}")
     page.get_by_role("button", name="Free").click()
     expect(status).to_contain_text("No model is loaded")
-    assert not process.is_running()
+    wait_for(lambda: not process.is_running(), "the end of the process")
     expect(second.locator("#chat-status")).to_contain_text("No model is loaded")
 
 
 def test_an_answer_can_be_stopped(tabs: Tabs) -> None:
     page = chosen(tabs("/chat?run=embedded"), "embedded")
-    page.get_by_text("System prompt and sampling").click()
+    page.get_by_text("Instructions and randomness").click()
     set_number(page, "temperature", "5")
     set_number(page, "max_new_tokens", "900")
     send(page, "hello")
@@ -132,7 +132,7 @@ def test_an_answer_can_be_stopped(tabs: Tabs) -> None:
 
 def test_a_closed_tab_leaves_the_model_to_others(tabs: Tabs) -> None:
     page = chosen(tabs("/chat?run=embedded"), "embedded")
-    page.get_by_text("System prompt and sampling").click()
+    page.get_by_text("Instructions and randomness").click()
     set_number(page, "temperature", "5")
     set_number(page, "max_new_tokens", "900")
     send(page, "hello")
@@ -155,7 +155,7 @@ def test_what_is_written_is_shown_as_text(tabs: Tabs) -> None:
 
 def test_a_wrong_value_says_what_to_do(tabs: Tabs) -> None:
     page = chosen(tabs(f"/chat?run={RUN}"), RUN)
-    page.get_by_text("System prompt and sampling").click()
+    page.get_by_text("Instructions and randomness").click()
     set_number(page, "temperature", "99")
     send(page, ASKED)
     expect(page.get_by_role("alert").first).to_contain_text("temperature=99 is out of range; use a number from 0 to 5")

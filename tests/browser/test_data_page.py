@@ -80,7 +80,7 @@ def test_hostile_content_is_shown_as_text(new_page: Tabs, server: Served) -> Non
     expect(page.locator("#data-rows article")).to_have_count(3)
     expect(page.locator("#data-rows article mark").first).to_contain_text(HOSTILE)
     expect(page.locator("#data-statistics")).to_contain_text(f"{data}:3")
-    expect(page.locator("#data-statistics")).to_contain_text("Not used: `<img src=x>`, 1 row")
+    expect(page.locator("#data-statistics")).to_contain_text("Not used: <img src=x>, 1 row")
     assert page.locator("#data-rows img, #data-rows script").count() == 0
     assert said == []
 
@@ -101,15 +101,19 @@ def test_a_mistake_stands_beside_its_field(new_page: Tabs) -> None:
 def test_a_count_is_cancelled(new_page: Tabs, server: Served) -> None:
     data = a_file(server, "large.jsonl", [chat("why " * 30, "because " * 40)] * 150_000)
     page = new_page("/data")
+    expect(page.locator("#data-cancel")).to_be_hidden()
+    expect(page.locator("#data-next")).to_be_hidden()
     fill(page, "dataset_name", str(data))
     show(page)
+    expect(page.locator("#data-next")).to_be_visible()
     expect(page.locator("#data-statistics")).to_contain_text("press Count everything")
     page.get_by_label("rows of the batches").check()
     expect(page.locator("#data-mistakes")).to_contain_text("start the statistics")
     page.locator("#data-count").click()
     expect(page.locator("#data-statistics [role=meter]")).to_be_visible()
     page.locator("#data-cancel").click()
-    expect(page.locator("#data-statistics")).to_contain_text("Cancelled")
+    expect(page.locator("#data-cancel")).to_be_hidden()
+    expect(page.locator("#data-statistics")).to_contain_text("Stopped before the end")
 
 
 def test_an_upload_is_shown(new_page: Tabs, server: Served, tmp_path: Path) -> None:

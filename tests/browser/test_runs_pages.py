@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,9 +15,10 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
+from app.runs.proofs import proofs
 from tests.browser.conftest import SIZES, THEMES, TIMEOUT, Served, Tabs, axe, is_whole, screenshot, wait_for
 from tests.forked import Popen
-from tests.made_runs import add_checkpoint, log_lines, made_run
+from tests.made_runs import add_checkpoint, add_proof, log_lines, made_run, proof_document
 from trainers.run import device_locks
 from trainers.run.device_locks import Need
 from trainers.run.folder import Process, RunFolder, write_json
@@ -34,6 +36,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     done = made_run(runs, "done-run", steps=600, resumed_at=300, strategy="fsdp2")
     add_checkpoint(done, 500, best=500)
     add_checkpoint(done, 600, best=500)
+    add_proof(done, proof_document(True))
+    add_proof(done, proof_document(False, 0.02, 0.9, row={"fault_seen": True}), 2, control=True)
     failed = made_run(runs, "failed-run", "failed", steps=120, total_steps=300, minutes=60, gpus="0,1",
                       cause=f"rank 1: ValueError: {HOSTILE}", config={"learning_rate": 1e-3})  # fmt: skip
     with open(failed.log, "w", encoding="utf-8") as log:
@@ -188,7 +192,7 @@ def test_seeds_are_one_band_and_the_best_is_by_the_chosen_measure(new_page: Tabs
     expect(legend).not_to_contain_text("seed-2")
     page.get_by_label("Metric").select_option("grad_norm")
     page.get_by_label("Best by").click()
-    page.get_by_role("option", name="Speed").click()
+    page.get_by_role("option", name="Speed", exact=True).click()
     expect(verdict).to_contain_text("in speed")
     page.reload()
     expect(verdict).to_contain_text("in speed")
@@ -225,6 +229,7 @@ def test_charts_share_their_cursor_and_their_zoom(new_page: Tabs) -> None:
     page = new_page("/run?run=done-run")
     memory = page.locator("figure", has=page.locator("figcaption:text-is('Memory, GiB')"))
     expect(memory.locator(".u-wrap")).to_be_visible()
+    expect(memory.locator(".u-legend")).to_contain_text(re.compile(r"steplast.*1\.4"))  # before anything points at it
     area = page.locator("figure:has(figcaption:text-is('Loss')) .u-over")
     area.scroll_into_view_if_needed()
     box = area.bounding_box()
@@ -373,6 +378,31 @@ def test_a_diagnosis_has_a_button_for_each_remedy(new_page: Tabs, server: Served
     shutil.rmtree(run.path)
 
 
+def test_a_strategy_is_proved_while_the_server_restarts(new_page: Tabs, server: Served) -> None:
+    options = {"max_train_samples": 60, "max_length": 128, "global_batch_size": 4, "per_device_train_batch_size": 2}
+    run = made_run(server.runs_dir, "proved-run", minutes=500, config=options)
+    page = new_page("/run?run=proved-run")
+    expect(page.locator("#run-proof")).to_contain_text("Does ddp on 2 processes train the same model as one process?")
+    page.get_by_role("button", name="Prove this strategy").click()
+    progress = page.locator("#run-proof .ts-metered")
+    expect(progress).to_contain_text("one process")
+    process = proofs(run)[0].process()
+    assert process is not None
+    os.killpg(process.pid, signal.SIGSTOP)  # it stands still while the server is away
+    page.context.close()
+    server.restart()
+    page = new_page("/run?run=proved-run")
+    expect(page.locator("#run-proof .ts-metered")).to_be_visible()
+    expect(page.get_by_role("button", name="Prove this strategy")).to_be_hidden()
+    expect(page.get_by_role("button", name="Stop the proof")).to_be_visible()
+    os.killpg(process.pid, signal.SIGCONT)
+    verdict = page.locator("#run-proof-results .ts-alert-good")
+    expect(verdict).to_contain_text("ddp on 2 processes trains the same model as one process.")
+    expect(verdict).to_contain_text("of 20 steps identical")
+    expect(page.get_by_role("button", name="Prove this strategy")).to_be_visible()
+    shutil.rmtree(run.path)
+
+
 def test_no_line_of_a_long_log_is_lost_or_shown_twice(new_page: Tabs, server: Served) -> None:
     """The page keeps 4000 lines: what is dropped at one end while the other grows comes back when it is asked for."""
     with open(server.runs_dir / "failed-run" / "log.txt", "rb") as log:
@@ -456,7 +486,7 @@ def test_the_pages_fit_and_axe_finds_nothing(new_page: Tabs, path: str, size: st
     page = new_page(path, size=size, scheme=scheme)
     expect(page.locator("svg[aria-label^='loss from'], .u-wrap[role=img]").first).to_be_visible()
     if path.startswith("/run?"):
-        expect(page.get_by_role("region", name="Checkpoints")).to_be_attached()
+        expect(page.get_by_role("heading", name="Checkpoints")).to_be_attached()
     screenshot(page, f"{re.sub(r'[^a-z]+', '-', path).strip('-')}-{size}-{scheme}")
     is_whole(page)
     axe(page)

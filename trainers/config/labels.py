@@ -40,8 +40,8 @@ LABELS = {
     "cache_dir": "Folder for tokenized data",
     # Batch
     "global_batch_size": "Rows per step in total",
-    "per_device_train_batch_size": "Rows at once on each GPU",
-    "per_device_eval_batch_size": "Evaluation rows at once on each GPU",
+    "per_device_train_batch_size": "Rows at once on each device",
+    "per_device_eval_batch_size": "Evaluation rows at once on each device",
     "num_train_epochs": "Passes over the data",
     "max_steps": "Steps, in place of passes",
     # Optimizer

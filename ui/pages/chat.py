@@ -57,11 +57,11 @@ class Page:
             )  # fmt: skip
             self.device = gr.Dropdown(
                 _devices(), value="auto", label="Device", scale=1, min_width=150, elem_id="chat-device",
-                info="Locked while loaded.",
+                info="Reserved while loaded.",
             )  # fmt: skip
         with gr.Row():
             self.load_button = gr.Button("Load", size="md", min_width=110, scale=0)
-            self.free_button = gr.Button("Free memory", size="md", min_width=130, scale=0)
+            self.free_button = gr.Button("Free memory", size="md", min_width=130, scale=0, elem_id="chat-free")
         self.status = gr.HTML(
             _status(self.chats.state()), padding=False, apply_default_css=False, elem_id="chat-status"
         )
@@ -73,15 +73,17 @@ class Page:
             placeholder="Enter sends, Shift+Enter starts a new line", submit_btn=False,
         )  # fmt: skip
         with gr.Row():
-            self.send_button = gr.Button("Send", variant="primary", size="md", min_width=160, scale=0)
-            self.stop_button = gr.Button("Stop", size="md", min_width=110, scale=0)
-            self.clear_button = gr.Button("Clear", size="md", min_width=110, scale=0, elem_id="chat-clear")
+            self.send_button = gr.Button("Send", variant="primary", size="md", min_width=110, scale=0)
+            self.clear_button = gr.Button("Clear", size="md", min_width=100, scale=0, elem_id="chat-clear")
+            self.stop_button = gr.Button("Stop", size="md", min_width=100, scale=0, elem_id="chat-stop")
         self._lay_out_options()
         self._connect()
 
     def _lay_out_options(self) -> None:
-        with gr.Accordion("System prompt and sampling", open=False, elem_id="chat-options"):
-            self.system = gr.Textbox(label="System prompt", lines=2, max_lines=8, max_length=MAX_CHARACTERS)
+        with gr.Accordion("Instructions and randomness", open=False, elem_id="chat-options"):
+            self.system = gr.Textbox(
+                label="Instructions (system prompt)", lines=2, max_lines=8, max_length=MAX_CHARACTERS
+            )
             self.side = gr.Radio(
                 [("Both", "both"), ("Tuned", "tuned"), ("Base", "base")], value="both", label="Who answers"
             )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import gradio as gr
 from starlette.responses import Response
 
-from app.runs.compare import MAX_RUNS, MEASURES, as_csv, chosen_runs, compare, measure_text
+from app.runs.compare import MAX_RUNS, MEASURES, as_csv, chosen_runs, compare, measure_texts
 from app.runs.history import History
 from app.runs.metrics import READ_SECONDS, Curves
 from app.runs.runs import run_of_id
@@ -22,6 +23,7 @@ from ui.parts import (
     duration_text,
     element,
     join,
+    link,
     note,
     run_link,
     section,
@@ -61,7 +63,7 @@ def build(context: ServerContext) -> None:
         comparison = compare(runs, cache, by or None, READ_SECONDS) if runs else None
         warnings = alert_list(errors, "warning")
         panels = [
-            join([warnings, _verdict(comparison)]) if comparison else join([warnings, _welcome()]),
+            join([warnings, _verdict(comparison)]) if comparison else join([warnings, _welcome(history.rows())]),
             _measured(comparison) if comparison else "",
             _settings(comparison) if comparison else "",
         ]
@@ -92,9 +94,24 @@ def _measures() -> list[tuple[str, str]]:
     return [("Evaluation loss, else training loss", ""), *decisive]
 
 
-def _welcome() -> Html:
-    text = join(["Choose two or more runs above, or tick them on the ", element("a", "Runs page", href="runs"), "."])
-    return element("div", join([element("h2", "Nothing chosen yet"), element("p", text)]), class_="ts-panel")
+def _welcome(rows: Sequence[dict[str, Any]]) -> Html:
+    """What to do while no run is chosen.
+
+    Args:
+        rows: all runs, newest first.
+    """
+    trained = [row["id"] for row in rows if row["loss"] is not None]
+    if len(trained) < 2:
+        text = join(["It takes two runs that have trained; start them on the ", link("./", "Train page"), "."])
+        return element("div", join([element("h2", "Nothing to compare yet"), element("p", text)]), class_="ts-panel")
+    newest = link("compare", f"{trained[0]} and {trained[1]}", runs=",".join(trained[:2]))
+    text = join(["Choose runs above, or tick them on the ", link("runs", "Runs page"), "."])
+    parts = [
+        element("h2", "Nothing chosen yet"),
+        element("p", join(["Compare the two newest runs: ", newest])),
+        element("p", text),
+    ]
+    return element("div", join(parts), class_="ts-panel")
 
 
 def _verdict(comparison: dict[str, Any]) -> Html:
@@ -111,13 +128,14 @@ def _measured(comparison: dict[str, Any]) -> Html:
     rows = []
     for row in comparison["measures"]:
         cells = []
-        for index, (value, step) in enumerate(zip(row["values"], row["steps"], strict=True)):
-            cell = join([_measure_text(row["name"], value), _small(f"step {step:,}") if step is not None else ""])
+        texts = _measure_texts(row["name"], row["values"])
+        for index, (text, step) in enumerate(zip(texts, row["steps"], strict=True)):
+            cell = join([text, _small(f"step {step:,}") if step is not None else ""])
             best = join([cell, element("span", " (best)", class_="ts-unseen")])
             cells.append(element("strong", best) if index in row["best"] else cell)
         rows.append([join([row["label"], _small(row["pick"])]), *cells])
     numeric = range(1, len(comparison["runs"]) + 1)
-    table = data_table(_head(comparison, "Measure"), rows, "Measures", numeric=numeric, empty="no metrics yet")
+    table = data_table(_head(comparison, "Measure"), rows, "Measures", numeric=numeric, empty="No metrics yet.")
     return join([section("Measures", _side_by_side(table)), _spread(comparison)])
 
 
@@ -130,22 +148,23 @@ def _spread(comparison: dict[str, Any]) -> Html:
         rows = []
         for row in comparison["measures"]:
             if (spread := group["values"].get(row["name"])) and row["better"]:
-                values = (_measure_text(row["name"], spread[key]) for key in ("mean", "std", "min", "max"))
+                values = _measure_texts(row["name"], [spread[key] for key in ("mean", "std", "min", "max")])
                 rows.append([row["label"], *values, spread["runs"]])
         seeds = f"{len(group['runs'])} seeds: {', '.join(map(str, group['seeds']))}"
         unfinished = f"; not finished: {', '.join(group['unfinished'])}" if group["unfinished"] else ""
         headers = ["Measure", "Mean", "Standard deviation", "Lowest", "Highest", "Runs"]
         tables += [
             note(f"{group['label']} ({seeds}{unfinished})"),
-            data_table(headers, rows, f"Spread of {group['label']}", numeric=range(1, 6), empty="no metrics yet"),
+            data_table(headers, rows, f"Spread of {group['label']}", numeric=range(1, 6), empty="No metrics yet."),
         ]
     return section("Spread over seeds", join([note("Runs that differ in the seed only."), *tables]))
 
 
-def _measure_text(name: str, value: float | None) -> str:
-    if value is None or not MEASURES[name].unit:
-        return measure_text(value)
-    return duration_text(value) if name == "time" else f"{measure_text(value)} {MEASURES[name].unit}"
+def _measure_texts(name: str, values: Sequence[float | None]) -> list[str]:
+    if name == "time":
+        return list(map(duration_text, values))
+    unit = MEASURES[name].unit
+    return [f"{text} {unit}" if unit and text != "-" else text for text in measure_texts(values)]
 
 
 def _small(content: str) -> Html:

@@ -81,7 +81,9 @@ class _Page:
         self.draft = gr.Textbox("", visible=False, label="draft of this tab")
         self.source = gr.HTML("", elem_id="data-source", padding=False, apply_default_css=False)
         with gr.Row():
-            self.show = gr.Button("Show", variant="primary", elem_id="data-show", size="md", scale=0, min_width=160)
+            self.show = gr.Button(
+                "Show rows", variant="primary", elem_id="data-show", size="md", scale=0, min_width=160
+            )
             self.upload = gr.UploadButton(
                 "Upload data", file_types=list(EXTENSIONS), elem_id="upload-data", size="md", scale=0, min_width=160
             )
@@ -94,7 +96,9 @@ class _Page:
                 gr.HTML("<h2>Statistics</h2>", padding=False, apply_default_css=False)
                 with gr.Row():
                     self.count = gr.Button("Count everything", elem_id="data-count", size="md", min_width=190, scale=0)
-                    self.cancel = gr.Button("Cancel", elem_id="data-cancel", size="md", min_width=110, scale=0)
+                    self.cancel = gr.Button(
+                        "Stop counting", elem_id="data-cancel", size="md", min_width=150, scale=0, visible=False
+                    )
                 self.statistics = gr.HTML(
                     statistics_panel(None), elem_id="data-statistics", padding=False, apply_default_css=False
                 )
@@ -104,23 +108,23 @@ class _Page:
         gr.HTML("<h2>Rows</h2>", padding=False, apply_default_css=False)
         self.view = gr.Radio(
             [_AS_READ, _AS_PACKED], value=_AS_READ, label="View", elem_id="data-view",
-            info="Batch rows are packed if packing is on; showing them counts the whole data set.",
+            info="A batch holds rows that are packed together, if packing is on; all data is counted to show them.",
         )  # fmt: skip
-        with gr.Row(elem_id="data-pager"):
+        with gr.Row(elem_id="data-pager", visible=False) as self.pager:
             self.row = gr.Textbox("0", label="First row", max_lines=1, elem_id="data-row", scale=0, min_width=160)
             self.previous = gr.Button("Previous", elem_id="data-previous", size="md", min_width=110, scale=0)
             self.next = gr.Button("Next", elem_id="data-next", size="md", min_width=110, scale=0)
         self.rows = gr.HTML(
-            note("Choose data and press Show; the first time takes some seconds."), elem_id="data-rows", padding=False,
-            apply_default_css=False,
+            note("Choose data and press Show rows; the first time takes some seconds."), elem_id="data-rows",
+            padding=False, apply_default_css=False,
         )  # fmt: skip
 
     def connect(self) -> None:
         """Connects the events of the page."""
         form = [self.run, self.preset, *self.options]
         paging = [self.view, self.row, *form]
-        row_outputs = [self.mistakes, self.rows, self.row]
-        count_outputs = [self.mistakes, self.key, self.statistics, self.timer]
+        row_outputs = [self.mistakes, self.rows, self.row, self.pager]
+        count_outputs = [self.mistakes, self.key, self.statistics, self.timer, self.cancel]
         form_outputs = [self.auto_show, self.run, self.preset, self.source, *self.options]
         count_event = {"fn": self.count_small, "inputs": form, "outputs": count_outputs, **_QUICK}
         gr.on([self.show.click, self.row.submit], self.show_page(0), paging, row_outputs, **_LISTENER).then(
@@ -131,7 +135,7 @@ class _Page:
         self.next.click(self.show_page(1), paging, row_outputs, **_LISTENER)
         self.count.click(self.start_count, form, count_outputs, **_QUICK)
         self.cancel.click(cancel_statistics, self.key, None, **_QUICK)
-        self.timer.tick(self.tick, self.key, [self.statistics, self.timer], **_QUICK)
+        self.timer.tick(self.tick, self.key, [self.statistics, self.timer, self.cancel], **_QUICK)
         self.preset.input(self.switch_preset, self.preset, form_outputs, **_QUICK).then(
             self.update_draft, [self.draft, *form], self.draft, js=_WITH_DRAFT, **_QUICK
         ).then(None, self.draft, None, js=_KEEP_IF_SHARED, **_HIDDEN)
@@ -168,28 +172,29 @@ class _Page:
                 first = 0 if step is None else max(0, row_number(row) + step * (1 if packed else PAGE_ROWS))
                 panel = packed_panel(data.packed(first)) if packed else rows_panel(data.rows(first, PAGE_ROWS))
             except (ConfigError, WorkerDied) as error:
-                return [mistakes_panel(_mistakes(error)), note("Nothing can be shown."), gr.skip()]
-            return [mistakes_panel([]), panel, str(first)]
+                mend = note("Change what is marked above, then press Show rows.")
+                return [mistakes_panel(_mistakes(error)), mend, gr.skip(), gr.update(visible=False)]
+            return [mistakes_panel([]), panel, str(first), gr.update(visible=True)]
 
         return show
 
     def first_page(self, auto_show: str, *paging: Any) -> list[Any]:
         """Shows the rows requested in the URL; without a request, opening the page starts no process."""
-        return self.show_page(None)(*paging) if auto_show else [gr.skip()] * 3
+        return self.show_page(None)(*paging) if auto_show else [gr.skip()] * 4
 
     def first_count(self, auto_show: str, *form: Any) -> list[Any]:
         """Starts the statistics for `first_page`."""
-        return self.count_small(*form) if auto_show else [gr.skip()] * 4
+        return self.count_small(*form) if auto_show else [gr.skip()] * 5
 
     def count_small(self, run: str, preset: str, *raw: Any) -> list[Any]:
         """Starts the statistics of data that is small enough to be counted automatically."""
         try:
             size = open_data(self._config(run, preset, raw)).rows(0, 1)["bytes"]
         except (ConfigError, WorkerDied):
-            return [gr.skip(), "", statistics_panel(None), gr.Timer(active=False)]
+            return [gr.skip(), "", statistics_panel(None), *_counting(False)]
         if size > AUTO_COUNT_BYTES:
             large = note(f"The data set is large ({size:,} bytes): press Count everything. Training reuses the result.")
-            return [gr.skip(), "", large, gr.Timer(active=False)]
+            return [gr.skip(), "", large, *_counting(False)]
         return self.start_count(run, preset, *raw)
 
     def start_count(self, run: str, preset: str, *raw: Any) -> list[Any]:
@@ -197,13 +202,13 @@ class _Page:
         try:
             key = start_statistics(self._config(run, preset, raw))
         except ConfigError as error:
-            return [mistakes_panel(error.mistakes), "", statistics_panel(None), gr.Timer(active=False)]
-        return [gr.skip(), key, statistics_panel(statistics_job(key)), gr.Timer(active=True)]
+            return [mistakes_panel(error.mistakes), "", statistics_panel(None), *_counting(False)]
+        return [gr.skip(), key, statistics_panel(statistics_job(key)), *_counting(True)]
 
     def tick(self, key: str) -> list[Any]:
         """Updates the count; stops the timer when it is over."""
         job = statistics_job(key)
-        return [statistics_panel(job), gr.Timer(active=job is not None and job.state in ("waiting", "running"))]
+        return [statistics_panel(job), *_counting(job is not None and job.state in ("waiting", "running"))]
 
     def _fill(self, run: str, preset: str, source: Html, texts: dict[str, str], auto_show: bool = False) -> list[Any]:
         options = [gr.update(value=component_value(field, texts[field.name])) for field in self.fields]
@@ -248,6 +253,11 @@ class _Page:
         if saved := read_draft(draft):
             return self._fill("", saved.preset or "", Html(""), {**starting_values(saved.preset), **saved.values})
         return [gr.skip()] * (4 + len(self.fields))  # keep what was typed since the page was rendered
+
+
+def _counting(active: bool) -> list[Any]:
+    """The timer and the button that go with a count."""
+    return [gr.Timer(active=active), gr.update(visible=active)]
 
 
 def _mistakes(error: ConfigError | WorkerDied) -> list[Mistake]:

@@ -13,12 +13,13 @@ from trainers.config.mistakes import Mistake
 from ui.parts import Html, alert_list, data_table, element, join, key_values, meter, note, percent_text, section
 
 _STATUSES = {
-    "whole": "whole",
-    "truncated": "truncated",
-    "split": "split",
-    "dropped": "dropped: not trained",
-    "bad": "bad",
+    "whole": "",
+    "truncated": "too long: cut",
+    "split": "too long: split into several documents",
+    "dropped": "too long: left out",
+    "bad": "cannot be read",
 }
+"""What happens to a row that is not trained on as it is."""
 _USES = {
     "train": "",
     "eval": "held out for evaluation",
@@ -51,8 +52,9 @@ def rows_panel(page: dict[str, Any]) -> Html:
 
 
 def _row(row: dict[str, Any]) -> Html:
-    status = element("span", _STATUSES[row["status"]], class_=f"ts-fate ts-fate-{row['status']}")
-    facts = [element("h3", f"Row {row['number']:,}"), element("span", row["where"]), status]
+    facts = [element("h3", f"Row {row['number']:,}"), element("span", row["where"])]
+    if status := _STATUSES[row["status"]]:
+        facts.append(element("span", status, class_=f"ts-fate ts-fate-{row['status']}"))
     if row["tokens"]:
         kept_tokens = "" if row["status"] in ("whole", "bad") else f"{row['kept_tokens']:,} kept of "
         facts.append(element("span", f"{kept_tokens}{row['tokens']:,} tokens, {row['trained_tokens']:,} trained"))
@@ -63,7 +65,8 @@ def _row(row: dict[str, Any]) -> Html:
         body.append(alert_list([": ".join(row["mistake"])], "warning"))
     body += [_document(document) for document in row["documents"]]
     if row["raw"]:
-        body.append(element("details", join([element("summary", "As read"), element("pre", row["raw"])])))
+        summary = element("summary", "The row as it is in the data")
+        body.append(element("details", join([summary, element("pre", row["raw"])])))
     return element("article", join(body), class_="ts-row", data_number=row["number"])
 
 
@@ -75,7 +78,7 @@ def _document(document: dict[str, Any]) -> Html:
         for segment in document["segments"]
     ]
     if document["hidden"]:
-        segments.append(element("em", f" ... {document['hidden']:,} more tokens"))
+        segments.append(element("em", f" … {document['hidden']:,} more tokens"))
     return element("div", join(segments), class_="ts-document", tabindex=0, role="group", aria_label="Document")
 
 
@@ -108,13 +111,14 @@ def packed_panel(row: dict[str, Any]) -> Html:
 def statistics_panel(job: StatisticsJob | None) -> Html:
     """A count: its progress, its result, or why it failed."""
     if job is None:
-        return note("Not counted yet.")
+        return note("Not counted yet. Count everything tells how many tokens are trained, how long the documents are, "
+                    "and which rows are bad.")  # fmt: skip
     if job.state == "waiting":
-        return note("Waiting for another count, or for the counting process to start ...")
+        return note("Waiting for another count, or for the counting process to start…")
     if job.state == "running":
         return _progress(job.progress)
     if job.state == "cancelled":
-        return note("Cancelled.")
+        return note("Stopped before the end. Count everything starts again.")
     if job.statistics is None:
         return alert_list(job.mistakes)
     return _numbers(job.statistics)
@@ -123,7 +127,7 @@ def statistics_panel(job: StatisticsJob | None) -> Html:
 def _progress(progress: dict[str, Any]) -> Html:
     done, total, activity = progress.get("done", 0), progress.get("total", 0), progress.get("what", "starting")
     if not total:
-        return note(f"{activity} ...")
+        return note(f"{activity}…")
     return join(
         [note(f"{activity}: {done:,} of {total:,} rows"), meter(done / total, activity, percent_text(done / total))]
     )

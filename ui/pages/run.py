@@ -24,6 +24,7 @@ from trainers.run.folder import END_STATES, RunFolder
 from ui.context import ServerContext
 from ui.live import json_response, live_part
 from ui.pages.run_parts import details, diagnosis_cards, headline, remedies_of, unknown_run
+from ui.pages.run_proof import ProofPart, proof_parts
 from ui.parts import alert_list, byte_text, element, loading, section
 
 _POLL_SECONDS = 1.0
@@ -61,6 +62,7 @@ class _Page:
         self.curves = Curves()
         self.diagnoses = Diagnoses(self.curves)
         self.memory = PlannedMemory(self.curves)
+        self.proof = ProofPart(lambda request: _run(context, request))
 
     def lay_out(self) -> None:
         self.head = gr.HTML(loading(), apply_default_css=False)
@@ -93,7 +95,7 @@ class _Page:
             self._lay_out_body()
         self.digest = gr.Textbox(visible=False)
         outputs = [self.head, self.details, self.body, self.message, self.watch, *self.buttons.values(),
-                   self.diagnosis, *self.remedies, self.flags, self.digest]  # fmt: skip
+                   self.diagnosis, *self.remedies, self.flags, *self.proof.outputs, self.digest]  # fmt: skip
         gr.on(None, self.refresh, self.digest, outputs, **_QUIET)
         gr.Timer(_POLL_SECONDS).tick(self.refresh, self.digest, outputs, **_QUIET)
         self._connect_buttons()
@@ -121,8 +123,9 @@ class _Page:
 
         log_writers_.__name__ = "log_writers"
         live_part("charts", "run", [curves], "Charts")
-        live_part("ranks", "ranks", [rank_curves], "Ranks")
+        live_part("ranks", "ranks", [rank_curves], "Ranks, one process each")
         live_part("memory", "memory", [memory], "Memory by rank")
+        self.proof.lay_out()
         live_part("logs", "log", [log_lines, log_find, log_writers_], "Log")
         self.details = gr.HTML(apply_default_css=False)
 
@@ -132,7 +135,7 @@ class _Page:
     # -- refresh -----------------------------------------------------------------------------------------------------
 
     def refresh(self, digest: str | None, request: gr.Request) -> list[Any]:
-        """Updates head, details, body, message, watch, buttons, diagnosis and digest; skips what has not changed."""
+        """Updates head, details, body, message, watch, buttons, diagnosis, proof and digest; skips what is unchanged."""
         try:
             run = _run(self.context, request)
             view = run_view(run, self.curves)
@@ -140,17 +143,19 @@ class _Page:
         except ConfigError as error:
             hidden = [gr.update(visible=False)] * len(self.buttons)
             no_remedies = [gr.update(visible=False)] * _MAX_REMEDIES
-            gone = gr.update(visible=False)
-            return [unknown_run(error.lines), "", gone, "", gone, *hidden, "", *no_remedies, "", ""]
+            gone, no_proof = gr.update(visible=False), [gr.skip()] * len(self.proof.outputs)  # it is in the body
+            parts = [unknown_run(error.lines), "", gone, "", gone, *hidden, "", *no_remedies, ""]
+            return [*parts, *no_proof, ""]
         done, startable = view["state"] == "done", view["state"] in END_STATES
         changes = remedies_of(diagnoses)[:_MAX_REMEDIES] if startable else []
-        cards = f"{diagnosis_cards(diagnoses, done)}<!--{startable}-->"
+        cards = f"{diagnosis_cards(diagnoses, done, view['cause'])}<!--{startable}-->"
         parts = [headline(view), details(view, run_files(run)), " ".join(view["actions"]), cards]
+        parts += proof_parts(run)
         digests = [hashlib.sha256(part.encode()).hexdigest()[:12] for part in parts]
         old_digests = str(digest or "").split(" ")
         old_digests = old_digests if len(old_digests) == len(digests) else [""] * len(digests)
         if old_digests == digests:
-            return [gr.skip()] * (len(self.buttons) + _MAX_REMEDIES + 8)
+            return [gr.skip()] * (len(self.buttons) + _MAX_REMEDIES + len(self.proof.outputs) + 8)
         changed = [new != old for new, old in zip(digests, old_digests, strict=True)]
         buttons = [gr.update(visible=name in view["actions"]) if changed[2] else gr.skip() for name in self.buttons]
         watch = gr.update(visible=not startable) if changed[2] else gr.skip()
@@ -164,11 +169,12 @@ class _Page:
             labels += [""] * (_MAX_REMEDIES - len(labels))
             remedy_buttons = [gr.update(value=label, visible=bool(label)) for label in labels]
             remedies = [
-                diagnosis_cards(diagnoses, done),
+                diagnosis_cards(diagnoses, done, view["cause"]),
                 *remedy_buttons,
                 "\n".join(change.flags for change in changes),
             ]
-        return [head, details_html, body, message, watch, *buttons, *remedies, " ".join(digests)]
+        proof = self.proof.updates(parts[4:], changed[4:])
+        return [head, details_html, body, message, watch, *buttons, *remedies, *proof, " ".join(digests)]
 
     # -- actions -----------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from app.diagnosis.advice import Change, Diagnosis
+from app.diagnosis.advice import Change, Diagnosis, Evidence
 from app.runs.profiles import SHARES
 from ui.parts import (
     Html,
@@ -24,13 +24,15 @@ from ui.parts import (
     percent_text,
     section,
     title,
+    with_code,
 )  # fmt: skip
 
 _KINDS = {"failed": "error", "stopped": "warning", "done": "good"}
 _PHASES = {
-    "data": "waiting for data", "forward": "training", "backward": "training", "all-reduce": "training",
-    "step": "training", "start": "starting", "export": "writing the model",
+    "data": "waiting for data", "forward": "", "backward": "", "all-reduce": "", "step": "", "start": "",
+    "export": "writing the model",
 }  # fmt: skip
+"""What a live run does, where that is more than its state says."""
 
 
 def unknown_run(mistakes: list[str]) -> Html:
@@ -48,44 +50,42 @@ def headline(view: dict[str, Any]) -> Html:
     name = element("h1", join([view["id"], " ", badge(view["state"])]), class_="ts-run-name")
     step, total = view["step"], view["total_steps"]
     steps = f"{number_text(step)} of {number_text(total)} steps" if total else f"step {number_text(step)}"
+    phase = _PHASES.get(view["phase"], view["phase"])
+    steps = "not started yet" if not step and view["state"] == "queued" else f"{steps}, {phase}" if phase else steps
     bar = meter(view["progress"], "steps done", steps)
-    return join([name, bar, _facts(view), _cause_and_next(view)])
+    return join([name, _origin(view), bar, _facts(view), _cause_and_next(view)])
+
+
+def _origin(view: dict[str, Any]) -> Html:
+    """What the run trains with, and since when."""
+    devices = f"GPU {', '.join(map(str, view['gpus']))}" if view["gpus"] else _cpus(view["world_size"])
+    began = "queued" if view["state"] == "queued" else "started"
+    parts = [
+        f"{view['strategy']} on {devices}" if view["strategy"] else devices,
+        f"attempt {view['attempt'] + 1}" if view["attempt"] else "",
+        join([began, " ", ago(view["started_at"])]) if view["started_at"] else "",
+    ]
+    return note(join(filter(None, parts), ", "))
 
 
 def _facts(view: dict[str, Any]) -> Html:
-    devices = f"GPU {', '.join(map(str, view['gpus']))}" if view["gpus"] else _cpus(view["world_size"])
-    phase = _PHASES.get(view["phase"], view["phase"])
+    memory = [(rank["memory_gib"], rank["rank"]) for rank in view["ranks"] if rank["memory_gib"] is not None]
     facts = [
-        ("Phase", phase or view["state"]),
-        ("Time left", duration_text(view["eta_s"]) if view["eta_s"] is not None else None),
+        ("Time left", duration_text(view["eta_s"])),
         ("Loss", number_text(view["loss"])),
-        ("Evaluation loss", number_text(view["eval_loss"]) if view["eval_loss"] is not None else None),
+        ("Evaluation loss", number_text(view["eval_loss"])),
         ("Tokens per second", number_text(view["tokens_per_second"])),
-        ("MFU", percent_text(view["mfu"], 1) if view["mfu"] is not None else None),
+        ("Peak speed used (MFU)", percent_text(view["mfu"], 1)),
+        ("Most memory", "{:.2f} GiB, rank {}".format(*max(memory)) if memory else "-"),
         ("Tokens", number_text(view["tokens"])),
         ("Time trained", duration_text(view["elapsed_s"])),
-        ("Strategy", f"{view['strategy'] or '-'}, {devices}"),
-        ("Queue", f"number {view['queue_place']}" if view["queue_place"] else None),
-        ("Attempt", str(view["attempt"] + 1) if view["attempt"] else None),
-        ("Started", ago(view["started_at"])),
     ]
-    cells = [element("div", join([element("dt", name), element("dd", value)])) for name, value in facts if value]
-    return join([element("dl", join(cells), class_="ts-facts"), _ranks(view["ranks"])])
+    cells = [element("div", join([element("dt", name), element("dd", value)])) for name, value in facts if value != "-"]
+    return element("dl", join(cells), class_="ts-facts") if cells else Html("")
 
 
 def _cpus(processes: int | None) -> str:
-    return "devices unknown" if processes is None else f"{processes} CPU process{'es' * (processes != 1)}"
-
-
-def _ranks(ranks: list[dict[str, Any]]) -> Html:
-    """Memory of each rank, up to the first 16."""
-    known = [rank for rank in ranks if rank["memory_gib"] is not None]
-    if not known:
-        return Html("")
-    texts = [f"rank {rank['rank']}: {rank['memory_gib']:.2f} GiB" for rank in known[:16]]
-    more = [f"and {len(known) - 16} more, at most {max(rank['memory_gib'] for rank in known):.2f} GiB"]
-    listed = texts + (more if len(known) > 16 else [])
-    return element("p", join(["Memory: ", " · ".join(listed)]), class_="ts-note")
+    return "unknown devices" if processes is None else f"{processes} CPU process{'es' * (processes != 1)}"
 
 
 def _cause_and_next(view: dict[str, Any]) -> Html:
@@ -100,21 +100,21 @@ def _cause_and_next(view: dict[str, Any]) -> Html:
     return alert_list(lines, _KINDS.get(view["state"], "info"))  # type: ignore[arg-type]
 
 
-def diagnosis_cards(diagnoses: Sequence[Diagnosis], done: bool) -> Html:
+def diagnosis_cards(diagnoses: Sequence[Diagnosis], done: bool, cause: str = "") -> Html:
     """A card per cause: the sentence, what shows it, what may help.
 
     Args:
         diagnoses: the causes.
         done: whether a remedy takes a new run.
+        cause: the recorded cause, which stands above the cards and is not repeated in them.
     """
     cards = []
     for diagnosis in diagnoses:
-        lines = join(
-            element("li", element("code", entry.text if entry.rank is None else f"rank {entry.rank}: {entry.text}"))
-            for entry in diagnosis.evidence
-        )
+        texts = (_evidence_text(entry) for entry in diagnosis.evidence)
+        unsaid = [line for line in dict.fromkeys(texts) if line.removesuffix("...") not in cause]
+        lines = join(element("li", element("code", line)) for line in unsaid)
         changes = join(
-            element("li", join([change.text, " ", element("code", change.flags)]), value=change.number)
+            element("li", join([with_code(change.text), " ", element("code", change.flags)]), value=change.number)
             for change in diagnosis.remedies
         )
         parts = [
@@ -122,10 +122,15 @@ def diagnosis_cards(diagnoses: Sequence[Diagnosis], done: bool) -> Html:
             element("ul", lines, class_="ts-evidence", aria_label="What shows it") if lines else "",
             element("p", "This may help, in a new run:" if done else "This may help:") if changes else "",
             element("ol", changes) if changes else "",
-            element("p", diagnosis.help, class_="ts-note") if diagnosis.help else "",
+            note(diagnosis.help) if diagnosis.help else "",
         ]
         cards.append(element("article", join(parts), class_="ts-diagnosis"))
     return section("Diagnosis", join(cards)) if cards else Html("")
+
+
+def _evidence_text(evidence: Evidence) -> str:
+    writer = "" if evidence.rank is None else f"rank {evidence.rank}: "
+    return evidence.text if evidence.text.startswith(writer) else f"{writer}{evidence.text}"
 
 
 def remedies_of(diagnoses: Sequence[Diagnosis]) -> list[Change]:
@@ -146,7 +151,7 @@ def details(view: dict[str, Any], files: dict[str, str]) -> Html:
         for row in view["checkpoints"]
     ]  # fmt: skip
     table = data_table(["Step", "Name", "Size", "Saved", "Use"], rows, "Checkpoints", numeric=(0, 2),
-                       empty="No checkpoint saved yet.", sort=True)  # fmt: skip
+                       empty=_no_checkpoint(view["actions"]), sort=True)  # fmt: skip
     names = {"config": "config.yaml: every option", "accelerate": "accelerate.yaml: the strategy",
              "command": "command.txt: runs the same config again, from a terminal"}  # fmt: skip
     texts = [
@@ -159,6 +164,14 @@ def details(view: dict[str, Any], files: dict[str, str]) -> Html:
     folder = element("p", join(["Folder: ", element("code", view["run_dir"])]), class_="ts-note")
     return join([section("Checkpoints", table), _profile(view["profiles"]),
                  section("Settings", join([folder, *texts]))])  # fmt: skip
+
+
+def _no_checkpoint(actions: Sequence[str]) -> str:
+    if "save" in actions:
+        return "None yet. Save now, above, writes one after the current step."
+    if "resume" in actions:
+        return "None was saved, so Resume starts from the first step."
+    return "None yet."
 
 
 def _profile(profiles: list[dict[str, Any]]) -> Html:

@@ -77,8 +77,8 @@ def render_check(state: dict[str, Any]) -> Html:
     if state["error"]:
         return alert_list([state["error"]])
     if not state["checks"]:
-        return note("Looks at versions, GPUs, driver and disk, and has ranks exchange data: is every collective right "
-                    "by value, how fast is it, is a rank or a link slow?")  # fmt: skip
+        looks = "Looks at versions, GPUs, driver and disk, and lets processes exchange data as training does: "
+        return note(looks + "does every number arrive right, how fast, is a GPU or a link slow? Takes about a minute.")
     order = {False: 0, True: 1, None: 2}
     checks = sorted(state["checks"], key=lambda check: order[check["passed"]])
     faults = [f"{check['name']}: {check['value']}; {check['remedy']}" for check in checks if check["passed"] is False]
@@ -101,7 +101,7 @@ def render(state: dict[str, Any]) -> Html:
 
 def _gpus(gpus: list[dict[str, Any]]) -> Html:
     if not gpus:
-        return note("No NVIDIA GPU is visible here. Runs train on the CPU, each process in a CPU slot.")
+        return note("No NVIDIA GPU is visible here. Runs train on the CPU, each process on a core of its own.")
     headers = ["GPU", "Name", "In use", "Memory", "Temperature", "Power", "Held by", "UUID"]
     rows = [
         [
@@ -130,8 +130,8 @@ def _cpu(state: dict[str, Any]) -> Html:
     values = {
         "Processor": cpu["name"],
         "All cores": meter(cpu["percent"] / 100, "Use of all cores"),
-        "Load (1, 5, 15 min)": ", ".join(f"{load:.2f}" for load in cpu["load"]),
-        "CPU slots": f"{len(held_slots)} of {len(slots)} used by runs",
+        "Busy processes": "{:.1f} in 1 min, {:.1f} in 5, {:.1f} in 15".format(*cpu["load"]),
+        "Cores for runs": f"{len(held_slots)} of {len(slots)} taken",
         **({"Held by": names} if held_slots else {}),
     }
     return join([key_values(values), element("div", join(cores), class_="ts-grid")])

@@ -210,9 +210,9 @@ class _Form:
         self.started = gr.Textbox("", visible=False, label="started run")
         self.confirmed = gr.Textbox("", visible=False, label="confirmed although memory may not suffice")
         self.command = gr.HTML("", elem_id="train-command", apply_default_css=False)
-        with gr.Accordion("Resolved config (YAML)", open=False, elem_id="train-yaml-box"):
+        with gr.Accordion("All settings (YAML)", open=False, elem_id="train-yaml-box"):
             self.yaml = gr.HTML("", elem_id="train-yaml", apply_default_css=False)
-        self.load = gr.UploadButton("Load YAML", file_types=[".yaml", ".yml"], elem_id="load-yaml", size="sm")
+        self.load = gr.UploadButton("Load settings", file_types=[".yaml", ".yml"], elem_id="load-yaml", size="sm")
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -313,7 +313,7 @@ class _Form:
             strategy_note(strategies, str(strategy or ""), current),
             rate_curve(current),
             copied_text("Command", current.command),
-            copied_text("Resolved config", current.yaml, "config.yaml"),
+            copied_text("All settings", current.yaml, "config.yaml"),
             gr.Button("Resume" if resumed else _LAUNCH, interactive=current.job is not None),
             "",
         ]

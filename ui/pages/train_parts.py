@@ -156,13 +156,13 @@ def _field_link(name: str, line: str) -> Html:
 
 def numbers(derived: Numbers, job: TrainJob) -> list[tuple[str, str]]:
     """The derived numbers as labels and texts."""
-    batch = (
-        f"{derived.global_batch_size:,} rows = {derived.micro_batch} per micro-batch x {derived.accumulation_steps} "
-        f"accumulated x {derived.data_parallel_size} data-parallel rank{'s' * (derived.data_parallel_size > 1)}"
-    )
+    ranks, turns = derived.data_parallel_size, derived.accumulation_steps
+    sharers = "process" if ranks == derived.world_size else "group"
+    batch = f"{derived.global_batch_size:,} = {ranks} {sharers}{('es' if sharers == 'process' else 's') * (ranks > 1)}"
+    batch += f" x {derived.micro_batch} at once" + (f" x {turns} times" if turns > 1 else "")
     packed = "" if job.config.packing else ", fewer where rows are shorter"
     rows = [
-        ("Global batch", batch),
+        ("Rows per step", batch),
         ("Tokens per step", f"at most {derived.tokens_per_step:,}{packed}"),
         ("Length", _length(derived)),
     ]
@@ -183,8 +183,8 @@ def _evaluation(job: TrainJob) -> str:
 def _length(derived: Numbers) -> str:
     if derived.epochs is None:
         return f"{derived.total_steps:,} steps"
-    epochs = f"{derived.epochs:g} epoch{'s' * (derived.epochs != 1)}"
-    return f"{epochs} = {derived.total_steps:,} steps" if derived.total_steps else f"{epochs}; steps: see Data"
+    epochs = f"{derived.epochs:g} pass{'es' * (derived.epochs != 1)} over the data"
+    return f"{epochs}: {derived.total_steps:,} steps" if derived.total_steps else f"{epochs}; Data counts its steps"
 
 
 def copied_text(name: str, text: str, file: str | None = None) -> Html:

@@ -44,6 +44,16 @@ Object.assign(Live, (() => {
   const faint = (colour, share) => `${colour}${Math.round(share * 255).toString(16).padStart(2, "0")}`;
   const isSinglePoint = (line) => line.y.filter((value) => value != null).length === 1;  // needs a marker: a line through one point is invisible
   const AXIS = { step: ["step", numberText], tokens: ["tokens", numberText], elapsed_s: ["time trained", durationText] };
+  const WHOLE_NUMBERS = Array.from({ length: 16 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat();
+  const SECONDS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 43200, ...WHOLE_NUMBERS.map((days) => 86400 * days)];
+  // Numbers in one notation: all with an exponent where the smallest needs one.
+  function tickTexts(values) {
+    const isSmall = values.some((value) => value && Math.abs(value) < 1e-3);
+    return values.map((value) => (value == null ? "" : isSmall && value ? value.toExponential(2).replace(/\.?0+e/, "e") : numberText(value)));
+  }
+  // What the legend says: the value under the pointer, else the last one.
+  const reading = (plot, value, series, index) =>
+    numberText(index == null ? plot.data?.[series]?.findLast((other) => other != null) : value);
 
   /* Charts that share a cursor and a zoom. `changed` is called with the range of x, or null for all of it; `pointed` with
      the x under the pointer, or null once it has left. */
@@ -68,14 +78,14 @@ Object.assign(Live, (() => {
   }
 
   /* One chart. `show` takes lines, each {label, x, y, low, high, colour (index), faint, dots}, and marks, each {x, label};
-     a mark without a label is a tick on the x axis. */
+     a mark without a label is a tick on the x axis. The x axis spans `extent`, by default that of the lines. */
   class Chart {
-    constructor(parent, name, { height = 190, group = new ChartGroup(() => {}, () => {}) } = {}) {
+    constructor(parent, name, { height = 190, hint = "", group = new ChartGroup(() => {}, () => {}) } = {}) {
       this.name = name;
       this.group = group;
       group.charts.push(this);
       this.height = height;
-      this.box = make("figure", { class: "ts-chart" }, make("figcaption", {}, name));
+      this.box = make("figure", { class: "ts-chart" }, make("figcaption", {}, name), hint && make("p", { class: "ts-note" }, hint));
       this.plotArea = make("div", { class: "ts-plot" });
       this.box.append(this.plotArea);
       parent.append(this.box);
@@ -83,7 +93,7 @@ Object.assign(Live, (() => {
       new ResizeObserver(() => this.plot?.setSize({ width: this.plotArea.clientWidth, height })).observe(this.plotArea);
     }
 
-    show(lines, { axis = "step", log = false, marks = [] } = {}) {
+    show(lines, { axis = "step", log = false, marks = [], extent = null } = {}) {
       this.marks = marks;
       const used = lines.filter((line) => line.y.some((value) => value != null));
       this.box.hidden = !used.length;
@@ -95,7 +105,8 @@ Object.assign(Live, (() => {
         const sides = line.low ? [column(line.low), column(line.high)] : [];
         return [stored.map(([x]) => x), column(line.y), ...sides];
       });
-      const data = uPlot.join(tables);
+      const data = uPlot.join(tables), [first, last] = extent ?? [data[0][0], data[0].at(-1)];
+      this.extent = first < last ? [first, last] : [first - 1, last + 1];
       const key = JSON.stringify([axis, log, theme(), used.map((line) => [line.label, !!line.low, line.colour, line.faint, isSinglePoint(line)])]);
       this.unit = AXIS[axis];
       this.line = used[0];
@@ -135,11 +146,11 @@ Object.assign(Live, (() => {
       const css = getComputedStyle(this.plotArea);
       const palette = Array.from({ length: CURVES }, (_, index) => css.getPropertyValue(`--ts-curve-${index + 1}`).trim());
       const text = css.getPropertyValue("--ts-muted").trim(), grid = css.getPropertyValue("--ts-grid").trim();
-      const series = [{ label: AXIS[axis][0], value: (_, value) => (value == null ? "-" : AXIS[axis][1](value)) }];
+      const series = [{ label: AXIS[axis][0], value: (_, value, __, index) => (index == null ? "last" : AXIS[axis][1](value)) }];
       const bands = [];
       for (const line of used) {
         const colour = palette[line.colour % palette.length];
-        const base = { spanGaps: true, value: (_, value) => numberText(value) };
+        const base = { spanGaps: true, value: reading };
         series.push({ ...base, label: line.label, stroke: line.faint ? faint(colour, 0.4) : colour, width: line.faint ? 1 : 1.8,
           points: { show: !!line.dots || isSinglePoint(line), size: 5, fill: colour }, class: line.hidden ? "ts-quiet" : undefined });
         if (line.low) {
@@ -151,9 +162,10 @@ Object.assign(Live, (() => {
       const ticks = { stroke: text, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1 }, font: "11px system-ui, sans-serif" };
       this.plot = new uPlot({
         width: this.plotArea.clientWidth || 300, height: this.height, series, bands,
-        scales: { x: { time: false }, y: { distr: log ? 3 : 1 } },
-        axes: [{ ...ticks, values: (_, all) => all.map((value) => (value == null ? "" : AXIS[axis][1](value))), space: 70, size: 32 },
-          { ...ticks, values: (_, all) => all.map((value) => (value == null ? "" : numberText(value))), size: 58 }],
+        scales: { x: { time: false, range: (_, low, high) => (this.group.zoom ? [low, high] : this.extent) }, y: { distr: log ? 3 : 1 } },
+        axes: [{ ...ticks, values: (_, all) => all.map((value) => (value == null ? "" : AXIS[axis][1](value))), space: 70, size: 32,
+          incrs: axis === "elapsed_s" ? SECONDS : WHOLE_NUMBERS },
+          { ...ticks, values: (_, all) => tickTexts(all), size: 58 }],
         legend: { live: true }, cursor: this.cursor(),
         hooks: { draw: [(plot) => this.drawMarks(plot, text)], setSelect: [(plot) => this.zoomToSelection(plot)] },
       }, data, this.plotArea);
@@ -177,7 +189,7 @@ Object.assign(Live, (() => {
     }
 
     drawMarks(plot, colour) {
-      const { ctx, bbox } = plot;
+      const { ctx, bbox } = plot, page = getComputedStyle(this.plotArea).getPropertyValue("--ts-page").trim();
       ctx.save();
       ctx.strokeStyle = ctx.fillStyle = colour;
       ctx.textAlign = "left";
@@ -196,7 +208,10 @@ Object.assign(Live, (() => {
         ctx.moveTo(at, bbox.top);
         ctx.lineTo(at, bbox.top + bbox.height);
         ctx.stroke();
-        ctx.fillText(label, at + 4, bbox.top + 12 * devicePixelRatio);
+        ctx.fillStyle = page;  // curves stay behind the words
+        ctx.fillRect(at + 2, bbox.top, ctx.measureText(label).width + 6, 16 * devicePixelRatio);
+        ctx.fillStyle = colour;
+        ctx.fillText(label, at + 5, bbox.top + 12 * devicePixelRatio);
       }
       ctx.restore();
     }

@@ -9,9 +9,9 @@ Live.remember = (values) => {
 Live.compare = (element, server) => {
   const { make, poll, merged, smoothed, isSmoothed, Chart, chartTools, remember } = Live;
   const root = element.querySelector(".ts-charts");
-  const METRICS = { loss: "loss", eval_loss: "evaluation loss", learning_rate: "learning rate", grad_norm: "gradient norm",
-    tokens_per_second: "tokens per second", memory_gib: "memory, GiB", eval_token_accuracy: "evaluation accuracy", mfu: "MFU",
-    aux_loss: "load balancing loss" };
+  const METRICS = { loss: "Loss", eval_loss: "Evaluation loss", learning_rate: "Learning rate", grad_norm: "Gradient norm",
+    tokens_per_second: "Tokens per second", memory_gib: "Memory, GiB", eval_token_accuracy: "Evaluation accuracy",
+    mfu: "Peak speed used (MFU)", aux_loss: "Load balancing loss" };
   const params = new URLSearchParams(location.search);
   const ids = [...new Set((params.get("runs") || "").split(",").filter(Boolean))].slice(0, 8);
   if (!ids.length) { root.hidden = true; return; }

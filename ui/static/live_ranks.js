@@ -132,7 +132,8 @@ Live.memory = (element, server) => {
     if (answer.planned) {
       columns.push(["Planned", (row) => bar((row.planned_gib || 0) / most, gib(row.planned_gib))]);
       if (answer.kind === "cpu") columns.push(["Of it in every process", (row) => gib(row.runtime_gib)]);
-      columns.push(["Planned / measured", (row) => (row.ratio == null ? "not comparable" : row.ratio.toFixed(2))]);
+      columns.push([answer.kind === "cpu" ? "Planned / measured, both without that" : "Planned / measured",
+        (row) => (row.ratio == null ? "not comparable" : row.ratio.toFixed(2))]);
     }
     table.replaceChildren(make("table", {}, make("thead", {}, make("tr", {}, ...columns.map(([name]) => make("th", { scope: "col" }, name)))),
       make("tbody", {}, ...answer.rows.map((row) => make("tr", {}, ...columns.map(([, cell]) => make("td", {}, cell(row))))))));

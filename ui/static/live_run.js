@@ -13,19 +13,22 @@ Live.run = (element, server) => {
   root.querySelector(".ts-tools").append(whole);
   root.append(status, grid);
   const CHARTS = [
-    ["Loss", [["train", "loss", "train"], ["eval", "eval_loss", "evaluation"]], true],
-    ["Load balancing loss", [["train", "aux_loss", "of all experts, without its coefficient"]], false],
-    ["Learning rate", [["train", "learning_rate", "learning rate"]], false],
-    ["Gradient norm", [["train", "grad_norm", "gradient norm"]], true],
-    ["Tokens per second", [["train", "tokens_per_second", "all"], ["train", "trained_tokens_per_second", "trained"]], false],
-    ["Memory, GiB", [["train", "memory_gib", "largest rank"], ["train", "memory_reserved_gib", "reserved, mean of ranks"]], false],
-    ["Host memory, GiB", [["train", "host_memory_gib", "mean of ranks"]], false],
-    ["GPU use, %", [["train", "gpu_percent", "mean of ranks"]], false],
-    ["GPU power, W", [["train", "gpu_power_w", "mean of ranks"]], false],
-    ["Waiting for data, share of the time", [["train", "data_wait", "all ranks"]], false],
-    ["Evaluation accuracy", [["eval", "eval_token_accuracy", "of tokens"]], false],
-    ["MFU", [["train", "mfu", "MFU"]], false],
-  ].map(([name, lines, logs]) => ({ name, lines, logs, chart: new Chart(grid, name, { group }) }));
+    ["Loss", "How far the predictions are from the data; lower is better.",
+      [["train", "loss", "train"], ["eval", "eval_loss", "evaluation"]], true],
+    ["Load balancing loss", "Lowest when all experts get as much work.", [["train", "aux_loss", "of all experts, without its coefficient"]], false],
+    ["Learning rate", "How far a step may move the weights.", [["train", "learning_rate", "learning rate"]], false],
+    ["Gradient norm", "How hard a step pulls at the weights; a jump is a warning.", [["train", "grad_norm", "gradient norm"]], true],
+    ["Tokens per second", "Of all text, and of the part that is trained.",
+      [["train", "tokens_per_second", "all"], ["train", "trained_tokens_per_second", "trained"]], false],
+    ["Memory, GiB", "Of one process, on its GPU if it has one.",
+      [["train", "memory_gib", "largest rank"], ["train", "memory_reserved_gib", "reserved, mean of ranks"]], false],
+    ["Host memory, GiB", "Of one process, outside its GPU.", [["train", "host_memory_gib", "mean of ranks"]], false],
+    ["GPU use, %", "Share of the time in which the GPU had work.", [["train", "gpu_percent", "mean of ranks"]], false],
+    ["GPU power, W", "Falls when the GPU waits.", [["train", "gpu_power_w", "mean of ranks"]], false],
+    ["Waiting for data, share of the time", "More than a few percent slow the run down.", [["train", "data_wait", "all ranks"]], false],
+    ["Evaluation accuracy", "Share of the tokens that were predicted right.", [["eval", "eval_token_accuracy", "of tokens"]], false],
+    ["Peak speed used (MFU)", "Useful arithmetic, of all that the GPUs can do.", [["train", "mfu", "MFU"]], false],
+  ].map(([name, hint, lines, logs]) => ({ name, lines, logs, chart: new Chart(grid, name, { group, hint }) }));
   let data = null, shownAxis = null;
 
   // A step on the x axis that is shown; null where nothing was logged.
@@ -47,6 +50,8 @@ Live.run = (element, server) => {
     shownAxis = options.axis;
     const marks = data.attempts.slice(1).map(([attempt, step]) => ({ x: toAxis(step), label: `attempt ${attempt + 1}` }));
     const saved = (data.checkpoints || []).map((step) => ({ x: toAxis(step), label: "" }));
+    const known = [...train[options.axis], ...data.eval[options.axis]].filter((x) => x != null);
+    const extent = known.length ? [Math.min(...known), Math.max(...known)] : null;
     for (const { name, lines, logs, chart } of CHARTS) {
       const series = [];
       lines.forEach(([kind, key, label], colour) => {
@@ -60,7 +65,7 @@ Live.run = (element, server) => {
       if (name === "Loss")
         for (const curve of data.replaced || [])
           series.push({ label: `replaced, attempt ${curve.attempt + 1}`, x: curve.step.map(toAxis), y: curve.loss, colour: 7, faint: true });
-      chart.show(series, { axis: options.axis, log: options.log && logs, marks: name === "Loss" ? [...marks, ...saved] : marks });
+      chart.show(series, { axis: options.axis, log: options.log && logs, extent, marks: name === "Loss" ? [...marks, ...saved] : marks });
     }
   }
 
@@ -68,8 +73,9 @@ Live.run = (element, server) => {
     const answer = await server.curves({ run: id, since: data?.token });
     if (answer.error) { status.textContent = answer.error; return; }
     if (!answer.same) data = merged(data, answer);
-    status.textContent = !answer.rows ? "No metrics yet." : answer.more ? `reading the metrics: ${answer.rows} rows so far` : "";
+    status.textContent = !answer.rows ? "Charts appear with the first step that is logged." : answer.more ? `reading the metrics: ${answer.rows} rows so far` : "";
     status.hidden = !status.textContent;
+    root.querySelector(".ts-tools").hidden = !answer.rows;
     if (!answer.same) draw(read());
     if (answer.more) setTimeout(refresh, 50);
   }, 2);

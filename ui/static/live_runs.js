@@ -23,6 +23,7 @@ Live.runs = (element, server) => {
     ...COLUMNS.filter(([key]) => key).map(([key, name]) => make("option", { value: key }, name)));
   const turn = make("button", { type: "button", class: "ts-button ts-narrow", "aria-label": "Reverse the order", onclick: () => change({ down: !view.down, page: 0 }) });
   const compare = make("a", { class: "ts-button", href: "#", "aria-disabled": "true" }, "Compare");
+  const compareHint = make("span", { class: "ts-note" }, "Tick two or more runs to compare them.");
   const status = make("p", { class: "ts-note", role: "status" });
   const head = make("tr", {});
   const body = make("tbody", {});
@@ -40,7 +41,7 @@ Live.runs = (element, server) => {
     welcome,
     make("div", { class: "ts-tools" },
       make("label", {}, "Search ", search), make("label", {}, "State ", states),
-      make("label", { class: "ts-narrow" }, "Sort by ", order), turn, compare),
+      make("label", { class: "ts-narrow" }, "Sort by ", order), turn, compare, compareHint),
     make("div", { class: "ts-tools" }, status, clear),
     make("div", { class: "ts-table ts-cards", tabindex: 0, role: "region", "aria-label": "Runs" },
       make("table", {}, make("thead", {}, head), body)),
@@ -70,7 +71,7 @@ Live.runs = (element, server) => {
     const ready = selected.size > 1;
     compare.textContent = selected.size ? `Compare ${selected.size}` : "Compare";
     compare.setAttribute("aria-disabled", String(!ready));
-    compare.title = ready ? "" : "tick two or more runs";
+    compareHint.textContent = ready ? "" : selected.size ? "Tick one more run." : "Tick two or more runs to compare them.";
     compare.href = ready ? `compare?${new URLSearchParams({ runs: [...selected].join(",") })}` : "#";
   }
   compare.addEventListener("click", (event) => { if (selected.size < 2) event.preventDefault(); });

@@ -297,7 +297,7 @@ def test_a_queued_run_moves(living: dict[str, Any], capsys: pytest.CaptureFixtur
         assert answer(capsys, "runs", "move", "a", "--before", "a", "--json")[1]["place"] == 1
         for wrong in (["a"], ["a", "1", "--to", "1"], ["a", "--to", "0"], ["a", "--after", "b"]):
             assert answer(capsys, "runs", "move", *wrong)[0] == 2, wrong
-        row = {"id": "a", "place": 1, "run_dir": str(run.path), "devices": "1 CPU slot", "held_by": ["busy"]}
+        row = {"id": "a", "place": 1, "run_dir": str(run.path), "devices": "1 CPU core", "held_by": ["busy"]}
         assert answer(capsys, "runs", "queue", "--json")[:2] == (0, [{**row, "listed": True}])
         device_locks.give_up(ticket)
     assert answer(capsys, "runs", "queue", "--json")[:2] == (0, [])

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from app.cli import run_verb
-from app.runs.compare import MAX_RUNS, as_csv, chosen_runs, compare
+from app.runs.compare import MAX_RUNS, as_csv, chosen_runs, compare, measure_texts
 from app.runs.metrics import Curves
 from tests.made_runs import made_run
 from trainers.config.mistakes import ConfigError
@@ -35,6 +35,21 @@ def test_settings_that_differ_are_told(tmp_path: Path) -> None:
     assert different["strategy"] == ["ddp", "fsdp2"]
     assert len(seen["settings"]) > 30
     assert not any(row["differs"] for row in compare(runs[:1] * 2, Curves())["settings"])
+
+
+@pytest.mark.parametrize(
+    ("values", "texts"),
+    [
+        ([0.54952, 0.5545, None], ["0.54952", "0.55450", "-"]),
+        ([13755.3, 986.21], ["13,755", "986"]),
+        ([1.5, 1.48], ["1.50", "1.48"]),
+        ([200, 600], ["200", "600"]),
+        ([3e-7, 0.0], ["3e-07", "0"]),
+        ([None], ["-"]),
+    ],
+)
+def test_numbers_of_one_measure_have_as_many_decimals(values: list[float | None], texts: list[str]) -> None:
+    assert measure_texts(values) == texts
 
 
 def log(run: RunFolder, *rows: dict[str, Any]) -> RunFolder:
@@ -63,6 +78,7 @@ def test_the_best_is_named_with_its_step_and_how_it_was_picked(tmp_path: Path) -
     assert verdict(rising, evaluated(tmp_path, "twin", [0.2]), falling).startswith("rising and twin share first place")
     assert verdict(rising, rising) == "All are equal in best evaluation loss: 0.2."
     assert verdict(bare, falling) == "Only falling has a value for best evaluation loss: 0.3 at step 20."
+    assert verdict(rising, evaluated(tmp_path, "same", [0.2000001])) == "All are equal in best evaluation loss: 0.2."
     assert verdict(bare, bare) == "No metrics yet."
     assert verdict(rising, falling, by="peak_memory") == "None of these runs has a value for peak memory."
     half = evaluated(tmp_path, "half", [0.1], "stopped")

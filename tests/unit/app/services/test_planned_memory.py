@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
 import pytest
 
+from app.cli import run_verb
 from app.plan.hardware import GIB
 from app.runs.metrics import Curves
 from app.services import planned_memory
@@ -52,3 +54,31 @@ def test_a_run_is_counted_once_and_a_refusal_is_a_sentence(tmp_path: Path, monke
         time.sleep(0.01)
     assert (seen["counting"], seen["error"]) == (False, "the model is not here; name another")
     assert counts == ["a"]
+
+
+def test_runs_show_counts_only_when_it_is_told_to(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made_run(Path("runs"), "a")
+    plans: list[planned_memory.Planned | ConfigError] = [[USES] * 2, ConfigError("the model is not here")]
+
+    def planned(run: RunFolder) -> planned_memory.Planned:
+        if isinstance(plan := plans.pop(0), ConfigError):
+            raise plan
+        return plan
+
+    monkeypatch.setattr(planned_memory, "planned_ranks", planned)
+
+    def show(*words: str) -> str:
+        assert run_verb(["runs", "show", "a", *words]) == 0
+        return capsys.readouterr().out
+
+    memory = json.loads(show("--json"))["memory"]
+    assert (memory["planned"], memory["rows"][0]["measured_gib"], memory["rows"][0]["planned_gib"]) == (
+        False,
+        1.4,
+        None,
+    )
+    assert "0     1.40           3.00" in show("--plan")
+    memory = json.loads(show("--plan", "--json"))["memory"]
+    assert (memory["error"], memory["rows"][0]["planned_gib"]) == ("the model is not here", None)

@@ -116,7 +116,7 @@ def test_nothing_is_recommended_where_nothing_fits(monkeypatch: pytest.MonkeyPat
     cards = cards_with(monkeypatch, [large])
     assert cards.recommended == ""
     assert "Nothing fits" in cards.why
-    assert "the mesh of each strategy's file" in cards.why, "the planner may find another mesh"
+    assert "as each strategy's file divides the work" in cards.why, "the planner may find another mesh"
     assert cards.able[0].reason.startswith("900.0 GiB")
 
 
