@@ -135,7 +135,7 @@ class _Page:
     # -- refresh -----------------------------------------------------------------------------------------------------
 
     def refresh(self, digest: str | None, request: gr.Request) -> list[Any]:
-        """Updates head, details, body, message, watch, buttons, diagnosis, proof and digest; skips what is unchanged."""
+        """Updates all parts from `head` to `digest`; skips what has not changed."""
         try:
             run = _run(self.context, request)
             view = run_view(run, self.curves)
