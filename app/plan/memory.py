@@ -110,7 +110,10 @@ def rank_memory(
     memory = dict.fromkeys(("weights", "gradients", "optimizer"), 0.0)
     resting = _persistent(strategy, config, share)
     away = sum(resting.pop(name) for name in _offloaded(strategy)) if on_gpu else 0.0
-    activations = case["fixed"] * share.has_head + case["layer"] * share.layers * share.held + received
+    # A stage without the head has, beside its layers, the embedding's gradient before it is added to earlier ones.
+    embedding = share.trained_outside * weight_and_state_bytes(config)[0]
+    fixed = case["fixed"] if share.has_head else embedding
+    activations = fixed + case["layer"] * share.layers * share.held + received
     cuda = CUDA_GIB * GIB + (NCCL_GIB * GIB if sizes.world > 1 else 0)
     around = cuda if on_gpu else counted["process_bytes"] + _heap_beyond_tensors(strategy, config, share, activations)
     if not on_gpu and strategy.distributed_type == "FSDP" and strategy.pp_size == 1 and micro_batches == 1:

@@ -241,9 +241,9 @@ def test_a_pipeline_keeps_several_micro_batches() -> None:
     assert one
     assert several
     assert one["activations"] == 50 + 8 * 10
-    # The first rank has no logits, and two in flight; and for each of the four a buffer of 4 rows of 64 tokens of 10
-    # numbers from the other rank.
-    assert several["activations"] == 5 * 10 * 2 + 4 * 4 * LENGTH * 10 * 4
+    # The first rank has no logits but the embedding's gradient, and two in flight; and for each of the four a buffer of
+    # 4 rows of 64 tokens of 10 numbers from the other rank.
+    assert several["activations"] == 4 * 100 + 5 * 10 * 2 + 4 * 4 * LENGTH * 10 * 4
     assert [in_flight("1f1b", 4, 16, rank) for rank in range(4)] == [4, 3, 2, 1]
     assert in_flight("interleaved", 4, 16, 3) == (4 + 1) / 2
     assert [in_flight(name, 4, 16) for name in ("gpipe", "1f1b", "zbv")] == [16, 4, 4]
