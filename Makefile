@@ -22,7 +22,7 @@ SSE := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE MKL_ENABLE_INSTRUCTIONS=S
 AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
 AVX512 := ATEN_CPU_CAPABILITY=avx512 MKL_ENABLE_INSTRUCTIONS=AVX512
 
-.PHONY: setup demo check test test-all test-browser test-integrations integrations test-kernels e2e parity faults docs pictures bench lint clean
+.PHONY: setup demo check test test-all test-browser slurm test-slurm test-integrations integrations test-kernels e2e parity faults docs pictures bench lint clean
 
 setup: $(DEVELOPMENT)
 
@@ -67,6 +67,14 @@ test-browser: setup
 	  || $(BIN)/playwright install chromium
 	$(BIN)/python -m pytest -n 2 tests/browser
 
+# SLURM from the system's packages; the tests start a cluster of their own in network namespaces, which needs root.
+slurm:
+	PATH="$$PATH:/usr/sbin:/sbin"; command -v slurmctld >/dev/null && command -v munged >/dev/null && command -v ip >/dev/null \
+	  || { test "$$(id -u)" = 0 && apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q slurm-wlm munge iproute2; }
+
+test-slurm: setup slurm
+	$(BIN)/python -m pytest tests/slurm
+
 # Against large or foreign packages (trackers), in an environment of their own; not part of `make check`.
 test-integrations:
 	$(MAKE) VENV=.venv-integrations integrations
@@ -86,6 +94,7 @@ test-kernels: setup
 
 check: test-all test-browser
 	$(MAKE) test-kernels NUMERIC="tests/unit/model/test_attention.py tests/unit/objectives/test_sft_loss.py"
+	if $(MAKE) slurm; then $(MAKE) test-slurm; else echo "NOT TESTED: SLURM, which cannot be installed here"; fi
 
 e2e: setup
 	$(BIN)/python -m pytest -n 2 tests/e2e -m ""

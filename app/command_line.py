@@ -152,11 +152,27 @@ class Verb:
         report("\n".join(lines))
 
 
+_SLURM = {
+    "on": ("<local|slurm>", "Where to train: on this machine, or in a job of SLURM; default: local."),
+    "nodes": ("<int>", "SLURM: number of nodes; default: 1."),
+    "gpus_per_node": ("<int>", "SLURM: GPUs of each node, with a process on each; 0: on the CPU. Default: 1."),
+    "cpus_per_node": ("<int>", "SLURM: CPUs of each node; default: the site's."),
+    "partition": ("<name>", "SLURM: partition; default: the site's."),
+    "account": ("<name>", "SLURM: account to charge."),
+    "qos": ("<name>", "SLURM: quality of service."),
+    "time": ("<limit>", "SLURM: time limit, such as 30 (minutes), 8:00:00 or 2-00:00:00; default: the site's."),
+    "constraint": ("<features>", "SLURM: features that the nodes must have, such as a100|h100."),
+    "container": ("<path>", "SLURM: OCI bundle in which the nodes run the job."),
+    "signal_before": ("<seconds>", "SLURM: how long before its time limit a run saves, to go on in another job."),
+    "slurm_extra": ("<options>", "SLURM: further options of sbatch, such as 'mem=0 exclusive'."),
+}
+_SCHEDULER = {name: option(name, metavar, text, "SLURM") for name, (metavar, text) in _SLURM.items()}
+_SCHEDULER |= {"dry_run": switch("dry_run", "SLURM: print the batch script, and submit nothing.")}
 TRAIN = Verb(
     "train",
     "Fine-tune a model: a preset (`tunesmith presets`), a config file, options, or all three; later ones win.",
-    switches=("check", "detach"),
-)
+    own=_SCHEDULER, switches=("check", "detach"),
+)  # fmt: skip
 _RUN = ("run", "Run id, or path of a run folder.")
 _RUNS_DIR = {
     "runs_dir": option("runs_dir", "<dir>", "Parent folder of run folders."),
@@ -167,7 +183,7 @@ RESUME = Verb(
     "resume",
     "Resume a stopped or failed run from its newest good checkpoint. "
     "Options of `train` may be changed; changes that affect the remaining steps need --force.",
-    _RUN, _RUNS_DIR, switches=("force", "detach"), hidden=_TRAINING,
+    _RUN, {**_RUNS_DIR, **_SCHEDULER}, switches=("force", "detach"), hidden=_TRAINING,
 )  # fmt: skip
 CLONE = Verb(
     "runs clone",

@@ -154,6 +154,7 @@ def print_check(request: Request) -> int:
     """`--check`: prints what would be trained under `TUNESMITH_STRATEGY`, and checks the space in `TUNESMITH_RUN_DIR`.
 
     `TUNESMITH_RESUME_FROM` names the checkpoint to resume from, which the options file of a run never contains.
+    `TUNESMITH_GPUS_ELSEWHERE` is the number of GPUs of the machine that is to train, if that is another.
 
     Returns:
         The exit status.
@@ -162,7 +163,10 @@ def print_check(request: Request) -> int:
     if source := os.environ.get("TUNESMITH_RESUME_FROM"):
         config = config.model_copy(update={"resume_from_checkpoint": source})
     strategy = load_strategy(os.environ.get("TUNESMITH_STRATEGY", "single"))
-    print("\n".join(check(config, strategy, gpu_count() > 0, Path(run_dir) if run_dir else None)), flush=True)
+    elsewhere = os.environ.get("TUNESMITH_GPUS_ELSEWHERE")
+    has_gpu = gpu_count() > 0 if elsewhere is None else elsewhere != "0"
+    folder = Path(run_dir) if run_dir else None
+    print("\n".join(check(config, strategy, has_gpu, folder, on_this_machine=elsewhere is None)), flush=True)
     return 0
 
 

@@ -17,11 +17,12 @@ from typing import Any, NamedTuple, TextIO, get_args
 from app.accelerate_launch import ROOT, module_argv, module_environment
 from app.command_line import Args
 from app.console import shortened
-from app.launch import background
+from app.launch import background, slurm
 from app.launch.foreground import refusal_in, run_program
 from app.launch.job import TrainJob, clone_job, resume_job, writable_parent
 from app.runs.proofs import lock_proofs, proofs
 from app.runs.runs import run_of_id, true_state
+from app.runs.scheduled import cancel_waiting
 from app.runs.state import queue
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
@@ -62,7 +63,7 @@ def stop(run: RunFolder, save: bool = True) -> None:
         run: the run; a queued one is cancelled.
         save: whether to save a checkpoint first.
     """
-    if true_state(run)["state"] not in END_STATES:
+    if true_state(run)["state"] not in END_STATES and not cancel_waiting(run):
         run.ask_stop(save)
 
 
@@ -76,11 +77,13 @@ def save(run: RunFolder) -> None:
 
 
 def resume(run: RunFolder, args: Args | None = None) -> dict[str, Any]:
-    """Resumes a stopped or failed run in the background; returns its state.
+    """Resumes a stopped or failed run in the background, or in SLURM if that started it; returns its state.
 
     Raises:
         ConfigError: if the run is done or still live, or with the mistakes in the request.
     """
+    if slurm.read_scheduler(run):
+        return slurm.start(*slurm.slurm_job(args or Args(), run))
     return background.start(resume_job(run, args or Args()))
 
 

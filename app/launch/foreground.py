@@ -176,8 +176,13 @@ def where(job: TrainJob) -> str:
     return f"{devices_text} of machine {machines.rank} of {machines.count}" if machines else devices_text
 
 
-def preflight(job: TrainJob, quiet: bool) -> list[str]:
+def preflight(job: TrainJob, quiet: bool, elsewhere: bool = False) -> list[str]:
     """Runs the training script's check of data, model and batch arithmetic, without a launcher.
+
+    Args:
+        job: the job.
+        quiet: whether to hide what is being done.
+        elsewhere: whether other machines will train, so that what this one lacks is no mistake.
 
     Returns:
         The lines that it printed, unless `quiet`: what was found, which the run's own log begins with as well.
@@ -192,6 +197,8 @@ def preflight(job: TrainJob, quiet: bool) -> list[str]:
         strategy.write_text(job.strategy.dump(), encoding="utf-8")
         with spinner("checking data and model", quiet):
             env = {**check_environment(job.devices, strategy), "TUNESMITH_RUN_DIR": str(job.run.path.absolute())}
+            if elsewhere:
+                env["TUNESMITH_GPUS_ELSEWHERE"] = str(len(job.devices.gpu_ids))
             if job.resume_from:
                 env["TUNESMITH_RESUME_FROM"] = job.resume_from
             out = run_checker(check_argv(config), env)
@@ -316,6 +323,9 @@ def write_folder(job: TrainJob) -> None:
                 pass
         except FileExistsError:
             run.refuse_used()
+    elif run.state_file.exists():
+        run.write_state(scheduler=None)  # a run that a scheduler started may be resumed here
+    run.scheduler.unlink(missing_ok=True)
     write_atomic(run.config, dump_yaml(job.config))
     write_atomic(run.accelerate, job.strategy.dump())
     write_atomic(run.command, command_line(run, job.devices) + "\n")

@@ -6,6 +6,7 @@ import contextlib
 import os
 import shlex
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 from app.command_line import Args
 from app.console import shortened
-from app.hardware import Devices
+from app.hardware import Devices, Gpu
 from app.launch.device_fit import fit_devices
 from app.launch.machines import as_words, choose_machines, devices_here, folder_mistakes
 from app.runs.runs import gpu_ids, true_state, world_size
@@ -213,7 +214,10 @@ def _keeps_strategy(run: RunFolder, values: dict[str, str]) -> bool:
     return processes > 1
 
 
-def job_of(request: Request, values: dict[str, str], mistakes: Mistakes, run: RunFolder | None) -> TrainJob:
+def job_of(
+    request: Request, values: dict[str, str], mistakes: Mistakes, run: RunFolder | None,
+    machine: Sequence[Gpu] | None = None,
+) -> TrainJob:  # fmt: skip
     """The job of a request.
 
     Args:
@@ -221,6 +225,7 @@ def job_of(request: Request, values: dict[str, str], mistakes: Mistakes, run: Ru
         values: values of the `LAUNCH_OPTIONS`, such as `--strategy`.
         mistakes: mistakes found so far; more are added.
         run: the run to resume; None for a new one.
+        machine: the GPUs of each machine that will train; default: those of this machine.
 
     Raises:
         ConfigError: with all mistakes at once.
@@ -237,7 +242,7 @@ def job_of(request: Request, values: dict[str, str], mistakes: Mistakes, run: Ru
     with mistakes:
         machines = choose_machines(values, strategy.values if strategy else {})
         mistakes += folder_mistakes(config, machines) if run is None else []
-        devices = devices_here(values, machines, strategy.num_processes if strategy else None)
+        devices = devices_here(values, machines, strategy.num_processes if strategy else None, machine)
     with mistakes:
         if config and devices and sizes is not None and (strategy or not strategy_file):
             fixed = bool({"gpus", "num_processes"} & set(values))

@@ -30,13 +30,14 @@ LEFT = {"state": "stopped", "cause": "stopped before machine 0 had started the r
 _OWN = ("output_dir", "resume_from_checkpoint", "runs_dir")
 
 
-def join_to_end(job: TrainJob, env: Mapping[str, str], on_event: Listener) -> dict[str, Any]:
+def join_to_end(job: TrainJob, env: Mapping[str, str], on_event: Listener, reserved: bool = False) -> dict[str, Any]:
     """Trains this machine's part of a run that machine 0 controls.
 
     Args:
         job: the job, with a machine rank other than 0.
         env: the launcher's complete environment.
         on_event: receives progress events.
+        reserved: whether a scheduler has reserved the devices, so that they are not waited for.
 
     Returns:
         The run's final state. None of its processes is alive on this machine.
@@ -48,14 +49,15 @@ def join_to_end(job: TrainJob, env: Mapping[str, str], on_event: Listener) -> di
     job.run.keep()
     with job.run.hold(job.devices.machine_rank), RunSignals() as signals:
         register_outside(job.run, job.config.runs_dir)
-        return _WorkerNode(job, env, on_event, signals).go()
+        return _WorkerNode(job, env, on_event, signals, reserved).go()
 
 
 class _WorkerNode:
     """This machine's part of a run; see `join_to_end` for the arguments."""
 
-    def __init__(self, job: TrainJob, env: Mapping[str, str], on_event: Listener, signals: RunSignals):
+    def __init__(self, job: TrainJob, env: Mapping[str, str], on_event: Listener, signals: RunSignals, reserved: bool):
         self.job, self.run, self.env, self.signals = job, job.run, env, signals
+        self.reserved, self.has_trained = reserved, False
         self.name = f"machine {job.devices.machine_rank}"
         self.status_file = NodeStatus(job.run, job.devices.machine_rank)
         self.listener = on_event
@@ -63,7 +65,7 @@ class _WorkerNode:
         # `launched_at` of the last joined launch; at first that of an attempt that has ended, which is not joined.
         self.joined = before.get("launched_at") if before.get("state") in END_STATES else None
         self.resumes = self.joined is not None
-        self.held: HeldSlots | None = HeldSlots({}) if job.config.share_gpus else None
+        self.held: HeldSlots | None = HeldSlots({}) if reserved or job.config.share_gpus else None
         self.seen: tuple[Any, ...] = ()
         self.seen_at = time.monotonic()
         self.doing = "waited for machine 0"
@@ -99,6 +101,8 @@ class _WorkerNode:
             # machine 0 has started it, there is no run to ask, so a stop signal just leaves.
             state = self._state()
             self.run.refuse_lost()
+            if self.reserved and self.has_trained and state.get("state") == "queued":
+                return state  # for the next start of the job, which starts this node again
             if state.get("state") in LIVE_STATES:
                 self.resumes = False
                 self.signals.pass_on(self.run, self.tell)
@@ -114,6 +118,8 @@ class _WorkerNode:
             time.sleep(POLL)
 
     def _state(self) -> dict[str, Any]:
+        if self.reserved:  # the scheduler is not asked for the state by every node of a job
+            return self.run.read_state() or {}
         return true_state(self.run) if self.run.state_file.exists() else {}
 
     def _can_join(self, state: Mapping[str, Any]) -> bool:
@@ -149,6 +155,7 @@ class _WorkerNode:
         if self.held is None:
             return
         self.joined, devices, self.doing = launch, self.job.devices, "trained"
+        self.has_trained = True
         argv = launch_argv(
             self.run, devices.num_processes, notice.get("resume_from"), devices.machines,
             float(notice.get("timeout") or JOIN_TIMEOUT),

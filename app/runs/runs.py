@@ -19,6 +19,7 @@ import psutil
 
 from app.accelerate_launch import read_command_line
 from app.console import shortened
+from app.runs.scheduled import cancel_waiting, kill_job, scheduled_state
 from trainers.config.mistakes import ConfigError
 from trainers.config.yaml_file import read_yaml
 from trainers.run.folder import END_STATES, LIVE_STATES, STATES, Process, RunFolder, read_json, registered_runs
@@ -157,9 +158,11 @@ def true_state(run: RunFolder) -> dict[str, Any]:
     A run marked live without a live process is `failed`. A run marked ended with a rank that is still exiting, and so
     still holds its GPU, is `stopping` (`running` if it finished by itself); this happens without a supervisor, when
     rank 0 writes the end state. Processes are identified by pid and start time on this host; the state of a run on
-    another host is returned as it is.
+    another host is returned as it is. If SLURM starts the run, SLURM says whether it waits, runs or is gone.
     """
     state = run.read_state() or {"state": "failed", "cause": "it never started: there is no state file"}
+    if (scheduled := scheduled_state(state)) is not None:
+        return scheduled
     if state.get("host") != socket.gethostname():
         return state  # pids of another host mean nothing here
     if state.get("state") in END_STATES and any(
@@ -387,6 +390,8 @@ def stop_run(run: RunFolder, timeout: float, poll: float = 0.2, save: bool = Tru
     state = true_state(run)
     if state["state"] in END_STATES:
         return Stopped(state, already=True, in_time=True)
+    if cancel_waiting(run):
+        return Stopped(true_state(run), already=False, in_time=True)
     run.ask_stop(save)
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
@@ -404,6 +409,8 @@ def end_by_force(run: RunFolder, timeout: float = 15.0) -> Stopped:
         run: a run on this host.
         timeout: seconds its supervisor has to record the end before it is killed too.
     """
+    if kill_job(run):
+        return _after_kill(run, timeout)
     # Kill the supervisor last: it may still record how the run ended.
     for roles in (("launcher", "rank"), ("supervisor",)):
         alive = [process for process in processes_in(true_state(run)) if process.role in roles and _is_alive(process)]
@@ -415,11 +422,25 @@ def end_by_force(run: RunFolder, timeout: float = 15.0) -> Stopped:
         deadline = time.monotonic() + timeout
         while _any_alive(state := true_state(run)) and time.monotonic() < deadline:
             time.sleep(0.1)
+    _write_forced_end(run, state)
+    state = true_state(run)
+    return Stopped(state, already=False, in_time=state["state"] in END_STATES and not _any_alive(state))
+
+
+def _after_kill(run: RunFolder, timeout: float) -> Stopped:
+    """Waits until SLURM has ended the job of a run, and writes its end."""
+    deadline = time.monotonic() + timeout
+    while (state := true_state(run))["state"] not in END_STATES and time.monotonic() < deadline:
+        time.sleep(0.5)
+    if ended := state["state"] in END_STATES:
+        _write_forced_end(run, state)
+    return Stopped(true_state(run), already=False, in_time=ended)
+
+
+def _write_forced_end(run: RunFolder, state: dict[str, Any]) -> None:
     with contextlib.suppress(ConfigError), run.hold():  # nobody else writes its state any more
         if state.get("state") != "done":
             run.write_state(state="stopped", cause="ended by force; the last checkpoint remains", ending=None)
-    state = true_state(run)
-    return Stopped(state, already=False, in_time=state["state"] in END_STATES and not _any_alive(state))
 
 
 def _with_children(pid: int) -> list[psutil.Process]:

@@ -13,9 +13,10 @@ from trainers.run.folder import END_STATES, RunFolder
 
 def allowed(run: RunFolder) -> list[str]:
     """The actions that a run's state allows, most likely first."""
-    state = true_state(run)["state"]
+    state = true_state(run)
+    scheduled, state = "scheduler" in state, state["state"]
     if state == "queued":
-        return ["cancel", "move_up", "move_down", "clone"]
+        return ["cancel", *([] if scheduled else ["move_up", "move_down"]), "clone"]
     if state not in END_STATES:
         return ["stop", *([] if state == "stopping" else ["save"]), "stop_without_saving", "clone"]
     exports = ["export"] if last_checkpoint(run) else []

@@ -20,8 +20,8 @@ FLOORS = (
     *("trainers.embedded", *SHARED, "trainers.data", "trainers.objectives", "trainers.model", "trainers.parallel"),
     *("trainers.checkpoint", "trainers.monitor", "trainers.tools", "trainers.build", "trainers.loop", "trainers.train"),
     *("app.console", "app.typer_style", "app.reference", "app.hardware", "app.command_line", "app.accelerate_launch"),
-    *("app.runs", "app.diagnosis", "app.launch", "app.plan", "app.prove", "app.bench", "app.doctor", "app.services"),
-    *("app.commands", "app.cli_runs", "app.cli", "ui"),
+    *("app.schedulers", "app.runs", "app.diagnosis", "app.launch", "app.plan", "app.prove", "app.bench", "app.doctor"),
+    *("app.services", "app.commands", "app.cli_runs", "app.cli", "ui"),
 )
 """Every room, from the ground up: each imports only from those before it."""
 

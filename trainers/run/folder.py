@@ -167,6 +167,7 @@ class RunFolder:
         self.out_of_memory = self.heartbeats / "out-of-memory.json"
         self.skipped_steps = self.path / "passed_over.json"
         self.chat_template = self.path / CHAT_TEMPLATE
+        self.scheduler = self.path / "scheduler.json"
         self.lock = self.path / ".lock"
         self.record = RunRecord(self.path)
         self._identity: tuple[int, int] | None = None

@@ -45,7 +45,9 @@ _MODEL_OPTIONS = ("packing", "method", "num_hidden_layers", "random_init", "trus
                   "mixed_precision", "torch_compile", "lora_target_modules", "lora_r", "merge_adapter")  # fmt: skip
 
 
-def check(config: TrainConfig, strategy: Strategy, has_gpu: bool, run_dir: Path | None = None) -> list[str]:
+def check(
+    config: TrainConfig, strategy: Strategy, has_gpu: bool, run_dir: Path | None = None, on_this_machine: bool = True
+) -> list[str]:
     """Checks a run; returns lines that describe what would be trained.
 
     Args:
@@ -53,12 +55,17 @@ def check(config: TrainConfig, strategy: Strategy, has_gpu: bool, run_dir: Path 
         strategy: resolved for all processes.
         has_gpu: whether the run uses GPUs.
         run_dir: the run folder, to check its disk space and, if the run is resumed, to use its saved chat template.
+        on_this_machine: whether this machine is to train.
 
     Raises:
         ConfigError: with every mistake that can be found without loading weights.
     """
     data_parallel_size = strategy.data_parallel_size
-    mistakes = machine_mistakes(config, has_gpu) + _arithmetic(config, data_parallel_size) + check_model(config)
+    mistakes = (
+        machine_mistakes(config, has_gpu, on_this_machine)
+        + _arithmetic(config, data_parallel_size)
+        + check_model(config)
+    )
     if mistakes:
         raise ConfigError(mistakes)
     folder = base_folder(config)
@@ -125,8 +132,14 @@ def describe_plan(plan: TrainPlan) -> str:
     )
 
 
-def machine_mistakes(config: TrainConfig, has_gpu: bool) -> list[Mistake]:
-    """Options that this machine does not support: they need a GPU, or a package that is not installed."""
+def machine_mistakes(config: TrainConfig, has_gpu: bool, on_this_machine: bool = True) -> list[Mistake]:
+    """Options that a machine does not support: they need a GPU, or a package that is not installed.
+
+    Args:
+        config: the validated config.
+        has_gpu: whether the machine that is to train has GPUs.
+        on_this_machine: whether it is this one; the age of another's GPUs is not known.
+    """
     hook = config.ddp_comm_hook
     rules: list[tuple[bool, str, object, str, str]] = [
         (config.mixed_precision == "fp16" and not has_gpu,
@@ -141,7 +154,7 @@ def machine_mistakes(config: TrainConfig, has_gpu: bool) -> list[Mistake]:
          '`pip install "tunesmith[quant]"`, or use method=lora'),
     ]  # fmt: skip
     mistakes = [Mistake(name, value, problem, remedy) for applies, name, value, problem, remedy in rules if applies]
-    if config.mixed_precision == "fp8":
+    if config.mixed_precision == "fp8" and on_this_machine:
         mistakes += _float8_mistakes()
     missing = [name for name in config.report_to if importlib.util.find_spec(name) is None]
     return mistakes + [

@@ -43,12 +43,12 @@ def test_any_value_is_one_word(value: str, name: str) -> None:
 
 
 def test_what_is_wrong_is_kept_until_all_is_known() -> None:
-    args = read("--learning_rte", "1", "a", "--seed", "--gpus", "0", "--gpus", "1", "--nonsense=2", "--strategy")
+    args = read("--learning_rte", "1", "a", "--seed", "--gpus", "0", "--gpus", "1", "--zzz=2", "--strategy")
     assert lines(args) == [
         "--seed has no value; write --seed VALUE",
         "--strategy has no value; write --strategy VALUE",
         "learning_rte is not an option; did you mean learning_rate?",
-        "nonsense is not an option; `tunesmith train --help` lists all options",
+        "zzz is not an option; `tunesmith train --help` lists all options",
         "--gpus is given twice; write --gpus VALUE once",
     ]
     assert args.names == ["a"]

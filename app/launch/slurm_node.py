@@ -1,0 +1,232 @@
+"""What the batch script of a run starts: `python -m app.launch.slurm_node node|limit|after RUN`.
+
+`node` supervises the ranks of one node, as `tunesmith train --machine_rank K` does by hand. `limit` runs shortly before
+the job's time limit: the run saves and stops. `after` runs at the end of the script, and queues the job again if the
+time limit was what stopped the run.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from app.accelerate_launch import command_line, launch_environment
+from app.console import say
+from app.hardware import Devices, choose_devices, find_gpus
+from app.launch.foreground import EXIT_CODES
+from app.launch.job import TrainJob
+from app.launch.nodes import FIRST_JOIN_TIMEOUT
+from app.launch.restarts import run_to_end
+from app.launch.slurm import read_scheduler
+from app.launch.worker_node import join_to_end
+from app.runs.runs import saved_step, world_size
+from app.schedulers.slurm import SlurmError, hostnames, requeue, submit
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import absolute_paths
+from trainers.config.parse import Request
+from trainers.run.folder import RunFolder, log_line, write_atomic, write_json
+from trainers.run.log import start_tee
+from trainers.strategy.strategy import Machines, load_strategy, over_machines
+
+_FIRST_PORT, _PORTS = 15000, 15000
+"""Ports for the rendezvous, by number of the job; below those that a kernel gives to outgoing connections."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where in a job this process is.
+
+    Args:
+        job: number of the job.
+        restarts: how often SLURM has started the job before.
+        nodes: host names of its nodes.
+        rank: index of this node.
+    """
+
+    job: str
+    restarts: int
+    nodes: list[str]
+    rank: int
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Placement:
+        """From the variables that SLURM sets.
+
+        Raises:
+            ConfigError: outside a job.
+        """
+        try:
+            return cls(
+                environment["SLURM_JOB_ID"], int(environment.get("SLURM_RESTART_COUNT", "0")),
+                hostnames(environment["SLURM_JOB_NODELIST"]), int(environment.get("SLURM_NODEID", "0")),
+            )  # fmt: skip
+        except (KeyError, ValueError, SlurmError) as error:
+            raise ConfigError(f"this is no job of SLURM ({error}); submit the run's slurm.sh with sbatch") from None
+
+    @property
+    def machines(self) -> Machines | None:
+        """The machines of the run; None for a single one."""
+        if len(self.nodes) == 1:
+            return None
+        return Machines(len(self.nodes), self.rank, self.nodes[0], _FIRST_PORT + int(self.job) % _PORTS)
+
+
+def node(run: RunFolder) -> int:
+    """Trains this node's part of a run; returns the exit status."""
+    placement = Placement.of(os.environ)
+    if placement.rank == 0:
+        return _head(run, placement)
+    start_tee(run.log, "supervisor", echo=True)
+    if not _wait_for_head(run, placement):
+        say(f"node {placement.rank}: the first node has not started job {placement.job} for {FIRST_JOIN_TIMEOUT:g} s")
+        return 1
+    job = _job(run, placement)
+    state = join_to_end(job, launch_environment(job.devices), _unheard, reserved=True)
+    return EXIT_CODES.get(str(state["state"]), 0)
+
+
+def _head(run: RunFolder, placement: Placement) -> int:
+    """The first node: takes over the run, and writes its state."""
+    with _hold(run):
+        if (run.read_state() or {}).get("state") == "done":
+            return 0
+        run.stop_request.unlink(missing_ok=True)  # a request before this start is answered: SLURM has started it again
+        run.save_request.unlink(missing_ok=True)
+        start_tee(run.log, "supervisor", echo=True)
+        try:
+            job = _job(run, placement)
+        except ConfigError as error:
+            run.write_state(state="failed", cause="; ".join(error.lines), ending=None, scheduler=_written(placement))
+            return 2
+        write_atomic(run.accelerate, job.strategy.dump())
+        write_atomic(run.command, command_line(run, job.devices) + "\n")
+        run.write_state(scheduler=_written(placement))
+        state = run_to_end(
+            run, job.devices, launch_environment(job.devices), _unheard, job.resume_from, job.config.max_restarts,
+            share_gpus=True,
+        )  # fmt: skip
+        state = _after_limit(run, placement.job, state)
+        return EXIT_CODES.get(str(state["state"]), 0)
+
+
+def _hold(run: RunFolder) -> TextIO:
+    """Holds the run, once the command that submitted it, or the last start of the job, has let go of it.
+
+    Raises:
+        ConfigError: if it does not within `FIRST_JOIN_TIMEOUT` seconds.
+    """
+    deadline = time.monotonic() + FIRST_JOIN_TIMEOUT
+    while True:
+        try:
+            return run.hold()
+        except ConfigError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.2)
+
+
+def _written(placement: Placement) -> dict[str, Any]:
+    """What the state says about the job once it has started."""
+    return {"kind": "slurm", "job": placement.job, "restarts": placement.restarts}
+
+
+def _wait_for_head(run: RunFolder, placement: Placement) -> bool:
+    """Waits until the first node has taken over the run in this start of the job; False if it does not."""
+    deadline = time.monotonic() + FIRST_JOIN_TIMEOUT
+    while (run.read_state() or {}).get("scheduler") != _written(placement):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def _job(run: RunFolder, placement: Placement) -> TrainJob:
+    """The run as a job on this node.
+
+    Raises:
+        ConfigError: if the node lacks the GPUs that the run was submitted for.
+    """
+    submitted, total = read_scheduler(run) or {}, world_size(run) or 1
+    expected = int((submitted.get("options") or {}).get("gpus_per_node") or 0)
+    visible, nodes = [gpu.index for gpu in find_gpus()], len(placement.nodes)
+    if len(visible) != expected:
+        problem = f"node {placement.nodes[placement.rank]} shows {len(visible)} GPUs to the job, which needs {expected}"
+        raise ConfigError(f"{problem}; submit it with other --gpus_per_node, or ask the site about its GRES")
+    if total % nodes or (visible and total != nodes * len(visible)):
+        raise ConfigError(f"the job has {nodes} nodes, and its {total} processes do not divide by them")
+    chosen = choose_devices(",".join(map(str, visible)), None) if visible else Devices([], total)
+    devices = replace(chosen, num_processes=total, machines=placement.machines)
+    config = absolute_paths(Request(config=str(run.config)).resolve())
+    config = config.model_copy(update={"output_dir": str(run.path)})
+    strategy = over_machines(load_strategy(str(run.accelerate)), placement.machines)
+    resume_from = "auto" if saved_step(run) else submitted.get("resume_from")
+    return TrainJob(config, strategy, devices, run, resume_from)
+
+
+def limit(run: RunFolder) -> int:
+    """Asks the run to save and stop, and remembers that the job's time limit is why."""
+    submitted = read_scheduler(run) or {}
+    write_json(run.scheduler, {**submitted, "limit_of": os.environ.get("SLURM_JOB_ID")})
+    run.ask_stop()
+    return 0
+
+
+def after(run: RunFolder) -> int:
+    """Queues the job again if its time limit has stopped the run; returns the exit status of the script."""
+    state, submitted, job = run.read_state() or {}, read_scheduler(run) or {}, str(os.environ.get("SLURM_JOB_ID"))
+    if state.get("state") != "queued" or submitted.get("limit_of") != job:
+        return EXIT_CODES.get(str(state.get("state")), 1)
+    with _hold(run):
+        write_json(run.scheduler, {**submitted, "queued_again_at": saved_step(run), "limit_of": None})
+        try:
+            requeue(job)
+        except SlurmError as refused:
+            try:
+                number = submit(run, after=job)
+            except SlurmError as error:
+                cause = f"{state['cause']}: SLURM queued it neither again ({refused}) nor anew ({error})"
+                run.write_state(state="stopped", cause=cause)
+                return 1
+            run.write_state(scheduler={"kind": "slurm", "job": number})
+    return 0
+
+
+def _after_limit(run: RunFolder, job: str, state: dict[str, Any]) -> dict[str, Any]:
+    """The state of a run that has ended: `queued` if it was the time limit of its job that stopped it.
+
+    A run that has made no step since the last time would go on for ever, so it fails.
+    """
+    submitted, reached = read_scheduler(run) or {}, saved_step(run)
+    if state["state"] != "stopped" or submitted.get("limit_of") != job:
+        return state
+    if reached <= int(submitted.get("queued_again_at", 0)):
+        cause = (
+            f"it made no step beyond {reached} before its time limit, so it is not queued again; give it more --time"
+        )
+        return run.write_state(state="failed", cause=cause)
+    return run.write_state(state="queued", cause=f"stopped at step {reached} by its time limit", processes=[])
+
+
+def _unheard(kind: str, text: str) -> None:
+    """Ignores events: nobody watches a job, and its notes are in the log."""
+
+
+def main(argv: list[str]) -> int:
+    """Entry point."""
+    action, run = {"node": node, "limit": limit, "after": after}[argv[0]], RunFolder(Path(argv[1]))
+    try:
+        return action(run)
+    except ConfigError as error:
+        with open(run.log, "a", encoding="utf-8") as log:
+            log.writelines(log_line("supervisor", line) for line in error.lines)
+        say("\n".join(error.lines))
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
