@@ -94,7 +94,7 @@ test-kernels: setup
 
 check: test-all test-browser
 	$(MAKE) test-kernels NUMERIC="tests/unit/model/test_attention.py tests/unit/objectives/test_sft_loss.py"
-	if $(MAKE) slurm; then $(MAKE) test-slurm; else echo "NOT TESTED: SLURM, which cannot be installed here"; fi
+	@echo "NOT TESTED here: SLURM (make test-slurm)"
 
 e2e: setup
 	$(BIN)/python -m pytest -n 2 tests/e2e -m ""
