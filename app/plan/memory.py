@@ -207,8 +207,8 @@ def _gathered(strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any
             return bucket + (largest if strategy.zero_stage == 2 else 0.0)
         live = _size(strategy, "stage3_max_live_parameters", _LIVE, counted)
         again = every / strategy.second_copies if strategy.second_copies > 1 else 0.0
-        # It reduces a copy of the bucket, in the order of the ranks, of which gloo makes another.
-        bucket *= 2 if on_gpu else 3
+        # It reduces a copy of the bucket, of which gloo makes another; measured on a CPU alone.
+        bucket *= 1 if on_gpu else 3
         return every * min(1.0, live / share.parameters) + largest + bucket + again
     # FSDP: a pipeline stage stays gathered for the step; otherwise the root, two layers, and the largest gradient.
     if strategy.pp_size > 1:
