@@ -142,15 +142,13 @@ def test_a_forced_remedy_says_so_and_nothing_is_applied_by_an_empty_name(
         remedied(run, diagnoses, "")
     started: list[Any] = []
     monkeypatch.setattr(background, "start", started.append)
-    monkeypatch.setattr("ui.pages.run._run", lambda context, request: run)
     with gr.Blocks():
         page = _Page(ServerContext(tmp_path, (tmp_path,), tmp_path))
     for index, listed in [(1, "--force"), (0, ""), (0, "--learning_rate=9")]:
-        message, address = page._remedy_handler(index)(listed, gr.Request())
-        assert "no longer among those of the run" in message
-        assert not address
+        with pytest.raises(ConfigError, match="no longer among those of the run"):
+            page._apply_remedy(index)(run, listed)
         assert not started
-    page._remedy_handler(0)("--force", gr.Request())
+    page._apply_remedy(0)(run, "--force")
     assert len(started) == 1
 
 
