@@ -8,6 +8,7 @@ from app.command_line import Args
 from app.console import report, report_json
 from app.launch import slurm
 from app.launch.foreground import result, say_choices
+from app.runs.scheduled import submission
 from app.schedulers.slurm import script
 from app.schedulers.slurm_options import SlurmOptions
 from trainers.config.mistakes import ConfigError, Mistake
@@ -22,7 +23,7 @@ def on_slurm(args: Args, run: RunFolder | None = None) -> bool:
     Raises:
         ConfigError: for an unknown place, or options of SLURM for a run that it does not start.
     """
-    before = "slurm" if run is not None and slurm.read_scheduler(run) else "local"
+    before = "slurm" if run is not None and submission(run) else "local"
     target = str(args.own.get("on", before))
     if target not in _PLACES:
         raise ConfigError.about("on", target, "is no place to train", f"use {' or '.join(_PLACES)}")

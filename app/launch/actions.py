@@ -22,7 +22,7 @@ from app.launch.foreground import refusal_in, run_program
 from app.launch.job import TrainJob, clone_job, resume_job, writable_parent
 from app.runs.proofs import lock_proofs, proofs
 from app.runs.runs import run_of_id, true_state
-from app.runs.scheduled import cancel_waiting
+from app.runs.scheduled import cancel_waiting, submission
 from app.runs.state import queue
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
@@ -82,7 +82,7 @@ def resume(run: RunFolder, args: Args | None = None) -> dict[str, Any]:
     Raises:
         ConfigError: if the run is done or still live, or with the mistakes in the request.
     """
-    if slurm.read_scheduler(run):
+    if submission(run):
         return slurm.start(*slurm.slurm_job(args or Args(), run))
     return background.start(resume_job(run, args or Args()))
 

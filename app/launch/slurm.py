@@ -9,10 +9,12 @@ from app.command_line import Args
 from app.hardware import Gpu
 from app.launch.foreground import held, preflight, take_back, write_folder
 from app.launch.job import TrainJob, job_of, named_preset, refuse_unresumable, run_attempt
+from app.runs.runs import world_size
+from app.runs.scheduled import submission
 from app.schedulers.slurm import SCRIPT, SlurmError, forget_jobs, script, submit
 from app.schedulers.slurm_options import SlurmOptions, site_file
 from trainers.config.mistakes import ConfigError, Mistake, Mistakes
-from trainers.run.folder import RunFolder, read_json, write_atomic, write_json
+from trainers.run.folder import RunFolder, write_atomic, write_json
 
 HEAD, PORT = "head-node", 29500
 """Stand in an Accelerate file for machine 0's address until the job has started."""
@@ -36,7 +38,9 @@ def slurm_job(args: Args, run: RunFolder | None = None) -> tuple[TrainJob, Slurm
     if "detach" in args.switches:
         mistakes.append(Mistake("--detach", None, "is not needed with --on slurm", "leave it out"))
     chosen = {name: value for name, value in args.own.items() if name in SlurmOptions.model_fields}
-    stored = _stored_options(run) if run else {}
+    before = (submission(run) or {}).get("options", {}) if run else {}
+    # Without what names code, as the folder may come from elsewhere.
+    stored = {name: value for name, value in before.items() if name not in _CODE}
     options = SlurmOptions()
     with mistakes:
         options = SlurmOptions.read({**stored, **chosen})
@@ -45,22 +49,17 @@ def slurm_job(args: Args, run: RunFolder | None = None) -> tuple[TrainJob, Slurm
         refuse_unresumable(run)
         attempt = run_attempt(run)
         values = {"strategy": str(run.accelerate), **args.launch}
+        if not options.gpus_per_node and (processes := world_size(run)):
+            values.setdefault("num_processes", str(processes))
         args.request.config, args.request.preset = str(run.config), None
         args.request.options["force_resume"] = "force" in args.switches
         job = job_of(args.request, _launch_values(values, options, mistakes), mistakes, run, gpus)
         job.attempt = attempt
-        before = (read_scheduler(run) or {}).get("options") or {}
         job.notes += [f"{name} of the last submission is not repeated: give it again, or set it in {site_file()}"
                       for name in _CODE if before.get(name) and not getattr(options, name)]  # fmt: skip
         return job, options
     args.request.preset = named_preset(args.names, args.request.preset, mistakes)
     return job_of(args.request, _launch_values(args.launch, options, mistakes), mistakes, None, gpus), options
-
-
-def _stored_options(run: RunFolder) -> dict[str, Any]:
-    """The options of a run's last submission, without those that name code, as its folder may come from elsewhere."""
-    options = (read_scheduler(run) or {}).get("options")
-    return {name: value for name, value in options.items() if name not in _CODE} if isinstance(options, dict) else {}
 
 
 def _launch_values(chosen: Mapping[str, str], options: SlurmOptions, mistakes: Mistakes) -> dict[str, str]:
@@ -73,8 +72,9 @@ def _launch_values(chosen: Mapping[str, str], options: SlurmOptions, mistakes: M
         values["gpus"] = ",".join(map(str, range(options.gpus_per_node)))
     else:
         values.setdefault("num_processes", str(options.nodes))
+    values["num_machines"] = str(options.nodes)  # also for one, as the file of a resumed run may have had more
     if options.nodes > 1:
-        values |= {"num_machines": str(options.nodes), "machine_rank": "0", "main_process_ip": HEAD}
+        values |= {"machine_rank": "0", "main_process_ip": HEAD}
         values["main_process_port"] = str(PORT)
     return values
 
@@ -110,7 +110,8 @@ def start(job: TrainJob, options: SlurmOptions, quiet: bool = True) -> dict[str,
             try:
                 number = submit(job.run)
             except SlurmError as error:
-                raise ConfigError(f"SLURM did not take the job: {error}") from None
+                remedy = "" if new else "; `--on local` resumes it on this machine"
+                raise ConfigError(f"SLURM did not take the job: {error}{remedy}") from None
             forget_jobs()
             # The writer of `queued` is whoever submits the job; on the nodes, machine 0's supervisor takes over.
             return job.run.write_state(
@@ -121,8 +122,3 @@ def start(job: TrainJob, options: SlurmOptions, quiet: bool = True) -> dict[str,
                 (job.run.path / SCRIPT).unlink(missing_ok=True)
                 job.run.scheduler.unlink(missing_ok=True)
                 take_back(job.run)
-
-
-def read_scheduler(run: RunFolder) -> dict[str, Any] | None:
-    """What was submitted for a run: `kind`, `options` and `resume_from`; None if no scheduler starts it."""
-    return read_json(run.scheduler)

@@ -22,9 +22,9 @@ from app.launch.foreground import EXIT_CODES
 from app.launch.job import TrainJob
 from app.launch.nodes import FIRST_JOIN_TIMEOUT
 from app.launch.restarts import run_to_end
-from app.launch.slurm import read_scheduler
 from app.launch.worker_node import join_to_end
 from app.runs.runs import saved_step, world_size
+from app.runs.scheduled import submission
 from app.schedulers.slurm import SlurmError, hostnames, requeue, submit
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import absolute_paths
@@ -69,6 +69,11 @@ class Placement:
             raise ConfigError(f"this is no job of SLURM ({error}); submit the run's slurm.sh with sbatch") from None
 
     @property
+    def start(self) -> str:
+        """Names this start of the job, which may be started again under the same number."""
+        return start_of(self.job, self.restarts)
+
+    @property
     def machines(self) -> Machines | None:
         """The machines of the run; None for a single one."""
         if len(self.nodes) == 1:
@@ -95,7 +100,8 @@ def _head(run: RunFolder, placement: Placement) -> int:
     with _hold(run):
         if (run.read_state() or {}).get("state") == "done":
             return 0
-        run.stop_request.unlink(missing_ok=True)  # a request before this start is answered: SLURM has started it again
+        if (submission(run) or {}).get("limit_of") != placement.start:  # the limit may be so near that it came first
+            run.stop_request.unlink(missing_ok=True)  # answered: SLURM has started the run again
         run.save_request.unlink(missing_ok=True)
         start_tee(run.log, "supervisor", echo=True)
         try:
@@ -110,7 +116,7 @@ def _head(run: RunFolder, placement: Placement) -> int:
             run, job.devices, launch_environment(job.devices), _unheard, job.resume_from, job.config.max_restarts,
             share_gpus=True,
         )  # fmt: skip
-        state = _after_limit(run, placement.job, state)
+        state = _after_limit(run, placement, state)
         return EXIT_CODES.get(str(state["state"]), 0)
 
 
@@ -151,8 +157,8 @@ def _job(run: RunFolder, placement: Placement) -> TrainJob:
     Raises:
         ConfigError: if the node lacks the GPUs that the run was submitted for.
     """
-    submitted, total = read_scheduler(run) or {}, world_size(run) or 1
-    expected = int((submitted.get("options") or {}).get("gpus_per_node") or 0)
+    submitted, total = submission(run) or {"options": {}}, world_size(run) or 1
+    expected = int(submitted["options"].get("gpus_per_node") or 0)
     visible, nodes = [gpu.index for gpu in find_gpus()], len(placement.nodes)
     if len(visible) != expected:
         problem = f"node {placement.nodes[placement.rank]} shows {len(visible)} GPUs to the job, which needs {expected}"
@@ -170,16 +176,15 @@ def _job(run: RunFolder, placement: Placement) -> TrainJob:
 
 def limit(run: RunFolder) -> int:
     """Asks the run to save and stop, and remembers that the job's time limit is why."""
-    submitted = read_scheduler(run) or {}
-    write_json(run.scheduler, {**submitted, "limit_of": os.environ.get("SLURM_JOB_ID")})
+    write_json(run.scheduler, {**(submission(run) or {}), "limit_of": _this_start()})
     run.ask_stop()
     return 0
 
 
 def after(run: RunFolder) -> int:
     """Queues the job again if its time limit has stopped the run; returns the exit status of the script."""
-    state, submitted, job = run.read_state() or {}, read_scheduler(run) or {}, str(os.environ.get("SLURM_JOB_ID"))
-    if state.get("state") != "queued" or submitted.get("limit_of") != job:
+    state, submitted, job = run.read_state() or {}, submission(run) or {}, str(os.environ.get("SLURM_JOB_ID"))
+    if state.get("state") != "queued" or submitted.get("limit_of") != _this_start():
         return EXIT_CODES.get(str(state.get("state")), 1)
     with _hold(run):
         write_json(run.scheduler, {**submitted, "queued_again_at": saved_step(run), "limit_of": None})
@@ -196,13 +201,23 @@ def after(run: RunFolder) -> int:
     return 0
 
 
-def _after_limit(run: RunFolder, job: str, state: dict[str, Any]) -> dict[str, Any]:
+def start_of(job: str, restarts: int) -> str:
+    """Names one start of a job."""
+    return f"{job}, restart {restarts}"
+
+
+def _this_start() -> str:
+    """Names the start of the job that the batch script belongs to."""
+    return start_of(os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_RESTART_COUNT", "0")))
+
+
+def _after_limit(run: RunFolder, placement: Placement, state: dict[str, Any]) -> dict[str, Any]:
     """The state of a run that has ended: `queued` if it was the time limit of its job that stopped it.
 
     A run that has made no step since the last time would go on for ever, so it fails.
     """
-    submitted, reached = read_scheduler(run) or {}, saved_step(run)
-    if state["state"] != "stopped" or submitted.get("limit_of") != job:
+    submitted, reached = submission(run) or {}, saved_step(run)
+    if state["state"] != "stopped" or submitted.get("limit_of") != placement.start:
         return state
     if reached <= int(submitted.get("queued_again_at", 0)):
         cause = (

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from app.schedulers.slurm import JobStatus, SlurmError, cancel, forget_jobs, job_status
+from app.schedulers.slurm import SCRIPT, JobStatus, SlurmError, cancel, forget_jobs, job_status, script_of
 from trainers.config.mistakes import ConfigError
-from trainers.run.folder import END_STATES, RunFolder
+from trainers.run.folder import END_STATES, RunFolder, read_json
 
 _RECENT = 24 * 3600.0
 """Seconds after its end for which a job may turn out to wait again; SLURM is not asked about older runs."""
@@ -26,6 +26,13 @@ _REASONS = {
     "ReqNodeNotAvail": "waits for nodes that are down or reserved",
 }
 """What SLURM's reasons for waiting mean; any other is shown as SLURM writes it."""
+
+
+def submission(run: RunFolder) -> dict[str, Any] | None:
+    """What was submitted to SLURM for a run: `options` and `resume_from`; None if SLURM does not start it."""
+    document = read_json(run.scheduler) or {}
+    is_valid = document.get("kind") == "slurm" and isinstance(document.get("options"), dict)
+    return document if is_valid else None
 
 
 def job_of_state(state: Mapping[str, Any]) -> str | None:
@@ -101,7 +108,7 @@ def cancel_waiting(run: RunFolder) -> bool:
     forget_jobs()
     try:
         status = job_status(job)
-        if status is None or not status.waits:
+        if status is None or not status.waits or not _is_of(run, job):
             return False
         cancel(job)
     except SlurmError as error:
@@ -122,11 +129,16 @@ def kill_job(run: RunFolder) -> bool:
         ConfigError: if SLURM does not do it.
     """
     job = job_of_state(run.read_state() or {})
-    if job is None:
-        return False
     try:
+        if job is None or not _is_of(run, job):
+            return False
         cancel(job, kill=True)
     except SlurmError as error:
         raise ConfigError(f"job {job} was not killed: {error}") from None
     forget_jobs()
     return True
+
+
+def _is_of(run: RunFolder, job: str) -> bool:
+    """Whether a job runs this folder's script: the state of a copied run names the job of the original."""
+    return script_of(job) == str(run.path / SCRIPT)

@@ -13,10 +13,10 @@ from trainers.run.folder import END_STATES, RunFolder
 
 def allowed(run: RunFolder) -> list[str]:
     """The actions that a run's state allows, most likely first."""
-    state = true_state(run)
-    scheduled, state = "scheduler" in state, state["state"]
-    if state == "queued":
-        return ["cancel", *([] if scheduled else ["move_up", "move_down"]), "clone"]
+    current = true_state(run)
+    state = current["state"]
+    if state == "queued":  # the scheduler of a cluster has an order of its own
+        return ["cancel", *([] if "scheduler" in current else ["move_up", "move_down"]), "clone"]
     if state not in END_STATES:
         return ["stop", *([] if state == "stopping" else ["save"]), "stop_without_saving", "clone"]
     exports = ["export"] if last_checkpoint(run) else []

@@ -26,8 +26,10 @@ ENDED = frozenset({
 })  # fmt: skip
 _SECONDS = 10.0
 """Time for one of SLURM's programs to answer; the controller is on another machine."""
-_FRESH = 2.0
-"""Seconds for which a list of jobs is used again, as a page asks for many runs at once."""
+_FRESH, _FRESH_ERROR = 2.0, 30.0
+"""Seconds for which a list of jobs is used again, as a page asks for many runs at once; and that SLURM did not answer,
+as each attempt may take `_SECONDS`.
+"""
 
 
 class SlurmError(RuntimeError):
@@ -115,6 +117,16 @@ def cancel(job: str, kill: bool = False) -> None:
     call(["scancel", *(["--signal=KILL", "--full"] if kill else []), job])
 
 
+def script_of(job: str) -> str:
+    """Path of the script of a job that waits or runs, or has ended a short time ago.
+
+    Raises:
+        SlurmError: if SLURM does not know the job.
+    """
+    lines = call(["scontrol", "show", "job", job]).splitlines()
+    return next((line.strip().removeprefix("Command=") for line in lines if line.strip().startswith("Command=")), "")
+
+
 def hostnames(node_list: str) -> list[str]:
     """The nodes in SLURM's short form, such as `node[1-2]`.
 
@@ -144,7 +156,7 @@ class _Jobs:
             SlurmError: if SLURM cannot be asked.
         """
         with self.lock:
-            if time.monotonic() - self.listed_at > _FRESH:
+            if time.monotonic() - self.listed_at > (_FRESH_ERROR if self.error else _FRESH):
                 self._list()
             if self.error:
                 raise self.error
@@ -237,13 +249,14 @@ def script(run: RunFolder, options: SlurmOptions) -> str:
     lines = [f"--{name}={_quoted(str(value))}" for name, value in directives.items() if value is not None]
     lines += ["--open-mode=append", "--requeue", *shlex.split(options.slurm_extra)]
     cpus = f" --cpus-per-task={options.cpus_per_node}" if options.cpus_per_node else ""
-    node = f"{shlex.quote(sys.executable)} -P -m app.launch.slurm_node"
+    node = '"$python" -P -m app.launch.slurm_node'
     return "\n".join([
         "#!/bin/bash",
         f"# Trains the run {run.id}. Submitted again with `sbatch`, it goes on from the newest checkpoint.",
         *(f"#SBATCH {line}" for line in lines),
         "",
         f"run={shlex.quote(path)}",
+        f"python={shlex.quote(sys.executable)}",
         f'export PYTHONSAFEPATH=1 PYTHONPATH={shlex.quote(str(ROOT))}"${{PYTHONPATH:+:$PYTHONPATH}}"',
         "",
         "# Shortly before the time limit: the run saves and stops, and the last line queues the job again.",

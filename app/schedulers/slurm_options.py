@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from app.console import shortened
 from trainers.config.mistakes import ConfigError, Mistake
@@ -90,6 +90,13 @@ class SlurmOptions(BaseModel):
     signal_before: int = Field(default=120, ge=10, le=65535)
     slurm_extra: Annotated[str, AfterValidator(_extras)] = ""
 
+    @model_validator(mode="after")
+    def _saves_before_its_end(self) -> Self:
+        limit = _seconds(self.time) if self.time else 0
+        if 0 < limit <= self.signal_before:  # 0: no limit
+            raise ValueError(f"is over before the run would save, {self.signal_before} seconds before its end")
+        return self
+
     @classmethod
     def read(cls, chosen: Mapping[str, Any], folder: Path | None = None) -> Self:
         """The options given on a command line, completed from the user's site file and that of a repository.
@@ -116,6 +123,18 @@ class SlurmOptions(BaseModel):
             return cls.model_validate(dict(values))
         except ValidationError as error:
             raise ConfigError([_mistake(part, values) for part in error.errors()], source) from None
+
+
+def _seconds(limit: str) -> int:
+    """Seconds of a time limit as SLURM writes it: `minutes[:seconds]`, `hours:minutes:seconds`, `days-hours[:…]`."""
+    days, dash, clock = limit.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    if dash:
+        parts += [0] * (3 - len(parts))
+    elif len(parts) < 3:
+        parts = [0, *parts, *([0] if len(parts) == 1 else [])]
+    hours, minutes, seconds = parts
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def site_file() -> Path:
@@ -149,7 +168,10 @@ def _defaults(path: Path, permitted: tuple[str, ...]) -> dict[str, Any]:
 
 def _mistake(error: Any, values: Mapping[str, Any]) -> Mistake:
     """The mistake of a validation error of pydantic."""
-    name = str(error["loc"][0]) if error["loc"] else ""
+    if not error["loc"]:  # the only rule across options
+        problem = str(error["msg"]).removeprefix("Value error, ")
+        return Mistake("time", shortened(str(values.get("time"))), problem, "give it more, or a smaller signal_before")
+    name = str(error["loc"][0])
     if error["type"] == "extra_forbidden":
         return Mistake(name, None, "is not an option of a SLURM job", f"use {', '.join(SlurmOptions.model_fields)}")
     problem = str(error["msg"]).removeprefix("Value error, ")

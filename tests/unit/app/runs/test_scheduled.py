@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from app.runs import runs, state
+from app.runs.scheduled import cancel_waiting, kill_job
 from app.schedulers import slurm
 from app.schedulers.slurm import SlurmError
 from trainers.run.folder import RunFolder
@@ -141,9 +142,20 @@ def test_a_state_that_names_no_job_is_that_of_its_processes(
     assert "calls" not in answers
 
 
+def test_a_job_of_another_folder_is_not_cancelled(tmp_path: Path, answers: Answers) -> None:
+    """The state of a copied run names the job of the run that it was copied from."""
+    answers["squeue"] = "12|PENDING|Resources\n"
+    answers["scontrol"] = "JobId=12 JobName=original\n   Command=/runs/original/slurm.sh\n"
+    run = submitted(tmp_path)
+    assert not cancel_waiting(run)
+    assert not kill_job(run)
+    assert "scancel" not in str(answers["calls"])
+
+
 def test_a_waiting_job_is_cancelled_and_cannot_be_moved_in_our_queue(tmp_path: Path, answers: Answers) -> None:
     answers["squeue"] = "12|PENDING|Resources\n"
     run = submitted(tmp_path)
+    answers["scontrol"] = f"JobId=12 JobName=run\n   Command={run.path}/slurm.sh\n"
     assert state.allowed(run) == ["cancel", "clone"]
     stopped = runs.stop_run(run, 5)
     assert (stopped.in_time, stopped.state["state"]) == (True, "stopped")
