@@ -66,18 +66,22 @@ def scheduled_state(state: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _queued_again(job: str, state: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The state of a run that ended a short time ago if its job waits again: SLURM has preempted it, or lost a node.
+    """The state of a run that ended a short time ago if its job waits or has started again.
 
-    What its supervisor wrote while SLURM ended it is then not how the run ends.
+    SLURM has then preempted it or lost a node, and what its supervisor wrote meanwhile is not how the run ends.
     """
     try:
         age = (datetime.now(UTC) - datetime.fromisoformat(str(state.get("updated_at")))).total_seconds()
         status = job_status(job, is_listed=True) if age < _RECENT else None
     except (ValueError, TypeError, SlurmError):
         return None
-    if status is None or not status.waits:
+    if status is None:
         return None
-    return {**state, "state": "queued", "cause": _waiting(job, status, state)}
+    if status.waits:
+        return {**state, "state": "queued", "cause": _waiting(job, status, state)}
+    seen = state["scheduler"].get("restarts")
+    is_new_start = isinstance(seen, int) and status.restarts > seen and status.state != "COMPLETING"
+    return {**state, "state": "starting", "cause": None} if is_new_start else None
 
 
 def _waiting(job: str, status: JobStatus, state: Mapping[str, Any]) -> str:

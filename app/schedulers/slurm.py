@@ -24,6 +24,7 @@ ENDED = frozenset({
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
     "TIMEOUT",
 })  # fmt: skip
+_FIELDS = "JobID:|,State:|,RestartCnt:|,Reason:|"
 _SECONDS = 10.0
 """Time for one of SLURM's programs to answer; the controller is on another machine."""
 _FRESH, _FRESH_ERROR = 2.0, 30.0
@@ -43,10 +44,12 @@ class JobStatus:
     Args:
         state: SLURM's word, such as `PENDING`.
         reason: why it waits or ended, such as `Resources`; empty if SLURM gives none.
+        restarts: how often SLURM has started it again.
     """
 
     state: str
     reason: str = ""
+    restarts: int = 0
 
     @property
     def waits(self) -> bool:
@@ -176,10 +179,12 @@ class _Jobs:
 
     def _list(self) -> None:
         try:
-            lines = call(["squeue", "--noheader", "--me", "--format=%i|%T|%r"]).splitlines()
+            lines = call(["squeue", "--noheader", "--me", f"--Format={_FIELDS}"]).splitlines()
             self.error, self.listed = None, {}
-            for job, state, reason in (line.strip().split("|", 2) for line in lines if line.count("|") >= 2):
-                self.listed[job] = JobStatus(state, "" if reason == "None" else reason)
+            for job, state, restarts, reason in (line.strip().split("|", 3) for line in lines if line.count("|") > 3):
+                reason = reason.removesuffix("|")
+                count = int(restarts) if restarts.isdecimal() else 0
+                self.listed[job] = JobStatus(state, "" if reason == "None" else reason, count)
         except SlurmError as error:
             self.error = error
         self.listed_at = time.monotonic()

@@ -68,8 +68,11 @@ class Site:
         self.cluster.wait(lambda: self.cluster.job(job).get("JobState") == state, 60, f"it is not {state}")
 
     def at_once(self, run: RunFolder) -> None:
-        """Starts a job that was queued again now, rather than after SLURM's two minutes."""
-        self.cluster.run("scontrol", "update", f"JobId={self.job(run)}", "StartTime=now")
+        """Starts a job that was queued again in some seconds, rather than after SLURM's two minutes.
+
+        A node refuses it in the second in which its last start was revoked.
+        """
+        self.cluster.run("scontrol", "update", f"JobId={self.job(run)}", "StartTime=now+3seconds")
 
 
 @pytest.fixture(scope="session")

@@ -49,16 +49,16 @@ def submitted(folder: Path, **values: object) -> RunFolder:
 @pytest.mark.parametrize(
     ("written", "squeue", "expected", "cause"),
     [
-        ("queued", "12|PENDING|Resources\n", "queued", "SLURM job 12 waits for free nodes (Resources)"),
-        ("queued", "11|RUNNING|None\n12|PENDING|Priority\n", "queued",
+        ("queued", "12|PENDING|0|Resources|\n", "queued", "SLURM job 12 waits for free nodes (Resources)"),
+        ("queued", "11|RUNNING|0|None|\n12|PENDING|0|Priority|\n", "queued",
          "SLURM job 12 waits behind jobs of higher priority (Priority)"),
-        ("queued", "12|PENDING|AssocGrpGRES\n", "queued", "SLURM job 12 waits (AssocGrpGRES)"),
-        ("queued", "12|PENDING|None\n", "queued", "SLURM job 12 waits"),
-        ("queued", "12|CONFIGURING|None\n", "starting", None),
-        ("queued", "12|RUNNING|None\n", "starting", None),
-        ("running", "12|RUNNING|None\n", "running", None),
-        ("stopping", "12|COMPLETING|None\n", "stopping", None),
-        ("running", "12|PENDING|BeginTime\n", "queued",
+        ("queued", "12|PENDING|0|AssocGrpGRES|\n", "queued", "SLURM job 12 waits (AssocGrpGRES)"),
+        ("queued", "12|PENDING|0|None|\n", "queued", "SLURM job 12 waits"),
+        ("queued", "12|CONFIGURING|0|None|\n", "starting", None),
+        ("queued", "12|RUNNING|0|None|\n", "starting", None),
+        ("running", "12|RUNNING|0|None|\n", "running", None),
+        ("stopping", "12|COMPLETING|0|None|\n", "stopping", None),
+        ("running", "12|PENDING|0|BeginTime|\n", "queued",
          "SLURM job 12 was interrupted and queued again, and is to start a little later (BeginTime)"),
     ],
 )  # fmt: skip
@@ -96,7 +96,7 @@ def test_a_job_that_is_not_listed_any_more(
 
 
 def test_an_end_that_is_written_is_the_end(tmp_path: Path, answers: Answers) -> None:
-    for listed in ("", "11|PENDING|Resources\n", "12|COMPLETING|None\n"):
+    for listed in ("", "11|PENDING|0|Resources|\n", "12|COMPLETING|0|None|\n"):
         answers["squeue"] = listed
         slurm.forget_jobs()
         for end in ("done", "stopped", "failed"):
@@ -106,7 +106,7 @@ def test_an_end_that_is_written_is_the_end(tmp_path: Path, answers: Answers) -> 
 
 def test_a_job_that_slurm_has_queued_again_has_not_ended(tmp_path: Path, answers: Answers) -> None:
     """Whatever its supervisor wrote while it was preempted, or a node was lost; but for a run that was done."""
-    answers["squeue"] = "12|PENDING|BeginTime\n"
+    answers["squeue"] = "12|PENDING|0|BeginTime|\n"
     for end in ("stopped", "failed"):
         shown = runs.true_state(submitted(tmp_path, state=end, cause="a signal"))
         assert shown["state"] == "queued"
@@ -114,6 +114,20 @@ def test_a_job_that_slurm_has_queued_again_has_not_ended(tmp_path: Path, answers
             "SLURM job 12 was interrupted and queued again, and is to start a little later"
         )
     assert runs.true_state(submitted(tmp_path, state="done"))["state"] == "done"
+
+
+@pytest.mark.parametrize(
+    ("squeue", "expected"),
+    [("12|RUNNING|2|None|", "starting"), ("12|CONFIGURING|2|None|", "starting"),
+     ("12|RUNNING|1|None|", "failed"), ("12|COMPLETING|2|None|", "failed"), ("", "failed")],
+)  # fmt: skip
+def test_a_job_that_has_started_again_has_not_ended_either(
+    tmp_path: Path, answers: Answers, squeue: str, expected: str
+) -> None:
+    """Until its first node has taken over the run; in the start that wrote the end, the job is on its way out."""
+    answers["squeue"] = squeue
+    scheduler = {"kind": "slurm", "job": "12", "restarts": 1}
+    assert runs.true_state(submitted(tmp_path, state="failed", scheduler=scheduler))["state"] == expected
 
 
 def test_where_slurm_does_not_answer_the_file_counts(tmp_path: Path, answers: Answers) -> None:
@@ -125,7 +139,7 @@ def test_where_slurm_does_not_answer_the_file_counts(tmp_path: Path, answers: An
 
 
 def test_many_runs_are_asked_for_at_once(tmp_path: Path, answers: Answers) -> None:
-    answers["squeue"] = "12|RUNNING|None\n"
+    answers["squeue"] = "12|RUNNING|0|None|\n"
     run = submitted(tmp_path, state="running")
     for _ in range(20):
         runs.true_state(run)
@@ -144,7 +158,7 @@ def test_a_state_that_names_no_job_is_that_of_its_processes(
 
 def test_a_job_of_another_folder_is_not_cancelled(tmp_path: Path, answers: Answers) -> None:
     """The state of a copied run names the job of the run that it was copied from."""
-    answers["squeue"] = "12|PENDING|Resources\n"
+    answers["squeue"] = "12|PENDING|0|Resources|\n"
     answers["scontrol"] = "JobId=12 JobName=original\n   Command=/runs/original/slurm.sh\n"
     run = submitted(tmp_path)
     assert not cancel_waiting(run)
@@ -153,7 +167,7 @@ def test_a_job_of_another_folder_is_not_cancelled(tmp_path: Path, answers: Answe
 
 
 def test_a_waiting_job_is_cancelled_and_cannot_be_moved_in_our_queue(tmp_path: Path, answers: Answers) -> None:
-    answers["squeue"] = "12|PENDING|Resources\n"
+    answers["squeue"] = "12|PENDING|0|Resources|\n"
     run = submitted(tmp_path)
     answers["scontrol"] = f"JobId=12 JobName=run\n   Command={run.path}/slurm.sh\n"
     assert state.allowed(run) == ["cancel", "clone"]
@@ -166,7 +180,7 @@ def test_a_waiting_job_is_cancelled_and_cannot_be_moved_in_our_queue(tmp_path: P
 
 def test_a_running_job_is_asked_to_stop_through_its_folder(tmp_path: Path, answers: Answers) -> None:
     """Control: it is not cancelled, so that it can save."""
-    answers["squeue"] = "12|RUNNING|None\n"
+    answers["squeue"] = "12|RUNNING|0|None|\n"
     run = submitted(tmp_path, state="running")
     assert runs.stop_run(run, 0.1).in_time is False
     assert run.stop_asked() is True
