@@ -153,7 +153,7 @@ class Verb:
 
 
 _SLURM = {
-    "on": ("<local|slurm>", "Where to train: on this machine, or in a job of SLURM; default: local."),
+    "on": ("<local|slurm|kubernetes>", "Where to train: on this machine, or in a job of that; default: local."),
     "nodes": ("<int>", "SLURM: number of nodes; default: 1."),
     "gpus_per_node": ("<int>", "SLURM: GPUs of each node, with a process on each; 0: on the CPU. Default: 1."),
     "cpus_per_node": ("<int>", "SLURM: CPUs of each node; default: the site's."),
@@ -167,6 +167,15 @@ _SLURM = {
     "slurm_extra": ("<options>", "SLURM: further options of sbatch, such as 'mem=0 exclusive'."),
 }
 _SCHEDULER = {name: option(name, metavar, text, "SLURM") for name, (metavar, text) in _SLURM.items()}
+_KUBERNETES = {
+    "image": ("<name>", "Kubernetes: container image with Tunesmith in it."),
+    "volume_claim": ("<name>", "Kubernetes: PersistentVolumeClaim for runs, data and models."),
+    "volume_path": ("<path>", "Kubernetes: where the pods mount it; default: /shared."),
+    "memory_per_node": ("<amount>", "Kubernetes: memory that each pod requests, such as 64Gi."),
+    "namespace": ("<name>", "Kubernetes: namespace; default: that of kubectl."),
+    "secret": ("<name>", "Kubernetes: Secret with environment variables such as HF_TOKEN."),
+}
+_SCHEDULER |= {name: option(name, metavar, text, "Kubernetes") for name, (metavar, text) in _KUBERNETES.items()}
 _SCHEDULER |= {"dry_run": switch("dry_run", "SLURM: print the batch script, and submit nothing.")}
 TRAIN = Verb(
     "train",

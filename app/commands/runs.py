@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from app.command_line import CLONE, RESUME, TRAIN, Args
-from app.commands.scheduled import on_slurm, submit_verb
+from app.commands.scheduled import manifest_verb, submit_verb, target_of
 from app.console import clean, counted, number, report, report_json, say, show_table
 from app.launch import actions, background
 from app.launch.foreground import (
@@ -52,7 +52,10 @@ def train_verb(argv: Sequence[str]) -> int:
     args = TRAIN.read(argv)
     if args is None:
         return 0
-    if on_slurm(args):
+    target = target_of(args)
+    if target == "kubernetes":
+        return manifest_verb(args)
+    if target == "slurm":
         return submit_verb(args)
     job = train_job(args)
     if "check" in args.switches:
@@ -150,7 +153,7 @@ def resume_verb(argv: Sequence[str]) -> int:
     if "apply" in args.own:
         refuse_unresumable(run)
         apply_remedy(diagnosed(run), args)
-    if on_slurm(args, run):
+    if target_of(args, run) == "slurm":
         return submit_verb(args, run)
     return _start(resume_job(run, args), args)
 

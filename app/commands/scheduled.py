@@ -1,4 +1,4 @@
-"""`--on slurm` of `tunesmith train` and `resume`: hands the run to SLURM, or prints its batch script."""
+"""`--on` of `tunesmith train` and `resume`: hands the run to SLURM, or prints what a scheduler needs to start it."""
 
 from __future__ import annotations
 
@@ -8,31 +8,56 @@ from app.command_line import Args
 from app.console import report, report_json
 from app.launch import slurm
 from app.launch.foreground import result, say_choices
+from app.launch.kubernetes import kubernetes_manifest
 from app.runs.scheduled import submission
+from app.schedulers.kubernetes import KubernetesOptions
 from app.schedulers.slurm import script
 from app.schedulers.slurm_options import SlurmOptions
 from trainers.config.mistakes import ConfigError, Mistake
 from trainers.run.folder import RunFolder
 
-_PLACES = ("local", "slurm")
+_OPTIONS: dict[str, tuple[str, ...]] = {
+    "local": (),
+    "slurm": (*SlurmOptions.model_fields, "dry_run"),
+    "kubernetes": (*KubernetesOptions.model_fields, "dry_run"),
+}
+"""The places to train, and their own options."""
 
 
-def on_slurm(args: Args, run: RunFolder | None = None) -> bool:
-    """Whether SLURM is to start the run: as `--on` says, otherwise as the run was started before.
+def target_of(args: Args, run: RunFolder | None = None) -> str:
+    """Where to train: as `--on` says, otherwise as the run was started before.
 
     Raises:
-        ConfigError: for an unknown place, or options of SLURM for a run that it does not start.
+        ConfigError: for an unknown place, or options of another one.
     """
     before = "slurm" if run is not None and submission(run) else "local"
     target = str(args.own.get("on", before))
-    if target not in _PLACES:
-        raise ConfigError.about("on", target, "is no place to train", f"use {' or '.join(_PLACES)}")
-    if target == "slurm":
-        return True
-    unused = [name for name in (*SlurmOptions.model_fields, "dry_run") if name in args.own]
-    if unused:
-        raise ConfigError(Mistake(f"--{name}", None, "is for jobs of SLURM", "add --on slurm") for name in unused)
-    return False
+    if target not in _OPTIONS:
+        raise ConfigError.about("on", target, "is no place to train", f"use {', '.join(_OPTIONS)}")
+    if target == "kubernetes" and run is not None:
+        remedy = "apply the run's manifest again, which goes on from its newest checkpoint"
+        raise ConfigError.about("on", target, "is not for `resume`", remedy)
+    mistakes = []
+    for name in [name for name in args.own if name not in _OPTIONS[target]]:
+        if places := [other for other, names in _OPTIONS.items() if name in names]:
+            mistakes.append(Mistake(f"--{name}", None, f"is not for --on {target}", f"add --on {' or '.join(places)}"))
+    if mistakes:
+        raise ConfigError(mistakes)
+    return target
+
+
+def manifest_verb(args: Args) -> int:
+    """Prints the manifest of a new run for Kubernetes. Returns the exit status."""
+    if "check" in args.switches:
+        raise ConfigError("--check with --on kubernetes: use --dry_run, which prints the manifest")
+    job, text = kubernetes_manifest(args)
+    say_choices(job)
+    if "json" in args.switches:
+        facts = {"strategy": job.strategy.name, "world_size": job.devices.num_processes, "warnings": job.warnings}
+        report_json({**facts, "manifest": text})
+    else:
+        report(text.rstrip("\n"))
+    return 0
 
 
 def submit_verb(args: Args, run: RunFolder | None = None) -> int:

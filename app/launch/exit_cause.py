@@ -13,7 +13,7 @@ from trainers.run.folder import RunFolder
 TAIL_BYTES = 2_000_000
 MAX_CAUSE = 500
 _LINE = re.compile(r"^\S+ \[(launcher|rank \d+)\] (.*)$")
-_RAISED = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:: .*)?$")
+_RAISED = re.compile(r"^(?:(?:[A-Za-z_]\w*\.)*[A-Z]\w*|(?:[A-Za-z_]\w*\.)+[a-z]\w*)(?:: .*)?$")  # or socket.gaierror
 # Errors that a rank reports when another rank has exited: consequences, not the cause.
 _CONSEQUENCE = re.compile(
     r"connection (closed|reset|refused)|broken pipe|socket (closed|timeout)|remote process|gloo|nccl|DistBackendError",

@@ -32,7 +32,7 @@ from trainers.run.folder import END_STATES, LIVE_STATES, RunFolder, new_run_id
 from trainers.strategy.mesh_options import read_sizes, with_sizes
 from trainers.strategy.strategy import Strategy, load_strategy, resolve
 
-_PATHS = ("model_name_or_path", "dataset_name", "eval_dataset_name", "chat_template", "cache_dir", "runs_dir",
+PATHS = ("model_name_or_path", "dataset_name", "eval_dataset_name", "chat_template", "cache_dir", "runs_dir",
           "output_dir", "resume_from_checkpoint")  # fmt: skip
 _DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".md", ".arrow", ".gz", ".zst")
 _YAML_SUFFIXES = (".yaml", ".yml")
@@ -309,7 +309,7 @@ def _unusable_paths(config: TrainConfig) -> list[Mistake]:
     remedy = "give a local folder; checkpoint_url copies checkpoints to an object store"
     folders = {name: str(getattr(config, name) or "") for name in ("output_dir", "runs_dir", "cache_dir")}
     mistakes = [Mistake(name, shortened(url), "is a URL", remedy) for name, url in folders.items() if URL.match(url)]
-    for name in _PATHS:
+    for name in PATHS:
         value = str(getattr(config, name) or "")
         longest = max((len(os.fsencode(part)) for part in value.split("/")), default=0)
         size, limit = (longest, _LONGEST_NAME) if longest > _LONGEST_NAME else (len(os.fsencode(value)), _LONGEST_PATH)

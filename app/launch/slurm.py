@@ -19,7 +19,7 @@ from trainers.run.folder import RunFolder, write_atomic, write_json
 HEAD, PORT = "head-node", 29500
 """Stand in an Accelerate file for machine 0's address until the job has started."""
 _CODE = ("container", "slurm_extra")
-_DECIDED = ("gpus", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
+DECIDED = ("gpus", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
 
 
 def slurm_job(args: Args, run: RunFolder | None = None) -> tuple[TrainJob, SlurmOptions]:
@@ -33,7 +33,7 @@ def slurm_job(args: Args, run: RunFolder | None = None) -> tuple[TrainJob, Slurm
         ConfigError: with all mistakes at once; also if the run is done or still live.
     """
     mistakes = Mistakes()
-    for name in [name for name in _DECIDED if name in args.launch]:
+    for name in [name for name in DECIDED if name in args.launch]:
         mistakes.append(Mistake(name, args.launch[name], "is decided by SLURM", f"leave --{name} out"))
     if "detach" in args.switches:
         mistakes.append(Mistake("--detach", None, "is not needed with --on slurm", "leave it out"))
@@ -53,28 +53,42 @@ def slurm_job(args: Args, run: RunFolder | None = None) -> tuple[TrainJob, Slurm
             values.setdefault("num_processes", str(processes))
         args.request.config, args.request.preset = str(run.config), None
         args.request.options["force_resume"] = "force" in args.switches
-        job = job_of(args.request, _launch_values(values, options, mistakes), mistakes, run, gpus)
+        job = job_of(
+            args.request, launch_values(values, options.nodes, options.gpus_per_node, mistakes), mistakes, run, gpus
+        )
         job.attempt = attempt
         job.notes += [f"{name} of the last submission is not repeated: give it again, or set it in {site_file()}"
                       for name in _CODE if before.get(name) and not getattr(options, name)]  # fmt: skip
         return job, options
     args.request.preset = named_preset(args.names, args.request.preset, mistakes)
-    return job_of(args.request, _launch_values(args.launch, options, mistakes), mistakes, None, gpus), options
+    return job_of(
+        args.request, launch_values(args.launch, options.nodes, options.gpus_per_node, mistakes), mistakes, None, gpus
+    ), options
 
 
-def _launch_values(chosen: Mapping[str, str], options: SlurmOptions, mistakes: Mistakes) -> dict[str, str]:
-    """The launch options, with the machines and processes that the job will have."""
-    values = {name: value for name, value in chosen.items() if name not in _DECIDED}
-    if options.gpus_per_node:
+def launch_values(
+    chosen: Mapping[str, str], nodes: int, gpus_per_node: int, mistakes: Mistakes, head: str = HEAD
+) -> dict[str, str]:
+    """The launch options, with the machines and processes that the job will have.
+
+    Args:
+        chosen: the launch options of the command line.
+        nodes: number of machines.
+        gpus_per_node: GPUs, and processes, of each; 0: processes on the CPU.
+        mistakes: mistakes found so far; more are added.
+        head: name of machine 0.
+    """
+    values = {name: value for name, value in chosen.items() if name not in DECIDED}
+    if gpus_per_node:
         if count := values.pop("num_processes", None):
             problem = "is decided by --nodes and --gpus_per_node: one process runs on each GPU"
             mistakes.append(Mistake("num_processes", count, problem, "leave --num_processes out"))
-        values["gpus"] = ",".join(map(str, range(options.gpus_per_node)))
+        values["gpus"] = ",".join(map(str, range(gpus_per_node)))
     else:
-        values.setdefault("num_processes", str(options.nodes))
-    values["num_machines"] = str(options.nodes)  # also for one, as the file of a resumed run may have had more
-    if options.nodes > 1:
-        values |= {"machine_rank": "0", "main_process_ip": HEAD}
+        values.setdefault("num_processes", str(nodes))
+    values["num_machines"] = str(nodes)  # also for one, as the file of a resumed run may have had more
+    if nodes > 1:
+        values |= {"machine_rank": "0", "main_process_ip": head}
         values["main_process_port"] = str(PORT)
     return values
 

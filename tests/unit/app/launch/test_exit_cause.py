@@ -47,6 +47,13 @@ def test_of_a_chain_of_exceptions_the_last_counts(tmp_path: Path) -> None:
     )
 
 
+def test_an_exception_of_a_small_letter_is_told_with_its_module(tmp_path: Path) -> None:
+    assert cause(tmp_path, trace("launcher", "socket.gaierror: [Errno -2] Name or service not known")).startswith(
+        "launcher: socket.gaierror: [Errno -2]"
+    )
+    assert "gaierror" not in cause(tmp_path, [("launcher", "socket.gaierror: said in passing"), ("launcher", "x")])
+
+
 def test_an_exception_without_words_and_one_with_more_lines(tmp_path: Path) -> None:
     assert cause(tmp_path, trace("rank 0", "NotImplementedError")) == "rank 0: NotImplementedError"
     lines = [*trace("rank 0", "OutOfMemoryError: CUDA out of memory."), ("rank 0", "Tried: to allocate 2 GiB")]
