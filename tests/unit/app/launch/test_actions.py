@@ -22,7 +22,7 @@ from app.runs.state import allowed, queue_position
 from tests.made_runs import add_checkpoint, made_run
 from trainers.config.mistakes import ConfigError
 from trainers.run import device_locks
-from trainers.run.device_locks import Holder, Need
+from trainers.run.device_locks import Holder, Need, enqueue, give_up
 from trainers.run.folder import Process, RunFolder, register, registered_runs
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -55,7 +55,7 @@ def files(folder: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("state", "alive", "expected"),
     [
-        ("queued", True, ["cancel", "move_up", "move_down", "clone"]),
+        ("queued", True, ["cancel", "clone"]),
         ("starting", True, ["stop", "save", "stop_without_saving", "clone"]),
         ("running", True, ["stop", "save", "stop_without_saving", "clone"]),
         ("stopping", True, ["stop", "stop_without_saving", "clone"]),
@@ -69,6 +69,19 @@ def test_what_a_state_allows(state: str, alive: bool, expected: list[str], livin
     run = made_run(RUNS, "a", state, processes=[living] if alive else [])
     add_checkpoint(run, 60)
     assert allowed(run) == expected
+
+
+def test_a_queued_run_moves_where_there_is_another(living: dict[str, Any]) -> None:
+    tickets = []
+    for name in ("a", "b", "c"):
+        run = made_run(RUNS, name, "queued", processes=[living])
+        tickets.append(enqueue(run.path, name, Need(cpu_slots=1)))
+    try:
+        moves = [[action for action in allowed(RunFolder(RUNS / name)) if "move" in action] for name in ("a", "b", "c")]
+    finally:
+        for ticket in tickets:
+            give_up(ticket)
+    assert moves == [["move_down"], ["move_up", "move_down"], ["move_up"]]
 
 
 def test_nothing_is_exported_without_a_checkpoint() -> None:
