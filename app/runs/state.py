@@ -33,7 +33,7 @@ def _moves(run: RunFolder) -> list[str]:
 
 def queue_position(run: RunFolder) -> int | None:
     """Position in the queue, counted from 1; None when the run is not queued."""
-    return device_locks.place_of(run.path.absolute())
+    return device_locks.place_of(run.path)
 
 
 def queue(runs_dir: Path) -> list[dict[str, Any]]:
