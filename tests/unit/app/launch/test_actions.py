@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from app.runs.state import allowed, queue_position
 from tests.made_runs import add_checkpoint, made_run
 from trainers.config.mistakes import ConfigError
 from trainers.run import device_locks
-from trainers.run.device_locks import Holder, Need, enqueue, give_up
+from trainers.run.device_locks import Holder, Need, Ticket
 from trainers.run.folder import Process, RunFolder, register, registered_runs
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -72,16 +73,14 @@ def test_what_a_state_allows(state: str, alive: bool, expected: list[str], livin
 
 
 def test_a_queued_run_moves_where_there_is_another(living: dict[str, Any]) -> None:
-    tickets = []
-    for name in ("a", "b", "c"):
+    def moves(name: str) -> list[str]:
+        return [action for action in allowed(RunFolder(RUNS / name)) if action.startswith("move")]
+
+    owners = {"a": int(living["pid"]), "b": os.getpid(), "c": os.getppid()}  # a process has one ticket
+    for position, (name, pid) in enumerate(owners.items(), start=1):
         run = made_run(RUNS, name, "queued", processes=[living])
-        tickets.append(enqueue(run.path, name, Need(cpu_slots=1)))
-    try:
-        moves = [[action for action in allowed(RunFolder(RUNS / name)) if "move" in action] for name in ("a", "b", "c")]
-    finally:
-        for ticket in tickets:
-            give_up(ticket)
-    assert moves == [["move_down"], ["move_up", "move_down"], ["move_up"]]
+        Ticket(name, str(run.path), Need(cpu_slots=1), 0, Process.of("supervisor", pid=pid)).write(position)
+    assert [moves(name) for name in owners] == [["move_down"], ["move_up", "move_down"], ["move_up"]]
 
 
 def test_nothing_is_exported_without_a_checkpoint() -> None:
