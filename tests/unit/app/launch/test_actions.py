@@ -76,6 +76,7 @@ def test_a_queued_run_moves_where_there_is_another(living: dict[str, Any]) -> No
     def moves(name: str) -> list[str]:
         return [action for action in allowed(RunFolder(RUNS / name)) if action.startswith("move")]
 
+    device_locks.queue()  # makes the folder
     owners = {"a": int(living["pid"]), "b": os.getpid(), "c": os.getppid()}  # a process has one ticket
     for position, (name, pid) in enumerate(owners.items(), start=1):
         run = made_run(RUNS, name, "queued", processes=[living])
