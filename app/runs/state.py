@@ -16,11 +16,19 @@ def allowed(run: RunFolder) -> list[str]:
     current = true_state(run)
     state = current["state"]
     if state == "queued":  # the scheduler of a cluster has an order of its own
-        return ["cancel", *([] if "scheduler" in current else ["move_up", "move_down"]), "clone"]
+        return ["cancel", *([] if "scheduler" in current else _moves(run)), "clone"]
     if state not in END_STATES:
         return ["stop", *([] if state == "stopping" else ["save"]), "stop_without_saving", "clone"]
     exports = ["export"] if last_checkpoint(run) else []
     return [*(["resume", "resume_changed"] if state != "done" else []), *exports, "clone", "rename", "delete"]
+
+
+def _moves(run: RunFolder) -> list[str]:
+    """The directions in which a run can move in the queue of this machine."""
+    position, length = queue_position(run), len(device_locks.queue())
+    if position is None:
+        return []
+    return [*(["move_up"] if position > 1 else []), *(["move_down"] if position < length else [])]
 
 
 def queue_position(run: RunFolder) -> int | None:

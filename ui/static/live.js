@@ -68,8 +68,14 @@ const Live = (() => {
     return String(+value.toPrecision(4));
   }
 
+  // Numbers that stand side by side: as many decimals as the finest of them needs.
+  function alignedTexts(values) {
+    const texts = values.map(numberText), decimals = Math.max(...texts.map((text) => (/^-?\d+\.\d+$/.test(text) ? text.split(".")[1].length : 0)));
+    return texts.map((text, index) => (/^-?\d+(\.\d+)?$/.test(text) ? values[index].toFixed(decimals) : text));
+  }
+
   const badge = (state) => make("span", { class: `ts-badge ts-${/^[a-z]+$/.test(state) ? state : "unknown"}` }, state);
   const runPage = (id) => `run?${new URLSearchParams({ run: id })}`;
 
-  return { make, poll, follow, durationText, timeText, numberText, badge, runPage };
+  return { make, poll, follow, durationText, timeText, numberText, alignedTexts, badge, runPage };
 })();

@@ -167,7 +167,7 @@ Object.assign(Live, (() => {
           incrs: axis === "elapsed_s" ? SECONDS : WHOLE_NUMBERS },
           { ...ticks, values: (_, all) => tickTexts(all), size: 58 }],
         legend: { live: true }, cursor: this.cursor(),
-        hooks: { draw: [(plot) => this.drawMarks(plot, text)], setSelect: [(plot) => this.zoomToSelection(plot)] },
+        hooks: { draw: [(plot) => this.drawMarks(plot, text), (plot) => this.drawNames(plot, used)], setSelect: [(plot) => this.zoomToSelection(plot)] },
       }, data, this.plotArea);
       this.plot.over.addEventListener("mousemove", (event) => this.group.pointed(this.plot.posToVal(event.offsetX, "x")));
       this.plot.over.addEventListener("mouseleave", () => this.group.pointed(null));
@@ -186,6 +186,38 @@ Object.assign(Live, (() => {
       if (width < 4) return;
       plot.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
       this.group.zoomTo([plot.posToVal(left, "x"), plot.posToVal(left + width, "x")]);
+    }
+
+    // Names the curves at their last points, where there are several: the legend is then only for their values.
+    drawNames(plot, used) {
+      const names = used.filter((line) => !line.faint), { ctx, bbox } = plot, height = 14 * devicePixelRatio;
+      if (names.length < 2 || names.length > CURVES) return;
+      const page = getComputedStyle(this.plotArea).getPropertyValue("--ts-page").trim(), taken = [];
+      ctx.save();
+      ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
+      ctx.textAlign = "right";
+      ctx.textBaseline = "middle";
+      for (const line of names) {
+        const series = plot.series.find((each) => each.label === line.label), values = plot.data[plot.series.indexOf(series)];
+        const [low, high] = [plot.scales.x.min, plot.scales.x.max];
+        const last = values.findLastIndex((value, index) => value != null && plot.data[0][index] >= low && plot.data[0][index] <= high);
+        if (last < 0) continue;
+        const x = Math.min(plot.valToPos(plot.data[0][last], "x", true), bbox.left + bbox.width) - 4 * devicePixelRatio;
+        const at = plot.valToPos(values[last], "y", true) - height, bottom = bbox.top + bbox.height - height / 2;
+        // Above the curve, or the nearest free row.
+        const rows = Array.from({ length: 2 * CURVES }, (_, number) => at + height * (number % 2 ? -1 : 1) * Math.ceil(number / 2));
+        const y = rows.map((row) => Math.min(Math.max(row, bbox.top + height / 2), bottom)).find((row) => taken.every((other) => Math.abs(other - row) >= height));
+        if (y === undefined) continue;
+        taken.push(y);
+        const width = ctx.measureText(line.label).width;
+        ctx.fillStyle = page;
+        ctx.globalAlpha = 0.75;  // curves show through, words are read
+        ctx.fillRect(x - width - 2, y - height / 2, width + 4, height);
+        ctx.globalAlpha = 1;
+        ctx.fillStyle = series.stroke(plot);
+        ctx.fillText(line.label, x, y);
+      }
+      ctx.restore();
     }
 
     drawMarks(plot, colour) {

@@ -1,6 +1,6 @@
 // One small chart per rank, all on the same axes, and the memory that was planned beside what was measured.
 Live.ranks = (element, server) => {
-  const { make, poll, follow, numberText } = Live;
+  const { make, poll, follow, numberText, alignedTexts } = Live;
   const root = element.querySelector(".ts-ranks");
   const id = new URLSearchParams(location.search).get("run") || "";
   const NAMES = { local_work: "Own work, share of the time", memory_gib: "Memory, GiB", memory_reserved_gib: "Memory reserved, GiB",
@@ -40,12 +40,13 @@ Live.ranks = (element, server) => {
     const first = answer.steps[0], length = answer.steps.at(-1) - first || 1;
     const at = (step) => (WIDTH * (step - first)) / length;
     summary = `${sentence()} Each chart goes from ${numberText(low)} to ${numberText(high)}.`;
-    cells = answer.ranks.map((entry) => {
+    const last = alignedTexts(answer.ranks.map((entry) => entry.values.findLast((value) => value != null)));
+    cells = answer.ranks.map((entry, number) => {
       const points = entry.values.map((value, index) => value == null ? null
         : `${at(answer.steps[index]).toFixed(1)},${(HEIGHT - 1 - ((value - low) / span) * (HEIGHT - 2)).toFixed(1)}`).filter(Boolean);
       const known = entry.values.filter((value) => value != null);
       const label = `rank ${entry.rank}: ${NAMES[answer.metric]} from ${numberText(known[0])} to ${numberText(known.at(-1))}`;
-      const value = make("span", {}, numberText(known.at(-1)));
+      const value = make("span", {}, last[number]);
       const line = make("span", { class: "ts-rank-cursor", hidden: "" });
       const drawn = points.length > 1 ? make("polyline", { points: points.join(" ") })
         : make("circle", { cx: 2, cy: points.length ? points[0].split(",")[1] : HEIGHT, r: 2 });
@@ -53,7 +54,7 @@ Live.ranks = (element, server) => {
         make("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", "aria-label": label }, drawn), line);
       const name = entry.slow ? `rank ${entry.rank}, slow` : `rank ${entry.rank}`;
       const box = make("figure", { class: `ts-rank${entry.slow ? " ts-rank-slow" : ""}` }, make("figcaption", {}, make("span", {}, name), value), plot);
-      return { box, plot, line, value, entry, last: numberText(known.at(-1)) };
+      return { box, plot, line, value, entry, last: last[number] };
     });
     grid.replaceChildren(...cells.map((cell) => cell.box));
     show(pointed);
@@ -67,10 +68,11 @@ Live.ranks = (element, server) => {
       : answer.steps.reduce((best, value, number) => Math.abs(value - step) < Math.abs(answer.steps[best] - step) ? number : best, 0);
     const logged = answer.steps[index], first = answer.steps[0], length = answer.steps.at(-1) - first || 1;
     status.textContent = `${summary} ${step == null ? "The last values:" : `At step ${numberText(logged)}:`}`;
-    for (const { line, value, entry, last } of cells) {
+    const texts = index == null ? [] : alignedTexts(cells.map(({ entry }) => entry.values[index]));
+    for (const [number, { line, value, last }] of cells.entries()) {
       line.hidden = step == null;
       if (step != null) line.style.left = `${(100 * (logged - first)) / length}%`;
-      value.textContent = step == null ? last : numberText(entry.values[index]);
+      value.textContent = step == null ? last : texts[number];
     }
     return logged;
   }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from app.runs.state import allowed, queue_position
 from tests.made_runs import add_checkpoint, made_run
 from trainers.config.mistakes import ConfigError
 from trainers.run import device_locks
-from trainers.run.device_locks import Holder, Need
+from trainers.run.device_locks import Holder, Need, Ticket
 from trainers.run.folder import Process, RunFolder, register, registered_runs
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -55,7 +56,7 @@ def files(folder: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("state", "alive", "expected"),
     [
-        ("queued", True, ["cancel", "move_up", "move_down", "clone"]),
+        ("queued", True, ["cancel", "clone"]),
         ("starting", True, ["stop", "save", "stop_without_saving", "clone"]),
         ("running", True, ["stop", "save", "stop_without_saving", "clone"]),
         ("stopping", True, ["stop", "stop_without_saving", "clone"]),
@@ -69,6 +70,18 @@ def test_what_a_state_allows(state: str, alive: bool, expected: list[str], livin
     run = made_run(RUNS, "a", state, processes=[living] if alive else [])
     add_checkpoint(run, 60)
     assert allowed(run) == expected
+
+
+def test_a_queued_run_moves_where_there_is_another(living: dict[str, Any]) -> None:
+    def moves(name: str) -> list[str]:
+        return [action for action in allowed(RunFolder(RUNS / name)) if action.startswith("move")]
+
+    device_locks.queue()  # makes the folder
+    owners = {"a": int(living["pid"]), "b": os.getpid(), "c": os.getppid()}  # a process has one ticket
+    for position, (name, pid) in enumerate(owners.items(), start=1):
+        run = made_run(RUNS, name, "queued", processes=[living])
+        Ticket(name, str(run.path), Need(cpu_slots=1), 0, Process.of("supervisor", pid=pid)).write(position)
+    assert [moves(name) for name in owners] == [["move_down"], ["move_up", "move_down"], ["move_up"]]
 
 
 def test_nothing_is_exported_without_a_checkpoint() -> None:
