@@ -152,11 +152,11 @@ class Verb:
         report("\n".join(lines))
 
 
-_SLURM = {
-    "on": ("<local|slurm>", "Where to train: on this machine, or in a job of SLURM; default: local."),
-    "nodes": ("<int>", "SLURM: number of nodes; default: 1."),
-    "gpus_per_node": ("<int>", "SLURM: GPUs of each node, with a process on each; 0: on the CPU. Default: 1."),
-    "cpus_per_node": ("<int>", "SLURM: CPUs of each node; default: the site's."),
+_CLUSTER = {
+    "on": ("<local|slurm|ray>", "Where to train: on this machine, in a job of SLURM, or on Ray; default: local."),
+    "nodes": ("<int>", "SLURM, Ray: number of nodes; default: 1."),
+    "gpus_per_node": ("<int>", "SLURM, Ray: GPUs of each node, with a process on each; 0: on the CPU. Default: 1."),
+    "cpus_per_node": ("<int>", "SLURM, Ray: CPUs of each node; default: the site's, or one for each process."),
     "partition": ("<name>", "SLURM: partition; default: the site's."),
     "account": ("<name>", "SLURM: account to charge."),
     "qos": ("<name>", "SLURM: quality of service."),
@@ -166,8 +166,8 @@ _SLURM = {
     "signal_before": ("<seconds>", "SLURM: how long before its time limit a run saves, to go on in another job."),
     "slurm_extra": ("<options>", "SLURM: further options of sbatch, such as 'mem=0 exclusive'."),
 }
-_SCHEDULER = {name: option(name, metavar, text, "SLURM") for name, (metavar, text) in _SLURM.items()}
-_SCHEDULER |= {"dry_run": switch("dry_run", "SLURM: print the batch script, and submit nothing.")}
+_SCHEDULER = {name: option(name, metavar, text, "Cluster") for name, (metavar, text) in _CLUSTER.items()}
+_SCHEDULER |= {"dry_run": switch("dry_run", "SLURM, Ray: print what would be submitted, and submit nothing.")}
 TRAIN = Verb(
     "train",
     "Fine-tune a model: a preset (`tunesmith presets`), a config file, options, or all three; later ones win.",
