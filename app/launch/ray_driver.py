@@ -29,7 +29,9 @@ from trainers.run.folder import END_STATES, Process, RunFolder, log_line, secret
 from trainers.run.log import start_tee
 
 _SETTLE = 60.0
-"""Seconds for the other supervisors to end after the first one, and for Ray to notice that a node is lost."""
+"""Seconds for the other supervisors to end after one has, and for Ray to notice that a node is lost."""
+_PATIENCE = 3.0
+"""Seconds for Ray to reserve what is free, before the run is said to wait."""
 _MOST_LOSSES = 3
 """Times that a node may be lost in a row without a new checkpoint; a run that takes its nodes down is not moved on."""
 Outcomes = dict[int, int | ClusterError]
@@ -54,8 +56,8 @@ class Driver:
 
     @property
     def scheduler(self) -> dict[str, Any]:
-        """What the state says about the current start of the job."""
-        return {"kind": "ray", "job": self.cluster.job, "restarts": self.restarts}
+        """What the state says about the job; the first node adds which start of it has taken over the run."""
+        return {"kind": "ray", "job": self.cluster.job}
 
     def to_end(self) -> None:
         """Trains the run to its end, which its state then says."""
@@ -89,22 +91,28 @@ class Driver:
 
     def _has_nodes(self) -> bool:
         """Waits until the nodes are reserved; False if the run is stopped first."""
-        self.phase, printed, before = "waiting", "", (self.run.read_state() or {}).get("cause")
-        before = before if self.restarts else None
+        self.phase, printed = "waiting", ""
+        before = (self.run.read_state() or {}).get("cause") if self.restarts else None
+        self._queued(before)
+        patient_until = time.monotonic() + _PATIENCE
         while (addresses := self.cluster.addresses()) is None:
-            cause = f"needs {self.needs}; {self.cluster.shortage(self.options.nodes)}"
-            if cause != printed:
+            cause = self._shortage()
+            if cause != printed and time.monotonic() > patient_until:
                 printed = cause
                 self._queued(f"{before}; {cause}" if before else cause)
                 self.note(cause)
-            self.beat(now=cause != printed)
+            self.beat()
             if self._stopped():
                 return False
             time.sleep(0.5)
         self.addresses = addresses
-        if not printed:
-            self._queued(before)
         return not self._stopped()
+
+    def _shortage(self) -> str:
+        """Why the nodes are not reserved yet."""
+        fitting = self.cluster.fitting_nodes()
+        reason = "in use by others" if fitting >= self.options.nodes else f"the cluster has {fitting}"
+        return f"needs {self.needs}; {reason}"
 
     def _queued(self, cause: str | None) -> None:
         processes = [Process.of("supervisor").as_json()]
@@ -152,15 +160,15 @@ class Driver:
                 self.run, self.cluster.job, self.restarts, self.addresses, rank, self.cluster.is_local
             )  # fmt: skip
             self.cluster.start(rank, argv)
-        first_ended: float | None = None
+        first_end: float | None = None
         while True:
             outcomes = self.cluster.outcomes(1.0)
             self.beat()
             if len(outcomes) == self.options.nodes or any(isinstance(end, ClusterError) for end in outcomes.values()):
                 return outcomes
-            if 0 in outcomes or self.is_killed():
-                first_ended = first_ended or time.monotonic()
-                if time.monotonic() - first_ended > _SETTLE:
+            if outcomes or self.is_killed():  # the others end with it, or Ray notices that they are lost
+                first_end = first_end or time.monotonic()
+                if time.monotonic() - first_end > _SETTLE:
                     return outcomes
 
     def _moves_on(self, outcomes: Outcomes, reached: int) -> bool:
@@ -188,7 +196,8 @@ class Driver:
         saved = saved_step(self.run)
         self.losses = 1 if saved > reached else self.losses + 1
         if not lost:
-            self._end("failed", f"the supervisor on {self.addresses[0]} ended ({outcomes.get(0)}) without a word")
+            ended = ", ".join(f"{self.addresses[rank]} (exit status {end})" for rank, end in outcomes.items())
+            self._end("failed", f"the supervisor on {ended} ended before the run; see the log")
         elif self.run.stop_asked() is not None:
             self._end("stopped", f"stopped by request; before that, node {names} was lost")
         elif self.losses >= _MOST_LOSSES:
@@ -223,10 +232,9 @@ def _connect(run: RunFolder, options: RayOptions) -> Cluster:
     """
     resources = options.resources(world_size(run) or 1)
     cluster = Cluster(os.environ.get("RAY_ADDRESS"), resources)
-    shortage = cluster.shortage(options.nodes)
-    if cluster.is_local and "has" in shortage:
+    if cluster.is_local and (fitting := cluster.fitting_nodes()) < options.nodes:
         needs = options.needs(world_size(run) or 1)
-        raise ClusterError(f"it needs {needs}; {shortage}: set RAY_ADDRESS to the address of another")
+        raise ClusterError(f"it needs {needs}, and this machine makes {fitting}; RAY_ADDRESS names a larger cluster")
     return cluster
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -89,13 +90,10 @@ class Cluster:
             return None
         return [alive[node] for node in nodes]
 
-    def shortage(self, nodes: int) -> str:
-        """Why the nodes are not reserved yet, such as `the cluster has 1`."""
+    def fitting_nodes(self) -> int:
+        """Number of nodes that have the resources, in use or not."""
         alive = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
-        fitting = [node for node in alive if all(node.get(name, 0) >= count for name, count in self.resources.items())]
-        if len(fitting) >= nodes:
-            return "those of the cluster are in use"
-        return f"the cluster has {len(fitting)}" + (f", among {len(alive)} nodes" if len(alive) > len(fitting) else "")
+        return sum(all(node.get(name, 0) >= count for name, count in self.resources.items()) for node in alive)
 
     def run(self, rank: int, argv: Sequence[str], seconds: float = 60.0) -> int:
         """Runs a short program on a reserved node, and waits for it; returns its exit status.
@@ -142,11 +140,16 @@ class Cluster:
             self.ray.cancel(call, force=True)
 
     def end(self) -> None:
-        """Gives the nodes back and leaves the cluster; a local one ends."""
+        """Gives the nodes back and leaves the cluster; a local one ends, and its files are removed."""
+        from ray._private import worker
+
+        session = worker._global_node.get_session_dir_path() if self.is_local else None
         self.ray.shutdown()
+        if session:
+            shutil.rmtree(session, ignore_errors=True)
 
 
 def _line(error: Exception) -> str:
-    """The first line of one of Ray's errors, which go on with advice and stack traces."""
+    """The first sentence of one of Ray's errors, which go on with advice and stack traces."""
     lines = [clean(line).strip() for line in str(error).splitlines() if line.strip()]
-    return shortened(lines[0] if lines else type(error).__name__, 200)
+    return shortened(lines[0].partition(". ")[0] if lines else type(error).__name__, 200)
