@@ -8,6 +8,7 @@ without a supervisor having said so.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 import time
@@ -95,7 +96,7 @@ class Driver:
         before = (self.run.read_state() or {}).get("cause") if self.restarts else None
         self._queued(before)
         patient_until = time.monotonic() + _PATIENCE
-        while (addresses := self.cluster.addresses()) is None:
+        while (addresses := self._addresses()) is None:
             cause = self._shortage()
             if cause != printed and time.monotonic() > patient_until:
                 printed = cause
@@ -107,6 +108,17 @@ class Driver:
             time.sleep(0.5)
         self.addresses = addresses
         return not self._stopped()
+
+    def _addresses(self) -> list[str] | None:
+        """Addresses of the reserved nodes; None while one is missing, or does not answer as Ray is yet to miss it."""
+        addresses = self.cluster.addresses()
+        try:
+            for rank in range(len(addresses or [])):
+                self.beat()
+                self.cluster.run(rank, ["true"])
+        except ClusterError:
+            return None
+        return addresses
 
     def _shortage(self) -> str:
         """Why the nodes are not reserved yet."""
@@ -133,18 +145,16 @@ class Driver:
 
     def _sees_files(self) -> bool:
         """Ends the run if a node does not see the run, Python or Tunesmith under the same path as this machine."""
-        for rank, address in enumerate(self.addresses):
-            for path in (str(self.run.config), sys.executable, str(ROOT / "app" / "launch" / "ray_node.py")):
-                try:
-                    if self.cluster.run(rank, ["test", "-e", path]) == 0:
-                        continue
-                    problem = f"node {address} has no {path}"
-                except ClusterError as error:
-                    self.note(f"node {address}: {error}")
-                    continue  # it is lost, which its supervisor will show
-                remedy = "all nodes need the run folder, Python and Tunesmith under the same paths as this machine"
-                self._end("failed", f"{problem}; {remedy}")
-                return False
+        needed = (str(self.run.config), sys.executable, str(ROOT / "app" / "launch" / "ray_node.py"))
+        remedy = "all nodes need the run folder, Python and Tunesmith under the same paths as this machine"
+        for rank, path in itertools.product(range(self.options.nodes), needed):
+            self.beat()
+            try:
+                if self.cluster.run(rank, ["test", "-e", path]):
+                    self._end("failed", f"node {self.addresses[rank]} has no {path}; {remedy}")
+                    return False
+            except ClusterError:
+                break  # it is lost, which its supervisor will show
         return True
 
     # -- training ----------------------------------------------------------------------------------------------------

@@ -95,15 +95,17 @@ class Cluster:
         alive = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
         return sum(all(node.get(name, 0) >= count for name, count in self.resources.items()) for node in alive)
 
-    def run(self, rank: int, argv: Sequence[str], seconds: float = 60.0) -> int:
+    def run(self, rank: int, argv: Sequence[str], seconds: float = 10.0) -> int:
         """Runs a short program on a reserved node, and waits for it; returns its exit status.
 
         Raises:
             ClusterError: if the node is lost, or does not answer in time.
         """
+        call = self._called(rank, argv, {"num_cpus": 0})
         try:
-            return int(self.ray.get(self._called(rank, argv, {"num_cpus": 0}), timeout=seconds))
+            return int(self.ray.get(call, timeout=seconds))
         except Exception as error:
+            self.ray.cancel(call, force=True)
             raise ClusterError(_line(error)) from None
 
     def start(self, rank: int, argv: Sequence[str]) -> None:
