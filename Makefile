@@ -75,8 +75,9 @@ slurm:
 test-slurm: setup slurm
 	$(BIN)/python -m pytest tests/slurm
 
-# A Ray cluster of several nodes on this machine; needs no root.
+# A Ray cluster of several nodes on this machine; needs no root. Ray is 240 MB, so `make setup` does without.
 test-ray: setup
+	$(INSTALL) --quiet -c constraints.txt --editable ".[ray]"
 	$(BIN)/python -m pytest tests/ray
 
 # Against large or foreign packages (trackers), in an environment of their own; not part of `make check`.

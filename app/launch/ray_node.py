@@ -71,6 +71,7 @@ class Watch(threading.Thread):
             if self._is_over() or read_driver(self.watched).get("time") != seen:
                 _end_now()  # the driver lives: it has lost this node, or the program that it started here
             time.sleep(1.0)
+        _log(self.watched, "the Ray driver is gone: the run saves and stops")
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _is_over(self) -> bool:
@@ -87,6 +88,11 @@ def _end_now() -> None:
         with contextlib.suppress(psutil.Error):
             process.kill()
     os._exit(_KILLED)
+
+
+def _log(run: RunFolder, *lines: str) -> None:
+    with contextlib.suppress(OSError), open(run.log, "a", encoding="utf-8") as log:
+        log.writelines(log_line("supervisor", line) for line in lines)
 
 
 def _free_port() -> int:
@@ -134,8 +140,7 @@ def main(argv: list[str]) -> int:
     try:
         return supervise_node(run, args)
     except ConfigError as error:
-        with open(run.log, "a", encoding="utf-8") as log:
-            log.writelines(log_line("supervisor", line) for line in error.lines)
+        _log(run, *error.lines)
         return 2
 
 
