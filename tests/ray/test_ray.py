@@ -215,6 +215,9 @@ def test_a_local_cluster_listens_on_loopback_and_refuses_strangers(tmp_path: Pat
     assert {"gcs_server", "raylet"} <= set(listening)
     addresses = {link.ip.removeprefix("::ffff:") for link in listening.values()}
     assert addresses == {"127.0.0.1"}
+    raylet = next(process for process in family if process.name() == "raylet")
+    session = Path(re.findall(r"/tmp/ray/session_[^/ ]+", " ".join(raylet.cmdline()))[0])
+    assert files_with(str(session), raylet.environ()["RAY_AUTH_TOKEN"]) == set()
     code = "import sys, ray; ray.init(sys.argv[1]); print(ray.nodes())"
     address = f"127.0.0.1:{listening['gcs_server'].port}"
     variables = {
@@ -227,6 +230,7 @@ def test_a_local_cluster_listens_on_loopback_and_refuses_strangers(tmp_path: Pat
     assert "NodeID" not in stranger.stdout
     assert ends(run)["state"] == "done"
     assert not [process for process in family if process.is_running()]
+    assert not session.exists()
 
 
 def test_what_a_local_cluster_could_never_hold_leaves_no_folder(tmp_path: Path) -> None:
