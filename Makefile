@@ -22,7 +22,7 @@ SSE := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE MKL_ENABLE_INSTRUCTIONS=S
 AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
 AVX512 := ATEN_CPU_CAPABILITY=avx512 MKL_ENABLE_INSTRUCTIONS=AVX512
 
-.PHONY: setup demo check test test-all test-browser slurm test-slurm test-integrations integrations test-kernels e2e parity faults docs pictures bench lint clean
+.PHONY: setup demo check test test-all test-browser slurm test-slurm test-ray test-integrations integrations test-kernels e2e parity faults docs pictures bench lint clean
 
 setup: $(DEVELOPMENT)
 
@@ -75,6 +75,11 @@ slurm:
 test-slurm: setup slurm
 	$(BIN)/python -m pytest tests/slurm
 
+# A Ray cluster of several nodes on this machine; needs no root. Ray is 240 MB, so `make setup` does without.
+test-ray: setup
+	$(INSTALL) --quiet -c constraints.txt --editable ".[ray]"
+	$(BIN)/python -m pytest tests/ray
+
 # Against large or foreign packages (trackers), in an environment of their own; not part of `make check`.
 test-integrations:
 	$(MAKE) VENV=.venv-integrations integrations
@@ -94,7 +99,7 @@ test-kernels: setup
 
 check: test-all test-browser
 	$(MAKE) test-kernels NUMERIC="tests/unit/model/test_attention.py tests/unit/objectives/test_sft_loss.py"
-	@echo "NOT TESTED here: SLURM (make test-slurm)"
+	@echo "NOT TESTED here: SLURM (make test-slurm), Ray (make test-ray)"
 
 e2e: setup
 	$(BIN)/python -m pytest -n 2 tests/e2e -m ""

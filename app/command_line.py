@@ -152,11 +152,11 @@ class Verb:
         report("\n".join(lines))
 
 
-_SLURM = {
-    "on": ("<local|slurm|kubernetes>", "Where to train: on this machine, or in a job of that; default: local."),
-    "nodes": ("<int>", "SLURM: number of nodes; default: 1."),
-    "gpus_per_node": ("<int>", "SLURM: GPUs of each node, with a process on each; 0: on the CPU. Default: 1."),
-    "cpus_per_node": ("<int>", "SLURM: CPUs of each node; default: the site's."),
+_CLUSTER = {
+    "on": ("<local|slurm|ray|kubernetes>", "Where to train: on this machine, or on a cluster; default: local."),
+    "nodes": ("<int>", "Number of nodes; default: 1."),
+    "gpus_per_node": ("<int>", "GPUs of each node, with a process on each; 0: on the CPU. Default: 1."),
+    "cpus_per_node": ("<int>", "CPUs of each node; default: the site's; on Ray, one for each process."),
     "partition": ("<name>", "SLURM: partition; default: the site's."),
     "account": ("<name>", "SLURM: account to charge."),
     "qos": ("<name>", "SLURM: quality of service."),
@@ -165,9 +165,6 @@ _SLURM = {
     "container": ("<path>", "SLURM: OCI bundle in which the nodes run the job."),
     "signal_before": ("<seconds>", "SLURM: how long before its time limit a run saves, to go on in another job."),
     "slurm_extra": ("<options>", "SLURM: further options of sbatch, such as 'mem=0 exclusive'."),
-}
-_SCHEDULER = {name: option(name, metavar, text, "SLURM") for name, (metavar, text) in _SLURM.items()}
-_KUBERNETES = {
     "image": ("<name>", "Kubernetes: container image with Tunesmith in it."),
     "volume_claim": ("<name>", "Kubernetes: PersistentVolumeClaim for runs, data and models."),
     "volume_path": ("<path>", "Kubernetes: where the pods mount it; default: /shared."),
@@ -175,8 +172,8 @@ _KUBERNETES = {
     "namespace": ("<name>", "Kubernetes: namespace; default: that of kubectl."),
     "secret": ("<name>", "Kubernetes: Secret with environment variables such as HF_TOKEN."),
 }
-_SCHEDULER |= {name: option(name, metavar, text, "Kubernetes") for name, (metavar, text) in _KUBERNETES.items()}
-_SCHEDULER |= {"dry_run": switch("dry_run", "SLURM: print the batch script, and submit nothing.")}
+_SCHEDULER = {name: option(name, metavar, text, "Cluster") for name, (metavar, text) in _CLUSTER.items()}
+_SCHEDULER |= {"dry_run": switch("dry_run", "Print what would be submitted, and submit nothing.")}
 TRAIN = Verb(
     "train",
     "Fine-tune a model: a preset (`tunesmith presets`), a config file, options, or all three; later ones win.",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from app.command_line import CLONE, RESUME, TRAIN, Args
-from app.commands.scheduled import manifest_verb, submit_verb, target_of
+from app.commands.scheduled import scheduler_of, submit_verb
 from app.console import clean, counted, number, report, report_json, say, show_table
 from app.launch import actions, background
 from app.launch.foreground import (
@@ -52,11 +52,8 @@ def train_verb(argv: Sequence[str]) -> int:
     args = TRAIN.read(argv)
     if args is None:
         return 0
-    target = target_of(args)
-    if target == "kubernetes":
-        return manifest_verb(args)
-    if target == "slurm":
-        return submit_verb(args)
+    if scheduler := scheduler_of(args):
+        return submit_verb(scheduler, args)
     job = train_job(args)
     if "check" in args.switches:
         return _check(job, args)
@@ -153,8 +150,8 @@ def resume_verb(argv: Sequence[str]) -> int:
     if "apply" in args.own:
         refuse_unresumable(run)
         apply_remedy(diagnosed(run), args)
-    if target_of(args, run) == "slurm":
-        return submit_verb(args, run)
+    if scheduler := scheduler_of(args, run):
+        return submit_verb(scheduler, args, run)
     return _start(resume_job(run, args), args)
 
 

@@ -1,86 +1,68 @@
-"""`--on` of `tunesmith train` and `resume`: hands the run to SLURM, or prints what a scheduler needs to start it."""
+"""`--on` of `tunesmith train` and `resume`: hands the run to a scheduler, or prints what it would get."""
 
 from __future__ import annotations
 
 import shlex
 
 from app.command_line import Args
-from app.console import report, report_json
-from app.launch import slurm
+from app.console import counted, report, report_json
 from app.launch.foreground import result, say_choices
-from app.launch.kubernetes import kubernetes_manifest
+from app.launch.schedulers import SCHEDULERS, Scheduler
 from app.runs.scheduled import submission
-from app.schedulers.kubernetes import KubernetesOptions
-from app.schedulers.slurm import script
-from app.schedulers.slurm_options import SlurmOptions
 from trainers.config.mistakes import ConfigError, Mistake
 from trainers.run.folder import RunFolder
 
-_OPTIONS: dict[str, tuple[str, ...]] = {
-    "local": (),
-    "slurm": (*SlurmOptions.model_fields, "dry_run"),
-    "kubernetes": (*KubernetesOptions.model_fields, "dry_run"),
-}
-"""The places to train, and their own options."""
 
+def scheduler_of(args: Args, run: RunFolder | None = None) -> Scheduler | None:
+    """The scheduler that is to start the run, as `--on` says, otherwise as the run was started before.
 
-def target_of(args: Args, run: RunFolder | None = None) -> str:
-    """Where to train: as `--on` says, otherwise as the run was started before.
+    Returns:
+        The scheduler; None for this machine.
 
     Raises:
-        ConfigError: for an unknown place, or options of another one.
+        ConfigError: for an unknown place, or options of a scheduler that does not start the run.
     """
-    before = "slurm" if run is not None and submission(run) else "local"
-    target = str(args.own.get("on", before))
-    if target not in _OPTIONS:
-        raise ConfigError.about("on", target, "is no place to train", f"use {', '.join(_OPTIONS)}")
-    if target == "kubernetes" and run is not None:
-        remedy = "apply the run's manifest again, which goes on from its newest checkpoint"
-        raise ConfigError.about("on", target, "is not for `resume`", remedy)
+    submitted = submission(run) if run is not None else None
+    target = str(args.own.get("on", submitted["kind"] if submitted else "local"))
+    if target != "local" and target not in SCHEDULERS:
+        names = ", ".join(("local", *SCHEDULERS))
+        raise ConfigError.about("on", target, "is no place to train", f"use one of {names}")
+    scheduler = SCHEDULERS.get(target)
+    permitted = {*scheduler.options.model_fields, "dry_run"} if scheduler else set()
     mistakes = []
-    for name in [name for name in args.own if name not in _OPTIONS[target]]:
-        if places := [other for other, names in _OPTIONS.items() if name in names]:
-            mistakes.append(Mistake(f"--{name}", None, f"is not for --on {target}", f"add --on {' or '.join(places)}"))
+    for name in [name for name in args.own if name not in permitted]:
+        kinds = [kind for kind, other in SCHEDULERS.items() if name in (*other.options.model_fields, "dry_run")]
+        if kinds:
+            titles = ", ".join(SCHEDULERS[kind].title for kind in kinds)
+            mistakes.append(Mistake(f"--{name}", None, f"is for jobs of {titles}", f"add --on {'|'.join(kinds)}"))
     if mistakes:
         raise ConfigError(mistakes)
-    return target
+    return scheduler
 
 
-def manifest_verb(args: Args) -> int:
-    """Prints the manifest of a new run for Kubernetes. Returns the exit status."""
+def submit_verb(scheduler: Scheduler, args: Args, run: RunFolder | None = None) -> int:
+    """Submits a new run, or one to resume; with `--dry_run` prints what would be. Returns the exit status."""
     if "check" in args.switches:
-        raise ConfigError("--check with --on kubernetes: use --dry_run, which prints the manifest")
-    job, text = kubernetes_manifest(args)
-    say_choices(job)
-    if "json" in args.switches:
-        facts = {"strategy": job.strategy.name, "world_size": job.devices.num_processes, "warnings": job.warnings}
-        report_json({**facts, "manifest": text})
-    else:
-        report(text.rstrip("\n"))
-    return 0
-
-
-def submit_verb(args: Args, run: RunFolder | None = None) -> int:
-    """Submits a new run, or one to resume; with `--dry_run` prints its script. Returns the exit status."""
-    if "check" in args.switches:
-        raise ConfigError("--check with --on slurm: use --dry_run, which also prints the batch script")
-    job, options = slurm.slurm_job(args, run)
+        remedy = "use --dry_run, which also prints what would be submitted"
+        raise ConfigError(f"--check with --on {scheduler.title.lower()}: {remedy}")
+    job, options = scheduler.job(args, run)
     as_json, quiet = "json" in args.switches, "quiet" in args.switches
     say_choices(job)
     if "dry_run" in args.own:
-        text = script(job.run, options)
+        text = scheduler.preview(job, options)
         if as_json:
             facts = {"run_dir": str(job.run.path), "strategy": job.strategy.name, "warnings": job.warnings}
             report_json({**facts, "world_size": job.devices.num_processes, "script": text})
         else:
             report(text.rstrip("\n"))
         return 0
-    state = slurm.start(job, options, quiet)
+    state = scheduler.start(job, options, quiet)
     if as_json:
         report_json({**result(job, state), "scheduler": state["scheduler"]})
     else:
-        nodes = f"{options.nodes} node{'s' * (options.nodes > 1)}"
-        report(f"{job.run.id} is queued in SLURM as job {state['scheduler']['job']}: {job.strategy.name} on {nodes}")
+        nodes = counted(options.nodes, "node", "nodes")
+        number = state["scheduler"]["job"]
+        report(f"{job.run.id} is queued in {scheduler.title} as job {number}: {job.strategy.name} on {nodes}")
         report(f"watch it   tunesmith runs logs --follow {shlex.quote(str(job.run.path))}")
         report(f"stop it    tunesmith stop {shlex.quote(str(job.run.path))}")
     return 0

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple, TextIO, get_args
 from app.accelerate_launch import ROOT, module_argv, module_environment
 from app.command_line import Args
 from app.console import shortened
-from app.launch import background, slurm
+from app.launch import background
 from app.launch.foreground import refusal_in, run_program
 from app.launch.job import TrainJob, clone_job, resume_job, writable_parent
+from app.launch.schedulers import SCHEDULERS
 from app.runs.proofs import lock_proofs, proofs
 from app.runs.runs import run_of_id, true_state
 from app.runs.scheduled import cancel_waiting, submission
@@ -77,13 +78,14 @@ def save(run: RunFolder) -> None:
 
 
 def resume(run: RunFolder, args: Args | None = None) -> dict[str, Any]:
-    """Resumes a stopped or failed run in the background, or in SLURM if that started it; returns its state.
+    """Resumes a stopped or failed run in the background, or by the scheduler that started it; returns its state.
 
     Raises:
         ConfigError: if the run is done or still live, or with the mistakes in the request.
     """
-    if submission(run):
-        return slurm.start(*slurm.slurm_job(args or Args(), run))
+    if submitted := submission(run):
+        scheduler = SCHEDULERS[submitted["kind"]]
+        return scheduler.start(*scheduler.job(args or Args(), run), True)
     return background.start(resume_job(run, args or Args()))
 
 

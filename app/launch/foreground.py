@@ -325,7 +325,8 @@ def write_folder(job: TrainJob) -> None:
             run.refuse_used()
     elif run.state_file.exists():
         run.write_state(scheduler=None)  # a run that a scheduler started may be resumed here
-    run.scheduler.unlink(missing_ok=True)
+    for file in (run.scheduler, run.ray):
+        file.unlink(missing_ok=True)
     write_atomic(run.config, dump_yaml(job.config))
     write_atomic(run.accelerate, job.strategy.dump())
     write_atomic(run.command, command_line(run, job.devices) + "\n")

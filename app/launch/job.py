@@ -18,7 +18,7 @@ from app.hardware import Devices, Gpu
 from app.launch.device_fit import fit_devices
 from app.launch.machines import as_words, choose_machines, devices_here, folder_mistakes
 from app.runs.runs import gpu_ids, true_state, world_size
-from app.runs.scheduled import submission
+from app.runs.scheduled import TITLES, submission
 from trainers.config.fields import text_of
 from trainers.config.mistakes import ConfigError, Mistake, Mistakes
 from trainers.config.options import TrainConfig, absolute_paths
@@ -129,13 +129,13 @@ def resume_job(run: RunFolder, args: Args) -> TrainJob:
     """The job that resumes a stopped or failed run on this machine; given options override the stored ones.
 
     Raises:
-        ConfigError: with all mistakes at once; also if the run is done or still live, or SLURM started it and this
-            machine is not asked for.
+        ConfigError: with all mistakes at once; also if the run is done or still live, or a scheduler started it and
+            this machine is not asked for.
     """
-    if submission(run) and args.own.get("on") != "local":
+    if (submitted := submission(run)) and args.own.get("on") != "local":
         again = f"tunesmith resume {shlex.quote(str(run.path))}"
         remedy = f"`{again}`, with the changed options, submits it again; with `--on local` it goes on here"
-        raise ConfigError(f"run {run.id} was submitted to SLURM; {remedy}")
+        raise ConfigError(f"run {run.id} was submitted to {TITLES[submitted['kind']]}; {remedy}")
     attempt = run_attempt(run)
     # On machines other than 0, the run is live if machine 0 has already resumed it.
     if args.launch.get("machine_rank", "0") == "0" or true_state(run)["state"] == "done":

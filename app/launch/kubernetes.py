@@ -4,60 +4,67 @@ from __future__ import annotations
 
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from app.command_line import Args
 from app.console import shortened
-from app.hardware import Gpu
-from app.launch.job import PATHS, TrainJob, job_of, named_preset
-from app.launch.slurm import DECIDED, launch_values
+from app.launch.cluster_job import cluster_job, refuse_decided
+from app.launch.job import PATHS, TrainJob
 from app.schedulers.kubernetes import KubernetesOptions, head_name, manifest, object_name
 from trainers.config.mistakes import ConfigError, Mistake, Mistakes
 from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.config.parse import dump_yaml
+from trainers.run.folder import RunFolder
 
 
-def kubernetes_manifest(args: Args) -> tuple[TrainJob, str]:
-    """The job of a run that Kubernetes is to start, and its manifest. Nothing is written or started.
+def kubernetes_job(args: Args, run: RunFolder | None = None) -> tuple[TrainJob, KubernetesOptions]:
+    """The job of a run that Kubernetes is to start. Nothing is written.
 
     Args:
         args: the command line of `train`.
+        run: the run to resume, which is refused.
 
     Raises:
         ConfigError: with all mistakes at once.
     """
-    mistakes = Mistakes()
-    for name in [name for name in DECIDED if name in args.launch]:
-        mistakes.append(Mistake(name, args.launch[name], "is decided by Kubernetes", f"leave --{name} out"))
-    for name in [name for name in ("detach", "force") if name in args.switches]:
-        mistakes.append(Mistake(f"--{name}", None, "does not go with --on kubernetes", "leave it out"))
-    chosen = {name: value for name, value in args.own.items() if name not in ("on", "dry_run")}
+    if run is not None:
+        remedy = "apply the run's manifest again, which goes on from its newest checkpoint"
+        raise ConfigError.about("on", "kubernetes", "is not for `resume`", remedy)
+    mistakes, options = Mistakes(), None
+    refuse_decided(args, "Kubernetes", mistakes)
     if "dry_run" not in args.own:
         remedy = "add --dry_run, and hand what it prints to `kubectl apply -f -`"
         mistakes.append(Mistake("--on kubernetes", None, "only prints a manifest", remedy))
-    options = None
     with mistakes:
-        options = KubernetesOptions.read(chosen)
+        options = KubernetesOptions.read({name: args.own[name] for name in args.own if name not in ("on", "dry_run")})
     if options is None:
         mistakes.refuse()
         raise AssertionError("no mistake, and yet no options")
     output_dir = str(args.request.options.get("output_dir") or "")
     if not options.holds(output_dir):
-        example = f"{options.volume_path}/runs/first"
-        mistakes.append(_outside("output_dir", output_dir or None, options, f"write --output_dir {example}"))
-    gpus = [Gpu(index, f"node-{index}", "GPU of a node", 0) for index in range(options.gpus_per_node)]
-    args.request.preset = named_preset(args.names, args.request.preset, mistakes)
+        remedy = f"write --output_dir {options.volume_path}/runs/first"
+        mistakes.append(_outside("output_dir", output_dir or None, options, remedy))
     with tempfile.TemporaryDirectory() as folder:  # stands for the run folder, which this machine may not see
         args.request.options["output_dir"] = str(Path(folder) / object_name(output_dir))
-        values = launch_values(args.launch, options.nodes, options.gpus_per_node, mistakes, head_name(output_dir))
-        job = job_of(args.request, values, mistakes, None, gpus)
-    config = job.config.model_copy(update={"cache_dir": f"{options.volume_path}/cache"})
-    if "cache_dir" in args.request.chosen:
-        config = job.config
+        job = cluster_job(args, None, options.nodes, options.gpus_per_node, mistakes, head_name(output_dir))
+    cache = {} if "cache_dir" in args.request.chosen else {"cache_dir": f"{options.volume_path}/cache"}
+    config = job.config.model_copy(update={"output_dir": output_dir, **cache})
     if outside := _not_on_the_volume(config, options):
         raise ConfigError(outside)
-    text = manifest(output_dir, job.devices.num_processes, dump_yaml(config), job.strategy.dump(), options)
-    return job, text
+    return replace(job, config=config, run=RunFolder(Path(output_dir))), options
+
+
+def preview(job: TrainJob, options: KubernetesOptions) -> str:
+    """The manifest of a job."""
+    config, strategy = dump_yaml(job.config), job.strategy.dump()
+    return manifest(str(job.run.path), job.devices.num_processes, config, strategy, options)
+
+
+def refuse_start(job: TrainJob, options: KubernetesOptions, quiet: bool = True) -> dict[str, Any]:
+    """Raises, as Tunesmith starts nothing on Kubernetes; `kubernetes_job` has refused it before."""
+    raise ConfigError("--on kubernetes only prints a manifest; add --dry_run")
 
 
 def _not_on_the_volume(config: TrainConfig, options: KubernetesOptions) -> list[Mistake]:

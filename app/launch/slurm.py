@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from app.command_line import Args
-from app.hardware import Gpu
+from app.launch.cluster_job import cluster_job, refuse_decided
 from app.launch.foreground import held, preflight, take_back, write_folder
-from app.launch.job import TrainJob, job_of, named_preset, refuse_unresumable, run_attempt
-from app.runs.runs import world_size
+from app.launch.job import TrainJob
 from app.runs.scheduled import submission
 from app.schedulers.slurm import SCRIPT, SlurmError, forget_jobs, script, submit
 from app.schedulers.slurm_options import SlurmOptions, site_file
-from trainers.config.mistakes import ConfigError, Mistake, Mistakes
+from trainers.config.mistakes import ConfigError, Mistakes
 from trainers.run.folder import RunFolder, write_atomic, write_json
 
-HEAD, PORT = "head-node", 29500
-"""Stand in an Accelerate file for machine 0's address until the job has started."""
 _CODE = ("container", "slurm_extra")
-DECIDED = ("gpus", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
 
 
 def slurm_job(args: Args, run: RunFolder | None = None) -> tuple[TrainJob, SlurmOptions]:
@@ -33,10 +28,7 @@ def slurm_job(args: Args, run: RunFolder | None = None) -> tuple[TrainJob, Slurm
         ConfigError: with all mistakes at once; also if the run is done or still live.
     """
     mistakes = Mistakes()
-    for name in [name for name in DECIDED if name in args.launch]:
-        mistakes.append(Mistake(name, args.launch[name], "is decided by SLURM", f"leave --{name} out"))
-    if "detach" in args.switches:
-        mistakes.append(Mistake("--detach", None, "is not needed with --on slurm", "leave it out"))
+    refuse_decided(args, "SLURM", mistakes)
     chosen = {name: value for name, value in args.own.items() if name in SlurmOptions.model_fields}
     before = (submission(run) or {}).get("options", {}) if run else {}
     # Without what names code, as the folder may come from elsewhere.
@@ -44,53 +36,10 @@ def slurm_job(args: Args, run: RunFolder | None = None) -> tuple[TrainJob, Slurm
     options = SlurmOptions()
     with mistakes:
         options = SlurmOptions.read({**stored, **chosen})
-    gpus = [Gpu(index, f"slurm-{index}", "GPU of a SLURM node", 0) for index in range(options.gpus_per_node)]
-    if run is not None:
-        refuse_unresumable(run)
-        attempt = run_attempt(run)
-        values = {"strategy": str(run.accelerate), **args.launch}
-        if not options.gpus_per_node and (processes := world_size(run)):
-            values.setdefault("num_processes", str(processes))
-        args.request.config, args.request.preset = str(run.config), None
-        args.request.options["force_resume"] = "force" in args.switches
-        job = job_of(
-            args.request, launch_values(values, options.nodes, options.gpus_per_node, mistakes), mistakes, run, gpus
-        )
-        job.attempt = attempt
-        job.notes += [f"{name} of the last submission is not repeated: give it again, or set it in {site_file()}"
-                      for name in _CODE if before.get(name) and not getattr(options, name)]  # fmt: skip
-        return job, options
-    args.request.preset = named_preset(args.names, args.request.preset, mistakes)
-    return job_of(
-        args.request, launch_values(args.launch, options.nodes, options.gpus_per_node, mistakes), mistakes, None, gpus
-    ), options
-
-
-def launch_values(
-    chosen: Mapping[str, str], nodes: int, gpus_per_node: int, mistakes: Mistakes, head: str = HEAD
-) -> dict[str, str]:
-    """The launch options, with the machines and processes that the job will have.
-
-    Args:
-        chosen: the launch options of the command line.
-        nodes: number of machines.
-        gpus_per_node: GPUs, and processes, of each; 0: processes on the CPU.
-        mistakes: mistakes found so far; more are added.
-        head: name of machine 0.
-    """
-    values = {name: value for name, value in chosen.items() if name not in DECIDED}
-    if gpus_per_node:
-        if count := values.pop("num_processes", None):
-            problem = "is decided by --nodes and --gpus_per_node: one process runs on each GPU"
-            mistakes.append(Mistake("num_processes", count, problem, "leave --num_processes out"))
-        values["gpus"] = ",".join(map(str, range(gpus_per_node)))
-    else:
-        values.setdefault("num_processes", str(nodes))
-    values["num_machines"] = str(nodes)  # also for one, as the file of a resumed run may have had more
-    if nodes > 1:
-        values |= {"machine_rank": "0", "main_process_ip": head}
-        values["main_process_port"] = str(PORT)
-    return values
+    job = cluster_job(args, run, options.nodes, options.gpus_per_node, mistakes)
+    job.notes += [f"{name} of the last submission is not repeated: give it again, or set it in {site_file()}"
+                  for name in _CODE if before.get(name) and not getattr(options, name)]  # fmt: skip
+    return job, options
 
 
 def start(job: TrainJob, options: SlurmOptions, quiet: bool = True) -> dict[str, Any]:

@@ -9,29 +9,21 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from app.accelerate_launch import command_line, launch_environment
 from app.console import say
-from app.hardware import Devices, choose_devices, find_gpus
+from app.launch.cluster_node import Node, take_over
 from app.launch.foreground import EXIT_CODES
-from app.launch.job import TrainJob
-from app.launch.nodes import FIRST_JOIN_TIMEOUT
-from app.launch.restarts import run_to_end
-from app.launch.worker_node import join_to_end
-from app.runs.runs import saved_step, world_size
+from app.runs.runs import saved_step
 from app.runs.scheduled import submission
 from app.schedulers.slurm import SlurmError, hostnames, requeue, submit
 from trainers.config.mistakes import ConfigError
-from trainers.config.options import absolute_paths
-from trainers.config.parse import Request
-from trainers.run.folder import RunFolder, log_line, write_atomic, write_json
+from trainers.run.folder import RunFolder, log_line, write_json
 from trainers.run.log import start_tee
-from trainers.strategy.strategy import Machines, load_strategy, over_machines
+from trainers.strategy.strategy import Machines
 
 _FIRST_PORT, _PORTS = 15000, 15000
 """Ports for the rendezvous, by number of the job; below those that a kernel gives to outgoing connections."""
@@ -80,6 +72,13 @@ class Placement:
             return None
         return Machines(len(self.nodes), self.rank, self.nodes[0], _FIRST_PORT + int(self.job) % _PORTS)
 
+    @property
+    def node(self) -> Node:
+        """This node."""
+        scheduler = {"kind": "slurm", "job": self.job, "restarts": self.restarts}
+        remedy = "submit it with other --gpus_per_node, or ask the site about its GRES"
+        return Node(self.nodes[self.rank], len(self.nodes), self.machines, scheduler, remedy)
+
 
 def node(run: RunFolder) -> int:
     """Trains this node's part of a run; returns the exit status."""
@@ -87,91 +86,20 @@ def node(run: RunFolder) -> int:
     if placement.rank == 0:
         return _head(run, placement)
     start_tee(run.log, "supervisor", echo=True)
-    if not _wait_for_head(run, placement):
-        say(f"node {placement.rank}: the first node has not started job {placement.job} for {FIRST_JOIN_TIMEOUT:g} s")
-        return 1
-    job = _job(run, placement)
-    state = join_to_end(job, launch_environment(job.devices), _unheard, reserved=True)
-    return EXIT_CODES.get(str(state["state"]), 0)
+    return placement.node.follow(run) if placement.node.has_head(run) else 1
 
 
 def _head(run: RunFolder, placement: Placement) -> int:
     """The first node: takes over the run, and writes its state."""
-    with _hold(run):
+    with take_over(run):
         if (run.read_state() or {}).get("state") == "done":
             return 0
         if (submission(run) or {}).get("limit_of") != placement.start:  # the limit may be so near that it came first
             run.stop_request.unlink(missing_ok=True)  # answered: SLURM has started the run again
         run.save_request.unlink(missing_ok=True)
         start_tee(run.log, "supervisor", echo=True)
-        try:
-            job = _job(run, placement)
-        except ConfigError as error:
-            run.write_state(state="failed", cause="; ".join(error.lines), ending=None, scheduler=_written(placement))
-            return 2
-        write_atomic(run.accelerate, job.strategy.dump())
-        write_atomic(run.command, command_line(run, job.devices) + "\n")
-        run.write_state(scheduler=_written(placement))
-        state = run_to_end(
-            run, job.devices, launch_environment(job.devices), _unheard, job.resume_from, job.config.max_restarts,
-            share_gpus=True,
-        )  # fmt: skip
-        state = _after_limit(run, placement, state)
+        state = _after_limit(run, placement, placement.node.lead(run))
         return EXIT_CODES.get(str(state["state"]), 0)
-
-
-def _hold(run: RunFolder) -> TextIO:
-    """Holds the run, once the command that submitted it, or the last start of the job, has let go of it.
-
-    Raises:
-        ConfigError: if it does not within `FIRST_JOIN_TIMEOUT` seconds.
-    """
-    deadline = time.monotonic() + FIRST_JOIN_TIMEOUT
-    while True:
-        try:
-            return run.hold()
-        except ConfigError:
-            if time.monotonic() > deadline:
-                raise
-        time.sleep(0.2)
-
-
-def _written(placement: Placement) -> dict[str, Any]:
-    """What the state says about the job once it has started."""
-    return {"kind": "slurm", "job": placement.job, "restarts": placement.restarts}
-
-
-def _wait_for_head(run: RunFolder, placement: Placement) -> bool:
-    """Waits until the first node has taken over the run in this start of the job; False if it does not."""
-    deadline = time.monotonic() + FIRST_JOIN_TIMEOUT
-    while (run.read_state() or {}).get("scheduler") != _written(placement):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.2)
-    return True
-
-
-def _job(run: RunFolder, placement: Placement) -> TrainJob:
-    """The run as a job on this node.
-
-    Raises:
-        ConfigError: if the node lacks the GPUs that the run was submitted for.
-    """
-    submitted, total = submission(run) or {"options": {}}, world_size(run) or 1
-    expected = int(submitted["options"].get("gpus_per_node") or 0)
-    visible, nodes = [gpu.index for gpu in find_gpus()], len(placement.nodes)
-    if len(visible) != expected:
-        problem = f"node {placement.nodes[placement.rank]} shows {len(visible)} GPUs to the job, which needs {expected}"
-        raise ConfigError(f"{problem}; submit it with other --gpus_per_node, or ask the site about its GRES")
-    if total % nodes or (visible and total != nodes * len(visible)):
-        raise ConfigError(f"the job has {nodes} nodes, and its {total} processes do not divide by them")
-    chosen = choose_devices(",".join(map(str, visible)), None) if visible else Devices([], total)
-    devices = replace(chosen, num_processes=total, machines=placement.machines)
-    config = absolute_paths(Request(config=str(run.config)).resolve())
-    config = config.model_copy(update={"output_dir": str(run.path)})
-    strategy = over_machines(load_strategy(str(run.accelerate)), placement.machines)
-    resume_from = "auto" if saved_step(run) else submitted.get("resume_from")
-    return TrainJob(config, strategy, devices, run, resume_from)
 
 
 def limit(run: RunFolder) -> int:
@@ -186,7 +114,7 @@ def after(run: RunFolder) -> int:
     state, submitted, job = run.read_state() or {}, submission(run) or {}, str(os.environ.get("SLURM_JOB_ID"))
     if state.get("state") != "queued" or submitted.get("limit_of") != _this_start():
         return EXIT_CODES.get(str(state.get("state")), 1)
-    with _hold(run):
+    with take_over(run):
         write_json(run.scheduler, {**submitted, "queued_again_at": saved_step(run), "limit_of": None})
         try:
             requeue(job)
@@ -225,10 +153,6 @@ def _after_limit(run: RunFolder, placement: Placement, state: dict[str, Any]) ->
         )
         return run.write_state(state="failed", cause=cause)
     return run.write_state(state="queued", cause=f"stopped at step {reached} by its time limit", processes=[])
-
-
-def _unheard(kind: str, text: str) -> None:
-    """Ignores events: nobody watches a job, and its notes are in the log."""
 
 
 def main(argv: list[str]) -> int:

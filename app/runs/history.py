@@ -19,7 +19,7 @@ import yaml
 
 from app.runs.runs import run_paths, true_state
 from app.runs.safe_read import Stamp, open_regular, read_span, stamp
-from app.runs.scheduled import job_of_state
+from app.runs.scheduled import is_on_ray, job_of_state
 from app.runs.state import queue
 from trainers.config.mistakes import ConfigError
 from trainers.run.folder import END_STATES, LIVE_STATES, STATES, RunFolder, read_json
@@ -112,7 +112,8 @@ def _read_row(run: RunFolder, fixed: Row | None) -> tuple[Row, Row] | None:
 def _state_fields(run: RunFolder) -> Row:
     """The values of the state file, each checked for its type."""
     written = read_json(run.state_file) or {}
-    may_change = written.get("state") in LIVE_STATES or job_of_state(written)  # SLURM may have queued it again
+    may_go_on = job_of_state(written) or is_on_ray(written)  # SLURM may have queued it again, Ray moved it
+    may_change = written.get("state") in LIVE_STATES or may_go_on
     state = true_state(run) if may_change else written
     step, total = _count(state.get("step")), _count(state.get("total_steps"))
     return {

@@ -158,10 +158,11 @@ def true_state(run: RunFolder) -> dict[str, Any]:
     A run marked live without a live process is `failed`. A run marked ended with a rank that is still exiting, and so
     still holds its GPU, is `stopping` (`running` if it finished by itself); this happens without a supervisor, when
     rank 0 writes the end state. Processes are identified by pid and start time on this host; the state of a run on
-    another host is returned as it is. If SLURM starts the run, SLURM says whether it waits, runs or is gone.
+    another host is returned as it is. If a scheduler starts the run, that or its driver
+    says whether it waits, runs or is gone.
     """
     state = run.read_state() or {"state": "failed", "cause": "it never started: there is no state file"}
-    if (scheduled := scheduled_state(state)) is not None:
+    if (scheduled := scheduled_state(run, state)) is not None:
         return scheduled
     if state.get("host") != socket.gethostname():
         return state  # pids of another host mean nothing here
@@ -428,7 +429,7 @@ def end_by_force(run: RunFolder, timeout: float = 15.0) -> Stopped:
 
 
 def _after_kill(run: RunFolder, timeout: float) -> Stopped:
-    """Waits until SLURM has ended the job of a run, and writes its end."""
+    """Waits until a scheduler has ended the job of a run, and writes its end."""
     deadline = time.monotonic() + timeout
     while (state := true_state(run))["state"] not in END_STATES and time.monotonic() < deadline:
         time.sleep(0.5)

@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from app.runs.ray_driver import ray_state
 from app.schedulers.slurm import SCRIPT, JobStatus, SlurmError, cancel, forget_jobs, job_status, script_of
 from trainers.config.mistakes import ConfigError
-from trainers.run.folder import END_STATES, RunFolder, read_json
+from trainers.run.folder import END_STATES, RunFolder, read_json, write_json
 
+TITLES = {"slurm": "SLURM", "ray": "Ray"}
+"""The schedulers by kind, as `--on` names them."""
 _RECENT = 24 * 3600.0
 """Seconds after its end for which a job may turn out to wait again; SLURM is not asked about older runs."""
 _REASONS = {
@@ -29,9 +32,9 @@ _REASONS = {
 
 
 def submission(run: RunFolder) -> dict[str, Any] | None:
-    """What was submitted to SLURM for a run: `options` and `resume_from`; None if SLURM does not start it."""
+    """What was submitted for a run: `kind`, `options` and `resume_from`; None if no scheduler starts it."""
     document = read_json(run.scheduler) or {}
-    is_valid = document.get("kind") == "slurm" and isinstance(document.get("options"), dict)
+    is_valid = document.get("kind") in TITLES and isinstance(document.get("options"), dict)
     return document if is_valid else None
 
 
@@ -42,11 +45,13 @@ def job_of_state(state: Mapping[str, Any]) -> str | None:
     return job if isinstance(job, str) and job.isascii() and job.isdigit() else None
 
 
-def scheduled_state(state: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A run's state, corrected by what the scheduler knows; None if no scheduler starts the run, or it has ended.
+def scheduled_state(run: RunFolder, state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A run's state, corrected by what its scheduler knows; None if no scheduler starts the run, or it has ended.
 
     If SLURM cannot be asked, the state of a live run is that of the file, and its cause says so.
     """
+    if is_on_ray(state):
+        return ray_state(run, state)
     job = job_of_state(state)
     if job is None or state.get("state") == "done":
         return None
@@ -63,6 +68,12 @@ def scheduled_state(state: Mapping[str, Any]) -> dict[str, Any] | None:
     if status.ended:
         return {**state, **_ended(job, status)}
     return {**state, "state": "starting"} if state["state"] == "queued" else dict(state)
+
+
+def is_on_ray(state: Mapping[str, Any]) -> bool:
+    """Whether a state is that of a run on Ray."""
+    scheduler = state.get("scheduler")
+    return isinstance(scheduler, dict) and scheduler.get("kind") == "ray"
 
 
 def _queued_again(job: str, state: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -127,12 +138,16 @@ def cancel_waiting(run: RunFolder) -> bool:
 
 
 def kill_job(run: RunFolder) -> bool:
-    """Kills the job of a run that SLURM has started; False if there is none.
+    """Kills the job of a run that a scheduler has started; False if there is none.
 
     Raises:
         ConfigError: if SLURM does not do it.
     """
-    job = job_of_state(run.read_state() or {})
+    state, submitted = run.read_state() or {}, submission(run)
+    if is_on_ray(state) and submitted:
+        write_json(run.scheduler, {**submitted, "killed": True})  # its driver and supervisors look at it
+        return True
+    job = job_of_state(state)
     try:
         if job is None or not _is_of(run, job):
             return False

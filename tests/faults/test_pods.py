@@ -29,7 +29,7 @@ def manifest(home: Path) -> dict[str, dict[str, Any]]:
     line = [*TUNESMITH, "train", "tiny-lora", *flags(options), "--dry_run", "--json"]
     done = forked.run(line, cwd=home, env=inside(home), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    return {document["kind"]: document for document in yaml.safe_load_all(json.loads(done.stdout)["manifest"])}
+    return {document["kind"]: document for document in yaml.safe_load_all(json.loads(done.stdout)["script"])}
 
 
 class Pods:

@@ -22,7 +22,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 
 def settings(document: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    data = next(yaml.safe_load_all(document["manifest"]))["data"]
+    data = next(yaml.safe_load_all(document["script"]))["data"]
     return yaml.safe_load(data["config.yaml"]), yaml.safe_load(data["strategy.yaml"])
 
 
@@ -54,10 +54,13 @@ def test_a_cache_that_was_chosen_is_kept(capsys: pytest.CaptureFixture[str]) -> 
         ([*ASKED, "--dry_run", "--cache_dir", "/var/x"], "cache_dir=/var/x is not on the volume"),
         ([*ASKED, "--dry_run", "--dataset_name", "mine.jsonl"], "dataset_name=.*/mine.jsonl is not on the volume"),
         ([*ASKED, "--dry_run", "--machine_rank", "1"], "machine_rank=1 is decided by Kubernetes"),
-        ([*ASKED, "--dry_run", "--detach"], "--detach does not go with --on kubernetes"),
-        ([*ASKED, "--dry_run", "--partition", "a"], "--partition is not for --on kubernetes; add --on slurm"),
-        (["--image", "a"], "--image is not for --on local; add --on kubernetes"),
-        (["--nodes", "2"], "--nodes is not for --on local; add --on slurm or kubernetes"),
+        ([*ASKED, "--dry_run", "--detach"], "--detach is not needed with --on kubernetes"),
+        ([*ASKED, "--dry_run", "--partition", "a"], "--partition is for jobs of SLURM; add --on slurm"),
+        (["--image", "a"], "--image is for jobs of Kubernetes; add --on kubernetes"),
+        (
+            ["--nodes", "2"],
+            "--nodes is for jobs of SLURM, Ray, Kubernetes; add --on slurm.ray.kubernetes",
+        ),
         (["--on", "moon"], "on=moon is no place to train"),
         ([*ASKED, "--dry_run", "--check"], "--check with --on kubernetes"),
     ],
