@@ -73,7 +73,7 @@ slurm:
 	  || { test "$$(id -u)" = 0 && apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q slurm-wlm munge iproute2; }
 
 test-slurm: setup slurm
-	$(BIN)/python -m pytest tests/slurm
+	$(BIN)/python -m pytest -n 2 tests/slurm -m ""
 
 # Against large or foreign packages (trackers), in an environment of their own; not part of `make check`.
 test-integrations:
@@ -94,7 +94,7 @@ test-kernels: setup
 
 check: test-all test-browser
 	$(MAKE) test-kernels NUMERIC="tests/unit/model/test_attention.py tests/unit/objectives/test_sft_loss.py"
-	@echo "NOT TESTED here: SLURM (make test-slurm)"
+	@$(BIN)/python -m tests.slurm.check
 
 e2e: setup
 	$(BIN)/python -m pytest -n 2 tests/e2e -m ""

@@ -22,17 +22,20 @@ _CODE = ("container", "slurm_extra")
 _DECIDED = ("gpus", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
 
 
-def slurm_job(args: Args, run: RunFolder | None = None) -> tuple[TrainJob, SlurmOptions]:
+def slurm_job(
+    args: Args, run: RunFolder | None = None, mistakes: Mistakes | None = None
+) -> tuple[TrainJob, SlurmOptions]:
     """The job of a run that SLURM is to start.
 
     Args:
         args: the command line of `train` or `resume`.
         run: the run to resume; None for a new one.
+        mistakes: mistakes found so far; more are added.
 
     Raises:
         ConfigError: with all mistakes at once; also if the run is done or still live.
     """
-    mistakes = Mistakes()
+    mistakes = Mistakes() if mistakes is None else mistakes
     for name in [name for name in _DECIDED if name in args.launch]:
         mistakes.append(Mistake(name, args.launch[name], "is decided by SLURM", f"leave --{name} out"))
     if "detach" in args.switches:

@@ -8,6 +8,7 @@ time limit was what stopped the run.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -22,19 +23,21 @@ from app.launch.foreground import EXIT_CODES
 from app.launch.job import TrainJob
 from app.launch.nodes import FIRST_JOIN_TIMEOUT
 from app.launch.restarts import run_to_end
-from app.launch.worker_node import join_to_end
+from app.launch.worker_node import join_to_end, refuse_to_join
 from app.runs.runs import saved_step, world_size
 from app.runs.scheduled import submission
-from app.schedulers.slurm import SlurmError, hostnames, requeue, submit
+from app.schedulers.slurm import OUTPUT, SlurmError, hostnames, requeue, submit
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import absolute_paths
 from trainers.config.parse import Request
-from trainers.run.folder import RunFolder, log_line, write_atomic, write_json
+from trainers.run.folder import END_STATES, RunFolder, log_line, write_atomic, write_json
 from trainers.run.log import start_tee
 from trainers.strategy.strategy import Machines, load_strategy, over_machines
 
 _FIRST_PORT, _PORTS = 15000, 15000
 """Ports for the rendezvous, by number of the job; below those that a kernel gives to outgoing connections."""
+_MOST_OUTPUT = 1 << 20
+"""Bytes at the end of a job's output in which preemption is looked for."""
 
 
 @dataclass(frozen=True)
@@ -87,10 +90,17 @@ def node(run: RunFolder) -> int:
     if placement.rank == 0:
         return _head(run, placement)
     start_tee(run.log, "supervisor", echo=True)
-    if not _wait_for_head(run, placement):
+    state = _wait_for_head(run, placement)
+    if state is None:
         say(f"node {placement.rank}: the first node has not started job {placement.job} for {FIRST_JOIN_TIMEOUT:g} s")
         return 1
-    job = _job(run, placement)
+    if state["state"] in END_STATES:
+        return EXIT_CODES.get(str(state["state"]), 0)
+    try:
+        job = _job(run, placement)
+    except ConfigError as error:
+        refuse_to_join(run, placement.rank, "; ".join(error.lines))
+        raise
     state = join_to_end(job, launch_environment(job.devices), _unheard, reserved=True)
     return EXIT_CODES.get(str(state["state"]), 0)
 
@@ -104,6 +114,7 @@ def _head(run: RunFolder, placement: Placement) -> int:
             run.stop_request.unlink(missing_ok=True)  # answered: SLURM has started the run again
         run.save_request.unlink(missing_ok=True)
         start_tee(run.log, "supervisor", echo=True)
+        printed_before = _output_size(run)
         try:
             job = _job(run, placement)
         except ConfigError as error:
@@ -111,12 +122,14 @@ def _head(run: RunFolder, placement: Placement) -> int:
             return 2
         write_atomic(run.accelerate, job.strategy.dump())
         write_atomic(run.command, command_line(run, job.devices) + "\n")
-        run.write_state(scheduler=_written(placement))
+        # Live, so that the other nodes wait for a launch; none joins the last one of an earlier start.
+        over = {"over": True} if placement.machines else None
+        run.write_state(state="starting", cause=None, ending=None, machines=over, scheduler=_written(placement))
         state = run_to_end(
             run, job.devices, launch_environment(job.devices), _unheard, job.resume_from, job.config.max_restarts,
             share_gpus=True,
         )  # fmt: skip
-        state = _after_limit(run, placement, state)
+        state = _after_preemption(run, placement, _after_limit(run, placement, state), printed_before)
         return EXIT_CODES.get(str(state["state"]), 0)
 
 
@@ -141,14 +154,25 @@ def _written(placement: Placement) -> dict[str, Any]:
     return {"kind": "slurm", "job": placement.job, "restarts": placement.restarts}
 
 
-def _wait_for_head(run: RunFolder, placement: Placement) -> bool:
-    """Waits until the first node has taken over the run in this start of the job; False if it does not."""
+def _wait_for_head(run: RunFolder, placement: Placement) -> dict[str, Any] | None:
+    """Waits until the first node has taken over the run in this start of the job, or the run is done.
+
+    Returns:
+        The state then, which is that of an ended run if the first node refused it; None if it took too long.
+    """
     deadline = time.monotonic() + FIRST_JOIN_TIMEOUT
-    while (run.read_state() or {}).get("scheduler") != _written(placement):
-        if time.monotonic() > deadline:
-            return False
+    while time.monotonic() < deadline:
+        state = run.read_state() or {}
+        if state.get("state") == "done" or _is_from(state, placement):
+            return state
         time.sleep(0.2)
-    return True
+    return None
+
+
+def _is_from(state: Mapping[str, Any], placement: Placement) -> bool:
+    """Whether the first node wrote a state in this start of the job."""
+    scheduler = state.get("scheduler")
+    return isinstance(scheduler, dict) and {**scheduler, **_written(placement)} == scheduler
 
 
 def _job(run: RunFolder, placement: Placement) -> TrainJob:
@@ -225,6 +249,31 @@ def _after_limit(run: RunFolder, placement: Placement, state: dict[str, Any]) ->
         )
         return run.write_state(state="failed", cause=cause)
     return run.write_state(state="queued", cause=f"stopped at step {reached} by its time limit", processes=[])
+
+
+def _output_size(run: RunFolder) -> int:
+    """Size of what the job has printed."""
+    output = run.path / OUTPUT
+    return output.stat().st_size if output.exists() else 0
+
+
+def _after_preemption(
+    run: RunFolder, placement: Placement, state: dict[str, Any], printed_before: int
+) -> dict[str, Any]:
+    """The state of a run that has ended, with preemption as its cause if SLURM has noted that in the job's output.
+
+    SLURM's programs do not tell: a job that is queued again has lost the mark.
+    """
+    size = _output_size(run)
+    if state["state"] != "stopped" or size <= printed_before:
+        return state
+    with open(run.path / OUTPUT, "rb") as output:
+        output.seek(max(printed_before, size - _MOST_OUTPUT))
+        printed = output.read(_MOST_OUTPUT).decode("utf-8", "replace")
+    if not re.search(rf"\*\*\* (?:JOB|STEP) {placement.job}[. ].{{0,200}}DUE TO PREEMPTION", printed):
+        return state
+    cause = f"stopped at step {saved_step(run)}, as SLURM preempted its job"
+    return run.write_state(cause=cause, scheduler={**_written(placement), "preempted": True})
 
 
 def _unheard(kind: str, text: str) -> None:

@@ -182,7 +182,7 @@ def test_bash_runs_the_script_with_spaces_and_quotes_in_its_paths(
     folder.mkdir()
     tool = '#!/bin/sh\nfor word; do printf "%s|" "$word"; done >> "$LOG"\necho >> "$LOG"\n'
     (folder / "py thon").write_text(tool)
-    (folder / "srun").write_text('#!/bin/sh\nshift\nkill -USR2 $PPID\nsleep 0.3\nexec "$@"\n')
+    (folder / "srun").write_text('#!/bin/sh\nshift 2\nkill -USR2 $PPID\nsleep 0.3\nexec "$@"\n')
     for name in ("py thon", "srun"):
         (folder / name).chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(folder / "py thon"))
