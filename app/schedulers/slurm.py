@@ -223,10 +223,13 @@ def _of_one(job: str) -> JobStatus | None:
     except SlurmError:
         pass
     try:
-        line = call(["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", "--format=State"]).strip()
+        lines = call(
+            ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", "--format=JobID,State"]
+        ).splitlines()
     except SlurmError:
         return None  # without accounting, an old job is forgotten
-    return JobStatus(line.splitlines()[-1].split()[0]) if line else None
+    states = [state for number, _, state in (line.partition("|") for line in lines) if number == job and state]
+    return JobStatus(states[-1].split()[0]) if states else None  # such as `CANCELLED by 1000`
 
 
 # -- the script ------------------------------------------------------------------------------------------------------

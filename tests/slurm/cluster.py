@@ -218,7 +218,9 @@ class Cluster:
         """
         deadline = time.monotonic() + seconds
         while not condition():
-            if time.monotonic() > deadline:
+            gone = [name for name, daemon in self.daemons.items() if daemon.poll() is not None]
+            if gone or time.monotonic() > deadline:
+                otherwise = f"the daemon of {', '.join(gone)} has ended" if gone else otherwise
                 problem = otherwise if isinstance(otherwise, str) else otherwise()
                 raise AssertionError(f"{problem}\n{self.logs()}")
             time.sleep(0.1)

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from tests.launching import ROOT, flags
 from tests.slurm.cluster import Cluster, missing
 from trainers.run.folder import END_STATES, RunFolder
 
-STEPS, LONG = 60, 600
+STEPS, LONG = 60, 1000
 OPTIONS: dict[str, Any] = {
     **SMALL,
     "max_train_samples": 4 * STEPS,
@@ -35,12 +36,16 @@ class Site:
 
     def __init__(self, cluster: Cluster, home: Path, disk: SmallDisk):
         self.cluster, self.home, self.disk = cluster, home, disk
+        self.variables = {"PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(home / "state"), "CUDA_VISIBLE_DEVICES": ""}
+        self.variables |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "XDG_CONFIG_HOME": str(home / "config")}
+        self.watcher = subprocess.Popen(
+            cluster.inside("head", sys.executable, "-m", "tests.slurm.watch"), stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, text=True, env={**cluster.environment, **self.variables},
+        )  # fmt: skip
 
     def tunesmith(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Runs the command on the head node."""
-        variables = {"PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(self.home / "state"), "CUDA_VISIBLE_DEVICES": ""}
-        variables |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "XDG_CONFIG_HOME": str(self.home / "config")}
-        return self.cluster.run(*TUNESMITH, *words, check=check, **variables)
+        return self.cluster.run(*TUNESMITH, *words, check=check, **self.variables)
 
     def submit(self, folder: str | Path, *words: str, gpus: int = 0, **options: Any) -> RunFolder:
         run = RunFolder(self.home / folder)
@@ -49,7 +54,12 @@ class Site:
         return run
 
     def show(self, run: RunFolder) -> dict[str, Any]:
-        shown: dict[str, Any] = json.loads(self.tunesmith("runs", "show", "--json", str(run.path)).stdout)
+        """What the head node shows of a run."""
+        assert self.watcher.stdin
+        assert self.watcher.stdout
+        self.watcher.stdin.write(f"{run.path}\n")
+        self.watcher.stdin.flush()
+        shown: dict[str, Any] = json.loads(self.watcher.stdout.readline())
         return shown
 
     def job(self, run: RunFolder) -> str:
@@ -91,7 +101,9 @@ def site() -> Iterator[Site]:
     disk = SmallDisk(home / "disk")  # before the nodes, which see no later mounts
     try:
         with Cluster(home / "cluster") as cluster:
-            yield Site(cluster, home, disk)
+            site = Site(cluster, home, disk)
+            yield site
+            site.watcher.kill()
     finally:
         unmount(disk.folder)
         shutil.rmtree(home)
@@ -148,11 +160,9 @@ def test_a_run_cut_by_two_limits_of_a_minute_is_bit_for_bit_the_same(site: Site)
     """By SLURM's own clock; the run takes two minutes and more."""
     options = {"max_steps": LONG, "max_train_samples": 4 * LONG}
     run = site.submit("limits", "--time", "1", "--signal_before", "15", **options)
-    starts: set[str] = set()
 
     def next_start_or_end(row: dict[str, Any]) -> bool:
-        if row["state"] == "queued" and "BeginTime" in str(row["cause"]):
-            starts.add(row["cause"])
+        if row["state"] == "queued" and "stopped at step" in row["cause"] and "BeginTime" in row["cause"]:
             site.at_once(run)
         return row["state"] in END_STATES
 
@@ -198,11 +208,11 @@ def test_a_full_disk_ends_a_run_that_goes_on_once_there_is_room(site: Site, uncu
 def test_slurm_grants_gpus_and_nodes_without_them_end_at_once(site: Site) -> None:
     """SLURM counts files that are no GPUs, so the nodes find none: all refuse, and none waits for another."""
     run = site.submit("gpus", gpus=2, global_batch_size=8)
-    assert "gres/gpu=4" in site.cluster.job(site.job(run))["TRES"]
     row = site.until(run, lambda row: row["state"] in END_STATES, 60)
     problem = "node node1 shows 0 GPUs to the job, which needs 2; submit it with other --gpus_per_node"
     assert (row["state"], row["cause"].startswith(problem)) == ("failed", True), row
     site.job_ends(site.job(run), "FAILED")
+    assert site.cluster.job(site.job(run))["TresPerNode"] == "gres:gpu:2"
     with pytest.raises(subprocess.CalledProcessError):  # control: a node has two
         site.submit("more-gpus", gpus=3, global_batch_size=12)
 
@@ -252,7 +262,8 @@ def test_a_job_that_waits_says_why_and_is_cancelled(site: Site) -> None:
     )  # fmt: skip
     job = site.job(run)
     site.tunesmith("stop", str(run.path))
-    assert (site.show(run)["state"], site.show(run)["cause"]) == ("stopped", "cancelled before it started")
+    shown = json.loads(site.tunesmith("runs", "show", "--json", str(run.path)).stdout)
+    assert (shown["state"], shown["cause"]) == ("stopped", "cancelled before it started")
     site.job_ends(job, "CANCELLED")
 
 
