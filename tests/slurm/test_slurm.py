@@ -161,6 +161,7 @@ def test_a_run_cut_by_two_limits_of_a_minute_is_bit_for_bit_the_same(site: Site)
     options = {"max_steps": LONG, "max_train_samples": 4 * LONG}
     run, reached = site.submit("limits", "--time", "1", "--signal_before", "15", **options), [0]
     for cut in (1, 2):
+        site.begun(run, reached[-1] + 1)
         row = site.until(run, lambda row: row["state"] in END_STATES or "BeginTime" in str(row["cause"]))
         assert re.match(r"stopped at step \d+ by its time limit; ", row["cause"]), row
         reached.append(row["step"])
