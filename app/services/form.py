@@ -210,7 +210,8 @@ def preview(
         if slurm is None:
             job = job_of(request, allowed, mistakes, None)
         else:
-            own: dict[str, Any] = dict(chosen_options(_texts(slurm, mistakes)))
+            filled = {name: value for name, value in slurm.items() if value is not None}
+            own: dict[str, Any] = dict(chosen_options(_texts(filled, mistakes)))
             job, options = slurm_job(Args(launch=allowed, request=request, own=own), mistakes=mistakes)
         if job.config.trust_remote_code and not remote_code:
             raise ConfigError(REMOTE_CODE)

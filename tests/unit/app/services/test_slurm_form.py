@@ -38,7 +38,7 @@ def shown(**slurm: Any) -> Preview:
 def test_fields_start_with_the_sites_defaults_and_blank_ones_mean_them() -> None:
     write_site("slurm:\n  partition: gpu\n  nodes: 2\n  gpus_per_node: 0\n  slurm_extra: exclusive\n")
     assert slurm_texts() == {**dict.fromkeys(SLURM_FIELDS, ""), "partition": "gpu", "nodes": "2", "gpus_per_node": "0"}
-    for texts in (slurm_texts(), dict.fromkeys(SLURM_FIELDS, " "), {}):
+    for texts in (slurm_texts(), dict.fromkeys(SLURM_FIELDS, " "), dict.fromkeys(SLURM_FIELDS), {}):
         lines = shown(**texts).script.splitlines()
         assert {"#SBATCH --partition=gpu", "#SBATCH --nodes=2", "#SBATCH --exclusive"} <= set(lines)
 
