@@ -18,13 +18,13 @@ from app.launch.foreground import EXIT_CODES
 from app.launch.job import TrainJob
 from app.launch.nodes import FIRST_JOIN_TIMEOUT
 from app.launch.restarts import run_to_end
-from app.launch.worker_node import join_to_end
+from app.launch.worker_node import join_to_end, refuse_to_join
 from app.runs.runs import saved_step, world_size
 from app.runs.scheduled import submission
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import absolute_paths
 from trainers.config.parse import Request
-from trainers.run.folder import RunFolder, write_atomic
+from trainers.run.folder import END_STATES, RunFolder, write_atomic
 from trainers.strategy.strategy import Machines, load_strategy, over_machines
 
 
@@ -82,33 +82,50 @@ class Node:
             )
         write_atomic(run.accelerate, job.strategy.dump())
         write_atomic(run.command, command_line(run, job.devices) + "\n")
-        run.write_state(scheduler=dict(self.scheduler))
+        # Live, so that the other nodes wait for a launch; none joins the last one of an earlier start.
+        over = {"over": True} if self.machines else None
+        run.write_state(state="starting", cause=None, ending=None, machines=over, scheduler=dict(self.scheduler))
         return run_to_end(
             run, job.devices, launch_environment(job.devices), unheard, job.resume_from, job.config.max_restarts,
             share_gpus=reserved,
         )  # fmt: skip
 
     def follow(self, run: RunFolder) -> int:
-        """Trains as another node than the first, once that has started; returns the exit status."""
-        job = self.job(run)
+        """Trains as another node than the first, which has taken over the run; returns the exit status.
+
+        Raises:
+            ConfigError: if the node lacks the GPUs that the run was submitted for; the first node then ends the run.
+        """
+        state = run.read_state() or {}
+        if state.get("state") in END_STATES:  # the first node refused it
+            return EXIT_CODES.get(str(state["state"]), 0)
+        try:
+            job = self.job(run)
+        except ConfigError as error:
+            refuse_to_join(run, self.machines.rank if self.machines else 0, "; ".join(error.lines))
+            raise
         state = join_to_end(job, launch_environment(job.devices), unheard, reserved=True)
         return EXIT_CODES.get(str(state["state"]), 0)
 
-    def has_head(self, run: RunFolder) -> bool:
-        """Waits until the first node has taken over the run in this start of the job; False if it does not."""
-        deadline = time.monotonic() + FIRST_JOIN_TIMEOUT
-        while not self.is_led(run):
-            if time.monotonic() > deadline:
-                rank = self.machines.rank if self.machines else 0
-                say(f"node {rank}: the first node has not started job {self.scheduler['job']} for "
-                    f"{FIRST_JOIN_TIMEOUT:g} s")  # fmt: skip
-                return False
-            time.sleep(0.2)
-        return True
+    def wait_for_head(self, run: RunFolder) -> dict[str, Any] | None:
+        """Waits until the first node has taken over the run in this start of the job, or the run is done.
 
-    def is_led(self, run: RunFolder) -> bool:
-        """Whether the first node has taken over the run in this start of the job."""
-        written = (run.read_state() or {}).get("scheduler")
+        Returns:
+            The state then, which is that of an ended run if the first node refused it; None if it took too long.
+        """
+        deadline = time.monotonic() + FIRST_JOIN_TIMEOUT
+        while time.monotonic() < deadline:
+            state = run.read_state() or {}
+            if state.get("state") == "done" or self._leads(state):
+                return state
+            time.sleep(0.2)
+        rank = self.machines.rank if self.machines else 0
+        say(f"node {rank}: the first node has not started job {self.scheduler['job']} for {FIRST_JOIN_TIMEOUT:g} s")
+        return None
+
+    def _leads(self, state: Mapping[str, Any]) -> bool:
+        """Whether the first node wrote a state in this start of the job."""
+        written = state.get("scheduler")
         return isinstance(written, dict) and {**written, **self.scheduler} == written
 
 

@@ -247,7 +247,8 @@ def job_of(
         sizes = read_sizes(values)
     with mistakes:
         machines = choose_machines(values, strategy.values if strategy else {})
-        mistakes += folder_mistakes(config, machines) if run is None else []
+        # Started by hand, each machine would name a folder of its own.
+        mistakes += folder_mistakes(config, machines) if run is None and machine is None else []
         devices = devices_here(values, machines, strategy.num_processes if strategy else None, machine)
     with mistakes:
         if config and devices and sizes is not None and (strategy or not strategy_file):

@@ -125,10 +125,11 @@ def supervise_node(run: RunFolder, args: argparse.Namespace) -> int:
             node = replace(node, scheduler={**scheduler, "port": port})
             return EXIT_CODES.get(str(node.lead(run, reserved=not args.local)["state"]), 0)
     start_tee(run.log, "supervisor", echo=False)
-    if machines is None or not node.has_head(run):
+    state = node.wait_for_head(run)
+    if machines is None or state is None:
         return 1
-    written = (run.read_state() or {})["scheduler"]
-    return replace(node, machines=replace(machines, port=int(written["port"]))).follow(run)
+    found = int((state.get("scheduler") or {}).get("port", port))  # a head that refused the run has none
+    return replace(node, machines=replace(machines, port=found)).follow(run)
 
 
 def main(argv: list[str]) -> int:

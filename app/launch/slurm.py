@@ -17,17 +17,20 @@ from trainers.run.folder import RunFolder, write_atomic, write_json
 _CODE = ("container", "slurm_extra")
 
 
-def slurm_job(args: Args, run: RunFolder | None = None) -> tuple[TrainJob, SlurmOptions]:
+def slurm_job(
+    args: Args, run: RunFolder | None = None, mistakes: Mistakes | None = None
+) -> tuple[TrainJob, SlurmOptions]:
     """The job of a run that SLURM is to start.
 
     Args:
         args: the command line of `train` or `resume`.
         run: the run to resume; None for a new one.
+        mistakes: mistakes found so far; more are added.
 
     Raises:
         ConfigError: with all mistakes at once; also if the run is done or still live.
     """
-    mistakes = Mistakes()
+    mistakes = Mistakes() if mistakes is None else mistakes
     refuse_decided(args, "SLURM", mistakes)
     chosen = {name: value for name, value in args.own.items() if name in SlurmOptions.model_fields}
     before = (submission(run) or {}).get("options", {}) if run else {}

@@ -8,6 +8,7 @@ time limit was what stopped the run.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from app.launch.cluster_node import Node, take_over
 from app.launch.foreground import EXIT_CODES
 from app.runs.runs import saved_step
 from app.runs.scheduled import submission
-from app.schedulers.slurm import SlurmError, hostnames, requeue, submit
+from app.schedulers.slurm import OUTPUT, SlurmError, hostnames, requeue, submit
 from trainers.config.mistakes import ConfigError
 from trainers.run.folder import RunFolder, log_line, write_json
 from trainers.run.log import start_tee
@@ -27,6 +28,8 @@ from trainers.strategy.strategy import Machines
 
 _FIRST_PORT, _PORTS = 15000, 15000
 """Ports for the rendezvous, by number of the job; below those that a kernel gives to outgoing connections."""
+_MOST_OUTPUT = 1 << 20
+"""Bytes at the end of a job's output in which preemption is looked for."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,8 @@ def node(run: RunFolder) -> int:
     if placement.rank == 0:
         return _head(run, placement)
     start_tee(run.log, "supervisor", echo=True)
-    return placement.node.follow(run) if placement.node.has_head(run) else 1
+    state = placement.node.wait_for_head(run)
+    return 1 if state is None else placement.node.follow(run)
 
 
 def _head(run: RunFolder, placement: Placement) -> int:
@@ -98,7 +102,9 @@ def _head(run: RunFolder, placement: Placement) -> int:
             run.stop_request.unlink(missing_ok=True)  # answered: SLURM has started the run again
         run.save_request.unlink(missing_ok=True)
         start_tee(run.log, "supervisor", echo=True)
+        printed_before = _output_size(run)
         state = _after_limit(run, placement, placement.node.lead(run))
+        state = _after_preemption(run, placement, state, printed_before)
         return EXIT_CODES.get(str(state["state"]), 0)
 
 
@@ -153,6 +159,31 @@ def _after_limit(run: RunFolder, placement: Placement, state: dict[str, Any]) ->
         )
         return run.write_state(state="failed", cause=cause)
     return run.write_state(state="queued", cause=f"stopped at step {reached} by its time limit", processes=[])
+
+
+def _output_size(run: RunFolder) -> int:
+    """Size of what the job has printed."""
+    output = run.path / OUTPUT
+    return output.stat().st_size if output.exists() else 0
+
+
+def _after_preemption(
+    run: RunFolder, placement: Placement, state: dict[str, Any], printed_before: int
+) -> dict[str, Any]:
+    """The state of a run that has ended, with preemption as its cause if SLURM has noted that in the job's output.
+
+    SLURM's programs do not tell: a job that is queued again has lost the mark.
+    """
+    size = _output_size(run)
+    if state["state"] != "stopped" or size <= printed_before:
+        return state
+    with open(run.path / OUTPUT, "rb") as output:
+        output.seek(max(printed_before, size - _MOST_OUTPUT))
+        printed = output.read(_MOST_OUTPUT).decode("utf-8", "replace")
+    if not re.search(rf"\*\*\* (?:JOB|STEP) {placement.job}[. ].{{0,200}}DUE TO PREEMPTION", printed):
+        return state
+    cause = f"stopped at step {saved_step(run)}, as SLURM preempted its job"
+    return run.write_state(cause=cause, scheduler={**placement.node.scheduler, "preempted": True})
 
 
 def main(argv: list[str]) -> int:

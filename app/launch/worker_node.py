@@ -24,7 +24,7 @@ from trainers.config.options import TrainConfig, absolute_paths
 from trainers.config.parse import Request
 from trainers.config.yaml_file import read_yaml
 from trainers.run.device_locks import HeldSlots
-from trainers.run.folder import END_STATES, LIVE_STATES, log_line, read_json, register_outside
+from trainers.run.folder import END_STATES, LIVE_STATES, RunFolder, log_line, read_json, register_outside
 
 LEFT = {"state": "stopped", "cause": "stopped before machine 0 had started the run", "step": 0}
 _OWN = ("output_dir", "resume_from_checkpoint", "runs_dir")
@@ -193,6 +193,23 @@ class _WorkerNode:
             return not is_over(self._state(), launch)
 
         return wait_for_slots(self.run, self.job.devices, self.tell, keep_waiting)
+
+
+def refuse_to_join(run: RunFolder, machine: int, reason: str) -> None:
+    """Tells machine 0 that this machine cannot train, which ends the run there; waits for its launch to say so.
+
+    Args:
+        run: the run.
+        machine: rank of this machine.
+        reason: why it cannot.
+    """
+    deadline = time.monotonic() + FIRST_JOIN_TIMEOUT
+    while (state := run.read_state() or {}).get("state") not in END_STATES and time.monotonic() < deadline:
+        launch = state.get("launched_at")
+        if launch is not None and not is_over(state, launch):
+            NodeStatus(run, machine).write(str(launch), refused=reason)
+            return
+        time.sleep(POLL)
 
 
 def is_over(state: Mapping[str, Any], launch: Any) -> bool:

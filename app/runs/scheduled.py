@@ -97,7 +97,8 @@ def _queued_again(job: str, state: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _waiting(job: str, status: JobStatus, state: Mapping[str, Any]) -> str:
     before = f"{state['cause']}; " if state.get("state") == "queued" and state.get("cause") else ""
-    again = "was interrupted and queued again, and " if state.get("state") != "queued" else ""
+    event = "preempted" if state["scheduler"].get("preempted") else "interrupted"
+    again = f"was {event} and queued again, and " if state.get("state") != "queued" else ""
     meaning = _REASONS.get(status.reason, "waits")
     return f"{before}SLURM job {job} {again}{meaning}" + (f" ({status.reason})" if status.reason else "")
 

@@ -31,6 +31,8 @@ _FRESH, _FRESH_ERROR = 2.0, 30.0
 """Seconds for which a list of jobs is used again, as a page asks for many runs at once; and that SLURM did not answer,
 as each attempt may take `_SECONDS`.
 """
+_LINGER = 120
+"""Seconds that the supervisors have to end after the first of them; they end together, unless one was killed."""
 
 
 class SlurmError(RuntimeError):
@@ -221,10 +223,13 @@ def _of_one(job: str) -> JobStatus | None:
     except SlurmError:
         pass
     try:
-        line = call(["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", "--format=State"]).strip()
+        lines = call(
+            ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", "--format=JobID,State"]
+        ).splitlines()
     except SlurmError:
         return None  # without accounting, an old job is forgotten
-    return JobStatus(line.splitlines()[-1].split()[0]) if line else None
+    states = [state for number, _, state in (line.partition("|") for line in lines) if number == job and state]
+    return JobStatus(states[-1].split()[0]) if states else None  # such as `CANCELLED by 1000`
 
 
 # -- the script ------------------------------------------------------------------------------------------------------
@@ -270,7 +275,8 @@ def script(run: RunFolder, options: SlurmOptions) -> str:
         "trap : TERM",
         "",
         "# One supervisor on each node; a rank that dies on one of them restarts all from the newest checkpoint.",
-        f'srun --kill-on-bad-exit=0{cpus} {node} node "$run" &',
+        f"# {_LINGER} seconds after the first of them has ended, srun ends the others.",
+        f'srun --kill-on-bad-exit=0 --wait={_LINGER}{cpus} {node} node "$run" &',
         'while kill -0 "$!" 2>/dev/null; do wait "$!"; done',
         f'exec {node} after "$run"',
         "",

@@ -143,6 +143,11 @@ def site_file() -> Path:
     return Path(home).expanduser().absolute() / "tunesmith" / "site.yaml"
 
 
+def is_site_file(path: str) -> bool:
+    """Whether a path is that of a file with defaults for jobs."""
+    return Path(path) == site_file() or Path(path).name == REPOSITORY_FILE
+
+
 def _defaults(path: Path, permitted: tuple[str, ...]) -> dict[str, Any]:
     """The values under `slurm` in a site file; empty if there is no file.
 

@@ -14,15 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from app.accelerate_launch import by_hand_line
+from app.command_line import Args
 from app.console import shortened
 from app.hardware import Devices
 from app.launch.device_fit import fit_devices
 from app.launch.job import TrainJob, job_of
+from app.launch.slurm import slurm_job
 from app.runs.runs import gpu_ids, run_of_id, world_size
+from app.schedulers.slurm import script
+from app.schedulers.slurm_options import SlurmOptions, is_site_file
 from app.services.allowed_paths import INPUTS, OUTPUTS, path_mistakes, strategy_mistake
 from app.services.choices import GpuChoice
 from app.services.data import known_notes, known_rows
 from app.services.fields import as_texts, names
+from app.services.slurm_form import SLURM_FIELDS, chosen_options, slurm_args
 from app.services.starting_values import NAMING, base_config, starting_values
 from trainers.config.fields import fields, text_of
 from trainers.config.mistakes import ConfigError, Mistake, Mistakes
@@ -80,6 +85,8 @@ class Preview:
         command: the line that starts such a run from a terminal.
         job: what `app.launch.foreground` starts.
         notes: lines that say what was chosen for the user.
+        slurm: options of the job of SLURM that trains it; None on this machine.
+        script: its batch script.
     """
 
     errors: dict[str, list[Mistake]] = field(default_factory=dict)
@@ -89,6 +96,8 @@ class Preview:
     command: str = ""
     job: TrainJob | None = None
     notes: list[str] = field(default_factory=list)
+    slurm: SlurmOptions | None = None
+    script: str = ""
 
     @property
     def mistakes(self) -> list[Mistake]:
@@ -169,6 +178,7 @@ def preview(
     num_processes: int | str | None = None,
     roots: Sequence[Path] | None = None,
     remote_code: bool = False,
+    slurm: Mapping[str, Any] | None = None,
 ) -> Preview:
     """What a request would do, with all mistakes at once. Starts and writes nothing.
 
@@ -180,9 +190,12 @@ def preview(
         num_processes: processes on a machine without GPUs.
         roots: folders that files may be in; None allows every path.
         remote_code: whether `trust_remote_code` may be on.
+        slurm: options of a job of SLURM out of `SLURM_FIELDS`, which decides the devices; None trains on this machine.
     """
     mistakes = Mistakes()
-    launch_values = {"preset": preset, "strategy": strategy, "gpus": gpus or None, "num_processes": num_processes}
+    launch_values: dict[str, Any] = {"preset": preset, "strategy": strategy}
+    if slurm is None:
+        launch_values |= {"gpus": gpus or None, "num_processes": num_processes}
     launch = {name: text for name, text in _texts(launch_values, mistakes).items() if text not in ("", "none")}
     texts = _without_blanks(_texts(values, mistakes))
     preset = launch.pop("preset", None) or texts.pop("preset", None)
@@ -193,9 +206,16 @@ def preview(
     accepted = {name: text for name, text in texts.items() if name not in refused_fields}
     try:
         allowed = {name: text for name, text in launch.items() if name not in refused_fields}
-        job = job_of(Request(preset, options=dict(accepted)), allowed, mistakes, None)
+        request, options = Request(preset, options=dict(accepted)), None
+        if slurm is None:
+            job = job_of(request, allowed, mistakes, None)
+        else:
+            filled = {name: value for name, value in slurm.items() if value is not None}
+            own: dict[str, Any] = dict(chosen_options(_texts(filled, mistakes)))
+            job, options = slurm_job(Args(launch=allowed, request=request, own=own), mistakes=mistakes)
         if job.config.trust_remote_code and not remote_code:
             raise ConfigError(REMOTE_CODE)
+        return _preview_of(job, texts, launch.get("strategy"), options)
     except ConfigError as error:
         return Preview(
             by_field(
@@ -204,7 +224,6 @@ def preview(
                 if mistake.problem != MISSING or mistake.option not in refused_fields
             )
         )
-    return _preview_of(job, texts, launch.get("strategy"))
 
 
 def _texts(values: Mapping[str, Any], mistakes: Mistakes) -> dict[str, str]:
@@ -243,9 +262,11 @@ def _outside(
 
 def field_of(mistake: Mistake) -> str:
     """The field under which a mistake is shown; empty for the form as a whole."""
-    name = "strategy" if mistake.source else mistake.option.partition(".")[0]  # only strategies come from files
+    name = mistake.option.partition(".")[0]
+    if mistake.source and name not in SLURM_FIELDS:
+        name = "" if is_site_file(mistake.source) else "strategy"
     name = "gpus" if name == "num_processes" else name
-    return name if name in names() or name in _LAUNCH else ""
+    return name if name in names() or name in _LAUNCH or name in SLURM_FIELDS else ""
 
 
 def by_field(mistakes: Iterable[Mistake]) -> dict[str, list[Mistake]]:
@@ -256,11 +277,17 @@ def by_field(mistakes: Iterable[Mistake]) -> dict[str, list[Mistake]]:
     return grouped
 
 
-def _preview_of(job: TrainJob, texts: Mapping[str, str], strategy: str | None) -> Preview:
+def _preview_of(
+    job: TrainJob, texts: Mapping[str, str], strategy: str | None, options: SlurmOptions | None = None
+) -> Preview:
     config = job.config
     warnings = [*job.warnings, *(f"Data: {note}." for note in known_notes(config))]
     args = _option_args(config, texts)
     strategy_name = strategy or job.strategy.name
+    if options is not None:
+        argv = [*tunesmith_program(), "train", *slurm_args(options), "--strategy", strategy_name, *args]
+        return Preview({}, warnings, numbers_of(job), dump_yaml(config), shlex.join(argv), job, job.notes, options,
+                       script(job.run, options))  # fmt: skip
     file = (
         STRATEGIES_DIR / f"{strategy_name}.yaml"
         if strategy_name in strategy_names()

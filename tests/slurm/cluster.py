@@ -23,7 +23,6 @@ SlurmUser=root
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge/socket,cred_expire=5
 CredType=cred/munge
-CryptoType=crypto/munge
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -41,8 +40,12 @@ KillWait=25
 UnkillableStepTimeout=120
 SchedulerParameters=sched_interval=1,bf_interval=1,sched_min_interval=0,batch_sched_delay=0
 JobRequeue=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+GresTypes=gpu
 {nodes}
-PartitionName=normal Nodes=ALL Default=YES MaxTime=60 State=UP OverSubscribe=NO
+PartitionName=normal Nodes=ALL Default=YES MaxTime=60 State=UP OverSubscribe=NO PriorityTier=1
+PartitionName=urgent Nodes=ALL MaxTime=60 State=UP OverSubscribe=NO PriorityTier=10
 PartitionName=closed Nodes=ALL MaxTime=60 State=DOWN
 """
 
@@ -78,13 +81,13 @@ class Cluster:
     def __enter__(self) -> Cluster:
         try:
             self._write_files()
-            self._make_network()
+            self.make_network()
             self._start_munge()
             self.start("head", "slurmctld", "-D")
             for name in self.names:
                 self.start_node(name)
             self.wait(lambda: self.run("sinfo", "--noheader", "--states=idle", "--format=%D", check=False)
-                      .stdout.split()[:1] == [str(len(self.names))], 60, "the nodes did not become idle")  # fmt: skip
+                      .stdout.split()[:1] == [str(len(self.names))], 120, "the nodes did not become idle")  # fmt: skip
         except BaseException:
             self.__exit__()
             raise
@@ -97,26 +100,35 @@ class Cluster:
         for daemon in self.daemons.values():
             daemon.kill()
             daemon.wait()
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", self.namespace(name)], capture_output=True)
+        self.remove_network()
         if self.log:
             self.log.close()
 
     def _write_files(self) -> None:
         for name in ("munge", "state", "spool", *(f"spool/{node}" for node in self.names)):
-            (self.folder / name).mkdir(parents=True)
-        lines = [f"NodeName={name} NodeAddr={self.address(name)} CPUs=2 RealMemory=8000 State=UNKNOWN"
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+        lines = [f"NodeName={name} NodeAddr={self.address(name)} CPUs=2 RealMemory=2000 Gres=gpu:2 State=UNKNOWN"
                  for name in self.names]  # fmt: skip
+        for number in range(2):  # SLURM counts and hands out files that are no GPUs
+            (self.folder / f"gpu{number}").touch()
+        (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpu[0-1]\n")
         (self.folder / "slurm.conf").write_text(_CONFIG.format(folder=self.folder, nodes="\n".join(lines)))
         # The default refuses a machine on which both versions of cgroups are mounted.
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupMountpoint=/sys/fs/cgroup\n")
-        hosts = [f"{self.address(name)} {name}" for name in ("head", *self.names)]
-        (self.folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *hosts, ""]))
         self.log = open(self.folder / "daemons.log", "ab")  # noqa: SIM115 - the daemons write to it until the end
 
-    def _make_network(self) -> None:
+    def make_network(self) -> None:
+        """Makes the namespaces, their addresses and the hosts file.
+
+        Raises:
+            CalledProcessError: where that is not permitted.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        hosts = [f"{self.address(name)} {name}" for name in ("head", *self.names)]
+        (self.folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *hosts, ""]))
+
         def ip(*words: str) -> None:
-            subprocess.run(["ip", *words], check=True, capture_output=True)
+            subprocess.run(["ip", *words], check=True, capture_output=True, env=self.environment)
 
         head = self.namespace("head")
         for name in ("head", *self.names):
@@ -132,12 +144,19 @@ class Cluster:
             ip("-n", space, "address", "add", f"{self.address(name)}/24", "dev", "eth0")
             ip("-n", space, "link", "set", "eth0", "up")
 
+    def remove_network(self) -> None:
+        """Removes the namespaces with all that is in them."""
+        for name in ("head", *self.names):
+            subprocess.run(["ip", "netns", "delete", self.namespace(name)], capture_output=True, env=self.environment)
+
     def _start_munge(self) -> None:
         munge = self.folder / "munge"
-        subprocess.run(["mungekey", "--create", f"--keyfile={munge}/key"], check=True)
+        subprocess.run(
+            ["mungekey", "--create", f"--keyfile={munge}/key"], check=True, capture_output=True, env=self.environment
+        )
         argv = ["munged", "--foreground", "--force", f"--socket={munge}/socket", f"--key-file={munge}/key"]
         argv += [f"--pid-file={munge}/pid", f"--log-file={munge}/log", f"--seed-file={munge}/seed"]
-        self.daemons["munged"] = subprocess.Popen(argv, stdout=self.log, stderr=self.log)
+        self.daemons["munged"] = subprocess.Popen(argv, stdout=self.log, stderr=self.log, env=self.environment)
         self.wait((munge / "socket").exists, 20, "munged made no socket")
 
     def inside(self, name: str, *argv: str) -> list[str]:
@@ -173,7 +192,9 @@ class Cluster:
 
     def processes_on(self, name: str) -> list[int]:
         """The processes in a node's network namespace."""
-        done = subprocess.run(["ip", "netns", "pids", self.namespace(name)], capture_output=True, text=True)
+        done = subprocess.run(
+            ["ip", "netns", "pids", self.namespace(name)], capture_output=True, text=True, env=self.environment
+        )
         return [int(word) for word in done.stdout.split()]
 
     def run(
@@ -197,7 +218,9 @@ class Cluster:
         """
         deadline = time.monotonic() + seconds
         while not condition():
-            if time.monotonic() > deadline:
+            gone = [name for name, daemon in self.daemons.items() if daemon.poll() is not None]
+            if gone or time.monotonic() > deadline:
+                otherwise = f"the daemon of {', '.join(gone)} has ended" if gone else otherwise
                 problem = otherwise if isinstance(otherwise, str) else otherwise()
                 raise AssertionError(f"{problem}\n{self.logs()}")
             time.sleep(0.1)

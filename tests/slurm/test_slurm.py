@@ -1,4 +1,4 @@
-"""Runs that a real SLURM starts on two nodes: time limits, a node that goes down, what is cancelled or refused."""
+"""Runs that a real SLURM starts on two nodes: time limits, preemption, lost nodes, full disks, what is refused."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,35 +14,52 @@ from typing import Any
 
 import pytest
 
+from tests import shared
 from tests.detached import SMALL, TUNESMITH
+from tests.faults.disk import SmallDisk, unmount
 from tests.launching import ROOT, flags
 from tests.slurm.cluster import Cluster, missing
 from trainers.run.folder import END_STATES, RunFolder
 
-STEPS = 30
-OPTIONS: dict[str, Any] = {**SMALL, "max_train_samples": 120, "max_steps": STEPS, "save_steps": 0, "logging_steps": 1}
+STEPS, LONG = 60, 500
+OPTIONS: dict[str, Any] = {
+    **SMALL,
+    "max_train_samples": 4 * STEPS,
+    "max_steps": STEPS,
+    "save_steps": 0,
+    "logging_steps": 1,
+}
 
 
 class Site:
-    """A cluster, and the folder that its machines share."""
+    """A cluster, and the folders that its machines share; `disk` is small."""
 
-    def __init__(self, cluster: Cluster, home: Path):
-        self.cluster, self.home = cluster, home
+    def __init__(self, cluster: Cluster, home: Path, disk: SmallDisk):
+        self.cluster, self.home, self.disk = cluster, home, disk
+        self.variables = {"PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(home / "state"), "CUDA_VISIBLE_DEVICES": ""}
+        self.variables |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "XDG_CONFIG_HOME": str(home / "config")}
+        self.watcher = subprocess.Popen(
+            cluster.inside("head", sys.executable, "-m", "tests.slurm.watch"), stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, text=True, env={**cluster.environment, **self.variables},
+        )  # fmt: skip
 
     def tunesmith(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Runs the command on the head node."""
-        variables = {"PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(self.home / "state"), "CUDA_VISIBLE_DEVICES": ""}
-        variables |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "XDG_CONFIG_HOME": str(self.home / "config")}
-        return self.cluster.run(*TUNESMITH, *words, check=check, **variables)
+        return self.cluster.run(*TUNESMITH, *words, check=check, **self.variables)
 
-    def submit(self, name: str, *words: str, **options: Any) -> RunFolder:
-        run = RunFolder(self.home / name)
-        line = ["train", "tiny-lora", "--on", "slurm", "--nodes", "2", "--gpus_per_node", "0", "--num_processes", "2"]
+    def submit(self, folder: str | Path, *words: str, gpus: int = 0, **options: Any) -> RunFolder:
+        run = RunFolder(self.home / folder)
+        line = ["train", "tiny-lora", "--on", "slurm", "--nodes", "2", "--gpus_per_node", str(gpus)]
         self.tunesmith(*line, *words, "--json", *flags({**OPTIONS, "output_dir": run.path, **options}))
         return run
 
     def show(self, run: RunFolder) -> dict[str, Any]:
-        shown: dict[str, Any] = json.loads(self.tunesmith("runs", "show", "--json", str(run.path)).stdout)
+        """What the head node shows of a run."""
+        assert self.watcher.stdin
+        assert self.watcher.stdout
+        self.watcher.stdin.write(f"{run.path}\n")
+        self.watcher.stdin.flush()
+        shown: dict[str, Any] = json.loads(self.watcher.stdout.readline())
         return shown
 
     def job(self, run: RunFolder) -> str:
@@ -80,20 +98,28 @@ def site() -> Iterator[Site]:
     if absent := missing():
         pytest.fail(f"a cluster needs {', '.join(absent)}: `make test-slurm` installs it")
     home = Path(tempfile.mkdtemp(prefix="slurm-"))  # pytest's folders are too long for the path of a socket
+    disk = SmallDisk(home / "disk")  # before the nodes, which see no later mounts
     try:
         with Cluster(home / "cluster") as cluster:
-            yield Site(cluster, home)
+            site = Site(cluster, home, disk)
+            yield site
+            site.watcher.kill()
     finally:
+        unmount(disk.folder)
         shutil.rmtree(home)
 
 
 @pytest.fixture(scope="session")
 def uncut(site: Site) -> RunFolder:
     """A run that nothing interrupted."""
-    run = site.submit("uncut")
-    ended = site.until(run, lambda row: row["state"] in END_STATES)
-    assert (ended["state"], ended["step"]) == ("done", STEPS), run.log.read_text()[-3000:]
-    return run
+
+    def make(folder: Path) -> None:
+        run = site.submit(folder / "run")
+        ended = site.until(run, lambda row: row["state"] in END_STATES)
+        assert (ended["state"], ended["step"]) == ("done", STEPS), run.log.read_text()[-3000:]
+        site.job_ends(site.job(run), "COMPLETED")
+
+    return RunFolder(shared.once("slurm-uncut", make) / "run")
 
 
 def losses(run: RunFolder) -> dict[int, tuple[float, float]]:
@@ -106,30 +132,91 @@ def weights(run: RunFolder) -> bytes:
     return (run.model / "adapter_model.safetensors").read_bytes()
 
 
-def test_two_nodes_train_one_run(site: Site, uncut: RunFolder) -> None:
+def test_two_nodes_train_one_run(uncut: RunFolder) -> None:
     assert "machine 1: joining attempt 0" in uncut.log.read_text()
-    site.job_ends(site.job(uncut), "COMPLETED")
     script = (uncut.path / "slurm.sh").read_text().splitlines()
     assert "#SBATCH --nodes=2" in script
     assert not [line for line in script if "gpus-per-node" in line]
 
 
-def test_a_run_cut_by_the_limit_of_its_job_is_bit_for_bit_the_same(site: Site, uncut: RunFolder) -> None:
-    """The signal that SLURM sends before the limit, twice."""
-    run = site.submit("cut")
-    for step in (8, 19):
-        site.begun(run, step)
+def test_a_run_cut_five_times_by_the_limit_of_its_job_is_bit_for_bit_the_same(site: Site, uncut: RunFolder) -> None:
+    """By the signal that SLURM sends before the limit."""
+    run, cuts, reached = site.submit("cut"), 5, 0
+    for _ in range(cuts):
+        site.begun(run, reached + 2)
         site.cluster.run("scancel", "--batch", "--signal=USR2", site.job(run))
         row = site.until(run, lambda row: row["state"] == "queued" and "BeginTime" in str(row["cause"]))
         waits = rf"SLURM job {site.job(run)} is to start a little later \(BeginTime\)"
         assert re.fullmatch(rf"stopped at step \d+ by its time limit; {waits}", row["cause"])
+        reached = row["step"]
         site.at_once(run)
-    assert (
-        site.until(run, lambda row: row["state"] not in ("queued", "starting", "running", "stopping"))["step"] == STEPS
-    )
+    assert site.until(run, lambda row: row["state"] in END_STATES)["step"] == STEPS
+    assert site.cluster.job(site.job(run))["Restarts"] == str(cuts)
+    assert (losses(run), weights(run)) == (losses(uncut), weights(uncut))
+
+
+@pytest.mark.long
+def test_a_run_cut_by_two_limits_of_a_minute_is_bit_for_bit_the_same(site: Site) -> None:
+    """By SLURM's own clock; then the limit is lifted."""
+    options = {"max_steps": LONG, "max_train_samples": 4 * LONG}
+    run, reached = site.submit("limits", "--time", "1", "--signal_before", "15", **options), [0]
+    for cut in (1, 2):
+        site.begun(run, reached[-1] + 1)
+        row = site.until(run, lambda row: row["state"] in END_STATES or "BeginTime" in str(row["cause"]))
+        assert re.match(r"stopped at step \d+ by its time limit; ", row["cause"]), row
+        reached.append(row["step"])
+        site.cluster.run("scontrol", "update", f"JobId={site.job(run)}", f"TimeLimit={1 if cut == 1 else 60}")
+        site.at_once(run)
+    assert reached == sorted({*reached}), "each start went on"
+    ended = site.until(run, lambda row: row["state"] in END_STATES, 600)
+    assert (ended["state"], ended["step"]) == ("done", LONG), ended
     assert site.cluster.job(site.job(run))["Restarts"] == "2"
-    assert losses(run) == losses(uncut)
-    assert weights(run) == weights(uncut)
+    other = site.submit("no-limits", **options)
+    assert site.until(other, lambda row: row["state"] in END_STATES, 600)["state"] == "done"
+    assert (losses(run), weights(run)) == (losses(other), weights(other))
+
+
+def test_a_preempted_run_says_so_and_comes_back_bit_for_bit(site: Site, uncut: RunFolder) -> None:
+    run = site.submit("preempted")
+    site.begun(run, 6)
+    batch = site.home / "urgent.sh"
+    batch.write_text(f"#!/bin/bash\nuntil [ -e {site.home}/seen ]; do sleep 0.1; done\n")
+    line = ["--parsable", "--nodes=2", "--exclusive", "--partition=urgent", f"--output={site.home}/urgent.out"]
+    urgent = site.cluster.run("sbatch", *line, str(batch)).stdout.strip()
+    row = site.until(run, lambda row: row["state"] == "queued" and site.cluster.job(urgent)["JobState"] == "RUNNING")
+    waits = r"is to start a little later \(BeginTime\)|waits for free nodes \(Resources\)"
+    assert re.fullmatch(rf"SLURM job {site.job(run)} was preempted and queued again, and ({waits})", row["cause"])
+    assert 6 <= row["step"] < STEPS
+    (site.home / "seen").touch()
+    site.job_ends(urgent, "COMPLETED")
+    site.at_once(run)
+    assert site.until(run, lambda row: row["state"] in END_STATES)["state"] == "done"
+    assert (losses(run), weights(run)) == (losses(uncut), weights(uncut))
+
+
+def test_a_full_disk_ends_a_run_that_goes_on_once_there_is_room(site: Site, uncut: RunFolder) -> None:
+    run = site.submit(site.disk.folder / "full", save_steps=10)
+    site.begun(run, 3)
+    site.disk.fill(run, left=100_000)
+    row = site.until(run, lambda row: row["state"] in END_STATES)
+    assert (row["state"], "bytes free, a checkpoint needs" in row["cause"]) == ("failed", True), row
+    site.job_ends(site.job(run), "FAILED")
+    site.disk.make_room()
+    site.tunesmith("resume", str(run.path))
+    assert site.until(run, lambda row: row["state"] in END_STATES)["state"] == "done"
+    assert (losses(run), weights(run)) == (losses(uncut), weights(uncut))
+
+
+def test_slurm_grants_gpus_and_nodes_without_them_end_at_once(site: Site) -> None:
+    """SLURM counts files that are no GPUs, so the nodes find none: all refuse, and none waits for another."""
+    run = site.submit("gpus", gpus=2, global_batch_size=8)
+    row = site.until(run, lambda row: row["state"] in END_STATES, 60)
+    problem = "node node1 shows 0 GPUs to the job, which needs 2; submit it with other --gpus_per_node"
+    assert (row["state"], row["cause"].startswith(problem)) == ("failed", True), row
+    site.job_ends(site.job(run), "FAILED")
+    assert site.cluster.job(site.job(run))["TresPerNode"] == "gres:gpu:2"
+    with pytest.raises(subprocess.CalledProcessError):  # control: a node has two
+        site.submit("more-gpus", gpus=3, global_batch_size=12)
 
 
 def test_other_data_would_end_with_other_weights(site: Site, uncut: RunFolder) -> None:
@@ -177,7 +264,8 @@ def test_a_job_that_waits_says_why_and_is_cancelled(site: Site) -> None:
     )  # fmt: skip
     job = site.job(run)
     site.tunesmith("stop", str(run.path))
-    assert (site.show(run)["state"], site.show(run)["cause"]) == ("stopped", "cancelled before it started")
+    shown = json.loads(site.tunesmith("runs", "show", "--json", str(run.path)).stdout)
+    assert (shown["state"], shown["cause"]) == ("stopped", "cancelled before it started")
     site.job_ends(job, "CANCELLED")
 
 

@@ -259,7 +259,12 @@ class Checkpoints:
             raise self._explain_full_disk(OSError(errno.ENOSPC, ""), needed)
 
     def _explain_full_disk(self, problem: Exception, needed: int) -> Exception:
-        """Turns a disk-full error into one that states the free and the needed bytes."""
+        """Turns a disk-full error into one that states the free and the needed bytes; also that of a full quota."""
+        if getattr(problem, "errno", None) == errno.EDQUOT or f"os error {errno.EDQUOT}" in str(problem):
+            return OSError(
+                f"Disk quota exceeded in {self.folder}, a checkpoint needs {needed:,} bytes; "
+                "free space, then resume from the last one"
+            )
         if getattr(problem, "errno", None) != errno.ENOSPC and f"os error {errno.ENOSPC}" not in str(problem):
             return problem
         free = shutil.disk_usage(self.folder).free

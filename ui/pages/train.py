@@ -9,7 +9,7 @@ from typing import Any
 import gradio as gr
 from gradio.context import Context
 
-from app.hardware import CPU_PROCESSES
+from app.launch import slurm
 from app.launch.background import start
 from app.launch.foreground import CheckBroke
 from app.launch.job import TrainJob
@@ -37,15 +37,16 @@ from trainers.config.own_data import DESCRIBING
 from trainers.config.presets import find_preset, preset_names
 from ui.context import ServerContext
 from ui.pages.strategy_parts import StrategyPicker
+from ui.pages.train_devices import DevicesPart, chosen_job
 from ui.pages.train_parts import (
     PLAIN,
     STEP_FIELDS,
+    batch_script,
     by_name,
     common_fields,
     component,
     component_value,
     copied_text,
-    cpu_tile,
     draft_js,
     first_rows,
     gpu_labels,
@@ -59,7 +60,7 @@ from ui.pages.train_parts import (
 )
 from ui.pages.train_scripts import serve_scripts
 from ui.pages.train_welcome import Welcome
-from ui.parts import Html, alert_list, element, loading, note, title
+from ui.parts import Html, alert_list, element, join, loading, note, title
 
 FIRST_PRESET = "tiny-lora"
 _HIDDEN: dict[str, Any] = {"api_visibility": "private"}
@@ -89,7 +90,7 @@ def _refusal(error: Exception) -> gr.Error:
     return gr.Error(str(error), print_exception=False)
 
 
-_LAUNCH, _LAUNCH_ANYWAY = "Start training", "Start anyway"
+_LAUNCH, _LAUNCH_ANYWAY, _SUBMIT = "Start training", "Start anyway", "Submit to SLURM"
 """Labels of the button; the second asks to confirm a run that is not expected to fit."""
 _DEVICES = 3
 """Index of the devices among the outputs of `prefill`."""
@@ -150,7 +151,8 @@ class _Form:
         with gr.Row(elem_classes=["ts-fields"]):
             self._add_fields(by_name(STEP_FIELDS["method"]), first)
         self._lay_out_strategy()
-        self._lay_out_devices()
+        self.where = DevicesPart(self.gpus, default_gpus(FIRST_PRESET, self.gpus))
+        self.devices = self.where.devices
         _heading("6. Settings")
         self.curve = gr.HTML(rate_curve(None), elem_id="train-curve", apply_default_css=False)
         with gr.Row(elem_classes=["ts-fields"]):
@@ -186,20 +188,6 @@ class _Form:
             )  # fmt: skip
         self.strategy_note = gr.HTML("", elem_id="strategy-note", apply_default_css=False)
 
-    def _lay_out_devices(self) -> None:
-        _heading("5. GPUs" if self.gpus else "5. Processes")
-        with gr.Row(elem_classes=["ts-fields", "ts-wide"]):
-            if self.gpus:
-                self.devices: gr.components.Component = gr.CheckboxGroup(
-                    gpu_labels(self.gpus), **gpu_selection(default_gpus(FIRST_PRESET, self.gpus)), label="GPUs",
-                    elem_id="opt-gpus", elem_classes=["ts-field"], min_width=260,
-                )  # fmt: skip
-            else:
-                self.devices = gr.Textbox(
-                    str(CPU_PROCESSES), label="Processes on this computer", info=cpu_tile(), max_lines=1,
-                    elem_id="opt-gpus", elem_classes=["ts-field"], min_width=260, html_attributes=PLAIN,
-                )  # fmt: skip
-
     def lay_out_preview(self) -> None:
         """The preview beside the form."""
         _heading("7. Check and start")
@@ -219,7 +207,7 @@ class _Form:
     def connect(self, welcome: Welcome) -> None:
         """Connects the events of the page."""
         draft_inputs = [self.preset, self.strategy, self.devices, *self.options]
-        inputs = [self.resumed, self.force, *draft_inputs]
+        inputs = [self.resumed, self.force, *draft_inputs, *self.where.inputs]
         preview_outputs = [
             self.panel, self.strategy_note, self.curve, self.command, self.yaml, self.launch, self.confirmed,
         ]  # fmt: skip
@@ -227,7 +215,8 @@ class _Form:
         refresh_event: dict[str, Any] = {"fn": self.refresh, "inputs": inputs, "outputs": preview_outputs, **_QUICK}
         # `input` misses what is pasted
         changes = [component.change for component in (self.strategy, self.devices, *self.options)]
-        gr.on([*changes, self.force.change], **refresh_event, trigger_mode="always_last")
+        job_changes = [component.change for component in self.where.inputs]
+        gr.on([*changes, *job_changes, self.force.change], **refresh_event, trigger_mode="always_last")
         data_changes = [self._component(name).change for name in NAMING]
         gr.on(
             data_changes, self.follow_data, [self.resumed, self.preset, *self.data_before, *self.options],
@@ -251,6 +240,7 @@ class _Form:
         read.then(**refresh_event)
         others = [component.change for component in (self.devices, *self.options)]
         self.cards.connect([*others, self.force.change], inputs)
+        self.where.connect(self.cards.panel, self.resumed)
         loaded = Context.root_block.load(
             self.open_page(welcome), self.draft,
             [*welcome.outputs, *form_outputs, self.resumed, self.banner, self.force, *preview_outputs,
@@ -273,7 +263,8 @@ class _Form:
         return self.options[[field.name for field in self.fields].index(name)]
 
     def _values(self, raw: Sequence[Any]) -> dict[str, Any]:
-        return {field.name: value for field, value in zip(self.fields, raw, strict=True)}
+        """The values of the options; those of SLURM's job follow them in some events."""
+        return {field.name: value for field, value in zip(self.fields, raw[: len(self.fields)], strict=True)}
 
     def _preset_with(self, preset: str, raw: Sequence[Any]) -> str:
         """The variant of the preset for the form's method; the preset itself if there is none, empty without one."""
@@ -294,12 +285,13 @@ class _Form:
             values = differences(self._values(raw), preset or None)
         except ConfigError as error:
             return Preview(by_field(error.mistakes))
-        return preview(values, preset or None, **launch)
+        return preview(values, preset or None, **launch, slurm=chosen_job(raw[len(self.fields) :]))
 
     def _default_job(
         self, resumed: str, force: bool, preset: str, strategy: str | None, devices: Any, *raw: Any
     ) -> TrainJob | None:
-        return self._preview(resumed, force, preset, None, devices, raw).job
+        local = raw[: len(self.fields)]
+        return self._preview(resumed, force, preset, None, devices, local).job
 
     def refresh(
         self, resumed: str, force: bool, preset: str, strategy: str | None, devices: Any, *raw: Any
@@ -312,11 +304,16 @@ class _Form:
             panel(current),
             strategy_note(strategies, str(strategy or ""), current),
             rate_curve(current),
-            copied_text("Command", current.command),
+            join([copied_text("Command", current.command), *batch_script(current.script)]),
             copied_text("All settings", current.yaml, "config.yaml"),
-            gr.Button("Resume" if resumed else _LAUNCH, interactive=current.job is not None),
+            gr.Button(self._label(resumed, raw), interactive=current.job is not None),
             "",
         ]
+
+    def _label(self, resumed: str, raw: Sequence[Any]) -> str:
+        """The label of the button that starts the run."""
+        submits = chosen_job(raw[len(self.fields) :]) is not None
+        return "Resume" if resumed else _SUBMIT if submits else _LAUNCH
 
     def show_rows(
         self, resumed: str, force: bool, preset: str, strategy: str | None, devices: Any, *raw: Any
@@ -468,21 +465,24 @@ class _Form:
         self, confirmed: str, resumed: str, force: bool, preset: str, strategy: str | None, devices: Any, *raw: Any
     ) -> Iterator[list[Any]]:
         """Starts or resumes the run; shows progress, and asks for confirmation when it is not expected to fit."""
-        label = "Resume" if resumed else _LAUNCH
+        label = self._label(resumed, raw)
         current = self._preview(resumed, force, preset, strategy, devices, raw)
         if current.job is None:
             yield [panel(current), gr.Button(interactive=False), "", confirmed]
             return
         job = current.job
-        if known_verdict(job) is None:
+        if current.slurm is None and known_verdict(job) is None:
             yield [panel(current, "Checking memory ..."), gr.Button("Checking ...", interactive=False), "", confirmed]
-        if memory_verdict(job).line and not confirmed:
+        if current.slurm is None and memory_verdict(job).line and not confirmed:
             yield [panel(current), gr.Button(_LAUNCH_ANYWAY, interactive=True), "", _LAUNCH_ANYWAY]
             return
         waiting = "Checking data and model; this takes some seconds ..."
         yield [panel(current, waiting), gr.Button("Starting ...", interactive=False), "", confirmed]
         try:
-            start(job)
+            if current.slurm:
+                slurm.start(job, current.slurm)
+            else:
+                start(job)
         except ConfigError as error:
             rejected = Preview(by_field(error.mistakes), current.warnings)
             yield [panel(rejected), gr.Button(label, interactive=True), "", ""]
@@ -490,4 +490,5 @@ class _Form:
             lines = [error.cause, *error.output.strip().splitlines()[-1:]]
             yield [panel(Preview(by_field(ConfigError(lines).mistakes))), gr.Button(label, interactive=True), "", ""]
         else:
-            yield [panel(current, f"Started {job.run.id}; opening its page ..."), gr.Button("Started"), job.run.id, ""]
+            done = "Submitted" if current.slurm else "Started"
+            yield [panel(current, f"{done} {job.run.id}; opening its page ..."), gr.Button(done), job.run.id, ""]

@@ -13,6 +13,7 @@ from app.hardware import cpu_count
 from app.launch.foreground import where
 from app.launch.job import TrainJob
 from app.runs.detail import checkpoints
+from app.schedulers.slurm_options import SlurmOptions
 from app.services.choices import GpuChoice, StrategyChoice
 from app.services.data import open_data
 from app.services.fields import COMMON
@@ -128,15 +129,21 @@ def panel(preview: Preview, progress: str = "") -> Html:
         count = f"{len(mistakes)} mistakes" if len(mistakes) > 1 else "1 mistake"
         head = [element("p", f"{count} to fix before it can start", class_="ts-verdict ts-verdict-bad")]
     elif preview.job:
-        head = [_verdict(preview.job)]
+        head = [_verdict(preview.job, preview.slurm)]
     parts = [*head, alert_list(mistakes), alert_list(preview.warnings, "warning"), alert_list(preview.notes, "info")]
     if preview.numbers and preview.job:
         parts.append(key_values(numbers(preview.numbers, preview.job)))
     return element("div", join(parts), id="train-preview", data_errors=json.dumps(preview.error_lines()))
 
 
-def _verdict(job: TrainJob) -> Html:
+def _verdict(job: TrainJob, slurm: SlurmOptions | None) -> Html:
     """Whether the run can start; green only if it is known to fit. A model not counted yet is counted at launch."""
+    if slurm is not None:
+        nodes = f"{slurm.nodes} node{'s' * (slurm.nodes > 1)} of SLURM"
+        gpus = f", {slurm.gpus_per_node} GPU{'s' * (slurm.gpus_per_node > 1)} each" if slurm.gpus_per_node else ""
+        return element(
+            "p", f"No mistakes: {job.strategy.name} on {nodes}{gpus}; memory is not checked", class_="ts-verdict"
+        )
     launch, known = f"{job.strategy.name} on {where(job)}", known_verdict(job)
     if known is None or known.fits is None:
         memory = "memory is checked at launch" if known is None else "memory use cannot be estimated"
@@ -197,6 +204,11 @@ def copied_text(name: str, text: str, file: str | None = None) -> Html:
     head = element("div", join([element("h2", name), *buttons]), class_="ts-box-head")
     content = element("pre", text, class_="ts-box-text", tabindex=0, role="region", aria_label=name)
     return element("div", join([head, content]), class_="ts-box")
+
+
+def batch_script(text: str) -> list[Html]:
+    """The script that is submitted to SLURM; nothing for a run on this machine."""
+    return [copied_text("Batch script", text, "slurm.sh")] if text else []
 
 
 def strategy_note(choices: Sequence[StrategyChoice], name: str, current: Preview) -> Html:

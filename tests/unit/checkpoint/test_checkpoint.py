@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -162,6 +164,24 @@ def test_a_full_disk_leaves_the_last_good_one_and_says_what_is_needed(
         save(store, *trained(), Progress(step=6))
     monkeypatch.undo()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+    verify(tmp_path / "step-00000003")
+
+
+@pytest.mark.parametrize("problem", [OSError(errno.EDQUOT, "Disk quota exceeded"),
+                                     RuntimeError("Error while serializing: I/O error: x (os error 122)")])  # fmt: skip
+def test_a_full_quota_leaves_the_last_good_one_and_says_what_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: Exception
+) -> None:
+    """By the error alone: the disk itself has room."""
+    store = saved(tmp_path, 3)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise problem
+
+    monkeypatch.setattr("trainers.checkpoint.checkpoint.save_file", refuse)
+    with pytest.raises(TrainingError, match=r"Disk quota exceeded in .*, a checkpoint needs [\d,]+ bytes; free space"):
+        save(store, *trained(), Progress(step=6))
+    monkeypatch.undo()
     verify(tmp_path / "step-00000003")
 
 

@@ -13,6 +13,7 @@ import pytest
 from app.services.choices import GpuChoice
 from app.services.form import preview
 from app.services.memory_check import Verdict
+from app.services.slurm_form import SLURM_FIELDS
 from app.services.starting_values import starting_values
 from tests.made_runs import made_run
 from trainers.config.own_data import DESCRIBING
@@ -218,3 +219,33 @@ def test_a_draft_of_a_run_that_goes_on_keeps_what_is_the_presets_own_value_again
 def test_a_learning_rate_that_rounds_to_nothing_is_no_curve() -> None:
     options = {"learning_rate": "5e-324", "max_steps": "50", "warmup_steps": "100"}
     assert "is 0 at every step" in train_parts.rate_curve(preview(options, "tiny-lora", None, None, "1"))
+
+
+# -- SLURM -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_kind_of_value_of_a_job_is_an_option_or_a_mistake(page: Any) -> None:
+    values = [component.value for component in page.options]
+    texts = dict.fromkeys(SLURM_FIELDS, "")
+    for name in SLURM_FIELDS:
+        for value in (None, "2", -1, 1.5, True, "x" * 9000, "<b>x</b>", "a\nb", "\ud800", [1], {}):
+            job = {**texts, name: value}.values()
+            panel, _, _, command, _, button, _ = page.refresh("", False, "tiny-lora", "", "2", *values, "slurm", *job)
+            assert button.value == "Submit to SLURM"
+            assert ("#SBATCH" in command) is button.interactive is ("to fix before it can start" not in panel)
+            assert "<b>" not in panel + command
+
+
+def test_anything_else_trains_on_this_machine(page: Any) -> None:
+    values = [component.value for component in page.options]
+    for target in (None, "", "local", 3, [], "SLURM"):
+        answer = page.refresh("", False, "tiny-lora", "", "2", *values, target, *[""] * len(SLURM_FIELDS))
+        assert answer[5].value == "Start training"
+        assert "#SBATCH" not in answer[3]
+        assert page.where.switch(target)[1]["visible"] is False
+    assert page.where.switch("slurm")[1]["visible"] is True
+
+
+def test_a_run_that_is_resumed_stays_where_it_was(page: Any) -> None:
+    assert page.where.keep_target("a-run") == gr.update(visible=False, value="local")
+    assert page.where.keep_target("")["visible"] is page.where.offered

@@ -29,6 +29,8 @@ RULE_AND_CAUSE = {
     "SafetensorError: Error while serializing: I/O error: No space left on device (os error 28)":
         ("disk_full", "The disk is full."),
     "SafetensorError: Error while serializing: I/O error: File too large (os error 27)": ("file_limit", ""),
+    "OSError: Disk quota exceeded in /runs/a/checkpoints, a checkpoint needs 9,000 bytes; free space, then resume":
+        ("file_limit", "A file may not grow: a limit on its size, or a quota."),
     "SafetensorError: Error while deserializing header: incomplete metadata, file not fully covered":
         ("damaged_model", ""),
     "OSError: [Errno 28] No space left on device: '/runs/x'": ("disk_full", "The disk is full: '/runs/x'."),

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from app.command_line import RESUME, TRAIN, Args
-from app.launch import actions, slurm, slurm_node
+from app.launch import actions, cluster_node, slurm, slurm_node, worker_node
 from app.launch.job import resume_job
+from app.launch.nodes import Nodes
 from app.launch.slurm_node import Placement, after, limit
 from app.runs.scheduled import submission
 from app.schedulers.slurm import SlurmError, script
@@ -20,6 +21,7 @@ from app.schedulers.slurm_options import SlurmOptions
 from tests.made_runs import made_run
 from trainers.config.mistakes import ConfigError
 from trainers.run.folder import RunFolder, write_json
+from trainers.strategy.strategy import Machines
 
 
 @pytest.fixture(autouse=True)
@@ -171,6 +173,61 @@ def test_a_job_lasts_longer_than_the_time_before_its_end_at_which_it_saves(time:
         SlurmOptions.checked(values)
 
 
+# -- the other nodes, and preemption ---------------------------------------------------------------------------------
+
+
+def test_a_node_ends_with_the_first_one_that_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with the end that an earlier start of the job wrote, and not with a launch of that."""
+    monkeypatch.setattr(cluster_node, "FIRST_JOIN_TIMEOUT", 0.3)
+    run, second = submitted(tmp_path), Placement("12", 1, ["a", "b"], 1)
+    for state, restarts, waits in (("failed", 0, True), ("running", 0, True), ("failed", 1, False), ("done", 0, False)):
+        run.write_state(state=state, scheduler={"kind": "slurm", "job": "12", "restarts": restarts, "preempted": True})
+        assert (second.node.wait_for_head(run) is None) is waits
+    monkeypatch.setattr(Placement, "of", lambda environment: second)
+    run.write_state(state="failed", scheduler=dict(second.node.scheduler))
+    assert slurm_node.node(run) == slurm_node.EXIT_CODES["failed"]
+
+
+def test_the_first_node_ends_with_another_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = submitted(tmp_path)
+    nodes = Nodes(run, Machines(2, 0, "a", 1), None, 9)
+    monkeypatch.setattr(worker_node, "FIRST_JOIN_TIMEOUT", 0.3)
+    run.write_state(state="starting", launched_at="before", machines={"over": True})
+    worker_node.refuse_to_join(run, 1, "no GPUs")
+    assert nodes.ending(0) is None
+    run.write_state(launched_at="now", machines=nodes.notice("now"))
+    assert nodes.ending(0) is None
+    worker_node.refuse_to_join(run, 1, "no GPUs")
+    ending = nodes.ending(0)
+    assert ending is not None
+    assert (ending.state, ending.cause, ending.retry) == ("failed", "machine 1: no GPUs", "never")
+
+
+PREEMPTED = """slurmstepd-node1: error: *** STEP 12.0 ON node1 CANCELLED AT 2026-11-25T18:56:00 DUE TO PREEMPTION ***
+slurmstepd-node1: error: *** JOB 12 ON node1 CANCELLED AT 2026-11-25T18:56:00 DUE TO PREEMPTION ***
+"""
+"""Recorded of SLURM 22.05, with another number."""
+
+
+@pytest.mark.parametrize(
+    ("earlier", "printed", "preempted"),
+    [("", PREEMPTED, True), (PREEMPTED, "", False), ("", PREEMPTED.replace("12", "112"), False),
+     (PREEMPTED, "srun: got SIGCONT\n", False), ("x" * 3_000_000, "\xff" * 3_000_000 + PREEMPTED, True),
+     ("", PREEMPTED.replace("DUE TO PREEMPTION", "DUE TO TIME LIMIT"), False)],
+)  # fmt: skip
+def test_a_preempted_run_says_so(tmp_path: Path, earlier: str, printed: str, preempted: bool) -> None:
+    """By what SLURM has printed in this start of the job."""
+    run, placement = submitted(tmp_path), Placement("12", 0, ["a"], 0)
+    output = run.path / "slurm.out"
+    output.write_text(earlier)
+    size = slurm_node._output_size(run)
+    output.write_text(earlier + printed, encoding="latin-1")
+    state = slurm_node._after_preemption(run, placement, {"state": "stopped"}, size)
+    assert ("as SLURM preempted its job" in str(state.get("cause"))) is preempted
+    assert bool((state.get("scheduler") or {}).get("preempted")) is preempted
+    assert slurm_node._after_preemption(run, placement, {"state": "done"}, size) == {"state": "done"}
+
+
 # -- the script ------------------------------------------------------------------------------------------------------
 
 
@@ -182,7 +239,7 @@ def test_bash_runs_the_script_with_spaces_and_quotes_in_its_paths(
     folder.mkdir()
     tool = '#!/bin/sh\nfor word; do printf "%s|" "$word"; done >> "$LOG"\necho >> "$LOG"\n'
     (folder / "py thon").write_text(tool)
-    (folder / "srun").write_text('#!/bin/sh\nshift\nkill -USR2 $PPID\nsleep 0.3\nexec "$@"\n')
+    (folder / "srun").write_text('#!/bin/sh\nshift 2\nkill -USR2 $PPID\nsleep 0.3\nexec "$@"\n')
     for name in ("py thon", "srun"):
         (folder / name).chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(folder / "py thon"))

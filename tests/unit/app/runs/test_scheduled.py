@@ -71,28 +71,48 @@ def test_a_job_that_is_listed(
 
 
 @pytest.mark.parametrize(
-    ("scontrol", "sacct", "expected", "cause"),
+    ("scontrol", "expected", "cause"),
     [
-        ("JobId=12 JobName=run JobState=CANCELLED Reason=None ExitCode=0:15", NO_ACCOUNTING, "stopped",
-         "SLURM job 12 was cancelled"),
-        ("JobId=12 JobState=NODE_FAIL Reason=None", NO_ACCOUNTING, "failed",
+        ("JobId=12 JobName=run JobState=CANCELLED Reason=None ExitCode=0:15", "stopped", "SLURM job 12 was cancelled"),
+        ("JobId=12 JobState=NODE_FAIL Reason=None", "failed",
          "SLURM job 12 ended (NODE_FAIL) before the run reported its end"),
-        ("JobId=12 JobState=TIMEOUT Reason=TimeLimit", NO_ACCOUNTING, "failed",
+        ("JobId=12 JobState=TIMEOUT Reason=TimeLimit", "failed",
          "SLURM job 12 ended (TIMEOUT, TimeLimit) before the run reported its end"),
-        (FORGOTTEN, "CANCELLED by 1000\n", "stopped", "SLURM job 12 was cancelled"),
-        (FORGOTTEN, "OUT_OF_MEMORY\n", "failed",
-         "SLURM job 12 ended (OUT_OF_MEMORY) before the run reported its end"),
-        (FORGOTTEN, NO_ACCOUNTING, "failed", "SLURM no longer knows job 12, which reported no end"),
-        (FORGOTTEN, "", "failed", "SLURM no longer knows job 12, which reported no end"),
+        (FORGOTTEN, "failed", "SLURM no longer knows job 12, which reported no end"),
     ],
 )  # fmt: skip
 def test_a_job_that_is_not_listed_any_more(
-    tmp_path: Path, answers: Answers, scontrol: str | SlurmError, sacct: str | SlurmError, expected: str, cause: str
+    tmp_path: Path, answers: Answers, scontrol: str | SlurmError, expected: str, cause: str
 ) -> None:
-    """The lines of `sacct` are written by hand in its format: no accounting ran."""
-    answers["scontrol"], answers["sacct"] = scontrol, sacct
+    answers["scontrol"] = scontrol
     shown = runs.true_state(submitted(tmp_path, state="running"))
     assert (shown["state"], shown["cause"]) == (expected, cause)
+
+
+@pytest.mark.parametrize(
+    ("job", "expected", "end"),
+    [
+        ("30", "failed", "ended (COMPLETED) before the run reported its end"),
+        ("31", "stopped", "was cancelled"),
+        ("32", "failed", "ended (TIMEOUT) before the run reported its end"),
+        ("33", "failed", "ended (OUT_OF_MEMORY) before the run reported its end"),
+        ("34", "failed", "ended (NODE_FAIL) before the run reported its end"),
+        ("35", "failed", "ended (PREEMPTED) before the run reported its end"),
+        ("36", "failed", "ended (FAILED) before the run reported its end"),
+        ("37", "failed", "ended (DEADLINE) before the run reported its end"),
+        ("38", "running", None),  # the accounting lags behind
+        ("3", "failed", None),  # of no line, though lines begin with it
+    ],
+)
+def test_the_accounting_knows_how_an_old_job_ended(
+    tmp_path: Path, answers: Answers, job: str, expected: str, end: str | None
+) -> None:
+    """Lines in the format of `sacct`, written by hand: no accounting ran."""
+    answers["sacct"] = (Path(__file__).parent / "sacct-handwritten.txt").read_text()
+    scheduler = {"kind": "slurm", "job": job}
+    shown = runs.true_state(submitted(tmp_path, state="running", scheduler=scheduler))
+    forgotten = f"SLURM no longer knows job {job}, which reported no end" if expected == "failed" else None
+    assert (shown["state"], shown["cause"]) == (expected, f"SLURM job {job} {end}" if end else forgotten)
 
 
 def test_an_end_that_is_written_is_the_end(tmp_path: Path, answers: Answers) -> None:
@@ -114,6 +134,13 @@ def test_a_job_that_slurm_has_queued_again_has_not_ended(tmp_path: Path, answers
             "SLURM job 12 was interrupted and queued again, and is to start a little later"
         )
     assert runs.true_state(submitted(tmp_path, state="done"))["state"] == "done"
+
+
+def test_a_preempted_job_says_so_while_it_waits(tmp_path: Path, answers: Answers) -> None:
+    answers["squeue"] = "12|PENDING|1|Resources|\n"
+    scheduler = {"kind": "slurm", "job": "12", "restarts": 0, "preempted": True}
+    shown = runs.true_state(submitted(tmp_path, state="stopped", cause="preempted", scheduler=scheduler))
+    assert shown["cause"] == "SLURM job 12 was preempted and queued again, and waits for free nodes (Resources)"
 
 
 @pytest.mark.parametrize(
