@@ -307,6 +307,8 @@ class TrainConfig(BaseModel):
     """On a non-finite loss or gradient: stop the run, or skip the update (at most ten in a row)."""
     loss_spike_factor: float = _option("run", 0.0, ge=0)
     """Roll back to a checkpoint when the loss exceeds N times its recent median, and skip those steps; 0: never."""
+    stop_at_step: Annotated[int | None, Optionally] = _option("run", None, "steps", ge=1, le=10**12)
+    """Evaluate, save and stop after this step; `resume` with another value, or `none`, goes on as if never stopped."""
     auto_find_batch_size: bool = _option("run", False)
     """On out of memory, restart with half the per_device_train_batch_size and the same global batch."""
     share_gpus: bool = _option("run", False)
