@@ -168,6 +168,7 @@ class RunFolder:
         self.skipped_steps = self.path / "passed_over.json"
         self.chat_template = self.path / CHAT_TEMPLATE
         self.scheduler = self.path / "scheduler.json"
+        self.sweep = self.path / "sweep.json"
         self.lock = self.path / ".lock"
         self.record = RunRecord(self.path)
         self._identity: tuple[int, int] | None = None
