@@ -220,9 +220,10 @@ class Runner:
         used = Counter(self.devices[other.id] for _, other in self._running() if other.id in self.devices)
         index = min(range(len(record.devices)), key=lambda number: used[number])
         self.devices[run.id] = index
+        verb = "starts as" if run.state == "waiting" else "goes on:"
         run.state = "running"
         self._save()  # before the start: whoever goes on after a kill looks for this run
-        self.say(f"{self._name(trial, run)} starts as {run.id}")
+        self.say(f"{self._name(trial, run)} {verb} {run.id}")
         try:
             self.runs.start(record, trial, run, stop_at, record.devices[index])
         except (ConfigError, CheckBroke) as error:
