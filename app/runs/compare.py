@@ -116,9 +116,10 @@ def compare(
     decisive = [row["name"] for row in measures if row["better"]]
     by = by or (decisive[0] if decisive else None)
     row = next((row for row in measures if row["name"] == by), None)
+    groups = _groups(states, settings, measures)
     return {
         "runs": states, "more": any(map(curves.has_more, runs)), "settings": settings, "measures": measures, "by": by,
-        "verdict": _verdict(states, row, by), "groups": _groups(states, settings, measures),
+        "verdict": _verdict(states, row, by) + _verdict_over_seeds(groups, by), "groups": groups,
     }  # fmt: skip
 
 
@@ -240,6 +241,17 @@ def _verdict(states: Sequence[dict[str, Any]], row: dict[str, Any] | None, by: s
     unfinished = [state["id"] for index, state in enumerate(states) if index in known and state["state"] != "done"]
     text += f" Not finished: {', '.join(unfinished)}." if unfinished else ""
     return text + (f" Without a value: {', '.join(missing)}." if missing and len(known) != 1 else "")
+
+
+def _verdict_over_seeds(groups: Sequence[dict[str, Any]], by: str | None) -> str:
+    """Which group of seeds is the best beyond the spread; empty for fewer than two groups with a spread."""
+    spreads = [(group["label"], group["values"][by]) for group in groups if by in group["values"]]
+    if by is None or len(spreads) < 2:
+        return ""
+    best = beyond_spread([(spread["min"], spread["max"]) for _, spread in spreads], MEASURES[by].better)
+    if best is None:
+        return " Over seeds, none is the best beyond the spread."
+    return f" Over seeds, {spreads[best][0]} is the best: every seed of it is better than every other run with seeds."
 
 
 # -- spread over seeds -----------------------------------------------------------------------------------------------

@@ -90,9 +90,10 @@ def make_plan(args: Args) -> Plan:
     numbers = _Numbers(args, axes, mistakes)
     devices, parallel = _devices(args, numbers, mistakes)
     options = {**options, "runs_dir": str(Path(options.get("runs_dir", "runs")).expanduser().absolute())}
+    launch = {name: value for name, value in args.launch.items() if name not in devices[0]}
+    launch |= {"strategy": _absolute(launch["strategy"])} if "strategy" in launch else {}
     record = SweepRecord(
-        id=f"{PREFIX}draft", preset=preset, config=_absolute(args.request.config), options=options,
-        launch={name: _absolute(value) if name == "strategy" else value for name, value in args.launch.items()},
+        id=f"{PREFIX}draft", preset=preset, config=_absolute(args.request.config), options=options, launch=launch,
         axes=axes, search=numbers.search, trial_count=numbers.trials, seeds=[0], search_seed=0, parallel=parallel,
         devices=devices, rungs=[0], halving=numbers.halving, measure="", better="low",
     )  # fmt: skip
