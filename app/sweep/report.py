@@ -9,9 +9,6 @@ from typing import Any
 from app.console import counted, report, show_table
 from app.sweep.record import SweepFolder, SweepRecord, Trial, ranked, true_state
 
-MOST_COMPARED = 8
-"""Most runs that a page compares."""
-
 
 def document_of(folder: SweepFolder, record: SweepRecord) -> dict[str, Any]:
     """The JSON document of a sweep."""
@@ -31,7 +28,7 @@ def document_of(folder: SweepFolder, record: SweepRecord) -> dict[str, Any]:
         "leader": order[0].number if order else None,
         "best": best.number if best else None,
         "spread": _spread(order[0]) if order else None,
-        "verdict": verdict(record),
+        "verdict": verdict_of(record),
     }  # fmt: skip
 
 
@@ -67,7 +64,7 @@ def _best(record: SweepRecord, order: Sequence[Trial]) -> Trial | None:
     return leader
 
 
-def verdict(record: SweepRecord) -> str:
+def verdict_of(record: SweepRecord) -> str:
     """Which trial leads, and whether by more than the spread over seeds, in one or two sentences."""
     order = ranked(record.trials, record.better)
     if not order:
@@ -92,8 +89,10 @@ def settings(trial: Trial) -> str:
 
 def compared_runs(record: SweepRecord) -> list[str]:
     """Ids of the runs to compare, the best trials first, as many as a page shows."""
+    from app.runs.compare import MAX_RUNS  # it imports numpy, which takes a while
+
     names = [run.id for trial in ranked(record.trials, record.better) for run in trial.runs if run.scores]
-    return names[:MOST_COMPARED]
+    return names[:MAX_RUNS]
 
 
 def table_of(record: SweepRecord) -> tuple[list[str], list[list[str]]]:
@@ -120,7 +119,7 @@ def show(folder: SweepFolder, record: SweepRecord) -> None:
     show_table(headers, rows, ["cause", "spread", "steps"] if "spread" in headers else ["cause", "steps"])
     runs = sum(len(trial.runs) for trial in record.trials)
     report(f"{folder.id} is {true_state(record)}: {counted(runs, 'run', 'runs')}, {record.steps:,} steps")
-    report(verdict(record))
+    report(verdict_of(record))
     if names := compared_runs(record):
         runs_dir = record.options["runs_dir"]
         report(f"compare  tunesmith runs compare {' '.join(names)} --runs_dir {runs_dir} --by {record.measure}")
