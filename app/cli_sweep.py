@@ -49,13 +49,16 @@ def sweep_stop(
 def sweep_resume(
     sweep: SweepName,
     quiet: Annotated[bool, typer.Option("--quiet", metavar="", help="Print only the result.")] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", metavar="", help="Go on in the background when this terminal closes.")
+    ] = False,
     runs_dir: RunsDir = RUNS,
     json: Json = False,
 ) -> int:
     """Go on with a sweep that was stopped, or whose process is gone; runs that are done are not run again."""
     from app.commands.sweep import resume_sweep
 
-    return resume_sweep(sweep, runs_dir, json, quiet)
+    return resume_sweep(sweep, runs_dir, json, quiet, detach)
 
 
 def sweep_line(args: Sequence[str]) -> Any:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from app.accelerate_launch import ROOT, module_argv, module_environment
 from app.console import clean, counted, report, report_json, say, show_table
 from app.launch.foreground import interruptible, preflight, say_choices
 from app.sweep.local_runs import LocalRuns
@@ -37,7 +39,30 @@ def sweep_verb(argv: Sequence[str]) -> int:
         plan.folder.path.mkdir(parents=True)
     except OSError as error:
         raise ConfigError(f"{plan.folder.path} cannot be created: {error.strerror}; choose another runs_dir") from None
+    if "detach" in args.switches:
+        plan.folder.write(plan.record)
+        return _detach(plan.folder, as_json)
     return _run(plan.folder, plan.record, as_json, quiet)
+
+
+def _detach(folder: SweepFolder, as_json: bool) -> int:
+    """Goes on with a sweep in a process of its own, which outlives this terminal; returns once it has begun."""
+    argv = module_argv("app.cli", ["sweep", "resume", str(folder.path)])
+    with open(folder.path / "log.txt", "ab") as log:
+        child = subprocess.Popen(
+            argv, env=module_environment(), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            start_new_session=True,
+        )  # fmt: skip
+    while folder.read().process.get("pid") != child.pid and child.poll() is None:
+        time.sleep(0.05)
+    record = folder.read()
+    if as_json:
+        report_json(document_of(folder, record))
+    else:
+        report(f"{folder.id} is {true_state(record)}; its log is {folder.path / 'log.txt'}")
+        report(f"watch it   tunesmith sweep show {shlex.quote(str(folder.path))}")
+        report(f"stop it    tunesmith sweep stop {shlex.quote(str(folder.path))}")
+    return 0 if child.poll() is None else 1
 
 
 def _announced(record: SweepRecord) -> str:
@@ -63,12 +88,15 @@ def _checked(plan: Plan, as_json: bool) -> int:
     return 0
 
 
-def resume_sweep(name: str, runs_dir: Path, as_json: bool, quiet: bool) -> int:
+def resume_sweep(name: str, runs_dir: Path, as_json: bool, quiet: bool, detach: bool) -> int:
     """`tunesmith sweep resume`: goes on where its last process ended; nothing runs twice."""
     folder = find_sweep(name, runs_dir)
     record = folder.read()
     if record.state == "done":
         raise ConfigError(f"sweep {folder.id} is done; `tunesmith sweep show {shlex.quote(name)}` shows it")
+    if detach:
+        folder.hold().close()  # refuse a sweep that is running before anything is started
+        return _detach(folder, as_json)
     return _run(folder, record, as_json, quiet)
 
 

@@ -20,7 +20,7 @@ from app.sweep.search import METHODS, Result, need_optuna, propose
 from app.sweep.space import Axis, grid, grid_size, parse_axis
 from trainers.config.command_line import option
 from trainers.config.mistakes import ConfigError, Mistake, Mistakes
-from trainers.config.options import MACHINE_OPTIONS, TrainConfig
+from trainers.config.options import EMBEDDED, MACHINE_OPTIONS, TrainConfig, is_local
 from trainers.config.parse import Request, whole_number
 from trainers.run.folder import RunFolder, new_run_id
 
@@ -53,7 +53,7 @@ SWEEP = Verb(
         "max_runs": option("max_runs", "<int>", f"Refuse a sweep of more runs than this; default: {MAX_RUNS}."),
     },
     launch=("strategy", "tp_size", "cp_size", "sp_size", "dp_replicate_size", "gpus", "num_processes"),
-    switches=("check",),
+    switches=("check", "detach"),
     hidden={"output_dir", "resume_from_checkpoint", "force_resume", "stop_at_step"},
 )  # fmt: skip
 
@@ -106,17 +106,20 @@ def make_plan(args: Args) -> Plan:
     mistakes.refuse()
     assert job, "no mistake, and yet no job"
     config = job.config
+    known = {axis.option for axis in axes}
     name = config.preset or config.model_name_or_path
     folder = SweepFolder(Path(options["runs_dir"]) / f"{PREFIX}{new_run_id(name, time.time(), os.getpid())}")
     record.id = folder.id
-    record.options |= {name: str(getattr(config, name)) for name in _PATHS if name in options}
+    # Local paths become absolute, as they are in `config`: the sweep may go on from another working folder.
+    local = {name: value for name in _PATHS if (value := getattr(config, name)) and os.path.isabs(value)}
+    record.options |= {name: value for name, value in local.items() if name not in known}
     _add_trials(record)
     return Plan(folder, record, job)
 
 
 def _absolute(path: str | None) -> Any:
-    """The absolute path of a file; a name that is none, as that of a strategy, is returned unchanged."""
-    if path is None or not Path(path).expanduser().exists():
+    """The absolute path of a local file, folder or glob; a name, such as that of a strategy, is returned unchanged."""
+    if path is None or path == EMBEDDED or not is_local(path):
         return path
     return str(Path(path).expanduser().absolute())
 
@@ -124,9 +127,6 @@ def _absolute(path: str | None) -> Any:
 def _refuse_launch(args: Args, mistakes: Mistakes) -> None:
     for name in [name for name in MACHINE_OPTIONS if name in args.launch]:
         mistakes.append(Mistake(name, args.launch[name], "is not for sweeps", "a sweep uses this machine alone"))
-    if "detach" in args.switches:
-        remedy = "leave it out; the runs outlive this command, and `tunesmith sweep resume` goes on"
-        mistakes.append(Mistake("--detach", None, "is not for sweeps", remedy))
     if "force" in args.switches:
         mistakes.append(Mistake("--force", None, "is for `resume`", "leave it out"))
 
@@ -137,7 +137,8 @@ def _axes(args: Args, mistakes: Mistakes) -> tuple[list[Axis], dict[str, str]]:
     for name, value in args.request.options.items():
         with mistakes:
             if axis := parse_axis(name, str(value)):
-                axes.append(axis)
+                values = tuple(map(_absolute, axis.values)) if name in _PATHS else axis.values
+                axes.append(axis.model_copy(update={"values": values}))
             else:
                 options[name] = str(value)
     if not axes and not mistakes and "seeds" not in args.own:

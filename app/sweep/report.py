@@ -82,6 +82,16 @@ def verdict_of(record: SweepRecord) -> str:
     return f"{lead} None is the best beyond the spread over seeds."
 
 
+def standing(record: SweepRecord) -> tuple[str, str, str]:
+    """The settings that lead, their score, and whether they are the best, each in a few words."""
+    order = ranked(record.trials, record.better)
+    if not order:
+        return "nothing measured yet", "-", "-"
+    single = "unknown: one seed for each point"
+    best = single if not record.seeds[1:] else "yes" if _best(record, order) else "no"
+    return settings(order[0]), f"{order[0].mean(order[0].last_rung):.5g}", best
+
+
 def settings(trial: Trial) -> str:
     """The values of a trial as text."""
     return ", ".join(f"{name}={value}" for name, value in trial.values.items()) or "as given"

@@ -99,7 +99,10 @@ class Runner:
     def stop(self) -> None:
         """Asks all runs to save and stop, and waits until they have."""
         for _, run in self._running():
-            self.runs.stop(run)
+            if self.runs.state(run) is None:
+                run.state = "waiting"  # its start was cut off
+            else:
+                self.runs.stop(run)
         while self._active():
             self._collect()
             self.show(self.record)

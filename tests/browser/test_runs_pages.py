@@ -199,7 +199,8 @@ def test_sweeps_are_listed_and_lead_to_their_runs(new_page: Tabs, server: Served
     try:
         page = new_page("/compare")
         table = page.get_by_role("region", name="Sweeps")
-        expect(table).to_contain_text(f"run_name={HOSTILE}, leads in last_eval_loss: 0.25")
+        expect(table).to_contain_text(f"run_name={HOSTILE}")
+        expect(table).to_contain_text("unknown: one seed for each point")
         expect(table).to_contain_text("interrupted")
         expect(table).not_to_contain_text("sweep-two")
         is_whole(page)

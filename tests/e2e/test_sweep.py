@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from app.sweep.record import SweepFolder, true_state
 from tests.detached import TUNESMITH, inside, processes, state_of, step_of, tunesmith, until
 from tests.forked import Popen
 from tests.launching import Finished, flags
@@ -72,15 +73,15 @@ def test_a_killed_and_then_interrupted_sweep_goes_on_and_runs_nothing_twice(home
     """One of its runs cannot start, as its data is missing; that one fails alone."""
     data = {"dataset_name": "embedded|missing.jsonl", "eval_dataset_name": "none", "eval_share": 0.1}
     words = sweep_words(**data, learning_rate="1e-3,3e-3", max_steps=40, parallel=1)
-    sweep = Popen([*TUNESMITH, *words], cwd=home, env=inside(home))
+    begun = tunesmith(*words, "--detach", home=home)
+    assert (begun.returncode, json.loads(begun.stdout)["state"]) == (0, "running"), begun.stderr
     runs = lambda: sorted(path.parent for path in (home / "runs").glob("2*/state.json"))  # noqa: E731
     until(lambda: runs() and state_of(RunFolder(runs()[0])) == "running" and step_of(RunFolder(runs()[0])) >= 2)
-    os.kill(sweep.pid, signal.SIGKILL)
-    sweep.wait()
-    listed = json.loads(tunesmith("sweep", "list", "--json", home=home).stdout)
-    assert [row["state"] for row in listed] == ["interrupted"]
+    folder = SweepFolder(next((home / "runs").glob("sweep-*")))
+    os.kill(folder.read().process["pid"], signal.SIGKILL)
+    until(lambda: true_state(folder.read()) == "interrupted", 60)
 
-    name = listed[0]["sweep"]
+    name = folder.id
     again = Popen([*TUNESMITH, "sweep", "resume", name, "--json"], cwd=home, env=inside(home))
     until(lambda: len(runs()) == 2 and step_of(RunFolder(runs()[1])) >= 2)
     refused = tunesmith("sweep", "resume", name, home=home)

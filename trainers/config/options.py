@@ -427,12 +427,12 @@ def absolute_paths(config: TrainConfig) -> TrainConfig:
     """Returns the config with local paths made absolute, so that a saved config works from any folder."""
     names = ("model_name_or_path", "dataset_name", "eval_dataset_name", "chat_template")
     local = {name: value for name in names if (value := getattr(config, name)) and value != EMBEDDED}
-    absolute = {name: str(Path(value).expanduser().absolute()) for name, value in local.items() if _is_local(value)}
+    absolute = {name: str(Path(value).expanduser().absolute()) for name, value in local.items() if is_local(value)}
     return config.model_copy(update=absolute)
 
 
-def _is_local(value: str) -> bool:
-    """Whether the value is a local path: it exists, or is a glob pattern."""
+def is_local(value: str) -> bool:
+    """Returns whether the value is a local path: it exists, or is a glob pattern."""
     path = Path(value).expanduser()
     try:
         there = path.exists()

@@ -14,7 +14,7 @@ from app.runs.history import History
 from app.runs.metrics import READ_SECONDS, Curves
 from app.runs.runs import run_of_id
 from app.sweep.record import SweepFolder, SweepRecord, list_sweeps, true_state
-from app.sweep.report import compared_runs, verdict_of
+from app.sweep.report import compared_runs, standing
 from ui.context import ServerContext
 from ui.live import json_response, live_part
 from ui.parts import (
@@ -127,11 +127,10 @@ def _sweeps(sweeps: Sequence[tuple[SweepFolder, SweepRecord]]) -> Html:
     for folder, record in sweeps[:_MOST_SWEEPS]:
         runs = compared_runs(record)
         name = link("compare", folder.id, runs=",".join(runs), by=record.measure) if runs else folder.id
-        varied = ", ".join(axis.option for axis in record.axes) or "seed"
-        rows.append([name, badge(true_state(record)), len(record.trials), varied, verdict_of(record)])
-    headers = ["Sweep", "State", "Trials", "What varies", "Result"]
-    table = data_table(headers, rows, "Sweeps", numeric=[2])
-    return section("Sweeps", join([note(f"Each link compares the best {MAX_RUNS} runs at most."), table]))
+        rows.append([name, badge(true_state(record)), len(record.trials), record.measure, *standing(record)])
+    headers = ["Sweep", "State", "Trials", "By", "Leads", "Score", "Best beyond the spread"]
+    table = data_table(headers, rows, "Sweeps", numeric=[2, 5])
+    return section("Sweeps", join([note("Each link compares the runs of the best trials."), table]))
 
 
 def _verdict(comparison: dict[str, Any]) -> Html:

@@ -75,7 +75,7 @@ def test_all_mistakes_come_at_once() -> None:
         (["--lora_r", "8,16", "--measure", "step"], "is not a measure"),
         (["--lora_r", "8,16", "--gpus_per_run", "1"], "does not divide 0 GPUs"),
         (["--lora_r", "8,16", "--num_machines", "2"], "num_machines=2 is not for sweeps"),
-        (["--lora_r", "8,16", "--detach"], "the runs outlive this command"),
+        (["--lora_r", "8,16", "--force"], "is for `resume`"),
         (["--lora_r", "8,16", "--seeds", "2", "--seed", "4294967295"], "seed='4294967296' is refused"),
     ],
 )
@@ -114,8 +114,12 @@ def test_paths_are_made_absolute_as_a_sweep_may_go_on_elsewhere(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
-    record = planned("--dataset_name", "my.jsonl", "--lora_r", "8,16").record
-    assert record.options["dataset_name"] == str(tmp_path / "my.jsonl")
+    (tmp_path / "mine.yaml").write_text("dataset_name: my.jsonl\n")
+    for words in (["--dataset_name", "my.jsonl"], ["--config", "mine.yaml"]):
+        record = planned(*words, "--lora_r", "8,16").record
+        assert record.options["dataset_name"] == str(tmp_path / "my.jsonl")
+    values = planned("--dataset_name", "embedded|my.jsonl").record.axes[0].values
+    assert values == ("embedded", str(tmp_path / "my.jsonl"))
     assert record.options["runs_dir"] == str(tmp_path / "runs")
 
 

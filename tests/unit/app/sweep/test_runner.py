@@ -201,6 +201,23 @@ def test_a_stop_saves_all_and_going_on_starts_none_anew(folder: SweepFolder) -> 
     assert len(set(runs.begun)) == len(runs.begun) == 8
 
 
+def test_a_start_that_is_interrupted_is_no_failure(folder: SweepFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    record_of(folder)
+    runs = MadeUpRuns()
+    interrupted = Runner(folder, folder.read(), runs, lambda line: None)
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "start", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            interrupted.go()
+    interrupted.stop()
+    assert {run.state for trial in folder.read().trials for run in trial.runs} == {"waiting"}
+    assert [run["state"] for run in go(folder, runs)["runs"]] == ["done"] * 8
+
+
 def test_tpe_asks_for_a_trial_when_one_has_ended(folder: SweepFolder) -> None:
     axes = [Axis(option="learning_rate", low="1e-6", high="10", log=True)]
     record_of(folder, axes=axes, search="tpe", trial_count=12, parallel=2, seeds=[1, 2])
