@@ -89,7 +89,7 @@ def make_plan(args: Args) -> Plan:
     axes, options = _axes(args, mistakes)
     numbers = _Numbers(args, axes, mistakes)
     devices, parallel = _devices(args, numbers, mistakes)
-    options = {**options, "runs_dir": str(Path(options.get("runs_dir", "runs")).expanduser().absolute())}
+    options = {**options, "runs_dir": str(Path(os.path.expanduser(options.get("runs_dir", "runs"))).absolute())}
     launch = {name: value for name, value in args.launch.items() if name not in devices[0]}
     launch |= {"strategy": _absolute(launch["strategy"])} if "strategy" in launch else {}
     record = SweepRecord(
@@ -121,7 +121,7 @@ def _absolute(path: str | None) -> Any:
     """The absolute path of a local file, folder or glob; a name, such as that of a strategy, is returned unchanged."""
     if path is None or path == EMBEDDED or not is_local(path):
         return path
-    return str(Path(path).expanduser().absolute())
+    return str(Path(os.path.expanduser(path)).absolute())
 
 
 def _refuse_launch(args: Args, mistakes: Mistakes) -> None:

@@ -242,7 +242,7 @@ def find_sweep(name: str, runs_dir: Path) -> SweepFolder:
     Raises:
         ConfigError: if there is none.
     """
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     folder = SweepFolder(path if os.sep in name else runs_dir / name)
     try:
         known = bool(name.strip()) and name.isprintable() and ".." not in path.parts and folder.file.is_file()

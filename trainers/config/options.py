@@ -433,7 +433,7 @@ def absolute_paths(config: TrainConfig) -> TrainConfig:
 
 def is_local(value: str) -> bool:
     """Returns whether the value is a local path: it exists, or is a glob pattern."""
-    path = Path(value).expanduser()
+    path = Path(os.path.expanduser(value))
     try:
         there = path.exists()
     except OSError:  # e.g. a name of 300 letters

@@ -124,7 +124,23 @@ def test_paths_are_made_absolute_as_a_sweep_may_go_on_elsewhere(
 
 
 WORDS = st.sampled_from(
-    ["1", "8,16", "1e-4,1e-3", "1:2", "1e-5:1e-3:log", "true,false", "a|b", "none", "", "-1", "\x00"]
+    [
+        "1",
+        "8,16",
+        "1e-4,1e-3",
+        "1:2",
+        "1e-5:1e-3:log",
+        "true,false",
+        "a|b",
+        "none",
+        "",
+        "-1",
+        "\x00",
+        "~0",
+        "~0|b",
+        "[",
+        "x" * 300,
+    ]
 )
 NAMES = sorted({field.name for field in fields()} | {"search", "trials", "seeds", "parallel", "halving", "measure"})
 REQUESTS = st.lists(st.tuples(st.sampled_from(NAMES), st.one_of(WORDS, st.text(max_size=8))), min_size=1, max_size=3)
