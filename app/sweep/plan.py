@@ -163,12 +163,12 @@ class _Numbers:
             mistakes.append(Mistake("search", repr(search), "is no way to search", f"use {', '.join(METHODS)}"))
             search = "grid"
         self.search: Any = search
-        self.seeds = self._whole("seeds", 1, _MOST_SEEDS) or 1
-        self.parallel = self._whole("parallel", 1, 10_000)
-        self.gpus_per_run = self._whole("gpus_per_run", 1, 1024)
-        self.halving = self._whole("halving", 2, 100)
-        self.trials = self._whole("trials", 1, _MOST_RUNS) or 0
-        most = self._whole("max_runs", 1, _MOST_RUNS) or MAX_RUNS
+        self.seeds = self._integer("seeds", 1, _MOST_SEEDS) or 1
+        self.parallel = self._integer("parallel", 1, 10_000)
+        self.gpus_per_run = self._integer("gpus_per_run", 1, 1024)
+        self.halving = self._integer("halving", 2, 100)
+        self.trials = self._integer("trials", 1, _MOST_RUNS) or 0
+        most = self._integer("max_runs", 1, _MOST_RUNS) or MAX_RUNS
         size = grid_size(axes)
         ranges = [axis for axis in axes if not axis.values]
         if search == "grid":
@@ -192,7 +192,7 @@ class _Numbers:
             remedy = f"if that is meant, write --max_runs {runs}" if runs <= _MOST_RUNS else "vary less"
             mistakes.append(Mistake("", None, f"{runs:,} runs are more than {most:,}", remedy))
 
-    def _whole(self, name: str, least: int, most: int) -> int | None:
+    def _integer(self, name: str, least: int, most: int) -> int | None:
         text = self.own.get(name)
         if text is None:
             return None

@@ -265,4 +265,4 @@ def ranked(trials: Sequence[Trial], better: str, rung: int | None = None) -> lis
         at = trial.last_rung if rung is None else rung
         if at >= 0 and (mean := trial.mean(at)) is not None:
             places.append((-at, sign * mean, trial.number, trial))
-    return [trial for *_, trial in sorted(places, key=lambda place: place[:3])]
+    return [trial for *_, trial in sorted(places, key=lambda entry: entry[:3])]

@@ -86,7 +86,7 @@ def propose(
 def _distribution(optuna: Any, axis: Axis) -> Any:
     if axis.values:
         return optuna.distributions.CategoricalDistribution(axis.values)
-    if axis.whole:
+    if axis.integer:
         return optuna.distributions.IntDistribution(int(axis.low), int(axis.high), log=axis.log)
     return optuna.distributions.FloatDistribution(float(axis.low), float(axis.high), log=axis.log)
 
@@ -100,12 +100,12 @@ def _past(optuna: Any, spaces: dict[str, Any], axes: Sequence[Axis], result: Res
 
 
 def _value(axis: Axis, text: str) -> Any:
-    return text if axis.values else int(text) if axis.whole else float(text)
+    return text if axis.values else int(text) if axis.integer else float(text)
 
 
 def _text(axis: Axis, value: Any) -> str:
     """A proposed value as on the command line: short, and within the range in spite of rounding."""
-    if axis.values or axis.whole:
+    if axis.values or axis.integer:
         return str(value)
     text = f"{value:.{_DIGITS}g}"
     if float(text) < float(axis.low):

@@ -15,7 +15,7 @@ from trainers.config.mistakes import ConfigError
 
 _NUMBERS = ("int", "float")
 _MAY_HOLD_COMMAS = ("text", "list", "map")
-_WHOLE = re.compile(r"[+-]?[0-9]{1,15}")
+_INTEGER = re.compile(r"[+-]?[0-9]{1,15}")
 _RANGE = "write a range as LOW:HIGH, or LOW:HIGH:log for steps of equal ratio"
 _FIXED = {
     "output_dir": "every run has a folder of its own in runs_dir",
@@ -37,7 +37,7 @@ class Axis(BaseModel):
         low: lower end of a range, as on the command line.
         high: upper end.
         log: whether a range is searched on a logarithmic scale.
-        whole: whether a range has whole numbers only.
+        integer: whether a range has whole numbers only.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -47,7 +47,7 @@ class Axis(BaseModel):
     low: str = ""
     high: str = ""
     log: bool = False
-    whole: bool = False
+    integer: bool = False
 
     @property
     def ends(self) -> tuple[str, ...]:
@@ -97,12 +97,12 @@ def _range(option: OptionField, text: str) -> Axis:
         raise ConfigError.about(option.name, shortened(text), "is an empty range", "put the lower end first")
     if scale and first <= 0:
         raise ConfigError.about(option.name, shortened(text), "has no logarithm at its lower end", "begin above 0")
-    return Axis(option=option.name, low=low.strip(), high=high.strip(), log=bool(scale), whole=option.kind == "int")
+    return Axis(option=option.name, low=low.strip(), high=high.strip(), log=bool(scale), integer=option.kind == "int")
 
 
-def _number(text: str, whole: bool) -> float | None:
+def _number(text: str, integer: bool) -> float | None:
     text = text.strip()
-    if not text.isascii() or (whole and not _WHOLE.fullmatch(text)):
+    if not text.isascii() or (integer and not _INTEGER.fullmatch(text)):
         return None
     try:
         number = float(text)

@@ -12,7 +12,7 @@ from app.sweep.space import Axis
 
 SPACE = [
     Axis(option="learning_rate", low="1e-6", high="1e-1", log=True),
-    Axis(option="lora_r", low="4", high="64", log=True, whole=True),
+    Axis(option="lora_r", low="4", high="64", log=True, integer=True),
     Axis(option="method", values=("lora", "full")),
 ]
 
