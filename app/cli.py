@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from app.cli_runs import RAW, RUNS, Json, Raw, RunName, RunsDir, runs_app
+from app.cli_sweep import sweep_line
 from app.typer_style import Interrupted, Verbs
 
 app = Verbs(
@@ -84,6 +85,12 @@ def bench(args: Raw = None) -> int:
     from app.bench.bench import bench_verb
 
     return bench_verb(args or [])
+
+
+@app.command(context_settings=RAW)
+def sweep(args: Raw = None) -> int:
+    """Train with several values of some options in the queue of this machine, and compare the results."""
+    return int(sweep_line(args or []) or 0)
 
 
 @app.command(context_settings=RAW)

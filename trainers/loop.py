@@ -16,6 +16,7 @@ for step in steps:
     evaluate, every eval_steps; save if it is the best          -> evaluation, SAVE
     save, every save_steps, or if any rank was asked to         -> SAVE  (a copy, written by a thread of each rank)
     publish the checkpoint, once every rank has written its part
+    at stop_at_step: evaluate, save, leave                       -> evaluation, SAVE, STOPPED
     if any rank was asked to stop: save (unless told not to), wait for the save, leave   -> SAVE, STOPPED
     leave, if evaluations stopped improving
 evaluate and save, unless the last step did; wait for the save
@@ -39,7 +40,8 @@ from torch import nn
 from trainers.checkpoint.checkpoint import Checkpoints
 from trainers.config.lr_schedule import learning_rate
 from trainers.config.options import TrainConfig
-from trainers.data.batches import Rows, StepBatch, TrainPlan, evaluation_batches
+from trainers.data.batches import Rows, StepBatch, TrainPlan
+from trainers.evaluation import evaluate
 from trainers.model.load import compute_dtype
 from trainers.monitor import loss_guard
 from trainers.monitor.heartbeat import Heartbeat
@@ -195,27 +197,6 @@ def _report_non_finite(context: TrainContext, step: int, loss: float, grad_norm:
         print(f"warning: {description}; its update is skipped", flush=True)
 
 
-@torch.no_grad()
-def evaluate(context: TrainContext, step: int) -> dict[str, float]:
-    """Loss, perplexity and token accuracy over all trained tokens of the evaluation data and all ranks. Collective."""
-    assert context.eval_rows is not None
-    rows, model = context.eval_rows, context.backend.model
-    size = context.config.per_device_eval_batch_size
-    micro_batches = evaluation_batches(rows, size, context.mesh.data_rank, context.mesh.sizes.data)
-    model.eval()
-    sums = context.backend.evaluate(micro_batches, partial(context.heartbeat.at, step=step))
-    model.train()
-    by_rank = context.ranks.gather(sums.tolist() if context.mesh.contributes_loss else [0.0, 0.0])
-    loss_sum, correct_sum = (sum(values) for values in zip(*by_rank, strict=True))
-    count = max(int(rows.trained.sum()), 1)
-    mean = loss_sum / count
-    return {
-        "eval_loss": mean,
-        "eval_perplexity": math.exp(mean) if mean < 700 else math.inf,
-        "eval_token_accuracy": correct_sum / count,
-    }
-
-
 class TrainLoop:
     """The state of one execution of the loop; `run()` executes it.
 
@@ -224,8 +205,7 @@ class TrainLoop:
     """
 
     def __init__(self, context: TrainContext, progress: Progress, resumed_from: Path | None):
-        self.context, self.window, self.results = context, Window(), dict[str, Any]()
-        self.recent = RecentPace()
+        self.context, self.window, self.recent, self.results = context, Window(), RecentPace(), dict[str, Any]()
         self.progress, self.evaluated_at, self.saved_at = progress, -1, -1
         self.stalled, self.warned_slow = 0.0, set[int]()
         self.attention_width = attention_width(getattr(context.bare, "config", None))
@@ -281,6 +261,9 @@ class TrainLoop:
         batches = plan.batches(context.mesh.data_rank, self.progress.step)
         self.window.reset()
         for step in range(self.progress.step, plan.total_steps):
+            if step >= (context.config.stop_at_step or math.inf):
+                batches.close()
+                return self._stop_as_planned()
             if self._stopped_improving():
                 batches.close()
                 metric, stale = context.config.metric_for_best_model, self.progress.stale_evaluations
@@ -312,7 +295,8 @@ class TrainLoop:
         flops = step_flops(batch.tokens, self.context.matmul_parameters, self.attention_width, batch.squared_lengths)
         self.window.count(batch.tokens, batch.trained_tokens, flops)
         ends = result.stop or not result.updated
-        if ends or progress.step % config.logging_steps == 0 or progress.step in (1, self.context.plan.total_steps):
+        ends |= progress.step in (1, config.stop_at_step, self.context.plan.total_steps)
+        if ends or progress.step % config.logging_steps == 0:
             self._log(result)
         if spike := loss_guard.detect_loss_spike(progress, result.loss, config.loss_spike_factor):
             self._roll_back(spike)
@@ -395,13 +379,20 @@ class TrainLoop:
             self.context.metrics.write(row)
             self.context.show(row)
 
-    def _evaluate(self) -> None:
-        context, progress = self.context, self.progress
+    def _score(self) -> dict[str, float]:
+        """Evaluates, and writes the result to the metrics."""
+        context, step = self.context, self.progress.step
+        beat, size = partial(context.heartbeat.at, step=step), context.config.per_device_eval_batch_size
+        assert context.eval_rows is not None
         with self.window.pause():
-            scores = evaluate(context, progress.step)
-        self.evaluated_at = progress.step
+            scores = evaluate(context.eval_rows, context.backend, context.mesh, context.ranks, size, beat)
+        self.evaluated_at = step
         self.results |= scores
-        self._emit({"step": progress.step, **scores})
+        self._emit({"step": step, **scores})
+        return scores
+
+    def _evaluate(self) -> None:
+        context, progress, scores = self.context, self.progress, self._score()
         name = context.config.metric_for_best_model
         better = scores[name] if name == "eval_token_accuracy" else -scores[name]
         before = progress.best_score
@@ -475,6 +466,15 @@ class TrainLoop:
             return Outcome(Ending("failed", cause, retry="again", step=step), self.progress, self.results)
         cause = f"stopped by {source} at step {step} of {total}; its checkpoint is saved; resume goes on from there"
         return Outcome(Ending("stopped", cause, step=step), self.progress, self.results)
+
+    def _stop_as_planned(self) -> Outcome:
+        """Ends at `stop_at_step`. The evaluation decides nothing here, so that the run goes on as if never stopped."""
+        if self.context.eval_rows is not None and self.evaluated_at != self.progress.step:
+            self._score()
+        self._save(wait=True)
+        self._until(self.context.checkpoints.copied)
+        cause = f"stop_at_step={self.context.config.stop_at_step} is reached; resume goes on from there"
+        return Outcome(Ending("stopped", cause, step=self.progress.step), self.progress, self.results)
 
     def _leave_unsaved(self) -> Outcome:
         self._until(self.context.checkpoints.written)

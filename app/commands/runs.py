@@ -174,7 +174,7 @@ def clone_verb(argv: Sequence[str]) -> int:
 
 def stop_verb(name: str, timeout: str, save: bool, force: bool, runs_dir: Path, as_json: bool) -> int:
     """`tunesmith stop`: returns 0 if the run has ended, 1 if it has not within the timeout."""
-    seconds = _parse_seconds(timeout)
+    seconds = parse_seconds(timeout)
     run = find_run(name, runs_dir)
     if not as_json:
         saving = "saving a checkpoint first" if save else "without saving"
@@ -192,7 +192,12 @@ def stop_verb(name: str, timeout: str, save: bool, force: bool, runs_dir: Path, 
     return 0 if stopped.in_time else 1
 
 
-def _parse_seconds(timeout: str) -> float:
+def parse_seconds(timeout: str) -> float:
+    """The seconds in the value of `--timeout`.
+
+    Raises:
+        ConfigError: if it is no such number.
+    """
     try:
         seconds = float(timeout)
     except ValueError:

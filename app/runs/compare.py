@@ -29,7 +29,7 @@ class Measure(NamedTuple):
     Attributes:
         label: in words.
         metric: the logged metric.
-        pick: how one number is made of its values: `last`, `best`, `median` or `max`.
+        pick: how one number is made of its values: `last`, `recent`, `best`, `median` or `max`.
         better: `low` or `high`; empty where neither is better.
         unit: unit of the number.
     """
@@ -47,6 +47,7 @@ MEASURES = {
     "best_eval_token_accuracy": Measure("Best token accuracy", "eval_token_accuracy", "best", "high"),
     "last_eval_token_accuracy": Measure("Last token accuracy", "eval_token_accuracy", "last", "high"),
     "loss": Measure("Last training loss", "loss", "last", "low"),
+    "recent_loss": Measure("Recent training loss", "loss", "recent", "low"),
     "tokens_per_second": Measure("Speed", "tokens_per_second", "median", "high", "tokens/s"),
     "peak_memory": Measure("Peak memory", "memory_gib", "max", "low", "GiB"),
     "step": Measure("Steps", "step", "last", ""),
@@ -54,9 +55,10 @@ MEASURES = {
     "time": Measure("Time trained", "elapsed_s", "last", "", "s"),
 }
 PICKS = {
-    "last": "the last value", "best": "the best of all evaluations", "median": "median of all steps",
-    "max": "peak of all steps",
+    "last": "the last value", "recent": "mean of the last 10 logged steps", "best": "the best of all evaluations",
+    "median": "median of all steps", "max": "peak of all steps",
 }  # fmt: skip
+_RECENT = 10
 _IDENTITY = ("seed", "gpus", "runs_dir")
 """Settings in which the runs of one group may differ."""
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
@@ -114,10 +116,35 @@ def compare(
     decisive = [row["name"] for row in measures if row["better"]]
     by = by or (decisive[0] if decisive else None)
     row = next((row for row in measures if row["name"] == by), None)
+    groups = _groups(states, settings, measures)
     return {
         "runs": states, "more": any(map(curves.has_more, runs)), "settings": settings, "measures": measures, "by": by,
-        "verdict": _verdict(states, row, by), "groups": _groups(states, settings, measures),
+        "verdict": _verdict(states, row, by) + _verdict_over_seeds(groups, by), "groups": groups,
     }  # fmt: skip
+
+
+def measured(run: RunFolder, name: str) -> float | None:
+    """One measure of a run; None while it has none."""
+    pair = _pick(Curves().columns(run, math.inf), MEASURES[name])
+    return pair[0] if pair else None
+
+
+def beyond_spread(scores: Sequence[Sequence[float]], better: str) -> int | None:
+    """Index of the group whose every value is better than every value of all other groups; None without one.
+
+    Args:
+        scores: the values of each group, one for each seed.
+        better: `low` or `high`.
+
+    A group of a single value has no spread, so that nothing is known to be beyond it.
+    """
+    if len(scores) < 2 or min(map(len, scores)) < 2:
+        return None
+    sign = 1 if better == "low" else -1
+    signed = [[sign * score for score in group] for group in scores]
+    best = min(range(len(signed)), key=lambda index: max(signed[index]))
+    others = (min(group) for index, group in enumerate(signed) if index != best)
+    return best if max(signed[best]) < min(others) else None
 
 
 def _values(run: RunFolder) -> dict[str, Any]:
@@ -151,6 +178,8 @@ def _pick(tables: tuple[dict[str, Any], ...], measure: Measure) -> tuple[float, 
         return None
     if measure.pick == "median":
         return float(np.median(values)), None
+    if measure.pick == "recent":
+        return float(np.mean(values[-_RECENT:])), int(steps[-1])
     if measure.pick == "last":
         index = len(values) - 1
     else:
@@ -212,6 +241,17 @@ def _verdict(states: Sequence[dict[str, Any]], row: dict[str, Any] | None, by: s
     unfinished = [state["id"] for index, state in enumerate(states) if index in known and state["state"] != "done"]
     text += f" Not finished: {', '.join(unfinished)}." if unfinished else ""
     return text + (f" Without a value: {', '.join(missing)}." if missing and len(known) != 1 else "")
+
+
+def _verdict_over_seeds(groups: Sequence[dict[str, Any]], by: str | None) -> str:
+    """Which group of seeds is the best beyond the spread; empty for fewer than two groups with a spread."""
+    spreads = [(group["label"], group["values"][by]) for group in groups if by in group["values"]]
+    if by is None or len(spreads) < 2:
+        return ""
+    best = beyond_spread([(spread["min"], spread["max"]) for _, spread in spreads], MEASURES[by].better)
+    if best is None:
+        return " Over seeds, none is the best beyond the spread."
+    return f" Over seeds, {spreads[best][0]} is the best: every seed of it is better than every other run with seeds."
 
 
 # -- spread over seeds -----------------------------------------------------------------------------------------------

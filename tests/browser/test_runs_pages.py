@@ -16,6 +16,8 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from app.runs.proofs import proofs
+from app.sweep.record import SweepFolder, SweepRecord, SweepRun
+from app.sweep.space import Axis
 from tests.browser.conftest import SIZES, THEMES, TIMEOUT, Served, Tabs, axe, is_whole, screenshot, wait_for
 from tests.forked import Popen
 from tests.made_runs import add_checkpoint, add_proof, log_lines, made_run, proof_document
@@ -177,6 +179,38 @@ def test_two_runs_are_chosen_and_compared(new_page: Tabs) -> None:
     page.get_by_label("X axis").select_option("tokens")
     expect(legend).to_contain_text("tokens")
     expect(page.get_by_role("region", name="Measures")).to_contain_text("Last training loss")
+
+
+def test_sweeps_are_listed_and_lead_to_their_runs(new_page: Tabs, server: Served) -> None:
+    """One with values that would be markup, whose process is gone; and a damaged one, which is left out."""
+    folder = SweepFolder(server.runs_dir / "sweep-one")
+    record = SweepRecord(
+        id=folder.id, preset="tiny-lora", config=None, options={"runs_dir": str(server.runs_dir)}, launch={},
+        axes=[Axis(option="run_name", values=("a", HOSTILE))], search="grid", trial_count=2, seeds=[42], search_seed=0,
+        parallel=1, devices=[{}], rungs=[0], halving=None, measure="last_eval_loss", better="low",
+    )  # fmt: skip
+    for value, name, score in ((HOSTILE, "done-run", 0.25), ("a", "failed-run", 0.5)):
+        record.add_trial({"run_name": value}).runs = [SweepRun(id=name, seed=42, state="done", scores=[score])]
+    damaged = SweepFolder(server.runs_dir / "sweep-two")
+    for each in (folder, damaged):
+        each.path.mkdir()
+        each.write(record)
+    damaged.file.write_text('{"id": "sweep-two"}')
+    try:
+        page = new_page("/compare")
+        table = page.get_by_role("region", name="Sweeps")
+        expect(table).to_contain_text(f"run_name={HOSTILE}")
+        expect(table).to_contain_text("unknown: one seed for each point")
+        expect(table).to_contain_text("interrupted")
+        expect(table).not_to_contain_text("sweep-two")
+        is_whole(page)
+        axe(page)
+        screenshot(page, "sweeps")
+        table.get_by_role("link", name="sweep-one").click()
+        page.wait_for_url(re.compile("runs=done-run%2Cfailed-run&by=last_eval_loss"))
+    finally:
+        shutil.rmtree(folder.path)
+        shutil.rmtree(damaged.path)
 
 
 def test_seeds_are_one_band_and_the_best_is_by_the_chosen_measure(new_page: Tabs, server: Served) -> None:

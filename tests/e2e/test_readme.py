@@ -28,6 +28,7 @@ ELSEWHERE = {command.strip() for command, _, comment in LINES if re.search(r"nee
 MACHINES = [line for line in COMMANDS if line.startswith("tunesmith train") and "--num_machines" in line]
 TRAINING = [line for line in COMMANDS if line.startswith("tunesmith train") and line not in MACHINES]
 PLANNING = [line for line in COMMANDS if line.startswith(("tunesmith plan", "tunesmith data"))]
+SWEEPING = [line for line in COMMANDS if line.startswith("tunesmith sweep")]
 PROVING = [line for line in COMMANDS if line.startswith("tunesmith prove")]
 CHECKING = [line for line in COMMANDS if line.startswith("tunesmith doctor")]
 SERVING = [line for line in COMMANDS if line.startswith("tunesmith ui")]
@@ -40,7 +41,7 @@ def test_the_pages_have_these_commands() -> None:
     verbs = {line.split()[1] for line in COMMANDS if line.startswith("tunesmith")}
     assert verbs == {
         "presets", "strategies", "train", "data", "runs", "stop", "resume", "export", "chat", "ui", "prove", "plan",
-        "doctor",
+        "doctor", "sweep",
     }  # fmt: skip
     assert all(line.split()[0] in ("make", "tunesmith", "accelerate") for line in COMMANDS)
     assert len(ELSEWHERE) == 2
@@ -57,6 +58,16 @@ def test_make_targets_exist() -> None:
 def own_data(folder: Path) -> None:
     rows = [{"prompt": f"{number} plus 0 is ", "completion": str(number)} for number in range(400)]
     (folder / "my.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+@pytest.mark.parametrize("line", SWEEPING)
+def test_sweeping_commands(line: str, tmp_path: Path) -> None:
+    """All that happens before the first run: every trial is checked, and none started."""
+    own_data(tmp_path)
+    done = tunesmith(*shlex.split(line)[1:], "--check", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "check passed" in done.stdout
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("line", TRAINING)

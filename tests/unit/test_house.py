@@ -18,10 +18,11 @@ SHARED = ("trainers.config", "trainers.strategy", "trainers.run")
 EMBEDDED = {"trainers.embedded", "trainers.embedded.BASE_DIR", "trainers.embedded.DATA_DIR"}
 FLOORS = (
     *("trainers.embedded", *SHARED, "trainers.data", "trainers.objectives", "trainers.model", "trainers.parallel"),
-    *("trainers.checkpoint", "trainers.monitor", "trainers.tools", "trainers.build", "trainers.loop", "trainers.train"),
+    *("trainers.checkpoint", "trainers.monitor", "trainers.tools", "trainers.evaluation"),
+    *("trainers.build", "trainers.loop", "trainers.train"),
     *("app.console", "app.typer_style", "app.reference", "app.hardware", "app.command_line", "app.accelerate_launch"),
     *("app.schedulers", "app.runs", "app.diagnosis", "app.launch", "app.plan", "app.prove", "app.bench", "app.doctor"),
-    *("app.services", "app.commands", "app.cli_runs", "app.cli", "ui"),
+    *("app.sweep", "app.services", "app.commands", "app.cli_runs", "app.cli_sweep", "app.cli", "ui"),
 )
 """Every room, from the ground up: each imports only from those before it."""
 

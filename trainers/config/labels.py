@@ -91,6 +91,7 @@ LABELS = {
     "save_steps": "Steps between checkpoints",
     "save_total_limit": "Checkpoints to keep",
     "checkpoint_url": "Copy checkpoints to",
+    "stop_at_step": "Stop after this step",
     "max_restarts": "Restarts after a failure",
     "hang_timeout": "Restart when stuck for",
     "non_finite": "When the loss is not a number",

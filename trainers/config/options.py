@@ -307,6 +307,8 @@ class TrainConfig(BaseModel):
     """On a non-finite loss or gradient: stop the run, or skip the update (at most ten in a row)."""
     loss_spike_factor: float = _option("run", 0.0, ge=0)
     """Roll back to a checkpoint when the loss exceeds N times its recent median, and skip those steps; 0: never."""
+    stop_at_step: Annotated[int | None, Optionally] = _option("run", None, "steps", ge=1, le=10**12)
+    """Evaluate, save and stop after this step; `resume` with another value, or `none`, goes on as if never stopped."""
     auto_find_batch_size: bool = _option("run", False)
     """On out of memory, restart with half the per_device_train_batch_size and the same global batch."""
     share_gpus: bool = _option("run", False)
@@ -425,13 +427,13 @@ def absolute_paths(config: TrainConfig) -> TrainConfig:
     """Returns the config with local paths made absolute, so that a saved config works from any folder."""
     names = ("model_name_or_path", "dataset_name", "eval_dataset_name", "chat_template")
     local = {name: value for name in names if (value := getattr(config, name)) and value != EMBEDDED}
-    absolute = {name: str(Path(value).expanduser().absolute()) for name, value in local.items() if _is_local(value)}
+    absolute = {name: str(Path(value).expanduser().absolute()) for name, value in local.items() if is_local(value)}
     return config.model_copy(update=absolute)
 
 
-def _is_local(value: str) -> bool:
-    """Whether the value is a local path: it exists, or is a glob pattern."""
-    path = Path(value).expanduser()
+def is_local(value: str) -> bool:
+    """Returns whether the value is a local path: it exists, or is a glob pattern."""
+    path = Path(os.path.expanduser(value))
     try:
         there = path.exists()
     except OSError:  # e.g. a name of 300 letters

@@ -20,8 +20,8 @@ from trainers.run.manifest import read_manifest
 
 PACKAGES = ("torch", "accelerate", "transformers", "datasets", "peft", "safetensors")
 EXTRAS = ("bitsandbytes", "deepspeed")
-PLACES = ("output_dir", "resume_from_checkpoint", "force_resume", "runs_dir")
-"""Options that say where a run is stored and how it is started; not saved in checkpoints."""
+PLACES = ("output_dir", "resume_from_checkpoint", "force_resume", "runs_dir", "stop_at_step")
+"""Options that say where a run is stored, and how it is started and stopped; not saved in checkpoints."""
 FREE = frozenset({
     "preset", "model_revision", "trust_remote_code", "attn_implementation",
     "dataset_name", "dataset_config_name", "dataset_split", "chat_template",

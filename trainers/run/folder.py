@@ -169,6 +169,7 @@ class RunFolder:
         self.chat_template = self.path / CHAT_TEMPLATE
         self.scheduler = self.path / "scheduler.json"
         self.ray = self.path / "ray.json"
+        self.sweep = self.path / "sweep.json"
         self.lock = self.path / ".lock"
         self.record = RunRecord(self.path)
         self._identity: tuple[int, int] | None = None

@@ -23,7 +23,8 @@ CHAT_TEMPLATE = "chat_template.json"
 """Holds the chat template that the run trains with, and the digest of the model's own."""
 FILES = frozenset({
     "config.yaml", "accelerate.yaml", "command.txt", "state.json", "metrics.jsonl", "log.txt", "stop", "save",
-    "passed_over.json", CHAT_TEMPLATE, ".lock", "slurm.sh", "slurm.out", "scheduler.json", "ray.json", RECORD,
+    "passed_over.json", CHAT_TEMPLATE, ".lock", "slurm.sh", "slurm.out", "scheduler.json", "ray.json", "sweep.json",
+    RECORD,
 })  # fmt: skip
 """The files that every run may write."""
 FOLDERS = ("heartbeat", "checkpoints")

@@ -13,6 +13,8 @@ from app.runs.compare import MAX_RUNS, MEASURES, as_csv, chosen_runs, compare, m
 from app.runs.history import History
 from app.runs.metrics import READ_SECONDS, Curves
 from app.runs.runs import run_of_id
+from app.sweep.record import SweepFolder, SweepRecord, list_sweeps, true_state
+from app.sweep.report import compared_runs, standing
 from ui.context import ServerContext
 from ui.live import json_response, live_part
 from ui.parts import (
@@ -30,6 +32,7 @@ from ui.parts import (
     title,
 )  # fmt: skip
 
+_MOST_SWEEPS = 20
 _POLL_SECONDS = 3.0
 """Seconds between two refreshes."""
 _NAVIGATE = "(ids) => { location.assign('compare?runs=' + encodeURIComponent(ids.join(','))); }"
@@ -63,7 +66,9 @@ def build(context: ServerContext) -> None:
         comparison = compare(runs, cache, by or None, READ_SECONDS) if runs else None
         warnings = alert_list(errors, "warning")
         panels = [
-            join([warnings, _verdict(comparison)]) if comparison else join([warnings, _welcome(history.rows())]),
+            join([warnings, _verdict(comparison)])
+            if comparison
+            else join([warnings, _welcome(history.rows()), _sweeps(list_sweeps(context.runs_dir))]),
             _measured(comparison) if comparison else "",
             _settings(comparison) if comparison else "",
         ]
@@ -112,6 +117,20 @@ def _welcome(rows: Sequence[dict[str, Any]]) -> Html:
         element("p", text),
     ]
     return element("div", join(parts), class_="ts-panel")
+
+
+def _sweeps(sweeps: Sequence[tuple[SweepFolder, SweepRecord]]) -> Html:
+    """The sweeps, newest first, each with what leads it and a link that compares its best runs."""
+    if not sweeps:
+        return Html("")
+    rows = []
+    for folder, record in sweeps[:_MOST_SWEEPS]:
+        runs = compared_runs(record)
+        name = link("compare", folder.id, runs=",".join(runs), by=record.measure) if runs else folder.id
+        rows.append([name, badge(true_state(record)), len(record.trials), record.measure, *standing(record)])
+    headers = ["Sweep", "State", "Trials", "By", "Leads", "Score", "Best beyond the spread"]
+    table = data_table(headers, rows, "Sweeps", numeric=[2, 5])
+    return section("Sweeps", join([note("Each link compares the runs of the best trials."), table]))
 
 
 def _verdict(comparison: dict[str, Any]) -> Html:

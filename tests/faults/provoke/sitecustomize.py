@@ -307,14 +307,14 @@ def provoke(name: str) -> None:
     from trainers.checkpoint.checkpoint import Checkpoints
 
     if name == "allocate_in_evaluation":
-        evaluate = loop.evaluate
+        score = loop.TrainLoop._score
 
-        def in_evaluation(context: Any, step: int) -> Any:
-            context.heartbeat.at("evaluation", step)
-            allocate_in_evaluation(context)
-            return evaluate(context, step)
+        def in_evaluation(self: Any) -> Any:
+            self.context.heartbeat.at("evaluation", self.progress.step)
+            allocate_in_evaluation(self.context)
+            return score(self)
 
-        loop.evaluate = in_evaluation
+        loop.TrainLoop._score = in_evaluation  # type: ignore[method-assign]
     elif name == "full_disk":
         write = Checkpoints._write_share
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from app.cli import run_verb
-from app.runs.compare import MAX_RUNS, as_csv, chosen_runs, compare, measure_texts
+from app.runs.compare import MAX_RUNS, as_csv, beyond_spread, chosen_runs, compare, measure_texts
 from app.runs.metrics import Curves
 from tests.made_runs import made_run
 from trainers.config.mistakes import ConfigError
@@ -123,6 +123,19 @@ def test_runs_that_differ_in_the_seed_only_are_one_group(tmp_path: Path) -> None
     assert [group["seeds"] for group in groups] == [[1, 2, 3], [1, 2]]
     assert "learning_rate 0.001" in groups[1]["label"]
     assert compare([runs[0], evaluated(tmp_path, "again", [0.3], seed=1)], Curves())["groups"] == [], "the same seed"
+
+
+def test_over_seeds_a_best_is_named_only_beyond_the_spread(tmp_path: Path) -> None:
+    slow = [evaluated(tmp_path, f"slow-{seed}", [0.5 + 0.02 * seed], seed=seed) for seed in (1, 2)]
+    fast = [evaluated(tmp_path, f"fast-{seed}", [0.3 + 0.1 * seed], seed=seed, lora_r=8) for seed in (1, 2)]
+    assert "Over seeds, lora_r 8 is the best: every seed of it is better" in verdict(*slow, *fast)
+    third = evaluated(tmp_path, "fast-3", [0.53], seed=3, lora_r=8)
+    assert verdict(*slow, *fast, third).endswith("Over seeds, none is the best beyond the spread.")
+    assert "Over seeds" not in verdict(*slow)
+    assert beyond_spread([[1.0, 2.0], [3.0, 4.0]], "low") == 0
+    assert beyond_spread([[1.0, 2.0], [3.0, 4.0]], "high") == 1
+    assert beyond_spread([[1.0], [3.0, 4.0]], "low") is None, "one seed has no spread"
+    assert beyond_spread([[1.0, 2.0], [2.0, 3.0]], "low") is None
 
 
 def test_the_csv_has_no_formula_and_its_empty_cells_are_empty(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""`tunesmith sweep`: many runs that differ in a few options, in the ordinary queue."""

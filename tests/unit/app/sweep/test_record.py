@@ -1,0 +1,100 @@
+"""The folder of a sweep: names and records that come from anywhere, and the verbs that read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from app.cli import run_verb
+from app.sweep.record import SweepFolder, find_sweep, list_sweeps, true_state
+from tests.unit.app.sweep.test_runner import record_of
+from trainers.config.mistakes import ConfigError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> SweepFolder:
+    sweep = SweepFolder(tmp_path / "sweep-x")
+    record_of(sweep, options={"runs_dir": str(tmp_path)})
+    return sweep
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def reads_or_refuses(read: Callable[[], Any]) -> None:
+    """A record, or one line that says that it is damaged."""
+    try:
+        assert read().trials is not None
+    except ConfigError as error:
+        (line,) = error.lines
+        assert "sweep" in line
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.data())
+def test_any_record_is_read_or_refused(folder: SweepFolder, data: st.DataObject) -> None:
+    record_of(folder)
+    content = json.loads(folder.file.read_text())
+    key = data.draw(st.sampled_from([*content, "new"]))
+    content[key] = data.draw(JSON)
+    folder.file.write_text(json.dumps(content))
+    reads_or_refuses(folder.read)
+    list_sweeps(folder.path.parent)
+
+
+def test_a_reader_that_trusts_the_file_would_be_seen(folder: SweepFolder) -> None:
+    """Control."""
+    folder.file.write_text("[]")
+    reads_or_refuses(folder.read)
+    with pytest.raises(AttributeError):
+        reads_or_refuses(lambda: json.loads(folder.file.read_text()))
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "..", "/etc", "", "a/b", "."])
+def test_a_run_is_beside_its_sweep(name: str, folder: SweepFolder) -> None:
+    """No record names a folder elsewhere, which `sweep stop` and `sweep resume` would then write to."""
+    content = json.loads(folder.file.read_text())
+    content["trials"][0]["runs"][0]["id"] = name
+    folder.file.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="damaged"):
+        folder.read()
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.text(max_size=300))
+def test_any_name_is_found_or_refused(folder: SweepFolder, name: str) -> None:
+    if name != folder.id:
+        with pytest.raises(ConfigError, match="there is no sweep"):
+            find_sweep(name, folder.path.parent)
+    assert find_sweep(folder.id, folder.path.parent).path == folder.path
+
+
+def test_the_verbs_on_a_sweep_whose_process_is_gone(folder: SweepFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    runs_dir = ["--runs_dir", str(folder.path.parent), "--json"]
+    assert true_state(folder.read()) == "interrupted"
+    assert run_verb(["sweep", "list", *runs_dir]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["state"] == "interrupted"
+    assert run_verb(["sweep", "stop", folder.id, *runs_dir]) == 0
+    assert json.loads(capsys.readouterr().out)["state"] == "stopped"
+    assert run_verb(["sweep", "show", folder.id, *runs_dir]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["state"], document["best"], len(document["runs"])) == ("stopped", None, 8)
+    assert run_verb(["sweep", "show", "sweep-y", *runs_dir]) == 2
+    assert "did you mean sweep-x?" in capsys.readouterr().err
+    assert run_verb(["sweep", "stop", folder.id, "--timeout", "soon", *runs_dir]) == 2
+
+
+def test_one_process_runs_a_sweep(folder: SweepFolder) -> None:
+    with folder.hold(), pytest.raises(ConfigError, match="is running"):
+        folder.hold()
+    folder.hold().close()
