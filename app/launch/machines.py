@@ -22,14 +22,15 @@ def choose_machines(options: Mapping[str, str], file: Mapping[str, Any]) -> Mach
     """The machines of a run; None for a single machine.
 
     Args:
-        options: values of `--num_machines`, `--machine_rank`, `--main_process_ip` and `--main_process_port`.
+        options: values of `--num_machines`, `--machine_rank`, `--main_process_ip`, `--main_process_port` and
+            `--min_machines`.
         file: values of the Accelerate file, used for options that are not given.
 
     Raises:
         ConfigError: with all mistakes.
     """
     chosen = {name: options.get(name, file.get(name)) for name in MACHINE_OPTIONS}
-    extra = [name for name in MACHINE_OPTIONS[1:] if name in options]
+    extra = [name for name in (*MACHINE_OPTIONS[1:], "min_machines") if name in options]
     if chosen["num_machines"] is None and extra:
         raise ConfigError.about(
             extra[0], options[extra[0]], "without num_machines", "add --num_machines 2, or leave it out"
@@ -51,6 +52,7 @@ def choose_machines(options: Mapping[str, str], file: Mapping[str, Any]) -> Mach
     ranks = (count or MOST_MACHINES) - 1
     rank = _integer("machine_rank", chosen["machine_rank"], 0, ranks, mistakes)
     port = _integer("main_process_port", chosen["main_process_port"], 1, 65535, mistakes)
+    minimum = _integer("min_machines", options.get("min_machines"), 1, count or MOST_MACHINES, mistakes)
     ip = str(chosen["main_process_ip"] or "")
     if chosen["main_process_ip"] is not None and not _HOST.fullmatch(ip):
         mistakes.append(
@@ -58,7 +60,7 @@ def choose_machines(options: Mapping[str, str], file: Mapping[str, Any]) -> Mach
         )
     if mistakes:
         raise ConfigError(mistakes)
-    return Machines(count or 0, rank or 0, ip, port or 0)
+    return Machines(count or 0, rank or 0, ip, port or 0, minimum)
 
 
 def _integer(name: str, value: Any, least: int, most: int, mistakes: list[Mistake]) -> int | None:
