@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
             request = parse_request(argv)
             if request.check:
                 return print_check(request)
-            launch, config = find_launch(), absolute_paths(request.resolve())
+            launch, config = find_launch(request.accelerate_config), absolute_paths(request.resolve())
             strategy = asked_strategy(launch, config)
             config, notes = with_micro_batch(config, strategy, request)
             refuse_machine(config, strategy)
