@@ -36,6 +36,22 @@ LOST_AFTER = 20.0
 """Seconds without a sign of life after which a machine counts as lost, unless the ranks make progress."""
 
 
+_SILENT = f"no sign of life for {LOST_AFTER:g} s"
+PROBE_TIMEOUT = 5.0
+"""Seconds that a machine tries to reach machine 0."""
+
+
+def unreachable(machines: Machines) -> str | None:
+    """Why machine 0 cannot be reached from here; None if it can, even if nothing listens on its port yet."""
+    try:
+        socket.create_connection((machines.ip, machines.port), PROBE_TIMEOUT).close()
+    except ConnectionRefusedError:
+        return None
+    except OSError as error:
+        return f"it cannot reach machine 0 at {machines.ip}:{machines.port} ({error.strerror or error})"
+    return None
+
+
 class NodeStatus:
     """The file in which a machine's supervisor reports its status.
 
@@ -48,11 +64,12 @@ class NodeStatus:
         self.run, self.path, self.machine = run, run.machine_file(machine), machine
         self.name, self.count = secrets.token_hex(4), 0
         self.lock = threading.Lock()
-        self.status: dict[str, Any] = {"launch": "", "ended": None, "refused": None}
+        self.status: dict[str, Any] = {"launch": "", "ended": None, "refused": None, "unreachable": None}
 
     def write(
-        self, launch: str = "", launcher: int | None = None, ended: int | None = None, refused: str | None = None
-    ) -> None:
+        self, launch: str = "", launcher: int | None = None, ended: int | None = None, refused: str | None = None,
+        unreachable: str | None = None,
+    ) -> None:  # fmt: skip
         """Replaces the file.
 
         Args:
@@ -60,13 +77,14 @@ class NodeStatus:
             launcher: pid of its launcher.
             ended: exit status of its launcher, once all its processes have exited.
             refused: why it does not join.
+            unreachable: why its ranks cannot take part although it sees this folder.
         """
         processes = [Process.of("supervisor").as_json()]
         with contextlib.suppress(Exception):  # the launcher may have ended already
             processes += [Process.of("launcher", pid=launcher).as_json()] if launcher else []
         about = {"machine": self.machine, "host": socket.gethostname(), "processes": processes}
         with self.lock:
-            self.status = {**about, "launch": launch, "ended": ended, "refused": refused}
+            self.status = {**about, "launch": launch, "ended": ended, "refused": refused, "unreachable": unreachable}
         self._beat()
 
     def _beat(self) -> None:
@@ -186,22 +204,23 @@ class Nodes:
         self.pulses.look()
         count, minimum = self.machines.count, self.machines.minimum
         statuses = self.statuses()
-        refused = {machine: str(word["refused"]) for machine, word in statuses.items() if word["refused"]}
+        refused = {machine: str(word["refused"]) for machine, word in statuses.items() if word.get("refused")}
         if refused and minimum is None:
             return Ending("failed", "; ".join(f"machine {number}: {why}" for number, why in refused.items()))
-        present = [0, *sorted(set(statuses) - set(refused))]
-        missing = [machine for machine in range(1, count) if machine not in statuses]
-        lost = [machine for machine in missing if self.restarted and self.pulses.silent(machine)]
+        cut_off = {machine: str(word["unreachable"]) for machine, word in statuses.items() if word.get("unreachable")}
+        present = [0, *sorted(set(statuses) - set(refused) - set(cut_off))]
+        missing = [machine for machine in range(1, count) if machine not in statuses or machine in cut_off]
+        lost = {machine: _SILENT for machine in missing if self.restarted and self.pulses.silent(machine)} | cut_off
         late = waited >= self.timeout
         if not late and (len(missing) > len(lost) or (missing and minimum is None)):
             return None
         chosen = choose_participants(present, count if minimum is None else minimum, self.layouts.fits)
         if not chosen:
-            return self._too_few(present, missing, refused) if late else None
+            return self._too_few(present, missing, {**refused, **cut_off}) if late else None
         self.participants = chosen
         self.absent = {
             **dict.fromkeys(missing, f"it did not join within {self.timeout:g} s"),
-            **dict.fromkeys(lost, f"its supervisor has not reported for {LOST_AFTER:g} s"),
+            **lost,
             **refused,
             **{machine: self._spare(len(chosen) + 1) for machine in present if machine not in chosen},
         }
@@ -210,11 +229,11 @@ class Nodes:
     def _spare(self, count: int) -> str:
         return f"it waits, as {count} machines do not fit: {'; '.join(self.layouts.mistakes(count))}"
 
-    def _too_few(self, present: list[int], missing: list[int], refused: dict[int, str]) -> Ending:
+    def _too_few(self, present: list[int], missing: list[int], reasons: dict[int, str]) -> Ending:
         """The ending of a launch for which too few machines are there. A retry would not help."""
         minimum = self.machines.minimum
-        causes = [f"machine {number}: {why}" for number, why in refused.items()]
-        if missing:
+        causes = [f"machine {number}: {reason}" for number, reason in reasons.items()]
+        if missing := [machine for machine in missing if machine not in reasons]:
             absent = f"machine{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
             remedy = "start the same command there with its --machine_rank"
             causes.append(
@@ -235,15 +254,17 @@ class Nodes:
         return f"goes on with {len(self.participants)} of {self.machines.count} machines; {reasons}"
 
     def lost(self) -> str:
-        """The machines of this launch that have given no sign of life for too long, and that; empty if all have."""
-        silent = [machine for machine in (self.participants or [])[1:] if self.pulses.silent(machine)]
-        names = f"machine{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
-        were = "were" if len(silent) > 1 else "was"
-        return f"{names} {were} lost: no sign of life for {LOST_AFTER:g} s" if silent else ""
+        """The machines of this launch that are silent or cannot reach this one, in words; empty if none are."""
+        members = (self.participants or [])[1:]
+        reasons = {machine: _SILENT for machine in members if self.pulses.silent(machine)}
+        reasons |= {
+            machine: word["unreachable"] for machine, word in self.statuses().items() if word.get("unreachable")
+        }
+        return "; ".join(f"machine {machine} was lost: {reason}" for machine, reason in sorted(reasons.items()))
 
     def crashed(self) -> bool:
-        """Whether a member's launcher has failed."""
-        return any(word.get("ended") for word in self.statuses().values())
+        """Whether a member's launcher has failed, or its ranks are cut off."""
+        return any(word.get("ended") or word.get("unreachable") for word in self.statuses().values())
 
     def ended(self) -> bool:
         """Whether all processes of the members have exited, but for machines that are lost."""

@@ -16,7 +16,7 @@ from typing import Any
 from app.accelerate_launch import launch_argv
 from app.launch.job import TrainJob, as_argument
 from app.launch.layouts import Layouts, part_of
-from app.launch.nodes import FIRST_JOIN_TIMEOUT, JOIN_TIMEOUT, LOST_AFTER, NodeStatus, Pulses
+from app.launch.nodes import FIRST_JOIN_TIMEOUT, JOIN_TIMEOUT, LOST_AFTER, NodeStatus, Pulses, unreachable
 from app.launch.process_tree import adopting_orphans
 from app.launch.restarts import lost_state, wait_for_slots
 from app.launch.supervisor import POLL, Listener, RunSignals, Supervision
@@ -27,6 +27,7 @@ from trainers.config.parse import Request
 from trainers.config.yaml_file import read_yaml
 from trainers.run.device_locks import HeldSlots
 from trainers.run.folder import END_STATES, LIVE_STATES, log_line, read_json, register_outside
+from trainers.strategy.strategy import Machines
 
 LEFT = {"state": "stopped", "cause": "stopped before machine 0 had started the run", "step": 0}
 _OWN = ("output_dir", "resume_from_checkpoint", "runs_dir")
@@ -165,12 +166,20 @@ class _WorkerNode:
         self.held = self.held or self._wait_for_slots(launch)
         if self.held is None:
             return
+        machines = self.job.devices.machines
+        if machines is None:
+            raise AssertionError("only a run on several machines has other nodes")
+        problem = unreachable(machines)
+        if self.status_file.status.get("unreachable") != problem:
+            self.tell("note", problem or "it can reach machine 0 again")
+        self.status_file.write(launch, unreachable=problem)
+        if problem:
+            return
         self.joined = launch
-        self.status_file.write(launch)
         if (notice := self._decision(launch)) is None:
             return
-        machines, participants = self.job.devices.machines, notice["participants"]
-        if machines is None or machines.rank not in participants:
+        participants = notice["participants"]
+        if machines.rank not in participants:
             self.tell("note", "waiting as a spare: it joins when the run is restarted")
             return
         self.doing, self.has_trained = "trained", True
@@ -180,11 +189,11 @@ class _WorkerNode:
         )  # fmt: skip
         self.tell("note", f"joining attempt {state.get('attempt')}")
         part = _Part(self.run, argv, self.env, self.tell, 60.0, self.signals, self.held.descriptors)
-        part.join(self.status_file, self.pulse, launch, f"{self.name}: ")
+        part.join(self.status_file, self.pulse, machines, launch)
         with adopting_orphans():
             part.go()
         self.run.refuse_lost()
-        self.status_file.write(launch, ended=part.exit_status)
+        self.status_file.write(launch, ended=part.exit_status, unreachable=part.problem)
         self.seen_at, self.doing = time.monotonic(), "waited for machine 0"
 
     def _decision(self, launch: str) -> Mapping[str, Any] | None:
@@ -247,16 +256,21 @@ def is_over(state: Mapping[str, Any], launch: Any) -> bool:
 class _Part(Supervision):
     """This machine's part of a launch that machine 0 has announced; reports to a status file, not to the state."""
 
-    def join(self, status_file: NodeStatus, pulse: Pulses, launch: str, mark: str) -> None:
+    problem: str | None = None
+    """Why its ranks cannot reach machine 0."""
+    probed_at = 0.0
+
+    def join(self, status_file: NodeStatus, pulse: Pulses, machines: Machines, launch: str) -> None:
         """Sets the launch to join.
 
         Args:
             status_file: this machine's status file.
             pulse: machine 0's signs of life.
+            machines: the machines of the run.
             launch: `launched_at` of the launch.
-            mark: prefix of the launcher's lines in the log.
         """
-        self.status_file, self.pulse, self.launch, self.mark = status_file, pulse, launch, mark
+        self.status_file, self.pulse, self.machines, self.launch = status_file, pulse, machines, launch
+        self.mark = f"machine {machines.rank}: "
 
     def _announce(self) -> None:
         """Nothing: this machine has reported already that it takes part."""
@@ -270,6 +284,13 @@ class _Part(Supervision):
         return super()._over(launcher)
 
     def _is_cut_off(self, clock: float) -> bool:
-        """Whether nobody on machine 0 gives a sign of life, and no rank makes progress."""
+        """Whether no rank makes progress, and nobody on machine 0 gives a sign of life, or it cannot be reached."""
         self.pulse.look()
-        return 0 in self.pulse.seen and self.pulse.silent(0) and self._stands_still(clock)
+        if not self._stands_still(clock):
+            return False
+        if self.problem is None and clock - self.probed_at > LOST_AFTER:
+            self.problem, self.probed_at = unreachable(self.machines), clock
+            if self.problem:
+                self.on_event("note", self.problem)
+                self.status_file.write(self.launch, unreachable=self.problem)
+        return self.problem is not None or (0 in self.pulse.seen and self.pulse.silent(0))

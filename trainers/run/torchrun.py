@@ -83,10 +83,10 @@ def set_environment(name_or_path: str, ranks: int) -> None:
     Raises:
         ConfigError: if a variable is set already, to another value than the file says.
     """
-    given = {name: os.environ.pop(name) for name in list(os.environ) if _SET_BY_ACCELERATE.match(name)}
+    already_set = {name: os.environ.pop(name) for name in list(os.environ) if _SET_BY_ACCELERATE.match(name)}
     file = str(STRATEGIES_DIR / f"{name_or_path}.yaml") if name_or_path in strategy_names() else name_or_path
     wanted = _variables(str(Path(file).expanduser()), ranks)
-    different = [f"{name}={value}" for name, value in sorted(given.items()) if wanted.get(name) != value]
+    different = [f"{name}={value}" for name, value in sorted(already_set.items()) if wanted.get(name) != value]
     if different:
         names = " ".join(shlex.quote(text.partition("=")[0]) for text in different)
         problem = f"the environment sets {' '.join(different)}, which is not what {name_or_path} says"

@@ -263,6 +263,7 @@ class Member:
             return words_0
 
         self.patch.setattr(worker_node, "launch_argv", argv)
+        self.patch.setattr(worker_node, "unreachable", lambda machines: None)
         self.thread = threading.Thread(target=self._go, args=(job,), daemon=True)
         self.thread.start()
 
