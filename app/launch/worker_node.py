@@ -157,9 +157,9 @@ class _WorkerNode:
         machines, devices = self.job.devices.machines, self.job.devices
         count = machines.count - 1 if machines else 1
         sizes = [] if devices.gpu_ids else ["--num_processes", str(devices.local_processes * count)]
-        words = ["tunesmith", "resume", str(self.run.path), "--num_machines", str(count), *sizes]
+        argv = ["tunesmith", "resume", str(self.run.path), "--num_machines", str(count), *sizes]
         network = f" --main_process_ip ADDRESS --main_process_port {machines.port} --machine_rank K" if machines else ""
-        return f"on each of the others, `{shlex.join(words)}{network if count > 1 else ''}` goes on without it"
+        return f"on each of the others, `{shlex.join(argv)}{network if count > 1 else ''}` goes on without it"
 
     def _join(self, state: Mapping[str, Any]) -> None:
         """Takes part in one launch until it ends.
