@@ -115,7 +115,7 @@ def test_a_run_goes_on_without_a_machine_and_takes_it_back(machines: Machines, u
     until(lambda: machines.participants() == [0, 1], 120)
     machines.until_saved(saved(run))
     assert read_yaml(run.accelerate)["num_processes"] == 2
-    assert run_view(run, Curves())["machines"].startswith("2 of 3 machines; machine 2: its supervisor has not reported")
+    assert run_view(run, Curves())["machines"].startswith("2 of 3 machines; machine 2: no sign of life for 20 s")
     machines.train(2, min_machines=2)
     status = run.machine_file(2)
     before = read_json(status) or {}
@@ -130,7 +130,7 @@ def test_a_run_goes_on_without_a_machine_and_takes_it_back(machines: Machines, u
     assert "restart with the machines that are left, from step-000000" in first
     assert "after: machine 2 was lost: no sign of life for 20 s" in first
     assert "restart 1 of 3, from step-" in second, "a lost machine is not counted"
-    assert "goes on with 2 of 3 machines; machine 2: its supervisor" in run.log.read_text()
+    assert "goes on with 2 of 3 machines; machine 2: no sign of life" in run.log.read_text()
 
 
 @long
