@@ -35,6 +35,10 @@ _LAUNCH_HELP = {
     "machine_rank": ("<int>", "Rank of this machine, from 0."),
     "main_process_ip": ("<host>", "Address of machine 0."),
     "main_process_port": ("<int>", "Port on machine 0 for the rendezvous."),
+    "min_machines": (
+        "<int>",
+        "Go on with as few machines when others are lost, at the same global batch; default: all are needed.",
+    ),
 }
 DEVICES = (*MESH_OPTIONS, "gpus", "num_processes")
 _SWITCHES = {

@@ -169,7 +169,7 @@ def make_plan(args: Args) -> Plan:
         mistakes.append(Mistake("strategies", own["strategies"], "is for --scaling", "use --strategy for one"))
     job = None
     with mistakes:
-        launch = {name: value for name, value in args.launch.items() if name not in MACHINE_OPTIONS}
+        launch = {name: value for name, value in args.launch.items() if name not in (*MACHINE_OPTIONS, "min_machines")}
         args.request.options.pop("resume_from_checkpoint", None)  # refused already
         job = train_job(Args(args.names, launch, request=args.request))
     mistakes.refuse()
@@ -252,7 +252,7 @@ def _settings(text: str) -> list[str]:
 def unsupported(args: Args) -> list[Mistake]:
     """Mistakes for options of `train` that `bench` does not support."""
     mistakes = [Mistake(name, args.launch[name], ": bench runs on this machine only", "leave it out")
-                for name in MACHINE_OPTIONS if name in args.launch]  # fmt: skip
+                for name in (*MACHINE_OPTIONS, "min_machines") if name in args.launch]  # fmt: skip
     mistakes += [Mistake(f"--{name}", None, "is for `tunesmith train`", "leave it out")
                  for name in ("check", "detach", "force") if name in args.switches]  # fmt: skip
     if "resume_from_checkpoint" in args.request.options:

@@ -26,6 +26,7 @@ from app.launch.foreground import (
     where,
 )
 from app.launch.job import TrainJob, refuse_unresumable, resume_job, train_job
+from app.runs.machines import machines_line
 from app.runs.profiles import SHARES, profiles
 from app.runs.runs import (
     end_by_force,
@@ -239,7 +240,8 @@ def show_verb(name: str, plan: bool, runs_dir: Path, as_json: bool) -> int:
 
     run = find_run(name, runs_dir)
     document = {**summary(run), "last_checkpoint": last_checkpoint(run), "metrics": last_values(run)}
-    export_dir, diagnoses = (run.read_state() or {}).get("export_dir"), diagnosed(run)
+    state, diagnoses = run.read_state() or {}, diagnosed(run)
+    document["machines"], export_dir = machines_line(state) or None, state.get("export_dir")
     memory, proofs = memory_of(run, Curves(), plan), entries(run)
     if as_json:
         diagnosis = [entry.as_json() for entry in diagnoses]

@@ -60,6 +60,8 @@ def start(job: TrainJob, quiet: bool = True) -> dict[str, Any]:
 def _hand_over(job: TrainJob, lock: int) -> dict[str, Any]:
     """Starts the supervisor, which inherits the lock on the run, and waits until it appears in the state."""
     args = [str(job.run.path), str(lock), *(["--resume_from", job.resume_from] if job.resume_from else [])]
+    if job.devices.machines and job.devices.machines.minimum:
+        args += ["--min_machines", str(job.devices.machines.minimum)]
     child = subprocess.Popen(
         module_argv("app.launch.background", args), env=module_environment(), stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, pass_fds=[lock],
@@ -94,13 +96,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("lock", type=int, help="open descriptor of the run's lock, kept to the end")
     parser.add_argument("--resume_from")
+    parser.add_argument("--min_machines")
     args = parser.parse_args(argv)
     os.set_inheritable(args.lock, False)  # only the supervisor holds the run, not its children
     run = RunFolder(args.run_dir)
     start_tee(run.log, "supervisor", echo=False)
     try:
         config = Request(config=str(run.config)).resolve()
-        machines = choose_machines({}, {**read_yaml(run.accelerate), "machine_rank": 0})
+        options = {"min_machines": args.min_machines} if args.min_machines else {}
+        machines = choose_machines(options, {**read_yaml(run.accelerate), "machine_rank": 0})
         devices = Devices(gpu_ids(run), world_size(run) or 1, machines)
         environment = launch_environment(devices)
         run_to_end(run, devices, environment, _unheard, args.resume_from, config.max_restarts, config.share_gpus)

@@ -13,7 +13,7 @@ from trainers.run.folder import RunFolder
 
 HEAD, PORT = "head-node", 29500
 """Stand in an Accelerate file for machine 0's address until the job has started."""
-_DECIDED = ("gpus", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
+_DECIDED = ("gpus", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "min_machines")
 
 
 def refuse_decided(args: Args, title: str, mistakes: Mistakes) -> None:

@@ -16,7 +16,8 @@ from app.command_line import Args
 from app.console import shortened
 from app.hardware import Devices, Gpu
 from app.launch.device_fit import fit_devices
-from app.launch.machines import as_words, choose_machines, devices_here, folder_mistakes
+from app.launch.machines import as_before, choose_machines, devices_here, folder_mistakes
+from app.runs.machines import machine_counts
 from app.runs.runs import gpu_ids, true_state, world_size
 from app.runs.scheduled import TITLES, submission
 from trainers.config.fields import text_of
@@ -30,6 +31,7 @@ from trainers.run.compatibility import changes_since_save
 from trainers.run.disk import check_room, local_tensors
 from trainers.run.folder import END_STATES, LIVE_STATES, RunFolder, new_run_id
 from trainers.strategy.mesh_options import read_sizes, with_sizes
+from trainers.strategy.micro_batch import OPTION
 from trainers.strategy.strategy import Strategy, load_strategy, resolve
 
 PATHS = ("model_name_or_path", "dataset_name", "eval_dataset_name", "chat_template", "cache_dir", "runs_dir",
@@ -195,7 +197,7 @@ def _as_before(run: RunFolder, values: dict[str, str]) -> dict[str, str]:
         before.update({"gpus": ",".join(map(str, ids))} if ids else {})
         before.update({"num_processes": str(processes)} if processes and not ids else {})
     with contextlib.suppress(ConfigError):
-        before.update(as_words(read_yaml(run.accelerate)) if "num_machines" not in values else {})
+        before.update(as_before(run, before) if "num_machines" not in values else {})
     return {**before, **values}
 
 
@@ -253,7 +255,11 @@ def job_of(
     with mistakes:
         if config and devices and sizes is not None and (strategy or not strategy_file):
             fixed = bool({"gpus", "num_processes"} & set(values))
-            fit = fit_devices(config, strategy, devices, fixed, request.chosen, sizes)
+            chosen = request.chosen
+            counts = machine_counts(run.read_state() or {}) if run else None
+            if counts and counts[1] and OPTION not in request.options:
+                chosen -= {OPTION}  # of a run that goes on with fewer machines, it may be theirs
+            fit = fit_devices(config, strategy, devices, fixed, chosen, sizes)
             config, strategy, devices = fit.config, fit.strategy, fit.devices
     with mistakes:
         member = bool(devices and devices.machine_rank)  # machine 0 decides whether the folder is free

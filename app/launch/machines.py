@@ -9,12 +9,14 @@ from typing import Any
 
 from app.console import shortened
 from app.hardware import Devices, Gpu, choose_devices, find_gpus
+from app.runs.machines import MOST_MACHINES, machine_counts
 from trainers.config.mistakes import ConfigError, Mistake
 from trainers.config.options import MACHINE_OPTIONS, TrainConfig
 from trainers.config.parse import whole_number
+from trainers.config.yaml_file import read_yaml
+from trainers.run.folder import RunFolder
 from trainers.strategy.strategy import Machines
 
-MOST_MACHINES = 128
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
 
 
@@ -22,14 +24,15 @@ def choose_machines(options: Mapping[str, str], file: Mapping[str, Any]) -> Mach
     """The machines of a run; None for a single machine.
 
     Args:
-        options: values of `--num_machines`, `--machine_rank`, `--main_process_ip` and `--main_process_port`.
+        options: values of `--num_machines`, `--machine_rank`, `--main_process_ip`, `--main_process_port` and
+            `--min_machines`.
         file: values of the Accelerate file, used for options that are not given.
 
     Raises:
         ConfigError: with all mistakes.
     """
     chosen = {name: options.get(name, file.get(name)) for name in MACHINE_OPTIONS}
-    extra = [name for name in MACHINE_OPTIONS[1:] if name in options]
+    extra = [name for name in (*MACHINE_OPTIONS[1:], "min_machines") if name in options]
     if chosen["num_machines"] is None and extra:
         raise ConfigError.about(
             extra[0], options[extra[0]], "without num_machines", "add --num_machines 2, or leave it out"
@@ -51,6 +54,7 @@ def choose_machines(options: Mapping[str, str], file: Mapping[str, Any]) -> Mach
     ranks = (count or MOST_MACHINES) - 1
     rank = _integer("machine_rank", chosen["machine_rank"], 0, ranks, mistakes)
     port = _integer("main_process_port", chosen["main_process_port"], 1, 65535, mistakes)
+    minimum = _integer("min_machines", options.get("min_machines"), 1, count or MOST_MACHINES, mistakes)
     ip = str(chosen["main_process_ip"] or "")
     if chosen["main_process_ip"] is not None and not _HOST.fullmatch(ip):
         mistakes.append(
@@ -58,7 +62,7 @@ def choose_machines(options: Mapping[str, str], file: Mapping[str, Any]) -> Mach
         )
     if mistakes:
         raise ConfigError(mistakes)
-    return Machines(count or 0, rank or 0, ip, port or 0)
+    return Machines(count or 0, rank or 0, ip, port or 0, minimum)
 
 
 def _integer(name: str, value: Any, least: int, most: int, mistakes: list[Mistake]) -> int | None:
@@ -114,12 +118,29 @@ def devices_here(
     return replace(chosen, num_processes=chosen.num_processes * machines.count, machines=machines)
 
 
-def as_words(file: Mapping[str, Any]) -> dict[str, str]:
-    """The machines of a run's Accelerate file as option values, without `machine_rank`; empty for a single machine."""
-    if (file.get("num_machines") or 1) == 1:
-        return {}
+def as_before(run: RunFolder, devices: Mapping[str, str]) -> dict[str, str]:
+    """The machines of a run as option values, without `machine_rank`; empty for a single machine.
+
+    Its Accelerate file has the machines that train now, and its state how many it was started for.
+
+    Args:
+        run: the run.
+        devices: option values of its devices; those processes are counted over the machines of the Accelerate file.
+
+    Raises:
+        ConfigError: if the Accelerate file cannot be read.
+    """
+    file = read_yaml(run.accelerate)
+    count, minimum = machine_counts(run.read_state() or {}) or (None, None)
+    now = int(file.get("num_machines") or 1)
     names = [name for name in MACHINE_OPTIONS if name != "machine_rank" and file.get(name) is not None]
-    return {name: str(file[name]) for name in names}
+    options = {name: str(file[name]) for name in names} if now > 1 else {}
+    if minimum is None or count is None:
+        return options
+    options |= {"num_machines": str(count), "min_machines": str(minimum)}
+    if "num_processes" in devices:
+        options["num_processes"] = str(int(devices["num_processes"]) // now * count)
+    return options
 
 
 def folder_mistakes(config: TrainConfig | None, machines: Machines | None) -> list[Mistake]:

@@ -10,14 +10,15 @@ from typing import Any
 
 from app.accelerate_launch import launch_argv
 from app.hardware import Devices, find_gpus
-from app.launch.nodes import FIRST_JOIN_TIMEOUT, JOIN_TIMEOUT, Nodes
+from app.launch.layouts import Layouts, part_of
+from app.launch.nodes import FIRST_JOIN_TIMEOUT, JOIN_TIMEOUT, Nodes, NodeStatus, Pulses
 from app.launch.supervisor import POLL, Listener, RunSignals, supervise
 from app.runs.runs import last_checkpoint, saved_step
 from trainers.config.parse import Request, dump_yaml
 from trainers.run.device_locks import HeldSlots, Need, enqueue, give_up, try_take, who_has
 from trainers.run.ending import Ending
 from trainers.run.folder import Process, RunFolder, log_line, read_json, write_atomic
-from trainers.strategy.strategy import load_strategy
+from trainers.strategy.strategy import Machines, load_strategy
 
 QUEUE_POLL = 1.0
 """Seconds between two checks of the queue; each takes a few milliseconds, and many runs may be waiting."""
@@ -54,7 +55,9 @@ def run_to_end(
     with RunSignals() as signals:
         attempts = _Attempts(run, devices, env, _noting(run, on_event), signals)
         try:
-            ending = attempts.to_end(share_gpus, resume_from, max_restarts)
+            with attempts.beating():
+                ending = attempts.to_end(share_gpus, resume_from, max_restarts)
+            attempts.write_settings_of_all(ending)
             if not run.lost():
                 run.remove_unfinished()
             state = run.write_state(**ending.published(), ending=None)
@@ -190,6 +193,20 @@ class _Attempts:
     ):
         self.run, self.devices, self.env, self.on_event, self.signals = run, devices, env, on_event, signals
         self.doing = "waited for its turn"
+        self.lost = ""
+        """The machines that the last launch has lost, in words."""
+        self.members: _Members | None = None
+        if devices.machines:
+            self.members = _Members(run, devices, devices.machines)
+
+    def beating(self) -> contextlib.AbstractContextManager[None]:
+        """Gives signs of life to the other machines, if there are any."""
+        return NodeStatus(self.run, 0).beating() if self.members else contextlib.nullcontext()
+
+    def write_settings_of_all(self, ending: Ending) -> None:
+        """Writes the files of a run on all its machines again, for the next command that resumes it."""
+        if self.members and self.members.is_elastic and ending.state != "done" and not self.run.lost():
+            self.members.write_files(self.members.count)
 
     def to_end(self, share_gpus: bool, resume_from: str | None, max_restarts: int) -> Ending:
         """Waits for the slots, then launches.
@@ -223,23 +240,31 @@ class _Attempts:
         """
         if self.run.stop_asked() is not None:
             return CANCELLED
-        crashed_at = -1
-        for number in range(max_restarts + 1):
+        crashed_at, number, without_progress, source = -1, 0, 0, resume_from
+        while True:
             begun_at = saved_step(self.run)
-            source = resume_from if number == 0 else self._source(resume_from)
-            ending = self._launch_what_fits(held, source, JOIN_TIMEOUT if number else FIRST_JOIN_TIMEOUT)
+            ending = self._launch_what_fits(held, source)
             self.run.refuse_lost()
             if ending.state != "failed" or ending.retry == "never":
                 return ending
             if self.run.stop_asked() is not None:
                 return replace(ending, state="stopped", cause=f"stopped by request; before that: {ending.cause}")
-            reached = self._step()
+            reached, source = self._step(), self._source(resume_from)
+            if self.lost and self.members and self.members.is_elastic:
+                # It says nothing about the run that it loses a machine, so it is not counted.
+                without_progress = 0 if reached > begun_at else without_progress + 1
+                if without_progress > self.members.count:
+                    problem = f"not restarted: the last {without_progress} attempts made no step"
+                    return replace(ending, cause=f"{ending.cause}; {problem}")
+                self._note_restart("with the machines that are left", str(ending.cause))
+                continue
             if reason := _hopeless(number, max_restarts, begun_at, reached, crashed_at):
                 return replace(ending, cause=f"{ending.cause}; {reason}")
             crashed_at = reached
-            if number < max_restarts:
-                self._note_restart(number + 1, max_restarts, str(ending.cause))
-        return ending
+            if number == max_restarts:
+                return ending
+            number += 1
+            self._note_restart(f"{number} of {max_restarts}", str(ending.cause))
 
     def _source(self, resume_from: str | None) -> str | None:
         """Where another attempt resumes: `auto`, or the original source while the run has no checkpoint of its own.
@@ -248,7 +273,7 @@ class _Attempts:
         """
         return "auto" if last_checkpoint(self.run) else resume_from or "auto"
 
-    def _launch_what_fits(self, held: HeldSlots, source: str | None, timeout: float) -> Ending:
+    def _launch_what_fits(self, held: HeldSlots, source: str | None) -> Ending:
         """Launches, and launches again with a smaller micro-batch after out-of-memory, or past a loss spike.
 
         These do not count as restarts. The loop ends: a micro-batch can be reduced only so often, and each rollback
@@ -256,7 +281,7 @@ class _Attempts:
         """
         resume_from, skipped_steps = source, self.run.read_skipped_steps()
         while True:
-            ending = self._launch(held, source, timeout)
+            ending = self._launch(held, source)
             self.run.refuse_lost()
             if ending.state != "failed" or self.run.stop_asked() is not None:
                 return ending
@@ -265,30 +290,72 @@ class _Attempts:
             change = ending.cause if rolled_back else smaller_batch(self.run)
             if change is None:
                 return ending
+            if self.members:
+                self.members.read_micro_batches()
             self.on_event("note", change)
             source = self._source(resume_from)
 
-    def _launch(self, held: HeldSlots, source: str | None, timeout: float) -> Ending:
-        """Runs one launch to its end; other machines have `timeout` seconds to join it."""
-        self.doing = "trained"
-        machines = self.devices.machines
-        if machines is None:
-            nodes, argv = None, launch_argv(self.run, self.devices.num_processes, source)
-        else:
-            nodes = Nodes(self.run, machines, source, timeout)
-            argv = launch_argv(self.run, self.devices.num_processes, source, machines, timeout)
-            others = ", ".join(str(number) for number in range(1, machines.count))
-            self.on_event("note", f"machine 0: waiting up to {timeout:g} s for the others to join: {others}")
-        return supervise(
+    def _launch(self, held: HeldSlots, source: str | None) -> Ending:
+        """Runs one launch to its end."""
+        self.doing, argv, nodes = "trained", launch_argv(self.run, self.devices.num_processes, source), None
+        if self.members:
+            nodes = self.members.for_launch(source)
+            others = ", ".join(str(number) for number in range(1, self.members.count))
+            self.on_event("note", f"machine 0: waiting up to {nodes.timeout:g} s for the others to join: {others}")
+        ending = supervise(
             self.run, argv, self.env, self.on_event, self.signals, descriptors=held.descriptors, nodes=nodes
         )
+        self.lost = nodes.lost() if nodes else ""
+        return ending
 
-    def _note_restart(self, number: int, allowed: int, cause: str) -> None:
+    def _note_restart(self, which: str, cause: str) -> None:
         come_from = last_checkpoint(self.run) or "the beginning"
-        self.on_event("note", f"restart {number} of {allowed}, from {come_from}, after: {cause}")
+        self.on_event("note", f"restart {which}, from {come_from}, after: {cause}")
 
     def _step(self) -> int:
         """The latest step that the last attempt is known to have reached."""
         beats = [read_json(path) or {} for path in self.run.heartbeats.glob("rank-*.json")]
         steps = [entry.get("step") for entry in [self.run.read_state() or {}, *beats]]
         return max((step for step in steps if isinstance(step, int)), default=0)
+
+
+class _Members:
+    """The machines of a run over all of its launches, as machine 0 sees them.
+
+    Args:
+        run: the run, with the files of all its machines.
+        devices: its devices.
+        machines: its machines.
+    """
+
+    def __init__(self, run: RunFolder, devices: Devices, machines: Machines):
+        self.run, self.machines, self.count = run, machines, machines.count
+        self.is_elastic, self.launched = machines.minimum is not None, False
+        config = Request(config=str(run.config)).resolve()
+        self.layouts = Layouts(config, load_strategy(str(run.accelerate)), devices)
+        self.pulses = Pulses(run, range(1, machines.count))
+
+    def read_micro_batches(self) -> None:
+        """Takes over the micro-batches of the config, which `smaller_batch` has changed."""
+        config = Request(config=str(self.run.config)).resolve()
+        self.layouts.config = config
+
+    def write_files(self, count: int) -> None:
+        """Writes config and Accelerate file of the run on so many machines."""
+        config, strategy = self.layouts.on(count)
+        write_atomic(self.run.config, dump_yaml(config))
+        write_atomic(self.run.accelerate, strategy.dump())
+
+    def for_launch(self, source: str | None) -> Nodes:
+        """The other machines during a launch that resumes from `source`."""
+        timeout = JOIN_TIMEOUT if self.launched else FIRST_JOIN_TIMEOUT
+
+        def prepare(participants: list[int]) -> list[str]:
+            if self.is_elastic:
+                self.write_files(len(participants))
+            processes = self.layouts.devices.local_processes * len(participants)
+            return launch_argv(self.run, processes, source, part_of(self.machines, participants), timeout)
+
+        nodes = Nodes(self.run, self.machines, source, timeout, self.launched, self.layouts, self.pulses, prepare)
+        self.launched = True
+        return nodes

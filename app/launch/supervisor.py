@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import IO, Any
 
 from app.launch.exit_cause import cause_of, root_cause
-from app.launch.nodes import LINGER, Nodes
+from app.launch.nodes import LINGER, LOST_AFTER, Nodes
 from app.launch.process_tree import Descendants, adopting_orphans
 from app.runs.runs import saved_step
 from trainers.run.ending import Ending
@@ -145,6 +145,9 @@ class Supervision:
     def go(self) -> Ending:
         """Launches and waits; returns how the launch ended."""
         self._announce()
+        if self.nodes and (ending := self._gather(self.nodes)):
+            self._dismiss()
+            return ending
         # The launcher has no handler for SIGUSR1 and would be killed by it, so it inherits the signal blocked (the
         # ranks unblock it). This process unblocks it again below.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
@@ -194,6 +197,27 @@ class Supervision:
             export_dir=None, machines=self.nodes.notice(launch) if self.nodes else None,
         )  # fmt: skip
 
+    def _gather(self, nodes: Nodes) -> Ending | None:
+        """Waits for the other machines, and publishes which of them take part.
+
+        Returns:
+            How the launch ended if it does not begin.
+        """
+        while (ending := nodes.gather(time.monotonic() - self.began)) is None and nodes.participants is None:
+            self.signals.pass_on(self.run, self.on_event)
+            self.run.refuse_lost()
+            if self.run.stop_asked() is not None:
+                return Ending("stopped", "stopped before all machines had joined")
+            self.on_event("tick", "")
+            time.sleep(POLL)
+        if nodes.participants is None:
+            return ending
+        self.argv, self.began = nodes.prepare(nodes.participants), time.monotonic()
+        if line := nodes.line():
+            self.on_event("note", line)
+        self.run.write_state(machines=nodes.notice(nodes.launch))
+        return None
+
     def _name(self, launcher: subprocess.Popen[bytes]) -> None:
         """Adds the launcher to the state's processes, long before rank 0 does so after the rendezvous.
 
@@ -234,12 +258,24 @@ class Supervision:
         if self.run.lost():  # the run folder is gone: nothing can be saved any more
             self.exit_at = self.exit_at or clock
         self._feel_pulse(clock)
-        # Before all machines have joined there is nothing to save: a stop ends the launch at once.
-        early = self.stop_at is not None and self.nodes is not None and bool(self.nodes.missing())
-        if self.nodes and not ending and self.nodes.crashed():  # the ranks here would wait for those that are gone
+        if not ending and self._is_cut_off(clock):  # the ranks here would wait for those that are gone
             self.exit_at = self.exit_at or clock
-        self.overdue = early or clock > self._deadline()
+        self.overdue = clock > self._deadline()
         return self.overdue
+
+    def _is_cut_off(self, clock: float) -> bool:
+        """Whether ranks of another machine are gone: their launcher has failed, or nobody there gives a sign of life.
+
+        A machine is not lost as long as the ranks make progress, which they all do together.
+        """
+        if self.nodes is None:
+            return False
+        self.nodes.pulses.look()
+        return self.nodes.crashed() or (self._stands_still(clock) and bool(self.nodes.lost()))
+
+    def _stands_still(self, clock: float) -> bool:
+        """Whether no rank has made progress for `LOST_AFTER` seconds."""
+        return clock - max(self.began, self.beat_at) > LOST_AFTER
 
     def _dismiss(self) -> None:
         """Tells the nodes that the launch is over, and waits up to `LINGER` seconds for their processes to exit."""
@@ -249,6 +285,7 @@ class Supervision:
             self.run.write_state(machines=self.nodes.notice(self.nodes.launch, over=True))
         deadline = time.monotonic() + LINGER
         while not self.nodes.ended() and time.monotonic() < deadline:
+            self.nodes.pulses.look()
             self.signals.pass_on(self.run, self.on_event)
             self.on_event("tick", "")
             time.sleep(POLL)
@@ -289,13 +326,13 @@ class Supervision:
                 return ending
             # Rank 0 reports only the error it ran into itself; the log shows whether another rank failed first.
             known = ending.cause and root_cause(ending.cause, self.run, self.log_start)
-            return replace(ending, cause=known or cause_of(self.run, self.log_start, self.exit_status))
-        # Rank 0 recorded nothing: in order of certainty, a stop before the rendezvous, a fault of another machine,
-        # ranks that ignored a stop request, and what the log shows.
-        if self.nodes and self.stop_at is not None and self.nodes.missing():
-            return Ending("stopped", "stopped before all machines had joined")
-        if self.nodes and (ending_of_nodes := self.nodes.ending(time.monotonic() - self.began)):
-            return ending_of_nodes
+            cause = known or cause_of(self.run, self.log_start, self.exit_status)
+            lost = ending.retry == "again" and self.nodes and self.nodes.lost()
+            return replace(ending, cause=f"{lost} ({cause})" if lost else cause)
+        # Rank 0 recorded nothing: in order of certainty, a lost machine, ranks that ignored a stop request, and what
+        # the log shows.
+        if self.nodes and (lost := self.nodes.lost()):
+            return Ending("failed", lost, retry="again")
         if self.stop_at is not None and self.overdue:
             cause = f"the ranks did not end within {self.grace:g} s of the stop request and were ended"
             return Ending("stopped", cause)

@@ -6,6 +6,7 @@ It reads the state that machine 0 writes, and reports its own status in a separa
 from __future__ import annotations
 
 import contextlib
+import shlex
 import signal
 import subprocess
 import time
@@ -14,7 +15,8 @@ from typing import Any
 
 from app.accelerate_launch import launch_argv
 from app.launch.job import TrainJob, as_argument
-from app.launch.nodes import FIRST_JOIN_TIMEOUT, JOIN_TIMEOUT, NodeStatus
+from app.launch.layouts import Layouts, part_of
+from app.launch.nodes import FIRST_JOIN_TIMEOUT, JOIN_TIMEOUT, LOST_AFTER, NodeStatus, Pulses, unreachable
 from app.launch.process_tree import adopting_orphans
 from app.launch.restarts import lost_state, wait_for_slots
 from app.launch.supervisor import POLL, Listener, RunSignals, Supervision
@@ -25,6 +27,7 @@ from trainers.config.parse import Request
 from trainers.config.yaml_file import read_yaml
 from trainers.run.device_locks import HeldSlots
 from trainers.run.folder import END_STATES, LIVE_STATES, RunFolder, log_line, read_json, register_outside
+from trainers.strategy.strategy import Machines
 
 LEFT = {"state": "stopped", "cause": "stopped before machine 0 had started the run", "step": 0}
 _OWN = ("output_dir", "resume_from_checkpoint", "runs_dir")
@@ -49,7 +52,9 @@ def join_to_end(job: TrainJob, env: Mapping[str, str], on_event: Listener, reser
     job.run.keep()
     with job.run.hold(job.devices.machine_rank), RunSignals() as signals:
         register_outside(job.run, job.config.runs_dir)
-        return _WorkerNode(job, env, on_event, signals, reserved).go()
+        node = _WorkerNode(job, env, on_event, signals, reserved)
+        with node.status_file.beating():
+            return node.go()
 
 
 class _WorkerNode:
@@ -69,6 +74,7 @@ class _WorkerNode:
         self.seen: tuple[Any, ...] = ()
         self.seen_at = time.monotonic()
         self.doing = "waited for machine 0"
+        self.pulse = Pulses(job.run, [0])
 
     def tell(self, kind: str, text: str) -> None:
         """Passes an event on to the listener, and writes notes to the log."""
@@ -123,23 +129,37 @@ class _WorkerNode:
         return true_state(self.run) if self.run.state_file.exists() else {}
 
     def _can_join(self, state: Mapping[str, Any]) -> bool:
-        """Whether machine 0 is starting a launch that was not joined yet."""
+        """Whether machine 0 is gathering the machines for a launch that was not joined yet."""
         launch = state.get("launched_at")
-        return state.get("state") == "starting" and launch not in (None, self.joined) and not is_over(state, launch)
+        new = state.get("state") == "starting" and launch not in (None, self.joined) and not is_over(state, launch)
+        return new and (state.get("machines") or {}).get("participants") is None
 
     def _silence(self, state: Mapping[str, Any]) -> str:
-        """Why to give up, once machine 0 has shown no progress for `FIRST_JOIN_TIMEOUT`; otherwise empty.
+        """Why to give up, once machine 0 is lost or has shown no progress for `FIRST_JOIN_TIMEOUT`; otherwise empty.
 
         A queued run may wait forever.
         """
+        self.pulse.look()
         beat = read_json(self.run.heartbeats / "rank-0.json") or {}
         seen = (state.get("updated_at"), beat.get("time"))
         if seen != self.seen or state.get("state") == "queued":
             self.seen, self.seen_at = seen, time.monotonic()
-        if time.monotonic() - self.seen_at < FIRST_JOIN_TIMEOUT:
+        waited = time.monotonic() - self.seen_at
+        if 0 in self.pulse.seen and self.pulse.silent(0) and waited > LOST_AFTER and state.get("state") in LIVE_STATES:
+            return f"machine 0 was lost: no sign of life for {LOST_AFTER:g} s; {self._without_machine_0()}"
+        if waited < FIRST_JOIN_TIMEOUT:
             return ""
         remedy = "start the same command there with --machine_rank 0, and check that it sees this folder"
         return f"{self.name} has not heard from machine 0 for {FIRST_JOIN_TIMEOUT:g} s; {remedy}"
+
+    def _without_machine_0(self) -> str:
+        """How the machines that are left can go on."""
+        machines, devices = self.job.devices.machines, self.job.devices
+        count = machines.count - 1 if machines else 1
+        sizes = [] if devices.gpu_ids else ["--num_processes", str(devices.local_processes * count)]
+        argv = ["tunesmith", "resume", str(self.run.path), "--num_machines", str(count), *sizes]
+        network = f" --main_process_ip ADDRESS --main_process_port {machines.port} --machine_rank K" if machines else ""
+        return f"on each of the others, `{shlex.join(argv)}{network if count > 1 else ''}` goes on without it"
 
     def _join(self, state: Mapping[str, Any]) -> None:
         """Takes part in one launch until it ends.
@@ -147,35 +167,75 @@ class _WorkerNode:
         Raises:
             ConfigError: if machine 0 trains with other settings.
         """
-        launch, notice = str(state["launched_at"]), state.get("machines") or {}
-        if mistakes := self._differences():
+        launch = str(state["launched_at"])
+        if mistakes := self._differences(state.get("machines") or {}):
             self.status_file.write(launch, refused="; ".join(mistakes))
             raise ConfigError(mistakes)
         self.held = self.held or self._wait_for_slots(launch)
         if self.held is None:
             return
-        self.joined, devices, self.doing = launch, self.job.devices, "trained"
-        self.has_trained = True
+        machines = self.job.devices.machines
+        if machines is None:
+            raise AssertionError("only a run on several machines has other nodes")
+        problem = unreachable(machines)
+        if self.status_file.status.get("unreachable") != problem:
+            self.tell("note", problem or "it can reach machine 0 again")
+        self.status_file.write(launch, unreachable=problem)
+        if problem:
+            return
+        self.joined = launch
+        if (notice := self._decision(launch)) is None:
+            return
+        participants = notice["participants"]
+        if machines.rank not in participants:
+            self.tell("note", "waiting as a spare: it joins when the run is restarted")
+            return
+        self.doing, self.has_trained = "trained", True
         argv = launch_argv(
-            self.run, devices.num_processes, notice.get("resume_from"), devices.machines,
-            float(notice.get("timeout") or JOIN_TIMEOUT),
+            self.run, self.job.devices.local_processes * len(participants), notice.get("resume_from"),
+            part_of(machines, participants), float(notice.get("timeout") or JOIN_TIMEOUT),
         )  # fmt: skip
         self.tell("note", f"joining attempt {state.get('attempt')}")
         part = _Part(self.run, argv, self.env, self.tell, 60.0, self.signals, self.held.descriptors)
-        part.join(self.status_file, launch, f"{self.name}: ")
+        part.join(self.status_file, self.pulse, machines, launch)
         with adopting_orphans():
             part.go()
         self.run.refuse_lost()
-        self.status_file.write(launch, ended=part.exit_status)
+        self.status_file.write(launch, ended=part.exit_status, unreachable=part.problem)
         self.seen_at, self.doing = time.monotonic(), "waited for machine 0"
 
-    def _differences(self) -> list[str]:
-        """Differences between this machine's command and machine 0's, whose files all ranks read; a line for each."""
+    def _decision(self, launch: str) -> Mapping[str, Any] | None:
+        """Waits until machine 0 has decided who takes part in a launch; None if the launch is over first."""
+        while not is_over(state := self._state(), launch):
+            notice = state.get("machines") or {}
+            if isinstance(notice.get("participants"), list):
+                return notice
+            self.run.refuse_lost()
+            self.signals.pass_on(self.run, self.tell)
+            if given_up := self._silence(state):
+                self.tell("note", given_up)
+                return None
+            self.listener("tick", "")
+            time.sleep(POLL)
+        return None
+
+    def _differences(self, notice: Mapping[str, Any]) -> list[str]:
+        """Differences between this machine's command and machine 0's, whose files all ranks read; a line for each.
+
+        Args:
+            notice: what machine 0 says about the machines.
+        """
         theirs, ours = absolute_paths(Request(config=str(self.run.config)).resolve()), self.job.config
-        halved = ("per_device_train_batch_size", "per_device_eval_batch_size") if ours.auto_find_batch_size else ()
+        machines = self.job.devices.machines
+        minimum = machines.minimum if machines else None
+        changed_by_0 = ours.auto_find_batch_size or minimum is not None
+        halved = ("per_device_train_batch_size", "per_device_eval_batch_size") if changed_by_0 else ()
         names = [name for name in TrainConfig.model_fields if name not in (*_OWN, *halved)]
         pairs = [(name, getattr(ours, name), getattr(theirs, name)) for name in names]
+        pairs.append(("min_machines", minimum, notice.get("minimum")))
         file, own = read_yaml(self.run.accelerate), self.job.strategy.values
+        with contextlib.suppress(ConfigError):  # the file is still that of the last launch
+            own = Layouts(ours, self.job.strategy, self.job.devices).on(int(file.get("num_machines") or 1))[1].values
         pairs += [(name, own.get(name), file.get(name)) for name in sorted({*file, *own} - {"machine_rank"})]
         return [
             f"{name}={as_argument(local)}, but machine 0 was started with {as_argument(there)}; "
@@ -221,18 +281,24 @@ def is_over(state: Mapping[str, Any], launch: Any) -> bool:
 class _Part(Supervision):
     """This machine's part of a launch that machine 0 has announced; reports to a status file, not to the state."""
 
-    def join(self, status_file: NodeStatus, launch: str, mark: str) -> None:
+    problem: str | None = None
+    """Why its ranks cannot reach machine 0."""
+    probed_at = 0.0
+
+    def join(self, status_file: NodeStatus, pulse: Pulses, machines: Machines, launch: str) -> None:
         """Sets the launch to join.
 
         Args:
             status_file: this machine's status file.
+            pulse: machine 0's signs of life.
+            machines: the machines of the run.
             launch: `launched_at` of the launch.
-            mark: prefix of the launcher's lines in the log.
         """
-        self.status_file, self.launch, self.mark = status_file, launch, mark
+        self.status_file, self.pulse, self.machines, self.launch = status_file, pulse, machines, launch
+        self.mark = f"machine {machines.rank}: "
 
     def _announce(self) -> None:
-        self.status_file.write(self.launch)
+        """Nothing: this machine has reported already that it takes part."""
 
     def _name(self, launcher: subprocess.Popen[bytes]) -> None:
         self.status_file.write(self.launch, launcher.pid)
@@ -241,3 +307,15 @@ class _Part(Supervision):
         if is_over(self.run.read_state() or {}, self.launch):
             self.exit_at = self.exit_at or time.monotonic()
         return super()._over(launcher)
+
+    def _is_cut_off(self, clock: float) -> bool:
+        """Whether no rank makes progress, and nobody on machine 0 gives a sign of life, or it cannot be reached."""
+        self.pulse.look()
+        if not self._stands_still(clock):
+            return False
+        if self.problem is None and clock - self.probed_at > LOST_AFTER:
+            self.problem, self.probed_at = unreachable(self.machines), clock
+            if self.problem:
+                self.on_event("note", self.problem)
+                self.status_file.write(self.launch, unreachable=self.problem)
+        return self.problem is not None or (0 in self.pulse.seen and self.pulse.silent(0))

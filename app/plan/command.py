@@ -145,7 +145,7 @@ def _read(args: Args) -> Plan:
     mistakes, request, own = Mistakes(), args.request, args.own
     request.preset = named_preset(args.names, request.preset, mistakes)
     mistakes += [Mistake(name, args.launch[name], ": a plan needs no addresses", "leave it out")
-                 for name in MACHINE_OPTIONS[1:] if name in args.launch]  # fmt: skip
+                 for name in (*MACHINE_OPTIONS[1:], "min_machines") if name in args.launch]  # fmt: skip
     mistakes += [Mistake(f"--{name}", None, "is for `tunesmith train`", "leave it out")
                  for name in ("check", "detach", "force") if name in args.switches]  # fmt: skip
     if "strategy" in args.launch:

@@ -275,7 +275,7 @@ def _refuse_others(args: Args, command: _Command, mistakes: _Mistakes) -> None:
     if "strategy" in args.launch:
         mistakes.append(Mistake("strategy", args.launch["strategy"], ": prove has several", "write --strategies a,b,c"))
     mistakes += [Mistake(name, args.launch[name], ": prove runs on this machine alone", "leave it out")
-                 for name in MACHINE_OPTIONS if name in args.launch]  # fmt: skip
+                 for name in (*MACHINE_OPTIONS, "min_machines") if name in args.launch]  # fmt: skip
     if command.chosen.get("resume_from_checkpoint") is not None:
         mistakes.append(
             Mistake("resume_from_checkpoint", None, ": prove starts each run at its first step", "leave it out")

@@ -19,6 +19,7 @@ import psutil
 
 from app.accelerate_launch import read_command_line
 from app.console import shortened
+from app.runs.machines import lost_machine_0
 from app.runs.scheduled import cancel_waiting, kill_job, scheduled_state
 from trainers.config.mistakes import ConfigError
 from trainers.config.yaml_file import read_yaml
@@ -158,14 +159,15 @@ def true_state(run: RunFolder) -> dict[str, Any]:
     A run marked live without a live process is `failed`. A run marked ended with a rank that is still exiting, and so
     still holds its GPU, is `stopping` (`running` if it finished by itself); this happens without a supervisor, when
     rank 0 writes the end state. Processes are identified by pid and start time on this host; the state of a run on
-    another host is returned as it is. If a scheduler starts the run, that or its driver
-    says whether it waits, runs or is gone.
+    another host is returned as it is, unless that was machine 0 of several and is lost. If a scheduler starts the run,
+    that or its driver says whether it waits, runs or is gone.
     """
     state = run.read_state() or {"state": "failed", "cause": "it never started: there is no state file"}
     if (scheduled := scheduled_state(run, state)) is not None:
         return scheduled
     if state.get("host") != socket.gethostname():
-        return state  # pids of another host mean nothing here
+        lost = lost_machine_0(run, state)  # pids of another host mean nothing here
+        return {**state, "state": "failed", "cause": lost} if lost else state
     if state.get("state") in END_STATES and any(
         process.role == "rank" and _is_alive(process) for process in processes_in(state)
     ):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from tests import forked
 from tests.detached import TUNESMITH, inside, until
 from tests.launching import ROOT
+from tests.network import Network, set_up
 
 INJECT = Path(__file__).parent / "inject_doctor"
 Checks = dict[str, dict[str, Any]]
@@ -121,40 +121,8 @@ def test_two_ranks_without_a_fault(home: Path) -> None:
 # -- machines ----------------------------------------------------------------------------------------------------------
 
 
-class Network:
-    """Machines with addresses of their own: a network namespace each, joined by a bridge in another.
-
-    Args:
-        home: folder that all of them see.
-        count: number of machines.
-    """
-
-    def __init__(self, home: Path, count: int):
-        self.home, self.count, self.mark = home, count, f"ts{os.getpid()}"
-        self.names = [f"{self.mark}-{number}" for number in range(count)]
-        self.switch = f"{self.mark}-s"
-        (home / "runs").mkdir()
-
-    def set_up(self) -> None:
-        for name in (self.switch, *self.names):
-            run("ip", "netns", "add", name)
-            run("ip", "-n", name, "link", "set", "lo", "up")
-        run("ip", "-n", self.switch, "link", "add", "bridge0", "type", "bridge")
-        run("ip", "-n", self.switch, "link", "set", "bridge0", "up")
-        for number, name in enumerate(self.names):
-            port = f"port{number}"
-            run("ip", "-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", self.switch)
-            run("ip", "-n", self.switch, "link", "set", port, "master", "bridge0", "up")
-            run("ip", "-n", name, "address", "add", f"10.87.0.{10 + number}/24", "dev", "eth0")
-            run("ip", "-n", name, "link", "set", "eth0", "up")
-
-    def tear_down(self) -> None:
-        for name in (self.switch, *self.names):
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
-
-    def on(self, machine: int, *words: str) -> None:
-        """Runs a command of `ip` or `tc` on a machine."""
-        run("ip", "netns", "exec", self.names[machine], *words)
+class Machines(Network):
+    """Machines that doctors examine together."""
 
     def doctor(self, *words: str, odd: str = "", absent: int = 0, **variables: str) -> list[Checks]:
         """The report on every machine.
@@ -180,20 +148,12 @@ class Network:
         return [by_name(each.communicate(timeout=200)[0]) for each in started]
 
 
-def run(*words: str) -> None:
-    subprocess.run(words, check=True, capture_output=True)
-
-
 @pytest.fixture
-def network(request: pytest.FixtureRequest, home: Path) -> Iterator[Network]:
-    net = Network(home, request.param)
-    try:
-        net.set_up()
-    except (OSError, subprocess.CalledProcessError) as error:
-        net.tear_down()
-        pytest.skip(f"network namespaces need root and the kernel's support: {error}")
-    yield net
-    net.tear_down()
+def network(request: pytest.FixtureRequest, home: Path) -> Iterator[Machines]:
+    (home / "runs").mkdir()
+    net = Machines(home, request.param)
+    with set_up(net):
+        yield net
 
 
 three = pytest.mark.parametrize("network", [3], indirect=True)
@@ -201,7 +161,7 @@ two = pytest.mark.parametrize("network", [2], indirect=True)
 
 
 @three
-def test_what_differs_on_a_machine_is_named_before_any_rank_starts(network: Network, home: Path) -> None:
+def test_what_differs_on_a_machine_is_named_before_any_rank_starts(network: Machines, home: Path) -> None:
     """Another version, a clock that is ahead, a folder that is not shared, Debian's 127.0.1.1."""
     (home / "other" / "transformers-4.1.0.dist-info").mkdir(parents=True)
     (home / "other" / "transformers-4.1.0.dist-info" / "METADATA").write_text(
@@ -225,7 +185,7 @@ def test_what_differs_on_a_machine_is_named_before_any_rank_starts(network: Netw
 
 @pytest.mark.long
 @three
-def test_a_slow_link_is_named(network: Network) -> None:
+def test_a_slow_link_is_named(network: Machines) -> None:
     """The last machine sends at a hundredth of the speed of the others."""
     network.on(
         2, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", "100mbit", "burst", "64kb", "latency", "1s"
@@ -239,7 +199,7 @@ def test_a_slow_link_is_named(network: Network) -> None:
 
 @pytest.mark.long
 @three
-def test_two_machines_that_cannot_reach_each_other_are_named(network: Network) -> None:
+def test_two_machines_that_cannot_reach_each_other_are_named(network: Machines) -> None:
     network.on(1, "ip", "route", "add", "unreachable", "10.87.0.12/32")
     checks = network.doctor("--quick")[0]
     assert "machine 1 cannot reach machine 2 at 10.87.0.12:" in checks["connections"]["value"]
@@ -248,7 +208,7 @@ def test_two_machines_that_cannot_reach_each_other_are_named(network: Network) -
 
 
 @two
-def test_a_machine_that_cannot_reach_the_port_says_so(network: Network) -> None:
+def test_a_machine_that_cannot_reach_the_port_says_so(network: Machines) -> None:
     network.on(1, "ip", "route", "add", "unreachable", "10.87.0.10/32")
     first, second = network.doctor("--quick", "--timeout", "5")
     assert first["port"]["value"] == "machine 1 did not reach port 29500 of machine 0 within 5 s"
@@ -259,7 +219,7 @@ def test_a_machine_that_cannot_reach_the_port_says_so(network: Network) -> None:
 
 @pytest.mark.long
 @two
-def test_delay_is_no_fault(network: Network) -> None:
+def test_delay_is_no_fault(network: Machines) -> None:
     """A far machine is slow to answer, and right; its two links are alike."""
     try:
         network.on(1, "tc", "qdisc", "add", "dev", "eth0", "root", "netem", "delay", "20ms")

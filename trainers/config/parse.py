@@ -37,6 +37,7 @@ class Request:
         preset: Name of the preset.
         config: Path of a YAML file.
         check: Whether `--check` was given.
+        accelerate_config: Name or Accelerate file of the strategy; for ranks that torchrun starts.
         options: Options given as flags.
         chosen: Names of the options set in the file or by flags; set by `resolve`.
         notes: Lines on which preset was used and which of its options were dropped; set by `resolve`.
@@ -49,6 +50,7 @@ class Request:
     options: dict[str, Any] = field(default_factory=dict)
     chosen: frozenset[str] = frozenset()
     notes: list[str] = field(default_factory=list)
+    accelerate_config: str | None = None
     mistakes: list[Mistake] = field(default_factory=list)
 
     def resolve(self) -> TrainConfig:
@@ -84,16 +86,22 @@ def _other_preset(name: str, preset: Preset, chosen: Mapping[str, Any]) -> list[
 
 
 def parse_request(argv: Sequence[str]) -> Request:
-    """Parses `--preset`, `--config`, `--check` and every option of `TrainConfig`; errors are collected in `mistakes`.
+    """Parses the options of the training script and of `TrainConfig`; errors are collected in `mistakes`.
 
     Raises:
         ConfigError: If `--check` is given a value.
     """
-    own = {"config": option("config", "<file>", "YAML file with options."), "check": switch("check", "")}
+    own = {
+        "config": option("config", "<file>", "YAML file with options."), "check": switch("check", ""),
+        "accelerate_config": option("accelerate_config", "<name|file>", "With torchrun: the strategy."),
+    }  # fmt: skip
     parsed = read(argv, {**own, **config_options()}, "train", add_help_option=False)
     assert parsed is not None, "there is no help here"
     names, values, mistakes = parsed
-    return request_of(values, [*mistakes, *map(unexpected_argument, names)])
+    accelerate_config = values.pop("accelerate_config", None)
+    request = request_of(values, [*mistakes, *map(unexpected_argument, names)])
+    request.accelerate_config = accelerate_config
+    return request
 
 
 def request_of(values: Mapping[str, Any], mistakes: Iterable[Mistake] = ()) -> Request:

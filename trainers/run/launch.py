@@ -10,7 +10,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -20,6 +20,7 @@ import psutil
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig, absolute_paths
 from trainers.config.parse import dump_yaml
+from trainers.run import torchrun
 from trainers.run.folder import Process, RunFolder, new_run_id, write_atomic
 from trainers.strategy.strategy import Strategy, from_launcher, resolve
 
@@ -33,7 +34,7 @@ class Launch:
     """What started this rank.
 
     Args:
-        launcher: The `accelerate launch` process.
+        launcher: The process of `accelerate launch` or torchrun.
         parent: Process id of this rank's parent.
         strategy: Strategy given by the launcher's command line and Accelerate file.
         supervised: Whether Tunesmith's supervisor created the run folder and writes the first and last state.
@@ -50,8 +51,11 @@ def rank_of_environment() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def find_launch() -> Launch:
-    """Finds the launcher among the ancestors of this process, and parses its command line.
+def find_launch(accelerate_config: str | None = None) -> Launch:
+    """Finds the launcher among the ancestors of this process, and what it says about the strategy.
+
+    Args:
+        accelerate_config: The strategy that the script's own options name, for torchrun; `accelerate launch` has one.
 
     Raises:
         ConfigError: If there is no launcher, or its strategy is invalid.
@@ -60,13 +64,27 @@ def find_launch() -> Launch:
     end_with_launcher(True)
     for ancestor in psutil.Process().parents()[:3]:
         argv = ancestor.cmdline()
-        if "launch" in " ".join(argv[:4]) and any(Path(word).name == SCRIPT for word in argv):
+        if _is_accelerate(argv) and any(Path(word).name == SCRIPT for word in argv):
+            if accelerate_config is not None:
+                raise ConfigError(
+                    f"{torchrun.OPTION} is for torchrun; the --config_file of `accelerate launch` decides: leave it out"
+                )
             process = Process.of("launcher", pid=ancestor.pid)
             return Launch(process, parent, from_launcher(argv, SCRIPT), os.environ.get(SUPERVISED) == "1")
+    if torchrun.is_torchrun(os.environ):
+        strategy = torchrun.strategy_of_environment(accelerate_config, os.environ)
+        torchrun.set_environment(str(accelerate_config), strategy.num_processes)
+        return Launch(Process.of("launcher", pid=parent), parent, strategy, supervised=False)
     raise ConfigError(
         f"{SCRIPT} was started without a launcher; use `accelerate launch --config_file accelerate_configs/ddp.yaml "
         f"trainers/{SCRIPT} ...` or `tunesmith train`"
     )
+
+
+def _is_accelerate(argv: Sequence[str]) -> bool:
+    """Whether a command line is that of `accelerate launch`; `torch.distributed.launch` is torchrun's old name."""
+    start = " ".join(argv[:4])
+    return "launch" in start and "torch.distributed" not in start
 
 
 def check_one_root() -> None:

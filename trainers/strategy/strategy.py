@@ -190,12 +190,14 @@ class Machines:
         rank: Number of this machine, from 0.
         ip: Address of machine 0, where all machines rendezvous.
         port: Rendezvous port on machine 0.
+        minimum: Fewest machines that the run goes on with when others are lost; None: it needs all.
     """
 
     count: int
     rank: int
     ip: str
     port: int
+    minimum: int | None = None
 
 
 def over_machines(strategy: Strategy, machines: Machines | None) -> Strategy:
@@ -448,14 +450,8 @@ def _fit_mesh(values: dict[str, Any], num_processes: int, pp_size: int) -> list[
 
 _LAUNCH_WAY = "start with `accelerate launch --config_file accelerate_configs/ddp.yaml trainers/train.py ...`"
 _COUNTS = ("num_processes", "num_machines", "machine_rank", "main_process_port", "main_process_ip")
-_OTHER_FLAGS = (
-    "num_cpu_threads_per_process",
-    "max_restarts",
-    "monitor_interval",
-    "rdzv_backend",
-    "rdzv_conf",
-    "gpu_ids",
-)
+_OTHER_FLAGS = ("num_cpu_threads_per_process", "max_restarts", "monitor_interval", "rdzv_backend", "rdzv_conf",
+                "gpu_ids")  # fmt: skip
 _SWITCHES = ("debug", "quiet", "same_network", "enable_cpu_affinity")
 
 

@@ -62,6 +62,7 @@ def _origin(view: dict[str, Any]) -> Html:
     began = "queued" if view["state"] == "queued" else "started"
     parts = [
         f"{view['strategy']} on {devices}" if view["strategy"] else devices,
+        view["machines"],
         f"attempt {view['attempt'] + 1}" if view["attempt"] else "",
         join([began, " ", ago(view["started_at"])]) if view["started_at"] else "",
     ]

@@ -20,8 +20,9 @@ from app.launch import restarts, supervisor, worker_node
 from app.launch.exit_cause import cause_of
 from app.launch.foreground import where, write_folder
 from app.launch.job import TrainJob, resume_job, train_job
+from app.launch.layouts import Layouts
 from app.launch.machines import choose_machines, devices_here
-from app.launch.nodes import Nodes, NodeStatus
+from app.launch.nodes import Nodes, NodeStatus, Pulses
 from app.launch.restarts import need_of, run_to_end
 from app.launch.worker_node import join_to_end
 from tests.detached import until
@@ -168,7 +169,9 @@ def run_0(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     """Machine 0's part of a run, with a launcher of the test's own."""
 
     def go(body: str, when: Callable[[str], None] = lambda launch: None, timeout: float = 60.0) -> dict[str, Any]:
-        run = RunFolder("shared")
+        job = train_job(TRAIN.read(typed(rank=0)))
+        write_folder(job)
+        run = job.run
         words = launcher(run, body)
         monkeypatch.setattr(restarts, "launch_argv", lambda *more: words)
         monkeypatch.setattr(restarts, "FIRST_JOIN_TIMEOUT", timeout)
@@ -178,8 +181,7 @@ def run_0(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
             if state.get("state") == "starting":
                 when(str(state["launched_at"]))
 
-        devices = Devices([], 2, Machines(2, 0, "localhost", 29500))
-        return run_to_end(run, devices, os.environ, listen, max_restarts=3)
+        return run_to_end(run, job.devices, os.environ, listen, max_restarts=3)
 
     return go
 
@@ -194,13 +196,14 @@ def test_a_machine_that_does_not_come_ends_the_run_with_its_name(run_0: Callable
     assert state["cause"].startswith("machine 1 did not join within 0.3 s; start the same command there with its")
 
 
-def test_a_crash_before_that_is_told_as_it_is(run_0: Callable[..., dict[str, Any]]) -> None:
-    assert "exit status 3" in run_0("sys.exit(3)")["cause"]
+def test_a_crash_is_told_as_it_is(run_0: Callable[..., dict[str, Any]]) -> None:
+    assert "exit status 3" in run_0("sys.exit(3)", lambda launch: status_of_machine_1().write(launch, ended=0))["cause"]
 
 
 def test_a_launcher_that_fell_elsewhere_ends_this_one(run_0: Callable[..., dict[str, Any]]) -> None:
     state = run_0("time.sleep(600)", lambda launch: status_of_machine_1().write(launch, ended=1))
     assert (state["state"], (state["machines"])["over"]) == ("failed", True)
+    assert state["machines"]["participants"] == [0, 1]
 
 
 def test_what_a_machine_refuses_is_the_cause(run_0: Callable[..., dict[str, Any]]) -> None:
@@ -214,19 +217,22 @@ def test_a_stop_before_all_have_come_does_not_wait_for_them(run_0: Callable[...,
 
 
 def test_a_word_of_an_earlier_launch_does_not_count() -> None:
-    run = RunFolder("shared")
-    run.create()
-    seen = Nodes(run, Machines(3, 0, "a", 1), "somewhere", 60)
+    job = train_job(TRAIN.read(typed(rank=0)))
+    write_folder(job)
+    run, machines = job.run, Machines(3, 0, "a", 1)
+    layouts = Layouts(job.config, job.strategy, Devices([], 3, machines))
+    seen = Nodes(run, machines, "somewhere", 60, False, layouts, Pulses(run, [1, 2]), lambda machines: [])
     assert seen.notice("now")["resume_from"] == str(Path("somewhere").absolute())
     NodeStatus(run, 1).write("before", ended=1)
-    assert (seen.missing(), seen.crashed(), seen.ended()) == ([1, 2], False, True)
+    assert (seen.gather(59), seen.participants, seen.crashed()) == (None, None, False)
     NodeStatus(run, 2).write("now")
-    assert (seen.missing(), seen.crashed(), seen.ended()) == ([1], False, False)
-    ending = seen.ending(60)
+    assert (seen.gather(59), seen.participants, seen.crashed()) == (None, None, False)
+    ending = seen.gather(60)
     assert ending
     assert str(ending.cause).startswith("machine 1 did not join within 60 s")
     assert ending.retry == "never"
-    assert seen.ending(59) is None
+    NodeStatus(run, 1).write("now", ended=1)
+    assert (seen.gather(0), seen.participants, seen.crashed(), seen.ended()) == (None, [0, 1, 2], True, False)
 
 
 def test_a_rank_of_another_machine_is_told_with_its_machine() -> None:
@@ -257,6 +263,7 @@ class Member:
             return words_0
 
         self.patch.setattr(worker_node, "launch_argv", argv)
+        self.patch.setattr(worker_node, "unreachable", lambda machines: None)
         self.thread = threading.Thread(target=self._go, args=(job,), daemon=True)
         self.thread.start()
 
@@ -270,7 +277,13 @@ class Member:
         self.run.write_state(host="another", **changes)
 
     def launch(self, launch: str, source: str | None = None) -> None:
-        self.write(state="starting", launched_at=launch, machines={"resume_from": source, "timeout": 9, "over": False})
+        notice = {"resume_from": source, "timeout": 9, "over": False, "minimum": None}
+        self.write(state="starting", launched_at=launch, machines={**notice, "participants": None})
+        until(lambda: self.word()[0] == launch or not self.thread.is_alive() or self.is_queued(), 30)
+        self.write(machines={**notice, "participants": [0, 1]})
+
+    def is_queued(self) -> bool:
+        return self.run.log.exists() and "machine 1: queued: " in self.run.log.read_text()
 
     def word(self) -> tuple[Any, Any]:
         word = read_json(self.run.machine_file(1)) or {}
@@ -308,7 +321,7 @@ def test_a_launcher_that_nobody_waits_for_is_ended(how: str, member: Member) -> 
     write_folder(train_job(TRAIN.read(typed(rank=0))))
     member.start("time.sleep(600)")
     member.launch("one")
-    until(lambda: member.word() == ("one", None), 30)
+    until(lambda: len((read_json(member.run.machine_file(1)) or {}).get("processes", ())) == 2, 30)
     if how == "over":
         member.write(machines={"over": True})
     else:
