@@ -215,7 +215,8 @@ def test_a_local_cluster_listens_on_loopback_and_refuses_strangers(tmp_path: Pat
     raylet = next(process for process in family if process.name() == "raylet")
     session = Path(re.findall(r"/tmp/ray/session_[^/ ]+", " ".join(raylet.cmdline()))[0])
     assert files_with(str(session), raylet.environ()["RAY_AUTH_TOKEN"]) == set()
-    code = "import sys, ray; ray.init(sys.argv[1]); print(ray.nodes())"
+    code = "import sys, ray; from ray._private import services; services.resolve_ip_for_localhost = lambda host: host\n"
+    code += "ray.init(sys.argv[1]); print(ray.nodes())"
     address = f"127.0.0.1:{listening['gcs_server'].port}"
     argv = [sys.executable, "-c", code, address]
     stranger = subprocess.run(argv, capture_output=True, text=True, timeout=100)
