@@ -138,6 +138,8 @@ def resume_job(run: RunFolder, args: Args) -> TrainJob:
         again = f"tunesmith resume {shlex.quote(str(run.path))}"
         remedy = f"`{again}`, with the changed options, submits it again; with `--on local` it goes on here"
         raise ConfigError(f"run {run.id} was submitted to {TITLES[submitted['kind']]}; {remedy}")
+    if submitted:
+        args.launch.setdefault("num_machines", "1")  # not the nodes that the scheduler chose
     attempt = run_attempt(run)
     # On machines other than 0, the run is live if machine 0 has already resumed it.
     if args.launch.get("machine_rank", "0") == "0" or true_state(run)["state"] == "done":

@@ -23,6 +23,7 @@ from app.schedulers.ray_options import RayOptions
 from tests.made_runs import made_run
 from trainers.config.mistakes import ConfigError
 from trainers.run.folder import RunFolder, write_json
+from trainers.strategy.strategy import Machines, load_strategy, over_machines
 
 TOKEN = "hf_0123456789"  # noqa: S105
 
@@ -98,6 +99,14 @@ def test_no_way_resumes_a_run_here_unless_told_to(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"was submitted to Ray; `tunesmith resume .*`, .*--on local"):
         resume_job(run, Args())
     assert resume_job(run, args(RESUME, str(run.path), "--on", "local")).run.path == run.path
+
+
+def test_a_run_of_several_nodes_is_resumed_on_one_machine(tmp_path: Path) -> None:
+    run = submitted(tmp_path, nodes=2)
+    strategy = over_machines(load_strategy(str(run.accelerate)), Machines(2, 0, "10.0.0.1", 29500))
+    run.accelerate.write_text(strategy.dump())
+    job = resume_job(run, args(RESUME, str(run.path), "--on", "local"))
+    assert (job.devices.machines, job.devices.num_processes) == (None, 4)
 
 
 def test_the_preview_has_one_line_for_each_node(tmp_path: Path) -> None:
