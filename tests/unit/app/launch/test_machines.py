@@ -24,7 +24,7 @@ from app.launch.layouts import Layouts
 from app.launch.machines import choose_machines, devices_here
 from app.launch.nodes import Nodes, NodeStatus, Pulses
 from app.launch.restarts import need_of, run_to_end
-from app.launch.worker_node import join_to_end
+from app.launch.worker_node import join_to_end, refuse_to_join
 from tests.detached import until
 from trainers.config.mistakes import ConfigError
 from trainers.run.device_locks import Holder, Need, holders, take_now
@@ -209,6 +209,11 @@ def test_a_launcher_that_fell_elsewhere_ends_this_one(run_0: Callable[..., dict[
 def test_what_a_machine_refuses_is_the_cause(run_0: Callable[..., dict[str, Any]]) -> None:
     state = run_0("time.sleep(600)", lambda launch: status_of_machine_1().write(launch, refused="seed=1, and"))
     assert (state["state"], state["cause"]) == ("failed", "machine 1: seed=1, and")
+
+
+def test_a_node_that_cannot_train_ends_the_launch_that_waits_for_it(run_0: Callable[..., dict[str, Any]]) -> None:
+    state = run_0("time.sleep(600)", lambda launch: refuse_to_join(RunFolder("shared"), 1, "no GPUs"))
+    assert (state["state"], state["cause"]) == ("failed", "machine 1: no GPUs")
 
 
 def test_a_stop_before_all_have_come_does_not_wait_for_them(run_0: Callable[..., dict[str, Any]]) -> None:

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from app.command_line import RESUME, TRAIN, Args
-from app.launch import actions, cluster_node, slurm, slurm_node, worker_node
+from app.launch import actions, cluster_node, slurm, slurm_node
 from app.launch.job import resume_job
-from app.launch.nodes import Nodes
 from app.launch.slurm_node import Placement, after, limit
 from app.runs.scheduled import submission
 from app.schedulers.slurm import SlurmError, script
@@ -21,7 +20,6 @@ from app.schedulers.slurm_options import SlurmOptions
 from tests.made_runs import made_run
 from trainers.config.mistakes import ConfigError
 from trainers.run.folder import RunFolder, write_json
-from trainers.strategy.strategy import Machines
 
 
 @pytest.fixture(autouse=True)
@@ -188,21 +186,6 @@ def test_a_node_ends_with_the_first_one_that_refused(tmp_path: Path, monkeypatch
     monkeypatch.setattr(Placement, "of", lambda environment: second)
     run.write_state(state="failed", scheduler=dict(second.node.scheduler))
     assert slurm_node.node(run) == slurm_node.EXIT_CODES["failed"]
-
-
-def test_the_first_node_ends_with_another_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = submitted(tmp_path)
-    nodes = Nodes(run, Machines(2, 0, "a", 1), None, 9)
-    monkeypatch.setattr(worker_node, "FIRST_JOIN_TIMEOUT", 0.3)
-    run.write_state(state="starting", launched_at="before", machines={"over": True})
-    worker_node.refuse_to_join(run, 1, "no GPUs")
-    assert nodes.ending(0) is None
-    run.write_state(launched_at="now", machines=nodes.notice("now"))
-    assert nodes.ending(0) is None
-    worker_node.refuse_to_join(run, 1, "no GPUs")
-    ending = nodes.ending(0)
-    assert ending is not None
-    assert (ending.state, ending.cause, ending.retry) == ("failed", "machine 1: no GPUs", "never")
 
 
 PREEMPTED = """slurmstepd-node1: error: *** STEP 12.0 ON node1 CANCELLED AT 2026-11-25T18:56:00 DUE TO PREEMPTION ***
