@@ -17,6 +17,7 @@ from app.launch import nodes as nodes_module
 from app.launch.foreground import write_folder
 from app.launch.job import TrainJob, resume_job, train_job
 from app.launch.layouts import Layouts, choose_participants, part_of
+from app.launch.links import Links
 from app.launch.nodes import Nodes, NodeStatus, Pulses
 from app.launch.restarts import _Members
 from app.runs.machines import machines_line
@@ -139,7 +140,7 @@ def test_wrong_words(words: list[str], line: str) -> None:
 def test_a_resume_knows_all_machines_although_fewer_trained() -> None:
     job = typed("--min_machines=2", each=2, batch=24)
     write_folder(job)
-    members = _Members(job.run, job.devices, job.devices.machines or Machines(0, 0, "", 0))
+    members = _Members(job.run, job.devices, job.devices.machines or Machines(0, 0, "", 0), {})
     members.write_files(2)
     machines = {"count": 3, "minimum": 2, "participants": [0, 2], "absent": {"1": "it is gone"}}
     job.run.write_state(state="failed", machines=machines)
@@ -177,7 +178,8 @@ class Gathering:
         assert machines is not None
         self.run, self.pulses = job.run, Pulses(job.run, [1, 2])
         layouts = Layouts(job.config, job.strategy, job.devices)
-        self.nodes = Nodes(job.run, machines, None, 60, restarted, layouts, self.pulses, lambda participants: [])
+        links = Links(machines, {})
+        self.nodes = Nodes(job.run, machines, None, 60, restarted, layouts, self.pulses, links, lambda participants: [])
         self.nodes.notice("now")
         self.members = {machine: NodeStatus(job.run, machine) for machine in (1, 2)}
 
