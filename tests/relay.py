@@ -15,13 +15,9 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-
-from tests.network import run
 
 TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
 FRAME = 65536
@@ -57,28 +53,10 @@ class Relay:
         passed, dropped = out.split()
         return int(passed), int(dropped)
 
-
-@contextmanager
-def bad_link(machines: list[str], address: str, names: tuple[str, str]) -> Iterator[Relay]:
-    """Joins two network namespaces by a relay.
-
-    Args:
-        machines: the namespaces.
-        address: of machine N, with `{}` for it.
-        names: of the devices, which become `eth0`.
-    """
-    relay = Relay(names)
-    try:
-        for number, (machine, name) in enumerate(zip(machines, names, strict=True)):
-            run("ip", "link", "set", name, "netns", machine)
-            run("ip", "-n", machine, "link", "set", name, "name", "eth0")
-            run("ip", "-n", machine, "address", "add", address.format(number), "dev", "eth0")
-            run("ip", "-n", machine, "link", "set", "eth0", "up")
-        yield relay
-    finally:
-        if relay.program.poll() is None:
-            relay.program.kill()
-            relay.program.wait()
+    def kill(self) -> None:
+        """Ends the program if it still runs; its devices go with it."""
+        self.program.kill()
+        self.program.wait()
 
 
 def tap(name: str) -> int:
