@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import platform
 import selectors
 import socket
@@ -235,7 +236,7 @@ class Links:
         try:
             self.responders.append(Responder(self.launch, self.machines.port))
         except OSError as error:
-            problem = f"port {self.machines.port} cannot be opened on machine 0: {error.strerror or error}"
+            problem = f"port {self.machines.port} cannot be opened on machine 0: {os.strerror(error.errno or 0)}"
             return f"{problem}; name a free one with --main_process_port, on every machine"
         return None
 

@@ -229,6 +229,37 @@ def test_a_machine_that_reaches_nobody_is_left_out(monkeypatch: pytest.MonkeyPat
     assert "machine 2: it cannot reach machine 0" in gathering.nodes.line()
 
 
+def test_a_first_start_does_not_wait_long_for_a_firewall(monkeypatch: pytest.MonkeyPatch) -> None:
+    gathering = Gathering(monkeypatch, None, restarted=False)
+    gathering.members[1].write("now")
+    assert gathering.after(1, 1, 2) == (None, None)
+    gathering.members[2].write("now", unreachable="it cannot reach machine 0")
+    assert gathering.after(1, 1, 2) == (None, None)
+    assert gathering.after(19, 1, 2) == (None, None), "it may be mended"
+    ending, _ = gathering.after(2, 1, 2)
+    assert ending
+    assert (ending.cause, ending.retry) == ("machine 2: it cannot reach machine 0", "never")
+
+
+@pytest.mark.parametrize("minimum", [None, 2])
+def test_a_machine_with_another_torch_takes_no_part(minimum: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    gathering = Gathering(monkeypatch, minimum, restarted=False)
+    gathering.members[1].write("now")
+    gathering.members[2].facts = {"versions": {**gathering.nodes.links.own, "torch": "1.0"}}
+    gathering.members[2].write("now")
+    ending, participants = gathering.after(1, 1, 2)
+    assert participants == (None if minimum is None else [0, 1])
+    text = gathering.nodes.line() if ending is None else str(ending.cause)
+    assert "machine 2: it has torch 1.0, and machine 0 " in text
+
+
+def test_a_wrong_interface_of_machine_0_ends_the_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    gathering = Gathering(monkeypatch, 2, restarted=False)
+    gathering.nodes.links.env = {"GLOO_SOCKET_IFNAME": "nothing0"}
+    ending, _ = gathering.after(1)
+    assert str(ending and ending.cause).startswith("machine 0: GLOO_SOCKET_IFNAME=nothing0 names no network interface")
+
+
 @pytest.mark.parametrize(
     ("minimum", "cause"),
     [
