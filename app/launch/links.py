@@ -260,10 +260,12 @@ class Links:
             facts: the facts that members have reported, by machine.
         """
         for machine, reported in facts.items():
-            probe = self.probes.get(machine)
-            if self.pool and reported.get("address") and (probe is None or probe.is_due(reported["port"])):
-                target = (str(reported["address"]), int(reported["port"]))
-                last = probe.problem() if probe else None
+            address, port, probe = reported.get("address"), reported.get("port"), self.probes.get(machine)
+            if not self.pool or not isinstance(address, str) or not isinstance(port, int):
+                continue
+            target = (address, port)
+            if probe is None or probe.target != target or probe.is_due():
+                last = probe.problem() if probe and probe.target == target else None
                 self.probes[machine] = _Probe(self.pool.submit(clock_of, *target, self.launch), target, last)
 
     def pending(self) -> set[int]:
@@ -356,10 +358,8 @@ class _Probe:
             raise error
         return f"{self.target[0]}:{self.target[1]} ({why_unreachable(error, 'as by a firewall')})"
 
-    def is_due(self, port: int) -> bool:
-        """Whether to try again: it has failed a while ago, or the member has come again, on another port."""
-        if self.target[1] != port:
-            return True
+    def is_due(self) -> bool:
+        """Whether to try again, as it has failed a while ago."""
         return self.future.done() and bool(self.problem()) and time.monotonic() - self.began > PROBE_AGAIN
 
 

@@ -208,12 +208,12 @@ class Nodes:
             return Ending("failed", f"machine 0: {fault}")
         if problem := self.links.open_port():
             return Ending("failed", problem) if self._lasts("port", problem) else None
-        self.links.look(facts)
         refused = {machine: str(word["refused"]) for machine, word in statuses.items() if word.get("refused")}
         refused |= self.links.refusals(facts)
         if refused and minimum is None:
             return Ending("failed", "; ".join(f"machine {number}: {why}" for number, why in refused.items()))
         cut_off = {machine: str(word["unreachable"]) for machine, word in statuses.items() if word.get("unreachable")}
+        self.links.look({machine: known for machine, known in facts.items() if machine not in cut_off})
         cut_off |= {machine: why for machine, why in self.links.cut_off(facts).items() if machine not in cut_off}
         absent = set(range(1, count)) - set(statuses) | set(cut_off) | self.links.pending()
         present, missing = [0, *sorted(set(statuses) - set(refused) - absent)], sorted(absent)
