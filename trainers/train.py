@@ -57,6 +57,7 @@ from trainers.run.launch import (
     write_run_files,
 )
 from trainers.run.log import start_tee
+from trainers.run.torchrun import refuse_fresh_restart
 from trainers.strategy.mesh import Mesh
 from trainers.strategy.micro_batch import OPTION, fit_micro_batch, micro_batch_line
 from trainers.strategy.pipeline_schedules import bubble_line
@@ -80,6 +81,7 @@ def main(argv: list[str]) -> int:
             if request.check:
                 return print_check(request)
             launch, config = find_launch(request.accelerate_config), absolute_paths(request.resolve())
+            refuse_fresh_restart(config.resume_from_checkpoint, os.environ)
             strategy = asked_strategy(launch, config)
             config, notes = with_micro_batch(config, strategy, request)
             refuse_machine(config, strategy)

@@ -17,6 +17,7 @@ from app.console import shortened
 from app.hardware import Devices, Gpu
 from app.launch.device_fit import fit_devices
 from app.launch.machines import as_before, choose_machines, devices_here, folder_mistakes
+from app.runs.machines import machine_counts
 from app.runs.runs import gpu_ids, true_state, world_size
 from app.runs.scheduled import submission
 from trainers.config.fields import text_of
@@ -254,8 +255,9 @@ def job_of(
         if config and devices and sizes is not None and (strategy or not strategy_file):
             fixed = bool({"gpus", "num_processes"} & set(values))
             chosen = request.chosen
-            if run and devices.machines and devices.machines.minimum and OPTION not in request.options:
-                chosen -= {OPTION}  # it may be the one of fewer machines
+            counts = machine_counts(run.read_state() or {}) if run else None
+            if counts and counts[1] and OPTION not in request.options:
+                chosen -= {OPTION}  # of a run that goes on with fewer machines, it may be theirs
             fit = fit_devices(config, strategy, devices, fixed, chosen, sizes)
             config, strategy, devices = fit.config, fit.strategy, fit.devices
     with mistakes:

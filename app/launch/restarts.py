@@ -206,7 +206,7 @@ class _Attempts:
 
     def write_settings_of_all(self, ending: Ending) -> None:
         """Writes the files of a run on all its machines again, for the next command that resumes it."""
-        if self.members and ending.state != "done" and not self.run.lost():
+        if self.members and self.members.is_elastic and ending.state != "done" and not self.run.lost():
             self.members.write_files(self.members.count)
 
     def to_end(self, share_gpus: bool, resume_from: str | None, max_restarts: int) -> Ending:

@@ -19,7 +19,7 @@ from trainers.run.folder import RunFolder, write_atomic, write_json
 HEAD, PORT = "head-node", 29500
 """Stand in an Accelerate file for machine 0's address until the job has started."""
 _CODE = ("container", "slurm_extra")
-_DECIDED = ("gpus", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
+_DECIDED = ("gpus", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "min_machines")
 
 
 def slurm_job(args: Args, run: RunFolder | None = None) -> tuple[TrainJob, SlurmOptions]:

@@ -149,12 +149,20 @@ class _WorkerNode:
             self.seen, self.seen_at = seen, time.monotonic()
         waited = time.monotonic() - self.seen_at
         if 0 in self.pulse.seen and self.pulse.silent(0) and waited > LOST_AFTER and state.get("state") in LIVE_STATES:
-            again = f"tunesmith resume {shlex.quote(str(self.run.path))}"
-            return f"machine 0 was lost: no sign of life for {LOST_AFTER:g} s; `{again}` goes on without it"
+            return f"machine 0 was lost: no sign of life for {LOST_AFTER:g} s; {self._without_machine_0()}"
         if waited < FIRST_JOIN_TIMEOUT:
             return ""
         remedy = "start the same command there with --machine_rank 0, and check that it sees this folder"
         return f"{self.name} has not heard from machine 0 for {FIRST_JOIN_TIMEOUT:g} s; {remedy}"
+
+    def _without_machine_0(self) -> str:
+        """How the machines that are left can go on."""
+        machines, devices = self.job.devices.machines, self.job.devices
+        count = machines.count - 1 if machines else 1
+        sizes = [] if devices.gpu_ids else ["--num_processes", str(devices.local_processes * count)]
+        argv = ["tunesmith", "resume", str(self.run.path), "--num_machines", str(count), *sizes]
+        network = f" --main_process_ip ADDRESS --main_process_port {machines.port} --machine_rank K" if machines else ""
+        return f"on each of the others, `{shlex.join(argv)}{network if count > 1 else ''}` goes on without it"
 
     def _join(self, state: Mapping[str, Any]) -> None:
         """Takes part in one launch until it ends.

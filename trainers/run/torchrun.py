@@ -69,6 +69,18 @@ def strategy_of_environment(name_or_path: str | None, environment: Mapping[str, 
     return replace(strategy, values=values)
 
 
+def refuse_fresh_restart(resume_from: str | None, environment: Mapping[str, str]) -> None:
+    """Raises ConfigError if torchrun has started the ranks again, and they would begin again rather than resume.
+
+    Args:
+        resume_from: the option `resume_from_checkpoint`.
+        environment: the rank's environment.
+    """
+    if environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and resume_from != "auto":
+        problem = "the launcher has started the ranks again, which would begin at the first step"
+        raise ConfigError(f"{problem}; add --resume_from_checkpoint auto, or leave its --max_restarts out")
+
+
 def _other_way(strategy: str) -> str:
     return f"start with `accelerate launch --config_file accelerate_configs/{strategy}.yaml trainers/train.py ...`"
 

@@ -49,6 +49,14 @@ def test_other_words_are_refused_with_the_line_to_type(name: str | None, changes
         torchrun.strategy_of_environment(name, {**TWO, **changes})
 
 
+def test_ranks_that_are_started_again_resume() -> None:
+    again = {**TWO, "TORCHELASTIC_RESTART_COUNT": "1"}
+    torchrun.refuse_fresh_restart(None, {**TWO, "TORCHELASTIC_RESTART_COUNT": "0"})
+    torchrun.refuse_fresh_restart("auto", again)
+    with pytest.raises(ConfigError, match="begin at the first step; add --resume_from_checkpoint auto"):
+        torchrun.refuse_fresh_restart(None, again)
+
+
 def launched_by_accelerate(monkeypatch: pytest.MonkeyPatch, file: str, ranks: int) -> dict[str, str]:
     """The variables that `accelerate launch` adds to the environment of its ranks."""
     from accelerate.commands import launch

@@ -67,7 +67,9 @@ def test_processes_that_nodes_do_not_divide_are_refused(tmp_path: Path) -> None:
         slurm.slurm_job(args(RESUME, "run", "--nodes", "3"), submitted(tmp_path, nodes=2))
 
 
-@pytest.mark.parametrize("name", ["gpus", "num_machines", "machine_rank", "main_process_ip", "main_process_port"])
+@pytest.mark.parametrize(
+    "name", ["gpus", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "min_machines"]
+)
 def test_what_slurm_decides_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}=1 is decided by SLURM; leave --{name} out"):
         slurm.slurm_job(args(TRAIN, "tiny-lora", f"--{name}", "1"))
