@@ -145,8 +145,6 @@ def dead_end(net: Machines) -> None:
     net.on(1, "ip", "link", "add", "eth1", "type", "dummy")
     net.on(1, "ip", "address", "add", "10.88.0.11/24", "dev", "eth1")
     net.on(1, "ip", "link", "set", "eth1", "up")
-    net.on(0, "ip", "route", "add", "10.88.0.0/24", "dev", "eth0")
-    net.on(1, "sysctl", "-q", "net.ipv4.conf.all.arp_ignore=1")
     net.variables[1] = {"GLOO_SOCKET_IFNAME": "eth1"}
 
 
