@@ -312,16 +312,18 @@ class _Part(Supervision):
         """Whether no rank makes progress, and nobody on machine 0 gives a sign of life, or it cannot be reached."""
         self.pulse.look()
         if self.problem is None and self._stands_still(clock, PROBE_AFTER) and clock - self.probed_at > PROBE_AFTER:
-            self._probe(clock)
+            self._probe(clock, unreachable(self.machines))
         if not self._stands_still(clock):
+            if self.beat_at > self.probed_at:  # the ranks go on
+                self._probe(clock, None)
             return False
         if self.problem is None and self.link:
             self.problem = self.link
             self.status_file.write(self.launch, unreachable=self.problem)
         return self.problem is not None or (0 in self.pulse.seen and self.pulse.silent(0))
 
-    def _probe(self, clock: float) -> None:
-        """Tries to reach machine 0, and tells if that has changed."""
-        self.probed_at, before, self.link = clock, self.link, unreachable(self.machines)
-        if self.link != before:
-            self.on_event("note", self.link or "it can reach machine 0 again")
+    def _probe(self, clock: float, problem: str | None) -> None:
+        """Notes whether machine 0 can be reached, and tells if that has changed."""
+        if problem != self.link:
+            self.on_event("note", problem or "it can reach machine 0 again")
+        self.probed_at, self.link = clock, problem

@@ -19,7 +19,28 @@ from tests.network import run, set_up
 from tests.relay import Relay
 
 long = pytest.mark.long
-FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
+CLOCK = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <sys/time.h>
+#include <time.h>
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    static int (*original)(clockid_t, struct timespec *);
+    if (!original) original = dlsym(RTLD_NEXT, "clock_gettime");
+    int result = original(clock, now);
+    if (clock == CLOCK_REALTIME) now->tv_sec += 90;
+    return result;
+}
+int gettimeofday(struct timeval *restrict now, void *restrict zone) {
+    struct timespec time;
+    clock_gettime(CLOCK_REALTIME, &time);
+    now->tv_sec = time.tv_sec;
+    now->tv_usec = time.tv_nsec / 1000;
+    return 0;
+}
+"""
+"""A library that puts a process's clock 90 s ahead. libfaketime 0.9.10 breaks Python's waits, which use sem_clockwait
+and clock_nanosleep with absolute times."""
 CUT = 10.0
 
 
@@ -105,7 +126,8 @@ def test_a_link_that_is_cut_for_ten_seconds(far: FarApart, undisturbed: Undistur
     far.relay.order("mend")
     far.codes(0, 1)
     exact(far.run, uncut, replays=INTERVAL)
-    fault.harmless(far.run)
+    fault.harmless()
+    assert "machine 1: it can reach machine 0 again" in log(far) or "restart 1 of 3" in log(far)
 
 
 # -- before the first step ---------------------------------------------------------------------------------------------
@@ -142,7 +164,8 @@ def loopback(net: Machines) -> None:
 
 
 def dead_end(net: Machines) -> None:
-    net.on(1, "ip", "link", "add", "eth1", "type", "dummy")
+    net.on(1, "ip", "link", "add", "eth1", "type", "veth", "peer", "name", "nowhere")
+    net.on(1, "ip", "link", "set", "nowhere", "up")
     net.on(1, "ip", "address", "add", "10.88.0.11/24", "dev", "eth1")
     net.on(1, "ip", "link", "set", "eth1", "up")
     net.variables[1] = {"GLOO_SOCKET_IFNAME": "eth1"}
@@ -210,9 +233,13 @@ def test_what_would_only_hang_is_refused_with_the_remedy(name: str, near: Machin
 
 @long
 def test_clocks_90_seconds_apart_are_a_warning(near: Machines, undisturbed: Undisturbed) -> None:
-    if not FAKETIME.exists():
-        pytest.skip("libfaketime is not installed (apt-get install faketime)")
-    near.variables[1] = {"LD_PRELOAD": str(FAKETIME), "FAKETIME": "+90s", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+    source, library = near.home / "clock.c", near.home / "clock.so"
+    source.write_text(CLOCK)
+    try:
+        run("cc", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl")
+    except OSError:
+        pytest.skip("this machine has no C compiler")
+    near.variables[1] = {"LD_PRELOAD": str(library)}
     uncut = undisturbed("ddp")
     for machine in (1, 0):
         near.train(machine)
