@@ -133,10 +133,10 @@ def _matching(variable: str, value: str, known: list[str]) -> list[str]:
     """The interfaces that a variable names: for NCCL by their beginnings, unless it begins with `=`, or `^` (not)."""
     if not value or value.startswith("^"):
         return []
-    words = [word for word in value.removeprefix("=").split(",") if word]
+    patterns = [word for word in value.removeprefix("=").split(",") if word]
     if variable.startswith("NCCL") and not value.startswith("="):
-        return [name for name in known if name.startswith(tuple(words))]
-    return [name for name in known if name in words]
+        return [name for name in known if name.startswith(tuple(patterns))]
+    return [name for name in known if name in patterns]
 
 
 def why_unreachable(error: OSError, refused: str) -> str:
