@@ -29,6 +29,10 @@ class Network:
         for name in (self.switch, *self.names):
             run("ip", "netns", "add", name)
             run("ip", "-n", name, "link", "set", "lo", "up")
+        self.connect()
+
+    def connect(self) -> None:
+        """Joins the machines by a bridge."""
         run("ip", "-n", self.switch, "link", "add", "bridge0", "type", "bridge")
         run("ip", "-n", self.switch, "link", "set", "bridge0", "up")
         for number, name in enumerate(self.names):

@@ -18,6 +18,7 @@ from app.doctor.together import together
 from app.doctor.verdict import COLLECTIVES, bandwidth_rows, network_checks, ranks_of
 from app.doctor.versions import Setting, version_checks
 from app.hardware import Devices, find_gpus
+from app.launch.network import interface_variables, own_interface
 from trainers.config.mistakes import ConfigError
 from trainers.run.device_locks import Holder, Need, take_now
 from trainers.strategy.strategy import Strategy
@@ -153,11 +154,18 @@ class _Examiner:
             if held := [text for text in problems if text]:
                 return self._skip(held[0])
             sizes = request.strategy.sizes
-            report = run_ranks(request.devices, sizes, request.timeout, request.quick, self.env)
+            report = run_ranks(request.devices, sizes, request.timeout, request.quick, self._env(exchange))
         reports = exchange.gather(report, RANK_TIMEOUTS * request.timeout) if exchange else [report]
         for check in network_checks(reports, request.timeout, request.quick):
             self._add(check)
         self.result.bandwidth = bandwidth_rows(ranks_of(reports))
+
+    def _env(self, exchange: Exchange | None) -> Mapping[str, str]:
+        """The environment of the ranks; as in a run, they use the network interface that leads to machine 0."""
+        if exchange is None:
+            return self.env
+        interface = own_interface(exchange.machines, self.env, exchange.own_address())
+        return {**self.env, **interface_variables(interface, self.env)}
 
     def _take_gpus(self, stack: ExitStack) -> str | None:
         """Holds the GPUs while ranks use them; returns why they cannot be had."""

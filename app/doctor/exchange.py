@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from app.launch.network import why_unreachable
 from trainers.strategy.strategy import Machines
 
 MOST_BYTES, MOST_HELLO = 64 * 2**20, 1024
@@ -108,6 +109,11 @@ class Exchange:
 
     def __init__(self, machines: Machines, lines: dict[int, _Line], timeout: float):
         self.machines, self.lines, self.timeout = machines, lines, timeout
+
+    def own_address(self) -> str:
+        """The address of this machine on its connection to another."""
+        line = next(iter(self.lines.values()))
+        return str(line.socket.getsockname()[0])
 
     def gather(self, value: Any, timeout: float | None = None) -> list[Any]:
         """The value of each machine, in order; the same list on all of them.
@@ -236,7 +242,8 @@ def _call(machines: Machines, timeout: float) -> _Line:
             break
         except OSError as error:
             if left <= 0:
-                problem = f"machine {machines.rank} could not reach {label} within {timeout:g} s: {_why(error)}"
+                why = why_unreachable(error, "so nothing listens there yet")
+                problem = f"machine {machines.rank} could not reach {label} within {timeout:g} s: {why}"
                 raise Unreachable(problem, "start the same command with --machine_rank 0 there, and open the port in "
                                   "its firewall") from None  # fmt: skip
             time.sleep(0.2)
@@ -254,11 +261,3 @@ def _call(machines: Machines, timeout: float) -> _Line:
         raise Unreachable(f"machine 0 refused machine {machines.rank}: {answer.get('refused')}",
                           "start the same command on each machine, each with its own --machine_rank")  # fmt: skip
     return line
-
-
-def _why(error: OSError) -> str:
-    if isinstance(error, TimeoutError):
-        return "no answer, as from a firewall or a wrong address"
-    if isinstance(error, ConnectionRefusedError):
-        return "connection refused, so nothing listens there yet"
-    return error.strerror or str(error)

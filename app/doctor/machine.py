@@ -8,12 +8,17 @@ import socket
 import tempfile
 import time
 from collections.abc import Mapping
-from ipaddress import ip_address
 from pathlib import Path
 
-import psutil
-
 from app.doctor.check import Check
+from app.launch.network import (
+    addresses,
+    interface_problem,
+    is_loopback,
+    is_written_loopback,
+    listed,
+    own_interface,
+)
 from trainers.strategy.strategy import Machines
 
 GIB = 2**30
@@ -21,7 +26,6 @@ CHUNK, CHUNKS, DISK_SECONDS = 4 * 2**20, 16, 5.0
 LEAST_WRITE = 10e6
 """Bytes per second. The 12 GB that a checkpoint of a 1B model takes with Adam's states would need twenty minutes."""
 LEAST_FREE = GIB
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def nearest_folder(folder: Path) -> Path:
@@ -76,39 +80,6 @@ def write_rate(folder: Path, chunks: int) -> float:
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
-def addresses(name: str) -> list[str]:
-    """The IP addresses that a name resolves to; empty if to none."""
-    try:
-        entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return []
-    return list(dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in entries))
-
-
-def is_loopback(address: str) -> bool:
-    """Whether an IP address means the machine itself."""
-    return ip_address(address).is_loopback
-
-
-def interface_address(env: Mapping[str, str]) -> str | None:
-    """The address of the network interface that a variable names for gloo or NCCL; None if none is set."""
-    for variable in INTERFACES:
-        if name := env.get(variable):
-            for address in psutil.net_if_addrs().get(name, []):
-                if address.family in (socket.AF_INET, socket.AF_INET6):
-                    return str(address.address).partition("%")[0]
-    return None
-
-
-def own_address(machines: Machines, env: Mapping[str, str]) -> str | None:
-    """The address at which the ranks of this machine wait for others: gloo takes what the host's name resolves to."""
-    if chosen := interface_address(env):
-        return chosen
-    if _is_written_loopback(machines.ip):
-        return "127.0.0.1"
-    return next((address for address in addresses(socket.gethostname()) if not is_loopback(address)), None)
-
-
 def names_check(machines: Machines | None, env: Mapping[str, str]) -> Check:
     """Whether other machines can find this one by the address that its name resolves to."""
     host = socket.gethostname()
@@ -120,35 +91,17 @@ def names_check(machines: Machines | None, env: Mapping[str, str]) -> Check:
     if not main:
         remedy = "write its IP address, or add the name to /etc/hosts on this machine"
         return Check("host name", False, f"main_process_ip={machines.ip} cannot be resolved here", remedy)
-    if _is_written_loopback(machines.ip):
+    if is_written_loopback(machines.ip):
         return Check("host name", True, f"main_process_ip={machines.ip}: all machines of this run are this one")
     if machines.rank > 0 and all(map(is_loopback, main)):
         problem = f"main_process_ip={machines.ip} resolves to {', '.join(main)} here, which is this machine itself"
         return Check("host name", False, problem, "write machine 0's IP address, or mend /etc/hosts on this machine")
-    if chosen := interface_address(env):
-        return Check("host name", True, f"{value}; the ranks use {chosen}")
-    if known and not all(map(is_loopback, known)):
-        return Check("host name", True, value)
-    remedy = (
-        f"in /etc/hosts of this machine give {host} its network address, or set {INTERFACES[0]} and {INTERFACES[1]} "
-        f"to its network interface ({', '.join(_interfaces()) or 'see `ip address`'})"
-    )
-    return Check("host name", False, f"{value}, where no other machine finds it", remedy)
-
-
-def _is_written_loopback(ip: str) -> bool:
-    try:
-        return is_loopback(ip)
-    except ValueError:
-        return ip == "localhost"
-
-
-def _interfaces() -> list[str]:
-    """Names of the network interfaces that are up and lead elsewhere."""
-    states = psutil.net_if_stats()
-    return [
-        name
-        for name, entries in psutil.net_if_addrs().items()
-        if states.get(name) and states[name].isup
-        and any(entry.family == socket.AF_INET and not is_loopback(entry.address) for entry in entries)
-    ]  # fmt: skip
+    if fault := interface_problem(machines, env):
+        problem, _, remedy = fault.partition("; ")
+        return Check("host name", False, problem, remedy)
+    if interface := own_interface(machines, env):
+        return Check("host name", True, f"{value}; the ranks use {interface}")
+    if machines.rank == 0:
+        return Check("host name", True, f"{value}; the ranks use the address at which the others reach it")
+    problem = f"no network interface leads to main_process_ip={machines.ip}"
+    return Check("host name", False, problem, f"see `ip route`; the interfaces that are up: {listed()}")

@@ -14,11 +14,11 @@ from typing import Any
 
 from app.doctor.check import Check, judged
 from app.doctor.exchange import Exchange
-from app.doctor.machine import nearest_folder, own_address
+from app.doctor.machine import nearest_folder
+from app.launch.links import CLOCK_BOUND, CLOCK_REMEDY, VERSIONS_REMEDY, clock_faults
+from app.launch.network import Interface, own_interface
 from trainers.run.compatibility import versions
 
-CLOCK_BOUND = 1.0
-"""Seconds. The lines of all machines stand in one log, in order of time."""
 VISIBLE_SECONDS = 5.0
 """How long a file may take to be seen by another machine: network file systems cache for some seconds."""
 CONNECT_SECONDS = 5.0
@@ -45,7 +45,7 @@ def together(exchange: Exchange, runs_dir: Path, env: Mapping[str, str]) -> list
         same_versions(exchange.gather(local)),
         clocks(exchange),
         shared_folder(exchange, runs_dir),
-        connections(exchange, own_address(machines, env)),
+        connections(exchange, own_interface(machines, env, exchange.own_address())),
     ]
 
 
@@ -67,21 +67,16 @@ def same_versions(by_machine: Sequence[Mapping[str, str]]) -> Check:
             if value != usual
         ]
     value = ", ".join(f"{name} {version}" for name, version in by_machine[0].items())
-    remedy = "install the same versions on all machines; `pip freeze` on one lists them"
-    return judged("equal versions", faults, f"on all {len(by_machine)}: {value}", remedy)
+    return judged("equal versions", faults, f"on all {len(by_machine)}: {value}", VERSIONS_REMEDY)
 
 
 def clocks(exchange: Exchange) -> Check:
     """Whether the wall clocks agree within `CLOCK_BOUND`, uncertainty in the user's favour."""
     samples = exchange.gather(exchange.clock_offset())
-    faults = [
-        f"machine {rank} is {abs(offset):.1f} s {'behind' if offset > 0 else 'ahead of'} machine 0"
-        for rank, (offset, uncertainty) in enumerate(samples)
-        if abs(offset) - uncertainty > CLOCK_BOUND
-    ]
+    faults = clock_faults(dict(enumerate(samples)))
     largest = max(samples, key=lambda sample: abs(sample[0]))
     value = f"within {abs(largest[0]) * 1000:.0f} ms (+- {largest[1] * 1000:.1f}); at most {CLOCK_BOUND:g} s"
-    return judged("clocks", faults, value, "start a time service there: `timedatectl set-ntp true`, or chrony")
+    return judged("clocks", faults, value, CLOCK_REMEDY)
 
 
 # -- the shared folder -------------------------------------------------------------------------------------------------
@@ -152,14 +147,14 @@ def _error_of(action: Any) -> str:
 # -- connections -------------------------------------------------------------------------------------------------------
 
 
-def connections(exchange: Exchange, address: str | None) -> Check:
+def connections(exchange: Exchange, interface: Interface | None) -> Check:
     """Whether every machine can connect to every other on a port that the system chooses, as the ranks do.
 
     Args:
         exchange: the connection of the machines.
-        address: where this machine waits for others; None if its name leads to no address that they can use.
+        interface: where this machine waits for others; None if it has no address that they can use.
     """
-    rank = exchange.machines.rank
+    rank, address = exchange.machines.rank, interface.address if interface else None
     family = socket.AF_INET6 if address and ":" in address else socket.AF_INET
     with socket.create_server(("", 0), backlog=64, family=family) as server:
         places = exchange.gather([address, server.getsockname()[1]])

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from app.launch.layouts import Layouts, choose_participants
+from app.launch.links import Links
+from app.launch.network import interface_problem
 from trainers.run.ending import Ending
 from trainers.run.folder import Process, RunFolder, read_json, write_json
 from trainers.strategy.strategy import Machines
@@ -37,19 +39,6 @@ LOST_AFTER = 20.0
 
 
 _SILENT = f"no sign of life for {LOST_AFTER:g} s"
-PROBE_TIMEOUT = 5.0
-"""Seconds that a machine tries to reach machine 0."""
-
-
-def unreachable(machines: Machines) -> str | None:
-    """Why machine 0 cannot be reached from here; None if it can, even if nothing listens on its port yet."""
-    try:
-        socket.create_connection((machines.ip, machines.port), PROBE_TIMEOUT).close()
-    except ConnectionRefusedError:
-        return None
-    except OSError as error:
-        return f"it cannot reach machine 0 at {machines.ip}:{machines.port} ({error.strerror or error})"
-    return None
 
 
 class NodeStatus:
@@ -65,6 +54,8 @@ class NodeStatus:
         self.name, self.count = secrets.token_hex(4), 0
         self.lock = threading.Lock()
         self.status: dict[str, Any] = {"launch": "", "ended": None, "refused": None, "unreachable": None}
+        self.facts: dict[str, Any] | None = None
+        """What this machine has found out for a launch (`app/launch/links.py`)."""
 
     def write(
         self, launch: str = "", launcher: int | None = None, ended: int | None = None, refused: str | None = None,
@@ -84,7 +75,8 @@ class NodeStatus:
             processes += [Process.of("launcher", pid=launcher).as_json()] if launcher else []
         about = {"machine": self.machine, "host": socket.gethostname(), "processes": processes}
         with self.lock:
-            self.status = {**about, "launch": launch, "ended": ended, "refused": refused, "unreachable": unreachable}
+            self.status = {**about, "launch": launch, "ended": ended, "refused": refused, "unreachable": unreachable,
+                           "facts": self.facts}  # fmt: skip
         self._beat()
 
     def _beat(self) -> None:
@@ -156,20 +148,28 @@ class Nodes:
         restarted: whether the run has been launched before, so that a machine without a sign of life is lost.
         layouts: the run's settings on fewer machines.
         pulses: the signs of life of the other machines.
+        links: the checks of the machines against each other.
+        links: the checks of this launch.
         prepare: writes the files of a launch on the given machines, and returns its command.
     """
 
     def __init__(
         self, run: RunFolder, machines: Machines, source: str | None, timeout: float, restarted: bool,
-        layouts: Layouts, pulses: Pulses, prepare: Callable[[list[int]], list[str]],
+        layouts: Layouts, pulses: Pulses, links: Links, prepare: Callable[[list[int]], list[str]],
     ):  # fmt: skip
         self.run, self.machines, self.timeout, self.launch = run, machines, timeout, ""
         self.restarted, self.layouts, self.pulses, self.prepare = restarted, layouts, pulses, prepare
+        self.links, self.broken_since = links, dict[str, float]()
         self.source = source
         if source not in (None, "auto") and "://" not in str(source):
             self.source = str(Path(str(source)).expanduser().absolute())
         self.participants: list[int] | None = None
         self.absent: dict[int, str] = {}
+
+    def announce(self, launch: str) -> dict[str, Any]:
+        """Begins to answer the members; what the state tells them about a launch that begins."""
+        self.links.open(launch)
+        return self.notice(launch)
 
     def notice(self, launch: str, over: bool = False) -> dict[str, Any]:
         """What the state tells the members about a launch.
@@ -182,7 +182,7 @@ class Nodes:
         return {
             "resume_from": self.source, "timeout": self.timeout, "over": over, "count": self.machines.count,
             "minimum": self.machines.minimum, "participants": self.participants,
-            "absent": {str(machine): reason for machine, reason in self.absent.items()},
+            "absent": {str(machine): reason for machine, reason in self.absent.items()}, **self.links.notice(),
         }  # fmt: skip
 
     def statuses(self) -> dict[int, dict[str, Any]]:
@@ -203,15 +203,23 @@ class Nodes:
         """
         self.pulses.look()
         count, minimum = self.machines.count, self.machines.minimum
-        statuses = self.statuses()
+        statuses, facts = self.statuses(), self.facts()
+        if fault := interface_problem(self.machines, self.links.env):
+            return Ending("failed", f"machine 0: {fault}")
+        if problem := self.links.open_port():
+            return Ending("failed", problem) if self._lasts("port", problem) else None
         refused = {machine: str(word["refused"]) for machine, word in statuses.items() if word.get("refused")}
+        refused |= self.links.refusals(facts)
         if refused and minimum is None:
             return Ending("failed", "; ".join(f"machine {number}: {why}" for number, why in refused.items()))
         cut_off = {machine: str(word["unreachable"]) for machine, word in statuses.items() if word.get("unreachable")}
-        present = [0, *sorted(set(statuses) - set(refused) - set(cut_off))]
-        missing = [machine for machine in range(1, count) if machine not in statuses or machine in cut_off]
+        self.links.look({machine: known for machine, known in facts.items() if machine not in cut_off})
+        cut_off |= {machine: why for machine, why in self.links.cut_off(facts).items() if machine not in cut_off}
+        absent = set(range(1, count)) - set(statuses) | set(cut_off) | self.links.pending()
+        present, missing = [0, *sorted(set(statuses) - set(refused) - absent)], sorted(absent)
         lost = {machine: _SILENT for machine in missing if self.restarted and self.pulses.silent(machine)} | cut_off
-        late = waited >= self.timeout
+        is_broken = bool(cut_off) and absent <= set(cut_off) and minimum is None and not self.restarted
+        late = waited >= self.timeout or self._lasts("links", is_broken)
         if not late and (len(missing) > len(lost) or (missing and minimum is None)):
             return None
         chosen = choose_participants(present, count if minimum is None else minimum, self.layouts.fits)
@@ -225,6 +233,19 @@ class Nodes:
             **{machine: self._spare(len(chosen) + 1) for machine in present if machine not in chosen},
         }
         return None
+
+    def facts(self) -> dict[int, dict[str, Any]]:
+        """What the members of this launch have found out, by machine."""
+        return {
+            machine: word["facts"] for machine, word in self.statuses().items() if isinstance(word.get("facts"), dict)
+        }
+
+    def _lasts(self, name: str, fault: object) -> bool:
+        """Whether a fault, which may be mended by itself, has lasted for `LOST_AFTER` seconds."""
+        if not fault:
+            self.broken_since.pop(name, None)
+            return False
+        return time.monotonic() - self.broken_since.setdefault(name, time.monotonic()) >= LOST_AFTER
 
     def _spare(self, count: int) -> str:
         return f"it waits, as {count} machines do not fit: {'; '.join(self.layouts.mistakes(count))}"
@@ -245,6 +266,12 @@ class Nodes:
             reason = "; ".join(self.layouts.mistakes(len(present)))
             causes.append(f"with {len(present)} of {self.machines.count} machines: {reason}")
         return Ending("failed", "; ".join(causes).replace("minimum=", "min_machines="))
+
+    def lines(self) -> list[str]:
+        """What the log says at the start of a launch: who takes part at which address, and what is unequal."""
+        facts = {machine: known for machine, known in self.facts().items() if machine in (self.participants or [])}
+        own = [line] if (line := self.line()) else []
+        return [*own, *self.links.lines(facts), *self.links.warnings(facts)] if facts else own
 
     def line(self) -> str:
         """Who takes part, and why the others do not, in one line; empty if all do."""

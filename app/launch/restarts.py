@@ -11,6 +11,7 @@ from typing import Any
 from app.accelerate_launch import launch_argv
 from app.hardware import Devices, find_gpus
 from app.launch.layouts import Layouts, part_of
+from app.launch.links import Links
 from app.launch.nodes import FIRST_JOIN_TIMEOUT, JOIN_TIMEOUT, Nodes, NodeStatus, Pulses
 from app.launch.supervisor import POLL, Listener, RunSignals, supervise
 from app.runs.runs import last_checkpoint, saved_step
@@ -197,7 +198,7 @@ class _Attempts:
         """The machines that the last launch has lost, in words."""
         self.members: _Members | None = None
         if devices.machines:
-            self.members = _Members(run, devices, devices.machines)
+            self.members = _Members(run, devices, devices.machines, env)
 
     def beating(self) -> contextlib.AbstractContextManager[None]:
         """Gives signs of life to the other machines, if there are any."""
@@ -326,10 +327,11 @@ class _Members:
         run: the run, with the files of all its machines.
         devices: its devices.
         machines: its machines.
+        env: the launcher's environment on machine 0.
     """
 
-    def __init__(self, run: RunFolder, devices: Devices, machines: Machines):
-        self.run, self.machines, self.count = run, machines, machines.count
+    def __init__(self, run: RunFolder, devices: Devices, machines: Machines, env: Mapping[str, str]):
+        self.run, self.machines, self.count, self.env = run, machines, machines.count, env
         self.is_elastic, self.launched = machines.minimum is not None, False
         config = Request(config=str(run.config)).resolve()
         self.layouts = Layouts(config, load_strategy(str(run.accelerate)), devices)
@@ -356,6 +358,9 @@ class _Members:
             processes = self.layouts.devices.local_processes * len(participants)
             return launch_argv(self.run, processes, source, part_of(self.machines, participants), timeout)
 
-        nodes = Nodes(self.run, self.machines, source, timeout, self.launched, self.layouts, self.pulses, prepare)
+        links = Links(self.machines, self.env)
+        nodes = Nodes(
+            self.run, self.machines, source, timeout, self.launched, self.layouts, self.pulses, links, prepare
+        )
         self.launched = True
         return nodes

@@ -194,7 +194,7 @@ class Supervision:
             state="starting", cause=None, ending=None, attempt=attempt, step=saved_step(self.run),
             processes=[Process.of("supervisor").as_json()],
             started_at=before.get("started_at") or launch, launched_at=launch, host=os.uname().nodename,
-            export_dir=None, machines=self.nodes.notice(launch) if self.nodes else None,
+            export_dir=None, machines=self.nodes.announce(launch) if self.nodes else None,
         )  # fmt: skip
 
     def _gather(self, nodes: Nodes) -> Ending | None:
@@ -203,17 +203,19 @@ class Supervision:
         Returns:
             How the launch ended if it does not begin.
         """
-        while (ending := nodes.gather(time.monotonic() - self.began)) is None and nodes.participants is None:
-            self.signals.pass_on(self.run, self.on_event)
-            self.run.refuse_lost()
-            if self.run.stop_asked() is not None:
-                return Ending("stopped", "stopped before all machines had joined")
-            self.on_event("tick", "")
-            time.sleep(POLL)
+        with contextlib.closing(nodes.links):
+            while (ending := nodes.gather(time.monotonic() - self.began)) is None and nodes.participants is None:
+                self.signals.pass_on(self.run, self.on_event)
+                self.run.refuse_lost()
+                if self.run.stop_asked() is not None:
+                    return Ending("stopped", "stopped before all machines had joined")
+                self.on_event("tick", "")
+                time.sleep(POLL)
         if nodes.participants is None:
             return ending
         self.argv, self.began = nodes.prepare(nodes.participants), time.monotonic()
-        if line := nodes.line():
+        self.env = {**self.env, **nodes.links.variables()}
+        for line in nodes.lines():
             self.on_event("note", line)
         self.run.write_state(machines=nodes.notice(nodes.launch))
         return None
@@ -273,9 +275,9 @@ class Supervision:
         self.nodes.pulses.look()
         return self.nodes.crashed() or (self._stands_still(clock) and bool(self.nodes.lost()))
 
-    def _stands_still(self, clock: float) -> bool:
-        """Whether no rank has made progress for `LOST_AFTER` seconds."""
-        return clock - max(self.began, self.beat_at) > LOST_AFTER
+    def _stands_still(self, clock: float, seconds: float = LOST_AFTER) -> bool:
+        """Whether no rank has made progress for so long."""
+        return clock - max(self.began, self.beat_at) > seconds
 
     def _dismiss(self) -> None:
         """Tells the nodes that the launch is over, and waits up to `LINGER` seconds for their processes to exit."""

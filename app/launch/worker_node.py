@@ -16,7 +16,9 @@ from typing import Any
 from app.accelerate_launch import launch_argv
 from app.launch.job import TrainJob, as_argument
 from app.launch.layouts import Layouts, part_of
-from app.launch.nodes import FIRST_JOIN_TIMEOUT, JOIN_TIMEOUT, LOST_AFTER, NodeStatus, Pulses, unreachable
+from app.launch.links import PROBE_AFTER, PROBE_AGAIN, Arrival, unreachable
+from app.launch.network import interface_problem
+from app.launch.nodes import FIRST_JOIN_TIMEOUT, JOIN_TIMEOUT, LOST_AFTER, NodeStatus, Pulses
 from app.launch.process_tree import adopting_orphans
 from app.launch.restarts import lost_state, wait_for_slots
 from app.launch.supervisor import POLL, Listener, RunSignals, Supervision
@@ -75,6 +77,7 @@ class _WorkerNode:
         self.seen_at = time.monotonic()
         self.doing = "waited for machine 0"
         self.pulse = Pulses(job.run, [0])
+        self.probed_at = 0.0
 
     def tell(self, kind: str, text: str) -> None:
         """Passes an event on to the listener, and writes notes to the log."""
@@ -116,7 +119,7 @@ class _WorkerNode:
                 return state
             elif any(number != signal.SIGUSR1 for number in self.signals.seen):
                 return dict(LEFT)
-            if self._can_join(state):
+            if self._can_join(state) and time.monotonic() - self.probed_at > PROBE_AGAIN:
                 self._join(state)
             elif given_up := self._silence(state):
                 return {**state, "state": "failed", "cause": given_up}
@@ -165,30 +168,29 @@ class _WorkerNode:
         """Takes part in one launch until it ends.
 
         Raises:
-            ConfigError: if machine 0 trains with other settings.
+            ConfigError: if machine 0 trains with other settings, or the network interface that is named is wrong.
         """
-        launch = str(state["launched_at"])
-        if mistakes := self._differences(state.get("machines") or {}):
+        launch, machines = str(state["launched_at"]), self.job.devices.machines
+        if machines is None:
+            raise AssertionError("only a run on several machines has other nodes")
+        fault = interface_problem(machines, self.env)
+        if mistakes := [*self._differences(state.get("machines") or {}), *([fault] if fault else [])]:
             self.status_file.write(launch, refused="; ".join(mistakes))
             raise ConfigError(mistakes)
         self.held = self.held or self._wait_for_slots(launch)
         if self.held is None:
             return
-        machines = self.job.devices.machines
-        if machines is None:
-            raise AssertionError("only a run on several machines has other nodes")
-        problem = unreachable(machines)
-        if self.status_file.status.get("unreachable") != problem:
-            self.tell("note", problem or "it can reach machine 0 again")
-        self.status_file.write(launch, unreachable=problem)
-        if problem:
-            return
-        self.joined = launch
-        if (notice := self._decision(launch)) is None:
-            return
+        arrival = Arrival(machines, self.env, launch, state.get("machines") or {})
+        with contextlib.closing(arrival):
+            if not self._arrive(arrival, launch):
+                return
+            self.joined = launch
+            if (notice := self._decision(launch)) is None:
+                return
         participants = notice["participants"]
         if machines.rank not in participants:
-            self.tell("note", "waiting as a spare: it joins when the run is restarted")
+            reason = (notice.get("absent") or {}).get(str(machines.rank)) or "it joins when the run is restarted"
+            self.tell("note", f"waiting as a spare: {reason}")
             return
         self.doing, self.has_trained = "trained", True
         argv = launch_argv(
@@ -196,13 +198,26 @@ class _WorkerNode:
             part_of(machines, participants), float(notice.get("timeout") or JOIN_TIMEOUT),
         )  # fmt: skip
         self.tell("note", f"joining attempt {state.get('attempt')}")
-        part = _Part(self.run, argv, self.env, self.tell, 60.0, self.signals, self.held.descriptors)
+        env = {**self.env, **arrival.variables()}
+        part = _Part(self.run, argv, env, self.tell, 60.0, self.signals, self.held.descriptors)
         part.join(self.status_file, self.pulse, machines, launch)
         with adopting_orphans():
             part.go()
         self.run.refuse_lost()
         self.status_file.write(launch, ended=part.exit_status, unreachable=part.problem)
         self.seen_at, self.doing = time.monotonic(), "waited for machine 0"
+
+    def _arrive(self, arrival: Arrival, launch: str) -> bool:
+        """Checks the connection to machine 0, and reports the result; returns whether this machine can take part."""
+        self.probed_at = time.monotonic()
+        arrival.check()
+        if arrival.problem and not self._can_join(self._state()):
+            return False  # machine 0 does not answer any more, as the ranks of the others need its port
+        if self.status_file.status.get("unreachable") != arrival.problem:
+            self.tell("note", arrival.problem or "it can reach machine 0 again")
+        self.status_file.facts = arrival.facts
+        self.status_file.write(launch, unreachable=arrival.problem)
+        return arrival.problem is None
 
     def _decision(self, launch: str) -> Mapping[str, Any] | None:
         """Waits until machine 0 has decided who takes part in a launch; None if the launch is over first."""
@@ -284,6 +299,8 @@ class _Part(Supervision):
     problem: str | None = None
     """Why its ranks cannot reach machine 0."""
     probed_at = 0.0
+    link: str | None = None
+    """Why machine 0 could not be reached when that was last tried."""
 
     def join(self, status_file: NodeStatus, pulse: Pulses, machines: Machines, launch: str) -> None:
         """Sets the launch to join.
@@ -311,11 +328,19 @@ class _Part(Supervision):
     def _is_cut_off(self, clock: float) -> bool:
         """Whether no rank makes progress, and nobody on machine 0 gives a sign of life, or it cannot be reached."""
         self.pulse.look()
+        if self.problem is None and self._stands_still(clock, PROBE_AFTER) and clock - self.probed_at > PROBE_AFTER:
+            self._probe(clock, unreachable(self.machines))
         if not self._stands_still(clock):
+            if self.beat_at > self.probed_at:  # the ranks go on
+                self._probe(clock, None)
             return False
-        if self.problem is None and clock - self.probed_at > LOST_AFTER:
-            self.problem, self.probed_at = unreachable(self.machines), clock
-            if self.problem:
-                self.on_event("note", self.problem)
-                self.status_file.write(self.launch, unreachable=self.problem)
+        if self.problem is None and self.link:
+            self.problem = self.link
+            self.status_file.write(self.launch, unreachable=self.problem)
         return self.problem is not None or (0 in self.pulse.seen and self.pulse.silent(0))
+
+    def _probe(self, clock: float, problem: str | None) -> None:
+        """Notes whether machine 0 can be reached, and tells if that has changed."""
+        if problem != self.link:
+            self.on_event("note", problem or "it can reach machine 0 again")
+        self.probed_at, self.link = clock, problem

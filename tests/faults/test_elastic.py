@@ -13,11 +13,10 @@ import pytest
 from app.runs.detail import run_view
 from app.runs.machines import lost_machine_0
 from app.runs.metrics import Curves
-from tests.detached import TUNESMITH, detached, ended, inside, pid_of, saved, step_of, until
+from tests.detached import detached, ended, inside, pid_of, saved, until
+from tests.faults.machines import Machines
 from tests.faults.oracle import INTERVAL, OPTIONS, replayed, rows, told
-from tests.forked import Popen
-from tests.launching import flags
-from tests.network import Network, set_up
+from tests.network import set_up
 from trainers.config.yaml_file import read_yaml
 from trainers.run.folder import RunFolder, read_json
 from trainers.run.manifest import verify
@@ -28,55 +27,9 @@ long = pytest.mark.long
 ELASTIC: dict[str, Any] = {**OPTIONS, "global_batch_size": 12, "per_device_train_batch_size": 4, "max_steps": STEPS}
 
 
-class Machines(Network):
-    """The commands typed on machines that share a folder."""
-
-    def __init__(self, home: Path, count: int):
-        super().__init__(home, count)
-        self.run = RunFolder(home / "runs" / "mine")
-        self.typed: dict[int, Popen] = {}
-
-    def start(self, machine: int, *words: str, **options: Any) -> None:
-        """Types a command on a machine, with the words that each of them needs; `train` or `resume` comes first."""
-        place = self.home / f"machine-{machine}"
-        place.mkdir(exist_ok=True)
-        env = inside(self.home, XDG_STATE_HOME=str(place), GLOO_SOCKET_IFNAME="eth0")
-        line = self.inside(machine, *TUNESMITH, *words, *flags(options))
-        with open(self.home / f"machine-{machine}.txt", "ab") as out:
-            self.typed[machine] = Popen(line, cwd=self.home, env=env, stdout=out, stderr=out)
-
-    def train(self, machine: int, **options: Any) -> None:
-        network = {"num_machines": self.count, "main_process_ip": self.address(0), "main_process_port": 29500}
-        asked = {**network, "num_processes": self.count, "strategy": "ddp", "output_dir": self.run.path, **ELASTIC}
-        self.start(machine, "train", "tiny-lora", machine_rank=machine, **{**asked, **options})
-
-    def until_saved(self, above: int = 0) -> None:
-        """Waits until the run has gone on beyond a new checkpoint."""
-        run = self.run
-        until(lambda: state_of_file(run) == "running" and saved(run) > above and step_of(run) > saved(run), 120)
-
-    def participants(self) -> list[int]:
-        return (self.run.read_state() or {})["machines"]["participants"]
-
-    def codes(self, *machines: int, expected: int = 0) -> None:
-        """Waits for the commands on these machines, and checks their exit statuses."""
-        codes = {machine: self.typed[machine].wait(300) for machine in machines}
-        assert codes == dict.fromkeys(machines, expected), self.printed()
-
-    def printed(self) -> str:
-        """What the commands have printed, and the log, for messages."""
-        texts = [path.read_text() for path in sorted(self.home.glob("machine-*.txt"))]
-        return "\n".join([*texts, self.run.log.read_text()])
-
-
-def state_of_file(run: RunFolder) -> str:
-    """The state as written: its processes are on other machines."""
-    return str((run.read_state() or {}).get("state"))
-
-
 @pytest.fixture
 def machines(home: Path) -> Iterator[Machines]:
-    net = Machines(home, 3)
+    net = Machines(home, 3, **ELASTIC)
     with set_up(net):
         yield net
 

@@ -15,6 +15,7 @@ import pytest
 from app.doctor import exchange
 from app.doctor.exchange import Exchange, Unreachable, meet
 from app.doctor.together import clocks, connections, same_versions, shared_folder, together
+from app.launch.network import Interface
 from tests.launching import free_port
 from trainers.strategy.strategy import Machines
 
@@ -178,7 +179,7 @@ def test_folders_at_different_paths(tmp_path: Path) -> None:
 
 
 def test_an_address_that_nobody_has() -> None:
-    address = {0: "127.0.0.1", 1: None}
-    first, _ = at_once(2, lambda line: connections(line, address[line.machines.rank]))
+    interface = {0: Interface("lo", "127.0.0.1"), 1: None}
+    first, _ = at_once(2, lambda line: connections(line, interface[line.machines.rank]))
     assert first.value == "machine 1 has no address for the others"
     assert json.loads(json.dumps(first.as_json()))["passed"] is False

@@ -17,6 +17,7 @@ from app.launch import nodes as nodes_module
 from app.launch.foreground import write_folder
 from app.launch.job import TrainJob, resume_job, train_job
 from app.launch.layouts import Layouts, choose_participants, part_of
+from app.launch.links import Links
 from app.launch.nodes import Nodes, NodeStatus, Pulses
 from app.launch.restarts import _Members
 from app.runs.machines import machines_line
@@ -139,7 +140,7 @@ def test_wrong_words(words: list[str], line: str) -> None:
 def test_a_resume_knows_all_machines_although_fewer_trained() -> None:
     job = typed("--min_machines=2", each=2, batch=24)
     write_folder(job)
-    members = _Members(job.run, job.devices, job.devices.machines or Machines(0, 0, "", 0))
+    members = _Members(job.run, job.devices, job.devices.machines or Machines(0, 0, "", 0), {})
     members.write_files(2)
     machines = {"count": 3, "minimum": 2, "participants": [0, 2], "absent": {"1": "it is gone"}}
     job.run.write_state(state="failed", machines=machines)
@@ -177,7 +178,8 @@ class Gathering:
         assert machines is not None
         self.run, self.pulses = job.run, Pulses(job.run, [1, 2])
         layouts = Layouts(job.config, job.strategy, job.devices)
-        self.nodes = Nodes(job.run, machines, None, 60, restarted, layouts, self.pulses, lambda participants: [])
+        links = Links(machines, {})
+        self.nodes = Nodes(job.run, machines, None, 60, restarted, layouts, self.pulses, links, lambda participants: [])
         self.nodes.notice("now")
         self.members = {machine: NodeStatus(job.run, machine) for machine in (1, 2)}
 
@@ -225,6 +227,37 @@ def test_a_machine_that_reaches_nobody_is_left_out(monkeypatch: pytest.MonkeyPat
     gathering.members[2].write("now", unreachable="it cannot reach machine 0")
     assert gathering.after(1, 1, 2) == (None, [0, 1])
     assert "machine 2: it cannot reach machine 0" in gathering.nodes.line()
+
+
+def test_a_first_start_does_not_wait_long_for_a_firewall(monkeypatch: pytest.MonkeyPatch) -> None:
+    gathering = Gathering(monkeypatch, None, restarted=False)
+    gathering.members[1].write("now")
+    assert gathering.after(1, 1, 2) == (None, None)
+    gathering.members[2].write("now", unreachable="it cannot reach machine 0")
+    assert gathering.after(1, 1, 2) == (None, None)
+    assert gathering.after(19, 1, 2) == (None, None), "it may be mended"
+    ending, _ = gathering.after(2, 1, 2)
+    assert ending
+    assert (ending.cause, ending.retry) == ("machine 2: it cannot reach machine 0", "never")
+
+
+@pytest.mark.parametrize("minimum", [None, 2])
+def test_a_machine_with_another_torch_takes_no_part(minimum: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    gathering = Gathering(monkeypatch, minimum, restarted=False)
+    gathering.members[1].write("now")
+    gathering.members[2].facts = {"versions": {**gathering.nodes.links.own, "torch": "1.0"}}
+    gathering.members[2].write("now")
+    ending, participants = gathering.after(1, 1, 2)
+    assert participants == (None if minimum is None else [0, 1])
+    text = gathering.nodes.line() if ending is None else str(ending.cause)
+    assert "machine 2: it has torch 1.0, and machine 0 " in text
+
+
+def test_a_wrong_interface_of_machine_0_ends_the_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    gathering = Gathering(monkeypatch, 2, restarted=False)
+    gathering.nodes.links.env = {"GLOO_SOCKET_IFNAME": "nothing0"}
+    ending, _ = gathering.after(1)
+    assert str(ending and ending.cause).startswith("machine 0: GLOO_SOCKET_IFNAME=nothing0 names no network interface")
 
 
 @pytest.mark.parametrize(

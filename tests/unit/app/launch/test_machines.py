@@ -21,6 +21,7 @@ from app.launch.exit_cause import cause_of
 from app.launch.foreground import where, write_folder
 from app.launch.job import TrainJob, resume_job, train_job
 from app.launch.layouts import Layouts
+from app.launch.links import Links
 from app.launch.machines import choose_machines, devices_here
 from app.launch.nodes import Nodes, NodeStatus, Pulses
 from app.launch.restarts import need_of, run_to_end
@@ -226,7 +227,7 @@ def test_a_word_of_an_earlier_launch_does_not_count() -> None:
     write_folder(job)
     run, machines = job.run, Machines(3, 0, "a", 1)
     layouts = Layouts(job.config, job.strategy, Devices([], 3, machines))
-    seen = Nodes(run, machines, "somewhere", 60, False, layouts, Pulses(run, [1, 2]), lambda machines: [])
+    seen = Nodes(run, machines, "somewhere", 60, False, layouts, Pulses(run, [1, 2]), Links(machines, {}), list)
     assert seen.notice("now")["resume_from"] == str(Path("somewhere").absolute())
     NodeStatus(run, 1).write("before", ended=1)
     assert (seen.gather(59), seen.participants, seen.crashed()) == (None, None, False)
@@ -268,7 +269,7 @@ class Member:
             return words_0
 
         self.patch.setattr(worker_node, "launch_argv", argv)
-        self.patch.setattr(worker_node, "unreachable", lambda machines: None)
+        self.patch.setattr(worker_node.Arrival, "check", lambda arrival: None)
         self.thread = threading.Thread(target=self._go, args=(job,), daemon=True)
         self.thread.start()
 
