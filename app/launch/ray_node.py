@@ -128,8 +128,8 @@ def supervise_node(run: RunFolder, args: argparse.Namespace) -> int:
     state = node.wait_for_head(run)
     if machines is None or state is None:
         return 1
-    found = int((state.get("scheduler") or {}).get("port", port))  # a head that refused the run has none
-    return replace(node, machines=replace(machines, port=found)).follow(run)
+    port_of_head = int((state.get("scheduler") or {}).get("port", port))  # a head that refused the run has none
+    return replace(node, machines=replace(machines, port=port_of_head)).follow(run)
 
 
 def main(argv: list[str]) -> int:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
+from app.console import counted
 from app.launch.foreground import CheckBroke
 from app.sweep.record import SweepFolder, SweepRecord, SweepRun, Trial, ranked
 from app.sweep.search import Result, propose
@@ -266,6 +267,7 @@ def rungs_of(max_steps: int, trials: int, halving: int) -> list[int]:
         trials, cuts = math.ceil(trials / halving), cuts + 1
     steps = [max_steps // halving ** (cuts - rung) for rung in range(cuts)]
     if not cuts or steps[0] < 1:
-        problem = f"would cut {cuts} times, first at step max_steps / {halving**cuts}" if cuts else "has one trial only"
+        times = counted(cuts, "time", "times")
+        problem = f"would cut {times}, first at step max_steps / {halving**cuts}" if cuts else "has one trial only"
         raise ConfigError.about("halving", halving, problem, "raise --max_steps, or use a larger --halving")
     return [*steps, 0]

@@ -62,14 +62,14 @@ def test_any_record_is_read_or_refused(folder: SweepFolder, data: st.DataObject)
         del part[key]
     folder.file.write_text(json.dumps(content))
     reads_or_refuses(folder.read)
-    shown = io.StringIO()
-    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         for as_json in (False, True):
             list_sweeps_verb(folder.path.parent, as_json)
             with contextlib.suppress(ConfigError):
                 show_sweep(str(folder.path), folder.path.parent, as_json)
         str(_sweeps(list_sweeps(folder.path.parent)))
-    assert "\x1b" not in shown.getvalue()
+    assert "\x1b" not in output.getvalue()
 
 
 def test_a_reader_that_trusts_the_file_would_be_seen(folder: SweepFolder) -> None:
