@@ -48,7 +48,7 @@ def sweep_verb(argv: Sequence[str]) -> int:
 def _detach(folder: SweepFolder, as_json: bool) -> int:
     """Goes on with a sweep in a process of its own, which outlives this terminal; returns once it has begun."""
     argv = module_argv("app.cli", ["sweep", "resume", str(folder.path)])
-    with open(folder.path / "log.txt", "ab") as log:
+    with open(folder.log, "ab") as log:
         child = subprocess.Popen(
             argv, env=module_environment(), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             start_new_session=True,
@@ -59,7 +59,7 @@ def _detach(folder: SweepFolder, as_json: bool) -> int:
     if as_json:
         report_json(document_of(folder, record))
     else:
-        report(f"{folder.id} is {true_state(record)}; its log is {folder.path / 'log.txt'}")
+        report(f"{folder.id} is {true_state(record)}; its log is {folder.log}")
         report(f"watch it   tunesmith sweep show {shlex.quote(str(folder.path))}")
         report(f"stop it    tunesmith sweep stop {shlex.quote(str(folder.path))}")
     return 0 if child.poll() is None else 1
@@ -179,15 +179,15 @@ def stop_sweep(name: str, runs_dir: Path, timeout: float, as_json: bool) -> int:
     folder = find_sweep(name, runs_dir)
     deadline = time.monotonic() + timeout
     if true_state(folder.read()) == "running":
-        folder.stop_request.touch()
+        folder.ask_stop()
     while true_state(folder.read()) == "running" and time.monotonic() < deadline:
         time.sleep(0.2)
     record = folder.read()
     if true_state(record) == "interrupted":  # its process is gone, and its runs are not
         with folder.hold(), interruptible():
-            Runner(folder, record, LocalRuns(folder), say).stop()
+            Runner(folder, record, LocalRuns(folder), say).stop(deadline)
     if as_json:
         report_json(document_of(folder, record))
     else:
         report(f"{folder.id} is {true_state(record)}")
-    return 0 if true_state(record) != "running" else 1
+    return 0 if true_state(record) in ("stopped", "done") else 1

@@ -68,8 +68,9 @@ class _WorkerNode:
         self.name = f"machine {job.devices.machine_rank}"
         self.status_file = NodeStatus(job.run, job.devices.machine_rank)
         self.listener = on_event
-        before = self.run.read_state() or {}
-        # `launched_at` of the last joined launch; at first that of an attempt that has ended, which is not joined.
+        before = self._state()
+        # `launched_at` of the last joined launch; at first that of an attempt that has ended, or whose machine 0 was
+        # lost, which is not joined.
         self.joined = before.get("launched_at") if before.get("state") in END_STATES else None
         self.resumes = self.joined is not None
         self.held: HeldSlots | None = HeldSlots({}) if reserved or job.config.share_gpus else None

@@ -34,7 +34,7 @@ _REASONS = {
 def submission(run: RunFolder) -> dict[str, Any] | None:
     """What was submitted for a run: `kind`, `options` and `resume_from`; None if no scheduler starts it."""
     document = read_json(run.scheduler) or {}
-    is_valid = document.get("kind") in TITLES and isinstance(document.get("options"), dict)
+    is_valid = str(document.get("kind")) in TITLES and isinstance(document.get("options"), dict)
     return document if is_valid else None
 
 

@@ -125,7 +125,7 @@ def _absolute(path: str | None) -> Any:
 
 
 def _refuse_launch(args: Args, mistakes: Mistakes) -> None:
-    for name in [name for name in MACHINE_OPTIONS if name in args.launch]:
+    for name in [name for name in (*MACHINE_OPTIONS, "min_machines") if name in args.launch]:
         mistakes.append(Mistake(name, args.launch[name], "is not for sweeps", "a sweep uses this machine alone"))
     if "force" in args.switches:
         mistakes.append(Mistake("--force", None, "is for `resume`", "leave it out"))

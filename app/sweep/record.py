@@ -11,9 +11,9 @@ import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Annotated, Any, Literal, Self, TextIO
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
 from app.console import shortened
 from app.runs.runs import processes_in
@@ -41,7 +41,7 @@ class SweepRun(BaseModel):
     id: str
     seed: int
     state: Literal["waiting", "running", "paused", "stopped", "done", "failed"] = "waiting"
-    scores: list[float] = Field(default_factory=list)
+    scores: list[FiniteFloat] = Field(default_factory=list)
     step: int = 0
     cause: str | None = None
 
@@ -60,7 +60,7 @@ class Trial(BaseModel):
 
     number: int
     values: dict[str, str]
-    runs: list[SweepRun]
+    runs: list[SweepRun] = Field(min_length=1)
     cut_at: int | None = None
 
     @property
@@ -132,15 +132,25 @@ class SweepRecord(BaseModel):
     axes: list[Axis]
     search: Literal["grid", "random", "tpe"]
     trial_count: int
-    seeds: list[int]
+    seeds: list[int] = Field(min_length=1)
     search_seed: int
-    parallel: int
-    devices: list[dict[str, str]]
-    rungs: list[int]
-    halving: int | None
+    parallel: int = Field(ge=1)
+    devices: list[dict[str, str]] = Field(min_length=1)
+    rungs: list[int] = Field(min_length=1)
+    halving: Annotated[int, Field(ge=2)] | None
     measure: str
     better: Literal["low", "high"]
     trials: list[Trial] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        """Refuses a record whose trials lack a value, or whose names a page or a terminal cannot show."""
+        names = {axis.option for axis in self.axes}
+        if any(set(trial.values) != names for trial in self.trials):
+            raise ValueError("a trial has other options than the sweep varies")
+        if not all(map(str.isprintable, [self.id, self.measure, *names])):
+            raise ValueError("a name is not printable")
+        return self
 
     def add_trial(self, values: dict[str, str]) -> Trial:
         """Appends a trial, whose runs wait to be started."""
@@ -170,6 +180,7 @@ class SweepFolder:
         self.file = self.path / "sweep.json"
         self.stop_request = self.path / "stop"
         self.lock = self.path / ".lock"
+        self.log = self.path / "log.txt"
 
     @property
     def id(self) -> str:
@@ -201,13 +212,19 @@ class SweepFolder:
         record.updated_at = now()
         write_json(self.file, record.model_dump(mode="json"))
 
+    def ask_stop(self) -> None:
+        """Asks the process that runs the sweep to stop."""
+        write_json(self.stop_request, {"time": now()})
+
     def hold(self) -> TextIO:
         """Marks the sweep as run by this process for as long as the returned file is open.
 
         Raises:
-            ConfigError: if another process runs it.
+            ConfigError: if another process runs it, or a file of the sweep is a link.
         """
-        file = open(self.lock, "w", encoding="utf-8")  # noqa: SIM115 - held open on purpose
+        if link := next((path for path in (self.lock, self.log) if path.is_symlink()), None):
+            raise ConfigError(f"{link} is a link, through which another file would be written; remove it")
+        file = open(self.lock, "a", encoding="utf-8")  # noqa: SIM115 - held open on purpose
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

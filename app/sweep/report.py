@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from app.console import counted, report, show_table
+from app.console import clean, counted, report, show_table
 from app.sweep.record import SweepFolder, SweepRecord, Trial, ranked, true_state
 
 
@@ -129,9 +130,9 @@ def show(folder: SweepFolder, record: SweepRecord) -> None:
     show_table(headers, rows, ["cause", "spread", "steps"] if "spread" in headers else ["cause", "steps"])
     runs = sum(len(trial.runs) for trial in record.trials)
     report(f"{folder.id} is {true_state(record)}: {counted(runs, 'run', 'runs')}, {record.steps:,} steps")
-    report(verdict_of(record))
+    report(clean(verdict_of(record)))
     if names := compared_runs(record):
-        runs_dir = record.options["runs_dir"]
-        report(f"compare  tunesmith runs compare {' '.join(names)} --runs_dir {runs_dir} --by {record.measure}")
+        argv = ["tunesmith", "runs", "compare", *names, "--runs_dir", str(folder.path.parent), "--by", record.measure]
+        report(f"compare  {clean(shlex.join(argv))}")
     if true_state(record) in ("stopped", "interrupted"):
-        report(f"go on    tunesmith sweep resume {folder.path}")
+        report(f"go on    tunesmith sweep resume {shlex.quote(str(folder.path))}")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
+from app.console import counted
 from app.launch.foreground import CheckBroke
 from app.sweep.record import SweepFolder, SweepRecord, SweepRun, Trial, ranked
 from app.sweep.search import Result, propose
@@ -96,8 +97,12 @@ class Runner:
         record.state = "done"
         self._save()
 
-    def stop(self) -> None:
-        """Asks all runs to save and stop, and waits until they have."""
+    def stop(self, deadline: float = math.inf) -> None:
+        """Asks all runs to save and stop, and waits until they have.
+
+        Args:
+            deadline: when to stop waiting, by `time.monotonic`; the sweep then counts as interrupted.
+        """
         for _, run in self._running():
             if self.runs.state(run) is None:
                 run.state = "waiting"  # its start was cut off
@@ -106,8 +111,11 @@ class Runner:
         while self._active():
             self._collect()
             self.show(self.record)
+            if time.monotonic() > deadline:
+                break
             time.sleep(POLL)
-        self.record.state = "stopped"
+        else:
+            self.record.state = "stopped"
         self._save()
 
     def _save(self) -> None:
@@ -138,14 +146,14 @@ class Runner:
 
     def _at_rung(self, run: SweepRun, state: dict[str, Any]) -> bool:
         goal = self.record.rungs[min(len(run.scores), len(self.record.rungs) - 1)]
-        return bool(goal) and len(run.scores) < len(self.record.rungs) - 1 and int(state.get("step") or 0) >= goal
+        return bool(goal) and len(run.scores) < len(self.record.rungs) - 1 and _step(state) >= goal
 
     def _collect(self) -> None:
         """Records what has become of the running runs."""
         changed = False
         for trial, run in self._running():
             state = self.runs.state(run) or {"state": "failed", "cause": "its folder is gone", "step": run.step}
-            run.step = max(run.step, int(state.get("step") or 0))
+            run.step = max(run.step, _step(state))
             if state["state"] not in END_STATES:
                 continue
             changed = True
@@ -235,6 +243,12 @@ class Runner:
             self._save()
 
 
+def _step(state: Mapping[str, Any]) -> int:
+    """The step in a run's state; 0 if it is no number, as the file may be damaged."""
+    step = state.get("step")
+    return step if isinstance(step, int) else 0
+
+
 def kept_at(trials: int, halving: int, rung: int) -> int:
     """Number of trials that go on after a rung."""
     for _ in range(rung + 1):
@@ -253,6 +267,7 @@ def rungs_of(max_steps: int, trials: int, halving: int) -> list[int]:
         trials, cuts = math.ceil(trials / halving), cuts + 1
     steps = [max_steps // halving ** (cuts - rung) for rung in range(cuts)]
     if not cuts or steps[0] < 1:
-        problem = f"would cut {cuts} times, first at step max_steps / {halving**cuts}" if cuts else "has one trial only"
+        times = counted(cuts, "time", "times")
+        problem = f"would cut {times}, first at step max_steps / {halving**cuts}" if cuts else "has one trial only"
         raise ConfigError.about("halving", halving, problem, "raise --max_steps, or use a larger --halving")
     return [*steps, 0]

@@ -83,7 +83,7 @@ def find_launch(accelerate_config: str | None = None) -> Launch:
 
 def _is_accelerate(argv: Sequence[str]) -> bool:
     """Whether a command line is that of `accelerate launch`; `torch.distributed.launch` is torchrun's old name."""
-    start = " ".join(argv[:4])
+    start = " ".join(Path(word).name for word in argv[:4])  # without folders, which may be named anything
     return "launch" in start and "torch.distributed" not in start
 
 

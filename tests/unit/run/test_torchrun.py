@@ -114,6 +114,8 @@ def test_a_file_of_ones_own(tmp_path: Path, clean: None) -> None:
         (["python", "/bin/accelerate-launch"], True),
         (["python", "/bin/torchrun", "--nproc_per_node", "2"], False),
         (["python", "-m", "torch.distributed.launch", "train.py"], False),
+        (["python", "/home/a/launch/bin/torchrun", "--nproc_per_node", "2", "trainers/train.py"], False),
+        (["python", "/usr/lib/accelerate/commands/launch.py", "trainers/train.py"], True),
     ],
 )
 def test_the_launcher_is_known_by_its_words(argv: list[str], expected: bool) -> None:

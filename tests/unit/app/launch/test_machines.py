@@ -6,6 +6,7 @@ import ctypes
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,11 @@ from app.launch.machines import choose_machines, devices_here
 from app.launch.nodes import Nodes, NodeStatus, Pulses
 from app.launch.restarts import need_of, run_to_end
 from app.launch.worker_node import join_to_end, refuse_to_join
+from app.runs.machines import SILENT_AFTER
 from tests.detached import until
 from trainers.config.mistakes import ConfigError
 from trainers.run.device_locks import Holder, Need, holders, take_now
-from trainers.run.folder import RunFolder, log_line, read_json
+from trainers.run.folder import RunFolder, log_line, read_json, write_json
 from trainers.strategy.strategy import Machines, from_launcher, load_strategy, over_machines, resolve
 
 WORDS = {"num_machines": "2", "machine_rank": "1", "main_process_ip": "10.0.0.1", "main_process_port": "29500"}
@@ -377,10 +379,17 @@ def test_it_does_not_wait_for_ever(member: Member, monkeypatch: pytest.MonkeyPat
     assert member.state["cause"].startswith("machine 1 has not heard from machine 0 for 0.3 s; start the same")
 
 
-def test_a_resume_waits_for_the_next_start(member: Member) -> None:
+@pytest.mark.parametrize("before", ["failed", "running"])
+def test_a_resume_waits_for_the_next_start(before: str, member: Member) -> None:
+    """Also after machine 0 was lost, which then has not written that the run failed."""
     write_folder(train_job(TRAIN.read(typed(rank=0))))
-    member.write(state="failed", launched_at="one", cause="old")
+    member.write(state=before, launched_at="one", cause="old", machines={"count": 2, "minimum": None})
+    write_json(member.run.machine_file(0), {})
+    long_ago = time.time() - 2 * SILENT_AFTER
+    os.utime(member.run.machine_file(0), (long_ago, long_ago))
     member.start("sys.exit(0)", "--resume_from_checkpoint", "auto")
+    until(lambda: member.word()[0] == "", 30)
+    write_json(member.run.machine_file(0), {})
     member.launch("two", "auto")
     until(lambda: member.word() == ("two", 0), 30)
     member.write(state="done")

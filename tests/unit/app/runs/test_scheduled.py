@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from app.runs import runs, state
-from app.runs.scheduled import cancel_waiting, kill_job
+from app.runs.scheduled import cancel_waiting, kill_job, submission
 from app.schedulers import slurm
 from app.schedulers.slurm import SlurmError
-from trainers.run.folder import RunFolder
+from trainers.run.folder import RunFolder, write_json
 
 Answers = dict[str, str | SlurmError]
 FORGOTTEN = SlurmError("slurm_load_jobs error: Invalid job id specified")
@@ -181,6 +181,15 @@ def test_a_state_that_names_no_job_is_that_of_its_processes(
     run = submitted(tmp_path, scheduler=scheduler)
     assert runs.true_state(run)["state"] == "failed"
     assert "calls" not in answers
+
+
+@pytest.mark.parametrize("kind", [None, 3, True, [], {}, ["slurm"], "sge"])
+def test_a_damaged_submission_is_none(tmp_path: Path, kind: object) -> None:
+    run = submitted(tmp_path)
+    write_json(run.scheduler, {"kind": kind, "options": {}})
+    assert submission(run) is None
+    write_json(run.scheduler, {"kind": "slurm", "options": {}})
+    assert submission(run)
 
 
 def test_a_job_of_another_folder_is_not_cancelled(tmp_path: Path, answers: Answers) -> None:

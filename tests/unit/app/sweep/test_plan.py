@@ -75,6 +75,8 @@ def test_all_mistakes_come_at_once() -> None:
         (["--lora_r", "8,16", "--measure", "step"], "is not a measure"),
         (["--lora_r", "8,16", "--gpus_per_run", "1"], "does not divide 0 GPUs"),
         (["--lora_r", "8,16", "--num_machines", "2"], "num_machines=2 is not for sweeps"),
+        (["--lora_r", "8,16", "--min_machines", "2"], "min_machines=2 is not for sweeps"),
+        (["--lora_r", "8,16", "--halving", "2", "--max_steps", "1"], "would cut 1 time, first"),
         (["--lora_r", "8,16", "--force"], "is for `resume`"),
         (["--lora_r", "8,16", "--seeds", "2", "--seed", "4294967295"], "seed='4294967296' is refused"),
     ],

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from app.cli import run_verb
+from app.commands.sweep import list_sweeps_verb, show_sweep
 from app.sweep.record import SweepFolder, find_sweep, list_sweeps, true_state
 from tests.unit.app.sweep.test_runner import record_of
 from trainers.config.mistakes import ConfigError
+from trainers.run.folder import write_json
+from ui.pages.compare import _sweeps
 
 
 @pytest.fixture
@@ -40,16 +46,30 @@ def reads_or_refuses(read: Callable[[], Any]) -> None:
         assert "sweep" in line
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.data())
 def test_any_record_is_read_or_refused(folder: SweepFolder, data: st.DataObject) -> None:
     record_of(folder)
     content = json.loads(folder.file.read_text())
-    key = data.draw(st.sampled_from([*content, "new"]))
-    content[key] = data.draw(JSON)
+    trial = content["trials"][0]
+    for number, other in enumerate(content["trials"]):
+        other["runs"][0] |= {"state": "done", "scores": [float(number)]}
+    parts = {"sweep": content, "axis": content["axes"][0], "trial": trial, "run": trial["runs"][0]}
+    part = parts[data.draw(st.sampled_from(sorted(parts)))]
+    key = data.draw(st.sampled_from([*part, "new"]))
+    part[key] = data.draw(JSON | st.sampled_from([[], {}, [math.inf, -math.inf], "\x1b[31mred", "\ud800"]))
+    if data.draw(st.booleans()):
+        del part[key]
     folder.file.write_text(json.dumps(content))
     reads_or_refuses(folder.read)
-    list_sweeps(folder.path.parent)
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        for as_json in (False, True):
+            list_sweeps_verb(folder.path.parent, as_json)
+            with contextlib.suppress(ConfigError):
+                show_sweep(str(folder.path), folder.path.parent, as_json)
+        str(_sweeps(list_sweeps(folder.path.parent)))
+    assert "\x1b" not in output.getvalue()
 
 
 def test_a_reader_that_trusts_the_file_would_be_seen(folder: SweepFolder) -> None:
@@ -92,6 +112,37 @@ def test_the_verbs_on_a_sweep_whose_process_is_gone(folder: SweepFolder, capsys:
     assert run_verb(["sweep", "show", "sweep-y", *runs_dir]) == 2
     assert "did you mean sweep-x?" in capsys.readouterr().err
     assert run_verb(["sweep", "stop", folder.id, "--timeout", "soon", *runs_dir]) == 2
+
+
+def test_stop_does_not_wait_for_ever(folder: SweepFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    """For a run that does not end, such as one on a machine that is gone, whose state says nothing of use."""
+    record = folder.read()
+    record.trials[0].runs[0].state = "running"
+    folder.write(record)
+    run = folder.run(record.trials[0].runs[0])
+    run.create()
+    write_json(run.state_file, {"state": "running", "host": "another", "step": "many"})
+    argv = ["sweep", "stop", folder.id, "--timeout", "0.1", "--runs_dir", str(folder.path.parent)]
+    assert run_verb(argv) == 1
+    assert "is interrupted" in capsys.readouterr().out
+    write_json(run.state_file, {"state": "stopped", "host": "another", "step": [3]})
+    assert run_verb(argv) == 0
+    assert "is stopped" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", [".lock", "log.txt", "stop"])
+def test_a_link_in_a_sweep_leads_nowhere(name: str, folder: SweepFolder, tmp_path: Path) -> None:
+    """Neither is the file that it names emptied, nor is one made there."""
+    others = [tmp_path / "mine", tmp_path / "new"]
+    others[0].write_text("kept")
+    for other in others:
+        (folder.path / name).unlink(missing_ok=True)
+        (folder.path / name).symlink_to(other)
+        with contextlib.suppress(ConfigError):
+            folder.hold().close()
+        folder.ask_stop()
+    assert others[0].read_text() == "kept"
+    assert not others[1].exists()
 
 
 def test_one_process_runs_a_sweep(folder: SweepFolder) -> None:
