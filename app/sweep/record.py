@@ -33,7 +33,7 @@ class SweepRun(BaseModel):
         state: `waiting`, `running`, `paused` at a rung of halving, `stopped` by the user, `done` or `failed`.
         scores: what was measured at the end of each rung so far.
         step: steps that it has trained.
-        cause: why it failed or stopped.
+        cause: why it waits, failed or stopped.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -104,6 +104,8 @@ class SweepRecord(BaseModel):
         config: absolute path of the config file.
         options: options that all runs share, as on the command line.
         launch: launch options that all runs share.
+        on: where the runs train: `local`, this machine, or `slurm`.
+        cluster: options of each run's job on a cluster.
         axes: what varies.
         search: `grid`, `random` or `tpe`.
         trial_count: number of trials.
@@ -129,6 +131,8 @@ class SweepRecord(BaseModel):
     config: str | None
     options: dict[str, str]
     launch: dict[str, str]
+    on: Literal["local", "slurm"] = "local"
+    cluster: dict[str, Any] = Field(default_factory=dict)
     axes: list[Axis]
     search: Literal["grid", "random", "tpe"]
     trial_count: int

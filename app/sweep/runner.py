@@ -14,12 +14,12 @@ from app.sweep.search import Result, propose
 from trainers.config.mistakes import ConfigError
 from trainers.run.folder import END_STATES, Process
 
-POLL = 0.5
-"""Seconds between two looks at the runs."""
+POLL, CLUSTER_POLL = 0.5, 5.0
+"""Seconds between two looks at the runs; more on a cluster, whose scheduler is asked each time."""
 
 
 class Runs(Protocol):
-    """The runs of a sweep on this machine; a test stands in for it."""
+    """The runs of a sweep; a test stands in for them."""
 
     def start(self, record: SweepRecord, trial: Trial, run: SweepRun, stop_at: int, devices: dict[str, str]) -> None:
         """Starts or resumes a run in the background.
@@ -37,13 +37,17 @@ class Runs(Protocol):
         """
 
     def state(self, run: SweepRun) -> dict[str, Any] | None:
-        """`state`, `step` and `cause` of a run; None if it was never started."""
+        """`state`, `step` and `cause` of a run; None if it was never started, or its folder is gone."""
 
     def score(self, record: SweepRecord, run: SweepRun) -> float | None:
         """What decides; None if the run has not measured it."""
 
     def stop(self, run: SweepRun) -> None:
-        """Asks a run to save and stop."""
+        """Asks a run to save and stop; asked again, nothing more.
+
+        Raises:
+            ConfigError: if its scheduler does not cancel it.
+        """
 
 
 class StopAsked(Exception):
@@ -68,6 +72,7 @@ class Runner:
         self.folder, self.record, self.runs = folder, record, runs
         self.say, self.show = say, show
         self.devices: dict[str, int] = {}
+        self.poll = POLL if record.on == "local" else CLUSTER_POLL
 
     def go(self) -> None:
         """Starts or continues the sweep, and returns at its end.
@@ -92,7 +97,7 @@ class Runner:
                 break
             if self.folder.stop_request.exists():
                 raise StopAsked
-            time.sleep(POLL)
+            time.sleep(self.poll)
         record.state = "done"
         self._save()
 
@@ -101,14 +106,20 @@ class Runner:
         for _, run in self._running():
             if self.runs.state(run) is None:
                 run.state = "waiting"  # its start was cut off
-            else:
-                self.runs.stop(run)
         while self._active():
+            for _, run in self._running():
+                self._ask_stop(run)  # each time: a job that was just being started has missed it
             self._collect()
             self.show(self.record)
-            time.sleep(POLL)
+            time.sleep(self.poll)
         self.record.state = "stopped"
         self._save()
+
+    def _ask_stop(self, run: SweepRun) -> None:
+        try:
+            self.runs.stop(run)
+        except ConfigError as error:
+            self.say(str(error))
 
     def _save(self) -> None:
         self.folder.write(self.record)
@@ -147,6 +158,8 @@ class Runner:
             state = self.runs.state(run) or {"state": "failed", "cause": "its folder is gone", "step": run.step}
             run.step = max(run.step, int(state.get("step") or 0))
             if state["state"] not in END_STATES:
+                changed = changed or run.cause != state.get("cause")
+                run.cause = state.get("cause")
                 continue
             changed = True
             at_rung = state["state"] == "stopped" and self._at_rung(run, state)
