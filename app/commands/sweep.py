@@ -71,9 +71,7 @@ def _announced(record: SweepRecord) -> str:
     points = counted(record.trial_count, "point", "points")
     cuts = f"; the worse are cut at steps {', '.join(map(str, record.rungs[:-1]))}" if record.halving else ""
     at_once = f"{record.parallel} at once{' in SLURM' if record.on == 'slurm' else ''}"
-    return (
-        f"{counted(runs, 'run', 'runs')}: {points}{seeds}, {at_once}, by {record.measure}{cuts}"
-    )
+    return f"{counted(runs, 'run', 'runs')}: {points}{seeds}, {at_once}, by {record.measure}{cuts}"
 
 
 def _checked(plan: Plan, as_json: bool) -> int:

@@ -222,7 +222,7 @@ def _cluster(args: Args, numbers: _Numbers, mistakes: Mistakes) -> tuple[Any, di
     if on != "slurm":
         known = {"ray": "Ray has no queue in which runs would wait for each other",
                  "kubernetes": "Tunesmith starts nothing there, it prints a manifest of one run"}  # fmt: skip
-        problem = known.get(str(on), "is no place to train")
+        problem = known.get(str(on), "it is no place to train")
         mistakes.append(Mistake("on", shortened(str(on)), f"is not for sweeps: {problem}", "use local or slurm"))
         return "local", {}
     for name in [name for name in slurm.CODE if name in chosen]:

@@ -16,7 +16,7 @@ from typing import Any, Literal, TextIO
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from app.console import shortened
-from app.runs.runs import processes_in
+from app.runs.runs import processes_in, sweep_of
 from app.sweep.space import Axis
 from trainers.config.mistakes import ConfigError, nearest
 from trainers.run.folder import RunFolder, now, read_json, write_json
@@ -198,7 +198,20 @@ class SweepFolder:
         names = [run.id for trial in record.trials for run in trial.runs]
         if any(os.sep in name or name in ("", ".", "..") or not name.isprintable() for name in names):
             raise ConfigError(f"{self.path} holds a damaged sweep.json: a run's name is no name of a folder")
+        self.follow_renames(record)
         return record
+
+    def follow_renames(self, record: SweepRecord) -> None:
+        """Sets the ids of runs that were renamed, which are found by what their folders say of their sweep."""
+        gone = {(trial.number, run.seed): run for trial in record.trials for run in trial.runs if self.is_gone(run)}
+        for path in sorted(self.path.parent.glob("*/sweep.json")) if gone else ():
+            member = sweep_of(RunFolder(path.parent))
+            if member and member["sweep"] == self.id and (run := gone.pop((member["trial"], member["seed"]), None)):
+                run.id = path.parent.name
+
+    def is_gone(self, run: SweepRun) -> bool:
+        """Whether a run that has begun has no folder any more."""
+        return run.state != "waiting" and not os.path.isdir(self.run(run).path)  # False for any name
 
     def write(self, record: SweepRecord) -> None:
         """Replaces the record; only the process that holds the sweep may."""

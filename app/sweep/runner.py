@@ -154,6 +154,7 @@ class Runner:
     def _collect(self) -> None:
         """Records what has become of the running runs."""
         changed = False
+        self.folder.follow_renames(self.record)
         for trial, run in self._running():
             state = self.runs.state(run) or {"state": "failed", "cause": "its folder is gone", "step": run.step}
             run.step = max(run.step, int(state.get("step") or 0))
@@ -236,7 +237,9 @@ class Runner:
         used = Counter(self.devices[other.id] for _, other in self._running() if other.id in self.devices)
         index = min(range(len(record.devices)), key=lambda number: used[number])
         self.devices[run.id] = index
-        verb = "starts as" if run.state == "waiting" else "goes on:"
+        begun = run.state == "paused" and self.runs.state(run) is not None
+        again = "its folder is gone, so it " if run.state == "paused" and not begun else ""
+        verb = "goes on:" if begun else f"{again}starts as"
         run.state = "running"
         self._save()  # before the start: whoever goes on after a kill looks for this run
         self.say(f"{self._name(trial, run)} {verb} {run.id}")
