@@ -243,11 +243,11 @@ def show_verb(name: str, plan: bool, runs_dir: Path, as_json: bool) -> int:
     document = {**summary(run), "last_checkpoint": last_checkpoint(run), "metrics": last_values(run)}
     state, diagnoses = run.read_state() or {}, diagnosed(run)
     document["machines"], export_dir = machines_line(state) or None, state.get("export_dir")
-    memory, proofs, sweep = memory_of(run, Curves(), plan), entries(run), sweep_of(run)
+    memory, proofs = memory_of(run, Curves(), plan), entries(run)
+    sweep = sweep_of(run)
     if as_json:
         diagnosis = [entry.as_json() for entry in diagnoses]
-        parts = {"diagnosis": diagnosis, "profiles": profiles(run), "memory": memory, "proofs": proofs}
-        parts["sweep"] = sweep
+        parts = {"diagnosis": diagnosis, "profiles": profiles(run), "memory": memory, "proofs": proofs, "sweep": sweep}
         report_json({**document, "export_dir": export_dir, **parts})
         return 0
     values = document.pop("metrics")

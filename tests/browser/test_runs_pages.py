@@ -181,7 +181,8 @@ def test_two_runs_are_chosen_and_compared(new_page: Tabs) -> None:
     expect(page.get_by_role("region", name="Measures")).to_contain_text("Last training loss")
 
 
-def test_sweeps_are_listed_and_lead_to_their_runs(new_page: Tabs, server: Served) -> None:
+@pytest.mark.parametrize("size", ["wide", "phone"])
+def test_sweeps_are_listed_and_lead_to_their_runs_and_back(new_page: Tabs, server: Served, size: str) -> None:
     """One with values that would be markup, whose process is gone; and a damaged one, which is left out."""
     folder = SweepFolder(server.runs_dir / "sweep-one")
     record = SweepRecord(
@@ -191,13 +192,13 @@ def test_sweeps_are_listed_and_lead_to_their_runs(new_page: Tabs, server: Served
     )  # fmt: skip
     for value, name, score in ((HOSTILE, "done-run", 0.25), ("a", "failed-run", 0.5)):
         record.add_trial({"run_name": value}).runs = [SweepRun(id=name, seed=42, state="done", scores=[score])]
-    damaged = SweepFolder(server.runs_dir / "sweep-two")
+    damaged, member = SweepFolder(server.runs_dir / "sweep-two"), RunFolder(server.runs_dir / "done-run").sweep
     for each in (folder, damaged):
         each.path.mkdir()
         each.write(record)
     damaged.file.write_text('{"id": "sweep-two"}')
     try:
-        page = new_page("/compare")
+        page = new_page("/compare", size)
         table = page.get_by_role("region", name="Sweeps")
         expect(table).to_contain_text(f"run_name={HOSTILE}")
         expect(table).to_contain_text("unknown: one seed for each point")
@@ -205,11 +206,22 @@ def test_sweeps_are_listed_and_lead_to_their_runs(new_page: Tabs, server: Served
         expect(table).not_to_contain_text("sweep-two")
         is_whole(page)
         axe(page)
-        screenshot(page, "sweeps")
+        screenshot(page, f"sweeps-{size}")
         table.get_by_role("link", name="sweep-one").click()
         page.wait_for_url(re.compile("runs=done-run%2Cfailed-run&by=last_eval_loss"))
-    finally:
+        write_json(member, {"sweep": folder.id, "trial": 1, "seed": 42})
+        page = new_page("/run?run=done-run", size)
+        expect(page.get_by_text("trial 1 of sweep-one")).to_be_visible()
+        is_whole(page)
+        axe(page)
+        screenshot(page, f"run-of-sweep-{size}")
+        page.get_by_role("link", name="sweep-one").click()
+        page.wait_for_url(re.compile("runs=done-run%2Cfailed-run&by=last_eval_loss"))
         shutil.rmtree(folder.path)
+        expect(new_page("/run?run=done-run", size).get_by_text("trial 1 of sweep-one, which is gone")).to_be_visible()
+    finally:
+        member.unlink(missing_ok=True)
+        shutil.rmtree(folder.path, ignore_errors=True)
         shutil.rmtree(damaged.path)
 
 

@@ -310,7 +310,8 @@ def test_a_sweep_halves_in_slurm_and_its_survivor_trained_as_if_never_stopped(si
 
 def test_a_stopped_sweep_leaves_no_job_behind(site: Site) -> None:
     """One run trains, and one waits for its partition's nodes."""
-    line = ["sweep", "tiny-lora", "--on", "slurm", "--nodes", "2", "--gpus_per_node", "0", "--detach", "--json"]
+    line = ["sweep", "tiny-lora", "--on", "slurm", "--nodes", "2", "--gpus_per_node", "0"]
+    line += ["--cpus_per_node", "2", "--detach", "--json"]  # all CPUs of both nodes
     words = {**OPTIONS, "max_steps": LONG, "max_train_samples": 4 * LONG, "runs_dir": site.home / "stopped"}
     begun = json.loads(site.tunesmith(*line, "--lora_r", "4,8", *flags(words)).stdout)
     first, second = (RunFolder(run["run_dir"]) for run in begun["runs"])
