@@ -184,7 +184,7 @@ def test_two_runs_are_chosen_and_compared(new_page: Tabs) -> None:
 @pytest.mark.parametrize("size", ["wide", "phone"])
 def test_sweeps_are_listed_and_lead_to_their_runs_and_back(new_page: Tabs, server: Served, size: str) -> None:
     """One with values that would be markup, whose process is gone; and a damaged one, which is left out."""
-    folder = SweepFolder(server.runs_dir / "sweep-one")
+    folder = SweepFolder(server.runs_dir / "sweep-20261125-201344-tiny-lora-2386")
     record = SweepRecord(
         id=folder.id, preset="tiny-lora", config=None, options={"runs_dir": str(server.runs_dir)}, launch={},
         axes=[Axis(option="run_name", values=("a", HOSTILE))], search="grid", trial_count=2, seeds=[42], search_seed=0,
@@ -207,18 +207,19 @@ def test_sweeps_are_listed_and_lead_to_their_runs_and_back(new_page: Tabs, serve
         is_whole(page)
         axe(page)
         screenshot(page, f"sweeps-{size}")
-        table.get_by_role("link", name="sweep-one").click()
+        table.get_by_role("link", name=folder.id).click()
         page.wait_for_url(re.compile("runs=done-run%2Cfailed-run&by=last_eval_loss"))
         write_json(member, {"sweep": folder.id, "trial": 1, "seed": 42})
         page = new_page("/run?run=done-run", size)
-        expect(page.get_by_text("trial 1 of sweep-one")).to_be_visible()
+        expect(page.get_by_text(f"trial 1 of {folder.id}")).to_be_visible()
         is_whole(page)
         axe(page)
         screenshot(page, f"run-of-sweep-{size}")
-        page.get_by_role("link", name="sweep-one").click()
+        page.get_by_role("link", name=folder.id).click()
         page.wait_for_url(re.compile("runs=done-run%2Cfailed-run&by=last_eval_loss"))
         shutil.rmtree(folder.path)
-        expect(new_page("/run?run=done-run", size).get_by_text("trial 1 of sweep-one, which is gone")).to_be_visible()
+        gone = f"trial 1 of {folder.id}, which is gone"
+        expect(new_page("/run?run=done-run", size).get_by_text(gone)).to_be_visible()
     finally:
         member.unlink(missing_ok=True)
         shutil.rmtree(folder.path, ignore_errors=True)

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from app.sweep.record import SweepFolder
+from app.sweep.report import document_of
 from tests import shared
 from tests.detached import SMALL, TUNESMITH
 from tests.faults.disk import SmallDisk, unmount
@@ -295,12 +297,15 @@ def test_the_site_file_gives_defaults(site: Site) -> None:
 
 def test_a_sweep_halves_in_slurm_and_its_survivor_trained_as_if_never_stopped(site: Site, uncut: RunFolder) -> None:
     """The second of two points is one on which nothing is learned."""
-    line = ["sweep", "tiny-lora", "--on", "slurm", "--nodes", "2", "--gpus_per_node", "0", "--time", "30", "--json"]
+    line = ["sweep", "tiny-lora", "--on", "slurm", "--nodes", "2", "--gpus_per_node", "0", "--time", "30"]
+    line += ["--detach", "--json"]
     words = {**OPTIONS, "runs_dir": site.home / "swept", "halving": 2, "eval_dataset_name": "none"}
-    done = site.tunesmith(*line, "--learning_rate", "3e-3,1e-9", *flags(words))
-    swept = json.loads(done.stdout)
+    begun = json.loads(site.tunesmith(*line, "--learning_rate", "3e-3,1e-9", *flags(words)).stdout)
+    folder = SweepFolder(Path(begun["sweep_dir"]))
+    site.cluster.wait(lambda: folder.read().state == "done", 400, lambda: (folder.path / "log.txt").read_text())
+    swept = document_of(folder, folder.read())
     expected = [("done", STEPS), ("paused", STEPS // 2)]
-    assert [(run["state"], run["step"]) for run in swept["runs"]] == expected, done.stderr
+    assert [(run["state"], run["step"]) for run in swept["runs"]] == expected, swept
     best, cut = (RunFolder(run["run_dir"]) for run in swept["runs"])
     assert "#SBATCH --time=30" in (best.path / "slurm.sh").read_text().splitlines()
     assert (losses(best), weights(best)) == (losses(uncut), weights(uncut))

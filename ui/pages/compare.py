@@ -127,10 +127,13 @@ def _sweeps(sweeps: Sequence[tuple[SweepFolder, SweepRecord]]) -> Html:
     for folder, record in sweeps[:_MOST_SWEEPS]:
         query = comparison_of(folder, record)
         name = link("compare", folder.id, **query) if query else folder.id
-        rows.append([name, badge(true_state(record)), len(record.trials), record.measure, *standing(record)])
-    headers = ["Sweep", "State", "Trials", "By", "Leads", "Score", "Best beyond the spread"]
-    table = data_table(headers, rows, "Sweeps", numeric=[2, 5])
-    return section("Sweeps", join([note("Each link compares the runs of the best trials."), table]))
+        leads, score, best = standing(record)
+        state = badge(true_state(record))
+        rows.append([name, leads, score, record.measure, best, state, len(record.trials)])
+    headers = ["Sweep", "Leads", "Score", "By", "Best beyond the spread", "State", "Trials"]
+    table = data_table(headers, rows, "Sweeps", numeric=[2, 6])
+    explained = join([note("Each link compares the runs of the best trials."), table])
+    return element("div", section("Sweeps", explained), class_="ts-sweeps")
 
 
 def _verdict(comparison: dict[str, Any]) -> Html:
