@@ -148,7 +148,7 @@ def test_a_preempted_run_is_waited_for(tmp_path: Path, cluster: MadeUpCluster, m
     assert finished(begun(tmp_path, "--lora_r", "4,8"), cluster)["runs"][0]["state"] == "done"
     monkeypatch.setattr("app.sweep.trial_runs.may_come_back", lambda state: False)
     cluster.preempts = "3"
-    document = finished(begun(tmp_path, "--lora_r", "4,16"), cluster)
+    document = finished(begun(tmp_path / "control", "--lora_r", "4,16"), cluster)
     assert document["runs"][0]["state"] == "stopped"  # control
 
 
