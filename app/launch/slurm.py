@@ -18,6 +18,10 @@ CODE = ("container", "slurm_extra")
 """Options that name code, so that they are taken from no folder."""
 
 
+class NotTaken(ConfigError):
+    """SLURM did not take a job."""
+
+
 def slurm_job(
     args: Args, run: RunFolder | None = None, mistakes: Mistakes | None = None
 ) -> tuple[TrainJob, SlurmOptions]:
@@ -58,7 +62,8 @@ def start(job: TrainJob, options: SlurmOptions, quiet: bool = True) -> dict[str,
         The state, `queued` or later.
 
     Raises:
-        ConfigError: if the pre-flight check or SLURM refuses the job; a new run then leaves no folder.
+        ConfigError: if the pre-flight check refuses the job; a new run then leaves no folder.
+        NotTaken: if SLURM does; likewise.
         CheckBroke: if the check crashes.
     """
     text = script(job.run, options)
@@ -78,7 +83,7 @@ def start(job: TrainJob, options: SlurmOptions, quiet: bool = True) -> dict[str,
                 number = submit(job.run)
             except SlurmError as error:
                 remedy = "" if new else "; `--on local` resumes it on this machine"
-                raise ConfigError(f"SLURM did not take the job: {error}{remedy}") from None
+                raise NotTaken(f"SLURM did not take the job: {error}{remedy}") from None
             forget_jobs()
             # The writer of `queued` is whoever submits the job; on the nodes, machine 0's supervisor takes over.
             return job.run.write_state(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from app.launch.foreground import CheckBroke
+from app.launch.slurm import NotTaken
 from app.sweep.record import SweepFolder, SweepRecord, SweepRun, Trial, ranked
 from app.sweep.search import Result, propose
 from trainers.config.mistakes import ConfigError
@@ -33,6 +34,7 @@ class Runs(Protocol):
 
         Raises:
             ConfigError: if it is refused.
+            NotTaken: if SLURM does not take its job.
             CheckBroke: if its pre-flight check crashes.
         """
 
@@ -72,6 +74,7 @@ class Runner:
         self.folder, self.record, self.runs = folder, record, runs
         self.say, self.show = say, show
         self.devices: dict[str, int] = {}
+        self.at_once = record.parallel
         self.poll = POLL if record.on == "local" else CLUSTER_POLL
 
     def go(self) -> None:
@@ -88,7 +91,7 @@ class Runner:
             self._collect()
             while self._promote():
                 pass
-            while self._active() < record.parallel and (task := self._next()):
+            while self._active() < self.at_once and (task := self._next()):
                 if self.folder.stop_request.exists():
                     raise StopAsked
                 self._start(*task)
@@ -238,7 +241,7 @@ class Runner:
         index = min(range(len(record.devices)), key=lambda number: used[number])
         self.devices[run.id] = index
         begun = run.state == "paused" and self.runs.state(run) is not None
-        again = "its folder is gone, so it " if run.state == "paused" and not begun else ""
+        again, before = "its folder is gone, so it " if run.state == "paused" and not begun else "", run.state
         verb = "goes on:" if begun else f"{again}starts as"
         run.state = "running"
         self._save()  # before the start: whoever goes on after a kill looks for this run
@@ -246,6 +249,12 @@ class Runner:
         try:
             self.runs.start(record, trial, run, stop_at, record.devices[index])
         except (ConfigError, CheckBroke) as error:
+            others = self._active() - 1
+            if isinstance(error, NotTaken) and others:  # as a site limits the jobs of each user
+                run.state, self.at_once = before, others
+                self.say(f"{self._name(trial, run)} waits, from now on {others} at once: {error}")
+                self._save()
+                return
             run.state, run.cause = "failed", "; ".join(str(error).splitlines())
             self.say(f"{self._name(trial, run)} failed: {run.cause}")
             self._save()

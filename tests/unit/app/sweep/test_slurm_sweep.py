@@ -26,7 +26,8 @@ from trainers.run.folder import RunFolder
 
 STEPS = 9
 PROGRAMS = {
-    "sbatch": 'for word; do script="$word"; done\nnumber=$(($(ls scripts | wc -l) + 1))\n'
+    "sbatch": '[ $(ls jobs | wc -l) -lt "${MOST_JOBS:-99}" ] || { echo "over the limit" >&2; exit 1; }\n'
+              'for word; do script="$word"; done\nnumber=$(($(ls scripts | wc -l) + 1))\n'
               'echo "$script" > scripts/$number\necho PENDING > jobs/$number\necho $number',
     "squeue": 'for job in $(ls jobs); do echo "$job|$(cat jobs/$job)|0|Resources|"; done',
     "scontrol": 'echo "JobId=$3"; echo "   Command=$(cat scripts/$3)"',
@@ -140,6 +141,20 @@ def test_halving_stops_jobs_and_goes_on_in_new_ones(tmp_path: Path, cluster: Mad
     ids = [run["id"] for run in document["runs"]]
     assert [run.id for run in cluster.submitted()] == [*ids, ids[1]]
     assert "#SBATCH --time=30\n" in (folder.path.parent / ids[1] / SCRIPT).read_text()
+
+
+def test_what_slurm_does_not_take_is_submitted_when_another_has_ended(
+    tmp_path: Path, cluster: MadeUpCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOST_JOBS", "2")
+    folder = begun(tmp_path, "--lora_r", "2,4,8", "--halving", "3")
+    assert [run["state"] for run in finished(folder, cluster)["runs"]] == ["done", "paused", "paused"]
+    assert cluster.most == 2
+    monkeypatch.setenv("MOST_JOBS", "0")
+    document = finished(begun(tmp_path / "none", "--lora_r", "4,8"), cluster)
+    assert {(run["state"], run["cause"]) for run in document["runs"]} == {
+        ("failed", "SLURM did not take the job: over the limit")
+    }
 
 
 def test_a_preempted_run_is_waited_for(tmp_path: Path, cluster: MadeUpCluster, monkeypatch: pytest.MonkeyPatch) -> None:
