@@ -205,7 +205,8 @@ class SweepFolder:
         """Sets the ids of runs that were renamed, which are found by what their folders say of their sweep."""
         gone = {(trial.number, run.seed): run for trial in record.trials for run in trial.runs if self.is_gone(run)}
         for path in sorted(self.path.parent.glob("*/sweep.json")) if gone else ():
-            member = sweep_of(RunFolder(path.parent))
+            is_sound = path.parent.name.isprintable() and not path.parent.is_symlink()
+            member = sweep_of(RunFolder(path.parent)) if is_sound else None
             if member and member["sweep"] == self.id and (run := gone.pop((member["trial"], member["seed"]), None)):
                 run.id = path.parent.name
 

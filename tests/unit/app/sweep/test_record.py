@@ -116,7 +116,10 @@ def test_a_renamed_run_is_found_and_one_that_is_gone_is_named(
     assert compared_runs(folder, folder.read()) == [first.id, second.id]
     first.path.rename(first.path.with_name("mine"))
     assert compared_runs(folder, folder.read()) == ["mine", second.id]
-    second.path.rename(second.path.with_name("copy"))
+    second.path.rename(second.path.with_name("hostile\x1b[2J"))
+    second.path.with_name("link").symlink_to(second.path.with_name("hostile\x1b[2J"))
+    assert compared_runs(folder, folder.read()) == ["mine"], "no terminal shows this name, and links are not followed"
+    second.path.with_name("hostile\x1b[2J").rename(second.path.with_name("copy"))
     write_json(RunFolder(second.path.with_name("copy")).sweep, {"sweep": "sweep-other", "trial": 2, "seed": 42})
     assert compared_runs(folder, folder.read()) == ["mine"], "it names another sweep"
     runs_dir = ["--runs_dir", str(folder.path.parent)]
