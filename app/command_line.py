@@ -176,12 +176,12 @@ _CLUSTER = {
     "namespace": ("<name>", "Kubernetes: namespace; default: that of kubectl."),
     "secret": ("<name>", "Kubernetes: Secret with environment variables such as HF_TOKEN."),
 }
-_SCHEDULER = {name: option(name, metavar, text, "Cluster") for name, (metavar, text) in _CLUSTER.items()}
-_SCHEDULER |= {"dry_run": switch("dry_run", "Print what would be submitted, and submit nothing.")}
+SCHEDULER_OPTIONS = {name: option(name, metavar, text, "Cluster") for name, (metavar, text) in _CLUSTER.items()}
+SCHEDULER_OPTIONS |= {"dry_run": switch("dry_run", "Print what would be submitted, and submit nothing.")}
 TRAIN = Verb(
     "train",
     "Fine-tune a model: a preset (`tunesmith presets`), a config file, options, or all three; later ones win.",
-    own=_SCHEDULER, switches=("check", "detach"),
+    own=SCHEDULER_OPTIONS, switches=("check", "detach"),
 )  # fmt: skip
 _RUN = ("run", "Run id, or path of a run folder.")
 _RUNS_DIR = {
@@ -193,7 +193,7 @@ RESUME = Verb(
     "resume",
     "Resume a stopped or failed run from its newest good checkpoint. "
     "Options of `train` may be changed; changes that affect the remaining steps need --force.",
-    _RUN, {**_RUNS_DIR, **_SCHEDULER}, switches=("force", "detach"), hidden=_TRAINING,
+    _RUN, {**_RUNS_DIR, **SCHEDULER_OPTIONS}, switches=("force", "detach"), hidden=_TRAINING,
 )  # fmt: skip
 CLONE = Verb(
     "runs clone",

@@ -37,6 +37,7 @@ from app.runs.runs import (
     log_lines,
     stop_run,
     summary,
+    sweep_of,
 )
 from app.runs.state import queue
 from app.services.diagnosis import apply_remedy, diagnosed
@@ -243,13 +244,15 @@ def show_verb(name: str, plan: bool, runs_dir: Path, as_json: bool) -> int:
     state, diagnoses = run.read_state() or {}, diagnosed(run)
     document["machines"], export_dir = machines_line(state) or None, state.get("export_dir")
     memory, proofs = memory_of(run, Curves(), plan), entries(run)
+    sweep = sweep_of(run)
     if as_json:
         diagnosis = [entry.as_json() for entry in diagnoses]
-        parts = {"diagnosis": diagnosis, "profiles": profiles(run), "memory": memory, "proofs": proofs}
+        parts = {"diagnosis": diagnosis, "profiles": profiles(run), "memory": memory, "proofs": proofs, "sweep": sweep}
         report_json({**document, "export_dir": export_dir, **parts})
         return 0
     values = document.pop("metrics")
-    facts = {**document, "model": export_dir, "gpus": ",".join(map(str, document["gpus"])) or "none"}
+    member = f"trial {sweep['trial']} of {sweep['sweep']}" if sweep else None
+    facts = {**document, "sweep": member, "model": export_dir, "gpus": ",".join(map(str, document["gpus"])) or "none"}
     facts |= {key: number(value, 6) for key, value in values.items() if isinstance(value, float)}
     show_table(["id", facts.pop("id")], [[key, value] for key, value in facts.items() if value is not None])
     for profile in profiles(run):

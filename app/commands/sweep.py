@@ -14,11 +14,11 @@ from typing import Any
 from app.accelerate_launch import ROOT, module_argv, module_environment
 from app.console import clean, counted, report, report_json, say, show_table
 from app.launch.foreground import interruptible, preflight, say_choices
-from app.sweep.local_runs import LocalRuns
 from app.sweep.plan import SWEEP, Plan, make_plan
 from app.sweep.record import SweepFolder, SweepRecord, find_sweep, list_sweeps, true_state
 from app.sweep.report import document_of, settings, show, table_of
 from app.sweep.runner import Runner, StopAsked
+from app.sweep.trial_runs import TrialRuns
 from trainers.config.mistakes import ConfigError
 
 
@@ -30,7 +30,7 @@ def sweep_verb(argv: Sequence[str]) -> int:
     as_json, quiet = "json" in args.switches, "quiet" in args.switches
     plan = make_plan(args)
     say_choices(plan.job)
-    preflight(plan.job, quiet=True)
+    preflight(plan.job, quiet=True, elsewhere=plan.record.on != "local")
     if not quiet:
         say(_announced(plan.record))
     if "check" in args.switches:
@@ -70,7 +70,8 @@ def _announced(record: SweepRecord) -> str:
     seeds = f" with {len(record.seeds)} seeds each" if record.seeds[1:] else ""
     points = counted(record.trial_count, "point", "points")
     cuts = f"; the worse are cut at steps {', '.join(map(str, record.rungs[:-1]))}" if record.halving else ""
-    return f"{counted(runs, 'run', 'runs')}: {points}{seeds}, {record.parallel} at once, by {record.measure}{cuts}"
+    at_once = f"{record.parallel} at once{' in SLURM' if record.on == 'slurm' else ''}"
+    return f"{counted(runs, 'run', 'runs')}: {points}{seeds}, {at_once}, by {record.measure}{cuts}"
 
 
 def _checked(plan: Plan, as_json: bool) -> int:
@@ -105,7 +106,7 @@ def _run(folder: SweepFolder, record: SweepRecord, as_json: bool, quiet: bool) -
     with folder.hold(), interruptible(), _display(quiet) as (line, table):
         record = folder.read() if folder.file.exists() else record  # it may have gone on until the lock was ours
         folder.stop_request.unlink(missing_ok=True)
-        runner = Runner(folder, record, LocalRuns(folder), line, table)
+        runner = Runner(folder, record, TrialRuns(folder), line, table)
         try:
             runner.go()
         except (KeyboardInterrupt, StopAsked):
@@ -185,7 +186,7 @@ def stop_sweep(name: str, runs_dir: Path, timeout: float, as_json: bool) -> int:
     record = folder.read()
     if true_state(record) == "interrupted":  # its process is gone, and its runs are not
         with folder.hold(), interruptible():
-            Runner(folder, record, LocalRuns(folder), say).stop(deadline)
+            Runner(folder, record, TrialRuns(folder), say).stop(deadline)
     if as_json:
         report_json(document_of(folder, record))
     else:

@@ -14,7 +14,12 @@ from app.schedulers.slurm_options import SlurmOptions, site_file
 from trainers.config.mistakes import ConfigError, Mistakes
 from trainers.run.folder import RunFolder, write_atomic, write_json
 
-_CODE = ("container", "slurm_extra")
+CODE = ("container", "slurm_extra")
+"""Options that name code, so that they are taken from no folder."""
+
+
+class NotTaken(ConfigError):
+    """SLURM did not take a job."""
 
 
 def slurm_job(
@@ -35,13 +40,13 @@ def slurm_job(
     chosen = {name: value for name, value in args.own.items() if name in SlurmOptions.model_fields}
     before = (submission(run) or {}).get("options", {}) if run else {}
     # Without what names code, as the folder may come from elsewhere.
-    stored = {name: value for name, value in before.items() if name not in _CODE}
+    stored = {name: value for name, value in before.items() if name not in CODE}
     options = SlurmOptions()
     with mistakes:
         options = SlurmOptions.read({**stored, **chosen})
     job = cluster_job(args, run, options.nodes, options.gpus_per_node, mistakes)
     job.notes += [f"{name} of the last submission is not repeated: give it again, or set it in {site_file()}"
-                  for name in _CODE if before.get(name) and not getattr(options, name)]  # fmt: skip
+                  for name in CODE if before.get(name) and not getattr(options, name)]  # fmt: skip
     return job, options
 
 
@@ -57,7 +62,8 @@ def start(job: TrainJob, options: SlurmOptions, quiet: bool = True) -> dict[str,
         The state, `queued` or later.
 
     Raises:
-        ConfigError: if the pre-flight check or SLURM refuses the job; a new run then leaves no folder.
+        ConfigError: if the pre-flight check refuses the job; a new run then leaves no folder.
+        NotTaken: if SLURM does; likewise.
         CheckBroke: if the check crashes.
     """
     text = script(job.run, options)
@@ -77,7 +83,7 @@ def start(job: TrainJob, options: SlurmOptions, quiet: bool = True) -> dict[str,
                 number = submit(job.run)
             except SlurmError as error:
                 remedy = "" if new else "; `--on local` resumes it on this machine"
-                raise ConfigError(f"SLURM did not take the job: {error}{remedy}") from None
+                raise NotTaken(f"SLURM did not take the job: {error}{remedy}") from None
             forget_jobs()
             # The writer of `queued` is whoever submits the job; on the nodes, machine 0's supervisor takes over.
             return job.run.write_state(
@@ -85,6 +91,11 @@ def start(job: TrainJob, options: SlurmOptions, quiet: bool = True) -> dict[str,
             )
         finally:
             if new and not job.run.state_file.exists():
-                (job.run.path / SCRIPT).unlink(missing_ok=True)
-                job.run.scheduler.unlink(missing_ok=True)
-                take_back(job.run)
+                take_back_submission(job.run)
+
+
+def take_back_submission(run: RunFolder) -> None:
+    """Removes the files of `start`, and only those, after it was interrupted before the run existed."""
+    for path in (run.path / SCRIPT, run.scheduler):
+        path.unlink(missing_ok=True)
+    take_back(run)

@@ -267,6 +267,16 @@ def summary(run: RunFolder) -> dict[str, Any]:
     }
 
 
+def sweep_of(run: RunFolder) -> dict[str, Any] | None:
+    """The sweep that a run belongs to: `sweep`, `trial` and `seed`; None if it belongs to none."""
+    document = read_json(run.sweep) or {}
+    name, numbers = document.get("sweep"), [document.get(key) for key in ("trial", "seed")]
+    is_name = isinstance(name, str) and name.isprintable() and os.sep not in name and 0 < len(name.strip(".")) < 256
+    if not is_name or not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+        return None
+    return {"sweep": name, "trial": numbers[0], "seed": numbers[1]}
+
+
 def metrics(run: RunFolder) -> Iterator[dict[str, Any]]:
     """The rows of `metrics.jsonl`, without a line that is still being written."""
     if not run.metrics.is_file():  # a pipe would block forever

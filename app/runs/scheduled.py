@@ -82,9 +82,8 @@ def _queued_again(job: str, state: Mapping[str, Any]) -> dict[str, Any] | None:
     SLURM has then preempted it or lost a node, and what its supervisor wrote meanwhile is not how the run ends.
     """
     try:
-        age = (datetime.now(UTC) - datetime.fromisoformat(str(state.get("updated_at")))).total_seconds()
-        status = job_status(job, is_listed=True) if age < _RECENT else None
-    except (ValueError, TypeError, SlurmError):
+        status = job_status(job, is_listed=True) if _is_recent(state) else None
+    except SlurmError:
         return None
     if status is None:
         return None
@@ -93,6 +92,27 @@ def _queued_again(job: str, state: Mapping[str, Any]) -> dict[str, Any] | None:
     seen = state["scheduler"].get("restarts")
     is_new_start = isinstance(seen, int) and status.restarts > seen and status.state != "COMPLETING"
     return {**state, "state": "starting", "cause": None} if is_new_start else None
+
+
+def _is_recent(state: Mapping[str, Any]) -> bool:
+    """Whether a state was written less than `_RECENT` ago."""
+    try:
+        age = datetime.now(UTC) - datetime.fromisoformat(str(state.get("updated_at")))
+    except (ValueError, TypeError):
+        return False
+    return age.total_seconds() < _RECENT
+
+
+def may_come_back(state: Mapping[str, Any]) -> bool:
+    """Whether a run that stopped or failed may yet be queued again: SLURM has not ended its job, or does not answer."""
+    job = job_of_state(state)
+    if job is None or state.get("state") == "done" or not _is_recent(state):
+        return False
+    try:
+        status = job_status(job, is_listed=True)
+    except SlurmError:
+        return True
+    return status is not None and not status.ended
 
 
 def _waiting(job: str, status: JobStatus, state: Mapping[str, Any]) -> str:

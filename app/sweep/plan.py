@@ -10,14 +10,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from app.command_line import Args, Verb
+from app.command_line import SCHEDULER_OPTIONS, Args, Verb
+from app.console import shortened
 from app.hardware import cpu_count, find_gpus
+from app.launch import slurm
 from app.launch.job import TrainJob, named_preset
-from app.sweep.local_runs import job_of_run
+from app.schedulers.slurm_options import SlurmOptions, site_file
 from app.sweep.record import PREFIX, SweepFolder, SweepRecord
 from app.sweep.runner import rungs_of
 from app.sweep.search import METHODS, Result, need_optuna, propose
 from app.sweep.space import Axis, grid, grid_size, parse_axis
+from app.sweep.trial_runs import job_of_run
 from trainers.config.command_line import option
 from trainers.config.mistakes import ConfigError, Mistake, Mistakes
 from trainers.config.options import EMBEDDED, MACHINE_OPTIONS, TrainConfig, is_local
@@ -29,13 +32,15 @@ _MOST_RUNS, _MOST_SEEDS = 100_000, 100
 _MOST_CORNERS = 256
 """Most combinations of the ends of ranges to check; beyond, each end is checked with the first of the others."""
 _LENGTH = ("max_steps", "num_train_epochs")
+_SUBMITTED = 8
+"""Runs in SLURM at once by default; sites limit how many jobs a user may submit."""
 _PATHS = ("model_name_or_path", "dataset_name", "eval_dataset_name", "chat_template")
 SWEEP = Verb(
     "sweep",
     "Train with several values of some options, such as --learning_rate 1e-4,3e-4 --lora_r 8,16: an ordinary run for "
-    "each combination, in the queue of this machine. `sweep list`, `sweep show SWEEP`, `sweep stop SWEEP` and "
-    "`sweep resume SWEEP` work on sweeps. Exit status: 0 done, 1 no run could be measured, 130 stopped, 2 invalid "
-    "request.",
+    "each combination, in the queue of this machine or of SLURM. `sweep list`, `sweep show SWEEP`, `sweep stop "
+    "SWEEP` and `sweep resume SWEEP` work on sweeps. Exit status: 0 done, 1 no run could be measured, 130 stopped, 2 "
+    "invalid request.",
     own={
         "search": option("search", "<grid|random|tpe>", "Every combination of the values, or --trials points, drawn "
                          "at random or proposed by TPE from the results so far; ranges such as 1e-5:1e-3:log are for "
@@ -43,7 +48,7 @@ SWEEP = Verb(
         "trials": option("trials", "<int>", "Number of points of a random search or of TPE."),
         "seeds": option("seeds", "<int>", "Runs for each point, with seeds from --seed upwards; default: 1."),
         "parallel": option("parallel", "<int>", "Runs at once; default: one for each set of GPUs, or as many as have "
-                           "cores."),
+                           f"cores; in SLURM {_SUBMITTED}."),
         "gpus_per_run": option("gpus_per_run", "<int>", "Split --gpus (default: all GPUs) into sets of this many, one "
                                "set for each run; default: all for every run."),
         "halving": option("halving", "<int>", "Successive halving: cut all runs short, let the best one in this many "
@@ -51,6 +56,10 @@ SWEEP = Verb(
         "measure": option("measure", "<name>", "What decides, as in `runs compare --by`; default: last_eval_loss, or "
                           "recent_loss without evaluation data."),
         "max_runs": option("max_runs", "<int>", f"Refuse a sweep of more runs than this; default: {MAX_RUNS}."),
+        **{name: SCHEDULER_OPTIONS[name] for name in ("on", *SlurmOptions.model_fields)},
+        "on": option("on", "<local|slurm>", "Where to train: on this machine, or as a job of SLURM for each run; "
+                     "default: local.", "Cluster"),
+        **{name: option(name, "<...>", "Is set in the site file.", "Cluster", hidden=True) for name in slurm.CODE},
     },
     launch=("strategy", "tp_size", "cp_size", "sp_size", "dp_replicate_size", "gpus", "num_processes"),
     switches=("check", "detach"),
@@ -88,14 +97,15 @@ def make_plan(args: Args) -> Plan:
     _refuse_launch(args, mistakes)
     axes, options = _axes(args, mistakes)
     numbers = _Numbers(args, axes, mistakes)
-    devices, parallel = _devices(args, numbers, mistakes)
+    on, cluster = _cluster(args, numbers, mistakes)
+    devices, parallel = ([{}], numbers.parallel or _SUBMITTED) if on == "slurm" else _devices(args, numbers, mistakes)
     options = {**options, "runs_dir": str(Path(os.path.expanduser(options.get("runs_dir", "runs"))).absolute())}
     launch = {name: value for name, value in args.launch.items() if name not in devices[0]}
     launch |= {"strategy": _absolute(launch["strategy"])} if "strategy" in launch else {}
     record = SweepRecord(
         id=f"{PREFIX}draft", preset=preset, config=_absolute(args.request.config), options=options, launch=launch,
-        axes=axes, search=numbers.search, trial_count=numbers.trials, seeds=[0], search_seed=0, parallel=parallel,
-        devices=devices, rungs=[0], halving=numbers.halving, measure="", better="low",
+        on=on, cluster=cluster, axes=axes, search=numbers.search, trial_count=numbers.trials, seeds=[0],
+        search_seed=0, parallel=parallel, devices=devices, rungs=[0], halving=numbers.halving, measure="", better="low",
     )  # fmt: skip
     job = _checked(record, numbers.seeds, mistakes)
     with mistakes:
@@ -126,7 +136,7 @@ def _absolute(path: str | None) -> Any:
 
 def _refuse_launch(args: Args, mistakes: Mistakes) -> None:
     for name in [name for name in (*MACHINE_OPTIONS, "min_machines") if name in args.launch]:
-        mistakes.append(Mistake(name, args.launch[name], "is not for sweeps", "a sweep uses this machine alone"))
+        mistakes.append(Mistake(name, args.launch[name], "is not for sweeps", "leave it out, or use --on slurm"))
     if "force" in args.switches:
         mistakes.append(Mistake("--force", None, "is for `resume`", "leave it out"))
 
@@ -202,6 +212,31 @@ class _Numbers:
         return number
 
 
+def _cluster(args: Args, numbers: _Numbers, mistakes: Mistakes) -> tuple[Any, dict[str, Any]]:
+    """Where the runs train, and the options of their jobs there."""
+    on = args.own.get("on", "local")
+    chosen = {name: value for name, value in args.own.items() if name in SlurmOptions.model_fields}
+    if on == "local":
+        mistakes += [Mistake(name, value, "is for jobs of SLURM", "add --on slurm") for name, value in chosen.items()]
+        return on, {}
+    if on != "slurm":
+        known = {"ray": "Ray has no queue in which runs would wait for each other",
+                 "kubernetes": "Tunesmith starts nothing there, it prints a manifest of one run"}  # fmt: skip
+        problem = known.get(str(on), "it is no place to train")
+        mistakes.append(Mistake("on", shortened(str(on)), f"is not for sweeps: {problem}", "use local or slurm"))
+        return "local", {}
+    for name in [name for name in slurm.CODE if name in chosen]:
+        remedy = f"set it in {site_file()}, which is read at each submission"
+        mistakes.append(Mistake(name, shortened(str(chosen.pop(name))), "is code, which no sweep stores", remedy))
+    if numbers.gpus_per_run:
+        problem = "is for the GPUs of this machine"
+        mistakes.append(Mistake("gpus_per_run", numbers.gpus_per_run, problem, "write --gpus_per_node"))
+    options = SlurmOptions()
+    with mistakes:
+        options = SlurmOptions.read(chosen)
+    return on, options.model_dump(exclude_none=True, exclude=set(slurm.CODE))
+
+
 def _devices(args: Args, numbers: _Numbers, mistakes: Mistakes) -> tuple[list[dict[str, str]], int]:
     """Launch options of each set of devices that a run may use, and the number of runs at once."""
     devices: list[dict[str, str]] = [{}]
@@ -245,7 +280,7 @@ def _checked(record: SweepRecord, seeds: int, mistakes: Mistakes) -> TrainJob | 
         trial = record.model_copy(update={"trials": []}).add_trial(values)
         folder = RunFolder(Path(record.options["runs_dir"]) / trial.runs[-1].id)
         with mistakes:
-            jobs.append(job_of_run(record, trial, trial.runs[-1], folder, "none", record.devices[0]))
+            jobs.append(job_of_run(record, trial, trial.runs[-1], folder, "none", record.devices[0])[0])
             for name, text in values.items():
                 known = meanings.setdefault(name, {}).setdefault(repr(getattr(jobs[-1].config, name)), text)
                 if known != text:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Self, TextIO
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
 from app.console import shortened
-from app.runs.runs import processes_in
+from app.runs.runs import processes_in, sweep_of
 from app.sweep.space import Axis
 from trainers.config.mistakes import ConfigError, nearest
 from trainers.run.folder import RunFolder, now, read_json, write_json
@@ -33,7 +33,7 @@ class SweepRun(BaseModel):
         state: `waiting`, `running`, `paused` at a rung of halving, `stopped` by the user, `done` or `failed`.
         scores: what was measured at the end of each rung so far.
         step: steps that it has trained.
-        cause: why it failed or stopped.
+        cause: why it waits, failed or stopped.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -104,6 +104,8 @@ class SweepRecord(BaseModel):
         config: absolute path of the config file.
         options: options that all runs share, as on the command line.
         launch: launch options that all runs share.
+        on: where the runs train: `local`, this machine, or `slurm`.
+        cluster: options of each run's job on a cluster.
         axes: what varies.
         search: `grid`, `random` or `tpe`.
         trial_count: number of trials.
@@ -129,6 +131,8 @@ class SweepRecord(BaseModel):
     config: str | None
     options: dict[str, str]
     launch: dict[str, str]
+    on: Literal["local", "slurm"] = "local"
+    cluster: dict[str, Any] = Field(default_factory=dict)
     axes: list[Axis]
     search: Literal["grid", "random", "tpe"]
     trial_count: int
@@ -205,7 +209,21 @@ class SweepFolder:
         names = [run.id for trial in record.trials for run in trial.runs]
         if any(os.sep in name or name in ("", ".", "..") or not name.isprintable() for name in names):
             raise ConfigError(f"{self.path} holds a damaged sweep.json: a run's name is no name of a folder")
+        self.follow_renames(record)
         return record
+
+    def follow_renames(self, record: SweepRecord) -> None:
+        """Sets the ids of runs that were renamed, which are found by what their folders say of their sweep."""
+        gone = {(trial.number, run.seed): run for trial in record.trials for run in trial.runs if self.is_gone(run)}
+        for path in sorted(self.path.parent.glob("*/sweep.json")) if gone else ():
+            is_sound = path.parent.name.isprintable() and not path.parent.is_symlink()
+            member = sweep_of(RunFolder(path.parent)) if is_sound else None
+            if member and member["sweep"] == self.id and (run := gone.pop((member["trial"], member["seed"]), None)):
+                run.id = path.parent.name
+
+    def is_gone(self, run: SweepRun) -> bool:
+        """Whether a run that has begun has no folder any more."""
+        return run.state != "waiting" and not os.path.isdir(self.run(run).path)  # False for any name
 
     def write(self, record: SweepRecord) -> None:
         """Replaces the record; only the process that holds the sweep may."""

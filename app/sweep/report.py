@@ -23,7 +23,7 @@ def document_of(folder: SweepFolder, record: SweepRecord) -> dict[str, Any]:
         "runs": [
             {"id": run.id, "run_dir": str(folder.run(run).path), "trial": trial.number, "options": trial.values,
              "seed": run.seed, "metric": run.scores[-1] if run.scores else None, "state": run.state, "step": run.step,
-             "cause": run.cause}
+             "cause": run.cause, "gone": folder.is_gone(run)}
             for trial in record.trials for run in trial.runs
         ],
         "leader": order[0].number if order else None,
@@ -98,12 +98,18 @@ def settings(trial: Trial) -> str:
     return ", ".join(f"{name}={value}" for name, value in trial.values.items()) or "as given"
 
 
-def compared_runs(record: SweepRecord) -> list[str]:
-    """Ids of the runs to compare, the best trials first, as many as a page shows."""
+def compared_runs(folder: SweepFolder, record: SweepRecord) -> list[str]:
+    """Ids of the runs to compare, the best trials first, as many as a page shows; without those that are gone."""
     from app.runs.compare import MAX_RUNS  # it imports numpy, which takes a while
 
-    names = [run.id for trial in ranked(record.trials, record.better) for run in trial.runs if run.scores]
-    return names[:MAX_RUNS]
+    measured = [run for trial in ranked(record.trials, record.better) for run in trial.runs if run.scores]
+    return [run.id for run in measured if not folder.is_gone(run)][:MAX_RUNS]
+
+
+def comparison_of(folder: SweepFolder, record: SweepRecord) -> dict[str, str]:
+    """The query of the Compare page for the best runs of a sweep; empty if there are none to compare."""
+    runs = compared_runs(folder, record)
+    return {"runs": ",".join(runs), "by": record.measure} if runs else {}
 
 
 def table_of(record: SweepRecord) -> tuple[list[str], list[list[str]]]:
@@ -131,7 +137,9 @@ def show(folder: SweepFolder, record: SweepRecord) -> None:
     runs = sum(len(trial.runs) for trial in record.trials)
     report(f"{folder.id} is {true_state(record)}: {counted(runs, 'run', 'runs')}, {record.steps:,} steps")
     report(clean(verdict_of(record)))
-    if names := compared_runs(record):
+    if gone := [run.id for trial in record.trials for run in trial.runs if folder.is_gone(run)]:
+        report(clean(f"gone     {', '.join(gone)}: deleted or moved; what was measured stays"))
+    if names := compared_runs(folder, record):
         argv = ["tunesmith", "runs", "compare", *names, "--runs_dir", str(folder.path.parent), "--by", record.measure]
         report(f"compare  {clean(shlex.join(argv))}")
     if true_state(record) in ("stopped", "interrupted"):

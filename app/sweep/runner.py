@@ -10,17 +10,18 @@ from typing import Any, Protocol
 
 from app.console import counted
 from app.launch.foreground import CheckBroke
+from app.launch.slurm import NotTaken
 from app.sweep.record import SweepFolder, SweepRecord, SweepRun, Trial, ranked
 from app.sweep.search import Result, propose
 from trainers.config.mistakes import ConfigError
 from trainers.run.folder import END_STATES, Process
 
-POLL = 0.5
-"""Seconds between two looks at the runs."""
+POLL, CLUSTER_POLL = 0.5, 5.0
+"""Seconds between two looks at the runs; more on a cluster, whose scheduler is asked each time."""
 
 
 class Runs(Protocol):
-    """The runs of a sweep on this machine; a test stands in for it."""
+    """The runs of a sweep; a test stands in for them."""
 
     def start(self, record: SweepRecord, trial: Trial, run: SweepRun, stop_at: int, devices: dict[str, str]) -> None:
         """Starts or resumes a run in the background.
@@ -34,17 +35,22 @@ class Runs(Protocol):
 
         Raises:
             ConfigError: if it is refused.
+            NotTaken: if SLURM does not take its job.
             CheckBroke: if its pre-flight check crashes.
         """
 
     def state(self, run: SweepRun) -> dict[str, Any] | None:
-        """`state`, `step` and `cause` of a run; None if it was never started."""
+        """`state`, `step` and `cause` of a run; None if it was never started, or its folder is gone."""
 
     def score(self, record: SweepRecord, run: SweepRun) -> float | None:
         """What decides; None if the run has not measured it."""
 
     def stop(self, run: SweepRun) -> None:
-        """Asks a run to save and stop."""
+        """Asks a run to save and stop; asked again, nothing more.
+
+        Raises:
+            ConfigError: if its scheduler does not cancel it.
+        """
 
 
 class StopAsked(Exception):
@@ -69,6 +75,8 @@ class Runner:
         self.folder, self.record, self.runs = folder, record, runs
         self.say, self.show = say, show
         self.devices: dict[str, int] = {}
+        self.at_once = record.parallel
+        self.poll = POLL if record.on == "local" else CLUSTER_POLL
 
     def go(self) -> None:
         """Starts or continues the sweep, and returns at its end.
@@ -84,7 +92,7 @@ class Runner:
             self._collect()
             while self._promote():
                 pass
-            while self._active() < record.parallel and (task := self._next()):
+            while self._active() < self.at_once and (task := self._next()):
                 if self.folder.stop_request.exists():
                     raise StopAsked
                 self._start(*task)
@@ -93,7 +101,7 @@ class Runner:
                 break
             if self.folder.stop_request.exists():
                 raise StopAsked
-            time.sleep(POLL)
+            time.sleep(self.poll)
         record.state = "done"
         self._save()
 
@@ -106,17 +114,23 @@ class Runner:
         for _, run in self._running():
             if self.runs.state(run) is None:
                 run.state = "waiting"  # its start was cut off
-            else:
-                self.runs.stop(run)
         while self._active():
+            for _, run in self._running():
+                self._ask_stop(run)  # each time: a job that was just being started has missed it
             self._collect()
             self.show(self.record)
             if time.monotonic() > deadline:
                 break
-            time.sleep(POLL)
+            time.sleep(self.poll)
         else:
             self.record.state = "stopped"
         self._save()
+
+    def _ask_stop(self, run: SweepRun) -> None:
+        try:
+            self.runs.stop(run)
+        except ConfigError as error:
+            self.say(str(error))
 
     def _save(self) -> None:
         self.folder.write(self.record)
@@ -151,10 +165,13 @@ class Runner:
     def _collect(self) -> None:
         """Records what has become of the running runs."""
         changed = False
+        self.folder.follow_renames(self.record)
         for trial, run in self._running():
             state = self.runs.state(run) or {"state": "failed", "cause": "its folder is gone", "step": run.step}
             run.step = max(run.step, _step(state))
             if state["state"] not in END_STATES:
+                changed = changed or run.cause != state.get("cause")
+                run.cause = state.get("cause")
                 continue
             changed = True
             at_rung = state["state"] == "stopped" and self._at_rung(run, state)
@@ -231,13 +248,21 @@ class Runner:
         used = Counter(self.devices[other.id] for _, other in self._running() if other.id in self.devices)
         index = min(range(len(record.devices)), key=lambda number: used[number])
         self.devices[run.id] = index
-        verb = "starts as" if run.state == "waiting" else "goes on:"
+        begun = run.state == "paused" and self.runs.state(run) is not None
+        again, before = "its folder is gone, so it " if run.state == "paused" and not begun else "", run.state
+        verb = "goes on:" if begun else f"{again}starts as"
         run.state = "running"
         self._save()  # before the start: whoever goes on after a kill looks for this run
         self.say(f"{self._name(trial, run)} {verb} {run.id}")
         try:
             self.runs.start(record, trial, run, stop_at, record.devices[index])
         except (ConfigError, CheckBroke) as error:
+            others = self._active() - 1
+            if isinstance(error, NotTaken) and others:  # as a site limits the jobs of each user
+                run.state, self.at_once = before, others
+                self.say(f"{self._name(trial, run)} waits, from now on {others} at once: {error}")
+                self._save()
+                return
             run.state, run.cause = "failed", "; ".join(str(error).splitlines())
             self.say(f"{self._name(trial, run)} failed: {run.cause}")
             self._save()

@@ -181,9 +181,10 @@ def test_two_runs_are_chosen_and_compared(new_page: Tabs) -> None:
     expect(page.get_by_role("region", name="Measures")).to_contain_text("Last training loss")
 
 
-def test_sweeps_are_listed_and_lead_to_their_runs(new_page: Tabs, server: Served) -> None:
+@pytest.mark.parametrize("size", ["wide", "phone"])
+def test_sweeps_are_listed_and_lead_to_their_runs_and_back(new_page: Tabs, server: Served, size: str) -> None:
     """One with values that would be markup, whose process is gone; and a damaged one, which is left out."""
-    folder = SweepFolder(server.runs_dir / "sweep-one")
+    folder = SweepFolder(server.runs_dir / "sweep-20261125-201344-tiny-lora-2386")
     record = SweepRecord(
         id=folder.id, preset="tiny-lora", config=None, options={"runs_dir": str(server.runs_dir)}, launch={},
         axes=[Axis(option="run_name", values=("a", HOSTILE))], search="grid", trial_count=2, seeds=[42], search_seed=0,
@@ -191,13 +192,13 @@ def test_sweeps_are_listed_and_lead_to_their_runs(new_page: Tabs, server: Served
     )  # fmt: skip
     for value, name, score in ((HOSTILE, "done-run", 0.25), ("a", "failed-run", 0.5)):
         record.add_trial({"run_name": value}).runs = [SweepRun(id=name, seed=42, state="done", scores=[score])]
-    damaged = SweepFolder(server.runs_dir / "sweep-two")
+    damaged, member = SweepFolder(server.runs_dir / "sweep-two"), RunFolder(server.runs_dir / "done-run").sweep
     for each in (folder, damaged):
         each.path.mkdir()
         each.write(record)
     damaged.file.write_text('{"id": "sweep-two"}')
     try:
-        page = new_page("/compare")
+        page = new_page("/compare", size)
         table = page.get_by_role("region", name="Sweeps")
         expect(table).to_contain_text(f"run_name={HOSTILE}")
         expect(table).to_contain_text("unknown: one seed for each point")
@@ -205,11 +206,23 @@ def test_sweeps_are_listed_and_lead_to_their_runs(new_page: Tabs, server: Served
         expect(table).not_to_contain_text("sweep-two")
         is_whole(page)
         axe(page)
-        screenshot(page, "sweeps")
-        table.get_by_role("link", name="sweep-one").click()
+        screenshot(page, f"sweeps-{size}")
+        table.get_by_role("link", name=folder.id).click()
         page.wait_for_url(re.compile("runs=done-run%2Cfailed-run&by=last_eval_loss"))
-    finally:
+        write_json(member, {"sweep": folder.id, "trial": 1, "seed": 42})
+        page = new_page("/run?run=done-run", size)
+        expect(page.get_by_text(f"trial 1 of {folder.id}")).to_be_visible()
+        is_whole(page)
+        axe(page)
+        screenshot(page, f"run-of-sweep-{size}")
+        page.get_by_role("link", name=folder.id).click()
+        page.wait_for_url(re.compile("runs=done-run%2Cfailed-run&by=last_eval_loss"))
         shutil.rmtree(folder.path)
+        gone = f"trial 1 of {folder.id}, which is gone"
+        expect(new_page("/run?run=done-run", size).get_by_text(gone)).to_be_visible()
+    finally:
+        member.unlink(missing_ok=True)
+        shutil.rmtree(folder.path, ignore_errors=True)
         shutil.rmtree(damaged.path)
 
 

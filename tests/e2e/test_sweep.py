@@ -58,7 +58,7 @@ def test_halving_finds_the_planted_best_and_trains_it_as_if_never_stopped(home: 
     assert losses(survivor["run_dir"]) == losses(uncut["runs"][0]["run_dir"])
     assert len(losses(survivor["run_dir"])) == 8
     own = json.loads((Path(survivor["run_dir"]) / "sweep.json").read_text())
-    assert own == {"sweep": cut["sweep"], "trial": cut["leader"]}
+    assert own == {"sweep": cut["sweep"], "trial": cut["leader"], "seed": 42}
 
 
 @pytest.mark.long

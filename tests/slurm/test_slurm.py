@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from app.sweep.record import SweepFolder
+from app.sweep.report import document_of
 from tests import shared
 from tests.detached import SMALL, TUNESMITH
 from tests.faults.disk import SmallDisk, unmount
@@ -291,3 +293,39 @@ def test_the_site_file_gives_defaults(site: Site) -> None:
     checked = site.cluster.folder / "dry.sh"
     checked.write_text(script.replace("--partition=closed", "--partition=normal"))
     assert "Job" in site.cluster.run("sbatch", "--test-only", str(checked)).stderr
+
+
+def test_a_sweep_halves_in_slurm_and_its_survivor_trained_as_if_never_stopped(site: Site, uncut: RunFolder) -> None:
+    """The second of two points is one on which nothing is learned."""
+    line = ["sweep", "tiny-lora", "--on", "slurm", "--nodes", "2", "--gpus_per_node", "0", "--time", "30"]
+    line += ["--detach", "--json"]
+    words = {**OPTIONS, "runs_dir": site.home / "swept", "halving": 2, "eval_dataset_name": "none"}
+    begun = json.loads(site.tunesmith(*line, "--learning_rate", "3e-3,1e-9", *flags(words)).stdout)
+    folder = SweepFolder(Path(begun["sweep_dir"]))
+    site.cluster.wait(lambda: folder.read().state == "done", 400, lambda: (folder.path / "log.txt").read_text())
+    swept = document_of(folder, folder.read())
+    expected = [("done", STEPS), ("paused", STEPS // 2)]
+    assert [(run["state"], run["step"]) for run in swept["runs"]] == expected, swept
+    best, cut = (RunFolder(run["run_dir"]) for run in swept["runs"])
+    assert "#SBATCH --time=30" in (best.path / "slurm.sh").read_text().splitlines()
+    assert (losses(best), weights(best)) == (losses(uncut), weights(uncut))
+    assert (site.show(cut)["state"], len(losses(cut))) == ("stopped", STEPS // 2)
+    assert swept["leader"] == 1
+
+
+def test_a_stopped_sweep_leaves_no_job_behind(site: Site) -> None:
+    """One run trains, and one waits for its partition's nodes."""
+    line = ["sweep", "tiny-lora", "--on", "slurm", "--nodes", "2", "--gpus_per_node", "0"]
+    line += ["--cpus_per_node", "2", "--detach", "--json"]  # all CPUs of both nodes
+    words = {**OPTIONS, "max_steps": LONG, "max_train_samples": 4 * LONG, "runs_dir": site.home / "stopped"}
+    begun = json.loads(site.tunesmith(*line, "--lora_r", "4,8", *flags(words)).stdout)
+    first, second = (RunFolder(run["run_dir"]) for run in begun["runs"])
+    site.begun(first, 3)
+    site.until(second, lambda row: row["state"] == "queued" and "(Resources)" in str(row["cause"]))
+    jobs = [site.job(run) for run in (first, second)]
+    stopped = json.loads(site.tunesmith("sweep", "stop", begun["sweep_dir"], "--json").stdout)
+    assert (stopped["state"], [run["state"] for run in stopped["runs"]]) == ("stopped", ["stopped", "stopped"])
+    assert site.show(first)["last_checkpoint"] == f"step-{stopped['runs'][0]['step']:08d}"
+    assert site.show(second)["cause"] == "cancelled before it started"
+    site.job_ends(jobs[1], "CANCELLED")
+    assert site.cluster.job(jobs[0])["JobState"] != "RUNNING"

@@ -14,7 +14,7 @@ from app.runs.history import History
 from app.runs.metrics import READ_SECONDS, Curves
 from app.runs.runs import run_of_id
 from app.sweep.record import SweepFolder, SweepRecord, list_sweeps, true_state
-from app.sweep.report import compared_runs, standing
+from app.sweep.report import comparison_of, standing
 from ui.context import ServerContext
 from ui.live import json_response, live_part
 from ui.parts import (
@@ -125,12 +125,15 @@ def _sweeps(sweeps: Sequence[tuple[SweepFolder, SweepRecord]]) -> Html:
         return Html("")
     rows = []
     for folder, record in sweeps[:_MOST_SWEEPS]:
-        runs = compared_runs(record)
-        name = link("compare", folder.id, runs=",".join(runs), by=record.measure) if runs else folder.id
-        rows.append([name, badge(true_state(record)), len(record.trials), record.measure, *standing(record)])
-    headers = ["Sweep", "State", "Trials", "By", "Leads", "Score", "Best beyond the spread"]
-    table = data_table(headers, rows, "Sweeps", numeric=[2, 5])
-    return section("Sweeps", join([note("Each link compares the runs of the best trials."), table]))
+        query = comparison_of(folder, record)
+        name = link("compare", folder.id, **query) if query else folder.id
+        leads, score, best = standing(record)
+        state = badge(true_state(record))
+        rows.append([name, leads, score, record.measure, best, state, len(record.trials)])
+    headers = ["Sweep", "Leads", "Score", "By", "Best beyond the spread", "State", "Trials"]
+    table = data_table(headers, rows, "Sweeps", numeric=[2, 6])
+    explained = join([note("Each link compares the runs of the best trials."), table])
+    return element("div", section("Sweeps", explained), class_="ts-sweeps")
 
 
 def _verdict(comparison: dict[str, Any]) -> Html:

@@ -19,6 +19,8 @@ from app.runs.metrics import Curves
 from app.runs.runs import run_of_id
 from app.services.diagnosis import Diagnoses, remedied
 from app.services.planned_memory import PlannedMemory
+from app.sweep.record import SweepFolder
+from app.sweep.report import comparison_of
 from trainers.config.mistakes import ConfigError
 from trainers.run.folder import END_STATES, RunFolder
 from ui.context import ServerContext
@@ -52,6 +54,17 @@ def build(context: ServerContext) -> None:
 def _run(context: ServerContext, request: gr.Request) -> RunFolder:
     """The run in the page's URL."""
     return run_of_id(request.query_params.get("run"), context.runs_dir)
+
+
+def _compared(run: RunFolder, view: dict[str, Any]) -> dict[str, str] | None:
+    """The query of the Compare page for the sweep of a run; None if it has none, or that is gone."""
+    if not view["sweep"]:
+        return None
+    folder = SweepFolder(run.path.parent / view["sweep"]["sweep"])
+    try:
+        return comparison_of(folder, folder.read())
+    except ConfigError:
+        return None
 
 
 class _Page:
@@ -149,7 +162,7 @@ class _Page:
         done, startable = view["state"] == "done", view["state"] in END_STATES
         changes = remedies_of(diagnoses)[:_MAX_REMEDIES] if startable else []
         cards = f"{diagnosis_cards(diagnoses, done, view['cause'])}<!--{startable}-->"
-        parts = [headline(view), details(view, run_files(run)), " ".join(view["actions"]), cards]
+        parts = [headline(view, _compared(run, view)), details(view, run_files(run)), " ".join(view["actions"]), cards]
         parts += proof_parts(run)
         digests = [hashlib.sha256(part.encode()).hexdigest()[:12] for part in parts]
         old_digests = str(digest or "").split(" ")

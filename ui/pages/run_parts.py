@@ -41,11 +41,12 @@ def unknown_run(mistakes: list[str]) -> Html:
     return join([title("No such run"), alert_list(mistakes), element("div", all_runs, class_="ts-note")])
 
 
-def headline(view: dict[str, Any]) -> Html:
+def headline(view: dict[str, Any], comparison: dict[str, str] | None = None) -> Html:
     """Name, state, progress and current numbers.
 
     Args:
         view: from `app.runs.detail.run_view`.
+        comparison: query of the Compare page for the run's sweep; None without one.
     """
     name = element("h1", join([view["id"], " ", badge(view["state"])]), class_="ts-run-name")
     step, total = view["step"], view["total_steps"]
@@ -53,10 +54,10 @@ def headline(view: dict[str, Any]) -> Html:
     phase = _PHASES.get(view["phase"], view["phase"])
     steps = "not started yet" if not step and view["state"] == "queued" else f"{steps}, {phase}" if phase else steps
     bar = meter(view["progress"], "steps done", steps)
-    return join([name, _origin(view), bar, _facts(view), _cause_and_next(view)])
+    return join([name, _origin(view, comparison), bar, _facts(view), _cause_and_next(view)])
 
 
-def _origin(view: dict[str, Any]) -> Html:
+def _origin(view: dict[str, Any], comparison: dict[str, str] | None) -> Html:
     """What the run trains with, and since when."""
     devices = f"GPU {', '.join(map(str, view['gpus']))}" if view["gpus"] else _cpus(view["world_size"])
     began = "queued" if view["state"] == "queued" else "started"
@@ -65,8 +66,16 @@ def _origin(view: dict[str, Any]) -> Html:
         view["machines"],
         f"attempt {view['attempt'] + 1}" if view["attempt"] else "",
         join([began, " ", ago(view["started_at"])]) if view["started_at"] else "",
+        _membership(view["sweep"], comparison) if view["sweep"] else "",
     ]
     return note(join(filter(None, parts), ", "))
+
+
+def _membership(member: dict[str, Any], comparison: dict[str, str] | None) -> Html:
+    """Which trial of which sweep the run is, with a link that compares it with the best of them."""
+    if comparison is None:
+        return join([f"trial {member['trial']} of {member['sweep']}, which is gone"])
+    return join([f"trial {member['trial']} of ", link("compare", member["sweep"], **comparison)])
 
 
 def _facts(view: dict[str, Any]) -> Html:

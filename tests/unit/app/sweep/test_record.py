@@ -11,15 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from app.cli import run_verb
 from app.commands.sweep import list_sweeps_verb, show_sweep
+from app.runs.runs import sweep_of
 from app.sweep.record import SweepFolder, find_sweep, list_sweeps, true_state
+from app.sweep.report import compared_runs
+from tests.made_runs import made_run
 from tests.unit.app.sweep.test_runner import record_of
 from trainers.config.mistakes import ConfigError
-from trainers.run.folder import write_json
+from trainers.run.folder import RunFolder, write_json
 from ui.pages.compare import _sweeps
 
 
@@ -143,6 +146,64 @@ def test_a_link_in_a_sweep_leads_nowhere(name: str, folder: SweepFolder, tmp_pat
         folder.ask_stop()
     assert others[0].read_text() == "kept"
     assert not others[1].exists()
+
+
+def ended(folder: SweepFolder, number: int) -> RunFolder:
+    """A run of a trial that has been measured, with its folder."""
+    record = folder.read()
+    trial = record.trials[number - 1]
+    trial.runs[0].state, trial.runs[0].scores = "done", [float(number)]
+    run = made_run(folder.path.parent, trial.runs[0].id)
+    write_json(run.sweep, {"sweep": folder.id, "trial": number, "seed": trial.runs[0].seed})
+    folder.write(record)
+    return run
+
+
+def test_a_renamed_run_is_found_and_one_that_is_gone_is_named(
+    folder: SweepFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = ended(folder, 1), ended(folder, 2)
+    assert compared_runs(folder, folder.read()) == [first.id, second.id]
+    first.path.rename(first.path.with_name("mine"))
+    assert compared_runs(folder, folder.read()) == ["mine", second.id]
+    second.path.rename(second.path.with_name("hostile\x1b[2J"))
+    second.path.with_name("link").symlink_to(second.path.with_name("hostile\x1b[2J"))
+    assert compared_runs(folder, folder.read()) == ["mine"], "no terminal shows this name, and links are not followed"
+    second.path.with_name("hostile\x1b[2J").rename(second.path.with_name("copy"))
+    write_json(RunFolder(second.path.with_name("copy")).sweep, {"sweep": "sweep-other", "trial": 2, "seed": 42})
+    assert compared_runs(folder, folder.read()) == ["mine"], "it names another sweep"
+    runs_dir = ["--runs_dir", str(folder.path.parent)]
+    assert run_verb(["sweep", "show", folder.id, *runs_dir]) == 0
+    assert f"gone     {second.id}: deleted or moved; what was measured stays" in capsys.readouterr().out
+    assert run_verb(["sweep", "show", folder.id, *runs_dir, "--json"]) == 0
+    assert [run["gone"] for run in json.loads(capsys.readouterr().out)["runs"]] == [False, True, *[False] * 6]
+
+
+def test_a_run_says_which_trial_of_which_sweep_it_is(folder: SweepFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    run = ended(folder, 2)
+    runs_dir = ["--runs_dir", str(folder.path.parent)]
+    assert run_verb(["runs", "show", run.id, *runs_dir]) == 0
+    assert "trial 2 of sweep-x" in capsys.readouterr().out
+    assert run_verb(["runs", "show", run.id, *runs_dir, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["sweep"] == {"sweep": "sweep-x", "trial": 2, "seed": 42}
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.fixed_dictionaries({}, optional={"sweep": JSON | st.text(), "trial": JSON, "seed": JSON}) | JSON)
+@example({"sweep": "..", "trial": 1, "seed": 1})
+@example({"sweep": "../sweep-x", "trial": 1, "seed": 1})
+@example({"sweep": "x" * 300, "trial": 1, "seed": 1})
+@example({"sweep": "sweep-x", "trial": True, "seed": 1})
+def test_no_run_belongs_to_a_folder_elsewhere(tmp_path: Path, document: Any) -> None:
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir(exist_ok=True)
+    run.sweep.write_text(json.dumps(document))
+    member = sweep_of(run)
+    if member:
+        assert (tmp_path / member["sweep"]).parent == tmp_path
+        assert not (tmp_path / member["sweep"]).exists() or member["sweep"] == "run"
+        assert member == {key: document[key] for key in ("sweep", "trial", "seed")}
+        assert type(member["trial"]) is type(member["seed"]) is int
 
 
 def test_one_process_runs_a_sweep(folder: SweepFolder) -> None:
