@@ -127,10 +127,15 @@ def _sweeps(sweeps: Sequence[tuple[SweepFolder, SweepRecord]]) -> Html:
     for folder, record in sweeps[:_MOST_SWEEPS]:
         runs = compared_runs(record)
         name = link("compare", folder.id, runs=",".join(runs), by=record.measure) if runs else folder.id
-        rows.append([name, badge(true_state(record)), len(record.trials), record.measure, *standing(record)])
-    headers = ["Sweep", "State", "Trials", "By", "Leads", "Score", "Best beyond the spread"]
+        rows.append([name, badge(true_state(record)), len(record.trials), _measure_label(record), *standing(record)])
+    headers = ["Sweep", "State", "Trials", "Measured by", "Best so far", "Score", "Better with every seed"]
     table = data_table(headers, rows, "Sweeps", numeric=[2, 5])
     return section("Sweeps", join([note("Each link compares the runs of the best trials."), table]))
+
+
+def _measure_label(record: SweepRecord) -> str:
+    measure = MEASURES.get(record.measure)
+    return measure.label if measure else record.measure
 
 
 def _verdict(comparison: dict[str, Any]) -> Html:
