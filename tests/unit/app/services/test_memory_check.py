@@ -92,7 +92,7 @@ def test_the_page_is_green_only_for_what_fits(monkeypatch: pytest.MonkeyPatch) -
     stand_in(monkeypatch, 0)
     ready = str(panel(preview({}, preset="tiny-lora")))
     assert "ts-verdict-good" in ready
-    assert 'data-field="strategy">Distributed data parallel</button>' in ready, "it leads to the strategies"
+    assert 'data-field="strategy">Single process</button>' in ready, "it leads to the strategies"
     shown = preview({}, preset="llama-3.3-70b-lora")
     assert "memory is checked at launch" in str(panel(shown))
     assert "ts-verdict-good" not in str(panel(shown))
