@@ -140,7 +140,9 @@ class Guard:
             return 400, "unknown host name for this server; open the address that `tunesmith ui` printed"
         if self._is_foreign(scope, hosts[0]):
             return 403, "refused: the request comes from a page of another site"
-        return _length_refusal(scope) if self._is_open(scope["path"]) else (404, "not found")
+        if not self._is_open(scope["path"]):
+            return 404, "there is no such page; the pages of Tunesmith start at /"
+        return _length_refusal(scope)
 
     def _is_open(self, path: str) -> bool:
         """Whether the pages or `gradio_client` use this path."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import shlex
+from typing import TYPE_CHECKING
 
-from app.command_line import Args
+from app.command_line import SCHEDULER_OPTIONS, Args
 from app.console import counted, report, report_json
 from app.launch.foreground import result, say_choices
-from app.launch.schedulers import SCHEDULERS, Scheduler
 from app.runs.scheduled import submission
 from trainers.config.mistakes import ConfigError, Mistake
 from trainers.run.folder import RunFolder
+
+if TYPE_CHECKING:
+    from app.launch.schedulers import Scheduler
 
 
 def scheduler_of(args: Args, run: RunFolder | None = None) -> Scheduler | None:
@@ -23,6 +26,10 @@ def scheduler_of(args: Args, run: RunFolder | None = None) -> Scheduler | None:
         ConfigError: for an unknown place, or options of a scheduler that does not start the run.
     """
     submitted = submission(run) if run is not None else None
+    if submitted is None and not SCHEDULER_OPTIONS.keys() & args.own.keys():
+        return None
+    from app.launch.schedulers import SCHEDULERS  # most runs need none of them
+
     target = str(args.own.get("on", submitted["kind"] if submitted else "local"))
     if target != "local" and target not in SCHEDULERS:
         names = ", ".join(("local", *SCHEDULERS))

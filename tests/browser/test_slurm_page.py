@@ -43,6 +43,7 @@ def slurm_page(new_page: Tabs, site: Served, size: str, scheme: str = "light") -
     page.locator("#opt-on").get_by_label("SLURM", exact=True).check()
     expect(page.locator("#opt-nodes input")).to_be_visible()
     expect(page.locator("#opt-gpus")).to_be_hidden()
+    expect(page.get_by_text("Name a strategy below")).to_be_visible()
     return page
 
 

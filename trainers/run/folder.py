@@ -271,7 +271,7 @@ class RunFolder:
         """
         refuse_irregular(self.path)
         path = self.heartbeats / f"machine-{machine}.lock" if machine else self.lock
-        file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - held open on purpose
+        file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - held open on purpose; empties no file behind a link
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -129,11 +129,16 @@ def _sweeps(sweeps: Sequence[tuple[SweepFolder, SweepRecord]]) -> Html:
         name = link("compare", folder.id, **query) if query else folder.id
         leads, score, best = standing(record)
         state = badge(true_state(record))
-        rows.append([name, leads, score, record.measure, best, state, len(record.trials)])
-    headers = ["Sweep", "Leads", "Score", "By", "Best beyond the spread", "State", "Trials"]
+        rows.append([name, leads, score, _measure_label(record), best, state, len(record.trials)])
+    headers = ["Sweep", "Best so far", "Score", "Measured by", "Better with every seed", "State", "Trials"]
     table = data_table(headers, rows, "Sweeps", numeric=[2, 6])
     explained = join([note("Each link compares the runs of the best trials."), table])
     return element("div", section("Sweeps", explained), class_="ts-sweeps")
+
+
+def _measure_label(record: SweepRecord) -> str:
+    measure = MEASURES.get(record.measure)
+    return measure.label if measure else record.measure
 
 
 def _verdict(comparison: dict[str, Any]) -> Html:

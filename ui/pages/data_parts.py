@@ -37,7 +37,7 @@ def mistakes_panel(mistakes: Sequence[Mistake]) -> Html:
 def legend() -> Html:
     """What the highlighting means."""
     trained = element("mark", "coloured and underlined", class_="ts-trained")
-    return element("p", join(["Trained text is ", trained, "; all other text is context."]), class_="ts-note")
+    return element("p", join(["Trained text is ", trained, "; all other text is context."]), class_="ts-note ts-legend")
 
 
 def rows_panel(page: dict[str, Any]) -> Html:

@@ -10,7 +10,7 @@ import gradio as gr
 from app.launch.job import TrainJob
 from app.plan.estimate import CLOSE
 from app.services.strategy_cards import StrategyCard, StrategyCards, register_job, strategy_cards
-from ui.parts import Html, byte_text, element, join, loading, note, percent_text
+from ui.parts import Html, byte_text, element, join, loading, note, percent_text, with_code
 
 _VISIBLE_CARDS = 4
 """Cards that are always visible; more that can run are folded below them."""
@@ -27,6 +27,10 @@ _USES = {
 _QUICK: dict[str, Any] = {"show_progress": "hidden", "queue": False, "api_visibility": "private"}
 _LOOK_SECONDS = 1.0
 """Seconds between looks at an estimate; the first starts it, so that nothing is counted while one types."""
+_ON_SLURM = (
+    "The memory of the nodes is not known on this machine. Name a strategy below, such as `fsdp2`, `zero3` or `hsdp`; "
+    "`tunesmith plan` with `--num_processes` and `--gpu_memory` ranks them all for the GPUs of the nodes."
+)
 NO_JOB = "The strategies that can run are listed once the form has no mistakes."
 
 
@@ -40,6 +44,7 @@ class StrategyPicker:
     def __init__(self, job_of: Callable[..., TrainJob | None]):
         self.job_of = job_of
         self.panel = gr.HTML(loading(), elem_id="train-cards", apply_default_css=False)
+        self.slurm_hint = gr.HTML(note(with_code(_ON_SLURM)), visible=False, apply_default_css=False)
         self.key = gr.Textbox("", visible=False, label="job of the cards")
         self.timer = gr.Timer(_LOOK_SECONDS, active=False)
         self.outputs = [self.panel, self.key, self.timer]

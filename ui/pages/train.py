@@ -240,7 +240,7 @@ class _Form:
         read.then(**refresh_event)
         others = [component.change for component in (self.devices, *self.options)]
         self.cards.connect([*others, self.force.change], inputs)
-        self.where.connect(self.cards.panel, self.resumed)
+        self.where.connect(self.cards.panel, self.cards.slurm_hint, self.resumed)
         loaded = Context.root_block.load(
             self.open_page(welcome), self.draft,
             [*welcome.outputs, *form_outputs, self.resumed, self.banner, self.force, *preview_outputs,

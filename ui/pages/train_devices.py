@@ -62,21 +62,25 @@ class DevicesPart:
         """The choice, and the options of the job."""
         return [self.target, *self.options]
 
-    def connect(self, cards: gr.components.Component, resumed: gr.components.Component) -> None:
+    def connect(
+        self, cards: gr.components.Component, hint: gr.components.Component, resumed: gr.components.Component
+    ) -> None:
         """Shows the part that was chosen.
 
         Args:
             cards: the strategies with their memory on this machine, which says nothing about a cluster's nodes.
+            hint: says how to choose a strategy for a cluster, in their place.
             resumed: the run that the form resumes, which stays where it was.
         """
         quick: dict[str, Any] = {"show_progress": "hidden", "queue": False, "api_visibility": "private"}
-        self.target.change(self.switch, self.target, [self.local_row, self.job_column, cards], **quick)
+        parts = [self.local_row, self.job_column, cards, hint]
+        self.target.change(self.switch, self.target, parts, **quick)
         resumed.change(self.keep_target, resumed, self.target, **quick)
 
     def switch(self, target: Any) -> list[Any]:
         """Which parts are visible."""
         chosen = target == SLURM
-        return [gr.update(visible=not chosen), gr.update(visible=chosen), gr.update(visible=not chosen)]
+        return [gr.update(visible=visible) for visible in (not chosen, chosen, not chosen, chosen)]
 
     def keep_target(self, resumed: str) -> Any:
         """No choice when a run is resumed."""

@@ -161,14 +161,15 @@ def _field_link(name: str, line: str) -> Html:
     return element("button", line, type="button", class_="ts-jump", data_field=name, data_section=section)
 
 
-def numbers(derived: Numbers, job: TrainJob) -> list[tuple[str, str]]:
+def numbers(derived: Numbers, job: TrainJob) -> list[tuple[str, Any]]:
     """The derived numbers as labels and texts."""
     ranks, turns = derived.data_parallel_size, derived.accumulation_steps
     sharers = "process" if ranks == derived.world_size else "group"
     batch = f"{derived.global_batch_size:,} = {ranks} {sharers}{('es' if sharers == 'process' else 's') * (ranks > 1)}"
     batch += f" x {derived.micro_batch} at once" + (f" x {turns} times" if turns > 1 else "")
     packed = "" if job.config.packing else ", fewer where rows are shorter"
-    rows = [
+    rows: list[tuple[str, Any]] = [
+        ("Strategy", _field_link("strategy", _strategy_title(job))),
         ("Rows per step", batch),
         ("Tokens per step", f"at most {derived.tokens_per_step:,}{packed}"),
         ("Length", _length(derived)),
@@ -177,6 +178,12 @@ def numbers(derived: Numbers, job: TrainJob) -> list[tuple[str, str]]:
         rows.append(("Learning rate", f"{number_text(derived.learning_rate)} after scaling"))
     rows += [("Precision", line) for line in precision_lines(job.config)]
     return [*rows, ("Evaluation", _evaluation(job)), ("Run folder in", str(job.run.path.parent))]
+
+
+def _strategy_title(job: TrainJob) -> str:
+    """The strategy in words, of which a shipped one's file tells the first; its name for a file of one's own."""
+    title, colon, _ = job.strategy.summary.partition(": ")
+    return title if colon else job.strategy.name
 
 
 def _evaluation(job: TrainJob) -> str:

@@ -41,6 +41,7 @@ Object.assign(Live, (() => {
 
   const theme = () => document.documentElement.dataset.theme;  // its colours are in tokens.css
   const CURVES = 8;
+  const NAME_GAP = 12, NAME_SHARE = 0.36;  // pixels between plot and names; most of a chart's width that names may take
   const faint = (colour, share) => `${colour}${Math.round(share * 255).toString(16).padStart(2, "0")}`;
   const isSinglePoint = (line) => line.y.filter((value) => value != null).length === 1;  // needs a marker: a line through one point is invisible
   const AXIS = { step: ["step", numberText], tokens: ["tokens", numberText], elapsed_s: ["time trained", durationText] };
@@ -162,6 +163,7 @@ Object.assign(Live, (() => {
       const ticks = { stroke: text, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1 }, font: "11px system-ui, sans-serif" };
       this.plot = new uPlot({
         width: this.plotArea.clientWidth || 300, height: this.height, series, bands,
+        padding: [null, (plot) => this.nameSpace(plot, used) || 25, null, null],
         scales: { x: { time: false, range: (_, low, high) => (this.group.zoom ? [low, high] : this.extent) }, y: { distr: log ? 3 : 1 } },
         axes: [{ ...ticks, values: (_, all) => all.map((value) => (value == null ? "" : AXIS[axis][1](value))), space: 70, size: 32,
           incrs: axis === "elapsed_s" ? SECONDS : WHOLE_NUMBERS },
@@ -188,34 +190,54 @@ Object.assign(Live, (() => {
       this.group.zoomTo([plot.posToVal(left, "x"), plot.posToVal(left + width, "x")]);
     }
 
-    // Names the curves at their last points, where there are several: the legend is then only for their values.
+    // Curves that are named beside the plot, where there are several: the legend is then only for their values.
+    named(used) {
+      const names = used.filter((line) => !line.faint);
+      return names.length > 1 && names.length <= CURVES ? names : [];
+    }
+
+    // Pixels to the right of the plot for the names, so that they cover no curve and no mark; 0 where they would take too much of it.
+    nameSpace(plot, used) {
+      plot.ctx.save();
+      plot.ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
+      const widths = this.named(used).map((line) => plot.ctx.measureText(line.name ?? line.label).width / devicePixelRatio);
+      plot.ctx.restore();
+      const space = Math.ceil(Math.max(0, ...widths)) + NAME_GAP + 2;
+      return widths.length && space <= plot.width * NAME_SHARE ? space : 0;
+    }
+
+    // Writes each name level with the last visible point of its curve, or as near as the others let it, with a thin line to it.
     drawNames(plot, used) {
-      const names = used.filter((line) => !line.faint), { ctx, bbox } = plot, height = 14 * devicePixelRatio;
-      if (names.length < 2 || names.length > CURVES) return;
-      const page = getComputedStyle(this.plotArea).getPropertyValue("--ts-page").trim(), taken = [];
+      if (!this.nameSpace(plot, used)) return;
+      const { ctx, bbox } = plot, height = 14 * devicePixelRatio, gap = NAME_GAP * devicePixelRatio;
+      const { min: low, max: high } = plot.scales.x, edge = bbox.left + bbox.width;
+      const ends = this.named(used).flatMap((line) => {
+        const series = plot.series.find((each) => each.label === line.label), values = plot.data[plot.series.indexOf(series)];
+        const last = values.findLastIndex((value, index) => value != null && plot.data[0][index] >= low && plot.data[0][index] <= high);
+        if (last < 0) return [];
+        const y = Math.min(Math.max(plot.valToPos(values[last], "y", true), bbox.top), bbox.top + bbox.height);
+        return [{ text: line.name ?? line.label, colour: series.stroke(plot), x: plot.valToPos(plot.data[0][last], "x", true), y, row: y }];
+      }).sort((one, other) => one.y - other.y);
+      ends.forEach((end, index) => { end.row = Math.max(end.y, index ? ends[index - 1].row + height : bbox.top); });
+      let limit = bbox.top + bbox.height;
+      for (const end of ends.toReversed()) {
+        end.row = Math.min(end.row, limit);
+        limit = end.row - height;
+      }
       ctx.save();
       ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
-      ctx.textAlign = "right";
+      ctx.textAlign = "left";
       ctx.textBaseline = "middle";
-      for (const line of names) {
-        const series = plot.series.find((each) => each.label === line.label), values = plot.data[plot.series.indexOf(series)];
-        const [low, high] = [plot.scales.x.min, plot.scales.x.max];
-        const last = values.findLastIndex((value, index) => value != null && plot.data[0][index] >= low && plot.data[0][index] <= high);
-        if (last < 0) continue;
-        const x = Math.min(plot.valToPos(plot.data[0][last], "x", true), bbox.left + bbox.width) - 4 * devicePixelRatio;
-        const at = plot.valToPos(values[last], "y", true) - height, bottom = bbox.top + bbox.height - height / 2;
-        // Above the curve, or the nearest free row.
-        const rows = Array.from({ length: 2 * CURVES }, (_, number) => at + height * (number % 2 ? -1 : 1) * Math.ceil(number / 2));
-        const y = rows.map((row) => Math.min(Math.max(row, bbox.top + height / 2), bottom)).find((row) => taken.every((other) => Math.abs(other - row) >= height));
-        if (y === undefined) continue;
-        taken.push(y);
-        const width = ctx.measureText(line.label).width;
-        ctx.fillStyle = page;
-        ctx.globalAlpha = 0.75;  // curves show through, words are read
-        ctx.fillRect(x - width - 2, y - height / 2, width + 4, height);
-        ctx.globalAlpha = 1;
-        ctx.fillStyle = series.stroke(plot);
-        ctx.fillText(line.label, x, y);
+      ctx.lineWidth = devicePixelRatio;
+      for (const { text, colour, x, y, row } of ends) {
+        ctx.strokeStyle = ctx.fillStyle = colour;
+        ctx.setLineDash([2 * devicePixelRatio, 4 * devicePixelRatio]);
+        ctx.beginPath();
+        ctx.moveTo(Math.min(x, edge), y);
+        ctx.lineTo(edge, y);
+        ctx.lineTo(edge + gap - 2 * devicePixelRatio, row);
+        ctx.stroke();
+        ctx.fillText(text, edge + gap, row);
       }
       ctx.restore();
     }

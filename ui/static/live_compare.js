@@ -15,6 +15,8 @@ Live.compare = (element, server) => {
   const params = new URLSearchParams(location.search);
   const ids = [...new Set((params.get("runs") || "").split(",").filter(Boolean))].slice(0, 8);
   if (!ids.length) { root.hidden = true; return; }
+  // An id without its date is short enough for the chart's edge; the legend has the rest.
+  const undated = ids.map((id) => id.replace(/^\d{8}-\d{6}-/, "")), names = new Set(undated).size === ids.length ? undated : ids;
   const read = chartTools(root, METRICS, draw);
   const tools = root.querySelector(".ts-tools"), metric = tools.querySelector("select");
   if (params.get("metric") in METRICS) metric.value = params.get("metric");
@@ -80,7 +82,7 @@ Live.compare = (element, server) => {
         return;
       }
       if (smooth) lines.push({ label: `${id}, as logged`, x: found.x, y: found.y, colour, faint: true });
-      lines.push({ label: id, x: found.x, y: smooth ? smoothed(found.y, options.smooth) : found.y, colour, dots });
+      lines.push({ label: id, name: names[colour], x: found.x, y: smooth ? smoothed(found.y, options.smooth) : found.y, colour, dots });
     });
     chart.name = METRICS[options.metric];
     chart.box.querySelector("figcaption").textContent = chart.name;

@@ -13,7 +13,7 @@
       box.dataset.option = name === "gpus" && box.querySelector("input[type=text], textarea") ? "num_processes" : name;
       const code = document.createElement("code");
       code.className = "ts-option";
-      code.textContent = box.dataset.option;
+      code.append(...box.dataset.option.split(/(?<=_)/).flatMap((part) => [part, document.createElement("wbr")]).slice(0, -1));
       label.append(" ", code);
     }
   };
@@ -102,8 +102,10 @@
       await unfold(heads.find((head) => head.textContent.includes(section) && head.parentElement !== all)?.parentElement);
     }
     for (let tries = 0; tries < 20 && !field(name); tries++) await frame();
-    field(name)?.scrollIntoView({ block: "center" });
-    field(name)?.querySelector("input, textarea")?.focus();
+    const card = name === "strategy" && document.querySelector("#strategy-cards input:checked");
+    const target = card && card.offsetParent ? card : field(name)?.querySelector("input, textarea");
+    (target || field(name))?.scrollIntoView({ block: "center" });
+    target?.focus();
   };
 
   const copy = async (text) => {

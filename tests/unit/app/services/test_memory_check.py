@@ -90,7 +90,9 @@ def test_a_config_that_cannot_be_read_is_not_waited_for(content: str | None) -> 
 
 def test_the_page_is_green_only_for_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, 0)
-    assert "ts-verdict-good" in str(panel(preview({}, preset="tiny-lora")))
+    ready = str(panel(preview({}, preset="tiny-lora")))
+    assert "ts-verdict-good" in ready
+    assert 'data-field="strategy">Single process</button>' in ready, "it leads to the strategies"
     shown = preview({}, preset="llama-3.3-70b-lora")
     assert "memory is checked at launch" in str(panel(shown))
     assert "ts-verdict-good" not in str(panel(shown))
