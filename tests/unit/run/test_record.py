@@ -247,3 +247,12 @@ def test_a_folder_that_is_removed_does_not_come_back(tmp_path: Path) -> None:
     run.note_failure(1, "Connection closed by peer")
     run.note_out_of_memory(1)
     assert not run.path.exists()
+
+
+def test_a_held_run_empties_no_file_behind_a_link(tmp_path: Path) -> None:
+    run, other = RunFolder(tmp_path / "run"), tmp_path / "other"
+    run.create()
+    other.write_text("kept")
+    run.lock.symlink_to(other)
+    with run.hold():
+        assert other.read_text() == "kept"
