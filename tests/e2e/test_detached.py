@@ -94,9 +94,10 @@ def test_two_runs_at_once_a_queue_and_every_kind_of_stop(home: Path) -> None:
     ahead = device_locks.enqueue(home / "ahead", "ahead", Need(cpu_slots=1))
     third = detached(home, "third", 1, **ENDLESS)
     assert (state_of(third), queue_position(third)) == ("queued", 2)
-    assert allowed(third) == ["cancel", "move_up", "move_down", "clone"]
+    assert allowed(third) == ["cancel", "move_up", "clone"], "the last one cannot move down"
     moved = tunesmith("runs", "move", "third", "-1", "--json", home=home)
     assert json.loads(moved.stdout) == {"id": "third", "place": 1}, moved.stderr
+    assert allowed(third) == ["cancel", "move_down", "clone"]
     device_locks.give_up(ahead)
     cancelled = tunesmith("stop", "third", "--json", home=home)
     assert cancelled.returncode == 0, cancelled.stderr
