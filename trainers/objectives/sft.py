@@ -15,17 +15,11 @@ from torch import nn
 from torch.nn import functional
 
 from trainers.data.layout import AttentionMetadata, DocumentLayout, MetadataRoute
+from trainers.model.output_head import HeadRule, find_head_rule
 from trainers.objectives.load_balancing import LoadBalancing, weighted_probabilities
 
 # 32M fp32 logits (128 MiB) at once. Chunks depend only on the vocabulary size, so that all strategies chunk equally.
 LOGITS_PER_CHUNK = 2**25
-
-# Families whose logits are head(decoder(x)), then scaled, then capped, with the parameters of `_head_rule`.
-# tests/unit/objectives/test_sft_loss.py compares each with its own forward pass, which all other families use.
-LINEAR_HEADS = {
-    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3"),
-    *("olmo", "olmo2", "smollm3", "granite", "cohere", "stablelm"),
-}
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -123,15 +117,6 @@ def linear_cross_entropy(
     return _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, (scale, cap), want)
 
 
-def _head_rule(config: Any) -> tuple[float, float | None]:
-    """Scale and softcap of the logits, from the model's config."""
-    scale = float(getattr(config, "logit_scale", None) or 1.0)
-    if getattr(config, "logits_scaling", None):
-        scale /= float(config.logits_scaling)
-    cap = getattr(config, "final_logit_softcapping", None)
-    return scale, float(cap) if cap else None
-
-
 def inner_model(model: Any) -> Any:
     """The transformers model, unwrapped from peft if necessary."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -151,12 +136,11 @@ class SupervisedLoss(nn.Module):
         super().__init__()
         self.model, self.compute, self.offloads = model, compute, offloads
         self.over_ranks: Any = None  # set if rows are sharded: see trainers/parallel/sequence.py
-        head = self.base.get_output_embeddings()
-        text = self.base.config.get_text_config()  # the language part of a multimodal model
-        self.chunked = text.model_type in LINEAR_HEADS and isinstance(head, nn.Linear)
-        self.rule = _head_rule(text)
+        rule = find_head_rule(self.base)
+        self.chunked = rule is not None
+        self.rule = rule or HeadRule()
         self.route = MetadataRoute(self.base, self.base.get_decoder() if self.chunked else self.base)
-        self.balancing = LoadBalancing.of(text)
+        self.balancing = LoadBalancing.of(self.base.config.get_text_config())  # the language part, if multimodal
         adapted: list[Any] = [layer for layer in self.model.modules() if hasattr(layer, "cast_input_dtype_enabled")]
         for layer in adapted if compute != torch.float32 else ():
             layer.cast_input_dtype_enabled = False  # peft would copy each input to fp32, and autocast cast it back
@@ -210,20 +194,27 @@ class SupervisedLoss(nn.Module):
         # Autocast's cache would keep a half-precision copy of every weight until the end of the pass, sharded or not.
         with torch.autocast(input_ids.device.type, self.compute, enabled=half, cache_enabled=False):
             if own_forward and self.tensor is None:
-                return self._own_forward({"input_ids": input_ids, "use_cache": False}, positions, labels)
+                plain = {"output_router_logits": False} if self.balancing is not None else {}
+                return self._own_forward({"input_ids": input_ids, "use_cache": False, **plain}, positions, labels)
             with self.route.hand_over(AttentionMetadata(documents, self.over_ranks)) as more:
                 inputs: dict[str, Any] = {"input_ids": input_ids, "use_cache": False, **more}
                 # Otherwise let the model number the positions of its row itself: RoBERTa's do not start at 0.
-                if self.chunked or documents is not None or self.over_ranks is not None:
+                if documents is not None or self.over_ranks is not None:
                     inputs["position_ids"] = position_ids
+                if self.balancing is not None:
+                    inputs["output_router_logits"] = real_tokens is not None
+                if self.balancing is not None and real_tokens is not None and expert_weights is None:
+                    routed = self.base.get_decoder()(**inputs).router_logits  # counting needs no head
+                    return self.balancing.count(routed, real_tokens), labels.new_zeros(())
                 if not self.chunked:
                     return self._own_forward(inputs, positions, labels, real_tokens, expert_weights)
                 with self._resting(input_ids.device):
-                    hidden = self.base.get_decoder()(**inputs).last_hidden_state
-            picked = hidden.flatten(0, 1).index_select(0, positions).to(self.compute)
+                    output = self.base.get_decoder()(**inputs)
+            picked = output.last_hidden_state.flatten(0, 1).index_select(0, positions).to(self.compute)
         head = self.base.get_output_embeddings()
         with torch.autocast(input_ids.device.type, enabled=False):  # with fp16, Accelerate wraps all of this in one
-            return self.cross_entropy(picked, head.weight, head.bias, labels, *self.rule)
+            loss, correct = self.cross_entropy(picked, head.weight, head.bias, labels, *self.rule)
+        return _with_balance(loss, output, real_tokens, expert_weights), correct
 
     def _resting(self, device: torch.device) -> AbstractContextManager[Any]:
         """Context manager that keeps saved activations in CPU memory if `offloads` is set."""
@@ -238,18 +229,19 @@ class SupervisedLoss(nn.Module):
         real: torch.Tensor | None = None,
         expert_weights: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # Load balancing: without `expert_weights`, only count the routing; the head is not needed for that.
-        if self.balancing is not None:
-            inputs = {**inputs, "output_router_logits": real is not None}
-        if self.balancing is not None and real is not None and expert_weights is None:
-            routed = self.base.get_decoder()(**inputs).router_logits
-            return self.balancing.count(routed, real), labels.new_zeros(())
         with self._resting(positions.device):
             output = self.model(**inputs)
         picked = output.logits.flatten(0, 1).index_select(0, positions).float()
         correct = (picked.detach().argmax(-1) == labels).sum()
         loss = functional.cross_entropy(picked, labels, reduction="sum")
-        if real is not None and expert_weights is not None:
-            balance = weighted_probabilities(output.router_logits, real, expert_weights)
-            loss = loss + (balance - balance.detach())  # add its gradient, but not its value, to the logged loss
-        return loss, correct
+        return _with_balance(loss, output, real, expert_weights), correct
+
+
+def _with_balance(
+    loss: torch.Tensor, output: Any, real: torch.Tensor | None, expert_weights: torch.Tensor | None
+) -> torch.Tensor:
+    """Adds the gradient of the load-balancing loss, if any, but not its value, which is not part of the logged loss."""
+    if real is None or expert_weights is None:
+        return loss
+    balance = weighted_probabilities(output.router_logits, real, expert_weights)
+    return loss + (balance - balance.detach())

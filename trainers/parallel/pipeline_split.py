@@ -18,9 +18,13 @@ from torch.nn import functional
 from trainers.config.mistakes import ConfigError
 from trainers.data.layout import AttentionMetadata, DocumentLayout
 from trainers.model.load import matmul_parameters
-from trainers.objectives.sft import LINEAR_HEADS
 from trainers.strategy.pipeline_schedules import SCHEDULES, balance, stages_of
 
+FAMILIES = {
+    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3"),
+    *("olmo", "olmo2", "smollm3", "granite", "cohere", "stablelm"),
+}
+"""Families that can be split; tests/unit/parallel/test_pipeline.py compares the stages of each with its model."""
 _NORMS = ("norm", "final_layernorm")
 
 
@@ -297,12 +301,12 @@ def refuse_tied_shards(loss: Any, schedule: str) -> None:
 
 def refuse_unsplittable_family(kind: str) -> None:
     """Raises ConfigError for a `model_type` without support for pipeline stages."""
-    if kind not in LINEAR_HEADS:
+    if kind not in FAMILIES:
         raise _unsplittable(kind)
 
 
 def _unsplittable(kind: str) -> ConfigError:
-    known = ", ".join(sorted(LINEAR_HEADS))
+    known = ", ".join(sorted(FAMILIES))
     return ConfigError(
         f"{kind} models cannot be split into pipeline stages here; use another strategy, or a model of {known}"
     )

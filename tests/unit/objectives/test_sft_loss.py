@@ -16,7 +16,8 @@ from tests.rounding import bound, relative, reordered
 from trainers.data.layout import AttentionMetadata, DocumentLayout
 from trainers.model.attention import KERNELS
 from trainers.objectives import sft
-from trainers.objectives.sft import LINEAR_HEADS, SupervisedLoss, linear_cross_entropy
+from trainers.objectives.sft import SupervisedLoss, linear_cross_entropy
+from trainers.parallel.pipeline_split import FAMILIES
 
 TINY = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -35,7 +36,7 @@ EXTRA: dict[str, dict[str, Any]] = {
 
 CASES = [
     (family, KERNELS[kernel])
-    for family in sorted(LINEAR_HEADS)
+    for family in sorted(FAMILIES)
     for kernel in (("eager",) if "attn_logit_softcapping" in EXTRA.get(family, {}) else ("documents", "sdpa", "eager"))
 ]
 """Families, and the kernels that train them on a CPU."""

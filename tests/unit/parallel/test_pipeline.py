@@ -19,9 +19,9 @@ from trainers.config.mistakes import ConfigError
 from trainers.data.layout import AttentionMetadata
 from trainers.model.load import add_adapters
 from trainers.model.probe import check_model_computes
-from trainers.objectives.sft import LINEAR_HEADS, SupervisedLoss
+from trainers.objectives.sft import SupervisedLoss
 from trainers.parallel import pipeline_split
-from trainers.parallel.pipeline_split import PipelineStages, Work, split_model
+from trainers.parallel.pipeline_split import FAMILIES, PipelineStages, Work, split_model
 from trainers.strategy.pipeline_schedules import SCHEDULES
 
 TWO = [
@@ -102,7 +102,7 @@ def test_a_mistake_would_be_seen(case: Case, two: Found) -> None:
     assert max(value / limit for value, limit in (one["gradient"] for one in two[str(case)])) > 100
 
 
-@pytest.mark.parametrize("family", sorted(LINEAR_HEADS))
+@pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_stages_one_after_the_other_are_the_model(family: str) -> None:
     case = Case(family, "interleaved")
     loss = make_loss(case, 3)

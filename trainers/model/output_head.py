@@ -1,0 +1,133 @@
+"""Finds how a model turns hidden states into logits, by running its own forward pass on stand-ins.
+
+Where the logits are `cap * tanh(scale * head(hidden) / cap)`, the loss can apply the head itself, in chunks of tokens.
+The probe replaces the decoder by random hidden states and the head's weights by small random ones, so that it needs
+no memory, takes a millisecond, and works for weights that are not loaded yet.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from transformers.modeling_outputs import BaseModelOutput
+
+_TOKENS, _WIDTH, _VOCABULARY = 6, 16, 24
+_TOLERANCE = 1e-5
+"""Maximum difference of logits, relative to the largest: a model may cast, or scale in another order."""
+
+
+class HeadRule(NamedTuple):
+    """Logits are `cap * tanh(scale * head(hidden) / cap)`, or `scale * head(hidden)` without a cap.
+
+    Args:
+        scale: factor on the head's output.
+        cap: softcap of the logits (Gemma 2); None for none.
+    """
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """Applies the rule to the head's output."""
+        logits = logits * self.scale
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+
+
+class _DecoderOutput(BaseModelOutput):
+    """Hidden states, and None for everything else that a family's decoder may return."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
+def find_head_rule(model: Any) -> HeadRule | None:
+    """Probes how a model's forward pass computes its logits.
+
+    Args:
+        model: a transformers causal language model; its weights may be on the meta device.
+
+    Returns:
+        The rule; None if the model computes its logits in another way, or changes its inputs before its decoder.
+    """
+    head, decoder = model.get_output_embeddings(), model.get_decoder()
+    # Not a subclass: quantised and adapted heads compute something else.
+    if type(head) is not nn.Linear or decoder is None or decoder is model:
+        return None
+    with unset_fake_temporarily(), torch.device("cpu"), torch.no_grad():
+        return _probe(model, head, decoder)
+
+
+def _probe(model: Any, head: nn.Linear, decoder: Any) -> HeadRule | None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = (1, _TOKENS, _WIDTH), (_VOCABULARY, _WIDTH), (_VOCABULARY,)
+    hidden, weight, bias = (3 * torch.randn(size, generator=generator, dtype=torch.float32) for size in sizes)
+    ids, calls = torch.arange(1, _TOKENS + 1)[None], list[dict[str, Any]]()
+
+    def stand_in(*args: Any, **kwargs: Any) -> _DecoderOutput:
+        calls.append({**dict(zip(("input_ids",), args, strict=False)), **kwargs})
+        return _DecoderOutput(last_hidden_state=hidden)
+
+    small: dict[str, torch.Tensor | None] = {"weight": weight, "bias": None if head.bias is None else bias}
+    try:
+        with _replaced(decoder, stand_in), _with_weights(head, small):
+            logits = model(input_ids=ids, use_cache=False).logits
+    except Exception:  # families fail in any way if they need more than the decoder's output
+        logging.getLogger(__name__).debug("the model needs more than hidden states for its logits", exc_info=True)
+        return None
+    plain = nn.functional.linear(hidden, weight, small["bias"])
+    if len(calls) != 1 or not _unchanged(model, calls[0], ids) or logits.shape != plain.shape:
+        return None
+    measured = float((logits * plain).sum() / plain.square().sum())  # of a scale that the config does not state
+    return next((rule for rule in _candidates(model, measured) if _close(rule(plain), logits)), None)
+
+
+def _unchanged(model: Any, call: dict[str, Any], ids: torch.Tensor) -> bool:
+    """Whether the decoder got the token ids; multimodal models embed them first, as their decoder would."""
+    return call.get("input_ids") is ids or model.config.get_text_config() is not model.config
+
+
+def _candidates(model: Any, measured: float) -> Iterator[HeadRule]:
+    """Rules with the scales and softcaps in the model's config; then one with the measured scale."""
+    values = {name: value for name, value in vars(model.config.get_text_config()).items()
+              if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0}  # fmt: skip
+    scales = [float(value) for name, value in values.items() if "scal" in name or "multiplier" in name]
+    caps = [float(value) for name, value in values.items() if "cap" in name]
+    for cap, scale in product([None, *caps], [1.0, *scales, *(1 / scale for scale in scales)]):
+        yield HeadRule(scale, cap)
+    yield HeadRule(measured)
+
+
+def _close(ours: torch.Tensor, logits: torch.Tensor) -> bool:
+    return bool((ours - logits.float()).abs().max() <= _TOLERANCE * ours.abs().max())
+
+
+@contextmanager
+def _replaced(module: nn.Module, forward: Any) -> Iterator[None]:
+    """Replaces the forward method of one module."""
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+
+
+@contextmanager
+def _with_weights(head: nn.Linear, weights: dict[str, torch.Tensor | None]) -> Iterator[None]:
+    """Replaces weight and bias of a layer, for any number of features."""
+    own = dict(head._parameters)
+    head._parameters.update(
+        {name: None if value is None else nn.Parameter(value, requires_grad=False) for name, value in weights.items()}
+    )
+    try:
+        yield
+    finally:
+        head._parameters.update(own)
