@@ -54,10 +54,12 @@ def _mask(metadata: AttentionMetadata, length: int, window: int | None, device: 
     return allowed[:, None]
 
 
-def _refuse_unknown(attention_mask: Any, arguments: dict[str, Any], softcap: bool = False) -> None:
+def _refuse_unknown(attention_mask: Any, arguments: dict[str, Any], softcap: bool = False, sinks: bool = True) -> None:
+    """Raises ValueError for arguments that would be lost; `softcap` and `sinks` say what the caller supports."""
     if attention_mask is not None:
         raise ValueError("this model builds its own attention mask, which would be lost")
-    for name in ("s_aux", "position_bias", "cache", *(() if softcap else ("softcap",))):
+    unsupported = [*(() if sinks else ("s_aux",)), *(() if softcap else ("softcap",)), "position_bias", "cache"]
+    for name in unsupported:
         if arguments.get(name) is not None:
             raise ValueError(f"this model's attention uses {name}, which is not supported")
 
@@ -65,6 +67,36 @@ def _refuse_unknown(attention_mask: Any, arguments: dict[str, Any], softcap: boo
 def _plain(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments that PyTorch's fused attention takes besides tensors and mask."""
     return {name: arguments[name] for name in ("dropout", "scaling") if name in arguments}
+
+
+_SINK_WIDTH = 8
+"""Dimensions that a sink adds to each head; one would do, but fused kernels like multiples of 8."""
+
+
+def _fused(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
+) -> torch.Tensor:
+    """PyTorch's fused attention, causal without a mask, with the attention sinks `s_aux` if the layer has them.
+
+    A sink (https://arxiv.org/abs/2508.10925) is a learned score per head that takes part in the softmax and has no
+    value. It becomes a key before all others, with a value of zero: one more dimension of the queries holds the score,
+    and only the new key has a 1 there. No kernel needs to know of it, and autograd finds its gradient.
+    """
+    sinks, size = kwargs.get("s_aux"), value.shape[-1]
+    if sinks is None:
+        return sdpa_attention_forward(module, query, key, value, mask, is_causal=True, **_plain(kwargs))[0]
+    scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
+    scores = (sinks / scale).to(query.dtype)[None, :, None, None].expand(*query.shape[:3], 1)
+    query = nn.functional.pad(torch.cat([query, scores], -1), (0, _SINK_WIDTH - 1, 1, 0))
+    new_key = torch.zeros_like(key[:, :, :1])
+    one = nn.functional.pad(torch.ones_like(new_key[..., :1]), (0, _SINK_WIDTH - 1))
+    key = torch.cat([torch.cat([new_key, one], -1), nn.functional.pad(key, (0, _SINK_WIDTH))], 2)
+    value = nn.functional.pad(value, (0, query.shape[-1] - size, 1, 0))
+    if mask is not None:
+        mask = nn.functional.pad(mask, (1, 0, 1, 0), value=True)
+    arguments = {**_plain(kwargs), "scaling": scale}
+    output, _ = sdpa_attention_forward(module, query, key, value, mask, is_causal=True, **arguments)
+    return output[:, 1:, :, :size]
 
 
 def sdpa(
@@ -90,7 +122,7 @@ def sdpa(
     """
     _refuse_unknown(attention_mask, kwargs)
     mask = _mask(metadata, query.shape[2], kwargs.get("sliding_window"), query.device)
-    return sdpa_attention_forward(module, query, key, value, mask, is_causal=True, **_plain(kwargs))
+    return _fused(module, query, key, value, mask, **kwargs), None
 
 
 class _SpreadSlots(torch.autograd.Function):
@@ -141,7 +173,7 @@ def documents(
     for bucket, *three in zip(buckets, *(states.split(sizes) for states in spread), strict=True):
         beside = (part.unflatten(0, bucket).transpose(1, 2) for part in three)
         # No mask is needed: padding is on the right, where causal attention does not look.
-        parts.append(sdpa_attention_forward(module, *beside, None, is_causal=True, **_plain(kwargs))[0].flatten(0, 1))
+        parts.append(_fused(module, *beside, None, **kwargs).flatten(0, 1))
     output = _GatherSlots.apply(torch.cat(parts), slots)
     return output.unflatten(0, (query.shape[0], query.shape[2])), None
 
@@ -155,12 +187,15 @@ def varlen(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
     metadata: AttentionMetadata, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Flash attention over documents of varying length: NVIDIA GPUs, bf16 or fp16. Shapes as in `sdpa`."""
+    """Flash attention over documents of varying length: NVIDIA GPUs, bf16 or fp16. Shapes as in `sdpa`.
+
+    Layers with attention sinks are given to `documents`.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     layout, window = metadata.layout, kwargs.get("sliding_window")
-    if layout is None:
-        return sdpa(module, query, key, value, attention_mask, metadata, **kwargs)
+    if layout is None or kwargs.get("s_aux") is not None:
+        return documents(module, query, key, value, attention_mask, metadata, **kwargs)
     _refuse_unknown(attention_mask, kwargs)
     # Autocast does not cover this kernel, and normalized queries and keys are fp32: cast them.
     queries, keys, values = (_rows(states).to(value.dtype) for states in (query, key, value))
@@ -181,7 +216,7 @@ def flex(
     metadata: AttentionMetadata, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Compiled FlexAttention with a block mask of documents, and a softcap if any: NVIDIA GPUs. Shapes as in `sdpa`."""
-    from torch.nn.attention.flex_attention import flex_attention
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     _refuse_unknown(attention_mask, kwargs, softcap=True)
     cap: Any = kwargs.get("softcap")
@@ -190,13 +225,18 @@ def flex(
     def capped(score: torch.Tensor, *indices: torch.Tensor) -> torch.Tensor:
         return cap * torch.tanh(score / cap)
 
+    sinks: Any = kwargs.get("s_aux")
     attend = _compiled_flex() if query.is_cuda else flex_attention
     # "AUTO" picks the decoding kernel for short rows, which lacks a configuration for four query heads per key head.
     options: Any = {"BACKEND": "TRITON"} if query.is_cuda else None
     output = attend(
         query.to(value.dtype), key.to(value.dtype), value, score_mod=capped if cap else None, block_mask=blocks,
         scale=kwargs.get("scaling"), enable_gqa=query.shape[1] != key.shape[1], kernel_options=options,
+        return_aux=None if sinks is None else AuxRequest(lse=True),
     )  # fmt: skip
+    if sinks is not None:  # it takes its share of the softmax, and adds nothing to the output
+        output, sums = output
+        output = output * torch.sigmoid(sums.lse - sinks.float()[None, :, None])[..., None].to(output.dtype)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -247,7 +287,10 @@ def _products(
     if mask is None:
         length = query.shape[2]
         mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
-    weights = scores.float().masked_fill(~mask, float("-inf")).softmax(-1).to(query.dtype)
+    scores = scores.float().masked_fill(~mask, float("-inf"))
+    if (sinks := kwargs.get("s_aux")) is not None:  # a score without a key or value
+        scores = torch.cat([scores, sinks.float()[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
+    weights = scores.softmax(-1)[..., : key.shape[2]].to(query.dtype)
     weights = nn.functional.dropout(weights, kwargs.get("dropout", 0.0), module.training)
     return (weights @ value).transpose(1, 2).contiguous()
 
@@ -284,7 +327,7 @@ def attention_function(kernel: Any) -> Any:
         metadata = received(attention_metadata, torch.compiler.is_compiling())
         if metadata.over_ranks is None:
             return kernel(module, query, key, value, attention_mask, metadata, **kwargs)
-        _refuse_unknown(attention_mask, kwargs, softcap=kernel in (eager, flex))
+        _refuse_unknown(attention_mask, kwargs, softcap=kernel in (eager, flex), sinks=False)
         return metadata.over_ranks.attend(kernel, metadata, module, query, key, value, **kwargs)
 
     return attend

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from tests.rounding import bound, relative, reordered
 from trainers.config.mistakes import ConfigError
@@ -34,15 +35,24 @@ def packed_documents(lengths: list[list[int]] = LENGTHS) -> AttentionMetadata:
     return AttentionMetadata(layout(lengths))
 
 
-def outcome(kernel: str, metadata: AttentionMetadata, gradients: bool = True, **options: Any) -> list[torch.Tensor]:
-    """Output, and gradients of query, key and value, of a kernel."""
+SINKS = [-1.0, 0.0, 2.0, 0.5]
+"""Attention sinks of four heads."""
+
+
+def outcome(
+    kernel: str, metadata: AttentionMetadata, gradients: bool = True, s_aux: list[float] | None = None, **options: Any
+) -> list[torch.Tensor]:
+    """Output, and gradients of query, key, value and attention sinks, of a kernel."""
     made = torch.Generator().manual_seed(1)
     tensors = [torch.randn(4, heads, 20, 8, generator=made) for heads in (4, 2, 2)]
     module: Any = nn.Module()
     module.num_key_value_groups = 2
+    if s_aux is not None:
+        tensors.append(torch.tensor(s_aux))
+        options["s_aux"] = tensors[3]
     for one in tensors:
         one.requires_grad_(gradients)
-    output, _ = getattr(attention, kernel)(module, *tensors, None, metadata, **options)
+    output, _ = getattr(attention, kernel)(module, *tensors[:3], None, metadata, **options)
     assert output.shape == (4, 20, 4, 8)
     return [output.detach(), *(torch.autograd.grad(output.square().sum(), tensors) if gradients else ())]
 
@@ -84,7 +94,13 @@ def varlen_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kernel", ["sdpa", "documents", "varlen"])
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 4}, {"sliding_window": 50}, {"scaling": 0.3}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"sliding_window": 4}, {"sliding_window": 50}, {"scaling": 0.3}, {"s_aux": SINKS},
+        {"s_aux": SINKS, "sliding_window": 4, "scaling": 0.3},
+    ],
+)  # fmt: skip
 @pytest.mark.usefixtures("varlen_of_a_gpu")
 def test_a_kernel_equals_plain_matrix_products(kernel: str, packed: bool, options: dict[str, Any]) -> None:
     metadata = packed_documents() if packed else AttentionMetadata()
@@ -93,11 +109,30 @@ def test_a_kernel_equals_plain_matrix_products(kernel: str, packed: bool, option
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 4}, {"softcap": 2.0}, {"softcap": 2.0, "scaling": 0.3}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"sliding_window": 4}, {"softcap": 2.0}, {"softcap": 2.0, "scaling": 0.3},
+        {"s_aux": SINKS, "sliding_window": 4},
+    ],
+)  # fmt: skip
 def test_flex_equals_plain_matrix_products(packed: bool, options: dict[str, Any]) -> None:
     """Forward alone: torch has no flex gradients on a CPU."""
     metadata = packed_documents() if packed else AttentionMetadata()
     assert_like_eager(outcome("flex", metadata, False, **options), metadata, **options)
+
+
+def test_attention_sinks_are_those_of_transformers() -> None:
+    """Its function for GPT-OSS, one document at a time."""
+    metadata, made = packed_documents([[20], [20], [20], [20]]), torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn(4, heads, 20, 8, generator=made) for heads in (4, 2, 2))
+    module: Any = nn.Module()
+    module.num_key_value_groups, module.sinks = 2, torch.tensor(SINKS)
+    mask = torch.full((20, 20), float("-inf")).triu(1)[None, None]
+    expected, _ = eager_attention_forward(module, query, key, value, mask, scaling=8**-0.5)
+    ours = outcome("eager", metadata, gradients=False, s_aux=SINKS)[0]
+    torch.testing.assert_close(ours, expected)
+    assert not torch.allclose(ours, outcome("eager", metadata, gradients=False)[0], atol=0.1), "without them it differs"
 
 
 def test_another_border_would_be_seen() -> None:

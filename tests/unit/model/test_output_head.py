@@ -27,7 +27,7 @@ RULES = {
 CHANGES: dict[str, dict[str, Any]] = {"granitemoe": {"logits_scaling": 4.0}}
 OTHERS = ["bert", "roberta", "modernbert-decoder"]
 """Families that transform hidden states before the head."""
-TRAINED = ["gpt_neox", "gpt2", "qwen2_moe", "glm4", "cohere2", "granitemoe"]
+TRAINED = ["gpt_oss", "gpt_neox", "gpt2", "qwen2_moe", "glm4", "cohere2", "granitemoe"]
 """Their small copies train packed."""
 
 
