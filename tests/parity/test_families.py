@@ -29,6 +29,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 24, "query_pre_attn_scalar": 16},
 }
 EXPERTS = {"qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_value_heads": 4,
+                     "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24,
+                "layer_types": ["sliding_attention", "full_attention"] * 2, "output_router_logits": False},
+}  # fmt: skip
+"""Linear attention, and attention sinks."""
+WRAPPED = [("ddp", "qwen3_5_text"), ("fsdp2", "qwen3_5_text"), ("zero3", "qwen3_5_text"), ("fsdp2", "gpt_oss"),
+           ("zero3", "gpt_oss"), ("fsdp1", "qwen3_5_text"), ("ddp", "gpt_oss")]  # fmt: skip
 CUTS = ["tp", "sp", "cp", "pp", "fsdp2_tp", "pp_interleaved", "pp_fsdp2", "3d"]
 SHORT = [("tp", "qwen3"), ("cp", "gemma3_text"), ("sp", "gemma2"), ("pp", "qwen3")]
 ALL = [(cut, family) for cut in CUTS for family in FAMILIES]
@@ -42,7 +51,7 @@ def model(family: str) -> str:
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             if (BASE_DIR / name).exists():
                 shutil.copy(BASE_DIR / name, folder)
-        AutoConfig.for_model(family, **SMALL | (FAMILIES | EXPERTS)[family]).save_pretrained(folder)
+        AutoConfig.for_model(family, **SMALL | (FAMILIES | EXPERTS | HYBRIDS)[family]).save_pretrained(folder)
         assert json.loads((folder / "config.json").read_text())["model_type"] == family
 
     return str(once(f"family-{family}", write))
@@ -59,6 +68,16 @@ def test_another_family_trains_as_on_one_process(cut: str, family: str) -> None:
     cut_up = trained(load_strategy(cut).num_processes, family, cut)
     assert len(cut_up.series("loss")) == STEPS
     assert curve(cut_up).agrees(curve(trained(1, family)))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "family"), mostly_long(WRAPPED, [("zero3", "qwen3_5_text"), ("fsdp2", "gpt_oss")])
+)
+def test_packed_documents_stay_apart_in_every_layer(strategy: str, family: str) -> None:
+    """Of models that mix tokens without attention, or whose softmax has a sink, as on one process."""
+    sharded = trained(2, family, strategy)
+    assert len(sharded.series("loss")) == STEPS
+    assert curve(sharded).agrees(curve(trained(1, family)))
 
 
 def test_the_families_differ_and_a_fault_on_purpose_is_seen() -> None:

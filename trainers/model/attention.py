@@ -7,6 +7,7 @@ spent on inspecting positions (its own detection of packed rows costs one per fo
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
-from trainers.data.layout import OUR_KERNELS, AttentionMetadata, received
+from trainers.data.layout import OUR_KERNELS, AttentionMetadata, DocumentLayout, received
 
 if TYPE_CHECKING:  # slow to import
     from torch.nn.attention.flex_attention import BlockMask
@@ -165,17 +166,36 @@ def documents(
     if layout is None or (window is not None and window < layout.longest):
         return sdpa(module, query, key, value, attention_mask, metadata, **kwargs)
     _refuse_unknown(attention_mask, kwargs)
-    slots, buckets = layout.side_by_side
-    # Copy tokens into padded buckets of similar document lengths, attend per bucket, and copy the outputs back.
-    sizes = [count * width for count, width in buckets]
-    spread = (_SpreadSlots.apply(_rows(states), slots, sum(sizes)) for states in (query, key, value))
-    parts = []
-    for bucket, *three in zip(buckets, *(states.split(sizes) for states in spread), strict=True):
-        beside = (part.unflatten(0, bucket).transpose(1, 2) for part in three)
-        # No mask is needed: padding is on the right, where causal attention does not look.
-        parts.append(_fused(module, *beside, None, **kwargs).flatten(0, 1))
-    output = _GatherSlots.apply(torch.cat(parts), slots)
+
+    def attend(*states: torch.Tensor) -> torch.Tensor:
+        queries, keys, values = (part.transpose(1, 2) for part in states)
+        return _fused(module, queries, keys, values, None, **kwargs)
+
+    output = by_document(attend, layout, *(_rows(states) for states in (query, key, value)))
     return output.unflatten(0, (query.shape[0], query.shape[2])), None
+
+
+def by_document(run: Callable[..., torch.Tensor], layout: DocumentLayout, *states: torch.Tensor) -> torch.Tensor:
+    """Runs a function on each document separately, in batches of similar length.
+
+    Documents are padded on the right, where causal functions do not look, so that no mask is needed.
+
+    Args:
+        run: causal; takes and returns `[documents, length, ...]`.
+        layout: the documents.
+        states: `[tokens, ...]` each.
+
+    Returns:
+        `[tokens, ...]`
+    """
+    slots, buckets = layout.side_by_side
+    sizes = [count * width for count, width in buckets]
+    spread = (_SpreadSlots.apply(rows, slots, sum(sizes)).split(sizes) for rows in states)
+    parts = [
+        run(*(part.unflatten(0, bucket) for part in batch)).flatten(0, 1)
+        for bucket, *batch in zip(buckets, *spread, strict=True)
+    ]
+    return _GatherSlots.apply(torch.cat(parts), slots)
 
 
 def _rows(heads: torch.Tensor) -> torch.Tensor:

@@ -151,8 +151,10 @@ def choose_attention(model_config: Any, packing: bool) -> str:
     raise ConfigError(f"{problem}; use another model")
 
 
-def packing_problem(model_config: Any) -> str | None:
-    """Why our attention cannot keep packed documents apart in models of this kind; None if no problem was found.
+def row_sharding_problem(model_config: Any) -> str | None:
+    """Why ranks cannot share the rows of models of this kind; None if no problem was found.
+
+    As with packing, tokens may look back only through our attention, which alone sees the other parts of a row.
 
     Raises:
         ConfigError: if models of this kind fail on their own.
@@ -160,7 +162,7 @@ def packing_problem(model_config: Any) -> str | None:
     if (reference_pass := _reference(model_config, True)) is None:
         return None
     config, reference, expected = reference_pass
-    return _problem(config, reference, KERNELS["sdpa"], True, expected[True])
+    return _problem(config, reference, KERNELS["sdpa"], True, expected[True], splits_rows=True)
 
 
 def _reference(model_config: Any, *packings: bool) -> tuple[Any, Any, dict[bool, ForwardPass]] | None:
@@ -230,7 +232,9 @@ def _own_pass(model: Any, packing: bool) -> ForwardPass:
 
 
 @torch.no_grad()
-def _problem(config: Any, reference: Any, attention: str, packing: bool, expected: ForwardPass) -> str | None:
+def _problem(
+    config: Any, reference: Any, attention: str, packing: bool, expected: ForwardPass, splits_rows: bool = False
+) -> str | None:
     """Why a small model cannot be trained with an attention implementation; None if it can.
 
     Args:
@@ -239,6 +243,7 @@ def _problem(config: Any, reference: Any, attention: str, packing: bool, expecte
         attention: name of the implementation.
         packing: whether rows contain several documents.
         expected: the own forward pass of `reference`.
+        splits_rows: whether ranks share each row.
     """
     kind, ours = config.model_type, attention in KERNELS.values()
     calls, attend = list[int](), attention_function(eager)
@@ -255,8 +260,11 @@ def _problem(config: Any, reference: Any, attention: str, packing: bool, expecte
             model.load_state_dict(reference.state_dict())
         except Exception:
             return f"{kind} models support only their own attention, which cannot keep packed documents apart"
-        outcome = our_pass(SupervisedLoss(model).eval(), model, packing, torch.device("cpu"))
-        if ours and not calls:
+        loss = SupervisedLoss(model).eval()
+        if splits_rows and loss.mixers:
+            return f"{kind} models have layers that mix the tokens of a row without attention"
+        outcome = our_pass(loss, model, packing, torch.device("cpu"))
+        if ours and not calls and not loss.mixers:
             return f"{kind} models have attention or layers of their own, which cannot keep packed documents apart"
         compare(outcome, expected, kind, packing, torch.float32)
     except ProbeError as error:

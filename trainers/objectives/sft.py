@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from trainers.data.layout import AttentionMetadata, DocumentLayout, MetadataRoute
+from trainers.model.mixers import split_mixers
 from trainers.model.output_head import HeadRule, find_head_rule
 from trainers.objectives.load_balancing import LoadBalancing, weighted_probabilities
 
@@ -140,6 +141,9 @@ class SupervisedLoss(nn.Module):
         self.chunked = rule is not None
         self.rule = rule or HeadRule()
         self.route = MetadataRoute(self.base, self.base.get_decoder() if self.chunked else self.base)
+        self.mixers = split_mixers(self.base.get_decoder() or self.base)
+        if self.mixers:
+            self.route.by_argument = False  # they do not get the arguments of attention layers
         self.balancing = LoadBalancing.of(self.base.config.get_text_config())  # the language part, if multimodal
         adapted: list[Any] = [layer for layer in self.model.modules() if hasattr(layer, "cast_input_dtype_enabled")]
         for layer in adapted if compute != torch.float32 else ():

@@ -20,7 +20,7 @@ from torch import distributed
 from trainers.config.mistakes import ConfigError
 from trainers.data.layout import AttentionMetadata, DocumentLayout, SequenceShard
 from trainers.model.attention import attend_masked
-from trainers.model.small_model import packing_problem
+from trainers.model.small_model import row_sharding_problem
 from trainers.strategy.mesh import Mesh, MeshSizes, heads_mistake
 
 Kernel = Callable[..., tuple[torch.Tensor, None]]
@@ -242,6 +242,5 @@ def refuse_unsplittable_rows(model_config: Any, sizes: MeshSizes) -> None:
         )
     if mistake := heads_mistake(sizes, int(model_config.num_attention_heads), kind):
         raise ConfigError(mistake)
-    # Sharded rows, like packed ones, need all attention to go through our kernels.
-    if problem := packing_problem(model_config):
+    if problem := row_sharding_problem(model_config):
         raise ConfigError(f"{sizes}: {problem}; {remedy}")

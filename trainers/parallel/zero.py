@@ -82,6 +82,10 @@ class Zero(Backend):
         for name, weight in self.trained:
             # DeepSpeed's norm counts slices on every tensor-parallel rank, replicated weights on the first only.
             weight.model_parallel = self.tensor is not None and name in self.tensor.slices
+        if self.stage == 3 and loss.mixers:  # a rank runs them once for each group of documents, others more often
+            from deepspeed.utils import set_z3_leaf_modules
+
+            set_z3_leaf_modules(loss, list({type(layer) for layer in loss.mixers}))
         with _initialized_over(groups):
             self.model, _ = accelerator.prepare(loss, optimizer)
         self.optimizer = self.model.optimizer

@@ -1,0 +1,49 @@
+"""Keeps packed documents apart in layers that mix tokens without attention: Mamba, linear attention, convolutions.
+
+Their fused kernels take the borders of documents, but are for GPUs, each family's with arguments of its own; what runs
+without them ignores borders. Here each document gets a row of its own, padded on the right, where causal layers do not
+look, and the layer's own forward pass runs on those rows: on any device, for any family, with or without the kernels.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainers.data.layout import MetadataRoute
+from trainers.model.attention import by_document
+
+
+def split_mixers(decoder: nn.Module) -> list[nn.Module]:
+    """Patches the mixing layers of a decoder to see one document at a time, as `MetadataRoute.current` lists them.
+
+    Args:
+        decoder: the decoder of a transformers model.
+
+    Returns:
+        The patched layers: modules with a depthwise convolution over the sequence, as they all have.
+    """
+    layers = [module for module in decoder.modules() if any(map(_is_depthwise, module.children()))]
+    for layer in layers:
+        layer.forward = MethodType(_forward, layer)
+    return layers
+
+
+def _is_depthwise(module: nn.Module) -> bool:
+    return isinstance(module, nn.Conv1d) and module.groups == module.in_channels > 1
+
+
+@torch.compiler.disable  # the number of documents and their lengths differ in each micro-batch
+def _forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Runs the layer's own forward pass on each document of `[batch, sequence, hidden size]` states."""
+    layout = MetadataRoute.current.layout if MetadataRoute.current is not None else None
+    if layout is None:
+        return type(self).forward(self, hidden_states, *args, **kwargs)
+
+    def run(rows: torch.Tensor) -> torch.Tensor:
+        return type(self).forward(self, rows, *args, **kwargs)
+
+    return by_document(run, layout, hidden_states.flatten(0, 1)).view_as(hidden_states)
