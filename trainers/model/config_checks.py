@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 
-_PACKABLE_LAYERS = {"full_attention", "sliding_attention", "mlp", "moe"}
 _OTHER_TASKS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice",
                 "ForRewardModel", "ForMaskedLM")  # fmt: skip
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
@@ -52,18 +51,10 @@ def refuse_other_tasks(config: TrainConfig, model_config: Any) -> None:
             raise ConfigError(f"{subject} is a {name}, which has no language-modeling head; use the model it came from")
 
 
-def check_layers(config: TrainConfig, model_config: Any) -> None:
-    """Raises ConfigError for layers that are not supported, or that carry state across packed documents."""
+def check_layers(model_config: Any) -> None:
+    """Raises ConfigError for layers that are not supported."""
     layers = set(getattr(model_config, "layer_types", None) or ["full_attention"])
     if "chunked_attention" in layers:
         raise ConfigError(
             f"{model_config.model_type} has chunked_attention layers, which are not supported; use another model"
-        )
-    if config.packing and not layers <= _PACKABLE_LAYERS:
-        kinds = ", ".join(sorted(layers - _PACKABLE_LAYERS))
-        raise ConfigError.about(
-            "packing",
-            True,
-            f"with {model_config.model_type}, whose {kinds} layers carry state across documents",
-            "use packing=false",
         )

@@ -128,7 +128,7 @@ def load_model_config(config: TrainConfig, published: Mapping[str, Any] | None =
         raise ConfigError.about("model_name_or_path", config.model_name_or_path, ADAPTER_AS_MODEL)
     refuse_other_tasks(config, model_config)
     _keep_layers(config, model_config)
-    check_layers(config, model_config)
+    check_layers(model_config)
     refuse_load_balancing(config, model_config)
     settle_quantisation(config, model_config)
     _drop_dropout(model_config)

@@ -238,7 +238,7 @@ def test_a_model_alone_gets_lora_and_says_so() -> None:
 def test_the_published_model_is_built_with_the_presets_method(name: str) -> None:
     config, published = Request(preset=name).resolve(), PUBLISHED[model_of(name)]
     shape = shape_of(published)
-    check_layers(config, shape)
+    check_layers(shape)
     assert config.max_length <= shape.get_text_config().max_position_embeddings
     model = on_meta(shape)
     assert stored(published, model) == published.safetensors_total
