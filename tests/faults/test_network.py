@@ -1,4 +1,4 @@
-"""Two machines with addresses of their own and a bad network: seen before the first step, or lived with."""
+"""Machines with addresses of their own and a bad network: seen before the first step, or lived with."""
 
 from __future__ import annotations
 
@@ -74,6 +74,14 @@ def far(home: Path) -> Iterator[FarApart]:
 @pytest.fixture
 def near(home: Path) -> Iterator[Machines]:
     net = Machines(home, 2, **OPTIONS, max_restarts=0)
+    with set_up(net):
+        yield net
+
+
+@pytest.fixture
+def three(home: Path) -> Iterator[Machines]:
+    shorter = {"global_batch_size": 12, "per_device_train_batch_size": 4, "max_steps": 6}
+    net = Machines(home, 3, **OPTIONS | shorter, max_restarts=0)
     with set_up(net):
         yield net
 
@@ -229,6 +237,43 @@ def test_what_would_only_hang_is_refused_with_the_remedy(name: str, near: Machin
     assert saved(near.run) == 0
     assert "[rank " not in log(near), "no rank was started"
     assert re.search(expected.partition(": ")[2].partition("machine 0 cannot")[0], near.printed())
+
+
+def cut_between(net: Machines, machine: int, other: int) -> None:
+    """Frames of one machine to another arrive nowhere, so neither gets an answer; all others reach each other."""
+    nowhere = ("lladdr", "02:00:00:00:00:01", "dev", "eth0", "nud", "permanent")
+    net.on(machine, "ip", "neighbour", "replace", net.address(other), *nowhere)
+
+
+BLOCKED = (
+    r"machine 1 cannot reach it at 10\.87\.0\.12:\d+ \(no answer, as from a firewall or a wrong address\); open all"
+)
+
+
+def test_two_machines_that_do_not_reach_each_other(three: Machines) -> None:
+    """Both reach machine 0, and the ranks of sharded strategies would wait for each other."""
+    cut_between(three, 1, 2)
+    for machine in (2, 1, 0):
+        three.train(machine, strategy="fsdp2")
+    three.codes(0, 1, 2, expected=1)
+    assert re.match(f"machine 2: {BLOCKED}", told(three.run)), told(three.run)
+    assert "machine 1: it cannot reach machine 2 at 10.87.0.12:" in log(three)
+    assert "machine 2: it cannot reach machine 1 at 10.87.0.11:" in log(three)
+    assert saved(three.run) == 0
+    assert "[rank " not in log(three), "no rank was started"
+
+
+@pytest.mark.parametrize("is_cut", [True, pytest.param(False, marks=long)])
+def test_a_run_goes_on_without_one_of_them(is_cut: bool, three: Machines) -> None:
+    if is_cut:
+        cut_between(three, 1, 2)
+    for machine in (2, 1, 0):
+        three.train(machine, strategy="fsdp2", min_machines=2)
+    three.codes(0, 1, 2)
+    assert three.participants() == ([0, 1] if is_cut else [0, 1, 2])
+    assert len(rows(three.run)) == 6
+    assert bool(re.search(f"goes on with 2 of 3 machines; machine 2: {BLOCKED}", log(three))) == is_cut
+    assert ("cannot reach" in log(three)) == is_cut
 
 
 @long
