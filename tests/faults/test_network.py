@@ -141,8 +141,17 @@ def test_a_link_that_is_cut_for_ten_seconds(far: FarApart, undisturbed: Undistur
 # -- before the first step ---------------------------------------------------------------------------------------------
 
 
+def dropped(net: Machines, machine: int, *ports: str) -> None:
+    """What arrives at ports of a machine gets no answer: by rules of routing, which are there without iptables."""
+    net.on(machine, "ip", "rule", "add", "pref", "10", "lookup", "local")
+    net.on(machine, "ip", "rule", "delete", "pref", "0")
+    for pref, port in enumerate(ports, 1):
+        arriving = ("iif", "eth0", "ipproto", "tcp", "dport", port)
+        net.on(machine, "ip", "rule", "add", "pref", str(pref), *arriving, "blackhole")
+
+
 def closed_port(net: Machines) -> None:
-    net.on(0, "iptables", "-A", "INPUT", "-p", "tcp", "--dport", "29500", "-j", "DROP")
+    dropped(net, 0, "29500")
 
 
 def rejected_port(net: Machines) -> None:
@@ -150,7 +159,7 @@ def rejected_port(net: Machines) -> None:
 
 
 def other_ports(net: Machines) -> None:
-    net.on(0, "iptables", "-A", "INPUT", "-i", "eth0", "-p", "tcp", "--syn", "!", "--dport", "29500", "-j", "REJECT")
+    dropped(net, 0, "1-29499", "29501-65535")
 
 
 def members_ports(net: Machines) -> None:
@@ -218,7 +227,7 @@ FAULTS: dict[str, tuple[Callable[[Machines], None], str]] = {
     "another Tunesmith": (
         other_version("tunesmith", "99.1"), r"machine 1: it has tunesmith 99\.1 \(\w+\), and machine 0 \S+ \(\w+\)"),
 }  # fmt: skip
-OFTEN = ("another torch", "a port closed by REJECT")
+OFTEN = ("another torch", "a port closed by DROP")
 
 
 @pytest.mark.parametrize("name", [name if name in OFTEN else pytest.param(name, marks=long) for name in FAULTS])
@@ -274,6 +283,20 @@ def test_a_run_goes_on_without_one_of_them(is_cut: bool, three: Machines) -> Non
     assert len(rows(three.run)) == 6
     assert bool(re.search(f"goes on with 2 of 3 machines; machine 2: {BLOCKED}", log(three))) == is_cut
     assert ("cannot reach" in log(three)) == is_cut
+
+
+@long
+def test_a_link_between_two_others_that_is_cut_in_mid_run(three: Machines) -> None:
+    """Nobody watches it; the ranks stand still for `hang_timeout`, and the restart finds it."""
+    for machine in (2, 1, 0):
+        three.train(machine, strategy="fsdp2", min_machines=2, max_steps=60, max_restarts=3, hang_timeout=40)
+    three.until_saved()
+    assert three.participants() == [0, 1, 2]
+    cut_between(three, 1, 2)
+    three.codes(0, 1, 2)
+    assert three.participants() == [0, 1]
+    assert len(rows(three.run)) == 60
+    assert re.search(f"goes on with 2 of 3 machines; machine 2: {BLOCKED}", log(three))
 
 
 @long

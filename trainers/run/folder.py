@@ -278,8 +278,8 @@ class RunFolder:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             file.close()
-            where = f" on machine {machine}" if machine else ""
-            raise ConfigError(f"run {self.id} is already running{where}; watch it with `tunesmith runs logs`") from None
+            where = f" on machine {machine}; give each machine a --machine_rank of its own, or" if machine else ";"
+            raise ConfigError(f"run {self.id} is already running{where} watch it with `tunesmith runs logs`") from None
         return file
 
     def note_failure(self, rank: int, cause: str) -> None:
