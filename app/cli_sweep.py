@@ -65,7 +65,7 @@ def sweep_line(args: Sequence[str]) -> Any:
     """`tunesmith sweep ARGS`: one of the verbs above, or a new sweep."""
     if args and args[0] in VERBS:
         return sweep_app(args=list(args), prog_name="tunesmith sweep", standalone_mode=False)
-    if args and not args[0].startswith("-"):
+    if args and args[0].isalpha():
         _refuse_misspelled(args[0])
     from app.commands.sweep import sweep_verb
 

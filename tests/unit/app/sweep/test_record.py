@@ -245,3 +245,5 @@ def test_a_misspelled_verb_is_answered_with_the_near_one(
 def test_a_misspelled_preset_is_no_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_verb(["sweep", "tiny-lroa"]) == 2
     assert "tiny has no method 'lroa'" in capsys.readouterr().err
+    assert run_verb(["sweep", "list.yaml"]) == 2
+    assert "--config list.yaml" in capsys.readouterr().err
