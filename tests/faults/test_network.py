@@ -159,7 +159,7 @@ def rejected_port(net: Machines) -> None:
 
 
 def other_ports(net: Machines) -> None:
-    dropped(net, 0, "1-29499", "29501-65535")
+    dropped(net, 0, "1-29499", "29501-65534")
 
 
 def members_ports(net: Machines) -> None:
