@@ -231,8 +231,8 @@ class Links:
             links_of = Counter(machine for pair in faults for machine in pair)
             worst = max(links_of, key=lambda machine: (links_of[machine], machine))
             (machine, other), problem = min(item for item in faults.items() if worst in item[0])
-            what = f"machine {machine} cannot reach it" if other == worst else f"it cannot reach machine {other}"
-            reasons[worst] = f"{what} at {problem}; {_PORTS_REMEDY}, {_INTERFACE_REMEDY}"
+            fault = f"machine {machine} cannot reach it" if other == worst else f"it cannot reach machine {other}"
+            reasons[worst] = f"{fault} at {problem}; {_PORTS_REMEDY}, {_INTERFACE_REMEDY}"
             faults = {pair: problem for pair, problem in faults.items() if worst not in pair}
         return reasons
 
