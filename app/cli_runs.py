@@ -48,7 +48,7 @@ def runs_logs(
     follow: Annotated[bool, typer.Option("--follow", metavar="", help="Keep printing until the run ends.")] = False,
     runs_dir: RunsDir = RUNS,
 ) -> int:
-    """Print a run's log."""
+    """Print a run's log. With --follow the exit status is that of the run: 0 done, 1 failed, 130 stopped."""
     from app.commands.runs import logs_verb
 
     return logs_verb(run, follow, runs_dir)

@@ -65,6 +65,19 @@ def sweep_line(args: Sequence[str]) -> Any:
     """`tunesmith sweep ARGS`: one of the verbs above, or a new sweep."""
     if args and args[0] in VERBS:
         return sweep_app(args=list(args), prog_name="tunesmith sweep", standalone_mode=False)
+    if args and args[0].isalpha():
+        _refuse_misspelled(args[0])
     from app.commands.sweep import sweep_verb
 
     return sweep_verb(args)
+
+
+def _refuse_misspelled(word: str) -> None:
+    """Raises for what is no preset and close to one of the verbs."""
+    import difflib
+
+    from trainers.config.mistakes import ConfigError
+    from trainers.config.presets import is_preset
+
+    if (near := difflib.get_close_matches(word, VERBS, n=1)) and not is_preset(word):
+        raise ConfigError(f"sweep has no verb {word!r}, and no preset has this name; did you mean {near[0]}?")

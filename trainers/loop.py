@@ -459,7 +459,7 @@ class TrainLoop:
         self._until(self.context.checkpoints.copied)
         step, total = self.progress.step, self.context.plan.total_steps
         signals = self.context.ranks.gather(requests.signal)
-        source = next((f"{name} on rank {rank}" for rank, name in enumerate(signals) if name), "a stop request")
+        source = next((f"{name} on rank {i}" for i, name in enumerate(signals) if name), requests.run.stop_source())
         # A dead launcher is a failure, except after a signal: the launcher may have received it too and exited first.
         if any(self.context.ranks.gather(requests.orphaned())) and not any(signals):
             cause = f"the launcher was killed; saved at step {step} of {total}"

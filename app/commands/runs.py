@@ -38,6 +38,7 @@ from app.runs.runs import (
     stop_run,
     summary,
     sweep_of,
+    true_state,
 )
 from app.runs.state import queue
 from app.services.diagnosis import apply_remedy, diagnosed
@@ -278,13 +279,14 @@ def _report_memory(memory: Mapping[str, Any]) -> None:
 
 
 def logs_verb(name: str, follow: bool, runs_dir: Path) -> int:
-    """`tunesmith runs logs`."""
-    for line in log_lines(find_run(name, runs_dir), follow):
+    """`tunesmith runs logs`: returns 0, or with `follow` the status of `train` for how the run has ended."""
+    run = find_run(name, runs_dir)
+    for line in log_lines(run, follow):
         sys.stdout.write(clean(line) + "\n")
         if follow:
             sys.stdout.flush()
     sys.stdout.flush()
-    return 0
+    return EXIT_CODES[true_state(run)["state"]] if follow else 0
 
 
 def rename_verb(name: str, new_id: str, runs_dir: Path, as_json: bool) -> int:

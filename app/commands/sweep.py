@@ -14,7 +14,7 @@ from typing import Any
 from app.accelerate_launch import ROOT, module_argv, module_environment
 from app.console import clean, counted, report, report_json, say, show_table
 from app.launch.foreground import interruptible, preflight, say_choices
-from app.sweep.plan import SWEEP, Plan, make_plan
+from app.sweep.plan import SWEEP, Plan, decisive_measure, make_plan
 from app.sweep.record import SweepFolder, SweepRecord, find_sweep, list_sweeps, true_state
 from app.sweep.report import document_of, settings, show, table_of
 from app.sweep.runner import Runner, StopAsked
@@ -95,6 +95,10 @@ def resume_sweep(name: str, runs_dir: Path, as_json: bool, quiet: bool, detach: 
     record = folder.read()
     if record.state == "done":
         raise ConfigError(f"sweep {folder.id} is done; `tunesmith sweep show {shlex.quote(name)}` shows it")
+    try:
+        decisive_measure(record.measure)
+    except ConfigError as error:
+        raise ConfigError(f"{folder.file}: {error}") from None
     if detach:
         folder.hold().close()  # refuse a sweep that is running before anything is started
         return _detach(folder, as_json)

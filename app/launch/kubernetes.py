@@ -30,7 +30,7 @@ def kubernetes_job(args: Args, run: RunFolder | None = None) -> tuple[TrainJob, 
         ConfigError: with all mistakes at once.
     """
     if run is not None:
-        remedy = "apply the run's manifest again, which goes on from its newest checkpoint"
+        remedy = "hand its manifest to `kubectl replace --force -f -`, which goes on from the newest checkpoint"
         raise ConfigError.about("on", "kubernetes", "is not for `resume`", remedy)
     mistakes, options = Mistakes(), None
     refuse_decided(args, "Kubernetes", mistakes)
@@ -47,8 +47,9 @@ def kubernetes_job(args: Args, run: RunFolder | None = None) -> tuple[TrainJob, 
         remedy = f"write --output_dir {options.volume_path}/runs/first"
         mistakes.append(_outside("output_dir", output_dir or None, options, remedy))
     with tempfile.TemporaryDirectory() as folder:  # stands for the run folder, which this machine may not see
-        args.request.options["output_dir"] = str(Path(folder) / object_name(output_dir))
-        job = cluster_job(args, None, options.nodes, options.gpus_per_node, mistakes, head_name(output_dir))
+        args.request.options["output_dir"] = str(Path(folder) / object_name(output_dir, options.volume_claim))
+        head = head_name(output_dir, options.volume_claim)
+        job = cluster_job(args, None, options.nodes, options.gpus_per_node, mistakes, head)
     cache = {} if "cache_dir" in args.request.chosen else {"cache_dir": f"{options.volume_path}/cache"}
     config = job.config.model_copy(update={"output_dir": output_dir, **cache})
     if outside := _not_on_the_volume(config, options):

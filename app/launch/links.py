@@ -2,22 +2,17 @@
 
 While machine 0 gathers the machines, each listens on a port that the system chooses, as its ranks will, and machine 0
 also on the port of the run. Whoever connects reads one line with the launch and the time. Members report in their
-status files what they found; machine 0 connects back to them, and decides.
+status files what they found; machine 0 connects back to them, and announces where each of them listens; then they
+connect to each other, report again, and machine 0 decides. So every pair is tried from both sides, as ranks talk all to
+all.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import platform
-import selectors
-import socket
-import threading
-import time
+from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 from app.launch.network import (
@@ -29,15 +24,10 @@ from app.launch.network import (
     own_interface,
     why_unreachable,
 )
+from app.launch.probes import Probes, Responder, Target, clock_of
 from trainers.run.compatibility import versions
 from trainers.strategy.strategy import Machines
 
-PROBE_TIMEOUT = 5.0
-"""Seconds that a machine tries to reach another."""
-PROBE_AFTER = 5.0
-"""Seconds without progress after which a machine looks whether it still reaches machine 0."""
-PROBE_AGAIN = 2.0
-"""Seconds until it tries again."""
 CLOCK_BOUND = 1.0
 """Seconds by which clocks may differ. The lines of all machines stand in one log, in order of time."""
 CLOCK_REMEDY = "start a time service there: `timedatectl set-ntp true`, or chrony"
@@ -46,88 +36,6 @@ DECISIVE = ("python", "torch", "transformers", "tunesmith")
 VERSIONS_REMEDY = "install the same versions on all machines; `pip freeze` on one lists them"
 _PORTS_REMEDY = "open all ports between the machines in their firewalls"
 _INTERFACE_REMEDY = "and name the network to use with GLOO_SOCKET_IFNAME there"
-_MAX_LINE = 1024
-
-
-# -- connections -------------------------------------------------------------------------------------------------------
-
-
-class Responder:
-    """Answers on a port until it is closed.
-
-    Args:
-        launch: the launch to tell about.
-        port: the port; 0 for one that the system chooses.
-
-    Raises:
-        OSError: if the port cannot be opened.
-    """
-
-    def __init__(self, launch: str, port: int = 0):
-        self.launch = launch
-        self.reached_at: str | None = None
-        """The address of this machine to which another has connected."""
-        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-        self.server = socket.create_server(
-            ("", port), family=family, dualstack_ipv6=family == socket.AF_INET6, backlog=128
-        )
-        self.port = int(self.server.getsockname()[1])
-        self.waker, self.woken = socket.socketpair()
-        self.thread = threading.Thread(target=self._answer, name="responder", daemon=True)
-        self.thread.start()
-
-    def _answer(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.server, selectors.EVENT_READ)
-            selector.register(self.woken, selectors.EVENT_READ)
-            while all(key.fileobj is self.server for key, _ in selector.select()):
-                with contextlib.suppress(OSError):
-                    connection, _ = self.server.accept()
-                    with connection:
-                        connection.settimeout(PROBE_TIMEOUT)
-                        answer = {"launch": self.launch, "time": time.time()}
-                        connection.sendall(json.dumps(answer).encode() + b"\n")
-                        self.reached_at = str(connection.getsockname()[0])
-
-    def close(self) -> None:
-        """Gives the port up."""
-        self.waker.close()
-        self.thread.join()
-        self.server.close()
-        self.woken.close()
-
-
-def clock_of(host: str, port: int, launch: str) -> tuple[float, float]:
-    """How far the clock of another machine is ahead of this one's, and the uncertainty, in seconds.
-
-    Args:
-        host: its address or name.
-        port: the port on which it answers.
-        launch: the launch that it must be in.
-
-    Raises:
-        OSError: if it does not answer.
-    """
-    start = time.perf_counter()
-    with socket.create_connection((host, port), PROBE_TIMEOUT) as connection, connection.makefile("rb") as stream:
-        line = stream.readline(_MAX_LINE)
-    spent = time.perf_counter() - start
-    with contextlib.suppress(ValueError, TypeError, KeyError):
-        answer = json.loads(line)
-        if answer["launch"] == launch:
-            return float(answer["time"]) - (time.time() - spent / 2), spent / 2
-    raise OSError("another program answers there")
-
-
-def unreachable(machines: Machines) -> str | None:
-    """Why machine 0 cannot be reached from here; None if it can, even if nothing listens on its port any more."""
-    try:
-        socket.create_connection((machines.ip, machines.port), PROBE_TIMEOUT).close()
-    except ConnectionRefusedError:
-        return None
-    except OSError as error:
-        return f"it cannot reach machine 0 at {machines.ip}:{machines.port} ({why_unreachable(error, '')})"
-    return None
 
 
 # -- a member's side ---------------------------------------------------------------------------------------------------
@@ -146,7 +54,7 @@ class Arrival:
     def __init__(self, machines: Machines, env: Mapping[str, str], launch: str, notice: Mapping[str, Any]):
         self.machines, self.env, self.launch, self.notice = machines, env, launch, notice
         self.interface = own_interface(machines, env)
-        self.responder = Responder(launch)
+        self.responder, self.probes = Responder(launch), Probes(launch)
         self.problem: str | None = None
         self.facts: dict[str, Any] = {}
 
@@ -191,6 +99,25 @@ class Arrival:
             else f"{_PORTS_REMEDY}, {_INTERFACE_REMEDY}"
         )
 
+    def look(self, notice: Mapping[str, Any]) -> list[str] | None:
+        """Connects to the other members in the background, and sets `facts` anew.
+
+        Args:
+            notice: what machine 0 says about the launch now.
+
+        Returns:
+            None as long as there is nothing new; else what is wrong and was not before, a line for each link.
+        """
+        targets = {int(machine): target_of(*known) for machine, known in (notice.get("members") or {}).items()}
+        self.probes.look({machine: at for machine, at in targets.items() if at and machine != self.machines.rank})
+        before = self.facts.get("links") or {}
+        links = {str(machine): [*at, problem] for machine, (at, problem) in self.probes.results().items()}
+        if links == before:
+            return None
+        self.facts = {**self.facts, "links": links}
+        changed = [(machine, link[-1]) for machine, link in links.items() if link != before.get(machine)]
+        return [f"it cannot reach machine {machine} at {problem}" for machine, problem in changed if problem]
+
     def variables(self) -> dict[str, str]:
         """The variables for the ranks of this machine."""
         return interface_variables(self.interface, self.env)
@@ -198,6 +125,12 @@ class Arrival:
     def close(self) -> None:
         """Stops answering."""
         self.responder.close()
+        self.probes.close()
+
+
+def target_of(address: object, port: object, *_: object) -> Target | None:
+    """Where a machine answers, as it stands in a file; None if it does not."""
+    return (address, port) if isinstance(address, str) and isinstance(port, int) else None
 
 
 def set_by_user(env: Mapping[str, str]) -> str:
@@ -221,12 +154,13 @@ class Links:
         self.machines, self.env, self.launch = machines, env, ""
         self.responders: list[Responder] = []
         self.own = {"python": platform.python_version(), **versions()}
-        self.probes: dict[int, _Probe] = {}
-        self.pool: ThreadPoolExecutor | None = None
+        self.probes: Probes | None = None
+        self.members: dict[int, Target] = {}
+        """Where members answer."""
 
     def open(self, launch: str) -> None:
         """Begins to answer the members of a launch, on a port that the system chooses."""
-        self.launch, self.pool = launch, ThreadPoolExecutor(16, "links")
+        self.launch, self.probes = launch, Probes(launch)
         self.responders = [Responder(launch)]
 
     def open_port(self) -> str | None:
@@ -244,14 +178,15 @@ class Links:
         """Gives the ports up, before the ranks need them."""
         for responder in self.responders:
             responder.close()
-        if self.pool:
-            self.pool.shutdown(wait=False, cancel_futures=True)
+        if self.probes:
+            self.probes.close()
 
     def notice(self) -> dict[str, Any]:
-        """What members need to know to reach this machine on a port that the system chose."""
+        """What members need to know to reach this machine, and each other, on ports that the system chose."""
         interface = own_interface(self.machines, self.env)
         port = self.responders[0].port if self.responders else None
-        return {"port": port, "address": interface.address if interface else None}
+        members = {str(machine): list(target) for machine, target in self.members.items()}
+        return {"port": port, "address": interface.address if interface else None, "members": members}
 
     def look(self, facts: Mapping[int, Mapping[str, Any]]) -> None:
         """Connects to members in the background: to each at once, and again to those that could not be reached.
@@ -259,24 +194,47 @@ class Links:
         Args:
             facts: the facts that members have reported, by machine.
         """
-        for machine, reported in facts.items():
-            address, port, probe = reported.get("address"), reported.get("port"), self.probes.get(machine)
-            if not self.pool or not isinstance(address, str) or not isinstance(port, int):
-                continue
-            target = (address, port)
-            if probe is None or probe.target != target or probe.is_due():
-                last = probe.problem() if probe and probe.target == target else None
-                self.probes[machine] = _Probe(self.pool.submit(clock_of, *target, self.launch), target, last)
+        self.members |= _targets(facts)
+        if self.probes:
+            self.probes.look({machine: self.members[machine] for machine in facts if machine in self.members})
 
-    def pending(self) -> set[int]:
-        """The members of which it is not known yet whether they can be reached."""
-        return {machine for machine, probe in self.probes.items() if not probe.future.done() and probe.last is None}
+    def pending(self, facts: Mapping[int, Mapping[str, Any]]) -> set[int]:
+        """The members of which it is not known yet whether they can be reached, or whether they reach the others."""
+        targets = _targets(facts)
+        silent = {
+            machine
+            for machine, reported in facts.items()
+            if any(_link(reported, other)[0] != target for other, target in targets.items() if other != machine)
+        }
+        return silent | (self.probes.pending() if self.probes else set())
 
     def cut_off(self, facts: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
         """Why members cannot be reached from here, by machine."""
-        reasons = {machine: probe.problem() for machine, probe in self.probes.items() if machine in facts}
+        results = self.probes.results() if self.probes else {}
+        reasons = {machine: problem for machine, (_, problem) in results.items() if machine in facts}
         return {machine: f"machine 0 cannot reach it at {reason}; {_PORTS_REMEDY}, {_INTERFACE_REMEDY}"
                 for machine, reason in reasons.items() if reason}  # fmt: skip
+
+    def blocked(self, facts: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
+        """Why members must be left out because others do not reach them, or they others, by machine.
+
+        Of two that do not reach each other, it is the one with more such links, or else with the higher number.
+        """
+        targets, faults = _targets(facts), dict[tuple[int, int], str]()
+        for machine, reported in facts.items():
+            links = {other: _link(reported, other) for other in targets if other != machine}
+            faults |= {
+                (machine, other): problem for other, (at, problem) in links.items() if problem and at == targets[other]
+            }
+        reasons = dict[int, str]()
+        while faults:
+            links_of = Counter(machine for pair in faults for machine in pair)
+            worst = max(links_of, key=lambda machine: (links_of[machine], machine))
+            (machine, other), problem = min(item for item in faults.items() if worst in item[0])
+            fault = f"machine {machine} cannot reach it" if other == worst else f"it cannot reach machine {other}"
+            reasons[worst] = f"{fault} at {problem}; {_PORTS_REMEDY}, {_INTERFACE_REMEDY}"
+            faults = {pair: problem for pair, problem in faults.items() if worst not in pair}
+        return reasons
 
     def refusals(self, facts: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
         """Why members must not take part, by machine: they have other versions of what decides the result."""
@@ -330,37 +288,19 @@ class Links:
         return interface_variables(self.interface(), self.env)
 
 
-@dataclass
-class _Probe:
-    """An attempt to reach a member.
+def _targets(facts: Mapping[int, Mapping[str, Any]]) -> dict[int, Target]:
+    """Where members answer, of those that say so."""
+    targets = {machine: target_of(reported.get("address"), reported.get("port")) for machine, reported in facts.items()}
+    return {machine: target for machine, target in targets.items() if target}
 
-    Args:
-        future: its result.
-        target: the address and port.
-        last: why the attempt before it failed; None without one.
-    """
 
-    future: Future[tuple[float, float]]
-    target: tuple[str, int]
-    last: str | None
-    began: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.began = time.monotonic()
-
-    def problem(self) -> str | None:
-        """Why the member cannot be reached: of the attempt before as long as this one runs."""
-        if not self.future.done():
-            return self.last
-        if self.future.cancelled() or (error := self.future.exception()) is None:
-            return None
-        if not isinstance(error, OSError):
-            raise error
-        return f"{self.target[0]}:{self.target[1]} ({why_unreachable(error, 'as by a firewall')})"
-
-    def is_due(self) -> bool:
-        """Whether to try again, as it has failed a while ago."""
-        return self.future.done() and bool(self.problem()) and time.monotonic() - self.began > PROBE_AGAIN
+def _link(reported: Mapping[str, Any], other: int) -> tuple[Target | None, str | None]:
+    """Where a member has tried to reach another one, and why it could not; None for each that it does not say."""
+    links = reported.get("links")
+    link = links.get(str(other)) if isinstance(links, dict) else None
+    if not isinstance(link, list) or len(link) != 3:
+        return None, None
+    return target_of(*link), str(link[2]) if link[2] else None
 
 
 def clock_faults(samples: Mapping[int, tuple[float, float]]) -> list[str]:

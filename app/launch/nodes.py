@@ -149,7 +149,6 @@ class Nodes:
         layouts: the run's settings on fewer machines.
         pulses: the signs of life of the other machines.
         links: the checks of the machines against each other.
-        links: the checks of this launch.
         prepare: writes the files of a launch on the given machines, and returns its command.
     """
 
@@ -213,9 +212,13 @@ class Nodes:
         if refused and minimum is None:
             return Ending("failed", "; ".join(f"machine {number}: {why}" for number, why in refused.items()))
         cut_off = {machine: str(word["unreachable"]) for machine, word in statuses.items() if word.get("unreachable")}
-        self.links.look({machine: known for machine, known in facts.items() if machine not in cut_off})
-        cut_off |= {machine: why for machine, why in self.links.cut_off(facts).items() if machine not in cut_off}
-        absent = set(range(1, count)) - set(statuses) | set(cut_off) | self.links.pending()
+        facts = {machine: known for machine, known in facts.items() if machine not in {*cut_off, *refused}}
+        self.links.look(facts)
+        cut_off |= self.links.cut_off(facts)
+        facts = {machine: known for machine, known in facts.items() if machine not in cut_off}
+        cut_off |= (blocked := self.links.blocked(facts))
+        pending = self.links.pending({machine: known for machine, known in facts.items() if machine not in blocked})
+        absent = set(range(1, count)) - set(statuses) | set(cut_off) | pending
         present, missing = [0, *sorted(set(statuses) - set(refused) - absent)], sorted(absent)
         lost = {machine: _SILENT for machine in missing if self.restarted and self.pulses.silent(machine)} | cut_off
         is_broken = bool(cut_off) and absent <= set(cut_off) and minimum is None and not self.restarted

@@ -26,7 +26,7 @@ from app.runs.runs import world_size
 from app.runs.scheduled import submission
 from app.schedulers.ray_options import RayOptions
 from trainers.config.mistakes import ConfigError
-from trainers.run.folder import RunFolder, log_line
+from trainers.run.folder import LIVE_STATES, RunFolder, log_line
 from trainers.run.log import start_tee
 from trainers.strategy.strategy import Machines
 
@@ -72,6 +72,9 @@ class Watch(threading.Thread):
                 _end_now()  # the driver lives: it has lost this node, or the program that it started here
             time.sleep(1.0)
         _log(self.watched, "the Ray driver is gone: the run saves and stops")
+        with contextlib.suppress(OSError):
+            if (self.watched.read_state() or {}).get("state") in LIVE_STATES:
+                self.watched.ask_stop(source="the death of its Ray driver")
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _is_over(self) -> bool:

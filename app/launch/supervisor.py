@@ -203,12 +203,16 @@ class Supervision:
         Returns:
             How the launch ended if it does not begin.
         """
+        announced = dict(nodes.links.members)
         with contextlib.closing(nodes.links):
             while (ending := nodes.gather(time.monotonic() - self.began)) is None and nodes.participants is None:
                 self.signals.pass_on(self.run, self.on_event)
                 self.run.refuse_lost()
                 if self.run.stop_asked() is not None:
                     return Ending("stopped", "stopped before all machines had joined")
+                if nodes.links.members != announced:  # the members connect to each other
+                    announced = dict(nodes.links.members)
+                    self.run.write_state(machines=nodes.notice(nodes.launch))
                 self.on_event("tick", "")
                 time.sleep(POLL)
         if nodes.participants is None:

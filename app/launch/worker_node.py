@@ -16,9 +16,10 @@ from typing import Any
 from app.accelerate_launch import launch_argv
 from app.launch.job import TrainJob, as_argument
 from app.launch.layouts import Layouts, part_of
-from app.launch.links import PROBE_AFTER, PROBE_AGAIN, Arrival, unreachable
+from app.launch.links import Arrival
 from app.launch.network import interface_problem
 from app.launch.nodes import FIRST_JOIN_TIMEOUT, JOIN_TIMEOUT, LOST_AFTER, NodeStatus, Pulses
+from app.launch.probes import PROBE_AFTER, PROBE_AGAIN, unreachable
 from app.launch.process_tree import adopting_orphans
 from app.launch.restarts import lost_state, wait_for_slots
 from app.launch.supervisor import POLL, Listener, RunSignals, Supervision
@@ -186,7 +187,7 @@ class _WorkerNode:
             if not self._arrive(arrival, launch):
                 return
             self.joined = launch
-            if (notice := self._decision(launch)) is None:
+            if (notice := self._decision(launch, arrival)) is None:
                 return
         participants = notice["participants"]
         if machines.rank not in participants:
@@ -220,12 +221,21 @@ class _WorkerNode:
         self.status_file.write(launch, unreachable=arrival.problem)
         return arrival.problem is None
 
-    def _decision(self, launch: str) -> Mapping[str, Any] | None:
-        """Waits until machine 0 has decided who takes part in a launch; None if the launch is over first."""
+    def _decision(self, launch: str, arrival: Arrival) -> Mapping[str, Any] | None:
+        """Waits until machine 0 has decided who takes part in a launch, and meanwhile checks the links to the others.
+
+        Returns:
+            What machine 0 says about the launch; None if it is over first.
+        """
         while not is_over(state := self._state(), launch):
             notice = state.get("machines") or {}
             if isinstance(notice.get("participants"), list):
                 return notice
+            if (problems := arrival.look(notice)) is not None:
+                for problem in problems:
+                    self.tell("note", problem)
+                self.status_file.facts = arrival.facts
+                self.status_file.write(launch)
             self.run.refuse_lost()
             self.signals.pass_on(self.run, self.tell)
             if given_up := self._silence(state):

@@ -124,8 +124,8 @@ def compare(
 
 
 def measured(run: RunFolder, name: str) -> float | None:
-    """One measure of a run; None while it has none."""
-    pair = _pick(Curves().columns(run, math.inf), MEASURES[name])
+    """One measure of a run; None while it has none, or for an unknown one, as the name may come from a file."""
+    pair = _pick(Curves().columns(run, math.inf), MEASURES[name]) if name in MEASURES else None
     return pair[0] if pair else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import PurePosixPath
@@ -23,6 +24,8 @@ _USER = 1000
 """User and group in the container; the image of the Dockerfile has them."""
 _CONFIG_ERROR, _STOPPED = 2, 130
 """Exit statuses after which another pod would only end in the same way."""
+_LONGEST_NAME = 50
+"""Characters of a Job's name, of the 63 of a pod's: an index and six random characters follow."""
 _LABEL = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 _Name = Annotated[str, StringConstraints(pattern=rf"^{_LABEL}$")]
 
@@ -107,16 +110,26 @@ def _mistake(error: Any, values: Mapping[str, Any]) -> Mistake:
     return Mistake(name, value, f"is refused: {error['msg'][0].lower()}{error['msg'][1:]}", "check the value")
 
 
-def object_name(folder: str) -> str:
-    """A name for the objects of a run: that of its folder, as far as Kubernetes allows its letters."""
-    name = re.sub(r"[^a-z0-9]+", "-", PurePosixPath(folder).name.lower()).strip("-")
+def object_name(folder: str, volume_claim: str) -> str:
+    """A name for the objects of a run, the same each time and no other run's.
+
+    It is the folder's last name, as far as Kubernetes allows its letters, and the beginning of a hash.
+
+    Args:
+        folder: the run folder.
+        volume_claim: the volume on which it lies.
+    """
+    path = PurePosixPath(folder)
+    digest = hashlib.sha256(f"{volume_claim}:{path}".encode("utf-8", "surrogatepass")).hexdigest()[:8]
+    name = re.sub(r"[^a-z0-9]+", "-", path.name.lower()).strip("-")
     name = name if name[:1].isalpha() else f"run-{name}"  # names of Services start with a letter
-    return name[:50].rstrip("-")  # an index follows in the names of pods
+    return f"{name[: _LONGEST_NAME - len(digest) - 1].rstrip('-')}-{digest}"
 
 
-def head_name(folder: str) -> str:
+def head_name(folder: str, volume_claim: str) -> str:
     """The name by which the pods of a run find the first of them."""
-    return f"{object_name(folder)}-0.{object_name(folder)}"
+    name = object_name(folder, volume_claim)
+    return f"{name}-0.{name}"
 
 
 def manifest(output_dir: str, processes: int, config: str, strategy: str, options: KubernetesOptions) -> str:
@@ -129,10 +142,11 @@ def manifest(output_dir: str, processes: int, config: str, strategy: str, option
         strategy: text of its Accelerate file.
         options: the cluster.
     """
-    name = object_name(output_dir)
+    name = object_name(output_dir, options.volume_claim)
     labels = {"app.kubernetes.io/name": "tunesmith", "app.kubernetes.io/instance": name}
     namespace = {"namespace": options.namespace} if options.namespace else {}
-    metadata: dict[str, Any] = {"name": name, **namespace, "labels": labels}
+    annotations = {"tunesmith/output_dir": output_dir}
+    metadata: dict[str, Any] = {"name": name, **namespace, "labels": labels, "annotations": annotations}
     settings = {"config.yaml": _Text(config), "strategy.yaml": _Text(strategy)}
     documents: list[dict[str, Any]] = [
         {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": settings},
@@ -159,7 +173,12 @@ def _arguments(output_dir: str, processes: int, options: KubernetesOptions) -> l
         arguments += ["--num_processes", str(processes)]
     if options.nodes > 1:
         arguments += ["--num_machines", str(options.nodes), "--machine_rank", "$(MACHINE_RANK)"]
-        arguments += ["--main_process_ip", head_name(output_dir), "--main_process_port", str(PORT)]
+        arguments += [
+            "--main_process_ip",
+            head_name(output_dir, options.volume_claim),
+            "--main_process_port",
+            str(PORT),
+        ]
     return arguments
 
 

@@ -25,6 +25,7 @@ ENDED = frozenset({
     "TIMEOUT",
 })  # fmt: skip
 _FIELDS = "JobID:|,State:|,RestartCnt:|,Reason:|"
+"""Not by `--json`, whose keys change between versions, and which needs a plugin that a site may lack."""
 _SECONDS = 10.0
 """Time for one of SLURM's programs to answer; the controller is on another machine."""
 _FRESH, _FRESH_ERROR = 2.0, 30.0

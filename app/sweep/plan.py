@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.command_line import SCHEDULER_OPTIONS, Args, Verb
 from app.console import shortened
@@ -26,6 +26,9 @@ from trainers.config.mistakes import ConfigError, Mistake, Mistakes
 from trainers.config.options import EMBEDDED, MACHINE_OPTIONS, TrainConfig, is_local
 from trainers.config.parse import Request, whole_number
 from trainers.run.folder import RunFolder, new_run_id
+
+if TYPE_CHECKING:
+    from app.runs.compare import Measure
 
 MAX_RUNS = 200
 _MOST_RUNS, _MOST_SEEDS = 100_000, 100
@@ -288,6 +291,21 @@ def _checked(record: SweepRecord, seeds: int, mistakes: Mistakes) -> TrainJob | 
     return jobs[0] if jobs else None
 
 
+def decisive_measure(name: str) -> Measure:
+    """A measure of which one value is better than another.
+
+    Raises:
+        ConfigError: if there is none of this name.
+    """
+    from app.runs.compare import MEASURES  # it imports numpy, which takes a while
+
+    measure = MEASURES.get(name)
+    if measure is None or not measure.better:
+        decisive = ", ".join(name for name, measure in MEASURES.items() if measure.better)
+        raise ConfigError.about("measure", repr(name[:50]), "is not a measure", f"use one of {decisive}")
+    return measure
+
+
 def _measure(name: str | None, config: TrainConfig | None) -> tuple[str, Any]:
     """The measure that decides, and whether `low` or `high` is better.
 
@@ -298,15 +316,11 @@ def _measure(name: str | None, config: TrainConfig | None) -> tuple[str, Any]:
     Raises:
         ConfigError: for an unknown one, or one that these runs will not have.
     """
-    from app.runs.compare import MEASURES  # it imports numpy, which takes a while
-    from app.runs.metrics import EVAL
+    from app.runs.metrics import EVAL  # it imports numpy, which takes a while
 
     evaluates = config is None or config.has_evaluation()
     chosen = name or ("last_eval_loss" if evaluates else "recent_loss")
-    measure = MEASURES.get(chosen)
-    if measure is None or not measure.better:
-        decisive = ", ".join(name for name, measure in MEASURES.items() if measure.better)
-        raise ConfigError.about("measure", repr(chosen[:50]), "is not a measure", f"use one of {decisive}")
+    measure = decisive_measure(chosen)
     if measure.metric in EVAL and not evaluates:
         raise ConfigError.about("measure", chosen, "without evaluation data", "set eval_dataset_name or eval_share")
     return chosen, measure.better

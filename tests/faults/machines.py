@@ -51,14 +51,14 @@ class Machines(Network):
     def until_saved(self, above: int = 0) -> None:
         """Waits until the run has gone on beyond a new checkpoint."""
         run = self.run
-        until(lambda: state_of_file(run) == "running" and saved(run) > above and step_of(run) > saved(run), 120)
+        until(lambda: state_of_file(run) == "running" and saved(run) > above and step_of(run) > saved(run), 400)
 
     def participants(self) -> list[int]:
         return (self.run.read_state() or {})["machines"]["participants"]
 
     def codes(self, *machines: int, expected: int = 0) -> None:
         """Waits for the commands on these machines, and checks their exit statuses."""
-        codes = {machine: self.typed[machine].wait(300) for machine in machines}
+        codes = {machine: self.typed[machine].wait(600) for machine in machines}
         assert codes == dict.fromkeys(machines, expected), self.printed()
 
     def printed(self) -> str:

@@ -1,4 +1,4 @@
-"""Two machines with addresses of their own and a bad network: seen before the first step, or lived with."""
+"""Machines with addresses of their own and a bad network: seen before the first step, or lived with."""
 
 from __future__ import annotations
 
@@ -78,6 +78,14 @@ def near(home: Path) -> Iterator[Machines]:
         yield net
 
 
+@pytest.fixture
+def three(home: Path) -> Iterator[Machines]:
+    shorter = {"global_batch_size": 12, "per_device_train_batch_size": 4, "max_steps": 6}
+    net = Machines(home, 3, **OPTIONS | shorter, max_restarts=0)
+    with set_up(net):
+        yield net
+
+
 def hosts(net: Machines, machine: int, **names: str) -> None:
     """Gives a machine an `/etc/hosts` of its own."""
     path = net.home / f"hosts-{machine}"
@@ -133,8 +141,17 @@ def test_a_link_that_is_cut_for_ten_seconds(far: FarApart, undisturbed: Undistur
 # -- before the first step ---------------------------------------------------------------------------------------------
 
 
+def dropped(net: Machines, machine: int, *ports: str) -> None:
+    """What arrives at ports of a machine gets no answer: by rules of routing, which are there without iptables."""
+    net.on(machine, "ip", "rule", "add", "pref", "10", "lookup", "local")
+    net.on(machine, "ip", "rule", "delete", "pref", "0")
+    for pref, port in enumerate(ports, 1):
+        arriving = ("iif", "eth0", "ipproto", "tcp", "dport", port)
+        net.on(machine, "ip", "rule", "add", "pref", str(pref), *arriving, "blackhole")
+
+
 def closed_port(net: Machines) -> None:
-    net.on(0, "iptables", "-A", "INPUT", "-p", "tcp", "--dport", "29500", "-j", "DROP")
+    dropped(net, 0, "29500")
 
 
 def rejected_port(net: Machines) -> None:
@@ -142,7 +159,7 @@ def rejected_port(net: Machines) -> None:
 
 
 def other_ports(net: Machines) -> None:
-    net.on(0, "iptables", "-A", "INPUT", "-i", "eth0", "-p", "tcp", "--syn", "!", "--dport", "29500", "-j", "REJECT")
+    dropped(net, 0, "1-29499", "29501-65534")
 
 
 def members_ports(net: Machines) -> None:
@@ -210,7 +227,7 @@ FAULTS: dict[str, tuple[Callable[[Machines], None], str]] = {
     "another Tunesmith": (
         other_version("tunesmith", "99.1"), r"machine 1: it has tunesmith 99\.1 \(\w+\), and machine 0 \S+ \(\w+\)"),
 }  # fmt: skip
-OFTEN = ("another torch", "a port closed by REJECT")
+OFTEN = ("another torch", "a port closed by DROP")
 
 
 @pytest.mark.parametrize("name", [name if name in OFTEN else pytest.param(name, marks=long) for name in FAULTS])
@@ -229,6 +246,57 @@ def test_what_would_only_hang_is_refused_with_the_remedy(name: str, near: Machin
     assert saved(near.run) == 0
     assert "[rank " not in log(near), "no rank was started"
     assert re.search(expected.partition(": ")[2].partition("machine 0 cannot")[0], near.printed())
+
+
+def cut_between(net: Machines, machine: int, other: int) -> None:
+    """Frames of one machine to another arrive nowhere, so neither gets an answer; all others reach each other."""
+    nowhere = ("lladdr", "02:00:00:00:00:01", "dev", "eth0", "nud", "permanent")
+    net.on(machine, "ip", "neighbour", "replace", net.address(other), *nowhere)
+
+
+BLOCKED = (
+    r"machine 1 cannot reach it at 10\.87\.0\.12:\d+ \(no answer, as from a firewall or a wrong address\); open all"
+)
+
+
+def test_two_machines_that_do_not_reach_each_other(three: Machines) -> None:
+    """Both reach machine 0, and the ranks of sharded strategies would wait for each other."""
+    cut_between(three, 1, 2)
+    for machine in (2, 1, 0):
+        three.train(machine, strategy="fsdp2")
+    three.codes(0, 1, 2, expected=1)
+    assert re.match(f"machine 2: {BLOCKED}", told(three.run)), told(three.run)
+    assert "machine 1: it cannot reach machine 2 at 10.87.0.12:" in log(three)
+    assert "machine 2: it cannot reach machine 1 at 10.87.0.11:" in log(three)
+    assert saved(three.run) == 0
+    assert "[rank " not in log(three), "no rank was started"
+
+
+@pytest.mark.parametrize("is_cut", [True, pytest.param(False, marks=long)])
+def test_a_run_goes_on_without_one_of_them(is_cut: bool, three: Machines) -> None:
+    if is_cut:
+        cut_between(three, 1, 2)
+    for machine in (2, 1, 0):
+        three.train(machine, strategy="fsdp2", min_machines=2)
+    three.codes(0, 1, 2)
+    assert three.participants() == ([0, 1] if is_cut else [0, 1, 2])
+    assert len(rows(three.run)) == 6
+    assert bool(re.search(f"goes on with 2 of 3 machines; machine 2: {BLOCKED}", log(three))) == is_cut
+    assert ("cannot reach" in log(three)) == is_cut
+
+
+@long
+def test_a_link_between_two_others_that_is_cut_in_mid_run(three: Machines) -> None:
+    """Nobody watches it; the ranks stand still for `hang_timeout`, and the restart finds it."""
+    for machine in (2, 1, 0):
+        three.train(machine, strategy="fsdp2", min_machines=2, max_steps=60, max_restarts=3, hang_timeout=40)
+    three.until_saved()
+    assert three.participants() == [0, 1, 2]
+    cut_between(three, 1, 2)
+    three.codes(0, 1, 2)
+    assert three.participants() == [0, 1]
+    assert len(rows(three.run)) == 60
+    assert re.search(f"goes on with 2 of 3 machines; machine 2: {BLOCKED}", log(three))
 
 
 @long

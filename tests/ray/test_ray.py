@@ -181,6 +181,7 @@ def test_a_run_whose_driver_is_killed_saves_and_stops(site: Site) -> None:
     psutil.Process((read_json(run.ray) or {})["process"]["pid"]).kill()
     stopped = ends(run)
     assert stopped["state"] == "stopped"
+    assert stopped["cause"].startswith(f"stopped by the death of its Ray driver at step {stopped['step']} of 2000; ")
     assert (run.checkpoints / f"step-{stopped['step']:08d}").is_dir()
     assert "the Ray driver is gone: the run saves and stops" in run.log.read_text()
 

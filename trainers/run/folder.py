@@ -39,6 +39,8 @@ __all__ = [
 
 LIVE_STATES = ("queued", "starting", "running", "stopping")
 END_STATES = ("done", "stopped", "failed")
+STOP_REQUEST = "a stop request"
+"""What has stopped a run that its user has asked to."""
 STATES = LIVE_STATES + END_STATES
 
 
@@ -276,8 +278,8 @@ class RunFolder:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             file.close()
-            where = f" on machine {machine}" if machine else ""
-            raise ConfigError(f"run {self.id} is already running{where}; watch it with `tunesmith runs logs`") from None
+            where = f" on machine {machine}; give each machine a --machine_rank of its own, or" if machine else ";"
+            raise ConfigError(f"run {self.id} is already running{where} watch it with `tunesmith runs logs`") from None
         return file
 
     def note_failure(self, rank: int, cause: str) -> None:
@@ -346,22 +348,28 @@ class RunFolder:
         entries = (self.read_state() or {}).get("processes") or []
         return [Process(**entry) for entry in entries]
 
-    def ask_stop(self, save: bool = True) -> None:
+    def ask_stop(self, save: bool = True, source: str = STOP_REQUEST) -> None:
         """Requests that the ranks stop at the next step; idempotent.
 
         Args:
             save: Whether to save a checkpoint first; False also overrides an earlier request that would save.
+            source: What has stopped the run, as its cause then says.
         """
         if save and self.stop_request.exists():
             return  # keep an earlier request, which may be one without saving
         self.refuse_lost()
-        write_json(self.stop_request, {"save": save, "time": now()})
+        write_json(self.stop_request, {"save": save, "time": now(), "source": source})
 
     def stop_asked(self) -> bool | None:
         """Returns whether a requested stop saves first; None if no stop is requested."""
         if not self.stop_request.exists():
             return None
         return (read_json(self.stop_request) or {}).get("save") is not False
+
+    def stop_source(self) -> str:
+        """What has requested a stop."""
+        source = (read_json(self.stop_request) or {}).get("source")
+        return source if isinstance(source, str) else STOP_REQUEST
 
     def forget_last_attempt(self) -> None:
         """Removes the heartbeats and notes of the previous attempt's ranks."""

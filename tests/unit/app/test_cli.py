@@ -270,7 +270,17 @@ def test_runs_are_listed_shown_and_read(shell: Shell) -> None:
     assert "tunesmith resume" in shell.errors[-1]
     assert shell("runs", "logs", "one") == 0
     assert shell.out == "2026 [rank 0] hello\n"
-    assert shell("runs", "logs", "one", "--follow") == 0
+
+
+@pytest.mark.parametrize(("state", "status"), [("done", 0), ("failed", 1), ("stopped", 130)])
+def test_whoever_follows_a_log_learns_how_the_run_has_ended(state: str, status: int, shell: Shell) -> None:
+    run = RunFolder("runs/one")
+    run.create()
+    run.write_state(state=state)
+    run.log.write_text("the last line\n")
+    assert shell("runs", "logs", "one", "--follow") == status
+    assert shell.out == "the last line\n"
+    assert shell("runs", "logs", "one") == 0
 
 
 def test_stopping_what_has_ended_says_so(shell: Shell) -> None:

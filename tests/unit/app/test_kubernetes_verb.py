@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from app.cli import run_verb
+from app.schedulers.kubernetes import object_name
 
 ASKED = ["--on", "kubernetes", "--image", "tunesmith", "--volume_claim", "data", "--output_dir", "/shared/runs/first"]
 
@@ -35,7 +36,8 @@ def test_the_options_are_resolved_here_for_the_nodes_there(
     assert (document["world_size"], document["strategy"]) == (8, "ddp")
     assert (config["learning_rate"], config["per_device_train_batch_size"]) == (0.01, 2)
     assert (strategy["num_processes"], strategy["num_machines"]) == (8, 2)
-    assert strategy["main_process_ip"] == "first-0.first"
+    name = object_name("/shared/runs/first", "data")
+    assert strategy["main_process_ip"] == f"{name}-0.{name}"
     assert config["cache_dir"] == "/shared/cache"
     assert list(tmp_path.iterdir()) == []
 
@@ -81,4 +83,4 @@ def test_resume_is_the_manifest_again(capsys: pytest.CaptureFixture[str], tmp_pa
     (tmp_path / "run" / "config.yaml").write_text("preset: tiny-lora\n")
     (tmp_path / "run" / "state.json").write_text('{"id": "run", "state": "stopped"}')
     assert run_verb(["resume", str(tmp_path / "run"), "--on", "kubernetes"]) == 2
-    assert "apply the run's manifest again" in capsys.readouterr().err
+    assert "hand its manifest to `kubectl replace --force -f -`" in capsys.readouterr().err

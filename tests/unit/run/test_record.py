@@ -256,3 +256,17 @@ def test_a_held_run_empties_no_file_behind_a_link(tmp_path: Path) -> None:
     run.lock.symlink_to(other)
     with run.hold():
         assert other.read_text() == "kept"
+
+
+def test_a_stop_says_what_has_asked_for_it(tmp_path: Path) -> None:
+    """The cause of the run names it; the first request counts, and a file of anything else is a plain request."""
+    run = RunFolder(tmp_path / "run")
+    run.create()
+    run.ask_stop(source="the death of its Ray driver")
+    run.ask_stop()
+    assert (run.stop_asked(), run.stop_source()) == (True, "the death of its Ray driver")
+    run.ask_stop(save=False)
+    assert (run.stop_asked(), run.stop_source()) == (False, "a stop request")
+    for text in ("", "[]", '{"source": 3}', '{"source": ["x"]}'):
+        run.stop_request.write_text(text)
+        assert (run.stop_asked(), run.stop_source()) == (True, "a stop request")

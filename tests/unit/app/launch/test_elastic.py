@@ -297,3 +297,78 @@ def test_an_old_file_is_no_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_strategy_is_found_again_from_the_file_of_fewer_machines() -> None:
     full = resolve(load_strategy("fsdp2"), 6, "no")
     assert resolve(full, 4, "no").num_processes == 4
+
+
+# -- members that do not reach each other ------------------------------------------------------------------------------
+
+
+def facts_of(count: int, *blocked: tuple[int, int]) -> dict[int, dict[str, Any]]:
+    """What members report of which some do not reach others."""
+    ports = {machine: 4000 + machine for machine in range(1, count)}
+    return {
+        machine: {
+            "address": "10.0.0.1", "port": ports[machine],
+            "links": {
+                str(other): ["10.0.0.1", ports[other], "there" if (machine, other) in blocked else None]
+                for other in ports if other != machine
+            },
+        }
+        for machine in ports
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("blocked", "left_out"),
+    [
+        ((), {}),
+        (((1, 2),), {2: "machine 1 cannot reach it at there"}),
+        (((2, 1),), {2: "it cannot reach machine 1 at there"}),
+        (((1, 2), (2, 1)), {2: "machine 1 cannot reach it at there"}),
+        (((2, 1), (2, 3)), {2: "it cannot reach machine 1 at there"}),
+        (((1, 2), (1, 3), (1, 4)), {1: "it cannot reach machine 2 at there"}),
+        (((1, 2), (3, 4)), {2: "machine 1 cannot reach it at there", 4: "machine 3 cannot reach it at there"}),
+    ],
+)
+def test_of_two_that_do_not_reach_each_other_one_is_left_out(
+    blocked: tuple[tuple[int, int], ...], left_out: dict[int, str]
+) -> None:
+    links = Links(Machines(5, 0, "10.0.0.1", 29500), {})
+    reasons = links.blocked(facts_of(5, *blocked))
+    assert {machine: reason.partition(";")[0] for machine, reason in reasons.items()} == left_out
+
+
+@given(some.sets(some.tuples(some.integers(1, 7), some.integers(1, 7)).filter(lambda pair: pair[0] != pair[1])))
+def test_the_others_all_reach_each_other(blocked: set[tuple[int, int]]) -> None:
+    left_out = Links(Machines(8, 0, "10.0.0.1", 29500), {}).blocked(facts_of(8, *blocked))
+    assert [pair for pair in blocked if not left_out.keys() & set(pair)] == []
+    assert bool(left_out) == bool(blocked)
+
+
+def test_a_launch_waits_until_every_pair_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    gathering, facts = Gathering(monkeypatch, 2, restarted=False), facts_of(3)
+    monkeypatch.setattr(gathering.nodes.links, "look", lambda facts: None)
+    for machine in (1, 2):
+        gathering.members[machine].facts = {**facts[machine], "links": {}}
+        gathering.members[machine].write("now")
+    assert gathering.after(30, 1, 2) == (None, None)
+    for machine in (1, 2):
+        gathering.members[machine].facts = facts[machine]
+        gathering.members[machine].write("now")
+    moved = {**facts[2], "port": 4999}
+    gathering.members[2].facts = moved
+    gathering.members[2].write("now")
+    assert gathering.after(1, 1, 2) == (None, None), "machine 2 was started again, and answers elsewhere"
+    gathering.members[1].facts = {**facts[1], "links": {"2": ["10.0.0.1", 4999, None]}}
+    gathering.members[1].write("now")
+    assert gathering.after(1, 1, 2) == (None, [0, 1, 2])
+
+
+def test_a_member_that_reports_on_nobody_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    gathering, facts = Gathering(monkeypatch, 2, restarted=False), facts_of(3)
+    monkeypatch.setattr(gathering.nodes.links, "look", lambda facts: None)
+    for machine, known in ((1, facts[1]), (2, {**facts[2], "links": "damaged"})):
+        gathering.members[machine].facts = known
+        gathering.members[machine].write("now")
+    assert gathering.after(59, 1, 2) == (None, None)
+    assert gathering.after(1, 1, 2) == (None, [0, 1])
+    assert "machine 2: it did not join within 60 s" in gathering.nodes.line()

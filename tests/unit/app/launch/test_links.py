@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from app.launch import links as links_module
-from app.launch import network
-from app.launch.links import Arrival, Links, Responder, clock_of
+from app.launch import network, probes
+from app.launch.links import Arrival, Links
 from app.launch.network import Interface, interface_problem, interface_variables, own_interface
+from app.launch.probes import Responder, clock_of
 from tests.detached import until
 from tests.launching import free_port
 from trainers.strategy.strategy import Machines
@@ -94,7 +94,7 @@ class Pair:
 
     def look(self, facts: Any) -> None:
         """Waits for what machine 0 finds out about the member."""
-        until(lambda: self.links.look(facts) or not self.links.pending(), 30)
+        until(lambda: self.links.look(facts) or not self.links.pending(facts), 30)
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_a_member_that_reaches_another_program(pair: Pair) -> None:
 
 def test_a_member_that_cannot_be_reached(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     pair.links.open_port()
-    monkeypatch.setattr(links_module, "PROBE_AGAIN", 0.0)
+    monkeypatch.setattr(probes, "PROBE_AGAIN", 0.0)
     arrival = pair.arrive()
     facts = {1: arrival.facts}
     arrival.close()
@@ -153,6 +153,35 @@ def test_a_member_that_cannot_be_reached(pair: Pair, monkeypatch: pytest.MonkeyP
     assert f"machine 0 cannot reach it at 127.0.0.1:{arrival.facts['port']} (connection refused, as by a" in reason
     with closing(Responder(LAUNCH, arrival.facts["port"])):
         until(lambda: pair.links.look(facts) or not pair.links.cut_off(facts), 30)
+
+
+def test_members_that_try_each_other(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each at the port that the other has reported to machine 0."""
+    pair.links.open_port()
+    monkeypatch.setattr(probes, "PROBE_AGAIN", 0.0)
+    first, second = pair.arrive(), pair.arrive()
+    second.machines = Machines(3, 2, "127.0.0.1", pair.machines.port)
+    facts = {1: first.facts, 2: second.facts}
+    pair.links.look(facts)
+    assert pair.links.pending(facts) >= {1, 2}
+    notice = json.loads(json.dumps(pair.links.notice()))
+    with closing(first):
+        with closing(second):
+            until(lambda: first.look(notice) == [], 30)
+            until(lambda: second.look(notice) == [], 30)
+            assert first.look(notice) is None, "nothing new"
+            facts = json.loads(json.dumps({"1": first.facts, "2": second.facts}))
+            facts = {int(machine): known for machine, known in facts.items()}
+            pair.look(facts)
+            assert (pair.links.blocked(facts), list(facts[1]["links"]), list(facts[2]["links"])) == ({}, ["2"], ["1"])
+        port = second.facts["port"]
+        again = Arrival(first.machines, {}, LAUNCH, notice)
+        with closing(again):
+            until(lambda: bool(problems := again.look(notice)) and "refused" in problems[0], 30)
+            assert list(pair.links.blocked({1: again.facts, 2: second.facts})) == [2]
+            with closing(Responder(LAUNCH, port)):
+                until(lambda: again.look(notice) == [], 30)
+            assert pair.links.blocked({1: again.facts, 2: second.facts}) == {}
 
 
 # -- versions and clocks -----------------------------------------------------------------------------------------------

@@ -357,7 +357,7 @@ def test_one_process_a_machine(member: Member) -> None:
     with member.run.hold(1), member.run.hold():
         member.start("sys.exit(0)")
         member.end()
-    assert "run shared is already running on machine 1" in member.errors[0]
+    assert "is already running on machine 1; give each machine a --machine_rank of its own" in member.errors[0]
 
 
 def test_it_waits_for_slots_and_leaves_the_queue_when_the_launch_is_over(member: Member) -> None:

@@ -78,8 +78,10 @@ def test_no_pod_is_root_or_holds_a_token_of_the_cluster() -> None:
 def test_machines_find_the_first_by_its_name_in_the_service() -> None:
     first, service, last = documents(REQUIRED | {"nodes": 3, "gpus_per_node": 0}, "/shared/runs/My_Run.2")
     command = container(last)["command"]
-    assert command[command.index("--main_process_ip") + 1] == "my-run-2-0.my-run-2"
-    assert last["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"] == "my-run-2"
+    name = last["metadata"]["name"]
+    assert re.fullmatch("my-run-2-[0-9a-f]{8}", name)
+    assert command[command.index("--main_process_ip") + 1] == f"{name}-0.{name}"
+    assert last["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"] == name
     assert command[command.index("--machine_rank") + 1] == "$(MACHINE_RANK)"
     rank = next(entry for entry in container(last)["env"] if entry["name"] == "MACHINE_RANK")
     assert "job-completion-index" in rank["valueFrom"]["fieldRef"]["fieldPath"]
@@ -103,9 +105,42 @@ def test_a_variable_in_a_name_would_otherwise_be_replaced() -> None:
 
 @given(st.text(max_size=80))
 def test_any_folder_gives_a_valid_name(folder: str) -> None:
-    name = object_name(f"/shared/{folder}")
+    name = object_name(f"/shared/{folder}", "data")
     assert re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", name)
-    assert len(f"{name}-127") <= 63
+    assert len(f"{name}-127-abcde") <= 63, "the name of a pod"
+
+
+LONG = "x" * 80
+PAIRS = [
+    ("a/first", "b/first"), ("first", "First"), ("my run", "my-run"), ("\u00e4", "\u00f6"), ("a/b-c", "a-b/c"),
+    (f"{LONG}1", f"{LONG}2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("folder", "other"), PAIRS)
+def test_no_two_folders_share_a_name(folder: str, other: str) -> None:
+    assert object_name(f"/shared/{folder}", "data") != object_name(f"/shared/{other}", "data")
+
+
+def test_the_same_folder_on_another_volume_is_another_run() -> None:
+    assert object_name("/shared/first", "data") != object_name("/shared/first", "other")
+
+
+def test_the_name_of_a_folder_stays() -> None:
+    """Another manifest of the same run replaces its objects; so it must also be the same in later versions."""
+    assert object_name("/shared/a/first", "data") == "first-33785431"
+    assert {object_name(path, "data") for path in ("/shared/a/first", "/shared/a//first", "/shared/a/first/")} == {
+        object_name("/shared/a/first", "data")
+    }
+
+
+def test_all_objects_of_a_run_are_found_by_its_label() -> None:
+    objects = documents(REQUIRED | {"nodes": 2})
+    labels = [document["metadata"]["labels"] for document in objects]
+    labels.append(objects[-1]["spec"]["template"]["metadata"]["labels"])
+    name = object_name("/shared/runs/first", "data")
+    assert labels == 4 * [{"app.kubernetes.io/name": "tunesmith", "app.kubernetes.io/instance": name}]
+    assert objects[-1]["metadata"]["annotations"] == {"tunesmith/output_dir": "/shared/runs/first"}
 
 
 @pytest.mark.parametrize(

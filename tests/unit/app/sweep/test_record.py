@@ -19,6 +19,7 @@ from app.commands.sweep import list_sweeps_verb, show_sweep
 from app.runs.runs import sweep_of
 from app.sweep.record import SweepFolder, find_sweep, list_sweeps, true_state
 from app.sweep.report import compared_runs
+from app.sweep.trial_runs import TrialRuns
 from tests.made_runs import made_run
 from tests.unit.app.sweep.test_runner import record_of
 from trainers.config.mistakes import ConfigError
@@ -210,3 +211,39 @@ def test_one_process_runs_a_sweep(folder: SweepFolder) -> None:
     with folder.hold(), pytest.raises(ConfigError, match="is running"):
         folder.hold()
     folder.hold().close()
+
+
+@pytest.mark.parametrize("measure", ["accuracy", "step", "best_eval_loss "])
+def test_a_sweep_by_an_unknown_measure_is_not_resumed(
+    measure: str, folder: SweepFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file may come from elsewhere; it is refused before anything is started, with `--detach` too."""
+    folder.write(folder.read().model_copy(update={"measure": measure, "state": "stopped"}))
+    before = folder.file.read_text()
+    for words in ([], ["--detach"]):
+        assert run_verb(["sweep", "resume", str(folder.path), *words]) == 2
+        error = capsys.readouterr().err
+        assert f"{folder.file}: measure='{measure}' is not a measure; use one of best_eval_loss, " in error
+    assert folder.file.read_text() == before
+    assert [path.name for path in folder.path.parent.iterdir()] == [folder.id]
+
+
+def test_a_run_has_no_value_of_an_unknown_measure(folder: SweepFolder) -> None:
+    """So that `sweep stop` ends the runs of such a sweep."""
+    record = folder.read().model_copy(update={"measure": "accuracy"})
+    assert TrialRuns(folder).score(record, record.trials[0].runs[0]) is None
+
+
+@pytest.mark.parametrize(("word", "verb"), [("shw", "show"), ("lst", "list"), ("stpo", "stop"), ("resum", "resume")])
+def test_a_misspelled_verb_is_answered_with_the_near_one(
+    word: str, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_verb(["sweep", word, "sweep-x"]) == 2
+    assert f"sweep has no verb '{word}', and no preset has this name; did you mean {verb}?" in capsys.readouterr().err
+
+
+def test_a_misspelled_preset_is_no_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_verb(["sweep", "tiny-lroa"]) == 2
+    assert "tiny has no method 'lroa'" in capsys.readouterr().err
+    assert run_verb(["sweep", "list.yaml"]) == 2
+    assert "--config list.yaml" in capsys.readouterr().err
