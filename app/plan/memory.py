@@ -20,8 +20,9 @@ _ADAM, _ADAM_8BIT = 8.0, 2 + 8 / 256
 _LIVE, _BUCKET = 1e9, 5e8
 """DeepSpeed's defaults of `stage3_max_live_parameters` and `reduce_bucket_size`, in elements."""
 _HEAP_GAPS, _GAPS_UNDER_FSDP2 = 0.75, 0.5
-"""On a CPU: gaps that glibc's heap keeps, per byte of activations; the second under FSDP 2, beside one for each layer.
-Fitted to all strategies at 24M with glibc 2.36 (`benchmarks/plan.py`).
+"""On a CPU: gaps that glibc's heap keeps, per byte of activations in blocks that come from it (`MAPPED` in
+`trainers/tools/memory_estimate.py`); the second under FSDP 2, beside one for each layer. Fitted to all strategies at
+24M, where all blocks do, with glibc 2.36 (`benchmarks/plan.py`).
 
 FSDP 2 gathers a layer, allocates its activations behind it and frees it. The hole does not take the next layer of the
 same size, as an aligned allocation asks for 96 bytes more than its size, so the holes add up to about all layers. Gaps
