@@ -11,7 +11,9 @@ Live.ranks = (element, server) => {
   const status = make("p", { class: "ts-note", role: "status" });
   const grid = make("div", { class: "ts-rank-grid" });
   const heading = root.previousElementSibling;
-  root.append(make("div", { class: "ts-tools" }, make("label", {}, "Metric ", metric), every), status, grid);
+  const tools = make("div", { class: "ts-tools ts-awaited" }, make("label", {}, "Metric ", metric), every);
+  status.textContent = "Loading…";
+  root.append(tools, status, grid);
   let all = false, token = null, answer = null, cells = [], summary = "", pointed = null;
 
   function reload() {
@@ -96,6 +98,7 @@ Live.ranks = (element, server) => {
     if (fresh.error || fresh.same) return;
     [token, answer] = [fresh.token, fresh];
     root.hidden = heading.hidden = fresh.world < 2 || !fresh.metric;
+    tools.classList.remove("ts-awaited");
     if (!root.hidden) draw();
   }, 4);
   new IntersectionObserver((entries) => {
