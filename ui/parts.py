@@ -176,7 +176,7 @@ def alert_list(lines: Sequence[Any], kind: Kind = "error") -> Html:
 def sentence(line: Any) -> Any:
     """A line with a capital letter, unless it is `Html` or starts with the name of an option, a strategy or a file."""
     first = "" if isinstance(line, Html) else str(line).partition(" ")[0].rstrip(",:;")
-    return f"{line[0].upper()}{line[1:]}" if first.isalpha() and first not in _NAMES else line
+    return f"{line[0].upper()}{line[1:]}" if first.replace("-", "").isalpha() and first not in _NAMES else line
 
 
 def note(line: Any) -> Html:

@@ -90,7 +90,7 @@ class _Page:
     def lay_out(self) -> None:
         self.head = gr.HTML(loading(), apply_default_css=False)
         self.diagnosis = gr.HTML(apply_default_css=False, elem_id="run-diagnosis")
-        with gr.Row(elem_classes="ts-actions"):
+        with gr.Row(elem_classes=["ts-actions", "ts-remedies"]):
             self.remedies = [
                 gr.Button(visible=False, size="sm", scale=0, min_width=160, elem_id=f"run-remedy-{number}")
                 for number in range(1, _MAX_REMEDIES + 1)

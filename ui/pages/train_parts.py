@@ -216,7 +216,7 @@ def _length(derived: Numbers) -> Any:
     epochs = f"{derived.epochs:g} pass{'es' * (derived.epochs != 1)} over the data"
     if derived.total_steps:
         return f"{epochs}: {derived.total_steps:,} steps"
-    return join([f"{epochs}; the ", link("data", "Data page"), " counts how many steps that is"])
+    return join([f"{epochs} (", link("data", "count its steps"), ")"])
 
 
 def copied_text(name: str, text: str, file: str | None = None) -> Html:
