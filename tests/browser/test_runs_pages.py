@@ -204,6 +204,7 @@ def test_sweeps_are_listed_and_lead_to_their_runs_and_back(new_page: Tabs, serve
         expect(table).to_contain_text("unknown: one seed for each point")
         expect(table).to_contain_text("interrupted")
         expect(table).not_to_contain_text("sweep-two")
+        assert table.evaluate("(box) => box.scrollWidth <= box.clientWidth"), "all of a sweep is in sight"
         is_whole(page)
         axe(page)
         screenshot(page, f"sweeps-{size}")
@@ -391,9 +392,8 @@ def test_ranks_and_the_large_charts_show_the_same_step(new_page: Tabs, server: S
 
 def test_a_failed_run_says_why_and_its_error_is_found(new_page: Tabs) -> None:
     page = new_page("/run?run=failed-run")
-    alert = page.locator(".ts-alert-error")
-    expect(alert).to_contain_text(HOSTILE)
-    expect(alert).to_contain_text("tunesmith resume")
+    expect(page.get_by_role("alert")).to_contain_text(HOSTILE)
+    expect(page.get_by_text("To continue from the start")).to_contain_text("tunesmith resume")
     lines = page.locator(".ts-lines")
     expect(lines).to_contain_text("step 4000")
     page.get_by_role("button", name="Previous error").click()
@@ -404,6 +404,30 @@ def test_a_failed_run_says_why_and_its_error_is_found(new_page: Tabs) -> None:
     page.get_by_label("Find").fill("step 17 ")
     page.get_by_role("button", name="Previous", exact=True).click()
     expect(page.locator(".ts-found .ts-text")).to_contain_text("step 17 loss")
+
+
+def test_a_cause_is_told_once_its_remedies_are_named_and_nothing_stands_empty(new_page: Tabs, server: Served) -> None:
+    run = made_run(server.runs_dir, "memory-run", "failed", cause="rank 1: torch.OutOfMemoryError: CUDA out of memory")
+    page = new_page("/run?run=memory-run", "phone")
+    expect(page.get_by_role("alert")).to_contain_text("Rank 1 ran out of memory")
+    expect(page.get_by_text("CUDA out of memory")).to_have_count(1)
+    first, resume = page.locator("#run-remedy-1"), page.locator("#run-resume")
+    expect(first).to_have_text("Resume: micro-batches of 4 rows instead of 8")
+    expect(first).to_have_class(re.compile(r"\bprimary\b"))
+    expect(resume).to_have_class(re.compile(r"\bsecondary\b"))
+    cause, button, plain = ((found.bounding_box() or {})["y"] for found in (page.get_by_role("alert"), first, resume))
+    assert cause < button < plain
+    metric = page.locator(".ts-ranks select")
+    expect(metric).to_be_attached()
+    assert metric.locator("option").count() == 0, "control: nothing has been asked for yet"
+    expect(metric).to_be_hidden()
+    page.locator(".ts-ranks").scroll_into_view_if_needed()
+    expect(metric).to_be_visible()
+    expect(metric).to_have_value("memory_gib")
+    is_whole(page)
+    axe(page)
+    screenshot(page, "run-out-of-memory-phone")
+    shutil.rmtree(run.path)
 
 
 def test_a_diagnosis_has_a_button_for_each_remedy(new_page: Tabs, server: Served) -> None:
