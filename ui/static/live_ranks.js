@@ -1,3 +1,6 @@
+// These parts are asked for a screen before they come into sight: what fills in sight would move what lies below it.
+const AHEAD = { rootMargin: "100% 0px" };
+
 // One small chart per rank, all on the same axes, and the memory that was planned beside what was measured.
 Live.ranks = (element, server) => {
   const { make, poll, follow, numberText, alignedTexts } = Live;
@@ -90,7 +93,6 @@ Live.ranks = (element, server) => {
     tellOthers(null);
   });
 
-  // Nothing is asked for while the section is out of sight.
   let visible = false;
   const refresh = poll(root, async () => {
     if (!visible) return;
@@ -104,7 +106,7 @@ Live.ranks = (element, server) => {
   new IntersectionObserver((entries) => {
     visible = entries.at(-1).isIntersecting;
     refresh();
-  }).observe(element);
+  }, AHEAD).observe(element);
 };
 
 Live.memory = (element, server) => {
@@ -154,5 +156,5 @@ Live.memory = (element, server) => {
   new IntersectionObserver((entries) => {
     visible = entries.at(-1).isIntersecting;
     refresh();
-  }).observe(element);
+  }, AHEAD).observe(element);
 };
