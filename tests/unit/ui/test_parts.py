@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from html import unescape
 
 import pytest
 
 from app.diagnosis.advice import Change, Diagnosis, Evidence
+from app.services.form import Numbers
 from ui.pages.run_parts import diagnosis_cards, remedy_label
+from ui.pages.train_parts import _length
 from ui.parts import Html, alert_list, data_table, note, sentence, unbroken
 
 CAUSE = "rank 1: OutOfMemoryError: CUDA out of memory"
@@ -84,6 +87,13 @@ def test_a_command_is_broken_between_its_words_and_copied_as_it_is() -> None:
     shown = unbroken(command)
     assert '<span class="ts-word">--name</span>' in shown
     assert unescape(re.sub("<[^>]*>", "", shown)) == command
+
+
+def test_a_length_without_a_number_of_steps_says_where_they_are_counted() -> None:
+    counted = Numbers(2, 2, 8, 1, 16, 4096, 3e-3, epochs=1.0, steps_per_epoch=123, total_steps=123)
+    assert _length(counted) == "1 pass over the data: 123 steps"
+    unknown = replace(counted, steps_per_epoch=None, total_steps=None)
+    assert _length(unknown) == '1 pass over the data (<a href="data">count its steps</a>)'
 
 
 def test_the_cells_of_a_card_say_what_they_are() -> None:
