@@ -10,6 +10,8 @@ from typing import Any, Literal
 from urllib.parse import urlencode
 
 from app.console import clean
+from trainers.config.fields import fields
+from trainers.strategy.strategy import strategy_names
 
 Kind = Literal["error", "warning", "info", "good"]
 
@@ -18,6 +20,8 @@ PAGES = {"train": "Train", "data": "Data", "runs": "Runs", "compare": "Compare",
 
 _STATES = ("queued", "starting", "running", "stopping", "done", "stopped", "failed")
 _NONE = "-"
+_NAMES = frozenset({"tunesmith", *strategy_names(), *(option.name for option in fields())})
+"""Words that keep their small letter at the start of a sentence."""
 
 
 class Html(str):
@@ -39,6 +43,11 @@ def with_code(line: Any) -> Html:
     if len(parts) % 2 == 0:
         return text(line)
     return join(element("code", part) if index % 2 else part for index, part in enumerate(parts))
+
+
+def unbroken(line: str) -> Html:
+    """A command as HTML that breaks between its words, not at their hyphens, and is copied as it is."""
+    return join((element("span", word, class_="ts-word") for word in line.split(" ")), " ")
 
 
 def join(fragments: Iterable[Any], between: str = "") -> Html:
@@ -160,8 +169,14 @@ def alert_list(lines: Sequence[Any], kind: Kind = "error") -> Html:
     if not lines:
         return Html("")
     role = "alert" if kind == "error" else "status"
-    items = join(element("li", with_code(line)) for line in lines)
+    items = join(element("li", with_code(sentence(line))) for line in lines)
     return element("div", element("ul", items), class_=f"ts-alert ts-alert-{kind}", role=role)
+
+
+def sentence(line: Any) -> Any:
+    """A line with a capital letter, unless it is `Html` or starts with the name of an option, a strategy or a file."""
+    first = "" if isinstance(line, Html) else str(line).partition(" ")[0].rstrip(",:;")
+    return f"{line[0].upper()}{line[1:]}" if first.replace("-", "").isalpha() and first not in _NAMES else line
 
 
 def note(line: Any) -> Html:
@@ -186,10 +201,11 @@ def data_table(
     rows: Iterable[Sequence[Any]],
     caption: str | None = None,
     numeric: Sequence[int] = (),
-    empty: str = "nothing yet",
+    empty: str = "Nothing yet.",
     sort: bool = False,
+    cards: bool = False,
 ) -> Html:
-    """A table that scrolls horizontally on a narrow page.
+    """A table that scrolls horizontally on a narrow page, or is a card for each row there.
 
     Args:
         headers: the column headers.
@@ -198,6 +214,7 @@ def data_table(
         numeric: indices of right-aligned columns.
         empty: text shown in its place when there are no rows.
         sort: whether readers may sort it and, when it is long, filter it; the caption has to be unique on the page.
+        cards: whether its rows are cards on a narrow page.
     """
     right = dict.fromkeys(numeric, "ts-number")
     head = join(
@@ -205,16 +222,21 @@ def data_table(
         for index, cell in enumerate(headers)
     )
     lines = [
-        element("tr", join(element("td", cell, class_=right.get(index)) for index, cell in enumerate(row)))
+        element(
+            "tr",
+            join(
+                element("td", cell, class_=right.get(index), data_name=headers[index] if cards else None)
+                for index, cell in enumerate(row)
+            ),
+        )
         for row in rows
     ]
     if not lines:
         return note(empty)
     title = element("caption", caption, class_="ts-unseen") if caption else ""
     table = element("table", join([title, element("thead", element("tr", head)), element("tbody", join(lines))]))
-    return element(
-        "div", table, class_="ts-table", tabindex=0, role="region", aria_label=caption or "Table", data_sort=sort
-    )
+    kind = "ts-table ts-cards" if cards else "ts-table"
+    return element("div", table, class_=kind, tabindex=0, role="region", aria_label=caption or "Table", data_sort=sort)
 
 
 def meter(share: float | None, label: str, value_text: str | None = None) -> Html:

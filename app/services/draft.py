@@ -12,6 +12,7 @@ from typing import Any
 
 from app.services.fields import as_texts, names
 from app.services.form import Choices
+from app.services.slurm_form import SLURM_FIELDS
 from app.services.starting_values import changed_texts, differences, starting_values
 from trainers.config.mistakes import ConfigError
 from trainers.config.presets import find_preset, preset_names
@@ -19,13 +20,14 @@ from trainers.config.presets import find_preset, preset_names
 MAX_LENGTH = 400_000
 """Characters of a draft; all options at their longest take fewer."""
 _MAX_DEVICES = 1024
+_MAX_JOB_TEXT = 1000
 
 
 def read_draft(text: object, run_texts: Mapping[str, str] | None = None) -> Choices | None:
     """Parses a draft; None if the text is not one.
 
     Args:
-        text: JSON as kept by `tunesmithDraft` in `ui/static/draft.js`: `{preset, strategy, devices, options}`.
+        text: JSON as kept by `tunesmithDraft` in `ui/static/draft.js`: `{preset, strategy, devices, options, job}`.
         run_texts: initial texts of the form that resumes a run, by option; None if the form starts from a preset.
     """
     if not isinstance(text, str) or not 0 < len(text) <= MAX_LENGTH:
@@ -46,7 +48,18 @@ def read_draft(text: object, run_texts: Mapping[str, str] | None = None) -> Choi
         _differences(texts, preset) if run_texts is None else changed_texts(texts, run_texts),
         strategy if isinstance(strategy, str) and 0 < len(strategy) < 4096 else None,
         *_devices(draft.get("devices")),
+        _job(draft.get("job")),
     )
+
+
+def _job(values: Any) -> dict[str, str]:
+    """Where the run trains, and the options of SLURM's job."""
+    texts = values if isinstance(values, dict) else {}
+    return {
+        name: text
+        for name in ("on", *SLURM_FIELDS)
+        if isinstance(text := texts.get(name), str) and len(text) <= _MAX_JOB_TEXT
+    }
 
 
 def _texts(options: Mapping[str, Any]) -> dict[str, str]:
@@ -82,7 +95,7 @@ def write_draft(choices: Choices) -> str:
     devices: Any = [str(index) for index in choices.gpus] or str(choices.num_processes or "")
     return json.dumps({
         "preset": choices.preset or "", "strategy": choices.strategy or "", "devices": devices,
-        "options": choices.values,
+        "options": choices.values, "job": choices.job,
     })  # fmt: skip
 
 

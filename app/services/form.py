@@ -127,6 +127,7 @@ class Choices:
         strategy: name, or path of an Accelerate YAML.
         gpus: ids.
         num_processes: processes on a machine without GPUs.
+        job: texts of `on`, which says whether SLURM trains the run, and of `SLURM_FIELDS`; empty if not chosen.
     """
 
     preset: str | None = None
@@ -134,6 +135,7 @@ class Choices:
     strategy: str | None = None
     gpus: tuple[int, ...] = ()
     num_processes: int | None = None
+    job: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,10 @@ _AS_FAST = 1.02
 _MAX_KEPT = 64
 _MOST_TRIED = 16
 """Most processes that are tried to say on how many a strategy runs, where the machine has no GPUs to count."""
+_ELSEWHERE = (
+    "The memory of the nodes is not known on this machine. `tunesmith plan` with `--num_processes` and `--gpu_memory` "
+    "says what fits there, and how fast it is."
+)
 _FAILURE_SECONDS = 30.0
 """Seconds for which an estimate that failed is not tried again; the cause may have been the network's."""
 _NO_EFFECT = (
@@ -91,6 +95,7 @@ class StrategyCards:
         memory: bytes of memory of each GPU, or of each process on the CPU.
         unit: what has this memory: `GPU` or `process`.
         default: name of the strategy that the job gets without a choice.
+        is_local: whether the devices are this machine's; of others' the memory is 0, as it is not known.
         recommended: name of the best one that fits; empty if none does or nothing is estimated.
         why: one sentence about `recommended`, or about why there is none.
     """
@@ -101,26 +106,34 @@ class StrategyCards:
     memory: float
     unit: str
     default: str
+    is_local: bool = True
     recommended: str = ""
     why: str = ""
 
 
 @dataclass(frozen=True)
 class _Request:
-    """What an estimate is made of: a config, its devices, and the strategy that it gets without a choice."""
+    """What an estimate is made of: a config, its devices, and the strategy that it gets without a choice.
+
+    Nothing but the number is known of devices that are not this machine's, so that there is no estimate for them.
+    """
 
     config: TrainConfig
     devices: Devices
     default: str
+    is_local: bool = True
 
     def key(self) -> str:
         deciding = dump_yaml(self.config.model_copy(update={name: _default_of(name) for name in _NO_EFFECT}))
-        return hashlib.sha256(f"{deciding}{self.devices}{self.default}".encode()).hexdigest()[:24]
+        return hashlib.sha256(f"{deciding}{self.devices}{self.default}{self.is_local}".encode()).hexdigest()[:24]
 
     def hardware(self) -> Hardware:
         """The devices as the planner takes them. GPUs are not used for the count: a run may hold them."""
         devices, host = self.devices, float(host_memory.total())
         machines = devices.machines.count if devices.machines else 1
+        if not self.is_local:
+            kind = "gpu" if devices.gpu_ids else "cpu"
+            return Hardware(kind, devices.num_processes, 0.0, is_local=False, machines=machines)
         if devices.gpu_ids:
             memory = min(gpu.memory for gpu in find_gpus() if gpu.index in devices.gpu_ids)
             return Hardware("gpu", devices.num_processes, memory, is_local=False, host=host, machines=machines)
@@ -140,7 +153,7 @@ def _candidates(request: _Request) -> tuple[list[Candidate], dict[str, str]]:
         try:
             able.append(_candidate(strategy, request.config, hardware))
         except ConfigError as error:
-            counts = _other_counts(request.devices)
+            counts = _other_counts(request)
             other = next((count for count in counts if _runs_on(strategy, request.config, hardware, count)), None)
             lines = "; ".join(str(replace(mistake, source="")) for mistake in error.mistakes)
             reasons[name] = f"runs on {_counted(other, hardware.kind)}; {processes} chosen" if other else lines
@@ -158,10 +171,11 @@ def _candidate(strategy: Strategy, config: TrainConfig, hardware: Hardware) -> C
     return candidate(strategy, config, hardware)
 
 
-def _other_counts(devices: Devices) -> list[int]:
+def _other_counts(request: _Request) -> list[int]:
     """Process counts beside the chosen one: first fewer, then more, the nearest first, up to the machine's GPUs."""
-    chosen = devices.num_processes
-    most = len(find_gpus()) if devices.gpu_ids and not devices.machines else _MOST_TRIED
+    devices, chosen = request.devices, request.devices.num_processes
+    is_counted = devices.gpu_ids and not devices.machines and request.is_local
+    most = len(find_gpus()) if is_counted else _MOST_TRIED
     return [*range(chosen - 1, 0, -1), *range(chosen + 1, most + 1)]
 
 
@@ -268,15 +282,16 @@ class _Estimates:
 _ESTIMATES = _Estimates()
 
 
-def register_job(config: TrainConfig, devices: Devices, default: str) -> str:
+def register_job(config: TrainConfig, devices: Devices, default: str, is_local: bool = True) -> str:
     """Remembers a job, and returns its key; starts nothing.
 
     Args:
         config: the validated config.
         devices: what it would run on.
         default: name of the strategy that it gets without a choice.
+        is_local: whether the devices are this machine's.
     """
-    return _ESTIMATES.register(_Request(config, devices, default))
+    return _ESTIMATES.register(_Request(config, devices, default, is_local))
 
 
 def strategy_cards(key: str, estimate: bool = False) -> StrategyCards | None:
@@ -284,12 +299,12 @@ def strategy_cards(key: str, estimate: bool = False) -> StrategyCards | None:
 
     Args:
         key: from `register_job`.
-        estimate: start the estimate in the background if there is none.
+        estimate: start the estimate in the background if there is none and the devices are this machine's.
     """
     request = _ESTIMATES.request(key)
     if request is None:
         return None
-    if estimate:
+    if estimate and request.is_local:
         _ESTIMATES.start(key)
     return _cards(key, request)
 
@@ -304,9 +319,10 @@ def _cards(key: str, request: _Request) -> StrategyCards:
             (strategy for strategy, _ in able), key=lambda strategy: _plainness(strategy, request.default)
         )
         cards = tuple(_card(strategy) for strategy in strategies)
-        state: Literal["counting", "unknown"] = "counting" if result is None else "unknown"
-        why = f"Memory and speed cannot be estimated: {result}" if result else ""
-        return StrategyCards(state, cards, unable, hardware.memory, unit, request.default, "", why)
+        waits = result is None and request.is_local
+        state: Literal["counting", "unknown"] = "counting" if waits else "unknown"
+        why = f"Memory and speed cannot be estimated: {result}" if result else "" if request.is_local else _ELSEWHERE
+        return StrategyCards(state, cards, unable, hardware.memory, unit, request.default, request.is_local, "", why)
     rows = _ranked(result, request.default)
     timed = [row.seconds for row in rows if row.fits and row.seconds and not row.host]
     fastest = min(timed, default=None)
@@ -314,7 +330,7 @@ def _cards(key: str, request: _Request) -> StrategyCards:
     best = cards[0] if cards and cards[0].fits else None
     why = _why(best, rows, hardware, unit)
     name = best.name if best else ""
-    return StrategyCards("estimated", cards, unable, hardware.memory, unit, request.default, name, why)
+    return StrategyCards("estimated", cards, unable, hardware.memory, unit, request.default, True, name, why)
 
 
 def _plainness(strategy: Strategy, default: str) -> tuple[bool, ...]:

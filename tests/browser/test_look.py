@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.browser.conftest import SIZES, THEMES, TIMEOUT, Served, Tabs, is_too_wide
+from tests.browser.conftest import SIZES, THEMES, TIMEOUT, Served, Tabs, axe, is_too_wide
 from tests.made_runs import made_run
 
 CURVES = 8
@@ -70,6 +70,46 @@ def test_what_is_too_wide_is_seen(new_page: Tabs) -> None:
     page = new_page("/system")
     page.evaluate("document.querySelector('h1').insertAdjacentHTML('afterend', '<div style=width:2000px>.</div>')")
     assert [width for _, width in overflows(page)] == [390, 1440] * len(THEMES)
+
+
+# Whether nothing covers or cuts off the help of an option.
+_HELP_IN_SIGHT = """(help) => {
+  const box = help.getBoundingClientRect();
+  help.style.pointerEvents = "auto";
+  const heights = [0.1, 0.5, 0.9].map((share) => box.y + share * box.height);
+  const seen = heights.map((height) => document.elementFromPoint(box.x + box.width / 2, height));
+  help.style.pointerEvents = "";
+  return seen.every((node) => help.contains(node));
+}"""
+
+
+@pytest.mark.parametrize(("path", "option"), [("/", "max_steps"), ("/data", "assistant_only_loss")])
+def test_the_help_of_an_option_is_in_sight_and_legible_in_every_theme(new_page: Tabs, path: str, option: str) -> None:
+    page = new_page(path)
+    page.wait_for_selector("html[data-shown]", state="attached")
+    field = page.locator(f"#opt-{option}")
+    help_text = field.locator(".info-text")
+    for theme in THEMES:
+        page.evaluate(_SET_THEME, theme)
+        page.get_by_role("heading", level=1).click()
+        expect(help_text).to_be_hidden()
+        assert help_text.evaluate("(help) => getComputedStyle(help).opacity") == "1", "it is never pale"
+        field.locator("input").focus()
+        expect(help_text).to_be_visible()
+        assert help_text.evaluate(_HELP_IN_SIGHT)
+        axe(page)
+
+
+def test_fields_of_a_row_are_of_one_height_and_a_command_breaks_between_words(new_page: Tabs) -> None:
+    page = new_page("/", "phone")
+    page.wait_for_selector("#train-command pre")
+    heights = page.evaluate("""["#opt-preset .wrap:has(> .wrap-inner)", "#opt-model_name_or_path input"]
+      .map((name) => document.querySelector(name).getBoundingClientRect().height)""")
+    assert heights[0] == heights[1]
+    words = page.locator("#train-command .ts-word").evaluate_all("""(words) => words
+      .filter((word) => word.textContent.startsWith("--")).map((word) => word.getBoundingClientRect().height)""")
+    assert len(words) > 3
+    assert max(words) < 30, "an option takes one line"
 
 
 _HEAR_WORDS = """() => {

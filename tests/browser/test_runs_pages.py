@@ -204,6 +204,7 @@ def test_sweeps_are_listed_and_lead_to_their_runs_and_back(new_page: Tabs, serve
         expect(table).to_contain_text("unknown: one seed for each point")
         expect(table).to_contain_text("interrupted")
         expect(table).not_to_contain_text("sweep-two")
+        assert table.evaluate("(box) => box.scrollWidth <= box.clientWidth"), "all of a sweep is in sight"
         is_whole(page)
         axe(page)
         screenshot(page, f"sweeps-{size}")
@@ -391,9 +392,8 @@ def test_ranks_and_the_large_charts_show_the_same_step(new_page: Tabs, server: S
 
 def test_a_failed_run_says_why_and_its_error_is_found(new_page: Tabs) -> None:
     page = new_page("/run?run=failed-run")
-    alert = page.locator(".ts-alert-error")
-    expect(alert).to_contain_text(HOSTILE)
-    expect(alert).to_contain_text("tunesmith resume")
+    expect(page.get_by_role("alert")).to_contain_text(HOSTILE)
+    expect(page.get_by_text("To continue from the start")).to_contain_text("tunesmith resume")
     lines = page.locator(".ts-lines")
     expect(lines).to_contain_text("step 4000")
     page.get_by_role("button", name="Previous error").click()
@@ -404,6 +404,44 @@ def test_a_failed_run_says_why_and_its_error_is_found(new_page: Tabs) -> None:
     page.get_by_label("Find").fill("step 17 ")
     page.get_by_role("button", name="Previous", exact=True).click()
     expect(page.locator(".ts-found .ts-text")).to_contain_text("step 17 loss")
+
+
+# Counts the frames in which there is nothing to choose from, and those of them in which one sees it.
+_SEE_EMPTY_CHOICE = """window.waited = window.empty = 0;
+const look = () => {
+  const choice = document.querySelector(".ts-ranks select");
+  if (choice && !choice.options.length) {
+    window.waited += 1;
+    if (getComputedStyle(choice).visibility === "visible") window.empty += 1;
+  }
+  requestAnimationFrame(look);
+};
+look();"""
+
+
+def test_a_cause_is_told_once_its_remedies_are_named_and_nothing_stands_empty(new_page: Tabs, server: Served) -> None:
+    run = made_run(server.runs_dir, "memory-run", "failed", cause="rank 1: torch.OutOfMemoryError: CUDA out of memory")
+    page = new_page("/runs", "phone")
+    page.add_init_script(_SEE_EMPTY_CHOICE)
+    page.goto(f"{server.url}/run?run=memory-run")
+    expect(page.get_by_role("alert")).to_contain_text("Rank 1 ran out of memory")
+    expect(page.get_by_text("CUDA out of memory")).to_have_count(1)
+    first, resume = page.locator("#run-remedy-1"), page.locator("#run-resume")
+    expect(first).to_have_text("Resume: recompute activations in the backward pass")
+    expect(first).to_have_class(re.compile(r"\bprimary\b"))
+    expect(resume).to_have_class(re.compile(r"\bsecondary\b"))
+    cause, button, plain = ((found.bounding_box() or {})["y"] for found in (page.get_by_role("alert"), first, resume))
+    assert cause < button < plain
+    is_whole(page)
+    page.locator(".ts-ranks").scroll_into_view_if_needed()
+    expect(page.locator(".ts-ranks select")).to_have_value("memory_gib")
+    expect(page.locator(".ts-ranks select")).to_be_visible()
+    waited, empty = page.evaluate("[window.waited, window.empty]")
+    assert waited > 0, "control: there was nothing to choose from at first"
+    assert empty == 0
+    axe(page)
+    screenshot(page, "run-out-of-memory-phone")
+    shutil.rmtree(run.path)
 
 
 def test_a_diagnosis_has_a_button_for_each_remedy(new_page: Tabs, server: Served) -> None:

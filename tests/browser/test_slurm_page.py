@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.browser.conftest import Served, Tabs, axe, screenshot
+from tests.browser.conftest import Served, Tabs, axe, choose_strategy, is_whole, screenshot
 
 PROGRAMS = {
     "sbatch": 'for word; do script="$word"; done\ncp "$script" "$0.script"\necho "$script" > "$0.path"\necho 42',
@@ -43,7 +43,8 @@ def slurm_page(new_page: Tabs, site: Served, size: str, scheme: str = "light") -
     page.locator("#opt-on").get_by_label("SLURM", exact=True).check()
     expect(page.locator("#opt-nodes input")).to_be_visible()
     expect(page.locator("#opt-gpus")).to_be_hidden()
-    expect(page.get_by_text("Name a strategy below")).to_be_visible()
+    expect(page.get_by_text("The memory of the nodes is not known on this machine.")).to_be_visible()
+    expect(page.locator("#strategy-cards .ts-bar")).to_have_count(0)
     return page
 
 
@@ -67,6 +68,15 @@ def test_a_job_is_filled_in_from_the_site_and_submitted(
     expect(page.locator("#train-command pre").first).to_contain_text(
         "train --on slurm --nodes 2 --gpus_per_node 0 --partition gpu --account my-group --time 30 --strategy ddp"
     )
+    choose_strategy(page, "fsdp2")
+    expect(page.locator("#train-command pre").first).to_contain_text("--strategy fsdp2")
+    expect(script).to_contain_text("#SBATCH --nodes=2\n")
+    page.reload()
+    expect(page.locator("#opt-on").get_by_label("SLURM", exact=True)).to_be_checked()
+    expect(page.locator("#opt-nodes input")).to_have_value("2")
+    expect(page.locator("#strategy-cards input:checked")).to_have_value("fsdp2")
+    expect(page.locator("#train-command pre").first).to_contain_text("--time 30 --strategy fsdp2")
+    is_whole(page)
     axe(page)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     screenshot(page, f"train-slurm-{size}")
@@ -89,3 +99,4 @@ def test_this_machine_again_is_as_before(site: Served, new_page: Tabs) -> None:
     expect(page.locator("#opt-nodes")).to_be_hidden()
     expect(page.locator("#train-command pre")).to_have_count(1)
     expect(page.locator(".ts-verdict-good")).to_contain_text("Ready to start: ddp on 2 CPU processes")
+    expect(page.locator("#strategy-cards .ts-bar").first).to_be_visible()

@@ -116,6 +116,30 @@ def test_the_whole_story(new_page: Tabs, serve: Callable[..., Served]) -> None:
     new_page.errors[:] = [line for line in new_page.errors if "ERR_" not in line and "Failed to fetch" not in line]
 
 
+_COUNT_CLICKS = """addEventListener("click", (event) => {
+  if (event.isTrusted) sessionStorage.setItem("clicks", 1 + Number(sessionStorage.getItem("clicks")));
+}, true)"""
+
+
+def test_three_clicks_lead_from_an_empty_folder_to_a_step_of_training(
+    new_page: Tabs, serve: Callable[..., Served]
+) -> None:
+    server = serve()
+    assert not list(server.runs_dir.glob("*/config.yaml"))
+    page = new_page("/", server=server)
+    page.evaluate(_COUNT_CLICKS)
+    page.get_by_role("button", name="Start the two-minute demo").click()
+    run = started(page, server)
+    wait_for(lambda: step_of(run) >= 1, "a step", LONG)
+    expect(page.locator(".ts-run-name")).to_contain_text("running")
+    expect(page.locator(".ts-facts")).to_contain_text("Loss")
+    assert 1 <= page.evaluate("Number(sessionStorage.getItem('clicks'))") <= 3
+    page.locator("#run-stop_without_saving").click()
+    page.locator("#sure-stop_without_saving").click()
+    wait_for(lambda: state_of(run) == "stopped", "the stop", LONG)
+    wait_for(lambda: not alive(run), "the end of its processes")
+
+
 def by_client(server: Served) -> RunFolder:
     """A second run, started by Gradio's client."""
     client = Client(server.url, verbose=False)

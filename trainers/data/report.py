@@ -159,7 +159,7 @@ class Report:
             more = len(self.ignored_files) - _SHOWN_FILES
             notes.append(f"files left out: {listed}" + (f", and {more:,} more" if more > 0 else ""))
         if self.unused:
-            notes.append(f"not used: {_listed(self.unused)}")
+            notes.append(f"unused fields: {_listed(self.unused)}")
         return notes
 
     def dropped_note(self) -> list[str]:

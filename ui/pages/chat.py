@@ -277,9 +277,8 @@ def _status(state: dict[str, Any]) -> Html:
     if state["loading"]:
         return _line("starting", "loading", f"{state['loading']} …", state)
     if not state["loaded"]:
-        return _line(
-            "queued", "none", "No model is loaded, and no GPU is in use. Send or Load loads the one chosen above.", {}
-        )
+        line = "No model is loaded, and no GPU is in use. Send or Load loads the one chosen above."
+        return element("p", element("strong", line), role="status", class_="ts-unloaded")
     model = " ".join(filter(None, [state["name"], state["weights"]]))
     kind = ("running", "answering") if state["busy"] else ("done", "loaded")
     return _line(*kind, model, state)

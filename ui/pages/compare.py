@@ -131,7 +131,7 @@ def _sweeps(sweeps: Sequence[tuple[SweepFolder, SweepRecord]]) -> Html:
         state = badge(true_state(record))
         rows.append([name, leads, score, _measure_label(record), best, state, len(record.trials)])
     headers = ["Sweep", "Best so far", "Score", "Measured by", "Better with every seed", "State", "Trials"]
-    table = data_table(headers, rows, "Sweeps", numeric=[2, 6])
+    table = data_table(headers, rows, "Sweeps", numeric=[2, 6], cards=True)
     explained = join([note("Each link compares the runs of the best trials."), table])
     return element("div", section("Sweeps", explained), class_="ts-sweeps")
 
@@ -142,8 +142,8 @@ def _measure_label(record: SweepRecord) -> str:
 
 
 def _verdict(comparison: dict[str, Any]) -> Html:
-    sentence = "Reading the metrics…" if comparison["more"] else comparison["verdict"]
-    return element("p", sentence, class_="ts-best", role="status")
+    line = "Reading the metrics…" if comparison["more"] else comparison["verdict"]
+    return element("p", line, class_="ts-best", role="status")
 
 
 def _head(comparison: dict[str, Any], first: str) -> list[Any]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import urlencode
 
 import gradio as gr
 from starlette.responses import Response
 
-from app.diagnosis.advice import diagnose
+from app.diagnosis.advice import Change, diagnose
 from app.launch import actions, background
 from app.launch.foreground import CheckBroke
 from app.runs.detail import checkpoints, run_files, run_view
@@ -25,7 +25,7 @@ from trainers.config.mistakes import ConfigError
 from trainers.run.folder import END_STATES, RunFolder
 from ui.context import ServerContext
 from ui.live import json_response, live_part
-from ui.pages.run_parts import details, diagnosis_cards, headline, remedies_of, unknown_run
+from ui.pages.run_parts import details, diagnosis_cards, headline, remedies_of, remedy_label, unknown_run
 from ui.pages.run_proof import ProofPart, proof_parts
 from ui.parts import alert_list, byte_text, element, loading, section
 
@@ -67,6 +67,16 @@ def _compared(run: RunFolder, view: dict[str, Any]) -> dict[str, str] | None:
         return None
 
 
+def _remedy_buttons(changes: Sequence[Change], state: str) -> list[Any]:
+    """Updates for the buttons of these remedies. The first is what to do about a failure, not to resume as before."""
+    variants = ["primary" if state == "failed" and number == 0 else "secondary" for number in range(len(changes))]
+    shown = [
+        gr.update(value=remedy_label(change, state), visible=True, variant=variant)
+        for change, variant in zip(changes, variants, strict=True)
+    ]
+    return [*shown, *[gr.update(visible=False)] * (_MAX_REMEDIES - len(shown))]
+
+
 class _Page:
     """The components and their event handlers; holds no state of a visitor."""
 
@@ -79,6 +89,12 @@ class _Page:
 
     def lay_out(self) -> None:
         self.head = gr.HTML(loading(), apply_default_css=False)
+        self.diagnosis = gr.HTML(apply_default_css=False, elem_id="run-diagnosis")
+        with gr.Row(elem_classes=["ts-actions", "ts-remedies"]):
+            self.remedies = [
+                gr.Button(visible=False, size="sm", scale=0, min_width=160, elem_id=f"run-remedy-{number}")
+                for number in range(1, _MAX_REMEDIES + 1)
+            ]
         with gr.Row(elem_classes="ts-actions"):
             self.buttons = {
                 name: gr.Button(
@@ -92,12 +108,6 @@ class _Page:
             html_template='<div class="ts-watch"></div>', js_on_load="Notices.control(element)", visible=False,
             apply_default_css=False, padding=False,
         )  # fmt: skip
-        self.diagnosis = gr.HTML(apply_default_css=False, elem_id="run-diagnosis")
-        with gr.Row(elem_classes="ts-actions"):
-            self.remedies = [
-                gr.Button(visible=False, size="sm", scale=0, min_width=160, elem_id=f"run-remedy-{number}")
-                for number in range(1, _MAX_REMEDIES + 1)
-            ]
         self.flags = gr.Textbox(visible=False, label="remedies")
         self.message = gr.HTML(apply_default_css=False)
         self.address = gr.Textbox(visible=False)
@@ -159,10 +169,13 @@ class _Page:
             gone, no_proof = gr.update(visible=False), [gr.skip()] * len(self.proof.outputs)  # it is in the body
             parts = [unknown_run(error.lines), "", gone, "", gone, *hidden, "", *no_remedies, ""]
             return [*parts, *no_proof, ""]
-        done, startable = view["state"] == "done", view["state"] in END_STATES
+        startable = view["state"] in END_STATES
         changes = remedies_of(diagnoses)[:_MAX_REMEDIES] if startable else []
-        cards = f"{diagnosis_cards(diagnoses, done, view['cause'])}<!--{startable}-->"
-        parts = [headline(view, _compared(run, view)), details(view, run_files(run)), " ".join(view["actions"]), cards]
+        cards = diagnosis_cards(diagnoses, view["state"], view["cause"])
+        parts = [
+            headline(view, _compared(run, view), bool(diagnoses)), details(view, run_files(run)),
+            " ".join(view["actions"]), f"{cards}<!--{startable}-->",
+        ]  # fmt: skip
         parts += proof_parts(run)
         digests = [hashlib.sha256(part.encode()).hexdigest()[:12] for part in parts]
         old_digests = str(digest or "").split(" ")
@@ -171,21 +184,16 @@ class _Page:
             return [gr.skip()] * (len(self.buttons) + _MAX_REMEDIES + len(self.proof.outputs) + 8)
         changed = [new != old for new, old in zip(digests, old_digests, strict=True)]
         buttons = [gr.update(visible=name in view["actions"]) if changed[2] else gr.skip() for name in self.buttons]
+        if changed[2] or changed[3]:
+            plain = "secondary" if changes and view["state"] == "failed" else "primary"
+            buttons[list(self.buttons).index("resume")] = gr.update(visible="resume" in view["actions"], variant=plain)
         watch = gr.update(visible=not startable) if changed[2] else gr.skip()
         body = gr.update(visible=True) if not old_digests[0] else gr.skip()
         message = "" if old_digests[2] and changed[2] else gr.skip()  # a message about an earlier state is obsolete
         head, details_html = (panel if new else gr.skip() for panel, new in zip(parts[:2], changed[:2], strict=True))
         remedies = [gr.skip()] * (_MAX_REMEDIES + 2)
         if changed[3]:
-            verb = "Train again with" if done else "Resume with"
-            labels = [f"{verb} remedy {change.number}" for change in changes]
-            labels += [""] * (_MAX_REMEDIES - len(labels))
-            remedy_buttons = [gr.update(value=label, visible=bool(label)) for label in labels]
-            remedies = [
-                diagnosis_cards(diagnoses, done, view["cause"]),
-                *remedy_buttons,
-                "\n".join(change.flags for change in changes),
-            ]
+            remedies = [cards, *_remedy_buttons(changes, view["state"]), "\n".join(change.flags for change in changes)]
         proof = self.proof.updates(parts[4:], changed[4:])
         return [head, details_html, body, message, watch, *buttons, *remedies, *proof, " ".join(digests)]
 

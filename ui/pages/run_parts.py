@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from app.diagnosis.advice import Change, Diagnosis, Evidence
@@ -23,7 +24,9 @@ from ui.parts import (
     number_text,
     percent_text,
     section,
+    sentence,
     title,
+    unbroken,
     with_code,
 )  # fmt: skip
 
@@ -41,12 +44,13 @@ def unknown_run(mistakes: list[str]) -> Html:
     return join([title("No such run"), alert_list(mistakes), element("div", all_runs, class_="ts-note")])
 
 
-def headline(view: dict[str, Any], comparison: dict[str, str] | None = None) -> Html:
+def headline(view: dict[str, Any], comparison: dict[str, str] | None = None, diagnosed: bool = False) -> Html:
     """Name, state, progress and current numbers.
 
     Args:
         view: from `app.runs.detail.run_view`.
         comparison: query of the Compare page for the run's sweep; None without one.
+        diagnosed: whether cards below say the cause of a failure.
     """
     name = element("h1", join([view["id"], " ", badge(view["state"])]), class_="ts-run-name")
     step, total = view["step"], view["total_steps"]
@@ -54,7 +58,7 @@ def headline(view: dict[str, Any], comparison: dict[str, str] | None = None) -> 
     phase = _PHASES.get(view["phase"], view["phase"])
     steps = "not started yet" if not step and view["state"] == "queued" else f"{steps}, {phase}" if phase else steps
     bar = meter(view["progress"], "steps done", steps)
-    return join([name, _origin(view, comparison), bar, _facts(view), _cause_and_next(view)])
+    return join([name, _origin(view, comparison), bar, _facts(view), _cause_and_next(view, diagnosed)])
 
 
 def _origin(view: dict[str, Any], comparison: dict[str, str] | None) -> Html:
@@ -98,44 +102,74 @@ def _cpus(processes: int | None) -> str:
     return "unknown devices" if processes is None else f"{processes} CPU process{'es' * (processes != 1)}"
 
 
-def _cause_and_next(view: dict[str, Any]) -> Html:
+def _cause_and_next(view: dict[str, Any], diagnosed: bool) -> Html:
     """The cause of the state, and what to do next."""
-    lines = [line for line in (view["cause"], view["next"]) if line]
+    told = diagnosed and view["state"] == "failed"
+    lines = [line for line in ("" if told else view["cause"], view["next"]) if line]
     if view["export_dir"]:
         chat = link("chat", "open it in Chat", run=view["id"])
         lines = [line for line in lines if line != view["next"] or view["state"] != "done"]
         lines.append(join([f"The model is in {view['export_dir']}: ", chat]))
     if view["bad_checkpoints"]:
-        lines.append(f"damaged checkpoints were set aside: {', '.join(view['bad_checkpoints'][:5])}")
+        lines.append(f"Damaged checkpoints were set aside: {', '.join(view['bad_checkpoints'][:5])}")
+    if told:
+        return join(map(note, lines))
     return alert_list(lines, _KINDS.get(view["state"], "info"))  # type: ignore[arg-type]
 
 
-def diagnosis_cards(diagnoses: Sequence[Diagnosis], done: bool, cause: str = "") -> Html:
+def diagnosis_cards(diagnoses: Sequence[Diagnosis], state: str, cause: str = "") -> Html:
     """A card per cause: the sentence, what shows it, what may help.
 
     Args:
         diagnoses: the causes.
-        done: whether a remedy takes a new run.
-        cause: the recorded cause, which stands above the cards and is not repeated in them.
+        state: the run's state; a remedy of a run that is `done` takes a new one.
+        cause: the recorded cause, which shows why a run failed; of another run it stands above the cards.
     """
-    cards = []
+    cards, failed = [], state == "failed"
+    told = [] if failed else [cause]
     for diagnosis in diagnoses:
-        texts = (_evidence_text(entry) for entry in diagnosis.evidence)
-        unsaid = [line for line in dict.fromkeys(texts) if line.removesuffix("...") not in cause]
-        lines = join(element("li", element("code", line)) for line in unsaid)
+        heading = diagnosis.cause if diagnosis.rule or not failed else cause or diagnosis.cause
+        told.append(heading)
+        recorded = [cause] if failed and diagnosis is diagnoses[0] else []
+        lines = _untold([*recorded, *map(_evidence_text, diagnosis.evidence)], told)
+        evidence = join(element("li", element("code", line)) for line in lines)
         changes = join(
-            element("li", join([with_code(change.text), " ", element("code", change.flags)]), value=change.number)
+            element("li", join([with_code(sentence(change.text)), " ", element("code", unbroken(change.flags))]),
+                    value=change.number)
             for change in diagnosis.remedies
-        )
+        )  # fmt: skip
         parts = [
-            element("h3", diagnosis.cause),
-            element("ul", lines, class_="ts-evidence", aria_label="What shows it") if lines else "",
-            element("p", "This may help, in a new run:" if done else "This may help:") if changes else "",
+            element("h3", sentence(heading)),
+            element("ul", evidence, class_="ts-evidence", aria_label="What shows it") if lines else "",
+            element("p", "This may help, in a new run:" if state == "done" else "This may help:") if changes else "",
             element("ol", changes) if changes else "",
             note(diagnosis.help) if diagnosis.help else "",
         ]
         cards.append(element("article", join(parts), class_="ts-diagnosis"))
-    return section("Diagnosis", join(cards)) if cards else Html("")
+    name = "Why it failed" if failed else "Diagnosis"
+    body = element("div", join(cards), role="alert" if failed else None, class_="ts-failure" if failed else None)
+    return section(name, body) if cards else Html("")
+
+
+def _untold(lines: Iterable[str], told: list[str]) -> list[str]:
+    """The lines that say more than what is told before them; they are told then too."""
+    untold = []
+    for line in lines:
+        if line and not any(_message(line) in _message(other) for other in told):
+            untold.append(line)
+            told.append(line)
+    return untold
+
+
+def _message(line: str) -> str:
+    """A line without its writer and the full stops of a sentence, or of a text that was shortened."""
+    return re.sub(r"^rank \d+: ", "", line).rstrip(".")
+
+
+def remedy_label(change: Change, state: str) -> str:
+    """What the button of a remedy says: what it does, without what that leads to."""
+    verb = "Train again" if state == "done" else "Resume"
+    return f"{verb}: {re.split('[;:,] ', change.text)[0]}"
 
 
 def _evidence_text(evidence: Evidence) -> str:

@@ -7,10 +7,10 @@ from typing import Any
 
 import gradio as gr
 
-from app.launch.job import TrainJob
 from app.plan.estimate import CLOSE
+from app.services.form import Preview
 from app.services.strategy_cards import StrategyCard, StrategyCards, register_job, strategy_cards
-from ui.parts import Html, byte_text, element, join, loading, note, percent_text, with_code
+from ui.parts import Html, byte_text, element, join, loading, note, percent_text, sentence, with_code
 
 _VISIBLE_CARDS = 4
 """Cards that are always visible; more that can run are folded below them."""
@@ -27,10 +27,6 @@ _USES = {
 _QUICK: dict[str, Any] = {"show_progress": "hidden", "queue": False, "api_visibility": "private"}
 _LOOK_SECONDS = 1.0
 """Seconds between looks at an estimate; the first starts it, so that nothing is counted while one types."""
-_ON_SLURM = (
-    "The memory of the nodes is not known on this machine. Name a strategy below, such as `fsdp2`, `zero3` or `hsdp`; "
-    "`tunesmith plan` with `--num_processes` and `--gpu_memory` ranks them all for the GPUs of the nodes."
-)
 NO_JOB = "The strategies that can run are listed once the form has no mistakes."
 
 
@@ -38,13 +34,12 @@ class StrategyPicker:
     """The cards, and the timer that waits for their estimate.
 
     Args:
-        job_of: the job of the form's values with the strategy that it gets without a choice; None beside mistakes.
+        preview_of: the preview of the form's values with the strategy that it gets without a choice.
     """
 
-    def __init__(self, job_of: Callable[..., TrainJob | None]):
-        self.job_of = job_of
+    def __init__(self, preview_of: Callable[..., Preview]):
+        self.preview_of = preview_of
         self.panel = gr.HTML(loading(), elem_id="train-cards", apply_default_css=False)
-        self.slurm_hint = gr.HTML(note(with_code(_ON_SLURM)), visible=False, apply_default_css=False)
         self.key = gr.Textbox("", visible=False, label="job of the cards")
         self.timer = gr.Timer(_LOOK_SECONDS, active=False)
         self.outputs = [self.panel, self.key, self.timer]
@@ -54,17 +49,18 @@ class StrategyPicker:
 
         Args:
             changes: events of the form.
-            form: the components whose values `job_of` takes.
+            form: the components whose values `preview_of` takes.
         """
         gr.on(changes, self.refresh, [self.key, *form], self.outputs, **_QUICK, trigger_mode="always_last")
         self.timer.tick(self.look, self.key, self.outputs, **_QUICK)
 
     def refresh(self, current_key: str, *form: Any) -> list[Any]:
         """The cards of the form's job; beside mistakes, those that are there stay."""
-        job = self.job_of(*form)
+        preview = self.preview_of(*form)
+        job, is_local = preview.job, preview.slurm is None
         if job is None and not current_key:
             return [note(NO_JOB), gr.skip(), gr.skip()]
-        key = register_job(job.config, job.devices, job.strategy.name) if job else current_key
+        key = register_job(job.config, job.devices, job.strategy.name, is_local) if job else current_key
         cards = strategy_cards(key) if key != current_key else None
         if cards is None:
             return [gr.skip()] * 3
@@ -101,7 +97,9 @@ def _legend(cards: StrategyCards) -> Html:
     if cards.recommended:
         best = next(card for card in cards.able if card.name == cards.recommended)
         status = join([element("b", f"Recommended: {best.title}."), " ", cards.why])
-    line = element("p", status or "Best first.", class_="ts-cards-status", role="status")
+    line = element("p", with_code(status or "Best first."), class_="ts-cards-status", role="status")
+    if not cards.is_local:
+        return line
     return join(
         [line, element("p", join([element("span", memory, class_="ts-keys-title"), *swatches]), class_="ts-keys")]
     )
@@ -118,21 +116,16 @@ def _card(card: StrategyCard, cards: StrategyCards) -> Html:
         chips.append(element("span", "does not fit", class_="ts-chip ts-chip-bad"))
     title = join([element("b", card.title), " ", element("code", card.name, class_="ts-option")])
     head = element("span", join([element("span", title, id=name_id), *chips]), class_="ts-card-head")
-    sentence = f"{card.summary} {_sentence(card.reason)}" if card.reason else card.summary
+    summary = f"{card.summary} {sentence(card.reason)}." if card.reason else card.summary
     radio = element(
         "input", type="radio", name="strategy", value=card.name, aria_labelledby=name_id, aria_describedby=about_id
     )
-    about = element("span", sentence, class_="ts-card-about")
-    facts = element("span", join([_bar(card, cards), _facts(card, cards)]), class_="ts-card-facts")
+    about = element("span", summary, class_="ts-card-about")
+    figures = join([_bar(card, cards), _facts(card, cards)])
+    facts = element("span", figures, class_="ts-card-facts") if cards.is_local else ""
     text = element("span", join([head, about]), class_="ts-card-text")
     content = join([radio, text, facts, element("span", _spoken(card, cards), id=about_id, class_="ts-unseen")])
     return element("label", content, class_="ts-card")
-
-
-def _sentence(reason: str) -> str:
-    """A reason as a sentence; an option's name at its start stays as it is written."""
-    first = reason.partition(" ")[0]
-    return f"{reason[:1].upper() if first.isalpha() else reason[:1]}{reason[1:]}."
 
 
 def _facts(card: StrategyCard, cards: StrategyCards) -> Html:
@@ -202,10 +195,10 @@ def _unable(cards: StrategyCards) -> Html:
     count = len(cards.unable)
     rows = [
         element("li", join([element("b", card.title), " ", element("code", card.name, class_="ts-option"),
-                            element("span", _sentence(card.reason))]))
+                            element("span", f"{sentence(card.reason)}.")]))
         for card in cards.unable
     ]  # fmt: skip
-    title = f"{count} {'strategies' if count > 1 else 'strategy'} cannot run here"
+    title = f"{count} {'strategies' if count > 1 else 'strategy'} cannot run {'here' if cards.is_local else 'there'}"
     return _fold("unable", title, [element("ul", join(rows), class_="ts-unable-list")])
 
 

@@ -12,7 +12,6 @@ from gradio.context import Context
 from app.launch import slurm
 from app.launch.background import start
 from app.launch.foreground import CheckBroke
-from app.launch.job import TrainJob
 from app.services.choices import gpu_choices, strategy_choices
 from app.services.draft import read_draft
 from app.services.form import (
@@ -37,7 +36,7 @@ from trainers.config.own_data import DESCRIBING
 from trainers.config.presets import find_preset, preset_names
 from ui.context import ServerContext
 from ui.pages.strategy_parts import StrategyPicker
-from ui.pages.train_devices import DevicesPart, chosen_job
+from ui.pages.train_devices import JOB_NAMES, DevicesPart, chosen_job
 from ui.pages.train_parts import (
     PLAIN,
     STEP_FIELDS,
@@ -179,7 +178,7 @@ class _Form:
             note("How the work is shared among GPUs or processes. It changes speed and memory, never the model."),
             apply_default_css=False,
         )
-        self.cards = StrategyPicker(self._default_job)
+        self.cards = StrategyPicker(self._with_default_strategy)
         with gr.Row(elem_classes=["ts-fields", "ts-wide"]):
             self.strategy = gr.Textbox(
                 "", label="Strategy by name, or your own Accelerate file", max_lines=1, elem_id="opt-strategy",
@@ -222,8 +221,9 @@ class _Form:
             data_changes, self.follow_data, [self.resumed, self.preset, *self.data_before, *self.options],
             [*self.data_before, *map(self._component, DESCRIBING)], **_QUICK, trigger_mode="always_last",
         )  # fmt: skip
-        keep = draft_js([field.name for field in self.fields], {"runs_dir": str(self.context.runs_dir)})
-        gr.on([*changes, self.preset.change], None, draft_inputs, None, js=keep, **_HIDDEN)
+        keep = draft_js([field.name for field in self.fields], JOB_NAMES, {"runs_dir": str(self.context.runs_dir)})
+        kept = [*draft_inputs, *self.where.inputs]
+        gr.on([*changes, *job_changes, self.preset.change], None, kept, None, js=keep, **_HIDDEN)
         self.start_over.click(None, None, None, js=_START_OVER, **_HIDDEN)
         self.look.click(self.show_rows, inputs, self.rows, **_HIDDEN, show_progress="hidden", trigger_mode="once")
         switch = self.preset.input(self.switch_preset, [self.before, *draft_inputs], form_outputs, **_QUICK)
@@ -239,17 +239,15 @@ class _Form:
         read = self.load.upload(self.read_yaml, self.load, form_outputs, **_HIDDEN)
         read.then(**refresh_event)
         others = [component.change for component in (self.devices, *self.options)]
-        self.cards.connect([*others, self.force.change], inputs)
-        self.where.connect(self.cards.panel, self.cards.slurm_hint, self.resumed)
+        self.cards.connect([*others, *job_changes, self.force.change], inputs)
+        self.where.connect(self.resumed)
         loaded = Context.root_block.load(
             self.open_page(welcome), self.draft,
-            [*welcome.outputs, *form_outputs, self.resumed, self.banner, self.force, *preview_outputs,
-             *self.cards.outputs],
+            [*welcome.outputs, *form_outputs, self.resumed, self.banner, self.force, *self.where.inputs,
+             *self.where.parts, *preview_outputs, *self.cards.outputs],
             js="() => [tunesmithDraft.read()]", **_QUICK,
         )  # fmt: skip
-        loaded.then(
-            None, draft_inputs, None, js=f"(...all) => {{ tunesmithDraft.ready(); ({keep})(...all); }}", **_HIDDEN
-        )
+        loaded.then(None, kept, None, js=f"(...all) => {{ tunesmithDraft.ready(); ({keep})(...all); }}", **_HIDDEN)
         launched = self.launch.click(
             self.start, [self.confirmed, *inputs], [self.panel, self.launch, self.started, self.confirmed],
             trigger_mode="once", concurrency_limit=1, concurrency_id="launch", show_progress="hidden", **_HIDDEN,
@@ -287,11 +285,10 @@ class _Form:
             return Preview(by_field(error.mistakes))
         return preview(values, preset or None, **launch, slurm=chosen_job(raw[len(self.fields) :]))
 
-    def _default_job(
+    def _with_default_strategy(
         self, resumed: str, force: bool, preset: str, strategy: str | None, devices: Any, *raw: Any
-    ) -> TrainJob | None:
-        local = raw[: len(self.fields)]
-        return self._preview(resumed, force, preset, None, devices, local).job
+    ) -> Preview:
+        return self._preview(resumed, force, preset, None, devices, raw)
 
     def refresh(
         self, resumed: str, force: bool, preset: str, strategy: str | None, devices: Any, *raw: Any
@@ -405,9 +402,11 @@ class _Form:
         """A handler that answers with all that the page shows at first; one round trip, as the page waits for it."""
 
         def opened(draft: str, request: gr.Request) -> list[Any]:
-            filled = self.prefill(draft, request)
-            form = self._values_after(filled)
-            return [*welcome.greet(), *filled, *self.refresh(*form), *self.cards.refresh("", *form)]
+            filled, saved = self.prefill(draft, request), read_draft(draft)
+            job = self.where.values(saved.job if saved and "resume" not in request.query_params else {})
+            form = [*self._values_after(filled), *job]
+            shown = [*filled, *job, *self.where.switch(job[0])]
+            return [*welcome.greet(), *shown, *self.refresh(*form), *self.cards.refresh("", *form)]
 
         return opened
 

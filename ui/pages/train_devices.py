@@ -15,6 +15,8 @@ from ui.pages.train_parts import PLAIN, cpu_tile, gpu_labels, gpu_selection
 from ui.parts import element, note
 
 LOCAL, SLURM = "local", "slurm"
+JOB_NAMES = ("on", *SLURM_FIELDS)
+"""Names of `DevicesPart.inputs`."""
 
 
 class DevicesPart:
@@ -57,30 +59,36 @@ class DevicesPart:
                     for name, (label, help) in SLURM_FIELDS.items()
                 ]  # fmt: skip
 
+    def values(self, texts: Mapping[str, str]) -> list[str]:
+        """The values of `inputs`, with the site's defaults for those that a draft does not have."""
+        target = SLURM if self.offered and texts.get("on") == SLURM else LOCAL
+        filled = {**slurm_texts(), **texts}
+        return [target, *(filled[name] for name in SLURM_FIELDS)]
+
+    @property
+    def parts(self) -> list[gr.components.Component | gr.Row | gr.Column]:
+        """What `switch` shows and hides."""
+        return [self.local_row, self.job_column]
+
     @property
     def inputs(self) -> list[gr.components.Component]:
         """The choice, and the options of the job."""
         return [self.target, *self.options]
 
-    def connect(
-        self, cards: gr.components.Component, hint: gr.components.Component, resumed: gr.components.Component
-    ) -> None:
+    def connect(self, resumed: gr.components.Component) -> None:
         """Shows the part that was chosen.
 
         Args:
-            cards: the strategies with their memory on this machine, which says nothing about a cluster's nodes.
-            hint: says how to choose a strategy for a cluster, in their place.
             resumed: the run that the form resumes, which stays where it was.
         """
         quick: dict[str, Any] = {"show_progress": "hidden", "queue": False, "api_visibility": "private"}
-        parts = [self.local_row, self.job_column, cards, hint]
-        self.target.change(self.switch, self.target, parts, **quick)
+        self.target.change(self.switch, self.target, self.parts, **quick)
         resumed.change(self.keep_target, resumed, self.target, **quick)
 
     def switch(self, target: Any) -> list[Any]:
         """Which parts are visible."""
         chosen = target == SLURM
-        return [gr.update(visible=visible) for visible in (not chosen, chosen, not chosen, chosen)]
+        return [gr.update(visible=visible) for visible in (not chosen, chosen)]
 
     def keep_target(self, resumed: str) -> Any:
         """No choice when a run is resumed."""

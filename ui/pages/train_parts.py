@@ -29,7 +29,20 @@ from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig, precision_lines
 from trainers.run import host_memory
 from ui.pages.data_parts import rows_panel
-from ui.parts import Html, alert_list, byte_text, element, join, key_values, link, note, number_text, run_link
+from ui.parts import (
+    Html,
+    alert_list,
+    byte_text,
+    element,
+    join,
+    key_values,
+    link,
+    note,
+    number_text,
+    run_link,
+    sentence,
+    unbroken,
+)
 
 STEP_FIELDS = {
     "model": ("model_name_or_path",),
@@ -90,16 +103,19 @@ def component(option: OptionField, text: str) -> gr.components.Component:
     return gr.Textbox(max_lines=1, placeholder=hint, html_attributes=PLAIN, **settings)
 
 
-def draft_js(names: Sequence[str], ignored: Mapping[str, str]) -> str:
+def draft_js(names: Sequence[str], job_names: Sequence[str], ignored: Mapping[str, str]) -> str:
     """The script that saves the draft of the Train page whenever a field changes; see `ui/static/draft.js`.
 
     Args:
         names: the options, in the order of their components, which follow preset, strategy and devices.
+        job_names: the names of `DevicesPart.inputs`, which follow the options.
         ignored: values set by the server, not by the user.
     """
     return (
-        "(preset, strategy, devices, ...values) => { "
-        f"tunesmithDraft.keep({{preset, strategy, devices}}, {json.dumps(names)}, values, {json.dumps(ignored)}); }}"
+        f"(preset, strategy, devices, ...values) => {{ const names = {json.dumps(names)}; "
+        "const texts = values.slice(names.length); "
+        f"const job = Object.fromEntries({json.dumps(job_names)}.map((name, index) => [name, texts[index]])); "
+        f"tunesmithDraft.keep({{preset, strategy, devices, job}}, names, values, {json.dumps(ignored)}); }}"
     )
 
 
@@ -107,8 +123,8 @@ def resume_banner(form: ResumeForm) -> Html:
     """Says which run the form resumes, and from which step."""
     saved = checkpoints(form.run)
     start = f"from step {saved[0]['step']}" if saved else "from the start, as no checkpoint was saved"
-    sentence = ["Resuming ", run_link(form.run.id), f" {start}. Values changed here replace the run's settings."]
-    return element("p", join(sentence), class_="ts-alert ts-alert-info", role="status")
+    parts = ["Resuming ", run_link(form.run.id), f" {start}. Values changed here replace the run's settings."]
+    return element("p", join(parts), class_="ts-alert ts-alert-info", role="status")
 
 
 # -- the preview -----------------------------------------------------------------------------------------------------
@@ -156,7 +172,7 @@ def _verdict(job: TrainJob, slurm: SlurmOptions | None) -> Html:
 def _field_link(name: str, line: str) -> Html:
     """A mistake as a button that jumps to its field."""
     if not name:
-        return element("span", line)
+        return element("span", sentence(line))
     section = next((TITLES.get(option.section) for option in fields() if option.name == name), None)
     return element("button", line, type="button", class_="ts-jump", data_field=name, data_section=section)
 
@@ -194,11 +210,13 @@ def _evaluation(job: TrainJob) -> str:
     return f"{data}, {f'every {config.eval_steps} steps' if config.eval_steps else 'at the end'}"
 
 
-def _length(derived: Numbers) -> str:
+def _length(derived: Numbers) -> Any:
     if derived.epochs is None:
         return f"{derived.total_steps:,} steps"
     epochs = f"{derived.epochs:g} pass{'es' * (derived.epochs != 1)} over the data"
-    return f"{epochs}: {derived.total_steps:,} steps" if derived.total_steps else f"{epochs}; Data counts its steps"
+    if derived.total_steps:
+        return f"{epochs}: {derived.total_steps:,} steps"
+    return join([f"{epochs} (", link("data", "count its steps"), ")"])
 
 
 def copied_text(name: str, text: str, file: str | None = None) -> Html:
@@ -209,7 +227,14 @@ def copied_text(name: str, text: str, file: str | None = None) -> Html:
     if file:
         buttons.append(element("button", "Save", type="button", class_="ts-small", data_save=file))
     head = element("div", join([element("h2", name), *buttons]), class_="ts-box-head")
-    content = element("pre", text, class_="ts-box-text", tabindex=0, role="region", aria_label=name)
+    content = element(
+        "pre",
+        text if "\n" in text else unbroken(text),
+        class_="ts-box-text",
+        tabindex=0,
+        role="region",
+        aria_label=name,
+    )
     return element("div", join([head, content]), class_="ts-box")
 
 

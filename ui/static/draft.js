@@ -27,7 +27,7 @@
 
     ready() { ready = true; },
 
-    // `choices`: preset, strategy and devices, if the page has them; `names` and `values`: its options; `ignored`: values
+    // `choices`: preset, strategy, devices and job, if the page has them; `names` and `values`: its options; `ignored`: values
     // by option that are not the user's and are not kept.
     keep(choices, names, values, ignored = {}) {
       if (!ready) return;

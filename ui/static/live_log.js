@@ -103,9 +103,9 @@ Live.log = (element, server) => {
       if (match.at != null) return go(match.at, text);
       if (!match.more) break;
       start = match.searched;
-      status.textContent = `searched to byte ${start.toLocaleString("en")}`;
+      status.textContent = `Searched to byte ${start.toLocaleString("en")}`;
     }
-    status.textContent = `no ${back ? "earlier" : "later"} ${text ? "line with that text" : "error"}`;
+    status.textContent = `No ${back ? "earlier" : "later"} ${text ? "line with that text" : "error"}`;
   }
 
   async function go(at, text) {

@@ -1,3 +1,6 @@
+// These parts are asked for a screen before they come into sight: what fills in sight would move what lies below it.
+const AHEAD = { rootMargin: "100% 0px" };
+
 // One small chart per rank, all on the same axes, and the memory that was planned beside what was measured.
 Live.ranks = (element, server) => {
   const { make, poll, follow, numberText, alignedTexts } = Live;
@@ -11,7 +14,9 @@ Live.ranks = (element, server) => {
   const status = make("p", { class: "ts-note", role: "status" });
   const grid = make("div", { class: "ts-rank-grid" });
   const heading = root.previousElementSibling;
-  root.append(make("div", { class: "ts-tools" }, make("label", {}, "Metric ", metric), every), status, grid);
+  const tools = make("div", { class: "ts-tools ts-awaited" }, make("label", {}, "Metric ", metric), every);
+  status.textContent = "Loading…";
+  root.append(tools, status, grid);
   let all = false, token = null, answer = null, cells = [], summary = "", pointed = null;
 
   function reload() {
@@ -88,7 +93,6 @@ Live.ranks = (element, server) => {
     tellOthers(null);
   });
 
-  // Nothing is asked for while the section is out of sight.
   let visible = false;
   const refresh = poll(root, async () => {
     if (!visible) return;
@@ -96,12 +100,13 @@ Live.ranks = (element, server) => {
     if (fresh.error || fresh.same) return;
     [token, answer] = [fresh.token, fresh];
     root.hidden = heading.hidden = fresh.world < 2 || !fresh.metric;
+    tools.classList.remove("ts-awaited");
     if (!root.hidden) draw();
   }, 4);
   new IntersectionObserver((entries) => {
     visible = entries.at(-1).isIntersecting;
     refresh();
-  }).observe(element);
+  }, AHEAD).observe(element);
 };
 
 Live.memory = (element, server) => {
@@ -151,5 +156,5 @@ Live.memory = (element, server) => {
   new IntersectionObserver((entries) => {
     visible = entries.at(-1).isIntersecting;
     refresh();
-  }).observe(element);
+  }, AHEAD).observe(element);
 };

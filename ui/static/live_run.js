@@ -73,7 +73,7 @@ Live.run = (element, server) => {
     const answer = await server.curves({ run: id, since: data?.token });
     if (answer.error) { status.textContent = answer.error; return; }
     if (!answer.same) data = merged(data, answer);
-    status.textContent = !answer.rows ? "Charts appear with the first step that is logged." : answer.more ? `reading the metrics: ${answer.rows} rows so far` : "";
+    status.textContent = !answer.rows ? "Charts appear with the first step that is logged." : answer.more ? `Reading the metrics: ${answer.rows} rows so far` : "";
     status.hidden = !status.textContent;
     root.querySelector(".ts-tools").hidden = !answer.rows;
     if (!answer.same) draw(read());

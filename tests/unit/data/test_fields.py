@@ -120,7 +120,7 @@ def test_what_nobody_reads_is_counted_in_report_log_page_and_json(tmp_path):
     config = configure(tmp_path, write_jsonl(tmp_path / "data.jsonl", rows), global_batch_size=4)
     report = prepare(config, "train").report
     assert report.unused == {"id": 40, "messages[].likes": 1}
-    said = "not used: `id`, 40 rows; `messages[].likes`, 1 row"
+    said = "unused fields: `id`, 40 rows; `messages[].likes`, 1 row"
     assert any(line.endswith(said) for line in report.lines())
     preview = Preview(config)
     assert preview.statistics()["notes"] == [said]

@@ -289,7 +289,7 @@ def test_a_count_in_the_background_serves_the_training(tmp_path: Path) -> None:
     assert known_rows(config.model_copy(update={"max_length": config.max_length // 2})) is None, "control"
     typed = {name: value for name, value in config.model_dump(exclude_defaults=True).items() if name != "preset"}
     shown = form_preview(typed, num_processes=1)
-    assert "Data: not used: `likes`, 1 row." in shown.warnings
+    assert "Data: unused fields: `likes`, 1 row." in shown.warnings
     numbers = shown.numbers
     assert numbers
     assert numbers.total_steps == job.statistics["total_steps"] > 0

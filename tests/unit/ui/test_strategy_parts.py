@@ -22,7 +22,11 @@ def picker(monkeypatch: pytest.MonkeyPatch) -> StrategyPicker:
     ddp = Row("ddp", MeshSizes(), 8, {"weights": 1.0}, fits=True, seconds=1.0)
     monkeypatch.setattr(estimates, "start", lambda key: estimates._keep(key, [ddp]))
     with gr.Blocks():
-        return StrategyPicker(lambda length: preview({"max_length": length}, "tiny-lora", None, None, "2").job)
+        return StrategyPicker(
+            lambda length, slurm=None: preview(
+                {"max_length": length}, "tiny-lora", None, None, None if slurm else "2", slurm=slurm
+            )
+        )
 
 
 def is_active(timer: Any) -> bool:
@@ -46,6 +50,20 @@ def test_a_job_that_is_no_longer_known_says_so(picker: StrategyPicker, monkeypat
         panel, _, timer = picker.look(key)
         assert "reload the page" in panel
         assert not is_active(timer)
+
+
+def test_a_strategy_is_picked_for_nodes_of_which_no_memory_is_known(picker: StrategyPicker) -> None:
+    _, local, _ = picker.refresh("", "64")
+    panel, key, timer = picker.refresh(local, "64", {"nodes": "2", "gpus_per_node": "4"})
+    assert not is_active(timer)
+    assert 'value="hsdp"' in panel
+    assert "<code>--gpu_memory</code>" in panel
+    assert "ts-bar" not in panel, "a bar would show the memory of this machine"
+    assert "cannot run there" in panel
+    panel, _, _ = picker.look(key)
+    assert 'data-state="unknown"' in panel, "no look estimates it"
+    panel, _, _ = picker.refresh(key, "64")
+    assert "ts-bar" in panel
 
 
 def test_no_component_keeps_a_connection_open(picker: StrategyPicker) -> None:

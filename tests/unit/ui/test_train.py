@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -86,11 +87,26 @@ def test_one_answer_opens_the_page_with_the_preview_of_what_its_fields_then_hold
     answer = page.open_page(_Greeted())("", request)
     greeting, filled, rest = answer[:2], answer[2:-10], answer[-10:]
     assert greeting == ["hello", "button"]
-    assert filled == page.prefill("", request)
-    command, cards, key = rest[3], rest[7], rest[8]
+    prefilled = page.prefill("", request)
+    assert filled[: len(prefilled)] == prefilled
+    assert filled[len(prefilled)] == "local"
+    command, cards, key = re.sub("<[^>]*>", "", rest[3]), rest[7], rest[8]
     assert f"--preset {preset or 'tiny-lora'}" in command or f"train {preset or 'tiny-lora'}" in command
     assert 'id="strategy-cards"' in cards
     assert key
+
+
+@pytest.mark.parametrize("offered", [True, False])
+def test_a_draft_for_slurm_opens_as_it_was_left_where_slurm_is_offered(page: Any, offered: bool) -> None:
+    page.where.offered = offered
+    draft = json.dumps({"preset": "tiny-lora", "job": {"on": "slurm", "nodes": "2", "gpus_per_node": "4"}})
+    answer = page.open_page(_Greeted())(draft, SimpleNamespace(query_params={}))
+    target, *texts = answer[-10 - 3 - len(SLURM_FIELDS) : -12]
+    assert target == ("slurm" if offered else "local")
+    assert texts[:2] == ["2", "4"]
+    assert [part["visible"] for part in answer[-12:-10]] == [not offered, offered]
+    assert ("--nodes" in answer[-7]) is offered
+    assert ("ts-bar" in answer[-3]) is not offered
 
 
 def test_a_form_that_opens_with_mistakes_says_so_in_place_of_strategies(page: Any) -> None:

@@ -29,6 +29,15 @@ def test_a_draft_is_what_differs_from_its_preset() -> None:
     assert read_draft(json.dumps({**DRAFT, "devices": ["0", "2"]})) == Choices("tiny-lora", expected, "fsdp2", (0, 2))
 
 
+def test_where_it_trains_and_the_options_of_slurms_job_are_kept() -> None:
+    job = {"on": "slurm", "nodes": "4", "time": "", "container": "evil.sif", "qos": 3, "account": "x" * 2000}
+    choices = read_draft(json.dumps({**DRAFT, "job": job}))
+    assert choices
+    assert choices.job == {"on": "slurm", "nodes": "4", "time": ""}, "code comes from no page"
+    assert read_draft(write_draft(with_data(choices, "tiny-full", {"dataset_name": "me/mine"}))).job == choices.job
+    assert read_draft(json.dumps({**DRAFT, "job": ["on"]})) == read_draft(json.dumps(DRAFT))
+
+
 def test_what_the_form_of_today_does_not_know_is_left_out() -> None:
     options = {"max_steps": "7", "gone": "1", "preset": "x", "lora_r": 3, "run_name": None, "output_dir": ["a"]}
     assert read_draft(json.dumps({**DRAFT, "preset": "gone", "options": options, "devices": "many"})) == Choices(
@@ -48,7 +57,7 @@ JSON = st.recursive(
 
 
 @given(st.fixed_dictionaries({}, optional={
-    "preset": JSON, "strategy": JSON, "devices": JSON,
+    "preset": JSON, "strategy": JSON, "devices": JSON, "job": JSON,
     "options": JSON | st.dictionaries(st.sampled_from(sorted(names())), JSON, max_size=5),
 }))  # fmt: skip
 def test_any_json_is_choices(draft: dict[str, Any]) -> None:

@@ -146,6 +146,15 @@ def test_a_script_sends_one_object(request_: object, tmp_path: Path) -> None:
     assert preview_request({"preset": {"a": 1}}, tmp_path).job is None
 
 
+def test_a_script_that_asks_for_slurm_is_refused_and_trained_nowhere(tmp_path: Path) -> None:
+    for request in ({"on": "slurm"}, {"slurm": {"nodes": "2"}}, {"nodes": "2"}):
+        with pytest.raises(ConfigError, match=f"the request has {next(iter(request))!r}; its keys are"):
+            preview_request({"preset": "tiny-lora", **request}, tmp_path)
+    shown = preview_request({"preset": "tiny-lora", "options": {"nodes": "2", "on": "slurm"}}, tmp_path)
+    assert shown.job is None
+    assert {mistake.option for mistake in shown.mistakes} == {"nodes", "on"}
+
+
 def test_a_script_gets_what_a_person_sees(tmp_path: Path) -> None:
     request = {"preset": "tiny-lora", "strategy": "fsdp2", "num_processes": 2, "options": {"max_steps": 5}}
     shown = preview_request(request, tmp_path / "runs", [tmp_path])
