@@ -131,8 +131,8 @@ class PeakMemoryMode(TorchDispatchMode):
         def turn(gradient: torch.Tensor) -> None:
             self.turned = True
 
-        def hook(module: nn.Module, inputs: Any, named: dict[str, Any]) -> None:
-            hidden = inputs[0] if inputs else named["hidden_states"]
+        def hook(module: nn.Module, inputs: Any, kwargs: dict[str, Any]) -> None:
+            hidden = inputs[0] if inputs else kwargs["hidden_states"]
             if hidden.requires_grad:
                 hidden.register_hook(turn)
 
