@@ -131,9 +131,9 @@ class PeakMemoryMode(TorchDispatchMode):
         def turn(gradient: torch.Tensor) -> None:
             self.turned = True
 
-        def hook(module: nn.Module, inputs: Any, named: dict[str, Any]) -> None:
-            hidden = inputs[0] if inputs else named["hidden_states"]
-            if hidden.requires_grad:
+        def hook(module: nn.Module, inputs: Any, kwargs: dict[str, Any]) -> None:
+            hidden = inputs[0] if inputs else kwargs.get("hidden_states")
+            if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
                 hidden.register_hook(turn)
 
         layer.register_forward_pre_hook(hook, with_kwargs=True)
