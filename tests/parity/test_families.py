@@ -36,8 +36,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
                 "layer_types": ["sliding_attention", "full_attention"] * 2, "output_router_logits": False},
 }  # fmt: skip
 """Linear attention, and attention sinks."""
-WRAPPED = [("ddp", "qwen3_5_text"), ("fsdp2", "qwen3_5_text"), ("zero3", "qwen3_5_text"), ("fsdp2", "gpt_oss"),
-           ("zero3", "gpt_oss"), ("fsdp1", "qwen3_5_text"), ("ddp", "gpt_oss")]  # fmt: skip
+WRAPPED = [("fsdp2", "qwen3_5_text"), ("fsdp2", "gpt_oss"), ("ddp", "qwen3_5_text"), ("fsdp1", "qwen3_5_text"),
+           ("zero2", "qwen3_5_text"), ("zero3", "gpt_oss")]  # fmt: skip
 CUTS = ["tp", "sp", "cp", "pp", "fsdp2_tp", "pp_interleaved", "pp_fsdp2", "3d"]
 SHORT = [("tp", "qwen3"), ("cp", "gemma3_text"), ("sp", "gemma2"), ("pp", "qwen3")]
 ALL = [(cut, family) for cut in CUTS for family in FAMILIES]
@@ -70,14 +70,18 @@ def test_another_family_trains_as_on_one_process(cut: str, family: str) -> None:
     assert curve(cut_up).agrees(curve(trained(1, family)))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "family"), mostly_long(WRAPPED, [("zero3", "qwen3_5_text"), ("fsdp2", "gpt_oss")])
-)
+@pytest.mark.parametrize(("strategy", "family"), mostly_long(WRAPPED, WRAPPED[:2]))
 def test_packed_documents_stay_apart_in_every_layer(strategy: str, family: str) -> None:
     """Of models that mix tokens without attention, or whose softmax has a sink, as on one process."""
     sharded = trained(2, family, strategy)
     assert len(sharded.series("loss")) == STEPS
     assert curve(sharded).agrees(curve(trained(1, family)))
+
+
+def test_packed_rows_of_a_hybrid_are_refused_under_zero_3() -> None:
+    """Its ranks would wait for each other: each has groups of documents of its own."""
+    with pytest.raises(AssertionError, match=r"packing=true with qwen3_5_text under ZeRO 3.*use packing=false, or"):
+        trained(2, "qwen3_5_text", "zero3")
 
 
 def test_the_families_differ_and_a_fault_on_purpose_is_seen() -> None:

@@ -90,8 +90,8 @@ def _fused(
     scores = (sinks / scale).to(query.dtype)[None, :, None, None].expand(*query.shape[:3], 1)
     query = nn.functional.pad(torch.cat([query, scores], -1), (0, _SINK_WIDTH - 1, 1, 0))
     new_key = torch.zeros_like(key[:, :, :1])
-    one = nn.functional.pad(torch.ones_like(new_key[..., :1]), (0, _SINK_WIDTH - 1))
-    key = torch.cat([torch.cat([new_key, one], -1), nn.functional.pad(key, (0, _SINK_WIDTH))], 2)
+    unit = nn.functional.pad(torch.ones_like(new_key[..., :1]), (0, _SINK_WIDTH - 1))
+    key = torch.cat([torch.cat([new_key, unit], -1), nn.functional.pad(key, (0, _SINK_WIDTH))], 2)
     value = nn.functional.pad(value, (0, query.shape[-1] - size, 1, 0))
     if mask is not None:
         mask = nn.functional.pad(mask, (1, 0, 1, 0), value=True)

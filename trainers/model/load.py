@@ -31,6 +31,7 @@ from trainers.embedded import BASE_DIR
 from trainers.model.attention import KERNELS
 from trainers.model.config_checks import check_layers, check_values, own_code, refuse_other_tasks
 from trainers.model.experts import router_names
+from trainers.model.mixers import split_mixers
 from trainers.model.probe import in_one_line
 from trainers.model.quantization import finish, loading_options, many_threads, refuse_quantised, settle_quantisation
 from trainers.model.rotary import choose_by_document
@@ -169,6 +170,7 @@ def load_base(config: TrainConfig) -> PreTrainedModel:
     if config.method == "qlora":
         finish(model)
     choose_by_document(model)
+    split_mixers(model)
     model.config.use_cache = False
     for weight in silent_weights(model):
         weight.requires_grad_(False)

@@ -17,19 +17,18 @@ from trainers.data.layout import MetadataRoute
 from trainers.model.attention import by_document
 
 
-def split_mixers(decoder: nn.Module) -> list[nn.Module]:
-    """Patches the mixing layers of a decoder to see one document at a time, as `MetadataRoute.current` lists them.
+def split_mixers(model: Any) -> None:
+    """Patches the mixing layers of a model to see one document at a time, as `MetadataRoute.current` lists them.
+
+    They are found by their depthwise convolution over the sequence, and get the attribute `sees_documents`, by which
+    the loss knows them.
 
     Args:
-        decoder: the decoder of a transformers model.
-
-    Returns:
-        The patched layers: modules with a depthwise convolution over the sequence, as they all have.
+        model: a transformers causal language model.
     """
-    layers = [module for module in decoder.modules() if any(map(_is_depthwise, module.children()))]
-    for layer in layers:
-        layer.forward = MethodType(_forward, layer)
-    return layers
+    for layer in (model.get_decoder() or model).modules():
+        if any(map(_is_depthwise, layer.children())):
+            layer.forward, layer.sees_documents = MethodType(_forward, layer), True
 
 
 def _is_depthwise(module: nn.Module) -> bool:

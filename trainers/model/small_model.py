@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedCon
 
 from trainers.config.mistakes import ConfigError
 from trainers.model.attention import KERNELS, attention_function, eager
+from trainers.model.mixers import split_mixers
 from trainers.model.probe import (
     ForwardPass,
     ProbeError,
@@ -260,6 +261,7 @@ def _problem(
             model.load_state_dict(reference.state_dict())
         except Exception:
             return f"{kind} models support only their own attention, which cannot keep packed documents apart"
+        split_mixers(model)
         loss = SupervisedLoss(model).eval()
         if splits_rows and loss.mixers:
             return f"{kind} models have layers that mix the tokens of a row without attention"

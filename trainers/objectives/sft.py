@@ -15,9 +15,8 @@ from torch import nn
 from torch.nn import functional
 
 from trainers.data.layout import AttentionMetadata, DocumentLayout, MetadataRoute
-from trainers.model.mixers import split_mixers
-from trainers.model.output_head import HeadRule, find_head_rule
 from trainers.objectives.load_balancing import LoadBalancing, weighted_probabilities
+from trainers.objectives.output_head import HeadRule, find_head_rule
 
 # 32M fp32 logits (128 MiB) at once. Chunks depend only on the vocabulary size, so that all strategies chunk equally.
 LOGITS_PER_CHUNK = 2**25
@@ -141,9 +140,9 @@ class SupervisedLoss(nn.Module):
         self.chunked = rule is not None
         self.rule = rule or HeadRule()
         self.route = MetadataRoute(self.base, self.base.get_decoder() if self.chunked else self.base)
-        self.mixers = split_mixers(self.base.get_decoder() or self.base)
-        if self.mixers:
-            self.route.by_argument = False  # they do not get the arguments of attention layers
+        self.mixers = [layer for layer in self.base.modules() if getattr(layer, "sees_documents", False)]
+        if self.mixers:  # see trainers/model/mixers.py; they do not get the arguments of attention layers
+            self.route.by_argument = False
         self.balancing = LoadBalancing.of(self.base.config.get_text_config())  # the language part, if multimodal
         adapted: list[Any] = [layer for layer in self.model.modules() if hasattr(layer, "cast_input_dtype_enabled")]
         for layer in adapted if compute != torch.float32 else ():

@@ -25,6 +25,7 @@ import torch
 from filelock import FileLock, Timeout
 from torch import distributed
 
+from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.parallel.backend import Backend, total_numel, trained_weights
 from trainers.parallel.optimizer import build_optimizer, parameter_groups
@@ -49,11 +50,21 @@ class Zero(Backend):
         mesh: the mesh of all ranks.
 
     Raises:
+        ConfigError: for packed rows of a model that mixes tokens without attention, under ZeRO 3.
         TrainingError: if DeepSpeed's account of its memory layout is wrong, or NVMe cannot be used for offload.
     """
 
     def __init__(self, loss: Any, config: TrainConfig, accelerator: Any, ranks: Ranks, mesh: Mesh):
         self.ranks, self.device, self.trained = ranks, ranks.device, trained_weights(loss.model)
+        if config.packing and loss.mixers and accelerator.deepspeed_plugin.zero_stage == 3:
+            # It gathers weights per call, and ranks call these layers once for each group of their own documents.
+            raise ConfigError.about(
+                "packing",
+                True,
+                f"with {loss.base.config.model_type} under ZeRO 3: the layers that mix tokens without attention run a "
+                "different number of times on each process, which would wait for each other forever",
+                "use packing=false, or another strategy, such as fsdp2",
+            )
         self.shapes = {name: weight.shape for name, weight in self.trained}
         self.tensor = getattr(loss, "tensor", None)
         self.primary = True
@@ -82,10 +93,6 @@ class Zero(Backend):
         for name, weight in self.trained:
             # DeepSpeed's norm counts slices on every tensor-parallel rank, replicated weights on the first only.
             weight.model_parallel = self.tensor is not None and name in self.tensor.slices
-        if self.stage == 3 and loss.mixers:  # a rank runs them once for each group of documents, others more often
-            from deepspeed.utils import set_z3_leaf_modules
-
-            set_z3_leaf_modules(loss, list({type(layer) for layer in loss.mixers}))
         with _initialized_over(groups):
             self.model, _ = accelerator.prepare(loss, optimizer)
         self.optimizer = self.model.optimizer

@@ -39,8 +39,8 @@ from trainers.data.layout import AttentionMetadata
 from trainers.model.attention import KERNELS
 from trainers.model.config_checks import check_layers
 from trainers.model.load import add_adapters
-from trainers.model.output_head import find_head_rule
 from trainers.model.quantization import refuse_unfit
+from trainers.objectives.output_head import find_head_rule
 from trainers.strategy.strategy import load_strategy, strategy_names
 from trainers.tools.memory_estimate import estimate_memory
 

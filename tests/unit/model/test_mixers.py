@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.unit.objectives.test_sft_loss import packed_inputs
 from trainers.config.mistakes import ConfigError
+from trainers.model import mixers, small_model
 from trainers.model.attention import KERNELS
 from trainers.model.small_model import choose_attention, small_config
-from trainers.objectives import sft
 from trainers.objectives.sft import SupervisedLoss
 from trainers.parallel.sequence import refuse_unsplittable_rows
 from trainers.strategy.mesh import MeshSizes
@@ -38,6 +38,7 @@ def model_of(family: str, **settings: Any) -> Any:
 
 def packed_loss(family: str, checkpointing: bool = False) -> SupervisedLoss:
     model = model_of(family, attn_implementation=KERNELS["sdpa"])
+    mixers.split_mixers(model)
     if checkpointing:
         model.train()
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -82,7 +83,8 @@ def test_recomputed_layers_see_the_documents_too() -> None:
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_without_it_documents_would_run_into_each_other(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control of the tests above, and the probe refuses such a model."""
-    monkeypatch.setattr(sft, "split_mixers", lambda decoder: [])
+    monkeypatch.setattr(mixers, "split_mixers", lambda model: None)
+    monkeypatch.setattr(small_model, "split_mixers", lambda model: None)
     assert far(packed_loss(family), family) > 1e-3
     with pytest.raises(ConfigError, match=r"see later tokens or another document|attention or layers of their own"):
         choose_attention(config_of(family), packing=True)
@@ -98,7 +100,7 @@ def test_a_copy_runs_its_own_layers() -> None:
 
 
 def test_models_without_such_layers_are_left_alone() -> None:
-    loss = SupervisedLoss(model_of("llama", attn_implementation=KERNELS["sdpa"]))
+    loss = packed_loss("llama")
     assert loss.mixers == []
     assert not any("forward" in vars(module) for module in loss.base.modules())
 

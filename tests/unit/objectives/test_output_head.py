@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from tests.unit.objectives.test_sft_loss import packed_inputs, some_documents
 from trainers.model.attention import KERNELS
-from trainers.model.output_head import HeadRule, find_head_rule
 from trainers.model.small_model import small_config
+from trainers.objectives.output_head import HeadRule, find_head_rule
 from trainers.objectives.sft import SupervisedLoss, inner_model
 
 PLAIN = HeadRule()
