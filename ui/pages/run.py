@@ -70,11 +70,11 @@ def _compared(run: RunFolder, view: dict[str, Any]) -> dict[str, str] | None:
 def _remedy_buttons(changes: Sequence[Change], state: str) -> list[Any]:
     """Updates for the buttons of these remedies. The first is what to do about a failure, not to resume as before."""
     variants = ["primary" if state == "failed" and number == 0 else "secondary" for number in range(len(changes))]
-    shown = [
+    updates = [
         gr.update(value=remedy_label(change, state), visible=True, variant=variant)
         for change, variant in zip(changes, variants, strict=True)
     ]
-    return [*shown, *[gr.update(visible=False)] * (_MAX_REMEDIES - len(shown))]
+    return [*updates, *[gr.update(visible=False)] * (_MAX_REMEDIES - len(updates))]
 
 
 class _Page:

@@ -104,15 +104,15 @@ def _cpus(processes: int | None) -> str:
 
 def _cause_and_next(view: dict[str, Any], diagnosed: bool) -> Html:
     """The cause of the state, and what to do next."""
-    told = diagnosed and view["state"] == "failed"
-    lines = [line for line in ("" if told else view["cause"], view["next"]) if line]
+    has_cards = diagnosed and view["state"] == "failed"
+    lines = [line for line in ("" if has_cards else view["cause"], view["next"]) if line]
     if view["export_dir"]:
         chat = link("chat", "open it in Chat", run=view["id"])
         lines = [line for line in lines if line != view["next"] or view["state"] != "done"]
         lines.append(join([f"The model is in {view['export_dir']}: ", chat]))
     if view["bad_checkpoints"]:
         lines.append(f"Damaged checkpoints were set aside: {', '.join(view['bad_checkpoints'][:5])}")
-    if told:
+    if has_cards:
         return join(map(note, lines))
     return alert_list(lines, _KINDS.get(view["state"], "info"))  # type: ignore[arg-type]
 
@@ -126,12 +126,12 @@ def diagnosis_cards(diagnoses: Sequence[Diagnosis], state: str, cause: str = "")
         cause: the recorded cause, which shows why a run failed; of another run it stands above the cards.
     """
     cards, failed = [], state == "failed"
-    told = [] if failed else [cause]
+    earlier = [] if failed else [cause]
     for diagnosis in diagnoses:
         heading = diagnosis.cause if diagnosis.rule or not failed else cause or diagnosis.cause
-        told.append(heading)
+        earlier.append(heading)
         recorded = [cause] if failed and diagnosis is diagnoses[0] else []
-        lines = _untold([*recorded, *map(_evidence_text, diagnosis.evidence)], told)
+        lines = _untold([*recorded, *map(_evidence_text, diagnosis.evidence)], earlier)
         evidence = join(element("li", element("code", line)) for line in lines)
         changes = join(
             element("li", join([with_code(sentence(change.text)), " ", element("code", unbroken(change.flags))]),
@@ -151,13 +151,13 @@ def diagnosis_cards(diagnoses: Sequence[Diagnosis], state: str, cause: str = "")
     return section(name, body) if cards else Html("")
 
 
-def _untold(lines: Iterable[str], told: list[str]) -> list[str]:
+def _untold(lines: Iterable[str], earlier: list[str]) -> list[str]:
     """The lines that say more than what is told before them; they are told then too."""
     untold = []
     for line in lines:
-        if line and not any(_message(line) in _message(other) for other in told):
+        if line and not any(_message(line) in _message(other) for other in earlier):
             untold.append(line)
-            told.append(line)
+            earlier.append(line)
     return untold
 
 

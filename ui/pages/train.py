@@ -222,8 +222,8 @@ class _Form:
             [*self.data_before, *map(self._component, DESCRIBING)], **_QUICK, trigger_mode="always_last",
         )  # fmt: skip
         keep = draft_js([field.name for field in self.fields], JOB_NAMES, {"runs_dir": str(self.context.runs_dir)})
-        kept = [*draft_inputs, *self.where.inputs]
-        gr.on([*changes, *job_changes, self.preset.change], None, kept, None, js=keep, **_HIDDEN)
+        draft_parts = [*draft_inputs, *self.where.inputs]
+        gr.on([*changes, *job_changes, self.preset.change], None, draft_parts, None, js=keep, **_HIDDEN)
         self.start_over.click(None, None, None, js=_START_OVER, **_HIDDEN)
         self.look.click(self.show_rows, inputs, self.rows, **_HIDDEN, show_progress="hidden", trigger_mode="once")
         switch = self.preset.input(self.switch_preset, [self.before, *draft_inputs], form_outputs, **_QUICK)
@@ -247,7 +247,9 @@ class _Form:
              *self.where.parts, *preview_outputs, *self.cards.outputs],
             js="() => [tunesmithDraft.read()]", **_QUICK,
         )  # fmt: skip
-        loaded.then(None, kept, None, js=f"(...all) => {{ tunesmithDraft.ready(); ({keep})(...all); }}", **_HIDDEN)
+        loaded.then(
+            None, draft_parts, None, js=f"(...all) => {{ tunesmithDraft.ready(); ({keep})(...all); }}", **_HIDDEN
+        )
         launched = self.launch.click(
             self.start, [self.confirmed, *inputs], [self.panel, self.launch, self.started, self.confirmed],
             trigger_mode="once", concurrency_limit=1, concurrency_id="launch", show_progress="hidden", **_HIDDEN,
@@ -405,8 +407,8 @@ class _Form:
             filled, saved = self.prefill(draft, request), read_draft(draft)
             job = self.where.values(saved.job if saved and "resume" not in request.query_params else {})
             form = [*self._values_after(filled), *job]
-            shown = [*filled, *job, *self.where.switch(job[0])]
-            return [*welcome.greet(), *shown, *self.refresh(*form), *self.cards.refresh("", *form)]
+            fields = [*filled, *job, *self.where.switch(job[0])]
+            return [*welcome.greet(), *fields, *self.refresh(*form), *self.cards.refresh("", *form)]
 
         return opened
 
