@@ -151,6 +151,7 @@ class SupervisedLoss(nn.Module):
         super().__init__()
         self.model, self.compute, self.offloads = model, compute, offloads
         self.over_ranks: Any = None  # set if rows are sharded: see trainers/parallel/sequence.py
+        self.stored: dict[str, Any] = {}  # where weights on the meta device are: see trainers/model/stored.py
         head = self.base.get_output_embeddings()
         text = self.base.config.get_text_config()  # the language part of a multimodal model
         self.chunked = text.model_type in LINEAR_HEADS and isinstance(head, nn.Linear)
