@@ -85,7 +85,8 @@ def load_weights(folder: Path, model: nn.Module, stored: dict[str, StoredTensor]
                 f"{name} has shape {list(place.shape)} in the checkpoint, {list(target.shape)} in the model"
             )
         if target.is_meta and stored is not None:
-            stored[name] = place
+            former = stored[name]
+            stored.update({alias: place for alias, other in stored.items() if other is former})
         else:
             with torch.no_grad():
                 target.copy_(place.mapped())

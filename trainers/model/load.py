@@ -328,7 +328,8 @@ def build_unread(config: TrainConfig) -> tuple[nn.Module, dict[str, StoredTensor
     """Builds the model of `build_model` with its base on the meta device, for a strategy to cut before it is read.
 
     Returns:
-        The model, and where each weight on the meta device is to be read from: none if they can only be loaded whole.
+        The model, and where each weight on the meta device is to be read from, under all of its names if it is tied;
+        none if the weights can only be loaded whole.
 
     Raises:
         ConfigError: see `build_model`.
@@ -349,8 +350,8 @@ def build_unread(config: TrainConfig) -> tuple[nn.Module, dict[str, StoredTensor
     else:
         with without_memory(base):
             model = add_adapters(base, config)
-    names = {id(weight): name for name, weight in model.named_parameters()}
-    return model, {names[key]: source for key, source in sources.items()}
+    weights = model.named_parameters(remove_duplicate=False)
+    return model, {name: sources[id(weight)] for name, weight in weights if id(weight) in sources}
 
 
 def _whole_reason(config: TrainConfig, model_config: Any) -> str | None:

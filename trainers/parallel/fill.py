@@ -66,9 +66,11 @@ def _local(loss: Any, name: str, weight: Any, device: torch.device) -> torch.Ten
 
 
 def _rectangle(loss: Any, name: str, shape: Sequence[int]) -> tuple[slice, ...]:
-    """The rectangle of a weight that tensor parallelism leaves this rank."""
+    """The rectangle of a stored weight that tensor parallelism leaves this rank, which has this shape."""
     cut = loss.tensor.slices.get(name) if loss.tensor else None
-    return cut.slices if cut is not None else tuple(slice(0, size) for size in shape)
+    rectangle = cut.slices if cut is not None else tuple(slice(0, size) for size in loss.stored[name].shape)
+    assert [side.stop - side.start for side in rectangle] == list(shape), f"{name} was cut in an unknown way"
+    return rectangle
 
 
 @contextmanager

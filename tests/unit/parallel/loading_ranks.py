@@ -26,7 +26,6 @@ from trainers.config.validation import build as build_config
 from trainers.model.load import build_model
 from trainers.model.stored import StoredTensor
 from trainers.parallel.backend import Backend
-from trainers.parallel.fill import _rectangle
 from trainers.strategy.strategy import load_strategy, resolve
 
 
@@ -73,7 +72,8 @@ def kept(name: str, weight: Any, loss: Any) -> tuple[torch.Tensor, Any]:
     """What this rank has of a weight, and a function that takes the same part of the whole weight."""
 
     def cut(whole: torch.Tensor) -> torch.Tensor:
-        return whole[_rectangle(loss, name, whole.shape)] if whole.ndim else whole
+        cut = loss.tensor.slices.get(name) if loss.tensor else None
+        return whole if cut is None else whole[cut.slices]
 
     if isinstance(weight, DTensor):
         return weight.full_tensor(), cut
@@ -92,7 +92,7 @@ def differences(backend: Backend, loss: Any, config: Any) -> dict[str, Any]:
     full = FullyShardedDataParallel.summon_full_params(wrapped, writeback=False)
     with full if isinstance(wrapped, FullyShardedDataParallel) else nullcontext():
         found = {name.replace("_fsdp_wrapped_module.", ""): weight for name, weight in mine.named_parameters()}
-        wrong, expected = [], dict(whole.named_parameters())
+        wrong, expected = [], dict(whole.named_parameters(remove_duplicate=False))
         for name, weight in found.items():
             value, cut = kept(name, weight, loss)
             other = cut(expected[name].detach())
