@@ -28,7 +28,7 @@ from torch import nn
 from trainers.checkpoint.remote import RemoteCopy
 from trainers.checkpoint.rng import random_state, set_random_state
 from trainers.checkpoint.weights import OTHER_BASE, load_weights
-from trainers.model.stored import StoredTensor
+from trainers.model.stored import Source
 from trainers.parallel.backend import Backend
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.shards import WEIGHT, gather_full_tensors, steps_of
@@ -334,7 +334,7 @@ class Checkpoints:
                 error = problem
         self.ranks.agree(error, "setting later checkpoints aside")
 
-    def load(self, folder: Path, model: nn.Module, stored: dict[str, StoredTensor] | None = None) -> Progress:
+    def load(self, folder: Path, model: nn.Module, stored: dict[str, Source] | None = None) -> Progress:
         """Loads the weights of a checkpoint into a model that is not wrapped yet. Collective.
 
         Args:

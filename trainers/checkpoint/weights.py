@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from trainers.config.mistakes import ConfigError
-from trainers.model.stored import StoredTensor, tensors_in
+from trainers.model.stored import Source, tensors_in
 from trainers.parallel.backend import trained_weights
 from trainers.parallel.shards import WEIGHT
 from trainers.run.manifest import read_manifest
 
 OTHER_BASE = "the base model's weights are not those that its adapters were trained on"
-NOTHING: Mapping[str, StoredTensor] = MappingProxyType({})
+NOTHING: Mapping[str, Source] = MappingProxyType({})
 
 
 def persistent_buffers(model: nn.Module) -> list[str]:
@@ -29,7 +29,7 @@ def persistent_buffers(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_buffers() if name in persistent]
 
 
-def base_digest(model: nn.Module, stored: Mapping[str, StoredTensor] = NOTHING) -> str:
+def base_digest(model: nn.Module, stored: Mapping[str, Source] = NOTHING) -> str:
     """sha256 of a sample of each frozen weight; empty if all weights are trained.
 
     Values are rounded to bf16, so that the digest does not depend on the compute dtype. 4-bit weights are left out:
@@ -60,7 +60,7 @@ def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict(trained_weights(model)) | {name: model.get_buffer(name) for name in persistent_buffers(model)}
 
 
-def load_weights(folder: Path, model: nn.Module, stored: dict[str, StoredTensor] | None = None) -> None:
+def load_weights(folder: Path, model: nn.Module, stored: dict[str, Source] | None = None) -> None:
     """Copies the weights of a checkpoint into a model.
 
     Args:

@@ -35,7 +35,7 @@ from trainers.model.probe import in_one_line
 from trainers.model.quantization import finish, loading_options, many_threads, refuse_quantised, settle_quantisation
 from trainers.model.rotary import choose_by_document
 from trainers.model.small_model import choose_attention
-from trainers.model.stored import LeftInFiles, StoredTensor, without_memory
+from trainers.model.stored import LeftInFiles, Source, without_memory
 from trainers.objectives.load_balancing import refuse_load_balancing
 from trainers.run.hub_errors import hub_mistake
 from trainers.run.weight_headers import ADAPTER_AS_MODEL, read_header
@@ -324,7 +324,7 @@ def build_model(config: TrainConfig) -> nn.Module:
     return base if config.method == "full" else add_adapters(base, config)
 
 
-def build_unread(config: TrainConfig) -> tuple[nn.Module, dict[str, StoredTensor]]:
+def build_unread(config: TrainConfig) -> tuple[nn.Module, dict[str, Source]]:
     """Builds the model of `build_model` with its base on the meta device, for a strategy to cut before it is read.
 
     Returns:
@@ -341,7 +341,7 @@ def build_unread(config: TrainConfig) -> tuple[nn.Module, dict[str, StoredTensor
     left = LeftInFiles()
     base = _load_base(config, copy.deepcopy(model_config), left)
     if (sources := left.sources(base)) is None:
-        _say("every process loads the whole model: transformers joins or splits some of the tensors in its files")
+        _say("every process loads the whole model: it is unknown where some of its weights come from")
         del base
         return build_model(config), {}
     use_checkpointing(base, config)

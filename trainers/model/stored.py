@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel, modeling_utils
+from transformers.core_model_loading import WeightConverter
 
 from trainers.run.errors import TrainingError
 from trainers.run.weight_headers import read_places
@@ -93,6 +94,53 @@ class StoredTensor:
         return tensor
 
 
+@dataclass(frozen=True)
+class ConvertedTensor:
+    """A weight that transformers computes from tensors in the files, such as the experts of a layer from each of them.
+
+    Args:
+        converter: what computes it.
+        layer: the name that transformers calls it with.
+        options: the other arguments of that call.
+        pieces: the tensors that it takes, by their patterns, each with its dtype in the model.
+        name: name of the weight among the results.
+        shape: its shape.
+    """
+
+    converter: WeightConverter
+    layer: str
+    options: dict[str, Any]
+    pieces: dict[str, list[tuple[StoredTensor, torch.dtype]]]
+    name: str
+    shape: torch.Size
+
+    def mapped(self) -> torch.Tensor:
+        """The weight, computed from all of its pieces."""
+        for pattern, pieces in self.pieces.items():
+            self.converter.collected_tensors[pattern] = [_whole(*piece) for piece in pieces]
+        return _one(self.converter.convert(self.layer, **self.options)[self.name])
+
+    def read(self, target: torch.Tensor, part: tuple[slice, ...] = ()) -> None:
+        """See `StoredTensor.read`; the whole weight is in memory for a moment."""
+        if target.numel():
+            target.detach().copy_(self.mapped()[part])
+
+
+Source = StoredTensor | ConvertedTensor
+"""Where a weight comes from."""
+
+
+def _whole(tensor: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
+    whole = torch.empty(tensor.shape, dtype=dtype)
+    tensor.read(whole)
+    return whole
+
+
+def _one(result: Any) -> torch.Tensor:
+    tensor: torch.Tensor = result[0] if isinstance(result, list) else result
+    return tensor
+
+
 def tensors_in(file: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file by name, without those in 8 bits or fewer that only quantised models have.
 
@@ -122,7 +170,7 @@ class _StandIn:
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A meta tensor of the shape in the file, and the dtype in the model."""
         empty = torch.empty(self.tensor.shape, dtype=dtype or self.tensor.dtype, device="meta")
-        self.left.by_storage[empty.untyped_storage()._cdata] = (self.tensor, empty)
+        self.left.note(empty, self.tensor)
         return empty
 
 
@@ -130,29 +178,49 @@ class LeftInFiles:
     """Records what a model that is built meanwhile would read."""
 
     def __init__(self) -> None:
-        # The tensors are kept beside their sources, so that no other storage gets the same address.
-        self.by_storage: dict[int, tuple[StoredTensor, torch.Tensor]] = {}
+        self.by_place: dict[tuple[int, int], tuple[Source, torch.Tensor]] = {}
+
+    def note(self, empty: torch.Tensor, source: Source) -> None:
+        """Records the source of a meta tensor, which is kept so that no other storage gets its address."""
+        self.by_place[_place(empty)] = (source, empty)
+
+    def source(self, weight: torch.Tensor) -> Source | None:
+        """Where a meta weight or buffer comes from; None if that is unknown."""
+        found = self.by_place.get(_place(weight))
+        return found[0] if found is not None and found[0].shape == weight.shape else None
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """While active, `from_pretrained` leaves weights on the meta device."""
-        plain = modeling_utils.safe_open
+        open_file, convert = modeling_utils.safe_open, WeightConverter.convert
+
+        def convert_empty(converter: Any, layer: str, **options: Any) -> Any:
+            futures = dict(converter.collected_tensors)
+            results = convert(converter, layer, **options)
+            pieces = {pattern: [self._piece(future.result()) for future in each] for pattern, each in futures.items()}
+            options.pop("loading_info", None)
+            for name, result in results.items():
+                empty = _one(result)
+                self.note(empty, ConvertedTensor(converter, layer, options, pieces, name, empty.shape))
+            return results
+
         modeling_utils.safe_open = lambda file, *args, **kwargs: _Opened(Path(file), self)
+        WeightConverter.convert = convert_empty
         try:
             yield
         finally:
-            modeling_utils.safe_open = plain
+            modeling_utils.safe_open, WeightConverter.convert = open_file, convert
 
-    def source(self, weight: torch.Tensor) -> StoredTensor | None:
-        """The tensor that a weight or buffer is to be read from; None if transformers computed it from several."""
-        found = self.by_storage.get(weight.untyped_storage()._cdata)
-        return found[0] if found is not None and found[0].shape == weight.shape else None
+    def _piece(self, empty: torch.Tensor) -> tuple[StoredTensor, torch.dtype]:
+        source = self.source(empty)
+        assert isinstance(source, StoredTensor)
+        return source, empty.dtype
 
-    def sources(self, model: PreTrainedModel) -> dict[int, StoredTensor] | None:
+    def sources(self, model: PreTrainedModel) -> dict[int, Source] | None:
         """Reads the buffers of a model and ties its weights.
 
         Returns:
-            The source of each weight by its id; None if a weight has none, so that the model must be loaded whole.
+            The source of each weight by its id; None if that of one is unknown, so that all must be loaded whole.
         """
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -181,6 +249,11 @@ class LeftInFiles:
     def _value(self, weight: torch.Tensor) -> torch.Tensor:
         source = self.source(weight)
         return weight if source is None else source.mapped()
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    """What two tensors of one model share only if they are the same."""
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
 class _Opened:
