@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 import torch
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from trainers import build
@@ -123,7 +123,11 @@ def main(folder: Path, options: dict[str, Any], name: str) -> None:
     watch = Watch()
     loss = build.module(config, main_rank=False)
     backend, _ = build.backend(config, strategy, accelerator, ranks, mesh, loss)
-    found = watch.end() | {"kept": bytes_kept(loss.model)}
+    found = watch.end()
+    for module in backend.model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # which it leaves to the next pass
+    found |= {"kept": bytes_kept(loss.model)}
     found |= differences(backend, loss, config)
     (folder / f"{ranks.rank}.json").write_text(json.dumps(found))
     del backend, loss
