@@ -97,7 +97,7 @@ def log_lines(steps: int, world: int = 2) -> list[str]:
 
 def manifest_tensors(model: Any) -> dict[str, Any]:
     """What the manifest of a checkpoint of a model says of its weights."""
-    from trainers.checkpoint.checkpoint import saved_tensors
+    from trainers.checkpoint.weights import saved_tensors
 
     shapes = {name: list(tensor.shape) for name, tensor in saved_tensors(model).items()}
     return {f"model.{name}": {"shape": shape, "dtype": "float32"} for name, shape in shapes.items()}

@@ -28,7 +28,7 @@ from trainers.model.attention import KERNELS, avoid_cudnn
 from trainers.model.attention_kernel import choose
 from trainers.model.experts import adapter_lines
 from trainers.model.fp8 import convert
-from trainers.model.load import build_model, compile_blocks, compute_dtype
+from trainers.model.load import build_unread, compile_blocks, compute_dtype
 from trainers.model.probe import check_model_computes
 from trainers.monitor.metrics import MetricsFile
 from trainers.monitor.self_check import DtypeProbe
@@ -37,6 +37,7 @@ from trainers.objectives.load_balancing import balancing_lines
 from trainers.objectives.sft import SupervisedLoss
 from trainers.parallel.backend import Backend
 from trainers.parallel.cpu import adapt_to_cpu
+from trainers.parallel.fill import passing_through
 from trainers.parallel.fsdp import FullySharded
 from trainers.parallel.pipeline import Pipelined
 from trainers.parallel.ranks import Ranks
@@ -129,7 +130,7 @@ def _over_group(ddp: DistributedDataParallelKwargs, group: Any) -> Any:
 def module(
     config: TrainConfig, main_rank: bool, splits: Sequence[TokenSet | None] = (), pad_token_id: int = 0
 ) -> SupervisedLoss:
-    """Builds the full model and its loss on the CPU, before any strategy wraps it.
+    """Builds the model and its loss before any strategy wraps it, and leaves the base's weights in their files.
 
     Args:
         config: the run's config.
@@ -144,11 +145,12 @@ def module(
         logging.disable_progress_bar()
     # Users cannot act on deprecations inside the libraries.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft|accelerate|torch)\.")
-    model = build_model(config)
+    model, stored = build_unread(config)
     if config.mixed_precision == "fp8":
         convert(model)
     offloads = config.gradient_checkpointing and config.activation_offloading
     loss = SupervisedLoss(model, compute_dtype(config), offloads)
+    loss.stored = stored
     if main_rank and (lines := adapter_lines(model) + balancing_lines(loss.balancing)):
         print("\n".join(lines), flush=True)
     check_token_ids(config, splits, loss.vocab_size, pad_token_id)
@@ -170,7 +172,7 @@ def backend(
     refuse_unsplittable_rows(loss.base.config.get_text_config(), mesh.sizes)
     precision = torch.bfloat16 if config.tf32 else loss.compute
     if mesh.sizes.pp > 1:  # once split, no rank can run the full model
-        check_on_cpu(loss, config.packing, precision)
+        check_on_cpu(loss, config.packing, precision, ranks)
     # Kernel, tensor parallelism and compilation change modules in place: apply them before wrapping.
     if loss.base.config._attn_implementation in KERNELS.values():
         _use_kernel(config, ranks, loss)
@@ -204,15 +206,23 @@ def backend(
     return backend, dtypes
 
 
-def check_on_cpu(loss: SupervisedLoss, packing: bool, precision: torch.dtype) -> None:
-    """Probes a full model on the CPU with eager attention, as GPU kernels do not run there.
+def check_on_cpu(loss: SupervisedLoss, packing: bool, precision: torch.dtype, ranks: Ranks) -> None:
+    """Probes a full model on rank 0's CPU with eager attention, as GPU kernels do not run there. Collective.
 
     Raises:
         ConfigError: see `check_model_computes`.
     """
     if loss.base.config._attn_implementation in KERNELS.values():
         loss.base.set_attn_implementation(KERNELS["eager"])
-    check_model_computes(loss, loss.base, packing, torch.device("cpu"), precision)
+    lines, cpu = None, torch.device("cpu")
+    try:
+        if ranks.is_main:
+            with passing_through(loss, cpu):
+                check_model_computes(loss, loss.base, packing, cpu, precision)
+    except ConfigError as error:
+        lines = error.lines
+    if lines := ranks.broadcast(lines):
+        raise ConfigError(lines)
 
 
 def _use_kernel(config: TrainConfig, ranks: Ranks, loss: SupervisedLoss) -> None:

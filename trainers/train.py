@@ -226,8 +226,8 @@ def train(
 
     with gc_paused():
         from trainers import build
-        from trainers.checkpoint.checkpoint import base_digest, persistent_buffers
         from trainers.checkpoint.export import export_checkpoint, export_kind, export_seconds
+        from trainers.checkpoint.weights import base_digest, persistent_buffers
         from trainers.data.prepare import load_tokenizer, prepare, report_lines
         from trainers.loop import TrainContext, TrainLoop
         from trainers.model.load import matmul_parameters
@@ -250,10 +250,10 @@ def train(
     attempt = ranks.broadcast(attempt)
     CLOCK.ended("processes")
     loss = build.module(config, main_rank, [data, eval_data], tokenizer.pad_token_id)
-    base = ranks.broadcast(base_digest(loss.model) if main_rank else "")  # other ranks may not have read the weights
+    base = ranks.broadcast(base_digest(loss.model, loss.stored) if main_rank else "")
     checkpoints = build.checkpoints(config, strategy, run, ranks, data.fingerprint, base, attempt)
     folder = build.resume_folder(config, checkpoints)
-    progress = checkpoints.load(folder, loss.model) if folder else Progress()
+    progress = checkpoints.load(folder, loss.model, loss.stored) if folder else Progress()
     progress.skipped_steps = ranks.broadcast(sorted({*progress.skipped_steps, *run.read_skipped_steps()}))
     buffers, memory = persistent_buffers(loss.model), memory_gib(ranks.device)
     matmul = matmul_parameters(loss.model)  # before layers are split over ranks

@@ -153,7 +153,7 @@ def plan_row(strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any]
     ranks = min(row.sizes.world, hardware.per_machine)
     in_host = 0.0 if strategy.offload == "nvme" else row.host
     resident = in_host if on_gpu else row.total - row.memory["overhead"]
-    row.host_phases = host_phases(strategy, config, counted, resident, ranks, row.sizes.world)
+    row.host_phases = host_phases(config, counted, resident, ranks, row.sizes.world)
     row.disk = disk_bytes(config, counted)
     _set_fits(row, strategy, hardware)
     return row

@@ -9,19 +9,17 @@ from app.plan.hardware import GIB
 from app.plan.memory import weight_and_state_bytes
 from trainers.config.options import TrainConfig
 from trainers.run.disk import Tensor, bytes_needed
-from trainers.strategy.strategy import Strategy
 
 _MANY_STEPS = 2**31
 """Steps of a run that ends by its epochs: enough for all checkpoints that are kept."""
 
 
 def host_phases(
-    strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any], resident: float, ranks: int, world: int
+    config: TrainConfig, counted: Mapping[str, Any], resident: float, ranks: int, world: int
 ) -> dict[str, float]:
     """Bytes of host memory that a machine needs in each phase of a run.
 
     Args:
-        strategy: the strategy.
         config: the run's config.
         counted: the counts of `trainers/tools/memory_estimate.py`.
         resident: bytes that a rank keeps in host memory while it trains: what it offloads, or everything on a CPU.
@@ -32,14 +30,17 @@ def host_phases(
     weight, state = weight_and_state_bytes(config)
     trained = full["trained_inside"] + full["trained_outside"]
     model = trained * weight + full["frozen_inside"] + full["frozen_outside"] + full["scales"]
-    # Every rank loads the full model, whatever it keeps of it; with FSDP's RAM-efficient loading only the first.
-    readers = 1 if strategy.fsdp.get("fsdp_cpu_ram_efficient_loading") else ranks
+    # A rank reads only what it keeps, straight to where it keeps it, but has all adapters for a moment. Random weights
+    # and 4-bit ones are made whole by every rank before they are cut.
+    made_whole = config.random_init or config.method == "qlora"
+    adapters = 0.0 if config.method == "full" else trained * weight
+    loaded = model if made_whole else adapters + min(resident, model)
     # The ranks own the full tensors of a checkpoint in turn: each copies its own, and writes while training goes on.
     checkpoint = trained * (weight + state) * ranks / world
     # Rank 0 rebuilds the full model after training, in fp32 if adapters are merged into it.
     exported = full["parameters"] * 4.0 if config.merge_adapter else model
     return {
-        "loading": ranks * process + readers * model,
+        "loading": ranks * (process + loaded),
         "training": ranks * (process + resident),
         "saving": ranks * (process + resident) + checkpoint,
         "exporting": ranks * process + exported,

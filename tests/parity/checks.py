@@ -20,7 +20,7 @@ from tests.launching import Finished, launch_well
 from tests.parity import plain
 from tests.parity.runs import STEPS, config, options
 from tests.shared import once
-from trainers.checkpoint.checkpoint import saved_tensors
+from trainers.checkpoint.weights import saved_tensors
 from trainers.config.options import TrainConfig
 from trainers.data.prepare import prepare
 

@@ -8,7 +8,6 @@ names, so that any layout can read them.
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import shutil
 import time
@@ -28,8 +27,9 @@ from torch import nn
 
 from trainers.checkpoint.remote import RemoteCopy
 from trainers.checkpoint.rng import random_state, set_random_state
-from trainers.config.mistakes import ConfigError
-from trainers.parallel.backend import Backend, trained_weights
+from trainers.checkpoint.weights import OTHER_BASE, load_weights
+from trainers.model.stored import Source
+from trainers.parallel.backend import Backend
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.shards import WEIGHT, gather_full_tensors, steps_of
 from trainers.run.compatibility import FORCE, changed_options, changed_versions, refusals
@@ -37,44 +37,8 @@ from trainers.run.errors import TrainingError
 from trainers.run.folder import folder_identity, write_json
 from trainers.run.manifest import FORMAT, Origin, Progress, read_manifest, remove, seal, set_aside, sha256, sync, verify
 
-OTHER_BASE = "the base model's weights are not those that its adapters were trained on"
 _STATE = "optim.state."
 _BAD = (ValueError, KeyError, OSError, SafetensorError, RuntimeError)
-
-
-def persistent_buffers(model: nn.Module) -> list[str]:
-    """Names of the buffers to save: those of the state dict if all weights are trained, otherwise none."""
-    if not all(weight.requires_grad for weight in model.parameters()):
-        return []
-    persistent = set(model.state_dict(keep_vars=True))
-    return [name for name, _ in model.named_buffers() if name in persistent]
-
-
-def base_digest(model: nn.Module) -> str:
-    """sha256 of a sample of each frozen weight; empty if all weights are trained.
-
-    Values are rounded to bf16, so that the digest does not depend on the compute dtype. 4-bit weights are left out:
-    embeddings and norms identify the base model.
-    """
-    digest = hashlib.sha256()
-    frozen = [(name, weight) for name, weight in model.named_parameters() if not weight.requires_grad]
-    for name, weight in frozen:
-        if weight.is_floating_point() and type(weight) is nn.Parameter:
-            flat = weight.detach().reshape(-1)
-            sample = flat[:: max(1, flat.numel() // 1024)].to(torch.bfloat16)
-            digest.update(f"{name} {list(weight.shape)}".encode() + sample.view(torch.int16).numpy().tobytes())
-    return digest.hexdigest() if frozen else ""
-
-
-def refuse_other_base(manifest: dict[str, Any], model: nn.Module) -> None:
-    """Raises ConfigError when the frozen weights of a model are not those that a checkpoint was trained on."""
-    if manifest["base"] != base_digest(model):
-        raise ConfigError(f"{OTHER_BASE}; restore them")
-
-
-def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors of an unwrapped model that a checkpoint contains: trained weights and persistent buffers."""
-    return dict(trained_weights(model)) | {name: model.get_buffer(name) for name in persistent_buffers(model)}
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -370,8 +334,13 @@ class Checkpoints:
                 error = problem
         self.ranks.agree(error, "setting later checkpoints aside")
 
-    def load(self, folder: Path, model: nn.Module) -> Progress:
+    def load(self, folder: Path, model: nn.Module, stored: dict[str, Source] | None = None) -> Progress:
         """Loads the weights of a checkpoint into a model that is not wrapped yet. Collective.
+
+        Args:
+            folder: the checkpoint.
+            model: the model.
+            stored: see `load_weights`.
 
         Raises:
             TrainingError: on every rank, if the checkpoint is bad or belongs to another model.
@@ -380,7 +349,7 @@ class Checkpoints:
         try:
             manifest = verify(folder) if self.ranks.is_main else read_manifest(folder)
             self._refuse_changes(manifest)
-            load_weights(folder, model)
+            load_weights(folder, model, stored)
             progress = Progress.from_json(manifest["progress"])
         except _BAD as problem:
             error = problem
@@ -475,24 +444,3 @@ def _load_optimizer(folder: Path, manifest: dict[str, Any], backend: Backend) ->
         if key != "step" and shards[weight].elements:
             shards[weight].fill(key, tensor)
     backend.write_shards(list(shards.values()))
-
-
-def load_weights(folder: Path, model: nn.Module) -> None:
-    """Copies the weights of a checkpoint into a model.
-
-    Raises:
-        ValueError: naming a weight that is missing on either side, or whose shape differs.
-    """
-    wanted = saved_tensors(model)
-    with torch.no_grad():
-        for name, tensor in _read(folder, "model."):
-            if name not in wanted:
-                raise ValueError(f"{name} is in the checkpoint but not in the model; was it saved with another config?")
-            target = wanted.pop(name)
-            if target.shape != tensor.shape:
-                raise ValueError(
-                    f"{name} has shape {list(tensor.shape)} in the checkpoint, {list(target.shape)} in the model"
-                )
-            target.copy_(tensor)
-    if wanted:
-        raise ValueError(f"{len(wanted)} weights are not in the checkpoint, including {next(iter(wanted))}")

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from trainers.checkpoint.checkpoint import load_weights, refuse_other_base
 from trainers.checkpoint.export_check import LoadedBack, Probe, held_dtype, load_back, sample, trainer_loss
+from trainers.checkpoint.weights import load_weights, refuse_other_base
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.config.parse import Request, dump_yaml

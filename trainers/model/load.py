@@ -36,6 +36,7 @@ from trainers.model.probe import in_one_line
 from trainers.model.quantization import finish, loading_options, many_threads, refuse_quantised, settle_quantisation
 from trainers.model.rotary import choose_by_document
 from trainers.model.small_model import choose_attention
+from trainers.model.stored import LeftInFiles, Source, without_memory
 from trainers.objectives.load_balancing import refuse_load_balancing
 from trainers.run.hub_errors import hub_mistake
 from trainers.run.weight_headers import ADAPTER_AS_MODEL, read_header
@@ -142,7 +143,12 @@ def load_base(config: TrainConfig) -> PreTrainedModel:
     Raises:
         ConfigError: if the files are missing, gated or damaged, or the architecture cannot be packed or quantised.
     """
-    where, model_config = _where(config), load_model_config(config)
+    return _load_base(config, load_model_config(config))
+
+
+def _load_base(config: TrainConfig, model_config: Any, left: LeftInFiles | None = None) -> PreTrainedModel:
+    """`load_base` for a model config; with `left`, the weights stay on the meta device, and it records their places."""
+    where = _where(config)
     settings: dict[str, Any] = {
         "dtype": base_dtype(config),
         "attn_implementation": check_attention(config, model_config),
@@ -157,14 +163,13 @@ def load_base(config: TrainConfig) -> PreTrainedModel:
         as_stored = copy.copy(model_config)  # loading removes the quantization that it undoes
         try:
             # Safetensors only: other weight files are pickles, which run code when loaded.
-            with many_threads() if config.method == "qlora" else nullcontext():
+            with many_threads() if config.method == "qlora" else left.recording() if left else nullcontext():
                 model, report = AutoModelForCausalLM.from_pretrained(
                     model_path(config), config=model_config, use_safetensors=True, **where, **settings
                 )
         except (OSError, ValueError, RuntimeError, KeyError, TypeError, ImportError, SafetensorError) as error:
             raise ConfigError(load_mistake(config, error)) from None
-        headers = [read_header(file) for file in weight_files(config)]
-        refuse_quantised(config, as_stored, {name: dtype for file in headers for name, (dtype, _) in file.items()})
+        refuse_quantised(config, as_stored, _dtypes(config))
         for line in fit_lines(config, report):
             _say(line)
     if config.method == "qlora":
@@ -175,6 +180,12 @@ def load_base(config: TrainConfig) -> PreTrainedModel:
     for weight in silent_weights(model):
         weight.requires_grad_(False)
     return model
+
+
+def _dtypes(config: TrainConfig) -> dict[str, str]:
+    """Dtypes in the base model's files by name."""
+    headers = [read_header(file) for file in weight_files(config)]
+    return {name: dtype for file in headers for name, (dtype, _) in file.items()}
 
 
 def check_attention(config: TrainConfig, model_config: Any) -> str:
@@ -313,6 +324,47 @@ def build_model(config: TrainConfig) -> nn.Module:
     base = load_base(config)
     use_checkpointing(base, config)
     return base if config.method == "full" else add_adapters(base, config)
+
+
+def build_unread(config: TrainConfig) -> tuple[nn.Module, dict[str, Source]]:
+    """Builds the model of `build_model` with its base on the meta device, for a strategy to cut before it is read.
+
+    Returns:
+        The model, and where each weight on the meta device is to be read from, under all of its names if it is tied;
+        none if the weights can only be loaded whole.
+
+    Raises:
+        ConfigError: see `build_model`.
+    """
+    model_config = load_model_config(config)
+    if why := _whole_reason(config, model_config):
+        _say(f"every process loads the whole model: {why}")
+        return build_model(config), {}
+    left = LeftInFiles()
+    base = _load_base(config, copy.deepcopy(model_config), left)
+    if (sources := left.sources(base)) is None:
+        _say("every process loads the whole model: it is unknown where some of its weights come from")
+        del base
+        return build_model(config), {}
+    use_checkpointing(base, config)
+    if config.method == "full":
+        model: nn.Module = base
+    else:
+        with without_memory(base):
+            model = add_adapters(base, config)
+    weights = model.named_parameters(remove_duplicate=False)
+    return model, {name: sources[id(weight)] for name, weight in weights if id(weight) in sources}
+
+
+def _whole_reason(config: TrainConfig, model_config: Any) -> str | None:
+    """Why the weights of a model cannot be read in parts; None if they can."""
+    if config.random_init:
+        return "random weights are drawn one after another"
+    if config.method == "qlora":
+        return "4-bit weights are quantised before they are cut"
+    if getattr(model_config, "quantization_config", None):
+        return "its weights are stored quantised"
+    return "its code is its own" if own_code(config, model_config) else None
 
 
 def use_checkpointing(base: PreTrainedModel, config: TrainConfig) -> None:

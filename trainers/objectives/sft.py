@@ -136,6 +136,7 @@ class SupervisedLoss(nn.Module):
         super().__init__()
         self.model, self.compute, self.offloads = model, compute, offloads
         self.over_ranks: Any = None  # set if rows are sharded: see trainers/parallel/sequence.py
+        self.stored: dict[str, Any] = {}  # where weights on the meta device are: see trainers/model/stored.py
         rule = find_head_rule(self.base)
         self.chunked = rule is not None
         self.rule = rule or HeadRule()

@@ -7,24 +7,23 @@ every other strategy. Gradients are reduced in every micro-batch, so that they s
 from __future__ import annotations
 
 import functools
-import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import distributed, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.parallel.backend import Backend, total_numel, trained_weights
+from trainers.parallel.fill import fill, filler
 from trainers.parallel.norm import clip_grad_norm
 from trainers.parallel.optimizer import build_optimizer, parameter_groups
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.shards import local_part
-from trainers.run.errors import TrainingError
 from trainers.strategy.mesh import Mesh
 
 _WRAPPER = "_fsdp_wrapped_module."  # inserted into names by FSDP 1
@@ -42,7 +41,7 @@ class FullySharded(Backend):
 
     Raises:
         ConfigError: if FSDP cannot wrap the model as specified; see `wrapped_classes`.
-        TrainingError: if RAM-efficient loading, which broadcasts the weights from rank 0, changed any of them.
+        TrainingError: if a file of the base model changed while it was read.
     """
 
     def __init__(self, loss: Any, config: TrainConfig, accelerator: Any, ranks: Ranks, mesh: Mesh):
@@ -53,19 +52,17 @@ class FullySharded(Backend):
         self.tensor = getattr(loss, "tensor", None)
         _set_wrap_policy(plugin, loss, self.version)
         self.total_numel = total_numel(loss.model, self.tensor)
-        digests = _digests(loss.model.named_parameters()) if plugin.cpu_ram_efficient_loading and ranks.is_main else {}
-        # Accelerate puts FSDP 2's new parameters into an existing optimizer; for FSDP 1, build it after wrapping.
         if self.version == 2:
-            optimizer = build_optimizer(parameter_groups(trained_weights(loss.model), self.shapes, config), config)
-            self.model, wrapped = accelerator.prepare(loss, optimizer)
-            self.optimizer = wrapped.optimizer
+            # Accelerate insists on an optimizer, in which it looks for weights by address: the meta device has none.
+            unused = torch.optim.SGD([trained_weights(loss.model)[-1][1]], lr=0.0)
+            self.model, _ = accelerator.prepare(loss, unused)
+            fill(loss, torch.device("cpu") if isinstance(plugin.cpu_offload, CPUOffloadPolicy) else self.device)
             self.trained = trained_weights(loss.model)
         else:
+            plugin.param_init_fn = filler(loss, self.device)  # reads and shards one unit after the other
             self.model = accelerator.prepare(loss)
             self.trained = [(_plain(name), weight) for name, weight in trained_weights(self.model)]
-            self.optimizer = build_optimizer(parameter_groups(self.trained, self.shapes, config), config)
-        if plugin.cpu_ram_efficient_loading:
-            _verify(self.model, digests, ranks)
+        self.optimizer = build_optimizer(parameter_groups(self.trained, self.shapes, config), config)
         # Count before any forward pass: after one without gradients, FSDP leaves the root's weights gathered.
         self.local_numel = sum(local_part(weight).numel() for weight in self.model.parameters())
         shard_ranks = distributed.get_process_group_ranks(self._shard_group())
@@ -214,35 +211,3 @@ def _layers_and_adapters(module: nn.Module, recurse: bool, nonwrapped_numel: int
     weights = list(module.parameters(recurse=False))
     leaf = not list(module.children()) and bool(weights) and all(weight.requires_grad for weight in weights)
     return recurse or isinstance(module, classes) or leaf
-
-
-def _digests(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """sha256 of the bytes of each weight, by name."""
-    return {
-        name: hashlib.sha256(weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-        for name, weight in weights
-    }
-
-
-def _full_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields every weight gathered in full on every rank, one FSDP unit at a time. Collective."""
-    if not isinstance(model, FullyShardedDataParallel):
-        for name, weight in model.named_parameters():
-            yield _plain(name), weight.full_tensor() if isinstance(weight, DTensor) else weight
-        return
-    for prefix, unit in model.named_modules():
-        if isinstance(unit, FullyShardedDataParallel):
-            with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
-                for name, weight in unit.named_parameters():
-                    if _WRAPPER not in name.removeprefix(_WRAPPER):  # skip the weights of nested units
-                        yield _plain(f"{prefix}.{name}" if prefix else name), weight
-
-
-def _verify(model: nn.Module, expected: dict[str, str], ranks: Ranks) -> None:
-    """Checks that the sharded weights equal those that rank 0 loaded, bit for bit. Collective."""
-    got = {name: digest for name, digest in _digests(_full_weights(model)).items() if ranks.is_main}
-    wrong = sorted(name for name in expected if got.get(name) != expected[name])
-    problem = TrainingError(f"{len(wrong)} weights differ from the file, such as {wrong[0]}") if wrong else None
-    ranks.agree(problem, "RAM-efficient loading")
-    if ranks.is_main:
-        print(f"RAM-efficient loading: {len(expected)} weights are as rank 0 read them, bit for bit", flush=True)

@@ -25,6 +25,7 @@ from torch.distributed.pipelining import PipelineStage
 from trainers.config.options import TrainConfig
 from trainers.data.batches import MicroBatch
 from trainers.parallel.backend import Backend, Beat, no_beat
+from trainers.parallel.fill import fill
 from trainers.parallel.norm import global_norm, scale_gradients
 from trainers.parallel.optimizer import build_optimizer, parameter_groups
 from trainers.parallel.pipeline_split import (
@@ -142,12 +143,14 @@ class Pipelined(Backend):
         gc.collect()  # reference cycles keep the layers of other ranks alive
         self.trained, self.shapes, self.tied = self.local.trained, self.local.shapes, self.local.tied
         self.stages = self.ranks * len(self.local.chunks)
-        self.model = PipelineStages(loss, self.local.chunks, self.local.hidden_size, self.local.dtype).to(device)
-        self.dtype = self._activation_dtype()
+        self.model = PipelineStages(loss, self.local.chunks, self.local.hidden_size, self.local.dtype)
         if shard_mesh is not None:
             self.trained = _shard_stages(self.local, shard_mesh)
+        fill(loss, device)
+        self.model.to(device)
         # Count before any forward pass, after which FSDP may leave weights gathered.
         self.local_numel = sum(local_part(weight).numel() for weight in self.model.parameters())
+        self.dtype = self._activation_dtype()
         self.optimizer = build_optimizer(parameter_groups(self.trained, self.shapes, config), config)
         self.last_rank = self._rank_of(self.stages - 1)
         self.starts = {name: self._start(weight) for name, weight in self.trained}
@@ -180,15 +183,16 @@ class Pipelined(Backend):
     @torch.no_grad()
     def _activation_dtype(self) -> torch.dtype:
         """Dtype of the hidden states sent between stages, found by running the first stage. Collective."""
-        chunk = self.local.chunks[0]
-        positions = torch.arange(2, device=self.device)[None]
-        hidden = torch.zeros(1, 2, self.local.hidden_size, device=self.device, dtype=self.local.dtype)
-        half = chunk.compute != torch.float32
-        with torch.autocast(self.device.type, chunk.compute, enabled=half, cache_enabled=False):
-            dtype = chunk.run(positions if chunk.first else hidden, positions).dtype
         by_rank: list[Any] = [None] * self.ranks
-        distributed.all_gather_object(by_rank, dtype, group=self.group)
-        return by_rank[0]
+        if (chunk := self.local.chunks[0]).first:
+            positions = torch.arange(2, device=self.device)[None]
+            self.work.take([{"input_ids": positions, "position_ids": positions, "documents": None}], [1.0], self.device)
+            self.work.room = max(self.work.room, 2)
+            chunk.take_up(0, "forward")
+            by_rank[self.rank] = chunk(torch.empty(0, device=self.device)).dtype
+            self._reshard()
+        distributed.all_gather_object(by_rank, by_rank[self.rank], group=self.group)
+        return next(dtype for dtype in by_rank if dtype is not None)
 
     def forward_backward(
         self,
@@ -282,12 +286,15 @@ class Pipelined(Backend):
                 sent.pop(0)[0].wait()
         for work, _ in sent:
             work.wait()
-        # Without a backward pass, FSDP leaves the stages gathered.
+        self._reshard()
+        distributed.all_reduce(sums, group=self.group)
+        return sums
+
+    def _reshard(self) -> None:
+        """Frees the weights of other ranks, which FSDP leaves gathered without a backward pass."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        distributed.all_reduce(sums, group=self.group)
-        return sums
 
     def _rank_of(self, stage: int) -> int:
         return rank_of(self.schedule, self.ranks, stage)

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainers.config.options import TrainConfig
 from trainers.parallel.backend import Backend, total_numel, trained_weights
+from trainers.parallel.fill import fill
 from trainers.parallel.norm import clip_grad_norm
 from trainers.parallel.optimizer import build_optimizer, parameter_groups
 
@@ -26,6 +27,7 @@ class Replicated(Backend):
 
     def __init__(self, loss: Any, config: TrainConfig, accelerator: Any):
         self.accelerator, self.device = accelerator, accelerator.device
+        fill(loss, self.device)
         self.trained = trained_weights(loss.model)
         self.tensor = getattr(loss, "tensor", None)
         self.shapes = {name: weight.shape for name, weight in self.trained}

@@ -374,7 +374,7 @@ def split_model(
     for name, styles in blocks.items():
         splitter.block(name, decoder.get_submodule(name), styles)
     rows = splitter.vocabulary(loss.base.get_input_embeddings(), head)
-    weights = loss.model.named_parameters()
+    weights = loss.model.named_parameters(remove_duplicate=False)  # in the last pipeline stage, a tied head has its own
     tp.slices.update({name: splitter.slices[id(weight)] for name, weight in weights if id(weight) in splitter.slices})
     loss.tensor = tp
     loss.cross_entropy = partial(

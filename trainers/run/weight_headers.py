@@ -26,7 +26,20 @@ _BITS = {"BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E
 
 
 def read_header(path: Path) -> Headers:
+    """Reads dtypes and shapes from the header of a safetensors file.
+
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError: If the file is damaged or truncated, or its header is too long.
+    """
+    return {name: (dtype, shape) for name, (dtype, shape, _) in read_places(path).items()}
+
+
+def read_places(path: Path) -> dict[str, tuple[str, list[int], int]]:
     """Reads the header of a safetensors file, which consists of the header's length, JSON, and the tensor data.
+
+    Returns:
+        Dtype, shape and position of the first byte in the file of each tensor, by name.
 
     Raises:
         OSError: If the file cannot be read.
@@ -45,7 +58,7 @@ def read_header(path: Path) -> Headers:
     headers, data_bytes = _layout(header, path.name)
     if 8 + length + data_bytes != size:  # a truncated download has a valid header, but too few bytes
         raise _damaged(path.name)
-    return headers
+    return {name: (*entry, 8 + length + header[name]["data_offsets"][0]) for name, entry in headers.items()}
 
 
 def _layout(header: Mapping[str, Any], file: str) -> tuple[Headers, int]:

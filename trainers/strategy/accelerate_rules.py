@@ -118,10 +118,11 @@ def _fsdp_mistakes(config: AccelerateConfig) -> Iterator[Mistake]:
     if fsdp.fsdp_version is None:
         problem = "is missing, and Accelerate would use 1"
         yield Mistake("fsdp_config.fsdp_version", None, problem, "write 2 (or 1)")
-    if fsdp.fsdp_cpu_ram_efficient_loading is None:
-        problem = "is missing, and `accelerate launch` would use true"
-        remedy = "write false, or true to load on rank 0 alone"
-        yield Mistake("fsdp_config.fsdp_cpu_ram_efficient_loading", None, problem, remedy)
+    if fsdp.fsdp_cpu_ram_efficient_loading is not False:
+        written = fsdp.fsdp_cpu_ram_efficient_loading
+        problem = ": each process reads only what it keeps, and rank 0 never has more to send"
+        problem = "is missing, and `accelerate launch` would use true" if written is None else problem
+        yield Mistake("fsdp_config.fsdp_cpu_ram_efficient_loading", written, problem, "write false")
     yield from _wrap_mistakes(fsdp)
     if fsdp.fsdp_version == 1:
         yield from _fsdp1_mistakes(config, fsdp)
@@ -177,10 +178,6 @@ def _fsdp1_mistakes(config: AccelerateConfig, fsdp: FsdpConfig) -> Iterator[Mist
     if fsdp.fsdp_use_orig_params is False:
         problem = "cannot mix frozen and trained weights, nor report their names"
         yield Mistake("fsdp_config.fsdp_use_orig_params", False, problem, "write true")
-    if fsdp.fsdp_cpu_ram_efficient_loading and fsdp.fsdp_sync_module_states is False:
-        problem = "with fsdp_sync_module_states=false: only rank 0 would have the weights"
-        remedy = "write fsdp_sync_module_states: true"
-        yield Mistake("fsdp_config.fsdp_cpu_ram_efficient_loading", True, problem, remedy)
     if "HYBRID" in sharding and (config.num_machines or 1) < 2:
         problem = "takes its groups from the machines, and there is only one"
         yield Mistake("fsdp_config.fsdp_sharding_strategy", sharding, problem, "use the hsdp strategy")
@@ -212,9 +209,6 @@ def _mesh_mistakes(config: AccelerateConfig, written: dict[str, int], pp_size: i
                 yield Mistake(key, None, problem, "remove the line")
     if kind == "FSDP" and fsdp.fsdp_version == 1:
         yield Mistake("parallelism_config", None, "needs fsdp_version: 2", "under 1 Accelerate builds no mesh")
-    if sizes.tp > 1 and fsdp.fsdp_cpu_ram_efficient_loading:
-        problem = f"with tp={sizes.tp}: each rank keeps its part of every matrix, and needs the weights"
-        yield Mistake("fsdp_config.fsdp_cpu_ram_efficient_loading", True, problem, "write false")
     if pp_size > 1:
         yield from _stage_mistakes(kind, fsdp, sizes)
     if kind in ("FSDP", "DEEPSPEED") and sizes.dp_shard * sizes.sequence_shards < 2:
@@ -224,7 +218,6 @@ def _mesh_mistakes(config: AccelerateConfig, written: dict[str, int], pp_size: i
 def _stage_mistakes(kind: str, fsdp: FsdpConfig, sizes: MeshSizes) -> Iterator[Mistake]:
     required = {
         "fsdp_offload_params": False,
-        "fsdp_cpu_ram_efficient_loading": False,
         "fsdp_reshard_after_forward": False,
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
     }
@@ -261,9 +254,8 @@ def _deepspeed_mistakes(config: AccelerateConfig) -> Iterator[Mistake]:
         stage = zero.stage
     option = "deepspeed_config.zero3_init_flag"
     if stage == 3 and section.zero3_init_flag:  # Accelerate itself turns it off under the other stages
-        problem = "is refused: weights come from one place and never from sharded init"
-        remedy = "write false, and for a model larger than memory use fsdp2 with fsdp_cpu_ram_efficient_loading"
-        yield Mistake(option, True, problem, remedy)
+        problem = "is refused: weights are never drawn at random, and are sharded as they are read"
+        yield Mistake(option, True, problem, "write false")
     if stage == 3 and section.zero3_init_flag is None:
         # Without the key, DeepSpeedPlugin defaults to true under stage 3, and each rank would initialize its own shard.
         yield Mistake(option, None, "is missing, and Accelerate would use true", "write false")

@@ -19,7 +19,7 @@ from accelerate.utils import set_seed
 from safetensors import SafetensorError
 from transformers import GenerationConfig, StoppingCriteria, TextIteratorStreamer
 
-from trainers.checkpoint.checkpoint import load_weights, refuse_other_base
+from trainers.checkpoint.weights import load_weights, refuse_other_base
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.config.parse import Request

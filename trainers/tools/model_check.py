@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging
 
-from trainers.checkpoint.checkpoint import saved_tensors
+from trainers.checkpoint.weights import saved_tensors
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.data.prepare import load_tokenizer

@@ -15,7 +15,8 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from trainers.checkpoint.checkpoint import Checkpoints, base_digest, load_weights, persistent_buffers
+from trainers.checkpoint.checkpoint import Checkpoints
+from trainers.checkpoint.weights import base_digest, load_weights, persistent_buffers
 from trainers.config.validation import build
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.replicated import Replicated

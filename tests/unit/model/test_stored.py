@@ -1,0 +1,164 @@
+"""Weights that are left in their files are those that loading the model whole gives, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, modeling_utils
+from transformers.core_model_loading import WeightConverter
+
+from tests.unit.model.test_load import TINY, config, seeing
+from trainers.checkpoint.weights import base_digest
+from trainers.config.mistakes import ConfigError
+from trainers.model import stored as module
+from trainers.model.load import build_model, build_unread
+from trainers.model.stored import ConvertedTensor, Source, StoredTensor, replace, tensors_in
+from trainers.run.errors import TrainingError
+
+EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+
+
+def saved(family: str, folder: Path, **changes: Any) -> str:
+    """A tiny model of random weights."""
+    torch.manual_seed(0)
+    shape = AutoConfig.for_model(family, **{**TINY, **EXPERTS, **changes})
+    AutoModelForCausalLM.from_config(shape).save_pretrained(folder)
+    return str(folder)
+
+
+def rewritten(folder: Path, **changes: torch.Tensor | None) -> None:
+    """Replaces tensors in the file of a model; None removes one."""
+    file = folder / "model.safetensors"
+    tensors: dict[str, Any] = load_file(file) | changes
+    save_file({name: one for name, one in tensors.items() if one is not None}, file, {"format": "pt"})
+
+
+def fill(model: nn.Module, sources: dict[str, Source]) -> nn.Module:
+    """Reads every weight that is on the meta device, in full."""
+    for name, weight in list(model.named_parameters()):
+        if weight.is_meta:
+            whole = torch.empty(weight.shape, dtype=weight.dtype)
+            sources[name].read(whole, tuple(slice(0, size) for size in weight.shape))
+            replace(weight, nn.Parameter(whole, weight.requires_grad))
+    return model
+
+
+def state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Weights under each of their names, and all buffers."""
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+
+
+def assert_same(one: nn.Module, other: nn.Module) -> None:
+    first, second = state(one), state(other)
+    assert list(first) == list(second)
+    for name, tensor in first.items():
+        assert tensor.dtype == second[name].dtype, name
+        assert tensor.requires_grad == second[name].requires_grad, name
+        assert torch.equal(tensor, second[name]), name
+    assert len(list(one.parameters())) == len(list(other.parameters())), "what is tied stays tied"
+    assert [part.training for part in one.modules()] == [part.training for part in other.modules()]
+
+
+@pytest.mark.parametrize(("method", "precision"), [("full", "no"), ("full", "bf16"), ("lora", "bf16")])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe", "gpt_oss", "gemma3"])
+def test_what_is_read_later_is_what_is_loaded(family: str, method: str, precision: str, tmp_path: Path) -> None:
+    path = seeing(tmp_path) if family == "gemma3" else saved(family, tmp_path)
+    chosen = config(model_name_or_path=path, method=method, mixed_precision=precision, packing=family != "gpt_oss")
+    whole = build_model(chosen)
+    drawn = torch.get_rng_state()
+    model, sources = build_unread(chosen)
+    assert method == "full" or torch.equal(drawn, torch.get_rng_state())
+    left = [name for name, weight in model.named_parameters() if weight.is_meta]
+    assert left == [name for name, _ in model.named_parameters() if "lora_" not in name]
+    assert any(isinstance(source, ConvertedTensor) for source in sources.values()) == (family == "qwen3_moe")
+    assert base_digest(model, sources) == base_digest(whole)
+    assert_same(fill(model, sources), whole)
+
+
+def test_nothing_is_read_before_it_is_asked_for(tmp_path: Path) -> None:
+    path = saved("llama", tmp_path, tie_word_embeddings=False)
+    model, sources = build_unread(config(model_name_or_path=path, method="full"))
+    other = torch.full_like(load_file(tmp_path / "model.safetensors")["lm_head.weight"], 7.0)
+    rewritten(tmp_path, **{"lm_head.weight": other})
+    assert torch.equal(dict(fill(model, sources).named_parameters())["lm_head.weight"], other)
+
+
+def test_transformers_is_as_before_afterwards() -> None:
+    before = modeling_utils.safe_open, WeightConverter.convert
+    build_unread(config())
+    assert (modeling_utils.safe_open, WeightConverter.convert) == before
+
+
+@pytest.mark.parametrize("changes", [{"random_init": True, "method": "full"}, {"method": "qlora"}])
+def test_what_cannot_be_read_in_parts_is_loaded_whole(changes: dict[str, Any]) -> None:
+    model, sources = build_unread(config(**changes))
+    assert not sources
+    assert not [name for name, weight in model.named_parameters() if weight.is_meta]
+
+
+def test_missing_weights_are_refused_and_never_made_up(tmp_path: Path) -> None:
+    path = saved("llama", tmp_path)
+    rewritten(tmp_path, **{"model.norm.weight": None})
+    with pytest.raises(ConfigError, match=r"not in its files: model\.norm\.weight"):
+        build_unread(config(model_name_or_path=path))
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_tied_weight_that_the_file_has_twice(same: bool, tmp_path: Path) -> None:
+    path = saved("llama", tmp_path, tie_word_embeddings=True)
+    embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    rewritten(tmp_path, **{"lm_head.weight": embedding.clone() if same else embedding + 1})
+    chosen = config(model_name_or_path=path, method="full")
+    model: Any = fill(*build_unread(chosen))
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == same
+    assert_same(model, build_model(chosen))
+
+
+@pytest.mark.parametrize("chunk", [64, 2**25])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rectangle_is_read(dtype: torch.dtype, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK", chunk)
+    tensors = {str(ndim): torch.randn(tuple(range(5, 5 + ndim))).bfloat16() for ndim in range(4)}
+    save_file(tensors, tmp_path / "file.safetensors")
+    for name, place in tensors_in(tmp_path / "file.safetensors").items():
+        for start, stop in ((0, 5), (1, 4), (2, 3), (3, 3)):
+            part = tuple(slice(start, stop) for _ in place.shape)
+            into = torch.empty(tensors[name][part].shape, dtype=dtype)
+            place.read(into, part)
+            assert torch.equal(into, tensors[name][part].to(dtype))
+
+
+def test_a_part_costs_its_bytes_and_no_more(tmp_path: Path) -> None:
+    save_file({"weight": torch.randn(1024, 1024)}, tmp_path / "file.safetensors")
+    place, process = tensors_in(tmp_path / "file.safetensors")["weight"], psutil.Process()
+    into, before = torch.empty(256, 1024), process.io_counters().read_chars
+    place.read(into, (slice(512, 768), slice(0, 1024)))
+    read = process.io_counters().read_chars - before
+    assert into.nbytes <= read < into.nbytes + 2**15
+
+
+def test_a_file_that_shrinks_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "file.safetensors"
+    save_file({"weight": torch.randn(64, 64)}, file)
+    place = tensors_in(file)["weight"]
+    assert isinstance(place, StoredTensor)
+    os.truncate(file, file.stat().st_size - 1)
+    with pytest.raises(TrainingError, match=r"file\.safetensors ended while weight was read"):
+        place.read(torch.empty(64, 64))
+
+
+def test_several_files(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    shape = AutoConfig.for_model("llama", **TINY)
+    AutoModelForCausalLM.from_config(shape).save_pretrained(tmp_path, max_shard_size="4KB")
+    assert len(set(json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"].values())) > 2
+    chosen = config(model_name_or_path=str(tmp_path), method="full")
+    assert_same(fill(*build_unread(chosen)), build_model(chosen))

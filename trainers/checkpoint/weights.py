@@ -1,0 +1,94 @@
+"""The weights of an unwrapped model: which of them checkpoints hold, what identifies the frozen ones, and loading."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainers.config.mistakes import ConfigError
+from trainers.model.stored import Source, tensors_in
+from trainers.parallel.backend import trained_weights
+from trainers.parallel.shards import WEIGHT
+from trainers.run.manifest import read_manifest
+
+OTHER_BASE = "the base model's weights are not those that its adapters were trained on"
+NOTHING: Mapping[str, Source] = MappingProxyType({})
+
+
+def persistent_buffers(model: nn.Module) -> list[str]:
+    """Names of the buffers to save: those of the state dict if all weights are trained, otherwise none."""
+    if not all(weight.requires_grad for weight in model.parameters()):
+        return []
+    persistent = set(model.state_dict(keep_vars=True))
+    return [name for name, _ in model.named_buffers() if name in persistent]
+
+
+def base_digest(model: nn.Module, stored: Mapping[str, Source] = NOTHING) -> str:
+    """sha256 of a sample of each frozen weight; empty if all weights are trained.
+
+    Values are rounded to bf16, so that the digest does not depend on the compute dtype. 4-bit weights are left out:
+    embeddings and norms identify the base model.
+
+    Args:
+        model: the unwrapped model.
+        stored: where its weights on the meta device are to be read from.
+    """
+    digest = hashlib.sha256()
+    frozen = [(name, weight) for name, weight in model.named_parameters() if not weight.requires_grad]
+    for name, weight in frozen:
+        if weight.is_floating_point() and type(weight) is nn.Parameter:
+            flat = (stored[name].mapped() if weight.is_meta else weight.detach()).reshape(-1)
+            sample = flat[:: max(1, flat.numel() // 1024)].to(weight.dtype).to(torch.bfloat16)
+            digest.update(f"{name} {list(weight.shape)}".encode() + sample.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest() if frozen else ""
+
+
+def refuse_other_base(manifest: dict[str, Any], model: nn.Module) -> None:
+    """Raises ConfigError when the frozen weights of a model are not those that a checkpoint was trained on."""
+    if manifest["base"] != base_digest(model):
+        raise ConfigError(f"{OTHER_BASE}; restore them")
+
+
+def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of an unwrapped model that a checkpoint contains: trained weights and persistent buffers."""
+    return dict(trained_weights(model)) | {name: model.get_buffer(name) for name in persistent_buffers(model)}
+
+
+def load_weights(folder: Path, model: nn.Module, stored: dict[str, Source] | None = None) -> None:
+    """Copies the weights of a checkpoint into a model.
+
+    Args:
+        folder: the checkpoint.
+        model: the unwrapped model.
+        stored: where its weights on the meta device are to be read from; changed to the checkpoint.
+
+    Raises:
+        ValueError: naming a weight that is missing on either side, or whose shape differs.
+    """
+    wanted = saved_tensors(model)
+    places = [place for file in sorted(read_manifest(folder)["files"]) for place in tensors_in(folder / file).values()]
+    for place in places:
+        prefix, _, name = place.name.partition(".")
+        if prefix != WEIGHT:
+            continue
+        if name not in wanted:
+            raise ValueError(f"{name} is in the checkpoint but not in the model; was it saved with another config?")
+        target = wanted.pop(name)
+        if target.shape != place.shape:
+            raise ValueError(
+                f"{name} has shape {list(place.shape)} in the checkpoint, {list(target.shape)} in the model"
+            )
+        if target.is_meta and stored is not None:
+            former = stored[name]
+            stored.update({alias: place for alias, other in stored.items() if other is former})
+        else:
+            with torch.no_grad():
+                target.copy_(place.mapped())
+    if wanted:
+        raise ValueError(f"{len(wanted)} weights are not in the checkpoint, including {next(iter(wanted))}")

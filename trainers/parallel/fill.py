@@ -1,0 +1,110 @@
+"""Reads weights that were left in their files (`trainers/model/stored.py`), once a strategy has cut them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from trainers.model.stored import replace
+
+
+def fill(loss: Any, device: torch.device) -> None:
+    """Reads, of every weight on the meta device, the part that this rank keeps, and puts it onto a device.
+
+    Args:
+        loss: the loss module, whose weights tensor parallelism and FSDP 2 may have cut.
+        device: the device of this rank's parts.
+
+    Raises:
+        TrainingError: if a file has become shorter since its header was read.
+    """
+    for name, weight in unread(loss):
+        replace(weight, nn.Parameter(_local(loss, name, weight, device), weight.requires_grad))
+
+
+def filler(loss: Any, device: torch.device) -> Callable[[nn.Module], None]:
+    """A function that reads the weights of one module, not those of its children, in full (see `read_whole`)."""
+    names = {id(weight): name for name, weight in unread(loss)}
+
+    def take(module: nn.Module) -> None:
+        for weight in module.parameters(recurse=False):
+            if weight.is_meta:
+                whole = read_whole(loss, names[id(weight)], weight, device)
+                replace(weight, nn.Parameter(whole, weight.requires_grad))
+
+    return take
+
+
+def unread(loss: Any) -> list[tuple[str, nn.Parameter]]:
+    """The weights on the meta device, with their transformers or peft names."""
+    return [(name, weight) for name, weight in loss.model.named_parameters() if weight.device.type == "meta"]
+
+
+def read_whole(loss: Any, name: str, weight: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A weight, or this rank's tensor-parallel slice of it, on a device."""
+    whole = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+    loss.stored[name].read(whole, _rectangle(loss, name, weight.shape))
+    return whole
+
+
+def _local(loss: Any, name: str, weight: Any, device: torch.device) -> torch.Tensor:
+    if not isinstance(weight, DTensor):
+        return read_whole(loss, name, weight, device)
+    mesh, placements = weight.device_mesh, weight.placements
+    shape, starts = compute_local_shape_and_global_offset(weight.shape, mesh, placements)
+    local = torch.empty(shape, dtype=weight.dtype, device=device)
+    sides = zip(_rectangle(loss, name, weight.shape), starts, shape, strict=True)
+    part = [slice(side.start + start, side.start + start + size) for side, start, size in sides]
+    loss.stored[name].read(local, tuple(part))
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride())
+
+
+def _rectangle(loss: Any, name: str, shape: Sequence[int]) -> tuple[slice, ...]:
+    """The rectangle of a stored weight that tensor parallelism leaves this rank, which has this shape."""
+    cut = loss.tensor.slices.get(name) if loss.tensor else None
+    rectangle = cut.slices if cut is not None else tuple(slice(0, size) for size in loss.stored[name].shape)
+    assert [side.stop - side.start for side in rectangle] == list(shape), f"{name} was cut in an unknown way"
+    return rectangle
+
+
+@contextmanager
+def passing_through(loss: Any, device: torch.device) -> Iterator[None]:
+    """Makes the full model usable with one decoder layer in memory at a time, read when it runs and dropped after.
+
+    Weights outside the layers are in memory for the whole time.
+    """
+    layers: list[nn.Module] = list(getattr(loss.base.get_decoder(), "layers", []))
+    names, inside = {id(weight): name for name, weight in unread(loss)}, _ids(layers)
+    empty: dict[int, nn.Parameter] = {}
+
+    def take(weights: Iterable[nn.Parameter]) -> None:
+        for weight in weights:
+            if (name := names.get(id(weight))) is not None:
+                whole = read_whole(loss, name, weight, device)
+                empty[id(weight)] = replace(weight, nn.Parameter(whole, weight.requires_grad))
+
+    def drop(weights: Iterable[nn.Parameter]) -> None:
+        for weight in weights:
+            if id(weight) in empty:
+                replace(weight, empty.pop(id(weight)))
+
+    outside = [weight for weight in loss.parameters() if id(weight) not in inside]
+    take(outside)
+    hooks = [layer.register_forward_pre_hook(lambda layer, _: take(layer.parameters())) for layer in layers]
+    hooks += [layer.register_forward_hook(lambda layer, *_: drop(layer.parameters())) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        drop(list(loss.parameters()))
+
+
+def _ids(modules: Iterable[nn.Module]) -> set[int]:
+    return {id(weight) for module in modules for weight in module.parameters()}
