@@ -186,6 +186,8 @@ def backend(
     elif strategy.distributed_type == "DEEPSPEED":
         from trainers.parallel.zero import Zero
 
+        if strategy.zero_stage == 3 and config.packing and loss.mixers:
+            raise _unequal_calls(loss)
         backend = Zero(loss, config, accelerator, ranks, mesh)
     else:
         backend = Replicated(loss, config, accelerator)
@@ -204,6 +206,17 @@ def backend(
     loss.over_ranks = over_ranks(mesh)
     backend.warm_up_buckets()
     return backend, dtypes
+
+
+def _unequal_calls(loss: SupervisedLoss) -> ConfigError:
+    """ZeRO 3 gathers weights at each call, and mixing layers are called once for each group of a rank's documents."""
+    return ConfigError.about(
+        "packing",
+        True,
+        f"with {loss.base.config.model_type} under ZeRO 3: the layers that mix tokens without attention run a different "
+        "number of times on each process, which would wait for each other forever",
+        "use packing=false, or another strategy, such as fsdp2",
+    )
 
 
 def check_on_cpu(loss: SupervisedLoss, packing: bool, precision: torch.dtype, ranks: Ranks) -> None:

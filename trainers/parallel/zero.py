@@ -25,7 +25,6 @@ import torch
 from filelock import FileLock, Timeout
 from torch import distributed, nn
 
-from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.model.stored import replace
 from trainers.parallel.backend import Backend, total_numel, trained_weights
@@ -52,21 +51,11 @@ class Zero(Backend):
         mesh: the mesh of all ranks.
 
     Raises:
-        ConfigError: for packed rows of a model that mixes tokens without attention, under ZeRO 3.
         TrainingError: if DeepSpeed's account of its memory layout is wrong, or NVMe cannot be used for offload.
     """
 
     def __init__(self, loss: Any, config: TrainConfig, accelerator: Any, ranks: Ranks, mesh: Mesh):
         self.ranks, self.device, self.trained = ranks, ranks.device, trained_weights(loss.model)
-        if config.packing and loss.mixers and accelerator.deepspeed_plugin.zero_stage == 3:
-            # It gathers weights per call, and ranks call these layers once for each group of their own documents.
-            raise ConfigError.about(
-                "packing",
-                True,
-                f"with {loss.base.config.model_type} under ZeRO 3: the layers that mix tokens without attention run a "
-                "different number of times on each process, which would wait for each other forever",
-                "use packing=false, or another strategy, such as fsdp2",
-            )
         self.shapes = {name: weight.shape for name, weight in self.trained}
         self.tensor = getattr(loss, "tensor", None)
         self.primary = True
