@@ -213,8 +213,8 @@ def _unequal_calls(loss: SupervisedLoss) -> ConfigError:
     return ConfigError.about(
         "packing",
         True,
-        f"with {loss.base.config.model_type} under ZeRO 3: the layers that mix tokens without attention run a different "
-        "number of times on each process, which would wait for each other forever",
+        f"with {loss.base.config.model_type} under ZeRO 3: the layers that mix tokens without attention run a "
+        "different number of times on each process, which would wait for each other forever",
         "use packing=false, or another strategy, such as fsdp2",
     )
 

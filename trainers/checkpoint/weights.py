@@ -72,23 +72,25 @@ def load_weights(folder: Path, model: nn.Module, stored: dict[str, Source] | Non
         ValueError: naming a weight that is missing on either side, or whose shape differs.
     """
     wanted = saved_tensors(model)
-    places = [place for file in sorted(read_manifest(folder)["files"]) for place in tensors_in(folder / file).values()]
-    for place in places:
-        prefix, _, name = place.name.partition(".")
+    tensors = [
+        tensor for file in sorted(read_manifest(folder)["files"]) for tensor in tensors_in(folder / file).values()
+    ]
+    for tensor in tensors:
+        prefix, _, name = tensor.name.partition(".")
         if prefix != WEIGHT:
             continue
         if name not in wanted:
             raise ValueError(f"{name} is in the checkpoint but not in the model; was it saved with another config?")
         target = wanted.pop(name)
-        if target.shape != place.shape:
+        if target.shape != tensor.shape:
             raise ValueError(
-                f"{name} has shape {list(place.shape)} in the checkpoint, {list(target.shape)} in the model"
+                f"{name} has shape {list(tensor.shape)} in the checkpoint, {list(target.shape)} in the model"
             )
         if target.is_meta and stored is not None:
             former = stored[name]
-            stored.update({alias: place for alias, other in stored.items() if other is former})
+            stored.update({alias: tensor for alias, other in stored.items() if other is former})
         else:
             with torch.no_grad():
-                target.copy_(place.mapped())
+                target.copy_(tensor.mapped())
     if wanted:
         raise ValueError(f"{len(wanted)} weights are not in the checkpoint, including {next(iter(wanted))}")

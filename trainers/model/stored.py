@@ -65,8 +65,8 @@ class StoredTensor:
         shape = self.shape or torch.Size([1])
         rows, *others = part or (slice(0, size) for size in shape)
         row = math.prod(shape[1:]) * self.dtype.itemsize
-        whole = all(side == slice(0, size) for side, size in zip(others, shape[1:], strict=True))
-        in_place = whole and target.dtype == self.dtype and target.device.type == "cpu"
+        full_rows = all(side == slice(0, size) for side, size in zip(others, shape[1:], strict=True))
+        in_place = full_rows and target.dtype == self.dtype and target.device.type == "cpu"
         count = rows.stop - rows.start if in_place else max(1, CHUNK // row)
         flat = target.detach().view(rows.stop - rows.start, *target.shape[1:])
         with self.file.open("rb", buffering=0) as file:
@@ -117,8 +117,8 @@ class ConvertedTensor:
     def mapped(self) -> torch.Tensor:
         """The weight, computed from all of its pieces."""
         for pattern, pieces in self.pieces.items():
-            self.converter.collected_tensors[pattern] = [_whole(*piece) for piece in pieces]
-        return _one(self.converter.convert(self.layer, **self.options)[self.name])
+            self.converter.collected_tensors[pattern] = [_read_full(*piece) for piece in pieces]
+        return _first(self.converter.convert(self.layer, **self.options)[self.name])
 
     def read(self, target: torch.Tensor, part: tuple[slice, ...] = ()) -> None:
         """See `StoredTensor.read`; the whole weight is in memory for a moment."""
@@ -130,13 +130,13 @@ Source = StoredTensor | ConvertedTensor
 """Where a weight comes from."""
 
 
-def _whole(tensor: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
-    whole = torch.empty(tensor.shape, dtype=dtype)
-    tensor.read(whole)
-    return whole
+def _read_full(source: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
+    tensor = torch.empty(source.shape, dtype=dtype)
+    source.read(tensor)
+    return tensor
 
 
-def _one(result: Any) -> torch.Tensor:
+def _first(result: Any) -> torch.Tensor:
     tensor: torch.Tensor = result[0] if isinstance(result, list) else result
     return tensor
 
@@ -178,16 +178,16 @@ class LeftInFiles:
     """Records what a model that is built meanwhile would read."""
 
     def __init__(self) -> None:
-        self.by_place: dict[tuple[int, int], tuple[Source, torch.Tensor]] = {}
+        self.by_storage: dict[tuple[int, int], tuple[Source, torch.Tensor]] = {}
 
     def note(self, empty: torch.Tensor, source: Source) -> None:
         """Records the source of a meta tensor, which is kept so that no other storage gets its address."""
-        self.by_place[_place(empty)] = (source, empty)
+        self.by_storage[_storage_key(empty)] = (source, empty)
 
     def source(self, weight: torch.Tensor) -> Source | None:
         """Where a meta weight or buffer comes from; None if that is unknown."""
-        found = self.by_place.get(_place(weight))
-        return found[0] if found is not None and found[0].shape == weight.shape else None
+        source, _ = self.by_storage.get(_storage_key(weight), (None, None))
+        return source if source is not None and source.shape == weight.shape else None
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -200,7 +200,7 @@ class LeftInFiles:
             pieces = {pattern: [self._piece(future.result()) for future in each] for pattern, each in futures.items()}
             options.pop("loading_info", None)
             for name, result in results.items():
-                empty = _one(result)
+                empty = _first(result)
                 self.note(empty, ConvertedTensor(converter, layer, options, pieces, name, empty.shape))
             return results
 
@@ -230,16 +230,16 @@ class LeftInFiles:
                     module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
                     source.read(module._buffers[name])
         self._tie(model)
-        found = {id(weight): self.source(weight) for weight in model.parameters() if weight.is_meta}
-        return None if None in found.values() else {key: source for key, source in found.items() if source is not None}
+        by_id = {id(weight): self.source(weight) for weight in model.parameters() if weight.is_meta}
+        return None if None in by_id.values() else {key: source for key, source in by_id.items() if source is not None}
 
     def _tie(self, model: Any) -> None:
         """Ties weights that the files hold twice if both are equal, as transformers does for those that it reads."""
         for target, source in list(model.all_tied_weights_keys.items()):
-            one, other = model.get_parameter_or_buffer(target), model.get_parameter_or_buffer(source)
-            if one is other:
+            tied, other = model.get_parameter_or_buffer(target), model.get_parameter_or_buffer(source)
+            if tied is other:
                 continue
-            values = [self._value(weight) for weight in (one, other)]
+            values = [self._value(weight) for weight in (tied, other)]
             if values[0].shape == values[1].shape and torch.equal(*values):
                 parent, _, name = target.rpartition(".")
                 setattr(model.get_submodule(parent), name, other)
@@ -251,7 +251,7 @@ class LeftInFiles:
         return weight if source is None else source.mapped()
 
 
-def _place(tensor: torch.Tensor) -> tuple[int, int]:
+def _storage_key(tensor: torch.Tensor) -> tuple[int, int]:
     """What two tensors of one model share only if they are the same."""
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
@@ -290,8 +290,8 @@ def without_memory(model: nn.Module) -> Iterator[None]:
     stand_ins = []
     for weight in model.parameters():
         if weight.is_meta:
-            one = torch.empty((), dtype=weight.dtype).expand(weight.shape)
-            stand_ins.append((weight, replace(weight, nn.Parameter(one, weight.requires_grad))))
+            expanded = torch.empty((), dtype=weight.dtype).expand(weight.shape)
+            stand_ins.append((weight, replace(weight, nn.Parameter(expanded, weight.requires_grad))))
     try:
         yield
     finally:

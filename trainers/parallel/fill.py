@@ -35,8 +35,8 @@ def filler(loss: Any, device: torch.device) -> Callable[[nn.Module], None]:
     def take(module: nn.Module) -> None:
         for weight in module.parameters(recurse=False):
             if weight.is_meta:
-                whole = read_whole(loss, names[id(weight)], weight, device)
-                replace(weight, nn.Parameter(whole, weight.requires_grad))
+                full = read_whole(loss, names[id(weight)], weight, device)
+                replace(weight, nn.Parameter(full, weight.requires_grad))
 
     return take
 
@@ -48,9 +48,9 @@ def unread(loss: Any) -> list[tuple[str, nn.Parameter]]:
 
 def read_whole(loss: Any, name: str, weight: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A weight, or this rank's tensor-parallel slice of it, on a device."""
-    whole = torch.empty(weight.shape, dtype=weight.dtype, device=device)
-    loss.stored[name].read(whole, _rectangle(loss, name, weight.shape))
-    return whole
+    full = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+    loss.stored[name].read(full, _rectangle(loss, name, weight.shape))
+    return full
 
 
 def _local(loss: Any, name: str, weight: Any, device: torch.device) -> torch.Tensor:
@@ -86,8 +86,8 @@ def passing_through(loss: Any, device: torch.device) -> Iterator[None]:
     def take(weights: Iterable[nn.Parameter]) -> None:
         for weight in weights:
             if (name := names.get(id(weight))) is not None:
-                whole = read_whole(loss, name, weight, device)
-                empty[id(weight)] = replace(weight, nn.Parameter(whole, weight.requires_grad))
+                full = read_whole(loss, name, weight, device)
+                empty[id(weight)] = replace(weight, nn.Parameter(full, weight.requires_grad))
 
     def drop(weights: Iterable[nn.Parameter]) -> None:
         for weight in weights:

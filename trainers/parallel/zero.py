@@ -329,8 +329,8 @@ def _reading(loss: Any, device: torch.device, first: bool) -> Iterator[None]:
         for weight in list(weights):
             if (name := names.get(id(weight))) is not None and weight.is_meta:
                 empty = torch.empty(weight.shape, dtype=weight.dtype, device=device)
-                whole = read_whole(loss, name, weight, device) if first else empty
-                replace(weight, nn.Parameter(whole, weight.requires_grad))
+                full = read_whole(loss, name, weight, device) if first else empty
+                replace(weight, nn.Parameter(full, weight.requires_grad))
             shard(self, [weight])
 
     Init._convert_to_zero_parameters = read_and_shard
