@@ -41,6 +41,43 @@ def filler(loss: Any, device: torch.device) -> Callable[[nn.Module], None]:
     return take
 
 
+def shard_as_read(loss: Any, settings: dict[str, Any], device: torch.device, groups: Any, first: bool) -> None:
+    """Shards all weights as ZeRO 3, one after the other, each read just before by the rank that broadcasts it.
+
+    Args:
+        loss: the loss module.
+        settings: the DeepSpeed config.
+        device: the device of this rank.
+        groups: the process groups of a tensor-parallel model; None for all ranks.
+        first: whether this rank is the first of those that share each weight, whose values DeepSpeed sends to all.
+    """
+    from deepspeed.runtime.zero.partition_parameters import Init  # an extra
+
+    names, shard = {id(weight): name for name, weight in unread(loss)}, Init._convert_to_zero_parameters
+
+    def read_and_shard(self: Any, weights: Iterable[nn.Parameter]) -> None:
+        for weight in list(weights):
+            if weight.is_meta:
+                empty = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+                full = read_whole(loss, names[id(weight)], weight, device) if first else empty
+                replace(weight, nn.Parameter(full, weight.requires_grad))
+            shard(self, [weight])
+
+    for module in loss.modules():
+        module._buffers.update({name: buffer.to(device) for name, buffer in module.named_buffers(recurse=False)})
+    Init._convert_to_zero_parameters = read_and_shard
+    try:
+        Init(
+            module=loss,
+            data_parallel_group=groups.get_data_parallel_group() if groups else None,
+            dtype=next(loss.parameters()).dtype,
+            config_dict_or_path=settings,
+            mpu=groups,
+        )
+    finally:
+        Init._convert_to_zero_parameters = shard
+
+
 def unread(loss: Any) -> list[tuple[str, nn.Parameter]]:
     """The weights on the meta device, with their transformers or peft names."""
     return [(name, weight) for name, weight in loss.model.named_parameters() if weight.device.type == "meta"]

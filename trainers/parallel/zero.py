@@ -16,19 +16,18 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from torch import distributed, nn
+from torch import distributed
 
 from trainers.config.options import TrainConfig
-from trainers.model.stored import replace
 from trainers.parallel.backend import Backend, total_numel, trained_weights
-from trainers.parallel.fill import fill, read_whole, unread
+from trainers.parallel.fill import fill, shard_as_read, unread
 from trainers.parallel.optimizer import build_optimizer, parameter_groups
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.shards import WEIGHT, Shard
@@ -86,7 +85,9 @@ class Zero(Backend):
             weight.model_parallel = self.tensor is not None and name in self.tensor.slices
         if self.stage < 3:
             fill(loss, self.device)
-        with _initialized_over(groups), _reading(loss, self.device, first=self.shard_index == 0):
+        elif unread(loss):
+            shard_as_read(loss, settings, self.device, groups, first=self.shard_index == 0)
+        with _initialized_over(groups):
             self.model, _ = accelerator.prepare(loss, optimizer)
         self.optimizer = self.model.optimizer
         self._check_layout()
@@ -310,34 +311,6 @@ def _initialized_over(groups: TensorGroups | None) -> Iterator[None]:
         yield
     finally:
         deepspeed.initialize = plain
-
-
-@contextmanager
-def _reading(loss: Any, device: torch.device, first: bool) -> Iterator[None]:
-    """Lets ZeRO 3, which shards one weight after the other, have it read just before, by the rank that broadcasts it.
-
-    Args:
-        loss: the loss module.
-        device: the device of this rank.
-        first: whether this rank is the first of those that share each weight, and DeepSpeed sends its values to all.
-    """
-    from deepspeed.runtime.zero.partition_parameters import Init
-
-    names, shard = {id(weight): name for name, weight in unread(loss)}, Init._convert_to_zero_parameters
-
-    def read_and_shard(self: Any, weights: Iterable[Any]) -> None:
-        for weight in list(weights):
-            if (name := names.get(id(weight))) is not None and weight.is_meta:
-                empty = torch.empty(weight.shape, dtype=weight.dtype, device=device)
-                full = read_whole(loss, name, weight, device) if first else empty
-                replace(weight, nn.Parameter(full, weight.requires_grad))
-            shard(self, [weight])
-
-    Init._convert_to_zero_parameters = read_and_shard
-    try:
-        yield
-    finally:
-        Init._convert_to_zero_parameters = shard
 
 
 def _fill(settings: dict[str, Any], config: TrainConfig, world: int, hidden: int) -> None:

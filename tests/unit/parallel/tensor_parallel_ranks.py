@@ -423,17 +423,13 @@ def spread(loss: SupervisedLoss, mesh: DeviceMesh, how: str) -> Any:
             fully_shard(layer, mesh=parts)
         fully_shard(one, mesh=parts)
 
-    wrapped = SimpleNamespace(fsdp_plugin=SimpleNamespace(cpu_ram_efficient_loading=False))
+    wrapped = SimpleNamespace(fsdp_plugin=SimpleNamespace(cpu_offload=None))
     made = Accelerating()
     made.state, made.is_fsdp2 = wrapped, True
 
-    def prepare(one: Any, optimizer: Any) -> Any:
-        before = {weight: name for name, weight in one.named_parameters()}
+    def prepare(one: Any, unused: Any) -> Any:
         shard(one)
-        after = dict(one.named_parameters())
-        for group in optimizer.param_groups:
-            group["params"] = [after[before[weight]] for weight in group["params"]]
-        return one, SimpleNamespace(optimizer=optimizer)
+        return one, unused
 
     made.prepare = prepare
     with mock.patch("trainers.parallel.fsdp._set_wrap_policy"):

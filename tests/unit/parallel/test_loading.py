@@ -25,9 +25,12 @@ SHAPE = {
 }  # fmt: skip
 """134.5M weights, 513 MiB in fp32, of which the embedding is 108."""
 STRATEGIES = [
-    *[(2, name) for name in ("fsdp2", "tp", "pp", "ddp", "fsdp1", "fsdp1_grad_op", "zero2", "zero3")],
-    *[(4, name) for name in ("hsdp", "fsdp2_tp", "hsdp_tp", "pp_dp", "pp_fsdp2", "pp_interleaved", "zero2_tp")],
-    *[(1, "single"), (8, "3d")],
+    *[
+        (2, name)
+        for name in ("fsdp2", "tp", "pp", "ddp", "cp", "sp", "fsdp1", "fsdp1_grad_op", "zero1", "zero2", "zero3")
+    ],
+    *[(4, name) for name in ("hsdp", "fsdp2_tp", "pp_dp", "pp_fsdp2", "pp_interleaved", "zero2_tp")],
+    *[(1, "single"), (8, "3d"), (8, "hsdp_tp")],
 ]
 QUICK = {(2, "fsdp2"), (2, "tp"), (2, "pp")}
 ON_LOAD = [
