@@ -37,7 +37,7 @@ class Share:
     Args:
         layers: number of layers.
         held: number of micro-batches whose activations the rank holds at once; in one of several stages, a fraction.
-        has_head: whether it computes logits and loss.
+        has_head: whether it computes logits and loss; `has_embedding`, whether it takes tokens.
         buffers: number of receive buffers for stage inputs and gradients, per micro-batch of a step.
         trained: number of trained parameters; `trained_layer` in one layer, `trained_outside` in embedding and head.
         frozen: bytes of frozen weights; `frozen_layer` and `frozen_outside` likewise.
@@ -48,6 +48,7 @@ class Share:
     layers: int
     held: float
     has_head: bool
+    has_embedding: bool
     buffers: int
     trained: float
     trained_layer: float
@@ -61,14 +62,14 @@ class Share:
     @classmethod
     def of(
         cls, case: Mapping[str, Any], every: int, layers: int, ends: float, held: float = 1.0, has_head: bool = True,
-        buffers: int = 0,
+        has_embedding: bool = True, buffers: int = 0,
     ) -> Share:  # fmt: skip
         """The share of a rank with `layers` of `every` layers, and the fraction `ends` of embedding and head."""
         layer, frozen = case["trained_inside"] / every, case["frozen_inside"] / every
         outside, frozen_outside = case["trained_outside"] * ends, case["frozen_outside"] * ends
         parameters = (case["parameters"] - case["parameters_outside"]) * layers / every
         return cls(
-            layers, held, has_head, buffers, layer * layers + outside, layer, outside,
+            layers, held, has_head, has_embedding, buffers, layer * layers + outside, layer, outside,
             frozen * layers + frozen_outside, frozen, frozen_outside, case["scales"] * layers / every,
             parameters + case["parameters_outside"] * ends,
         )  # fmt: skip
@@ -93,7 +94,7 @@ def shares_of(
             sum(len(layers_of_stage[stage]) for stage in stages),
             in_flight(schedule, ranks, micro_batches, rank),
         )
-        shares.append(Share.of(case, layers, inside, ends, held, total - 1 in stages, buffers))
+        shares.append(Share.of(case, layers, inside, ends, held, total - 1 in stages, 0 in stages, buffers))
     return shares
 
 
@@ -110,12 +111,16 @@ def rank_memory(
     memory = dict.fromkeys(("weights", "gradients", "optimizer"), 0.0)
     resting = _persistent(strategy, config, share)
     away = sum(resting.pop(name) for name in _offloaded(strategy)) if on_gpu else 0.0
-    # A stage without the head has, beside its layers, the embedding's gradient before it is added to earlier ones.
-    embedding = share.trained_outside * weight_and_state_bytes(config)[0]
-    fixed = case["fixed"] if share.has_head else embedding
-    activations = fixed + case["layer"] * share.layers * share.held + received
+    held = case["layer"] * share.layers * share.held
+    full, later = case["fixed"] * share.has_head + held, case["later"]
+    if strategy.pp_size > 1:
+        # The embedding's gradient, before it is added to earlier ones, when the activations of a stage are gone.
+        embedding = share.trained_outside * weight_and_state_bytes(config)[0] * share.has_embedding
+        later = embedding + max(0.0, held - case["layer"] * share.layers / SCHEDULES[strategy.pp_schedule].chunks)
+    activations = max(full, later) + received
+    in_heap = case["heap_fixed"] * share.has_head + case["heap_layer"] * share.layers * share.held + received
     cuda = CUDA_GIB * GIB + (NCCL_GIB * GIB if sizes.world > 1 else 0)
-    around = cuda if on_gpu else counted["process_bytes"] + _heap_beyond_tensors(strategy, config, share, activations)
+    around = cuda if on_gpu else counted["process_bytes"] + _heap_beyond_tensors(strategy, config, share, in_heap)
     if not on_gpu and strategy.distributed_type == "FSDP" and strategy.pp_size == 1 and micro_batches == 1:
         # Activations are freed as gradients are allocated; with accumulation, earlier gradients are there already.
         # Measured on a CPU alone: on a GPU, both are counted.
@@ -126,7 +131,11 @@ def rank_memory(
 
 
 def _heap_beyond_tensors(strategy: Strategy, config: TrainConfig, share: Share, activations: float) -> float:
-    """On a CPU: bytes of glibc's heap that are resident at the peak and hold no tensor of then."""
+    """On a CPU: bytes of glibc's heap that are resident at the peak and hold no tensor of then.
+
+    Args:
+        activations: bytes of activations in blocks that glibc takes from its heap; it maps larger ones by themselves.
+    """
     weight = weight_and_state_bytes(config)[0]
     if strategy.distributed_type == "FSDP" and strategy.fsdp_version == 2 and _shards(strategy) > 1:
         layers = (share.trained_layer * weight + share.frozen_layer) * share.layers

@@ -102,7 +102,8 @@ class Shape:
         gradients = (2.5 if self.tied else 2) * self.vocab_size * self.hidden * _FP32 / tp
         head = gradients + _CHUNK + _HEAD * self.hidden * tokens
         layer = tokens * (_WIDE * self.hidden + _INNER * self.inner / tp)
-        return {**self._weights(tp), "fixed": max(head, layer), "layer": float(tokens * self.hidden * _FP32)}
+        return {**self._weights(tp), "fixed": max(head, layer), "layer": float(tokens * self.hidden * _FP32),
+                "later": 0.0, "heap_fixed": 0.0, "heap_layer": 0.0}  # fmt: skip
 
 
 SHAPES = (

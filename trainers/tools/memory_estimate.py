@@ -17,6 +17,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +60,33 @@ from trainers.tools.preflight import check_model, machine_mistakes
 _KERNEL = "tunesmith_weighed"
 _FEW = (2, 4)
 """Numbers of layers of two small models; the difference in memory gives the cost of a layer."""
+_MEMORY = ("fixed", "layer", "later", "heap_fixed", "heap_layer")
+MAPPED = 2**25
+"""Bytes from which glibc maps a block by itself and returns it when it is freed (its `DEFAULT_MMAP_THRESHOLD_MAX`)."""
 _NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _TIMED = 0.3
 """Seconds for which to time matrix products."""
 _NIBBLE, _SCALES = 0.5, 0.127 / 8
 """Bytes of a 4-bit weight, and of its share of the unsharded scales (see `trainers/model/quantization.py`)."""
+
+
+@dataclass
+class Peaks:
+    """Peak bytes of a micro-batch's tensors.
+
+    Args:
+        full: While every layer's activations are held: until the last layer's backward pass is over.
+        later: After that, such as when the embedding's gradient is added to the head's.
+        heap: As `full`, of tensors smaller than `MAPPED` alone.
+    """
+
+    full: int = 0
+    later: int = 0
+    heap: int = 0
+
+    @property
+    def highest(self) -> int:
+        return max(self.full, self.later)
 
 
 class PeakMemoryMode(TorchDispatchMode):
@@ -75,7 +98,7 @@ class PeakMemoryMode(TorchDispatchMode):
 
     def __init__(self, known: Iterable[torch.Tensor]):
         super().__init__()
-        self.now = self.peak = 0
+        self.now, self.in_heap, self.peaks, self.turned = 0, 0, Peaks(), False
         self._seen = WeakIdKeyDictionary({tensor.untyped_storage(): True for tensor in known})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,12 +113,30 @@ class PeakMemoryMode(TorchDispatchMode):
         if storage in self._seen:
             return
         self._seen[storage] = True
-        self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._gone, storage.nbytes())
+        self._add(storage.nbytes(), 1)
+        weakref.finalize(storage, self._add, storage.nbytes(), -1)
 
-    def _gone(self, size: int) -> None:
-        self.now -= size
+    def _add(self, size: int, sign: int) -> None:
+        peaks = self.peaks
+        self.now += sign * size
+        if self.turned:
+            peaks.later = max(peaks.later, self.now)
+            return
+        self.in_heap += sign * size * (size < MAPPED)
+        peaks.full, peaks.heap = max(peaks.full, self.now), max(peaks.heap, self.in_heap)
+
+    def watch(self, layer: nn.Module) -> None:
+        """Ends `Peaks.full` when a layer's backward pass is over."""
+
+        def turn(gradient: torch.Tensor) -> None:
+            self.turned = True
+
+        def hook(module: nn.Module, inputs: Any, named: dict[str, Any]) -> None:
+            hidden = inputs[0] if inputs else named["hidden_states"]
+            if hidden.requires_grad:
+                hidden.register_hook(turn)
+
+        layer.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 class _Attention(torch.autograd.Function):
@@ -162,6 +203,11 @@ def empty_model(config: TrainConfig, model_config: Any, tp: int = 1, layers: int
         return base if config.method == "full" else add_adapters(base, config)
 
 
+def decoder_layers(base: Any) -> nn.ModuleList | None:
+    """The layers of a model's decoder; None if they have another name."""
+    return getattr(base.get_decoder(), "layers", None)
+
+
 def _as_fakes(model: nn.Module) -> None:
     """Replaces meta tensors, for which torch has no autocast, by fake CPU tensors; tied weights stay tied."""
     fakes: dict[int, Any] = {}
@@ -174,7 +220,7 @@ def _as_fakes(model: nn.Module) -> None:
                 held[name] = None if tensor is None else fakes[id(tensor)]
 
 
-def peak(config: TrainConfig, model: nn.Module, rows: int, length: int) -> int:
+def count_peaks(config: TrainConfig, model: nn.Module, rows: int, length: int) -> Peaks:
     """Returns the peak bytes of a micro-batch, forward and backward, in addition to weights and gradients.
 
     Args:
@@ -191,11 +237,13 @@ def peak(config: TrainConfig, model: nn.Module, rows: int, length: int) -> int:
         known = [tensor for weight in loss.parameters() for tensor in (weight, weight.grad) if tensor is not None]
         ids = torch.zeros(rows, length, dtype=torch.int64)
         live = PeakMemoryMode([*known, *loss.buffers(), ids])
+        if layers := decoder_layers(loss.base):
+            live.watch(layers[-1])
         loss.train()
         with live:
             every = ids.new_zeros(ids.numel())
             loss(ids, torch.zeros_like(ids), None, every, every)[0].backward()
-    return live.peak
+    return live.peaks
 
 
 def weights(config: TrainConfig, model: nn.Module) -> dict[str, float]:
@@ -256,8 +304,9 @@ def case(
         counted: Counts of `weights` by tp, to which those of this case are added.
 
     Returns:
-        The counts of `weights`, and bytes of a micro-batch: `fixed` (outside the layers) and per `layer`. Both are None
-        if they cannot be determined, with `why`. Or just `refused`, the reason why the model cannot be split so.
+        The counts of `weights`, and bytes of a micro-batch: `fixed` and per `layer` while the activations of all layers
+        are held, `later` once they are not; `heap_fixed` and `heap_layer` are those of tensors smaller than `MAPPED`.
+        All are None if they cannot be determined, with `why`. Or just `refused`, why the model cannot be split so.
     """
     tp, cp, sp, stages, rows = map(int, name.split(":"))
     if why := refused(model_config, MeshSizes(cp=cp, sp=sp, tp=tp), stages):
@@ -267,15 +316,23 @@ def case(
     if tp not in counted:
         counted[tp] = weights(config, empty_model(config, model_config, tp))
     facts: dict[str, Any] = dict(counted[tp])
-    # Memory is linear in the number of layers: measure two small models, and split it into a fixed part and a slope.
+    # While all activations are held, memory is linear in the number of layers: measure two small models, and split it
+    # into a fixed part and a slope. What is needed later does not grow with them, but may be more in so small a model.
     few = [min(count, model_config.get_text_config().num_hidden_layers) for count in _FEW]
     try:
-        first, second = (peak(config, empty_model(config, model_config, tp, count), rows, length) for count in few)
+        small = [count_peaks(config, empty_model(config, model_config, tp, count), rows, length) for count in few]
     except (RuntimeError, ValueError) as error:
         # Some mixture-of-experts operators have no fake implementation; attention rejects unknown variants.
-        return {**facts, "fixed": None, "layer": None, "why": str(error).partition("\n")[0][:200]}
-    layer = (second - first) / (few[1] - few[0]) if few[1] > few[0] else first / few[0]
-    return {**facts, "fixed": first - layer * few[0], "layer": layer}
+        return {**facts, **dict.fromkeys(_MEMORY), "why": str(error).partition("\n")[0][:200]}
+    fixed, layer = _line(few, [peaks.full for peaks in small])
+    heap_fixed, heap_layer = _line(few, [peaks.heap for peaks in small])
+    return {**facts, **dict(zip(_MEMORY, (fixed, layer, small[0].later, heap_fixed, heap_layer), strict=True))}
+
+
+def _line(layers: list[int], sizes: list[int]) -> tuple[float, float]:
+    """The fixed part of two sizes, and the part of each layer."""
+    slope = (sizes[1] - sizes[0]) / (layers[1] - layers[0]) if layers[1] > layers[0] else sizes[0] / layers[0]
+    return sizes[0] - slope * layers[0], slope
 
 
 def speed(hidden: int, config: TrainConfig) -> float:
@@ -316,7 +373,7 @@ def estimate_memory(config: TrainConfig, model_config: Any, cases: list[str], ti
         raise ConfigError(f"{cannot} ({why}); use another model, or `tunesmith bench`") from None
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     trained, frozen = matmul_parameters(model)
-    layers = getattr(base.get_decoder(), "layers", None)
+    layers = decoder_layers(base)
     by_tp = {1: weights(config, model)}
     matrices = sum(weight.numel() for weight in base.get_decoder().parameters() if weight.ndim > 1)
     heads = text.num_attention_heads
@@ -327,7 +384,7 @@ def estimate_memory(config: TrainConfig, model_config: Any, cases: list[str], ti
         "tied": bool(text.tie_word_embeddings), "matmul_trained": trained, "matmul_frozen": frozen,
         # False if matrices are not linear layers (GPT-2), or a token does not use all of them (experts).
         "all_linear": trained + frozen > 0.9 * (matrices - text.vocab_size * text.hidden_size),
-        "layer_matmul": sum(matmul_parameters(layers[0])) if layers is not None else 0,
+        "layer_matmul": sum(matmul_parameters(layers[0])) if layers else 0,
         "flops_per_second": speed(text.hidden_size, config) if time_here and config.mixed_precision != "fp8" else None,
         "load_balancing": LoadBalancing.of(text) is not None, "process_bytes": resting, "whole": by_tp[1],
         "stored_dtype": str(getattr(model_config, "dtype", None) or torch.float32).removeprefix("torch."),

@@ -23,7 +23,7 @@ from trainers.objectives.sft import SupervisedLoss
 from trainers.strategy.mesh import MeshSizes
 from trainers.strategy.pipeline_schedules import in_flight
 from trainers.strategy.strategy import load_strategy
-from trainers.tools.memory_estimate import case, empty_model, peak, weights
+from trainers.tools.memory_estimate import MAPPED, case, count_peaks, empty_model, weights
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -72,7 +72,7 @@ def allocated(settings: TrainConfig, rows: int, kernel: str = "sdpa") -> int:
 @pytest.mark.parametrize("rows", [2, 8])
 def test_a_micro_batch_needs_what_torch_allocates(options: dict[str, Any], rows: int) -> None:
     settings = config(**options)
-    counted = peak(settings, empty_model(settings, load_model_config(settings)), rows, LENGTH)
+    counted = count_peaks(settings, empty_model(settings, load_model_config(settings)), rows, LENGTH).highest
     # Selective checkpointing does not keep the stand-in for attention; and products in bf16 have scratch.
     exact = settings.mixed_precision == "no" and not settings.selective_checkpointing
     close = 0.01 if exact else 0.06
@@ -89,18 +89,19 @@ def test_capped_scores_are_counted_whole(tmp_path: Path) -> None:
     )  # fmt: skip
     AutoModelForCausalLM.from_config(small).save_pretrained(tmp_path)
     settings = config(model_name_or_path=str(tmp_path), packing=False)
-    counted = peak(settings, empty_model(settings, load_model_config(settings)), 8, LENGTH)
+    counted = count_peaks(settings, empty_model(settings, load_model_config(settings)), 8, LENGTH).highest
     assert counted == pytest.approx(allocated(settings, 8, "eager"), rel=0.02)
     shape = load_model_config(settings)
     shape.attn_logit_softcapping = None
-    assert counted > 1.15 * peak(settings, empty_model(settings, shape), 8, LENGTH)
+    assert counted > 1.15 * count_peaks(settings, empty_model(settings, shape), 8, LENGTH).highest
 
 
 def test_the_count_sees_checkpointing() -> None:
     """The control: a count that were the same for all would pass above if the profiler's were too."""
     shape = load_model_config(config())
     often, once = (
-        peak(one, empty_model(one, shape), 8, LENGTH) for one in (config(), config(gradient_checkpointing=True))
+        count_peaks(one, empty_model(one, shape), 8, LENGTH).highest
+        for one in (config(), config(gradient_checkpointing=True))
     )
     assert once < 0.6 * often
 
@@ -109,8 +110,27 @@ def test_layers_add_up_to_the_whole_model() -> None:
     settings = config()
     shape = load_model_config(settings)
     found, layers = case(settings, shape, "1:1:1:1:4"), shape.num_hidden_layers
-    whole = peak(settings, empty_model(settings, shape), 4, LENGTH)
-    assert found["fixed"] + layers * found["layer"] == pytest.approx(whole, rel=0.01)
+    whole = count_peaks(settings, empty_model(settings, shape), 4, LENGTH)
+    assert whole.highest == whole.full > whole.later
+    assert found["fixed"] + layers * found["layer"] == pytest.approx(whole.full, rel=0.01)
+    assert found["heap_fixed"] + layers * found["heap_layer"] == pytest.approx(whole.heap, rel=0.01)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}])
+def test_layers_add_up_beside_a_large_vocabulary(options: dict[str, Any]) -> None:
+    """Two and four layers need the most when the tied embedding's gradients are added; many layers at the head."""
+    settings = config(**options)
+    shape = load_model_config(settings)
+    shape.vocab_size, shape.hidden_size, shape.intermediate_size, shape.num_hidden_layers = 49_152, 256, 1024, 40
+    found = case(settings, shape, "1:1:1:1:2")
+    assert found["later"] > found["fixed"] + 4 * found["layer"]  # control: those two show nothing of the layers
+    whole = count_peaks(settings, empty_model(settings, shape), 2, LENGTH)
+    assert max(found["fixed"] + 40 * found["layer"], found["later"]) == pytest.approx(whole.highest, rel=0.01)
+    assert found["layer"] > (1.5 if options else 15) * 2 * LENGTH * 256 * 4 / 2  # at least what each layer saves
+    # glibc maps the gradients of the vocabulary by themselves; the heap has the rest.
+    assert MAPPED < 49_152 * 256 * 4
+    assert found["heap_fixed"] + 40 * found["heap_layer"] == pytest.approx(whole.heap, rel=0.01)
+    assert whole.full > whole.heap + 2 * 49_152 * 256 * 4
 
 
 def test_weights_are_those_of_the_model() -> None:
@@ -145,7 +165,7 @@ def test_four_bit_weights_are_counted_as_such() -> None:
 
 WEIGHTS = {"trained_inside": 800.0, "trained_outside": 200.0, "frozen_inside": 0.0, "frozen_outside": 0.0,
            "parameters": 1000.0, "parameters_outside": 200.0, "vectors": 90.0, "scales": 0.0}  # fmt: skip
-CASE = {**WEIGHTS, "fixed": 50.0, "layer": 10.0}
+CASE = {**WEIGHTS, "fixed": 50.0, "layer": 10.0, "later": 60.0, "heap_fixed": 30.0, "heap_layer": 9.0}
 COUNTED = {
     "layers": 8, "hidden": 10, "heads": 4, "key_heads": 2, "head_size": 3, "words": 20, "tied": False,
     "matmul_trained": 900, "matmul_frozen": 0, "all_linear": True, "layer_matmul": 100, "flops_per_second": 1e9,
@@ -156,10 +176,12 @@ COUNTED = {
 """Eight layers, and a head that costs as much as two of them."""
 
 
-def row(name: str, processes: int = 2, kind: str = "cpu", memory: float = 1e9, **options: Any) -> Row:
+def row(
+    name: str, processes: int = 2, kind: str = "cpu", memory: float = 1e9, counted: Any = COUNTED, **options: Any
+) -> Row:  # fmt: skip
     hardware = Hardware(kind, processes, memory)
     given = {"global_batch_size": 16, "per_device_train_batch_size": 4, **options}
-    return plan_row(*candidate(load_strategy(name), config(**given), hardware), COUNTED, hardware)
+    return plan_row(*candidate(load_strategy(name), config(**given), hardware), counted, hardware)
 
 
 def resting(name: str, processes: int = 2, **options: Any) -> list[float]:
@@ -207,11 +229,11 @@ def test_what_is_whole_for_a_while() -> None:
 
 
 def test_the_heap_of_a_cpu_keeps_gaps() -> None:
-    """Beside the 7 bytes of the process; activations are 50 bytes and 10 in each of eight layers."""
+    """Beside the 7 bytes of the process; smaller activations are 30 bytes and 9 in each of eight layers."""
     cpu, gpu = (row("ddp", kind=kind).memory for kind in ("cpu", "gpu"))
     assert cpu
     assert gpu
-    assert cpu["overhead"] == 7 + 0.75 * (50 + 8 * 10)
+    assert cpu["overhead"] == 7 + 0.75 * (30 + 8 * 9)
     assert gpu["overhead"] == (CUDA_GIB + NCCL_GIB) * GIB
 
 
@@ -221,7 +243,7 @@ def test_the_heap_keeps_a_hole_for_each_gathered_layer_and_the_copy_of_a_step() 
         assert memory
         return memory["overhead"]
 
-    assert overhead("fsdp2") == overhead("cp") == 7 + 0.5 * (50 + 8 * 10) + 8 * 100 * 4
+    assert overhead("fsdp2") == overhead("cp") == 7 + 0.5 * (30 + 8 * 9) + 8 * 100 * 4
     assert overhead("fsdp1") == overhead("ddp")  # control: it gathers into one tensor per layer
     assert overhead("zero1") == overhead("zero3") == overhead("ddp") + 4 * 1000 / 2
 
@@ -241,9 +263,14 @@ def test_a_pipeline_keeps_several_micro_batches() -> None:
     assert one
     assert several
     assert one["activations"] == 50 + 8 * 10
-    # The first rank has no logits but the embedding's gradient, and two in flight; and for each of the four a buffer of
-    # 4 rows of 64 tokens of 10 numbers from the other rank.
-    assert several["activations"] == 4 * 100 + 5 * 10 * 2 + 4 * 4 * LENGTH * 10 * 4
+    # The first rank has no logits, and two in flight, one when it has the embedding's gradient; and for each of the four
+    # a buffer of 4 rows of 64 tokens of 10 numbers from the other rank.
+    buffers = 4 * 4 * LENGTH * 10 * 4
+    assert several["activations"] == 4 * 100 + 5 * 10 * 1 + buffers
+    assert several["overhead"] == 7 + 0.75 * (5 * 9 * 2 + buffers)
+    longer = copy.deepcopy(COUNTED)
+    longer["cases"]["1:1:1:2:4"] |= {"layer": 100.0}  # type: ignore[index]
+    assert row("pp", counted=longer).memory["activations"] == 5 * 100 * 2 + buffers  # type: ignore[index]
     assert [in_flight("1f1b", 4, 16, rank) for rank in range(4)] == [4, 3, 2, 1]
     assert in_flight("interleaved", 4, 16, 3) == (4 + 1) / 2
     assert [in_flight(name, 4, 16) for name in ("gpipe", "1f1b", "zbv")] == [16, 4, 4]
