@@ -436,11 +436,23 @@ def compiled_blocks(base: PreTrainedModel) -> nn.ModuleList:
     return blocks
 
 
-def matmul_parameters(model: nn.Module) -> tuple[int, int]:
-    """Number of (trained, frozen) parameters in matrix products; includes the output head, not the embedding lookup."""
+def matmul_parameters(model: nn.Module, expert_share: float = 1.0) -> tuple[int, int]:
+    """Number of (trained, frozen) parameters in matrix products; includes the output head, not the embedding lookup.
+
+    Args:
+        model: the model, or a part of it.
+        expert_share: see `trainers.model.experts.expert_share`; counts that much of the experts' weights.
+    """
     trained = frozen = 0
     for module in model.modules():
         if isinstance(module, nn.Linear) and module.weight is not None:
-            count = module.in_features * module.out_features  # its weight may be packed or sharded
-            trained, frozen = (trained + count, frozen) if module.weight.requires_grad else (trained, frozen + count)
+            # The weight may be packed or sharded.
+            counts = [(module.in_features * module.out_features, module.weight.requires_grad)]
+        elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            continue
+        else:  # experts, stacked
+            stacks = (weight for weight in module.parameters(recurse=False) if weight.ndim == 3)
+            counts = [(round(weight.numel() * expert_share), weight.requires_grad) for weight in stacks]
+        trained += sum(count for count, trains in counts if trains)
+        frozen += sum(count for count, trains in counts if not trains)
     return trained, frozen

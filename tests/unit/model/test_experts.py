@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.config.validation import build
-from trainers.model.experts import adapter_lines, router_names
-from trainers.model.load import add_adapters
+from trainers.model.experts import adapter_lines, expert_share, router_names
+from trainers.model.load import add_adapters, matmul_parameters
 
 SIZES = {
     "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -65,3 +66,26 @@ def test_what_got_adapters_is_said() -> None:
         add_adapters(tiny("mixtral"), config(lora_target_modules=["gate"]))
     qwen = adapter_lines(add_adapters(tiny("qwen2_moe"), config()))
     assert "no adapters on: the 4 routers and gates of the experts, unless they are named" in qwen
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen2_moe"])
+def test_flops_are_those_of_the_experts_that_a_token_uses(family: str) -> None:
+    model = tiny(family)
+    share = expert_share(model.config)
+    assert share == SIZES["num_experts_per_tok"] / SIZES["num_experts"] == 0.5
+    stacked = sum(weight.numel() for weight in model.parameters() if weight.ndim == 3)
+    linear = sum(part.weight.numel() for part in model.modules() if isinstance(part, nn.Linear))
+    assert matmul_parameters(model, share) == (linear + stacked // 2, 0)
+    assert matmul_parameters(model) == (linear + stacked, 0)  # control: all of them
+
+
+@pytest.mark.parametrize(
+    ("family", "share"), [("llama", 1.0), ("gpt_oss", 4 / 128), ("gemma4", 1.0), ("glm4_moe", 8 / 128)]
+)
+def test_the_share_of_the_experts_is_in_the_config(family: str, share: float) -> None:
+    assert expert_share(AutoConfig.for_model(family).get_text_config()) == share
+
+
+def test_gemmas_share_has_another_name() -> None:
+    text = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
+    assert expert_share(AutoConfig.for_model("gemma4", text_config=text).get_text_config()) == 8 / 128
