@@ -54,7 +54,7 @@ from trainers.run.gpus import gpu_count
 from trainers.strategy.mesh import MeshSizes
 from trainers.strategy.pipeline_schedules import balance
 from trainers.strategy.tensor_plan import refusals
-from trainers.strategy.traffic import head_size
+from trainers.strategy.traffic import head_size, key_heads
 from trainers.tools.mesh_limits import basis_cases, mesh_limits
 from trainers.tools.preflight import check_model, machine_mistakes
 
@@ -200,10 +200,12 @@ def empty_model(config: TrainConfig, model_config: Any, tp: int = 1, layers: int
     model_config = copy.deepcopy(model_config)
     text = model_config.get_text_config()
     if tp > 1:
-        # Fix the head size first: with fewer heads, it would otherwise be derived from the hidden size.
-        if not getattr(text, "per_layer_config", None):
+        names = ["num_attention_heads", "intermediate_size", "vocab_size"]
+        if not getattr(text, "per_layer_config", None):  # Gemma 4, whose layers differ in these
+            # Fix the head size first: with fewer heads, it would otherwise be derived from the hidden size.
             text.head_dim = head_size(text)
-        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+            names.append("num_key_value_heads")
+        for name in names:
             if getattr(text, name, None):
                 setattr(text, name, -(-getattr(text, name) // tp))
         text.pad_token_id = None  # may be out of range in the smaller vocabulary
@@ -413,7 +415,7 @@ def estimate_memory(config: TrainConfig, model_config: Any, cases: list[str], ti
     heads = text.num_attention_heads
     return {
         "layers": text.num_hidden_layers, "hidden": text.hidden_size, "heads": heads, "words": text.vocab_size,
-        "key_heads": getattr(text, "num_key_value_heads", None) or heads,
+        "key_heads": key_heads(text),
         "head_size": head_size(text),
         "tied": bool(text.tie_word_embeddings), "matmul_trained": trained, "matmul_frozen": frozen,
         # False if matrices are not linear layers (GPT-2).

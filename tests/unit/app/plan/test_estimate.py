@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoConfig
 
 from app.plan.estimate import Row, best_first, candidate, plan_row
 from app.plan.hardware import CUDA_GIB, GIB, NCCL_GIB, ROOM, Hardware, parse_size
