@@ -67,7 +67,7 @@ def _softcap(model_config: Any) -> bool:
 
 
 def _sizes(model_config: Any) -> tuple[int, int, int]:
-    """Number of query heads, number of key heads, and head size; of the layer with the largest heads, if they differ."""
+    """Number of query heads and of key heads, and head size; of the layer with the largest heads, if they differ."""
     heads = int(model_config.num_attention_heads)
     keys, sizes = (by_layer(model_config, name) for name in ("num_key_value_heads", "head_dim"))
     layers = zip(sizes, keys, strict=True)

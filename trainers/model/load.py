@@ -342,13 +342,14 @@ def add_adapters(base: PreTrainedModel, config: TrainConfig) -> nn.Module:
     targets = config.lora_target_modules
     spoken = {id(module) for part in _text_parts(base) for module in part.modules()}
     spared = [name for name, part in base.named_modules() if _adaptable(part) and id(part) not in spoken]
-    if targets == ["all-linear"]:
+    everything = targets == ["all-linear"]
+    if everything:
         spared += router_names(base) + _unadapted(base)
     adapters = LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
-        target_modules="all-linear" if targets == ["all-linear"] else targets,
+        target_modules=_without_routers(base) if everything else targets,
         exclude_modules=spared or None,
         use_rslora=config.use_rslora,
         task_type="CAUSAL_LM",
@@ -374,6 +375,16 @@ def add_adapters(base: PreTrainedModel, config: TrainConfig) -> nn.Module:
         )
     _refuse_merging_tied(config, base, got)
     return model
+
+
+def _without_routers(base: PreTrainedModel) -> str | list[str]:
+    """`all-linear`, or what is left of it where peft would take it for stacked experts and their router as well."""
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    converted = LoraConfig(target_modules="all-linear")
+    convert_peft_config_for_transformers(converted, base, None)
+    return sorted(converted.target_modules or []) if converted.target_parameters else "all-linear"
 
 
 def _adaptable(part: nn.Module) -> bool:

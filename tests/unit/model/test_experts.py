@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -38,6 +39,14 @@ def test_no_router_gets_an_adapter_unless_it_is_named(family: str) -> None:
     assert routers
     assert not routers & set(model.targeted_module_names)
     assert model.targeted_module_names
+    adapted = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    assert not [name for name in adapted for router in routers if f".{router}." in name], "as a bare weight neither"
+
+
+def test_peft_itself_adapts_the_router() -> None:
+    """The control: since transformers stacks experts, peft takes `all-linear` for their weights and the router's."""
+    model = get_peft_model(tiny("mixtral"), LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    assert any(".gate." in name for name, weight in model.named_parameters() if weight.requires_grad)
 
 
 def test_a_named_router_gets_one() -> None:

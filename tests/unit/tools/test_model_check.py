@@ -350,7 +350,9 @@ def test_families_with_attention_of_their_own_are_trained_unpacked(family: str) 
     assert choose_attention(model_config, packing=False) in ("sdpa", "eager")
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2", "deepseek_v3", "gpt_oss"]
+)
 def test_families_that_take_our_attention_get_it(family: str) -> None:
     assert choose_attention(AutoConfig.for_model(family), packing=True) == "tunesmith_fused"
 

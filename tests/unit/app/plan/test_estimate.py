@@ -24,6 +24,7 @@ from trainers.objectives.sft import SupervisedLoss
 from trainers.strategy.mesh import MeshSizes
 from trainers.strategy.pipeline_schedules import in_flight
 from trainers.strategy.strategy import load_strategy
+from trainers.strategy.traffic import by_layer, head_size, key_heads
 from trainers.tools.memory_estimate import MAPPED, _few, case, count_peaks, empty_model, weights
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -157,6 +158,18 @@ def test_experts_are_counted_in_bf16_too(method: str) -> None:
     settings = config(method=method, mixed_precision="bf16", packing=True)
     found = case(settings, shape, "1:1:1:1:2")
     assert found["layer"] > 2 * LENGTH * 64 * 2, found.get("why")
+
+
+def test_key_heads_may_differ_between_layers() -> None:
+    """As in Gemma 4 12B, 26B and 31B; transformers refuses to read a size of the whole model then."""
+    text = AutoConfig.for_model("gemma4_text", num_hidden_layers=6, num_attention_heads=16, num_key_value_heads=8,
+                                num_global_key_value_heads=2, attention_k_eq_v=True)  # fmt: skip
+    with pytest.raises(RuntimeError, match="may vary across layers"):
+        _ = text.num_key_value_heads
+    assert by_layer(text, "num_key_value_heads") == [8, 8, 8, 8, 8, 2]
+    assert (key_heads(text), head_size(text)) == (7, round((5 * 256 + 512) / 6))
+    plain = AutoConfig.for_model("qwen3", num_key_value_heads=4, head_dim=64)
+    assert (by_layer(plain, "num_key_value_heads"), key_heads(plain), head_size(plain)) == ([4], 4, 64)
 
 
 def test_weights_are_those_of_the_model() -> None:
