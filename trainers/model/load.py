@@ -30,7 +30,7 @@ from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.embedded import BASE_DIR
 from trainers.model.attention import KERNELS
 from trainers.model.config_checks import check_layers, check_values, own_code, refuse_other_tasks
-from trainers.model.experts import router_names
+from trainers.model.experts import expert_share, router_names
 from trainers.model.probe import in_one_line
 from trainers.model.quantization import finish, loading_options, many_threads, refuse_quantised, settle_quantisation
 from trainers.model.rotary import choose_by_document
@@ -467,3 +467,13 @@ def matmul_parameters(model: nn.Module, expert_share: float = 1.0) -> tuple[int,
         trained += sum(count for count, trains in counts if trains)
         frozen += sum(count for count, trains in counts if not trains)
     return trained, frozen
+
+
+def used_matmul_parameters(model: nn.Module, model_config: Any) -> tuple[int, int]:
+    """`matmul_parameters` that a token uses: of the experts, those that it is routed to.
+
+    Args:
+        model: the model, with adapters or without.
+        model_config: its transformers config.
+    """
+    return matmul_parameters(model, expert_share(model_config.get_text_config()))

@@ -330,6 +330,8 @@ def test_a_wrong_fact_does_not_match(name: str, wrong: str) -> None:
             "llama-3.3-70b-full",
             "llama-3.3-70b-lora",
             "gemma-3-12b-lora",
+            "gemma-4-12b-qlora",
+            "deepseek-v2-lite-full",
             "phi-4-full",
             "qwen3-32b-lora",
             "qwen3-8b-qlora",
