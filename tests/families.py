@@ -34,6 +34,7 @@ FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 _VOCABULARY, _POSITIONS, _LARGEST = 1030, 1024, 16_000_000
 _LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length")
 _REQUIRED: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_shared_experts": 2, "n_routed_experts": 128, "num_experts_per_tok": 6},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},

@@ -230,7 +230,7 @@ def train(
         from trainers.checkpoint.weights import base_digest, persistent_buffers
         from trainers.data.prepare import load_tokenizer, prepare, report_lines
         from trainers.loop import TrainContext, TrainLoop
-        from trainers.model.load import matmul_parameters
+        from trainers.model.load import used_matmul_parameters
         from trainers.monitor.heartbeat import Heartbeat
         from trainers.monitor.metrics import memory_gib
         from trainers.monitor.profiler import StepProfiler
@@ -256,7 +256,7 @@ def train(
     progress = checkpoints.load(folder, loss.model, loss.stored) if folder else Progress()
     progress.skipped_steps = ranks.broadcast(sorted({*progress.skipped_steps, *run.read_skipped_steps()}))
     buffers, memory = persistent_buffers(loss.model), memory_gib(ranks.device)
-    matmul = matmul_parameters(loss.model)  # before layers are split over ranks
+    matmul = used_matmul_parameters(loss.model, loss.base.config)  # before layers are split over ranks
     CLOCK.ended("model")
     backend, dtypes = build.backend(config, strategy, accelerator, ranks, mesh, loss)
     lines = compare(strategy, config, accelerator, mesh, backend, loss, dtypes)

@@ -13,6 +13,7 @@ from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.data.layout import AttentionMetadata, DocumentLayout
 from trainers.model import attention
+from trainers.strategy.traffic import by_layer
 
 _TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 """Maximum relative error (2-norm) of an output or gradient, by compute dtype."""
@@ -66,10 +67,12 @@ def _softcap(model_config: Any) -> bool:
 
 
 def _sizes(model_config: Any) -> tuple[int, int, int]:
-    """Number of query heads, number of key heads, and head size."""
+    """Number of query heads and of key heads, and head size; of the layer with the largest heads, if they differ."""
     heads = int(model_config.num_attention_heads)
-    keys = int(getattr(model_config, "num_key_value_heads", None) or heads)
-    return heads, keys, int(getattr(model_config, "head_dim", None) or model_config.hidden_size // heads)
+    keys, sizes = (by_layer(model_config, name) for name in ("num_key_value_heads", "head_dim"))
+    layers = zip(sizes, keys, strict=True)
+    size, count = max((int(size or model_config.hidden_size // heads), int(few or heads)) for size, few in layers)
+    return heads, count, size
 
 
 def _unfit(kernel: str, model_config: Any, device: torch.device, compute: torch.dtype) -> str | None:

@@ -53,7 +53,8 @@ def refuse_other_tasks(config: TrainConfig, model_config: Any) -> None:
 
 def check_layers(model_config: Any) -> None:
     """Raises ConfigError for layers that are not supported."""
-    layers = set(getattr(model_config, "layer_types", None) or ["full_attention"])
+    text = model_config.get_text_config()  # a multimodal config has none of its own
+    layers = set(getattr(text, "layer_types", None) or ["full_attention"])
     if "chunked_attention" in layers:
         raise ConfigError(
             f"{model_config.model_type} has chunked_attention layers, which are not supported; use another model"

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
+_CHOSEN_COUNTS = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
 _ROUTING = {"gate", "router", "shared_expert_gate"}
 
 
@@ -17,8 +18,23 @@ def has_experts(text_config: Any) -> bool:
     Args:
         text_config: the transformers config of the language model.
     """
-    counts = (getattr(text_config, name, None) for name in _EXPERT_COUNTS)
-    return any(isinstance(count, int) and count > 1 for count in counts)
+    return _count(text_config, _EXPERT_COUNTS) > 1
+
+
+def expert_share(text_config: Any) -> float:
+    """The share of the experts that a token uses; 1 if it uses all, or there are none.
+
+    Args:
+        text_config: as for `has_experts`.
+    """
+    chosen, every = _count(text_config, _CHOSEN_COUNTS), _count(text_config, _EXPERT_COUNTS)
+    return chosen / every if 0 < chosen < every else 1.0
+
+
+def _count(text_config: Any, names: tuple[str, ...]) -> int:
+    """The largest of the numbers that a config has under these names; 0 without any."""
+    counts = (getattr(text_config, name, None) for name in names)
+    return max((count for count in counts if isinstance(count, int)), default=0)
 
 
 def router_names(base: Any) -> list[str]:

@@ -30,7 +30,7 @@ from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.embedded import BASE_DIR
 from trainers.model.attention import KERNELS
 from trainers.model.config_checks import check_layers, check_values, own_code, refuse_other_tasks
-from trainers.model.experts import router_names
+from trainers.model.experts import expert_share, router_names
 from trainers.model.mixers import split_mixers
 from trainers.model.probe import in_one_line
 from trainers.model.quantization import finish, loading_options, many_threads, refuse_quantised, settle_quantisation
@@ -396,13 +396,14 @@ def add_adapters(base: PreTrainedModel, config: TrainConfig) -> nn.Module:
     targets = config.lora_target_modules
     spoken = {id(module) for part in _text_parts(base) for module in part.modules()}
     spared = [name for name, part in base.named_modules() if _adaptable(part) and id(part) not in spoken]
-    if targets == ["all-linear"]:
+    everything = targets == ["all-linear"]
+    if everything:
         spared += router_names(base) + _unadapted(base)
     adapters = LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
-        target_modules="all-linear" if targets == ["all-linear"] else targets,
+        target_modules=_without_routers(base) if everything else targets,
         exclude_modules=spared or None,
         use_rslora=config.use_rslora,
         task_type="CAUSAL_LM",
@@ -428,6 +429,16 @@ def add_adapters(base: PreTrainedModel, config: TrainConfig) -> nn.Module:
         )
     _refuse_merging_tied(config, base, got)
     return model
+
+
+def _without_routers(base: PreTrainedModel) -> str | list[str]:
+    """`all-linear`, or what is left of it where peft would take it for stacked experts and their router as well."""
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    converted = LoraConfig(target_modules="all-linear")
+    convert_peft_config_for_transformers(converted, base, None)
+    return sorted(converted.target_modules or []) if converted.target_parameters else "all-linear"
 
 
 def _adaptable(part: nn.Module) -> bool:
@@ -490,11 +501,33 @@ def compiled_blocks(base: PreTrainedModel) -> nn.ModuleList:
     return blocks
 
 
-def matmul_parameters(model: nn.Module) -> tuple[int, int]:
-    """Number of (trained, frozen) parameters in matrix products; includes the output head, not the embedding lookup."""
+def matmul_parameters(model: nn.Module, expert_share: float = 1.0) -> tuple[int, int]:
+    """Number of (trained, frozen) parameters in matrix products; includes the output head, not the embedding lookup.
+
+    Args:
+        model: the model, or a part of it.
+        expert_share: see `trainers.model.experts.expert_share`; counts that much of the experts' weights.
+    """
     trained = frozen = 0
     for module in model.modules():
         if isinstance(module, nn.Linear) and module.weight is not None:
-            count = module.in_features * module.out_features  # its weight may be packed or sharded
-            trained, frozen = (trained + count, frozen) if module.weight.requires_grad else (trained, frozen + count)
+            # The weight may be packed or sharded.
+            counts = [(module.in_features * module.out_features, module.weight.requires_grad)]
+        elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            continue
+        else:  # experts, stacked
+            stacks = (weight for weight in module.parameters(recurse=False) if weight.ndim == 3)
+            counts = [(round(weight.numel() * expert_share), weight.requires_grad) for weight in stacks]
+        trained += sum(count for count, trains in counts if trains)
+        frozen += sum(count for count, trains in counts if not trains)
     return trained, frozen
+
+
+def used_matmul_parameters(model: nn.Module, model_config: Any) -> tuple[int, int]:
+    """`matmul_parameters` that a token uses: of the experts, those that it is routed to.
+
+    Args:
+        model: the model, with adapters or without.
+        model_config: its transformers config.
+    """
+    return matmul_parameters(model, expert_share(model_config.get_text_config()))

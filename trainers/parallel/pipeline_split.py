@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from trainers.config.mistakes import ConfigError
 from trainers.data.layout import AttentionMetadata, DocumentLayout
+from trainers.model.experts import expert_share
 from trainers.model.load import matmul_parameters
 from trainers.strategy.pipeline_schedules import SCHEDULES, balance, stages_of
 
@@ -272,7 +273,9 @@ def split_layers(loss: Any, schedule: str, ranks: int) -> list[range]:
     """
     decoder, head = loss.base.get_decoder(), loss.base.get_output_embeddings()
     _refuse_unsplittable_layers(loss, decoder, head)
-    layer_cost, head_cost = sum(matmul_parameters(decoder.layers[0])), head.in_features * head.out_features
+    share = expert_share(loss.base.config.get_text_config())
+    layer_cost = sum(sum(matmul_parameters(layer, share)) for layer in decoder.layers) / len(decoder.layers)
+    head_cost = head.in_features * head.out_features
     try:
         return balance(len(decoder.layers), ranks * SCHEDULES[schedule].chunks, layer_cost, head_cost)
     except ValueError as error:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from math import gcd
 from typing import Any
 
+from trainers.strategy.traffic import by_layer
+
 BY_HEADS = {"colwise", "rowwise", "replicated_with_grad_allreduce"}
 """Plan styles of blocks in which each rank computes its own heads or channels."""
 GATHERED = {"colwise_gather_output", "rowwise_split_input"}
@@ -39,7 +41,7 @@ def refusals(config: Any, tp_size: int) -> list[str]:
     heads = config.num_attention_heads
     sizes = {
         "{} attention heads": heads,
-        "{} key-value heads": getattr(config, "num_key_value_heads", None) or heads,
+        "{} key-value heads": gcd(*(count or heads for count in by_layer(config, "num_key_value_heads"))),
         "an intermediate_size of {}": config.intermediate_size,
     }
     common = gcd(*sizes.values())

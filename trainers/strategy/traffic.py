@@ -58,7 +58,7 @@ class ModelSizes:
             sum(weight.numel() for weight in weights.values()),
             sum(weight.numel() for weight in weights.values() if weight.ndim == 1),
             sum(weight.numel() for name, weight in weights.items() if ".layers." not in name),
-            config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.num_key_value_heads,
+            config.num_hidden_layers, config.hidden_size, config.num_attention_heads, key_heads(config),
             head_size(config), config.vocab_size,
             bool(config.tie_word_embeddings),
         )  # fmt: skip
@@ -76,9 +76,20 @@ def head_size(config: Any) -> int:
     Args:
         config: transformers config of the language model.
     """
-    layers = getattr(config, "per_layer_config", None) or [config]
-    sizes = [getattr(layer, "head_dim", None) or config.hidden_size // config.num_attention_heads for layer in layers]
+    sizes = [size or config.hidden_size // config.num_attention_heads for size in by_layer(config, "head_dim")]
     return round(sum(sizes) / len(sizes))
+
+
+def key_heads(config: Any) -> int:
+    """Returns the number of key heads, or the mean over the layers if it differs; `config` as for `head_size`."""
+    counts = [count or config.num_attention_heads for count in by_layer(config, "num_key_value_heads")]
+    return round(sum(counts) / len(counts))
+
+
+def by_layer(config: Any, name: str) -> list[Any]:
+    """Returns a size of each layer, or of all at once if none has its own; None without that size."""
+    layers = getattr(config, "per_layer_config", None) or [config]
+    return [getattr(layer, name, None) for layer in layers]
 
 
 @dataclass(frozen=True)

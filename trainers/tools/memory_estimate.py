@@ -36,6 +36,7 @@ from trainers.config.presets import published_config
 from trainers.config.validation import build
 from trainers.config.yaml_file import read_yaml
 from trainers.model.attention import KERNELS
+from trainers.model.experts import expert_share
 from trainers.model.load import (
     add_adapters,
     base_dtype,
@@ -53,13 +54,15 @@ from trainers.run.gpus import gpu_count
 from trainers.strategy.mesh import MeshSizes
 from trainers.strategy.pipeline_schedules import balance
 from trainers.strategy.tensor_plan import refusals
-from trainers.strategy.traffic import head_size
+from trainers.strategy.traffic import head_size, key_heads
 from trainers.tools.mesh_limits import basis_cases, mesh_limits
 from trainers.tools.preflight import check_model, machine_mistakes
 
 _KERNEL = "tunesmith_weighed"
-_FEW = (2, 4)
-"""Numbers of layers of two small models; the difference in memory gives the cost of a layer."""
+_FEW = 2
+"""Fewest layers of a small model."""
+_DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers")
+"""Names under which families keep the number of layers before the first one with experts."""
 _MEMORY = ("fixed", "layer", "later", "heap_fixed", "heap_layer")
 MAPPED = 2**25
 """Bytes from which glibc maps a block by itself and returns it when it is freed (its `DEFAULT_MMAP_THRESHOLD_MAX`)."""
@@ -103,7 +106,8 @@ class PeakMemoryMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operator, and counts new storages among its outputs."""
-        result = func(*args, **(kwargs or {}))
+        run = _grouped_product if func is torch.ops.aten._grouped_mm.default else func
+        result = run(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._see(leaf.untyped_storage())
@@ -139,6 +143,13 @@ class PeakMemoryMode(TorchDispatchMode):
         layer.register_forward_pre_hook(hook, with_kwargs=True)
 
 
+def _grouped_product(left: torch.Tensor, right: torch.Tensor, ends: Any = None, *_: Any, **__: Any) -> torch.Tensor:
+    """Stands in for the product of tokens grouped by expert, whose fake in torch takes bf16 only."""
+    if left.ndim == right.ndim == 2:  # the gradient of the experts' weights
+        return left.new_empty(len(ends), left.shape[0], right.shape[1])
+    return left.new_empty(left.shape[0], right.shape[-1])
+
+
 class _Attention(torch.autograd.Function):
     """Stands in for a fused attention kernel: saves inputs, output and the log-sum-exp per query for the backward pass.
 
@@ -163,6 +174,20 @@ def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: An
     return _Attention.apply(query, key, value).transpose(1, 2).contiguous(), None
 
 
+def _of_each_kind(text: Any) -> int:
+    """Number of the first layers that have a layer of every kind among them."""
+    kinds = list(getattr(text, "layer_types", None) or [])
+    firsts = [kinds.index(kind) + 1 for kind in set(kinds)]
+    return max(_FEW, *firsts, *((getattr(text, name, None) or 0) + 1 for name in _DENSE_FIRST))
+
+
+def _few(text: Any) -> list[int]:
+    """Numbers of layers of two small models; the difference in memory gives the cost of a layer."""
+    step = _of_each_kind(text)
+    smaller = 2 * step if getattr(text, "num_kv_shared_layers", None) else step
+    return [min(count, text.num_hidden_layers) for count in (smaller, smaller + step)]
+
+
 def empty_model(config: TrainConfig, model_config: Any, tp: int = 1, layers: int | None = None) -> nn.Module:
     """Builds the model of `build_model` on the meta device, without quantization.
 
@@ -175,10 +200,12 @@ def empty_model(config: TrainConfig, model_config: Any, tp: int = 1, layers: int
     model_config = copy.deepcopy(model_config)
     text = model_config.get_text_config()
     if tp > 1:
-        # Fix the head size first: with fewer heads, it would otherwise be derived from the hidden size.
-        if not getattr(text, "per_layer_config", None):
+        names = ["num_attention_heads", "intermediate_size", "vocab_size"]
+        if not getattr(text, "per_layer_config", None):  # Gemma 4, whose layers differ in these
+            # Fix the head size first: with fewer heads, it would otherwise be derived from the hidden size.
             text.head_dim = head_size(text)
-        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+            names.append("num_key_value_heads")
+        for name in names:
             if getattr(text, name, None):
                 setattr(text, name, -(-getattr(text, name) // tp))
         text.pad_token_id = None  # may be out of range in the smaller vocabulary
@@ -186,6 +213,8 @@ def empty_model(config: TrainConfig, model_config: Any, tp: int = 1, layers: int
         text.num_hidden_layers = layers
         if getattr(text, "layer_types", None):
             text.layer_types = text.layer_types[:layers]
+        if getattr(text, "num_kv_shared_layers", None):  # those after the first of each kind, whose keys they use
+            text.num_kv_shared_layers = max(0, layers - _of_each_kind(text))
     AttentionInterface.register(_KERNEL, _attention)
     capped = getattr(text, "attn_logit_softcapping", None) is not None
     plain = config.attn_implementation == "eager" or (capped and config.attn_implementation == "auto")
@@ -318,7 +347,7 @@ def case(
     facts: dict[str, Any] = dict(counted[tp])
     # While all activations are held, memory is linear in the number of layers: measure two small models, and split it
     # into a fixed part and a slope. What is needed later does not grow with them, but may be more in so small a model.
-    few = [min(count, model_config.get_text_config().num_hidden_layers) for count in _FEW]
+    few = _few(model_config.get_text_config())
     try:
         small = [count_peaks(config, empty_model(config, model_config, tp, count), rows, length) for count in few]
     except (RuntimeError, ValueError) as error:
@@ -372,19 +401,26 @@ def estimate_memory(config: TrainConfig, model_config: Any, cases: list[str], ti
         why = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
         raise ConfigError(f"{cannot} ({why}); use another model, or `tunesmith bench`") from None
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    trained, frozen = matmul_parameters(model)
+    share = expert_share(text)
+    trained, frozen = matmul_parameters(model, share)
     layers = decoder_layers(base)
     by_tp = {1: weights(config, model)}
-    matrices = sum(weight.numel() for weight in base.get_decoder().parameters() if weight.ndim > 1)
+    matrices = sum(
+        weight.numel()
+        for module in base.get_decoder().modules()
+        if not isinstance(module, nn.Embedding)
+        for weight in module.parameters(recurse=False)
+        if weight.ndim > 1
+    )
     heads = text.num_attention_heads
     return {
         "layers": text.num_hidden_layers, "hidden": text.hidden_size, "heads": heads, "words": text.vocab_size,
-        "key_heads": getattr(text, "num_key_value_heads", None) or heads,
+        "key_heads": key_heads(text),
         "head_size": head_size(text),
         "tied": bool(text.tie_word_embeddings), "matmul_trained": trained, "matmul_frozen": frozen,
-        # False if matrices are not linear layers (GPT-2), or a token does not use all of them (experts).
-        "all_linear": trained + frozen > 0.9 * (matrices - text.vocab_size * text.hidden_size),
-        "layer_matmul": sum(matmul_parameters(layers[0])) if layers else 0,
+        # False if matrices are not linear layers (GPT-2).
+        "all_linear": sum(matmul_parameters(model)) > 0.9 * matrices,
+        "layer_matmul": sum(sum(matmul_parameters(layer, share)) for layer in layers) / len(layers) if layers else 0,
         "flops_per_second": speed(text.hidden_size, config) if time_here and config.mixed_precision != "fp8" else None,
         "load_balancing": LoadBalancing.of(text) is not None, "process_bytes": resting, "whole": by_tp[1],
         "stored_dtype": str(getattr(model_config, "dtype", None) or torch.float32).removeprefix("torch."),

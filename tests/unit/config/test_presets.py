@@ -7,13 +7,14 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from pydantic import ValidationError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from app.plan.estimate import candidate, case_of, plan_row
 from app.plan.hardware import GIB, ROOM, Hardware
@@ -38,6 +39,7 @@ from trainers.config.yaml_file import read_yaml
 from trainers.data.layout import AttentionMetadata
 from trainers.model.attention import KERNELS
 from trainers.model.config_checks import check_layers
+from trainers.model.experts import has_experts, router_names
 from trainers.model.load import add_adapters
 from trainers.model.quantization import refuse_unfit
 from trainers.objectives.output_head import find_head_rule
@@ -55,6 +57,11 @@ def model_of(name: str) -> str:
     return name.rpartition("-")[0]
 
 
+def methods_of(model: str) -> tuple[str, ...]:
+    """All methods; experts cannot be quantised."""
+    return METHODS[:2] if has_experts(shape_of(PUBLISHED[model]).get_text_config()) else METHODS
+
+
 def shape_of(published: PublishedModel, **changes: Any) -> Any:
     values = {**published.config, **changes}
     return AutoConfig.for_model(values.pop("model_type"), **values)
@@ -70,29 +77,65 @@ def count(model: nn.Module) -> int:
 
 
 def stored(published: PublishedModel, model: Any) -> int:
-    """The weights in the model's files: its own, and the output head again where they hold a tied one twice."""
+    """The elements in the model's files: its own, and the output head again where they hold a tied one twice.
+
+    Buffers that are saved, such as the bias of a router, are among them; the Hub does not count those of one number.
+    """
     head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
     if published.tied_head_stored:
         assert head is embedding
-    return count(model) + (head.numel() if published.tied_head_stored else 0)
+    saved = model.state_dict().keys()
+    buffers = sum(buffer.numel() for name, buffer in model.named_buffers() if name in saved and buffer.ndim)
+    return count(model) + buffers + (head.numel() if published.tied_head_stored else 0)
+
+
+def parts_left_out(published: PublishedModel, model: Any) -> dict[str, int]:
+    """The same parts as `left_out`, counted."""
+    text, parts = model.config.get_text_config(), {}
+    layers, hidden = model.get_decoder().layers, text.hidden_size
+    if "vision_tower" in published.left_out:
+        with torch.device("meta"):
+            whole = AutoModelForImageTextToText.from_config(shape_of(published))
+        parts["vision_tower"] = count(whole) - count(model)
+    if "next_token_layer" in published.left_out:  # after a layer and a joint projection; GLM's has its own ends
+        ends = 2 * text.vocab_size * hidden if text.model_type == "glm4_moe" else 0
+        buffers = sum(buffer.numel() for buffer in layers[-1].buffers())
+        parts["next_token_layer"] = count(layers[-1]) + buffers + 2 * hidden * hidden + 3 * hidden + ends
+    if "shared_keys" in published.left_out:
+        own = {**published.config, "text_config": {**published.config["text_config"], "num_kv_shared_layers": 0}}
+        unshared = on_meta(shape_of(published.model_copy(update={"config": own})))
+        parts["shared_keys"] = keys_and_values(unshared) - keys_and_values(model)
+    return parts
+
+
+def keys_and_values(model: Any) -> int:
+    parameters = model.get_decoder().named_parameters()
+    return sum(weight.numel() for name, weight in parameters if {"k_proj", "v_proj", "k_norm"} & set(name.split(".")))
 
 
 def adapted(model: Any, config: TrainConfig) -> int:
-    """The adapter weights that the preset should get: r for each row and column of each linear layer but the head."""
+    """The adapter weights that the preset should get: r for each row and column of each linear layer.
+
+    Except for the head, for what routes tokens to experts, and for names under which peft knows stacked experts.
+    """
     chosen, head = config.lora_target_modules, model.get_output_embeddings()
+    if model.config.model_type in ("deepseek_v2", "glm4_moe"):
+        chosen = ["q_proj", "k_proj", "v_proj", "o_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
+    routing = {id(model.get_submodule(name)) for name in router_names(model)}
     layers = [
         part
         for name, part in model.get_decoder().named_modules()
         if isinstance(part, nn.Linear)
         and part is not head
+        and id(part) not in routing
         and (chosen == ["all-linear"] or name.endswith(tuple(chosen)))
     ]
     return sum(config.lora_r * (layer.in_features + layer.out_features) for layer in layers)
 
 
 def test_each_model_comes_in_each_method() -> None:
-    assert len(PUBLISHED) == 19
-    assert set(HUB_NAMES) == {f"{model}-{method}" for model in PUBLISHED for method in METHODS}
+    assert len(PUBLISHED) == 39
+    assert set(HUB_NAMES) == {f"{model}-{method}" for model in PUBLISHED for method in methods_of(model)}
     assert set(NAMES) - set(HUB_NAMES) == {"tiny-full", "tiny-lora"}
     assert sorted(NAMES) == NAMES
 
@@ -204,7 +247,7 @@ def test_the_method_that_is_asked_for_is_taken(name: str, method: str | None, fo
         ("qwen-8b-lora", "preset=qwen-8b-lora is unknown; did you mean qwen3-8b-lora?"),
         ("llama-8b", "preset=llama-8b is unknown; did you mean llama-3.1-8b?"),
         ("../tiny-lora", "preset=../tiny-lora is unknown; did you mean tiny-lora?"),
-        ("x", "preset=x is unknown; use MODEL-METHOD, such as qwen3-8b-lora; the models are gemma-3-12b, gemma"),
+        ("x", "preset=x is unknown; use MODEL-METHOD, such as qwen3-8b-lora; the models are deepseek-v2-lite, gemma"),
     ],
 )
 def test_an_unknown_model_or_method_gets_near_names(name: str, line: str) -> None:
@@ -241,21 +284,25 @@ def test_the_published_model_is_built_with_the_presets_method(name: str) -> None
     check_layers(shape)
     assert config.max_length <= shape.get_text_config().max_position_embeddings
     model = on_meta(shape)
-    assert stored(published, model) == published.safetensors_total
+    assert parts_left_out(published, model) == published.left_out
+    assert stored(published, model) + sum(published.left_out.values()) == published.safetensors_total
     assert find_head_rule(model) is not None, "its loss needs no full logits"
     if config.method != "full":
-        expected, text = adapted(model, config), model.get_decoder()
+        expected, text, routers = adapted(model, config), model.get_decoder(), router_names(model)
         adapters: Any = add_adapters(model, config)
         trained = [weight for weight in adapters.parameters() if weight.requires_grad]
         assert sum(weight.numel() for weight in trained) == expected > 0
         inside = {id(weight) for weight in text.parameters()}
         assert all(id(weight) in inside for weight in trained), "text reaches the decoder only"
+        learnt = [name for name, weight in adapters.named_parameters() if weight.requires_grad]
+        assert not [name for name in learnt for router in routers if f".{router}." in name]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_row_passes_through_and_its_linear_layers_can_be_quantised(name: str) -> None:
     shape = shape_of(PUBLISHED[name])
-    refuse_unfit(shape, trust_remote_code=False)
+    with nullcontext() if "qlora" in methods_of(name) else pytest.raises(ConfigError, match="cannot be quantized"):
+        refuse_unfit(shape, trust_remote_code=False)
     ids = torch.zeros(1, 8, dtype=torch.int64, device="meta")
     arguments = {"position_ids": ids, "use_cache": False, "attention_metadata": AttentionMetadata()}
     logits = on_meta(shape)(input_ids=ids, **arguments).logits
@@ -283,6 +330,8 @@ def test_a_wrong_fact_does_not_match(name: str, wrong: str) -> None:
             "llama-3.3-70b-full",
             "llama-3.3-70b-lora",
             "gemma-3-12b-lora",
+            "gemma-4-12b-qlora",
+            "deepseek-v2-lite-full",
             "phi-4-full",
             "qwen3-32b-lora",
             "qwen3-8b-qlora",

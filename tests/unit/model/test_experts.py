@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.config.validation import build
-from trainers.model.experts import adapter_lines, router_names
-from trainers.model.load import add_adapters
+from trainers.model.experts import adapter_lines, expert_share, router_names
+from trainers.model.load import add_adapters, matmul_parameters
 
 SIZES = {
     "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -37,6 +39,14 @@ def test_no_router_gets_an_adapter_unless_it_is_named(family: str) -> None:
     assert routers
     assert not routers & set(model.targeted_module_names)
     assert model.targeted_module_names
+    adapted = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    assert not [name for name in adapted for router in routers if f".{router}." in name], "as a bare weight neither"
+
+
+def test_peft_itself_adapts_the_router() -> None:
+    """The control: since transformers stacks experts, peft takes `all-linear` for their weights and the router's."""
+    model = get_peft_model(tiny("mixtral"), LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    assert any(".gate." in name for name, weight in model.named_parameters() if weight.requires_grad)
 
 
 def test_a_named_router_gets_one() -> None:
@@ -65,3 +75,26 @@ def test_what_got_adapters_is_said() -> None:
         add_adapters(tiny("mixtral"), config(lora_target_modules=["gate"]))
     qwen = adapter_lines(add_adapters(tiny("qwen2_moe"), config()))
     assert "no adapters on: the 4 routers and gates of the experts, unless they are named" in qwen
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen2_moe"])
+def test_flops_are_those_of_the_experts_that_a_token_uses(family: str) -> None:
+    model = tiny(family)
+    share = expert_share(model.config)
+    assert share == SIZES["num_experts_per_tok"] / SIZES["num_experts"] == 0.5
+    stacked = sum(weight.numel() for weight in model.parameters() if weight.ndim == 3)
+    linear = sum(part.weight.numel() for part in model.modules() if isinstance(part, nn.Linear))
+    assert matmul_parameters(model, share) == (linear + stacked // 2, 0)
+    assert matmul_parameters(model) == (linear + stacked, 0)  # control: all of them
+
+
+@pytest.mark.parametrize(
+    ("family", "share"), [("llama", 1.0), ("gpt_oss", 4 / 128), ("gemma4", 1.0), ("glm4_moe", 8 / 128)]
+)
+def test_the_share_of_the_experts_is_in_the_config(family: str, share: float) -> None:
+    assert expert_share(AutoConfig.for_model(family).get_text_config()) == share
+
+
+def test_gemmas_share_has_another_name() -> None:
+    text = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
+    assert expert_share(AutoConfig.for_model("gemma4", text_config=text).get_text_config()) == 8 / 128

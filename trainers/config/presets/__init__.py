@@ -55,6 +55,8 @@ class PublishedModel(_Strict):
 
     safetensors_total: int
     """Number of elements in its weight files."""
+    left_out: dict[str, int] = {}
+    """Number of elements by part that its weight files have and transformers' causal model does not load."""
     tied_head_stored: bool = False
     """Whether the files also contain the output head although it is tied."""
     config: dict[str, Any]

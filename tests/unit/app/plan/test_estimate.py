@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoConfig
 
 from app.plan.estimate import Row, best_first, candidate, plan_row
 from app.plan.hardware import CUDA_GIB, GIB, NCCL_GIB, ROOM, Hardware, parse_size
@@ -23,7 +24,8 @@ from trainers.objectives.sft import SupervisedLoss
 from trainers.strategy.mesh import MeshSizes
 from trainers.strategy.pipeline_schedules import in_flight
 from trainers.strategy.strategy import load_strategy
-from trainers.tools.memory_estimate import MAPPED, case, count_peaks, empty_model, weights
+from trainers.strategy.traffic import by_layer, head_size, key_heads
+from trainers.tools.memory_estimate import MAPPED, _few, case, count_peaks, empty_model, weights
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -81,7 +83,7 @@ def test_a_micro_batch_needs_what_torch_allocates(options: dict[str, Any], rows:
 
 def test_capped_scores_are_counted_whole(tmp_path: Path) -> None:
     """Gemma 2 caps them, which plain matrix products do alone: tokens times tokens of each head."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     small = AutoConfig.for_model(
         "gemma2", num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=4, head_dim=16,
@@ -134,6 +136,43 @@ def test_layers_add_up_beside_a_large_vocabulary(options: dict[str, Any]) -> Non
     assert head > MAPPED
     assert found["heap_fixed"] + 40 * found["heap_layer"] == pytest.approx(whole.heap, rel=0.01)
     assert whole.full == pytest.approx(whole.heap + 2 * head, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "few"),
+    [
+        ("llama", {}, [2, 4]),
+        ("qwen3_5_text", {"full_attention_interval": 4}, [4, 8]),
+        ("deepseek_v2", {"first_k_dense_replace": 3}, [4, 8]),
+        ("gemma4_text", {"num_kv_shared_layers": 18}, [12, 18]),
+        ("lfm2", {"num_hidden_layers": 3, "layer_types": ["conv", "conv", "full_attention"]}, [3, 3]),
+    ],
+)
+def test_small_models_have_a_layer_of_each_kind(family: str, changes: dict[str, Any], few: list[int]) -> None:
+    """Otherwise what a kind needs while it is recomputed would be taken for what each layer keeps."""
+    assert _few(AutoConfig.for_model(family, **changes)) == few
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_experts_are_counted_in_bf16_too(method: str) -> None:
+    """Their weights are fp32 under full, for which torch has no fake of the grouped product."""
+    shape = AutoConfig.for_model("qwen3_moe", hidden_size=64, num_hidden_layers=4, num_experts=8, num_experts_per_tok=2,
+                                 moe_intermediate_size=32, vocab_size=512)  # fmt: skip
+    settings = config(method=method, mixed_precision="bf16", packing=True)
+    found = case(settings, shape, "1:1:1:1:2")
+    assert found["layer"] > 2 * LENGTH * 64 * 2, found.get("why")
+
+
+def test_key_heads_may_differ_between_layers() -> None:
+    """As in Gemma 4 12B, 26B and 31B; transformers refuses to read a size of the whole model then."""
+    text = AutoConfig.for_model("gemma4_text", num_hidden_layers=6, num_attention_heads=16, num_key_value_heads=8,
+                                num_global_key_value_heads=2, attention_k_eq_v=True)  # fmt: skip
+    with pytest.raises(RuntimeError, match="may vary across layers"):
+        _ = text.num_key_value_heads
+    assert by_layer(text, "num_key_value_heads") == [8, 8, 8, 8, 8, 2]
+    assert (key_heads(text), head_size(text)) == (7, round((5 * 256 + 512) / 6))
+    plain = AutoConfig.for_model("qwen3", num_key_value_heads=4, head_dim=64)
+    assert (by_layer(plain, "num_key_value_heads"), key_heads(plain), head_size(plain)) == ([4], 4, 64)
 
 
 def test_weights_are_those_of_the_model() -> None:
