@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from trainers.embedded import BASE_DIR
-from trainers.model.load import Shapes, misfits
 from trainers.model.probe import in_one_line
+from trainers.model.weight_names import Shapes, misfits
 from trainers.run.json_file import load_json
 from trainers.run.weight_headers import read_header
 

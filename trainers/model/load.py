@@ -11,7 +11,7 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -37,13 +37,12 @@ from trainers.model.quantization import finish, loading_options, many_threads, r
 from trainers.model.rotary import choose_by_document
 from trainers.model.small_model import choose_attention
 from trainers.model.stored import LeftInFiles, Source, without_memory
+from trainers.model.weight_names import fit_lines
 from trainers.objectives.load_balancing import refuse_load_balancing
 from trainers.run.hub_errors import hub_mistake
 from trainers.run.weight_headers import ADAPTER_AS_MODEL, read_header
 
 _STORED = {"F64": torch.float32, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-Shapes = Mapping[str, Sequence[int]]
-"""Tensor shapes by name."""
 _COMPUTE = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
@@ -204,63 +203,6 @@ def check_attention(config: TrainConfig, model_config: Any) -> str:
         f": {model_config.model_type} models support only their own attention",
         "use auto",
     )
-
-
-def fit_lines(config: TrainConfig, report: dict[str, Any]) -> list[str]:
-    """Checks that the files contain every weight of the model; returns a log line about unused ones, if any.
-
-    Args:
-        config: the run's config.
-        report: transformers' loading info, which never lists tied weights or those that a family does not save.
-
-    Raises:
-        ConfigError: naming weights that are missing or have another shape, and would be initialised randomly.
-    """
-    missing, unexpected = (sorted(report[kind]) for kind in ("missing_keys", "unexpected_keys"))
-    mistakes = []
-    if missing:
-        only = f"; they have {_first_names(unexpected)}, which the model does not use" if unexpected else ""
-        mistakes.append(f"weights that the model needs are not in its files: {_first_names(missing)}{only}")
-    if mismatched := sorted(report["mismatched_keys"]):
-        name, actual, needed = mismatched[0]
-        sizes = " and ".join("x".join(map(str, size)) for size in (actual, needed))
-        others = f" (so are {len(mismatched) - 1} others)" if len(mismatched) > 1 else ""
-        mistakes.append(f"{name} is {sizes.replace(' and ', ' in the files and ')} in config.json{others}")
-    if errors := report.get("error_msgs"):
-        mistakes.append(str(errors[0]).partition("\n")[0][:200])
-    if mistakes:
-        raise ConfigError.about(
-            "model_name_or_path",
-            config.model_name_or_path,
-            f": {'; '.join(mistakes)}",
-            "what is missing would be random: download the model again, or correct its config.json",
-        )
-    if unexpected and config.num_hidden_layers is None:
-        return [f"not used by the model: {_first_names(unexpected)}"]
-    return []
-
-
-def misfits(expected: Shapes, shapes: Shapes) -> list[str]:
-    """One line for each kind of mismatch between the tensors of a model and those in a file.
-
-    Args:
-        expected: shapes of the model's tensors, by name.
-        shapes: shapes of the saved tensors, by name.
-    """
-    missing, unexpected = sorted(expected.keys() - shapes.keys()), sorted(shapes.keys() - expected.keys())
-    differing = sorted(name for name in expected.keys() & shapes.keys() if list(expected[name]) != list(shapes[name]))
-    lines = [f"weights that the model needs are not in it: {_first_names(missing)}"] if missing else []
-    lines += [f"the model does not have {_first_names(unexpected)}"] if unexpected else []
-    if differing:
-        sizes = ["x".join(map(str, each[differing[0]])) for each in (shapes, expected)]
-        others = f" (so are {len(differing) - 1} others)" if len(differing) > 1 else ""
-        lines.append(f"{differing[0]} is {sizes[0]} in it and {sizes[1]} in the model{others}")
-    return lines
-
-
-def _first_names(names: Sequence[str]) -> str:
-    """The first three names, and the number of the others."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _text_parts(base: Any) -> list[nn.Module]:

@@ -20,15 +20,14 @@ from trainers.model.load import (
     check_attention,
     compiled_blocks,
     compute_dtype,
-    fit_lines,
     load_mistake,
     load_model_config,
-    misfits,
     model_path,
     silent_weights,
 )
 from trainers.model.probe import in_one_line
 from trainers.model.quantization import refuse_quantised
+from trainers.model.weight_names import fit_lines, misfits
 from trainers.objectives.sft import SupervisedLoss
 from trainers.parallel.fsdp import refuse_wrap
 from trainers.parallel.pipeline_split import refuse_tied_shards, split_layers
