@@ -88,6 +88,7 @@ def accelerator(config: TrainConfig, strategy: Strategy, run: RunFolder) -> tupl
         # On a CPU, DeepSpeed compiles its own all-reduce when the process group is created.
         build_extensions(["ShareMemCommBuilder"] if os.environ.get("DS_ACCELERATOR") == "cpu" else [])
     os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)  # it would silently divide gradients
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # rank 0 has no more weights to send than the others
     os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)  # we build the mesh: Accelerate's lacks packing
     ddp = DistributedDataParallelKwargs(
         bucket_cap_mb=config.ddp_bucket_cap_mb,

@@ -76,9 +76,12 @@ def _probe(model: Any, head: nn.Linear, decoder: Any) -> HeadRule | None:
         calls.append({**dict(zip(("input_ids",), args, strict=False)), **kwargs})
         return _DecoderOutput(last_hidden_state=hidden)
 
+    def embed(ids: torch.Tensor) -> torch.Tensor:  # multimodal models embed tokens before their decoder
+        return torch.zeros(*ids.shape, model.config.get_text_config().hidden_size)
+
     small: dict[str, torch.Tensor | None] = {"weight": weight, "bias": None if head.bias is None else bias}
     try:
-        with _replaced(decoder, stand_in), _with_weights(head, small):
+        with _replaced(decoder, stand_in), _replaced(model.get_input_embeddings(), embed), _with_weights(head, small):
             logits = model(input_ids=ids, use_cache=False).logits
     except Exception:  # families fail in any way if they need more than the decoder's output
         logging.getLogger(__name__).debug("the model needs more than hidden states for its logits", exc_info=True)

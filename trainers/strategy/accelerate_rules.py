@@ -118,11 +118,6 @@ def _fsdp_mistakes(config: AccelerateConfig) -> Iterator[Mistake]:
     if fsdp.fsdp_version is None:
         problem = "is missing, and Accelerate would use 1"
         yield Mistake("fsdp_config.fsdp_version", None, problem, "write 2 (or 1)")
-    if fsdp.fsdp_cpu_ram_efficient_loading is not False:
-        written = fsdp.fsdp_cpu_ram_efficient_loading
-        problem = ": each process reads only what it keeps, and rank 0 never has more to send"
-        problem = "is missing, and `accelerate launch` would use true" if written is None else problem
-        yield Mistake("fsdp_config.fsdp_cpu_ram_efficient_loading", written, problem, "write false")
     yield from _wrap_mistakes(fsdp)
     if fsdp.fsdp_version == 1:
         yield from _fsdp1_mistakes(config, fsdp)

@@ -69,7 +69,10 @@ class FsdpConfig(Section):
     fsdp_offload_params: bool | None = None
     fsdp_use_orig_params: bool | None = None
     fsdp_sync_module_states: bool | None = None
-    fsdp_cpu_ram_efficient_loading: bool | None = None
+    # `accelerate config` and `accelerate launch` choose true by default.
+    fsdp_cpu_ram_efficient_loading: bool | None = key(
+        Ignored("every process reads only what it keeps; write false, or remove the line")
+    )
     # Has no effect: Tunesmith's checkpoints are always sharded and its exports full, as Accelerate's own checkpoints
     # resume FSDP1 incorrectly. `accelerate config` writes one of these two values by default.
     fsdp_state_dict_type: Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT"] | None = key(

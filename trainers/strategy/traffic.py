@@ -87,9 +87,10 @@ def key_heads(config: Any) -> int:
 
 
 def by_layer(config: Any, name: str) -> list[Any]:
-    """Returns a size of each layer, or of all at once if none has its own; None without that size."""
+    """Returns a size of each layer, or of all at once if it is the same; None without that size."""
     layers = getattr(config, "per_layer_config", None) or [config]
-    return [getattr(layer, name, None) for layer in layers]
+    sizes = [getattr(layer, name, None) for layer in layers]
+    return sizes if len(set(sizes)) > 1 else sizes[:1]
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ from trainers.run.gpus import gpu_count
 from trainers.strategy.mesh import MeshSizes
 from trainers.strategy.pipeline_schedules import balance
 from trainers.strategy.tensor_plan import refusals
-from trainers.strategy.traffic import head_size, key_heads
+from trainers.strategy.traffic import by_layer, head_size, key_heads
 from trainers.tools.mesh_limits import basis_cases, mesh_limits
 from trainers.tools.preflight import check_model, machine_mistakes
 
@@ -201,7 +201,7 @@ def empty_model(config: TrainConfig, model_config: Any, tp: int = 1, layers: int
     text = model_config.get_text_config()
     if tp > 1:
         names = ["num_attention_heads", "intermediate_size", "vocab_size"]
-        if not getattr(text, "per_layer_config", None):  # Gemma 4, whose layers differ in these
+        if len(by_layer(text, "num_key_value_heads")) == 1:  # they differ in Gemma 4
             # Fix the head size first: with fewer heads, it would otherwise be derived from the hidden size.
             text.head_dim = head_size(text)
             names.append("num_key_value_heads")

@@ -177,10 +177,6 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
             "fsdp_config.fsdp_auto_wrap_policy='LAYERS' is refused; write 'TRANSFORMER",
         ),
         (
-            fsdp(without(FSDP2, "fsdp_cpu_ram_efficient_loading")),
-            "fsdp_config.fsdp_cpu_ram_efficient_loading is missing, and `accelerate launch` would use true",
-        ),
-        (
             fsdp2(fsdp_auto_wrap_policy="SIZE_BASED_WRAP"),
             "fsdp_config.fsdp_auto_wrap_policy=SIZE_BASED_WRAP needs a size; write fsdp_min_num_params",
         ),
@@ -231,10 +227,6 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
             "fsdp_config.fsdp_reshard_after_forward=HYBRID_SHARD is an fsdp_version=1 option; write true or false, or",
         ),
         (fsdp1(fsdp_use_orig_params=False), "fsdp_config.fsdp_use_orig_params=false cannot mix frozen and trained"),
-        (
-            fsdp2(fsdp_cpu_ram_efficient_loading=True),
-            "fsdp_config.fsdp_cpu_ram_efficient_loading=true: each process reads only what it keeps",
-        ),
         (
             fsdp1(fsdp_sharding_strategy="HYBRID_SHARD"),
             "fsdp_config.fsdp_sharding_strategy=HYBRID_SHARD takes its groups from the machines, and there is only one",
