@@ -15,12 +15,16 @@ from torch.utils._pytree import tree_map
 
 
 def choose_by_document(model: nn.Module) -> None:
-    """Patches the length-dependent rotary embeddings of a model to choose frequencies by document."""
+    """Patches the length-dependent rotary embeddings of a model to choose frequencies by document.
+
+    They get the attribute `needs_positions`, by which the loss knows to hand them the positions of unpacked rows too.
+    """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
         if any(isinstance(kind, str) and _depends_on_length(kind) for kind in kinds):
             module.forward = MethodType(_forward, module)
+            module.needs_positions = True  # type: ignore[assignment]
 
 
 def _depends_on_length(kind: str) -> bool:

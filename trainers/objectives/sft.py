@@ -141,6 +141,7 @@ class SupervisedLoss(nn.Module):
         self.chunked = rule is not None
         self.rule = rule or HeadRule()
         self.route = MetadataRoute(self.base, self.base.get_decoder() if self.chunked else self.base)
+        self.needs_positions = any(getattr(module, "needs_positions", False) for module in self.base.modules())
         self.mixers = [layer for layer in self.base.modules() if getattr(layer, "sees_documents", False)]
         if self.mixers:  # see trainers/model/mixers.py; they do not get the arguments of attention layers
             self.route.by_argument = False
@@ -203,7 +204,7 @@ class SupervisedLoss(nn.Module):
             with self.route.hand_over(AttentionMetadata(documents, self.over_ranks)) as more:
                 inputs: dict[str, Any] = {"input_ids": input_ids, "use_cache": False, **more}
                 # Otherwise let the model number the positions of its row itself: RoBERTa's do not start at 0.
-                if documents is not None or self.over_ranks is not None:
+                if documents is not None or self.over_ranks is not None or self.needs_positions:
                     inputs["position_ids"] = position_ids
                 if self.balancing is not None:
                     inputs["output_router_logits"] = real_tokens is not None

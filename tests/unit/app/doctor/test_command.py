@@ -157,7 +157,7 @@ def test_the_page_starts_one_examination_at_a_time(tmp_path: Path, monkeypatch: 
     assert "Checking versions" in render_check(doctor.state())
     page = render_check(wait(doctor, go_on))
     assert count == [1]
-    assert "disk &lt;speed&gt;: slow; buy &lt;b&gt;one&lt;/b&gt;" in page
+    assert "Disk &lt;speed&gt;: slow; buy &lt;b&gt;one&lt;/b&gt;" in page
     assert page.index("fault</td>") < page.index("ok</td>")
     assert doctor.start() is True, "and again"
     wait(doctor, go_on)
