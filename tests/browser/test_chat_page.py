@@ -127,7 +127,7 @@ def test_an_answer_can_be_stopped(tabs: Tabs) -> None:
     page.get_by_role("button", name="Stop").click()
     expect(page.locator("#chat-status")).to_contain_text("loaded")
     send(page, "")
-    expect(page.get_by_role("alert").first).to_contain_text("there is no message to answer")
+    expect(page.get_by_role("alert").first).to_contain_text("There is no message to answer")
 
 
 def test_a_closed_tab_leaves_the_model_to_others(tabs: Tabs) -> None:

@@ -80,7 +80,7 @@ def test_hostile_content_is_shown_as_text(new_page: Tabs, server: Served) -> Non
     expect(page.locator("#data-rows article")).to_have_count(3)
     expect(page.locator("#data-rows article mark").first).to_contain_text(HOSTILE)
     expect(page.locator("#data-statistics")).to_contain_text(f"{data}:3")
-    expect(page.locator("#data-statistics")).to_contain_text("Not used: <img src=x>, 1 row")
+    expect(page.locator("#data-statistics")).to_contain_text("Unused fields: <img src=x>, 1 row")
     assert page.locator("#data-rows img, #data-rows script").count() == 0
     assert said == []
 

@@ -315,9 +315,9 @@ def test_each_rank_has_a_chart_and_its_memory_beside_the_plan(new_page: Tabs, se
     page.get_by_role("button", name="Show all 12").click()
     expect(page.locator(".ts-rank")).to_have_count(12)
     ends = page.locator(".ts-rank figcaption span:last-child")
-    expect(ends).to_have_text([f"{1 + rank / 10:g}" for rank in range(12)])
+    expect(ends).to_have_text([f"{1 + rank / 10:.1f}" for rank in range(12)])
     page.locator(".ts-rank-plot").nth(3).hover(position={"x": 1, "y": 20})
-    expect(ends).to_have_text([f"{1 + rank / 100:g}" for rank in range(12)])
+    expect(ends).to_have_text([f"{1 + rank / 100:.2f}" for rank in range(12)])
     expect(page.locator(".ts-memory tbody tr").last).to_contain_text("2.10 GiB")
     shutil.rmtree(run.path)
 
