@@ -2,7 +2,7 @@
 
 Where the logits are `cap * tanh(scale * head(hidden) / cap)`, the loss can apply the head itself, in chunks of tokens.
 The probe replaces the decoder by random hidden states and the head's weights by small random ones, so that it needs
-no memory, takes a millisecond, and works for weights that are not loaded yet.
+neither memory nor time, and works for weights that are not loaded yet.
 """
 
 from __future__ import annotations
