@@ -212,6 +212,6 @@ def test_a_failed_run_says_why_and_what_to_do(new_page: Tabs, serve: Callable[..
     wait_for(lambda: state_of(run) == "failed", "the failure", LONG)
     page = new_page(f"/run?run={run.id}", server=server)
     expect(page.locator(".ts-run-name")).to_contain_text("failed")
-    expect(page.get_by_role("alert").first).to_contain_text("Rank 0 was killed by SIGKILL")
+    expect(page.get_by_role("alert").first).to_contain_text("rank 0 was killed by SIGKILL")
     expect(page.locator("#run-resume")).to_be_visible()
     screenshot(page, "story-failed-wide-light")
