@@ -72,7 +72,10 @@ def test_a_pipeline_on_gpus_is_proved_on_the_cpu_before_it_is_cut(family: str, m
 
     monkeypatch.setattr(build, "choose", lambda *_: "varlen")
     monkeypatch.setattr(build, "split_model", stop)
-    ranks: Any = SimpleNamespace(device=torch.device("cuda"), agree=lambda *_: None, gather=lambda value: [value])
+    ranks: Any = SimpleNamespace(
+        is_main=True, device=torch.device("cuda"), agree=lambda *_: None,
+        gather=lambda value: [value], broadcast=lambda value: value,
+    )  # fmt: skip
     mesh: Any = SimpleNamespace(sizes=MeshSizes(pp=2), group=lambda name: None, index=lambda name: 0)
     small, unused = small_config(AutoConfig.for_model(family)), SimpleNamespace()
     loss = SupervisedLoss(AutoModelForCausalLM.from_config(small, attn_implementation=KERNELS["sdpa"]))
