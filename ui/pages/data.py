@@ -72,7 +72,7 @@ class _Page:
             self.preset = gr.Dropdown(
                 [("none", ""), *((name, name) for name in preset_names())], value=FIRST_PRESET, label="Preset",
                 info="Sets the options not shown here.", elem_id="opt-preset",
-                elem_classes=["ts-field"], min_width=190, num_choices_shown=None,
+                elem_classes=["ts-field"], min_width=190, num_choices_shown=1000,
             )  # fmt: skip
             self.options = [component(field, first[field.name]) for field in self.fields]
         self.run = gr.Textbox("", visible=False, label="run")

@@ -127,7 +127,7 @@ class _Form:
             self.preset = gr.Dropdown(
                 [("none: a model of your own", ""), *names], value=FIRST_PRESET, label="Preset", elem_id="opt-preset",
                 info="A complete set of options to start from.", elem_classes=["ts-field"], min_width=260,
-                num_choices_shown=None,
+                num_choices_shown=1000,
             )  # fmt: skip
             self._add_fields(by_name(STEP_FIELDS["model"]), first)
         gr.HTML(presets_panel(self.gpus), elem_id="train-presets", apply_default_css=False)
