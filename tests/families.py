@@ -33,7 +33,7 @@ from trainers.tools.preflight import check
 FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 _VOCABULARY, _POSITIONS, _LARGEST = 1030, 1024, 16_000_000
 _LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length")
-_REQUIRED: dict[str, dict[str, Any]] = {
+REQUIRED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_shared_experts": 2, "n_routed_experts": 128, "num_experts_per_tok": 6},
     "hunyuan_v1_dense": {"head_dim": 128},
@@ -60,7 +60,7 @@ def save_small(folder: Path, family: str = "llama", auto: Any = AutoModelForCaus
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if (BASE_DIR / name).exists():
             shutil.copy(BASE_DIR / name, folder)
-    model_config = small_config(AutoConfig.for_model(family, **_REQUIRED.get(family, {})))
+    model_config = small_config(AutoConfig.for_model(family, **REQUIRED.get(family, {})))
     text = model_config.get_text_config()
     for name in ("vocab_size", "vocab_size_per_layer_input"):
         if hasattr(text, name):

@@ -216,12 +216,25 @@ def test_sizes_and_plans_are_judged_by_the_config(size: int, changes: dict[str, 
         ("cohere", {"use_qk_norm": True}, "has weights at layers.0.self_attn.q_norm which its plan leaves out"),
         ("phi", {"qk_layernorm": True}, "has weights at layers.0.self_attn.q_layernorm which its plan leaves out"),
         ("stablelm", {}, "transformers has no tensor-parallel plan for stablelm"),
-        ("helium", {}, "helium computes its logits in its own way"),
     ],
 )
 def test_a_model_that_would_come_out_wrong_is_refused(family: str, more: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=f"tp_size=2: .*{reason}.*; use tp_size=1"):
         split_model(whole_loss(family, **more), None, 0, 2, first=True)
+
+
+def test_a_model_with_logits_of_its_own_is_refused() -> None:
+    loss = whole_loss("llama")
+    forward = loss.base.forward
+
+    def squared(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        output.logits = output.logits.square()
+        return output
+
+    loss.base.forward = squared
+    with pytest.raises(ConfigError, match=r"llama computes its logits in its own way.*; use tp_size=1"):
+        split_model(type(loss)(loss.model), None, 0, 2, first=True)
 
 
 @pytest.mark.parametrize(("target", "what"), [("embed_tokens", "embedding"), ("lm_head", "output head")])
