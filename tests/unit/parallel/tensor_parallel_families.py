@@ -38,7 +38,7 @@ def models() -> Iterator[tuple[str, SupervisedLoss]]:
 
 
 def small_model(family: str) -> Any:
-    """None if the config is refused, or there is no small model of the family (tests/unit/test_families.py names it)."""
+    """None if the config is refused, or the family has no small model (tests/unit/test_families.py names those)."""
     try:
         config = small_config(AutoConfig.for_model(family, **REQUIRED.get(family, {})))
         torch.manual_seed(0)
