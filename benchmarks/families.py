@@ -9,6 +9,7 @@ the CPU. Each family has a process of its own and a time limit. Exits with 1 if 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import multiprocessing
 import sys
@@ -20,7 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tests.families import FAMILIES, verdicts
+from tests.families import FAMILIES
 
 SECONDS = 600
 """Time limit of one family, in seconds."""
@@ -33,31 +34,44 @@ def judge(family: str, seconds: float = SECONDS) -> dict[str, Any]:
         family: name of the family.
         seconds: the time limit.
     """
+    result = in_own_process("tests.families", "verdicts", (family,), seconds)
+    return result if "family" in result else {"family": family, "unknown": result["unknown"], "verdicts": []}
+
+
+def in_own_process(module: str, function: str, arguments: tuple[Any, ...], seconds: float) -> dict[str, Any]:
+    """What a function returns in a process of its own; `unknown`, the reason, if that dies or takes too long.
+
+    Args:
+        module: where the function is.
+        function: its name; called with the arguments and a temporary folder.
+        arguments: which can be pickled.
+        seconds: the time limit.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.families", "deepspeed", "peft", "torch._dynamo"])  # slow imports
     with tempfile.TemporaryDirectory(prefix="families-") as name:
         folder = Path(name)
-        process = context.Process(target=_write_verdicts, args=(family, folder))
+        process = context.Process(target=_write_result, args=(module, function, arguments, folder))
         process.start()
         process.join(seconds)
         if process.is_alive():
             process.kill()
             process.join()
-            return {"family": family, "unknown": f"not done after {seconds:g} s", "verdicts": []}
-        result_file = folder / "found.json"
+            return {"unknown": f"not done after {seconds:g} s"}
+        result_file = folder / "result.json"
         if not result_file.is_file():
-            return {"family": family, "unknown": f"its process ended with {process.exitcode}", "verdicts": []}
+            return {"unknown": f"its process ended with {process.exitcode}"}
         return dict(json.loads(result_file.read_text()))
 
 
-def _write_verdicts(family: str, folder: Path) -> None:
+def _write_result(module: str, function: str, arguments: tuple[Any, ...], folder: Path) -> None:
     import torch
 
     torch.set_num_threads(1)  # the matrices are small
     with (folder / "log.txt").open("w") as log:
         sys.stdout = sys.stderr = log
-        result = verdicts(family, folder)
-    (folder / "found.json").write_text(json.dumps(result))
+        result = getattr(importlib.import_module(module), function)(*arguments, folder)
+    (folder / "result.json").write_text(json.dumps(result))
 
 
 def table(results: list[dict[str, Any]]) -> str:

@@ -48,7 +48,7 @@ SCRIPTS = tuple(str(ROOT / name) for name in ("trainers/train.py", "tests/unit/p
 MODULES = (
     *("accelerate.commands.launch", "torch.distributed.run"),
     *("app.cli", "app.launch.", "trainers.tools.", "trainers.checkpoint.export"),
-    *("ui.server", "tests.unit.parallel.tensor_parallel_ranks"),
+    *("ui.server", "tests.unit.parallel.tensor_parallel_ranks", "tests.unit.parallel.tensor_parallel_families"),
 )
 """Programs that are forked, beside those scripts; a name that ends in a dot stands for all below it."""
 BY_HAND = "BY_HAND"

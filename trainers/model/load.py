@@ -34,6 +34,7 @@ from trainers.model.experts import expert_share, router_names
 from trainers.model.mixers import split_mixers
 from trainers.model.probe import in_one_line
 from trainers.model.quantization import finish, loading_options, many_threads, refuse_quantised, settle_quantisation
+from trainers.model.randomness import drop_randomness, route_as_in_inference
 from trainers.model.rotary import choose_by_document
 from trainers.model.small_model import choose_attention
 from trainers.model.stored import LeftInFiles, Source, without_memory
@@ -132,7 +133,8 @@ def load_model_config(config: TrainConfig, published: Mapping[str, Any] | None =
     check_layers(model_config)
     refuse_load_balancing(config, model_config)
     settle_quantisation(config, model_config)
-    _drop_dropout(model_config)
+    for line in drop_randomness(model_config):
+        _say(line)
     return model_config
 
 
@@ -175,6 +177,7 @@ def _load_base(config: TrainConfig, model_config: Any, left: LeftInFiles | None 
         finish(model)
     choose_by_document(model)
     split_mixers(model)
+    route_as_in_inference(model)
     model.config.use_cache = False
     for weight in silent_weights(model):
         weight.requires_grad_(False)
@@ -241,14 +244,6 @@ def _keep_layers(config: TrainConfig, model_config: Any) -> None:
     text.num_hidden_layers = wanted
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:wanted]
-
-
-def _drop_dropout(model_config: Any) -> None:
-    """Sets the model's own dropout to 0, as its random numbers would differ between strategies; LoRA's is an option."""
-    for name, value in vars(model_config).items():
-        if ("dropout" in name or "pdrop" in name) and isinstance(value, float) and value > 0:
-            setattr(model_config, name, 0.0)
-            _say(f"the model's own {name}={value} is set to 0 for training")
 
 
 def _say(line: str) -> None:

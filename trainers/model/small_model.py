@@ -28,6 +28,7 @@ from trainers.model.probe import (
     probe_rows,
     refuse_encoder,
 )  # fmt: skip
+from trainers.model.randomness import refuse_randomness
 from trainers.objectives.sft import SupervisedLoss
 
 _VOCAB_SIZE = 64
@@ -183,11 +184,15 @@ def _reference(model_config: Any, *packings: bool) -> tuple[Any, Any, dict[bool,
         config = small_config(model_config)
         _refuse_large(config)
         model = _build(config, None)
-        return config, model, {packed: _own_pass(model, packed) for packed in packings}
+        outcomes = {packed: _own_pass(model, packed) for packed in packings}
+        refuse_randomness(model)
+        return config, model, outcomes
     except Exception as error:  # families raise errors of any kind
         logging.getLogger(__name__).debug("no small model of this kind", exc_info=True)
         if isinstance(error, ProbeError) and _fails_alike(model_config, error):
             raise ConfigError(f"{error}; use another model") from None
+        if isinstance(error, ConfigError):
+            raise
         return None
 
 

@@ -19,7 +19,7 @@ from trainers.data.layout import AttentionMetadata, DocumentLayout
 from trainers.embedded import BASE_DIR
 from trainers.model.attention import KERNELS
 from trainers.model.config_checks import check_values
-from trainers.model.load import _drop_dropout, add_adapters, build_model, load_base
+from trainers.model.load import add_adapters, build_model, load_base
 from trainers.model.probe import check_model_computes
 from trainers.objectives.sft import SupervisedLoss, linear_cross_entropy
 
@@ -84,13 +84,6 @@ def test_a_model_that_builds_its_own_mask_is_refused() -> None:
     arguments = {"attention_mask": torch.ones(1, 1, 4, 4), "attention_metadata": AttentionMetadata()}
     with pytest.raises(ValueError, match="its own attention mask"):
         model(input_ids=torch.ones(1, 4, dtype=torch.int64), **arguments)
-
-
-def test_the_models_own_dropout_is_dropped() -> None:
-    shape = AutoConfig.for_model("gpt2")
-    assert shape.attn_pdrop == 0.1
-    _drop_dropout(shape)
-    assert (shape.attn_pdrop, shape.resid_pdrop, shape.embd_pdrop) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("targets", [["nothing"], ["q_proj", "k_porj"]])

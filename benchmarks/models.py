@@ -1,0 +1,249 @@
+"""What can be trained, and how: a table of every causal model type of transformers: `python -m benchmarks.models`.
+
+    python -m benchmarks.models [--only TYPE ...] [--json FILE] [--sampled TYPE ...]
+
+For a small random model of each type, on the CPU:
+- a real first optimizer step, all weights and LoRA, unpacked and packed rows. Its loss, and the norm of its gradients
+  where all weights are trained, must be those of the stock model, which transformers loads and which gets one document
+  at a time;
+- for a sample of the types, three real steps from `accelerate launch` by one process and by two under `fsdp2`, `tp` and
+  `pp`, whose losses must be those of one process; and the export, which stock transformers must load without a missing
+  weight and to the loss of the trained model.
+
+A cell is yes, no (for the reason of the row), WRONG, or empty where it was not tried. Exits with 1 if any is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from datetime import date
+from importlib.metadata import version
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.families import in_own_process
+from tests.families import FAMILIES
+
+COLUMNS = ("full", "lora", "packed", "chunked_loss", "fsdp2", "tp", "pp", "export")
+SAMPLE = (
+    *("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "granite", "helium", "olmo3"),
+    *("ministral3", "glm4", "cohere2", "gpt_oss", "qwen3_moe", "olmoe", "deepseek_v3", "glm4_moe"),
+    *("mamba", "qwen3_5_text", "lfm2", "falcon_h1", "nemotron_h"),
+)
+"""Types whose runs on two ranks and exports are tried: of each kind of layer some, those that people use most."""
+TOLERANCE = 2e-4
+"""Largest relative difference of losses: kernels sum in other orders, and AdamW turns the rounding of small gradients into
+whole steps. Ten times as much for norms of gradients."""
+SECONDS = 900
+"""Time limit of one type."""
+_WRONG = "WRONG"
+_NOTHING_SEEN: Any = lambda section, step: None  # noqa: E731
+
+
+def judge(kind: str, sampled: bool = False, seconds: float = SECONDS) -> dict[str, Any]:
+    """The row of one model type, found in a process of its own.
+
+    Args:
+        kind: `model_type`.
+        sampled: also try two ranks and the export.
+        seconds: time limit, after which the reason says so.
+
+    Returns:
+        `model_type`, a value for each of `COLUMNS` (True, False, "WRONG", or None where it was not tried) and `reason`,
+        the sentences behind every no; None if there is none.
+    """
+    row = in_own_process("benchmarks.models", "find_row", (kind, sampled), seconds)
+    return row if "model_type" in row else _row(kind, {}, row["unknown"])
+
+
+def _row(kind: str, cells: dict[str, Any], reason: str | None) -> dict[str, Any]:
+    return {"model_type": kind, **{name: cells.get(name) for name in COLUMNS}, "reason": reason}
+
+
+def find_row(kind: str, sampled: bool, folder: Path) -> dict[str, Any]:
+    """See `judge`; in this process, with files in a folder."""
+    from tests.families import save_small
+
+    try:
+        save_small(folder / "model", kind)
+    except Exception as error:  # families raise what they like
+        return _row(kind, {}, f"no small model: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+    cells: dict[str, Any] = {}
+    reasons: dict[str, None] = {}  # in their order, each once
+    for method, packing in (("full", False), ("lora", False), ("full", True), ("lora", True)):
+        column = "packed" if packing else method
+        verdict, chunked, reason = _first_step(folder, method, packing)
+        cells[column] = min(cells.get(column, True), verdict, key=[_WRONG, False, True].index)
+        cells["chunked_loss"] = chunked if cells.get("chunked_loss") is None else cells["chunked_loss"]
+        reasons |= {reason: None} if reason else {}
+    if sampled and cells["full"] is True:
+        more, found = _launched(folder, cells["packed"] is True)
+        cells, reasons = cells | more, reasons | dict.fromkeys(found)
+    return _row(kind, cells, "; ".join(reasons) or None)
+
+
+def _first_step(folder: Path, method: str, packing: bool) -> tuple[Any, bool | None, str | None]:
+    """Whether a first step is the stock model's, whether its loss needs no full logits, and the reason of a no."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    from tests.families import config_for
+    from tests.steps import Steps
+    from trainers.config.mistakes import ConfigError
+
+    try:
+        config = config_for(folder / "model", method=method, packing=packing, cache_dir=str(folder / "cache"))
+        steps = Steps(config, _NOTHING_SEEN)
+        batch = steps.context.plan.batch(0, 0)
+        result = steps.take(0)
+    except ConfigError as error:
+        return False, None, "; ".join(error.lines)
+    except Exception as error:  # a traceback for the user
+        return _WRONG, None, f"{method} crashes: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)  # the next step in this process is another run's
+        GradientState._reset_state()
+    loss, norm = stock_step(folder / "model", batch)
+    where = f"{method}, {'packed' if packing else 'unpacked'}"
+    if not math.isclose(result.loss, loss, rel_tol=TOLERANCE):
+        return _WRONG, steps.loss.chunked, f"{where}: loss {result.loss:.6f}, the stock model's is {loss:.6f}"
+    compares_norm = method == "full" and steps.loss.balancing is None  # whose gradients include the load balancing's
+    if compares_norm and not math.isclose(result.grad_norm, norm, rel_tol=10 * TOLERANCE):
+        return _WRONG, steps.loss.chunked, f"{where}: gradient norm {result.grad_norm:.6f}, stock {norm:.6f}"
+    return True, steps.loss.chunked, None
+
+
+def stock_step(folder: Path, batch: Any) -> tuple[float, float]:
+    """Mean loss over the trained tokens of a batch, and the norm of its gradients, by the stock model.
+
+    Args:
+        folder: the model.
+        batch: a `StepBatch`, whose documents are run one at a time.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    total = 0.0
+    for micro in batch.micro_batches:
+        width = micro.input_ids.shape[1]
+        ids = micro.input_ids.flatten()
+        borders = range(0, len(ids) + 1, width) if micro.documents is None else micro.documents.host_borders
+        for start, end in pairwise(borders):
+            trained = (micro.positions >= start) & (micro.positions < end)
+            if not trained.any():
+                continue
+            logits = model(input_ids=ids[None, start:end], use_cache=False).logits[0].float()
+            picked = logits[micro.positions[trained] - start]
+            loss = torch.nn.functional.cross_entropy(picked, micro.labels[trained], reduction="sum")
+            total += float(loss.detach())
+            (loss / batch.trained_tokens).backward()
+    gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    return total / batch.trained_tokens, float(torch.nn.utils.get_total_norm(gradients))
+
+
+def _launched(folder: Path, packing: bool) -> tuple[dict[str, Any], list[str]]:
+    """The cells of a sampled type, and the reasons of each no."""
+    from tests.families import config_for
+    from tests.launching import launch
+    from trainers.config.mistakes import ConfigError
+    from trainers.strategy.strategy import load_strategy
+    from trainers.tools.preflight import check
+
+    options = {"model_name_or_path": str(folder / "model"), "dataset_name": "embedded", "eval_dataset_name": "none",
+               "method": "full", "packing": packing, "max_train_samples": 40, "max_length": 256, "global_batch_size": 4,
+               "per_device_train_batch_size": 1, "max_steps": 3, "cache_dir": str(folder / "cache"),
+               "learning_rate": 1e-4, "save_steps": 3}  # fmt: skip
+    single = launch(folder / "single", 1, options)
+    if single.state.get("state") != "done":
+        return {"export": _WRONG}, [f"single fails: {_last_words(single.output)}"]
+    cells, reasons = {"export": True}, list[str]()
+    if problem := _stock_refuses(single.run.path / "export-full"):
+        cells["export"] = _WRONG
+        reasons.append(problem)
+    for strategy in ("fsdp2", "tp", "pp"):
+        finished = launch(folder / strategy, 2, options, strategy=strategy)
+        if finished.state.get("state") == "done":
+            apart = max(abs(a / b - 1) for a, b in zip(finished.series("loss"), single.series("loss"), strict=True))
+            cells[strategy] = apart <= TOLERANCE or _WRONG
+            if apart > TOLERANCE:
+                reasons.append(f"{strategy}: losses differ from one process's by {apart:.1e}")
+            continue
+        try:
+            check(config_for(folder / "model", packing=packing), load_strategy(strategy, 2), has_gpu=False)
+            refused = finished.status == 2
+        except ConfigError:
+            refused = True
+        cells[strategy] = False if refused else _WRONG
+        reasons.append(f"{strategy}: {_last_words(finished.output)}")
+    return cells, reasons
+
+
+def _stock_refuses(export: Path) -> str | None:
+    """Why stock transformers does not load an export whole; None if it does. A run checks the export's loss itself."""
+    from transformers import AutoModelForCausalLM
+
+    _, information = AutoModelForCausalLM.from_pretrained(export, output_loading_info=True)
+    lacking = {key: sorted(information[key]) for key in ("missing_keys", "unexpected_keys") if information[key]}
+    return f"export: stock transformers reports {lacking}" if lacking else None
+
+
+def _last_words(output: str) -> str:
+    """The last line of a run's output that is not empty."""
+    return next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "no output")[-300:]
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown, a line per type."""
+    words = {True: "yes", False: "no", None: "", _WRONG: _WRONG}
+    lines = [
+        "| model type | full | LoRA | packed | loss without logits | fsdp2 | tp | pp | export | why not |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = [row["model_type"], *(words[row[name]] for name in COLUMNS), (row["reason"] or "").replace("|", "/")]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """One line of totals."""
+    counts = [f"{name} {sum(row[name] is True for row in rows)}" for name in COLUMNS]
+    all_three = sum(all(row[name] is True for name in ("full", "lora", "packed")) for row in rows)
+    wrong = sum(_WRONG in (row[name] for name in COLUMNS) for row in rows)
+    untried = sum(row["full"] is None for row in rows)
+    return (
+        f"{len(rows)} types, {untried} without a small model; {', '.join(counts)}; "
+        f"{all_three} full, LoRA and packed; {wrong} wrong"
+    )
+
+
+def main() -> int:
+    """Judges the types and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="TYPE", default=FAMILIES, choices=FAMILIES)
+    parser.add_argument(
+        "--sampled", nargs="*", metavar="TYPE", default=SAMPLE, help="run these on two ranks, and export"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="rows, date and versions as JSON; its rows are kept")
+    args = parser.parse_args()
+    began = time.monotonic()
+    known = json.loads(args.json.read_text())["rows"] if args.json and args.json.exists() else []
+    rows = {row["model_type"]: row for row in known}
+    for kind in args.only:
+        rows[kind] = judge(kind, kind in args.sampled)
+        print(table([rows[kind]]).splitlines()[-1], flush=True)
+        if args.json:
+            versions = {name: version(name) for name in ("torch", "transformers", "peft")}
+            ordered = [rows[name] for name in sorted(rows)]
+            args.json.write_text(json.dumps({"date": f"{date.today()}", **versions, "rows": ordered}, indent=1) + "\n")
+    print(f"{summary([rows[kind] for kind in args.only])}; {time.monotonic() - began:.0f} s")
+    return 1 if any(_WRONG in row.values() for row in rows.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
