@@ -37,8 +37,8 @@ SAMPLE = (
 )
 """Types whose runs on two ranks and exports are tried: of each kind of layer some, those that people use most."""
 TOLERANCE = 2e-4
-"""Largest relative difference of losses: kernels sum in other orders, and AdamW turns the rounding of small gradients into
-whole steps. Ten times as much for norms of gradients."""
+"""Largest relative difference of losses: kernels sum in other orders, and AdamW turns the rounding of small gradients
+into whole steps. Ten times as much for norms of gradients."""
 SECONDS = 900
 """Time limit of one type."""
 _WRONG = "WRONG"
