@@ -101,7 +101,7 @@ def _first_step(folder: Path, method: str, packing: bool) -> tuple[Any, bool | N
         batch = steps.context.plan.batch(0, 0)
         result = steps.take(0)
     except ConfigError as error:
-        return False, None, "; ".join(error.lines)
+        return False, None, "; ".join(error.lines).replace(f"model_name_or_path={config.model_name_or_path}: ", "")
     except Exception as error:  # a traceback for the user
         return _WRONG, None, f"{method} crashes: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     finally:

@@ -21,6 +21,7 @@ import torch
 from accelerate.utils import set_seed
 from safetensors import SafetensorError
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, find_adapter_config_file
@@ -40,6 +41,7 @@ from trainers.model.small_model import choose_attention
 from trainers.model.stored import LeftInFiles, Source, without_memory
 from trainers.model.weight_names import fit_lines
 from trainers.objectives.load_balancing import refuse_load_balancing
+from trainers.objectives.output_head import with_weights
 from trainers.run.hub_errors import hub_mistake
 from trainers.run.weight_headers import ADAPTER_AS_MODEL, read_header
 
@@ -393,9 +395,24 @@ def _unadapted(base: Any) -> list[str]:
         # Subclasses in transformers with their own forward, such as DeepSeek-V4's grouped product. Not bitsandbytes'
         # layers, which peft supports.
         own = type(part).__module__.startswith("transformers") and type(part).forward is not nn.Linear.forward
-        if (mamba and _adaptable(part)) or (own and isinstance(part, nn.Linear)):
+        if (mamba and _adaptable(part)) or (own and isinstance(part, nn.Linear) and not _multiplies(part)):
             names.append(name)
     return names
+
+
+@torch.no_grad()
+def _multiplies(layer: nn.Linear) -> bool:
+    """Whether a layer computes a plain linear product in its own way, as Falcon's do; tried with small weights."""
+    generator = torch.Generator().manual_seed(0)
+    inputs, weight, bias = (torch.randn(size, generator=generator) for size in ((2, 6), (4, 6), (4,)))
+    small: dict[str, torch.Tensor | None] = {"weight": weight, "bias": None if layer.bias is None else bias}
+    try:
+        with unset_fake_temporarily(), with_weights(layer, small):
+            output = layer(inputs)
+    except Exception:  # as other products do
+        return False
+    expected = nn.functional.linear(inputs, weight, small["bias"])
+    return isinstance(output, torch.Tensor) and output.shape == expected.shape and torch.allclose(output, expected)
 
 
 def _ends(name: str, target: str) -> bool:

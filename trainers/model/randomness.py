@@ -55,7 +55,7 @@ def refuse_randomness(model: Any) -> None:
     route_as_in_inference(model)
     model.train()
     with torch.random.fork_rng(devices=[]):
-        torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()
+        torch_state, numpy_state = torch.get_rng_state(), np.random.get_state(legacy=False)
         try:
             model(probe_rows(model.config.get_text_config().vocab_size, torch.device("cpu")), use_cache=False)
         except Exception:  # families raise what they like; the probes of computation say it
@@ -63,7 +63,7 @@ def refuse_randomness(model: Any) -> None:
         finally:
             model.eval()
             drawn = not torch.equal(torch_state, torch.get_rng_state())
-            drawn = drawn or not np.array_equal(numpy_state[1], np.random.get_state()[1])
+            drawn = drawn or repr(numpy_state) != repr(np.random.get_state(legacy=False))
             np.random.set_state(numpy_state)
     if drawn:
         raise ConfigError(

@@ -216,6 +216,7 @@ def _refuse_large(config: Any) -> None:
 @torch.no_grad()
 def _fails_alike(model_config: Any, failure: ProbeError) -> bool:
     """Whether the full-size model, run without memory, fails at the same line of code as its small copy."""
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it would log the failure at length
     try:
         with FakeTensorMode():  # the meta device would fail earlier, where a mask depends on values
             model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config)).eval()

@@ -81,7 +81,7 @@ def _probe(model: Any, head: nn.Linear, decoder: Any) -> HeadRule | None:
 
     small: dict[str, torch.Tensor | None] = {"weight": weight, "bias": None if head.bias is None else bias}
     try:
-        with _replaced(decoder, stand_in), _replaced(model.get_input_embeddings(), embed), _with_weights(head, small):
+        with _replaced(decoder, stand_in), _replaced(model.get_input_embeddings(), embed), with_weights(head, small):
             logits = model(input_ids=ids, use_cache=False).logits
     except Exception:  # families fail in any way if they need more than the decoder's output
         logging.getLogger(__name__).debug("the model needs more than hidden states for its logits", exc_info=True)
@@ -127,7 +127,7 @@ def _replaced(module: nn.Module, forward: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _with_weights(head: nn.Linear, weights: dict[str, torch.Tensor | None]) -> Iterator[None]:
+def with_weights(head: nn.Linear, weights: dict[str, torch.Tensor | None]) -> Iterator[None]:
     """Replaces weight and bias of a layer, for any number of features."""
     own = dict(head._parameters)
     head._parameters.update(

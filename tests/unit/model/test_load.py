@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.families import config_for, save_small
 from tests.rounding import bound, relative, reordered
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
@@ -91,6 +92,21 @@ def test_an_adapter_target_that_fits_nothing_is_named(targets: list[str]) -> Non
     wrong = config(lora_target_modules=targets)
     with pytest.raises(ConfigError, match=rf"lora_target_modules={targets[-1]} matches no module .* some of .*q_proj"):
         add_adapters(load_base(wrong), wrong)
+
+
+@pytest.mark.parametrize(("family", "adapted"), [("falcon", True), ("deepseek_v4", False)])
+def test_a_linear_layer_of_its_own_is_adapted_if_its_product_is_plain(
+    family: str, adapted: bool, tmp_path: Path
+) -> None:
+    """Falcon's adds the bias itself; one of DeepSeek-V4's is grouped."""
+    run = config_for(save_small(tmp_path, family), method="lora", packing=False)
+    base = load_base(run)
+    own = [name for name, part in base.named_modules()
+           if isinstance(part, torch.nn.Linear) and type(part).forward is not torch.nn.Linear.forward
+           and type(part).__name__ != "DeepseekV4TopKRouter"]  # fmt: skip
+    targeted = add_adapters(base, run).targeted_module_names
+    assert own
+    assert all((name in targeted) == adapted for name in own)
 
 
 def test_merging_into_tied_embeddings_is_refused() -> None:
