@@ -1,6 +1,9 @@
 """What can be trained, and how: a table of every causal model type of transformers: `python -m benchmarks.models`.
 
     python -m benchmarks.models [--only TYPE ...] [--json FILE] [--sampled TYPE ...]
+    python -m benchmarks.models --page
+
+The second writes docs/models.md from the newest of benchmarks/results/models-DATE.json.
 
 For a small random model of each type, on the CPU:
 - a real first optimizer step, all weights and LoRA, unpacked and packed rows. Its loss, and the norm of its gradients
@@ -18,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 import time
 from datetime import date
@@ -36,11 +40,13 @@ SAMPLE = (
     *("mamba", "qwen3_5_text", "lfm2", "falcon_h1", "nemotron_h"),
 )
 """Types whose runs on two ranks and exports are tried: of each kind of layer some, those that people use most."""
-TOLERANCE = 2e-4
-"""Largest relative difference of losses: kernels sum in other orders, and AdamW turns the rounding of small gradients
-into whole steps. Ten times as much for norms of gradients."""
+TOLERANCE = 1e-5
+"""Largest relative difference of the losses of a first step: kernels sum in other orders. Ten times as much for norms
+of gradients, and for losses on two ranks, as AdamW turns the rounding of small gradients into whole steps."""
 SECONDS = 900
 """Time limit of one type."""
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 _WRONG = "WRONG"
 _NOTHING_SEEN: Any = lambda section, step: None  # noqa: E731
 
@@ -96,7 +102,9 @@ def _first_step(folder: Path, method: str, packing: bool) -> tuple[Any, bool | N
     from trainers.config.mistakes import ConfigError
 
     try:
-        config = config_for(folder / "model", method=method, packing=packing, cache_dir=str(folder / "cache"))
+        # With a loss on all tokens: the first of a document would show what leaks from the one before.
+        options = {"assistant_only_loss": False, "cache_dir": str(folder / "cache")}
+        config = config_for(folder / "model", method=method, packing=packing, **options)
         steps = Steps(config, _NOTHING_SEEN)
         batch = steps.context.plan.batch(0, 0)
         result = steps.take(0)
@@ -148,11 +156,7 @@ def stock_step(folder: Path, batch: Any) -> tuple[float, float]:
 
 def _launched(folder: Path, packing: bool) -> tuple[dict[str, Any], list[str]]:
     """The cells of a sampled type, and the reasons of each no."""
-    from tests.families import config_for
     from tests.launching import launch
-    from trainers.config.mistakes import ConfigError
-    from trainers.strategy.strategy import load_strategy
-    from trainers.tools.preflight import check
 
     options = {"model_name_or_path": str(folder / "model"), "dataset_name": "embedded", "eval_dataset_name": "none",
                "method": "full", "packing": packing, "max_train_samples": 40, "max_length": 256, "global_batch_size": 4,
@@ -160,26 +164,22 @@ def _launched(folder: Path, packing: bool) -> tuple[dict[str, Any], list[str]]:
                "learning_rate": 1e-4, "save_steps": 3}  # fmt: skip
     single = launch(folder / "single", 1, options)
     if single.state.get("state") != "done":
-        return {"export": _WRONG}, [f"single fails: {_last_words(single.output)}"]
+        return {"export": _WRONG}, [f"single: {single.state.get('cause') or 'its launch fails'}"]
     cells, reasons = {"export": True}, list[str]()
-    if problem := _stock_refuses(single.run.path / "export-full"):
+    if problem := _stock_refuses(single.run.model):
         cells["export"] = _WRONG
         reasons.append(problem)
     for strategy in ("fsdp2", "tp", "pp"):
         finished = launch(folder / strategy, 2, options, strategy=strategy)
         if finished.state.get("state") == "done":
             apart = max(abs(a / b - 1) for a, b in zip(finished.series("loss"), single.series("loss"), strict=True))
-            cells[strategy] = apart <= TOLERANCE or _WRONG
-            if apart > TOLERANCE:
+            cells[strategy] = apart <= 10 * TOLERANCE or _WRONG
+            if apart > 10 * TOLERANCE:
                 reasons.append(f"{strategy}: losses differ from one process's by {apart:.1e}")
             continue
-        try:
-            check(config_for(folder / "model", packing=packing), load_strategy(strategy, 2), has_gpu=False)
-            refused = finished.status == 2
-        except ConfigError:
-            refused = True
+        refused = re.search(r"exitcode +: 2 ", finished.output) is not None  # of a rank that refuses what it is given
         cells[strategy] = False if refused else _WRONG
-        reasons.append(f"{strategy}: {_last_words(finished.output)}")
+        reasons.append(f"{strategy}: {finished.state.get('cause') or 'its launch fails'}")
     return cells, reasons
 
 
@@ -192,9 +192,32 @@ def _stock_refuses(export: Path) -> str | None:
     return f"export: stock transformers reports {lacking}" if lacking else None
 
 
-def _last_words(output: str) -> str:
-    """The last line of a run's output that is not empty."""
-    return next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "no output")[-300:]
+def read_results() -> dict[str, Any]:
+    """The newest results in the repository."""
+    return dict(json.loads(max(RESULTS.glob("models-*.json")).read_text(encoding="utf-8")))
+
+
+def page(results: dict[str, Any]) -> str:
+    """The page of the documentation."""
+    rows = results["rows"]
+    versions = ", ".join(f"{name} {results[name]}" for name in ("transformers", "torch", "peft"))
+    sampled = ", ".join(f"`{row['model_type']}`" for row in rows if row["export"] is not None)
+    return f"""# Which models can be trained
+
+Every causal language model type of transformers, each by a small random model on the CPU, on {results["date"]} with
+{versions}: {summary(rows)}.
+
+- **full, LoRA, packed**: a real first step. Its loss, and with all weights trained the norm of its gradients, are those
+  of the stock model, which gets one document at a time. *packed* is yes where both methods train packed rows.
+- **loss without logits**: the loss never holds the logits of a whole batch.
+- **fsdp2, tp, pp**: three steps of two processes from `accelerate launch` have the losses of one process.
+- **export**: stock transformers loads it without a missing weight.
+
+The last four were tried for {sampled}. An empty cell was not tried. A type that is not here may
+train too: the start of every run, and `--check` where a small model can be made, compare it with its stock model.
+
+{table(rows)}
+"""
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -229,8 +252,12 @@ def main() -> int:
     parser.add_argument(
         "--sampled", nargs="*", metavar="TYPE", default=SAMPLE, help="run these on two ranks, and export"
     )
+    parser.add_argument("--page", action="store_true", help="write the page of the documentation, and end")
     parser.add_argument("--json", type=Path, metavar="FILE", help="rows, date and versions as JSON; its rows are kept")
     args = parser.parse_args()
+    if args.page:
+        (ROOT / "docs" / "models.md").write_text(page(read_results()), encoding="utf-8")
+        return 0
     began = time.monotonic()
     known = json.loads(args.json.read_text())["rows"] if args.json and args.json.exists() else []
     rows = {row["model_type"]: row for row in known}
