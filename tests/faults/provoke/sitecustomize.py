@@ -101,7 +101,11 @@ def truncated_map(context: Any) -> None:
 
 
 def send(number: signal.Signals) -> Callable[[Any], None]:
-    return lambda context: os.kill(os.getpid(), number)
+    def sent(context: Any) -> None:
+        signal.signal(number, signal.SIG_DFL)  # a shell that starts the tests in the background has SIGQUIT ignored
+        os.kill(os.getpid(), number)
+
+    return sent
 
 
 def end_launcher(context: Any) -> None:
