@@ -35,9 +35,8 @@ from tests.families import FAMILIES
 
 COLUMNS = ("full", "lora", "packed", "chunked_loss", "fsdp2", "tp", "pp", "export")
 SAMPLE = (
-    *("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "granite", "helium", "olmo3"),
-    *("ministral3", "glm4", "cohere2", "gpt_oss", "qwen3_moe", "olmoe", "deepseek_v3", "glm4_moe"),
-    *("mamba", "qwen3_5_text", "lfm2", "falcon_h1", "nemotron_h"),
+    *("llama", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2", "olmo3", "helium"),
+    *("gpt_oss", "qwen3_moe", "deepseek_v3", "mamba", "qwen3_5_text", "lfm2"),
 )
 """Types whose runs on two ranks and exports are tried: of each kind of layer some, those that people use most."""
 TOLERANCE = 1e-5

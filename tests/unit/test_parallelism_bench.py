@@ -47,7 +47,10 @@ def test_ddp_sums_gradients_once_a_step() -> None:
 def test_fsdp_gathers_and_reduces_in_each_micro_batch() -> None:
     # Four micro-batches; of the 1000 weights 670 are in layers, and gathered twice.
     assert bytes_of("FSDP", dp_shard=2) == {"all-gather": 4 * 4 * 1670 / 2, "reduce-scatter": 4 * 4 * 1000}
-    assert bytes_of("FSDP", dp_shard=2, dp_replicate=2)["all-reduce"] == 4 * 4 * 1000 / 2
+
+
+def test_groups_of_hsdp_sum_their_shards_once_a_step() -> None:
+    assert bytes_of("FSDP", dp_shard=2, dp_replicate=2)["all-reduce"] == 2 * 4 * 1000 / 2
 
 
 def test_tensor_parallel_sums_activations() -> None:
@@ -179,3 +182,16 @@ def test_ddp_sends_its_gradients_and_nothing_else(tmp_path: Path, method: str) -
     if method == "full":
         [term] = found.expected(ModelSizes.of(model))
         assert term.bytes == 4 * trained
+
+
+def test_hsdp_sums_its_groups_once_a_step_of_two_micro_batches(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    strategy = sized("hsdp")
+    found = measure(tmp_path / "hsdp", strategy, BASE_DIR, steps=4, per_device_train_batch_size=2)
+    sizes = ModelSizes.of(AutoModelForCausalLM.from_pretrained(BASE_DIR))
+    assert all(len(rank["steps"][0]) == 2 for rank in found.ranks)
+    predictions = {term.collective: term for term in found.expected(sizes)}
+    for collective in ("all-reduce", "reduce-scatter"):
+        assert found.sent(collective) == pytest.approx(predictions[collective].bytes, rel=0.02)
+    assert found.sent("reduce-scatter") == pytest.approx(2 * 2 * found.sent("all-reduce"), rel=0.02)

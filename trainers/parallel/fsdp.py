@@ -1,13 +1,15 @@
 """FSDP 1 and 2 (and HSDP): weights, gradients and optimizer state are sharded over the ranks.
 
 FSDP gets no mixed-precision policy: parameters and reductions are fp32, and autocast sets the compute dtype, as under
-every other strategy. Gradients are reduced in every micro-batch, so that they stay sharded too.
+every other strategy. Gradients are reduced in every micro-batch, so that they stay sharded too; groups of HSDP sum
+their shards once per step.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -63,6 +65,7 @@ class FullySharded(Backend):
             self.model = accelerator.prepare(loss)
             self.trained = [(_plain(name), weight) for name, weight in trained_weights(self.model)]
         self.optimizer = build_optimizer(parameter_groups(self.trained, self.shapes, config), config)
+        self.sums_groups = self.version == 2 and mesh.sizes.dp_replicate > 1
         # Count before any forward pass: after one without gradients, FSDP leaves the root's weights gathered.
         self.local_numel = sum(local_part(weight).numel() for weight in self.model.parameters())
         shard_ranks = distributed.get_process_group_ranks(self._shard_group())
@@ -87,6 +90,12 @@ class FullySharded(Backend):
         """See `Backend`; includes frozen weights."""
         tensor_ranks = self.tensor.size if self.tensor else 1
         return self.local_numel, self.total_numel, tensor_ranks * distributed.get_world_size(self._shard_group())
+
+    def accumulate(self, last: bool) -> AbstractContextManager[Any]:
+        """See `Backend`."""
+        if self.sums_groups:
+            self.model.set_requires_all_reduce(last)
+        return nullcontext()
 
     def clip_grad_norm(self, limit: float) -> torch.Tensor:
         """See `Backend`."""

@@ -194,9 +194,9 @@ def weight_terms(kind: str, sizes: MeshSizes, model: ModelSizes, steps: int, mic
              calls=units + again * times),
         term("reduce-scatter", f"weights{how}", reduced * times, ways, *_SHARDS, calls=units),
     ]  # fmt: skip
-    if sizes.dp_replicate > 1:
-        among = reduced / ways * times
-        terms.append(term("all-reduce", f"weights / shards{how}", among, copies, "dp_replicate", calls=units))
+    if sizes.dp_replicate > 1:  # once per step
+        among, calls = reduced / ways * steps, (layers + 1) * steps
+        terms.append(term("all-reduce", "weights / shards", among, copies, "dp_replicate", calls=calls))
     return terms
 
 
