@@ -27,6 +27,7 @@ WITH_LORA = ["fsdp1", "fsdp2", "zero2", "zero3", "tp", "pp"]
 STRATEGIES = [name for name in strategy_names() if name not in {"single", "ddp"} | NOT_HERE]
 LARGE = {"hsdp_tp", "3d", "pp_fsdp2"}  # four or eight processes, and what others show too
 IN_TWO = [name for name in STRATEGIES if name not in LARGE]
+ACCUMULATED = {"hsdp": {"per_device_train_batch_size": 1}}
 QUICK = ["fsdp2", "zero2", "tp", "cp", "pp"]
 """One of each kind."""
 RESUMED = ["fsdp1", "zero1", "zero2", "zero3", "zero3_offload", "tp", "cp", "pp_interleaved"]
@@ -34,8 +35,8 @@ EVERY = mostly_long(STRATEGIES, IN_TWO, QUICK)
 
 
 def full(name: str, **more: object) -> Finished:
-    """All weights, packed, two micro-batches a step and rank (one on four ranks)."""
-    return run(load_strategy(name).num_processes, "full", True, name, **more)
+    """All weights, packed, two micro-batches a step and rank; one on four ranks, HSDP aside, which sums at the last."""
+    return run(load_strategy(name).num_processes, "full", True, name, **{**ACCUMULATED.get(name, {}), **more})
 
 
 def lora(name: str, **more: object) -> Finished:
