@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +56,8 @@ def reach_of(config: TrainConfig, model_config: Any) -> Reach:
     """
     if own_code(config, model_config):
         return Reach(varies=True)
-    length = min(config.max_length, _LONG)
+    positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    length = min(config.max_length, positions if isinstance(positions, int) else _LONG, _LONG)
     key = type(model_config).__name__, model_config.to_json_string(use_diff=False), length
     if key not in _KNOWN:
         _KNOWN[key] = _reach_of_empty(model_config, length)
@@ -64,7 +66,7 @@ def reach_of(config: TrainConfig, model_config: Any) -> Reach:
 
 def _reach_of_empty(model_config: Any, longest: int) -> Reach:
     try:
-        with torch.device("cpu"):
+        with torch.device("cpu"), _without_log("torch._subclasses.fake_tensor"):
             model = _empty(copy.deepcopy(model_config))
             with FakeTensorMode():
                 _as_fakes(model)
@@ -75,6 +77,17 @@ def _reach_of_empty(model_config: Any, longest: int) -> Reach:
         return Reach(varies=True)
     sometimes = tuple(name for name in unreached if name not in never)
     return Reach(tuple(name for name in unreached if name in never), sometimes, varies=bool(sometimes))
+
+
+@contextmanager
+def _without_log(name: str) -> Iterator[None]:
+    """Turns off a logger, which would show the user a traceback of an error that is caught."""
+    logger = logging.getLogger(name)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def reach_of_loaded(model: Any) -> Reach:
