@@ -218,7 +218,7 @@ def can_fill_gradients(strategy: Strategy) -> bool:
     if strategy.zero_stage or strategy.sizes.pp > 1:
         return False
     is_fsdp2 = strategy.distributed_type == "FSDP" and strategy.fsdp["fsdp_version"] == 2
-    return not is_fsdp2 or hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # torch 2.11 lacks it
+    return not is_fsdp2 or hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # older torch lacks it
 
 
 def refuse_varying_graph(loss: SupervisedLoss) -> None:

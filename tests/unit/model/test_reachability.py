@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.families import config_for, save_small
-from trainers.build import refuse_varying_graph
+from trainers.build import can_fill_gradients, refuse_varying_graph
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.config.validation import build, ignored_choices
@@ -173,3 +173,9 @@ def test_a_graph_that_varies_is_refused_where_ranks_would_part() -> None:
         refuse_varying_graph(SupervisedLoss(dense))
     dense.requires_grad_(False)
     refuse_varying_graph(SupervisedLoss(dense))
+
+
+def test_it_is_refused_under_zero_and_pipelines_alone() -> None:
+    names = ("single", "ddp", "fsdp1", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "pp", "pp_fsdp2")
+    able = {name for name in names if can_fill_gradients(load_strategy(name))}
+    assert able == {"single", "ddp", "fsdp1", "fsdp2", "hsdp"}
