@@ -15,6 +15,7 @@ import torch
 from accelerate import Accelerator, DDPCommunicationHookType, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import ParallelismConfig, set_seed
 from torch.distributed import distributed_c10d
+from torch.distributed.fsdp import FSDPModule
 from tqdm import tqdm
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.utils import logging
@@ -30,6 +31,8 @@ from trainers.model.experts import adapter_lines
 from trainers.model.fp8 import convert
 from trainers.model.load import build_unread, compile_blocks, compute_dtype
 from trainers.model.probe import check_model_computes
+from trainers.model.reachability import expert_list, reach_noted
+from trainers.model.weight_names import first_names
 from trainers.monitor.metrics import MetricsFile
 from trainers.monitor.self_check import DtypeProbe
 from trainers.monitor.trackers import Trackers
@@ -122,9 +125,8 @@ def accelerator(config: TrainConfig, strategy: Strategy, run: RunFolder) -> tupl
 
 def _over_group(ddp: DistributedDataParallelKwargs, group: Any) -> Any:
     """A copy of DDP's settings that adds a process group, which Accelerate's handler has no field for."""
-    settings = ddp.to_kwargs() | {"process_group": group}
     narrowed = copy.copy(ddp)
-    narrowed.to_kwargs = lambda: dict(settings)
+    narrowed.to_kwargs = lambda: type(ddp).to_kwargs(narrowed) | {"process_group": group}  # changed until it is used
     return narrowed
 
 
@@ -180,6 +182,8 @@ def backend(
     split_model(loss, mesh.group("tp"), mesh.index("tp"), mesh.sizes.tp)
     if config.torch_compile:
         compile_blocks(loss.base)
+    if not can_fill_gradients(strategy):
+        refuse_varying_graph(loss)
     if mesh.sizes.pp > 1:
         backend: Backend = Pipelined.on(mesh, loss, config, ranks.device, strategy.pp_schedule)
     elif strategy.distributed_type == "FSDP":
@@ -207,6 +211,30 @@ def backend(
     loss.over_ranks = over_ranks(mesh)
     backend.warm_up_buckets()
     return backend, dtypes
+
+
+def can_fill_gradients(strategy: Strategy) -> bool:
+    """Whether a strategy can sum a gradient that some ranks lack, with zeros from those."""
+    if strategy.zero_stage or strategy.sizes.pp > 1:
+        return False
+    is_fsdp2 = strategy.distributed_type == "FSDP" and strategy.fsdp["fsdp_version"] == 2
+    return not is_fsdp2 or hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # older torch lacks it
+
+
+def refuse_varying_graph(loss: SupervisedLoss) -> None:
+    """Raises ConfigError if a batch decides which trained weights get a gradient, such as those of experts in a list.
+
+    Ranks would sum the gradients of different weights.
+    """
+    sometimes = {name.rpartition(".")[0] for name in reach_noted(loss.base).sometimes}
+    trained = [name for name, weight in loss.model.named_parameters() if weight.requires_grad]
+    names = [name for name in trained if expert_list(name) or any(f"{part}." in f".{name}" for part in sometimes)]
+    if names:
+        raise ConfigError(
+            f"{loss.base.config.model_type}: each batch has a gradient for others of {len(names)} weights "
+            f"({first_names(names)}), of which the processes of this strategy would sum different ones; use another, "
+            "such as ddp or fsdp2"
+        )
 
 
 def _unequal_calls(loss: SupervisedLoss) -> ConfigError:

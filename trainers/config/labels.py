@@ -70,6 +70,7 @@ LABELS = {
     # Data parallel
     "ddp_comm_hook": "Compress exchanged gradients",
     "ddp_bucket_cap_mb": "Size of gradient messages",
+    "ddp_find_unused_parameters": "Freeze what no text reaches",
     # Pipeline
     "pp_size": "Pipeline stages",
     "pp_schedule": "Pipeline schedule",

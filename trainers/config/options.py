@@ -253,6 +253,8 @@ class TrainConfig(BaseModel):
     """Compress DDP's gradient all-reduce; not covered by the parity promise."""
     ddp_bucket_cap_mb: int = _option("ddp", 25, "MiB", ge=1, le=2**20)
     """Size of DDP's gradient all-reduce buckets."""
+    ddp_find_unused_parameters: bool = _option("ddp", False)
+    """Freeze weights that get no gradient from any text, under every strategy, instead of refusing their model."""
 
     # Pipeline
     pp_size: Annotated[int | None, Optionally] = _option("pipeline", None, "stages", ge=1, le=65_536)

@@ -134,6 +134,8 @@ def ignored_choices(config: TrainConfig) -> list[Mistake]:
 
     if config.method == "full":
         ignore((name for name in changed if "lora" in name), "method=full has no adapters")
+    elif config.ddp_find_unused_parameters:
+        ignore(["ddp_find_unused_parameters"], f"method={config.method} trains adapters, where text reaches", True)
     if config.max_steps is not None and "num_train_epochs" in changed:
         ignore(["num_train_epochs"], f"max_steps={config.max_steps} decides", config.num_train_epochs)
     if config.warmup_steps and config.warmup_ratio:

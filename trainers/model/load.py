@@ -36,6 +36,15 @@ from trainers.model.mixers import split_mixers
 from trainers.model.probe import in_one_line
 from trainers.model.quantization import finish, loading_options, many_threads, refuse_quantised, settle_quantisation
 from trainers.model.randomness import drop_randomness, route_as_in_inference
+from trainers.model.reachability import (
+    freeze_unreached,
+    reach_lines,
+    reach_noted,
+    reach_of,
+    reach_of_loaded,
+    refuse_unreached,
+    text_parts,
+)
 from trainers.model.rotary import choose_by_document
 from trainers.model.small_model import choose_attention
 from trainers.model.stored import LeftInFiles, Source, without_memory
@@ -156,6 +165,8 @@ def _load_base(config: TrainConfig, model_config: Any, left: LeftInFiles | None 
         "dtype": base_dtype(config),
         "attn_implementation": check_attention(config, model_config),
     }
+    reach = reach_of(config, model_config)
+    refuse_unreached(config, model_config.model_type, reach.unreached)
     if config.method == "qlora":
         settings |= loading_options(compute_dtype(config))
     if config.random_init:
@@ -181,8 +192,12 @@ def _load_base(config: TrainConfig, model_config: Any, left: LeftInFiles | None 
     split_mixers(model)
     route_as_in_inference(model)
     model.config.use_cache = False
-    for weight in silent_weights(model):
-        weight.requires_grad_(False)
+    if own_code(config, model_config):  # only here is it known whether it can be built without memory
+        reach = reach_of_loaded(model)
+        refuse_unreached(config, model_config.model_type, reach.unreached)
+    freeze_unreached(model, reach)
+    for line in reach_lines(config, reach):
+        _say(line)
     return model
 
 
@@ -208,19 +223,6 @@ def check_attention(config: TrainConfig, model_config: Any) -> str:
         f": {model_config.model_type} models support only their own attention",
         "use auto",
     )
-
-
-def _text_parts(base: Any) -> list[nn.Module]:
-    """The modules that process text: all of a language model, or those of a multimodal one without its vision tower."""
-    if base.config.get_text_config() is base.config:
-        return [base]
-    return [part for part in (base.get_decoder(), base.get_output_embeddings()) if part is not None]
-
-
-def silent_weights(base: nn.Module) -> list[nn.Parameter]:
-    """Weights that text does not reach, such as those of a vision tower; frozen under every method."""
-    spoken = {id(weight) for part in _text_parts(base) for weight in part.parameters()}
-    return [weight for weight in base.parameters() if id(weight) not in spoken]
 
 
 def load_mistake(config: TrainConfig, error: Exception) -> Mistake:
@@ -333,8 +335,9 @@ def add_adapters(base: PreTrainedModel, config: TrainConfig) -> nn.Module:
 
     # Leave out modules that text does not reach; with "all-linear", also routers and layers adapters do not fit.
     targets = config.lora_target_modules
-    spoken = {id(module) for part in _text_parts(base) for module in part.modules()}
+    spoken = {id(module) for part in text_parts(base) for module in part.modules()}
     spared = [name for name, part in base.named_modules() if _adaptable(part) and id(part) not in spoken]
+    spared += {name.rpartition(".")[0] for name in reach_noted(base).unreached}
     everything = targets == ["all-linear"]
     if everything:
         spared += router_names(base) + _unadapted(base)

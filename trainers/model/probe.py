@@ -157,7 +157,7 @@ def own_pass(wrapped: nn.Module, base: Any, packing: bool, device: torch.device)
     positions, labels = _targets(ids, length)
     index = torch.arange(length, device=device).expand_as(ids)
     try:
-        with _own_attention(base), decoder_outputs(base) as seen:
+        with own_attention(base), decoder_outputs(base) as seen:
             total, _ = wrapped(ids, index, None, positions, labels, own_forward=True)
     except _FAILURES as error:
         if isinstance(error, torch.OutOfMemoryError):
@@ -201,7 +201,8 @@ def default_attention(base: Any) -> str:
 
 
 @contextmanager
-def _own_attention(base: Any) -> Iterator[None]:
+def own_attention(base: Any) -> Iterator[None]:
+    """Runs a model with the attention that transformers would choose, in place of ours."""
     kernel = str(base.config._attn_implementation)
     if kernel not in KERNELS.values():
         yield

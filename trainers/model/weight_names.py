@@ -25,8 +25,8 @@ def fit_lines(config: TrainConfig, report: dict[str, Any]) -> list[str]:
     missing, unexpected = (sorted(report[kind]) for kind in ("missing_keys", "unexpected_keys"))
     mistakes = []
     if missing:
-        only = f"; they have {_first_names(unexpected)}, which the model does not use" if unexpected else ""
-        mistakes.append(f"weights that the model needs are not in its files: {_first_names(missing)}{only}")
+        only = f"; they have {first_names(unexpected)}, which the model does not use" if unexpected else ""
+        mistakes.append(f"weights that the model needs are not in its files: {first_names(missing)}{only}")
     if mismatched := sorted(report["mismatched_keys"]):
         name, actual, needed = mismatched[0]
         sizes = " and ".join("x".join(map(str, size)) for size in (actual, needed))
@@ -42,7 +42,7 @@ def fit_lines(config: TrainConfig, report: dict[str, Any]) -> list[str]:
             "what is missing would be random: download the model again, or correct its config.json",
         )
     if unexpected and config.num_hidden_layers is None:
-        return [f"not used by the model: {_first_names(unexpected)}"]
+        return [f"not used by the model: {first_names(unexpected)}"]
     return []
 
 
@@ -55,8 +55,8 @@ def misfits(expected: Shapes, shapes: Shapes) -> list[str]:
     """
     missing, unexpected = sorted(expected.keys() - shapes.keys()), sorted(shapes.keys() - expected.keys())
     differing = sorted(name for name in expected.keys() & shapes.keys() if list(expected[name]) != list(shapes[name]))
-    lines = [f"weights that the model needs are not in it: {_first_names(missing)}"] if missing else []
-    lines += [f"the model does not have {_first_names(unexpected)}"] if unexpected else []
+    lines = [f"weights that the model needs are not in it: {first_names(missing)}"] if missing else []
+    lines += [f"the model does not have {first_names(unexpected)}"] if unexpected else []
     if differing:
         sizes = ["x".join(map(str, each[differing[0]])) for each in (shapes, expected)]
         others = f" (so are {len(differing) - 1} others)" if len(differing) > 1 else ""
@@ -64,6 +64,6 @@ def misfits(expected: Shapes, shapes: Shapes) -> list[str]:
     return lines
 
 
-def _first_names(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
     """The first three names, and the number of the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from trainers.config.options import TrainConfig
 from trainers.model.attention import KERNELS
 from trainers.model.fp8 import fitting_layers
-from trainers.model.load import base_dtype, compute_dtype, silent_weights
+from trainers.model.load import base_dtype, compute_dtype
 from trainers.model.quantization import four_bit_layers, whole_layers
+from trainers.model.reachability import reach_noted, silent_weights
 from trainers.objectives.sft import SupervisedLoss
 from trainers.parallel.backend import Backend
 from trainers.parallel.ranks import Ranks
@@ -83,7 +84,7 @@ def compare(
     weights = list(backend.model.parameters())
     trained = [weight for weight in weights if weight.requires_grad]
     frozen = [weight for weight in weights if not weight.requires_grad]
-    freezes = config.method != "full" or bool(silent_weights(loss.base))
+    freezes = config.method != "full" or bool(silent_weights(loss.base) or reach_noted(loss.base).unreached)
     frozen_dtype = _name(base_dtype(config)) if freezes else "none"
     wrapper, kernel = type(backend.model).__name__, str(loss.base.config._attn_implementation)
     return [

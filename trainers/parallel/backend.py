@@ -199,6 +199,17 @@ class Backend(ABC):
                 self.optimizer.state[weight] = empty_state(self.optimizer, weight, keys, steps[name])
 
 
+def zero_missing_gradients(weights: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Gives weights that no token of a step used, such as those of an expert, a gradient of zeros, on every strategy.
+
+    FSDP 1 does so by itself. Without, AdamW would leave such a weight alone under some strategies and decay it, and
+    continue its momentum, under others.
+    """
+    for _, weight in weights:
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+
+
 def set_rate(optimizer: Any, rate: float) -> None:
     """Sets the learning rate of every parameter group."""
     for group in optimizer.param_groups:

@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
-from trainers.parallel.backend import Backend, total_numel, trained_weights
+from trainers.model.reachability import reach_noted
+from trainers.parallel.backend import Backend, total_numel, trained_weights, zero_missing_gradients
 from trainers.parallel.fill import fill, filler
 from trainers.parallel.norm import clip_grad_norm
 from trainers.parallel.optimizer import build_optimizer, parameter_groups
@@ -58,6 +59,9 @@ class FullySharded(Backend):
             # Accelerate insists on an optimizer, in which it looks for weights by address: the meta device has none.
             unused = torch.optim.SGD([trained_weights(loss.model)[-1][1]], lr=0.0)
             self.model, _ = accelerator.prepare(loss, unused)
+            # Ranks would otherwise reduce the gradients of different weights, those of the experts that each has used.
+            if reach_noted(loss.base).varies and hasattr(self.model, "set_reduce_scatter_unused_params"):
+                self.model.set_reduce_scatter_unused_params(True)
             fill(loss, torch.device("cpu") if isinstance(plugin.cpu_offload, CPUOffloadPolicy) else self.device)
             self.trained = trained_weights(loss.model)
         else:
@@ -101,6 +105,7 @@ class FullySharded(Backend):
         """See `Backend`."""
         if self.version == 1:
             return self.model.clip_grad_norm_(limit)
+        zero_missing_gradients(self.trained)
         if self.tensor is not None:
             return clip_grad_norm(self.trained, self.tensor.slices, self.tensor.group, limit)
         norm = nn.utils.clip_grad_norm_([weight for _, weight in self.trained], limit)

@@ -10,7 +10,8 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from trainers.config.options import TrainConfig
-from trainers.parallel.backend import Backend, total_numel, trained_weights
+from trainers.model.reachability import reach_noted
+from trainers.parallel.backend import Backend, total_numel, trained_weights, zero_missing_gradients
 from trainers.parallel.fill import fill
 from trainers.parallel.norm import clip_grad_norm
 from trainers.parallel.optimizer import build_optimizer, parameter_groups
@@ -34,6 +35,8 @@ class Replicated(Backend):
         self.starts = {}
         self.primary = self.tensor is None or self.tensor.first
         self.total_numel = total_numel(loss.model, self.tensor)
+        if accelerator.ddp_handler is not None:  # it costs a walk through the graph of each step
+            accelerator.ddp_handler.find_unused_parameters = reach_noted(loss.base).varies
         optimizer = build_optimizer(parameter_groups(self.trained, self.shapes, config), config)
         self.model, self.optimizer = accelerator.prepare(loss.to(self.device), optimizer)
 
@@ -65,6 +68,7 @@ class Replicated(Backend):
 
     def clip_grad_norm(self, limit: float) -> torch.Tensor:
         """See `Backend`."""
+        zero_missing_gradients(self.trained)
         if self.tensor is not None:
             self.accelerator.unscale_gradients()
             return clip_grad_norm(self.trained, self.tensor.slices, self.tensor.group, limit)

@@ -43,9 +43,9 @@ from trainers.model.load import (
     compute_dtype,
     load_model_config,
     matmul_parameters,
-    silent_weights,
     use_checkpointing,
 )  # fmt: skip
+from trainers.model.reachability import silent_weights
 from trainers.objectives.load_balancing import LoadBalancing
 from trainers.objectives.sft import SupervisedLoss
 from trainers.parallel.pipeline_split import refuse_unsplittable_family

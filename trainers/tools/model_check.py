@@ -23,10 +23,10 @@ from trainers.model.load import (
     load_mistake,
     load_model_config,
     model_path,
-    silent_weights,
 )
 from trainers.model.probe import in_one_line
 from trainers.model.quantization import refuse_quantised
+from trainers.model.reachability import freeze_unreached, reach_of, refuse_unreached
 from trainers.model.weight_names import fit_lines, misfits
 from trainers.objectives.sft import SupervisedLoss
 from trainers.parallel.fsdp import refuse_wrap
@@ -69,7 +69,8 @@ def inspect_model(config: TrainConfig, headers: Headers | None, strategy: Strate
     _refuse_sizes(model_config, strategy)
     if own_code(config, model_config):
         return {"lines": [], **facts}
-    model = check_empty(config, model_config)
+    model, reach = check_empty(config, model_config), reach_of(config, model_config)
+    freeze_unreached(model, reach)
     splits = strategy.splits_model
     # Adding adapters reveals `lora_target_modules` that match no module, and counts the adapters on experts.
     mixture = any(map(is_expert, headers or {}))
@@ -78,6 +79,7 @@ def inspect_model(config: TrainConfig, headers: Headers | None, strategy: Strate
             model = add_adapters(model, config)
         facts["adapter_weights"] = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     check_attention(config, model_config)
+    refuse_unreached(config, model_config.model_type, reach.unreached)
     if config.mixed_precision == "fp8":
         convert(model)
     if splits or config.torch_compile:
@@ -138,8 +140,7 @@ def checkpoint_misfits(config: TrainConfig, manifest: dict[str, Any]) -> list[st
     if own_code(config, model_config):
         return []
     model = check_empty(config, model_config)
-    for weight in silent_weights(model):
-        weight.requires_grad_(False)
+    freeze_unreached(model, reach_of(config, model_config))
     if config.method != "full":
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             model = add_adapters(model, config)

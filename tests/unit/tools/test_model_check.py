@@ -24,8 +24,9 @@ from trainers import train
 from trainers.config.mistakes import ConfigError
 from trainers.data.layout import MetadataRoute
 from trainers.model.attention import KERNELS
-from trainers.model.load import build_model, load_base, silent_weights
+from trainers.model.load import build_model, load_base
 from trainers.model.probe import ForwardPass, ProbeError, check_model_computes, compare, probe_rows
+from trainers.model.reachability import silent_weights
 from trainers.model.small_model import _reference, choose_attention, small_config
 from trainers.objectives.sft import SupervisedLoss
 from trainers.run.disk import bytes_needed, local_tensors
