@@ -72,10 +72,19 @@ def _row(kind: str, cells: dict[str, Any], reason: str | None) -> dict[str, Any]
 
 def find_row(kind: str, sampled: bool, folder: Path) -> dict[str, Any]:
     """See `judge`; in this process, with files in a folder."""
+    row = _find_row(kind, sampled, folder, {})
+    if "is_decoder=true" not in (row["reason"] or ""):
+        return row
+    row = _find_row(kind, sampled, folder / "decoder", {"is_decoder": True})
+    why_not = f"; {row['reason']}" if row["reason"] else ""
+    return {**row, "reason": f"needs is_decoder=true in its config.json{why_not}"}
+
+
+def _find_row(kind: str, sampled: bool, folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
     from tests.families import save_small
 
     try:
-        save_small(folder / "model", kind)
+        save_small(folder / "model", kind, **changes)
     except Exception as error:  # families raise what they like
         return _row(kind, {}, f"no small model: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
     cells: dict[str, Any] = {}
