@@ -125,8 +125,13 @@ def accelerator(config: TrainConfig, strategy: Strategy, run: RunFolder) -> tupl
 
 def _over_group(ddp: DistributedDataParallelKwargs, group: Any) -> Any:
     """A copy of DDP's settings that adds a process group, which Accelerate's handler has no field for."""
+
+    class OverGroup(DistributedDataParallelKwargs):
+        def to_kwargs(self) -> dict[str, Any]:
+            return {**super().to_kwargs(), "process_group": group}
+
     narrowed = copy.copy(ddp)
-    narrowed.to_kwargs = lambda: type(ddp).to_kwargs(narrowed) | {"process_group": group}  # changed until it is used
+    narrowed.__class__ = OverGroup
     return narrowed
 
 
