@@ -34,6 +34,7 @@ from trainers.model.experts import expert_share, router_names
 from trainers.model.mixers import split_mixers
 from trainers.model.probe import in_one_line
 from trainers.model.quantization import finish, loading_options, many_threads, refuse_quantised, settle_quantisation
+from trainers.model.rope_scaling import refuse_unscaled, scale_rope
 from trainers.model.rotary import choose_by_document
 from trainers.model.small_model import choose_attention
 from trainers.model.stored import LeftInFiles, Source, without_memory
@@ -130,6 +131,8 @@ def load_model_config(config: TrainConfig, published: Mapping[str, Any] | None =
     refuse_other_tasks(config, model_config)
     _keep_layers(config, model_config)
     check_layers(model_config)
+    if line := scale_rope(config, model_config):
+        _say(line)
     refuse_load_balancing(config, model_config)
     settle_quantisation(config, model_config)
     _drop_dropout(model_config)
@@ -173,6 +176,7 @@ def _load_base(config: TrainConfig, model_config: Any, left: LeftInFiles | None 
             _say(line)
     if config.method == "qlora":
         finish(model)
+    refuse_unscaled(config, model)
     choose_by_document(model)
     split_mixers(model)
     model.config.use_cache = False
