@@ -3,7 +3,7 @@
 All weights of a random model are trained on one packed row per step; the 6 heads of `24M` allow 2 or 3 ranks under sp.
 Memory is the peak resident memory of each rank's process. The losses show that the work is equal. With `--document`,
 the row is made of documents of about that many tokens, and a model with fewer positions is extended by YaRN:
-`python -m benchmarks.long_rows --model tiny-135M --length 131072 --document 16384 --steps 2 --ranks 1 2 --ways cp sp`.
+`python -m benchmarks.long_rows --model tiny-135M --length 131072 --document 4096 --steps 2 --ranks 1 2 --ways cp sp`.
 """
 
 from __future__ import annotations

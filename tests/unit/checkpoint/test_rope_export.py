@@ -47,18 +47,19 @@ def as_the_card_says(folder: Path) -> Any:
     for line in code[1].splitlines():
         for name in re.findall(r"\b(?:Auto\w+|PeftModel|GenerationConfig)\b", line):
             names[name] = getattr(transformers, name, None) or getattr(peft, name)
-    exec(code[1], names)  # noqa: S102 our own text
+    exec(code[1], names)  # noqa: S102 - our own
     return names["model"]
 
 
 @pytest.mark.parametrize(("kind", "scaling"), [("full", "yarn"), ("full", "dynamic"), ("merged", "yarn"),
-                                               ("adapter", "yarn"), ("adapter", "dynamic")])  # fmt: skip
+                                               ("adapter", "yarn")])  # fmt: skip
 def test_stock_libraries_give_the_trained_models_logits(kind: str, scaling: str, base: Path, tmp_path: Path) -> None:
     method = "full" if kind == "full" else "lora"
     choice = config(base, method=method, rope_scaling=scaling, rope_factor=4)
     model = trained(choice)
-    inner_model(model).set_attn_implementation(KERNELS["eager"])
+    inner_model(model).set_attn_implementation("eager")
     wanted, folder = logits(model), tmp_path / "model"
+    inner_model(model).set_attn_implementation(KERNELS["eager"])
     checked = export.export(model, choice, folder, kind, {})
     assert checked.deviation is not None
     assert checked.deviation <= checked.limit
