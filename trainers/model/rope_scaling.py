@@ -147,11 +147,10 @@ def _original_length(config: TrainConfig, text_config: Any, own: dict[str, Any])
     Raises:
         ConfigError: if neither the run's config nor the model's says so.
     """
-    given = config.rope_original_max_position_embeddings
     stated = own.get(_LENGTH) or (
         getattr(text_config, "max_position_embeddings", None) if own.get("rope_type") != "linear" else None
     )
-    original = given or stated
+    original = config.rope_original_max_position_embeddings or stated
     if not isinstance(original, int):
         has = _scaling_of(own)
         raise _refusal(
