@@ -138,7 +138,9 @@ def main() -> None:
         now, versions = datetime.now(UTC), {name: version(name) for name in ("torch", "accelerate", "transformers")}
         document = {"at": f"{now:%F %T}", "options": vars(args), **versions, "cores": os.cpu_count(), "rows": rows}
         RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{now:%F}-long-rows-{args.length}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        (RESULTS / f"{now:%F}-long-rows-{args.length}.json").write_text(
+            json.dumps(document, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":
