@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from trainers.checkpoint.export_check import LoadedBack, Probe, held_dtype, load_back, sample, trainer_loss
+from trainers.checkpoint.export_check import BASE, LoadedBack, Probe, held_dtype, load_back, sample, trainer_loss
 from trainers.checkpoint.weights import load_weights, refuse_other_base
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
@@ -27,7 +27,15 @@ from trainers.config.parse import Request, dump_yaml
 from trainers.data.formats import RowError
 from trainers.data.prepare import load_tokenizer
 from trainers.data.template import Encoder
-from trainers.model.load import add_adapters, build_model, compute_dtype, stored_dtype, weight_files
+from trainers.model.load import (
+    add_adapters,
+    build_model,
+    compute_dtype,
+    load_model_config,
+    model_path,
+    stored_dtype,
+    weight_files,
+)
 from trainers.model.quantization import dequantise
 from trainers.objectives.sft import inner_model
 from trainers.run.compatibility import versions
@@ -109,7 +117,7 @@ def export(
         del model  # free it before the export is loaded: both might not fit in memory
         checked = load_back(temporary, config, kind, probes, expected, rounding, dtype)
         (temporary / "README.md").write_text(model_card(config, kind, results, str(checked)), encoding="utf-8")
-        for path in [*temporary.iterdir(), temporary]:
+        for path in [*temporary.rglob("*"), temporary]:
             sync(path)
         print(checked, flush=True)
         final = _failed(target, record) if checked.failed else target
@@ -152,6 +160,8 @@ def _write_model(
         rounding = trainer_loss(model, probes, compute) - exact
     _cast(model, dtype, only_trained)
     _write(model, tokenizer, folder)
+    if kind == "adapter" and config.rope_scaling != "none":
+        load_model_config(config).save_pretrained(folder / BASE)
     return expected, rounding
 
 
@@ -277,21 +287,37 @@ def model_card(config: TrainConfig, kind: str, results: dict[str, Any], checked:
 
 
 def _loading(config: TrainConfig, kind: str) -> str:
-    """The code that loads the export; a QLoRA adapter needs the same 4-bit base."""
+    """The code that loads the export; an adapter needs the base as it was trained on: in 4 bits, with the same RoPE."""
     if kind != "adapter":
         return "model = AutoModelForCausalLM.from_pretrained(folder)  # from transformers"
-    stops = "model.generation_config = GenerationConfig.from_pretrained(folder)  # from transformers: its stop tokens"
-    if config.method == "lora":
-        return f"model = AutoPeftModelForCausalLM.from_pretrained(folder)  # from peft\n{stops}"
-    dtype = str(compute_dtype(config))
-    return f"""base = BitsAndBytesConfig(  # from transformers
-    load_in_4bit=True,
-    bnb_4bit_quant_type="nf4",
-    bnb_4bit_use_double_quant=True,
-    bnb_4bit_compute_dtype={dtype},
-)
-model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype={dtype}, quantization_config=base)  # from peft
-{stops}"""
+    lines, more = [], ""
+    if config.method == "qlora":
+        dtype = str(compute_dtype(config))
+        lines += [
+            "base = BitsAndBytesConfig(  # from transformers",
+            "    load_in_4bit=True,",
+            '    bnb_4bit_quant_type="nf4",',
+            "    bnb_4bit_use_double_quant=True,",
+            f"    bnb_4bit_compute_dtype={dtype},",
+            ")",
+        ]
+        more = f", dtype={dtype}, quantization_config=base"
+    if config.rope_scaling == "none":
+        lines.append(f"model = AutoPeftModelForCausalLM.from_pretrained(folder{more})  # from peft")
+    else:
+        where = f'"{model_path(config)}"' + (f', revision="{config.model_revision}"' if config.model_revision else "")
+        lines += [
+            f"# Trained with rope_scaling={config.rope_scaling}, which the base model does not have by itself.",
+            f'scaled = AutoConfig.from_pretrained(folder, subfolder="{BASE}")  # from transformers',
+            f"model = AutoModelForCausalLM.from_pretrained({where}, config=scaled{more})",
+            "model = PeftModel.from_pretrained(model, folder)  # from peft",
+        ]
+    return "\n".join(
+        [
+            *lines,
+            "model.generation_config = GenerationConfig.from_pretrained(folder)  # from transformers: its stop tokens",
+        ]
+    )
 
 
 def main(argv: list[str]) -> int:

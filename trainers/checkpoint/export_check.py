@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainers.config.options import TrainConfig
 from trainers.data.prepare import cached
@@ -27,6 +27,9 @@ from trainers.model.quantization import keep_compute_dtype, loading_options, man
 from trainers.objectives.sft import SupervisedLoss
 from trainers.run.host_memory import available
 
+BASE = "base"
+"""Folder in an exported adapter for the config.json of its base with scaled RoPE. Not beside the adapter: transformers
+would look for the base's weights there."""
 TOKENS = 256
 EXACT = 1e-4
 """Relative tolerance of the mean loss over `TOKENS` tokens in fp32 (absolute for losses below 1), as our attention sums
@@ -224,6 +227,8 @@ def _load(folder: Path, config: TrainConfig, kind: str, compute: torch.dtype) ->
         settings["quantization_config"].bnb_4bit_use_double_quant = True
     if config.num_hidden_layers is not None:  # the adapter fits the base with fewer layers
         settings["config"] = load_model_config(config)
+    elif (folder / BASE).is_dir():
+        settings["config"] = AutoConfig.from_pretrained(folder, subfolder=BASE)
     base = AutoModelForCausalLM.from_pretrained(model_path(config), revision=config.model_revision, **settings)
     keep_compute_dtype(base)
     return PeftModel.from_pretrained(base, str(folder))

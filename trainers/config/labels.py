@@ -7,6 +7,9 @@ LABELS = {
     "trust_remote_code": "Allow the model's own code",
     "random_init": "Start from random weights",
     "num_hidden_layers": "Keep only the first layers",
+    "rope_scaling": "Extend the context (RoPE scaling)",
+    "rope_factor": "Context, times the original",
+    "rope_original_max_position_embeddings": "Original context",
     "attn_implementation": "Attention kernel",
     # Method
     "method": "What is trained",

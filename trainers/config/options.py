@@ -127,6 +127,14 @@ class TrainConfig(BaseModel):
     """Initialize the weights randomly from `seed` instead of loading the pretrained ones."""
     num_hidden_layers: Annotated[int | None, Optionally] = _option("model", None, "layers", ge=1, le=10**6)
     """Keep only the first N decoder layers, to try out a model that would not fit."""
+    rope_scaling: Literal["none", "linear", "dynamic", "yarn", "llama3"] = _option("model", "none")
+    """Scale the rotary position embeddings for rows longer than the model supports; none: as the model is."""
+    rope_factor: Annotated[float | None, Optionally] = _option("model", None, "times", gt=1, le=1000)
+    """How many times more positions than in pretraining rope_scaling makes room for."""
+    rope_original_max_position_embeddings: Annotated[int | None, Optionally] = _option(
+        "model", None, "tokens", ge=8, le=2**24
+    )
+    """Positions in pretraining, for rope_scaling; default: what the model's config says."""
     attn_implementation: Literal["auto", "varlen", "flex", "documents", "sdpa", "eager"] = _option("model", "auto")
     """Attention kernel; each keeps packed documents apart; auto: the fastest that supports device, dtype and model."""
 

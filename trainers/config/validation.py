@@ -74,6 +74,8 @@ def conflicting_options(config: TrainConfig) -> list[Mistake]:
         (config.lr_scaling != "none" and config.lr_scaling_batch_size is None,
          "lr_scaling", config.lr_scaling,
          "needs lr_scaling_batch_size, the batch that learning_rate was chosen for", ""),
+        (config.rope_scaling != "none" and config.rope_factor is None,
+         "rope_scaling", config.rope_scaling, "needs rope_factor, such as 4 for rows four times as long", ""),
         (0 < config.loss_spike_factor <= 1,
          "loss_spike_factor", config.loss_spike_factor, "would see every other loss as a spike", "use 2 or more, or 0"),
         (config.checkpoint_url is not None and "://" not in config.checkpoint_url,
@@ -153,6 +155,8 @@ def ignored_choices(config: TrainConfig) -> list[Mistake]:
         ignore(["min_lr_ratio"], f"lr_scheduler_type={config.lr_scheduler_type}", config.min_lr_ratio)
     if config.early_stopping_threshold and config.early_stopping_patience is None:
         ignore(["early_stopping_threshold"], "early_stopping_patience is not set")
+    if config.rope_scaling == "none":
+        ignore({"rope_factor", "rope_original_max_position_embeddings"} & changed, "rope_scaling=none")
     if config.lr_scaling == "none" and "lr_scaling_batch_size" in changed:
         ignore(["lr_scaling_batch_size"], "lr_scaling=none")
     return ignored

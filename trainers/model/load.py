@@ -45,6 +45,7 @@ from trainers.model.reachability import (
     refuse_unreached,
     text_parts,
 )
+from trainers.model.rope_scaling import refuse_unscaled, scale_rope
 from trainers.model.rotary import choose_by_document
 from trainers.model.small_model import choose_attention
 from trainers.model.stored import LeftInFiles, Source, without_memory
@@ -142,6 +143,8 @@ def load_model_config(config: TrainConfig, published: Mapping[str, Any] | None =
     refuse_other_tasks(config, model_config)
     _keep_layers(config, model_config)
     check_layers(model_config)
+    if line := scale_rope(config, model_config):
+        _say(line)
     refuse_load_balancing(config, model_config)
     settle_quantisation(config, model_config)
     for line in drop_randomness(model_config):
@@ -188,6 +191,7 @@ def _load_base(config: TrainConfig, model_config: Any, left: LeftInFiles | None 
             _say(line)
     if config.method == "qlora":
         finish(model)
+    refuse_unscaled(config, model)
     choose_by_document(model)
     split_mixers(model)
     route_as_in_inference(model)

@@ -85,6 +85,8 @@ def _small(model_config: Any) -> dict[str, Any]:
             current = known.get(name)
             if isinstance(current, int) and not isinstance(current, bool) and current > 0 and name not in aliases:
                 values[name] = min(size, current)
+    if "original_max_position_embeddings" in str(known.get("rope_parameters")):
+        values.pop("max_position_embeddings", None)  # scaled RoPE has to stay longer than its original
     if known.get("num_key_value_heads") and known.get("num_key_value_heads") == known.get("num_attention_heads"):
         values["num_key_value_heads"] = values["num_attention_heads"]
     if known.get("expand") and {"num_heads", "head_dim", "hidden_size"} <= values.keys():  # Mamba 2: inner size / heads

@@ -28,6 +28,7 @@ from trainers.data.template import Encoder
 from trainers.data.tokenizer import load_tokenizer
 from trainers.model.attention import avoid_cudnn
 from trainers.model.load import add_adapters, compute_dtype, load_base, model_path
+from trainers.model.rope_scaling import position_limit
 from trainers.run.folder import RunFolder
 from trainers.run.manifest import verify
 from trainers.tools.rpc_server import serve
@@ -57,7 +58,7 @@ class Models:
             if model is not None:
                 self._ready(model)
         text = (base if base is not None else tuned).config.get_text_config()  # type: ignore[union-attr]
-        self.context: int | None = getattr(text, "max_position_embeddings", None)
+        self.context: int | None = position_limit(text)
 
     def _ready(self, model: Any) -> None:
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -201,7 +202,8 @@ def _full_model(config: TrainConfig, weights: Path) -> Any:
     """A fully fine-tuned model in the compute dtype, from a checkpoint or an export."""
     if not _is_checkpoint(weights):
         own: dict[str, Any] = {"model_name_or_path": str(weights), "model_revision": None, "random_init": False}
-        return load_base(_frozen(config.model_copy(update={**own, "num_hidden_layers": None})))
+        own |= {"num_hidden_layers": None, "rope_scaling": "none"}  # its config.json has both
+        return load_base(_frozen(config.model_copy(update=own)))
     model = load_base(_frozen(config)).to(compute_dtype(config))
     with _refusing_damage(weights):
         verify(weights)

@@ -27,6 +27,7 @@ from trainers.model.load import (
 from trainers.model.probe import in_one_line
 from trainers.model.quantization import refuse_quantised
 from trainers.model.reachability import freeze_unreached, reach_of, refuse_unreached
+from trainers.model.rope_scaling import position_limit, refuse_unscaled
 from trainers.model.weight_names import fit_lines, misfits
 from trainers.objectives.sft import SupervisedLoss
 from trainers.parallel.fsdp import refuse_wrap
@@ -52,7 +53,8 @@ def inspect_model(config: TrainConfig, headers: Headers | None, strategy: Strate
         strategy: The strategy, resolved for all processes.
 
     Returns:
-        `lines` for the user, `vocab_size`, `pad_token_id`, and for some models `adapter_weights`, their number.
+        `lines` for the user, `vocab_size`, `pad_token_id`, `positions` that the model supports with `rope_scaling`, and
+        for some models `adapter_weights`, their number.
 
     Raises:
         ConfigError: If the config describes no causal language model that can be built and trained here, the weights in
@@ -63,9 +65,9 @@ def inspect_model(config: TrainConfig, headers: Headers | None, strategy: Strate
         _check_generation(config)
         refuse_quantised(config, model_config, {name: dtype for name, (dtype, _) in (headers or {}).items()})
     tokenizer = load_tokenizer(config)
-    facts: dict[str, Any] = {
-        "vocab_size": model_config.get_text_config().vocab_size, "pad_token_id": tokenizer.pad_token_id
-    }  # fmt: skip
+    text = model_config.get_text_config()
+    facts: dict[str, Any] = {"vocab_size": text.vocab_size, "pad_token_id": tokenizer.pad_token_id}
+    facts["positions"] = position_limit(text) if config.rope_scaling != "none" else None
     _refuse_sizes(model_config, strategy)
     if own_code(config, model_config):
         return {"lines": [], **facts}
@@ -169,11 +171,11 @@ def check_empty(config: TrainConfig, model_config: Any) -> Any:
     """Builds the model on the meta device, without memory for its weights.
 
     Raises:
-        ConfigError: If its config is inconsistent, or a package is missing.
+        ConfigError: If its config is inconsistent, a package is missing, or it does not follow `rope_scaling`.
     """
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(model_config, dtype=base_dtype(config))
+            model = AutoModelForCausalLM.from_config(model_config, dtype=base_dtype(config))
     except ImportError as error:
         raise ConfigError.about(
             "model_name_or_path", config.model_name_or_path, f"needs a package that is missing: {in_one_line(error)}"
@@ -185,6 +187,8 @@ def check_empty(config: TrainConfig, model_config: Any) -> Any:
             f": its config.json describes no model that can be built ({in_one_line(error)})",
             "correct it, or download the model again",
         ) from None
+    refuse_unscaled(config, model)
+    return model
 
 
 def _loading_report(model_config: Any, headers: Headers) -> dict[str, Any]:

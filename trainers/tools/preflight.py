@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import importlib.util
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,8 @@ _CONFIG = "config.json"
 _UNREAD = "the headers of the weight files could not be read from the Hub; the start of the run checks them"
 _MODEL_OPTIONS = ("packing", "method", "num_hidden_layers", "random_init", "trust_remote_code", "attn_implementation",
                   "mixed_precision", "torch_compile", "lora_target_modules", "lora_r", "merge_adapter", "max_length",
-                  "ddp_find_unused_parameters")  # fmt: skip
+                  "ddp_find_unused_parameters", "rope_scaling", "rope_factor",
+                  "rope_original_max_position_embeddings")  # fmt: skip
 
 
 def check(
@@ -77,14 +79,14 @@ def check(
     _check_checkpoint(config, run_dir)
     train = prepare(config, "train")
     evaluation = prepare(config, "eval") if config.has_evaluation() else None
-    _check_positions(config, train.report.longest)
+    scaling_lines = _check_positions(config, train.report.longest, model["positions"])
     check_token_ids(config, [train, evaluation], model["vocab_size"], model["pad_token_id"])
     plan = plan_training(config, train, data_parallel_size, pad_token_id=0)
     if run_dir is not None:
         check_room(config, tensors_of(headers or {}), run_dir, plan.total_steps, model.get("adapter_weights"))
     unread = headers is None and not config.random_init
     lines = [_UNREAD] if unread else []
-    return [*lines, *model["lines"], *report_lines(train, evaluation), describe_plan(plan)]
+    return [*lines, *model["lines"], *scaling_lines, *report_lines(train, evaluation), describe_plan(plan)]
 
 
 def plan_training(
@@ -322,25 +324,54 @@ def _file_problems(files: set[str], config: TrainConfig) -> list[str]:
     return mistakes
 
 
-def _check_positions(config: TrainConfig, longest: int) -> None:
-    """Refuses documents longer than the model supports, if its config is available locally.
+def _check_positions(config: TrainConfig, longest: int, positions: int | None) -> list[str]:
+    """Refuses documents longer than the model supports, if its config says how many positions that are.
+
+    Args:
+        config: the run's config.
+        longest: tokens of the longest document.
+        positions: positions of the model as it is trained, with `rope_scaling`.
+
+    Returns:
+        A line if the model is scaled although the data would fit without it.
 
     Raises:
         ConfigError: with the model's limit.
     """
-    folder = base_folder(config)
-    if not (folder / "config.json").is_file():
-        return
-    model_config = load_json(folder / "config.json")
-    limit = model_config.get("max_position_embeddings") or model_config.get("n_positions")
-    tokens = min(longest, config.max_length)
-    if isinstance(limit, int) and tokens > limit:
-        raise ConfigError.about(
-            "max_length",
-            config.max_length,
-            f": the longest document has {tokens} tokens, the model supports {limit}",
-            f"use max_length={limit}",
-        )
+    tokens, factor = min(longest, config.max_length), config.rope_factor
+    if config.rope_scaling != "none" and factor is not None and positions is not None:
+        original = round(positions / factor)
+        if tokens <= positions:
+            idle = (
+                f"rope_scaling={config.rope_scaling}: the longest document has {tokens:,} tokens, which fit into the "
+            )
+            return [f"{idle}{original:,} positions before scaling"] if tokens <= original else []
+        more = f"use max_length={positions}, or rope_factor={math.ceil(tokens / original)}"
+    else:
+        positions, scalable = _stated_positions(config)
+        if positions is None or tokens <= positions:
+            return []
+        scaled = f", or rope_scaling=yarn with rope_factor={math.ceil(tokens / positions)}" if scalable else ""
+        more = f"use max_length={positions}{scaled}"
+    problem = f": the longest document has {tokens} tokens, the model supports {positions}"
+    raise ConfigError.about("max_length", config.max_length, problem, more)
+
+
+def _stated_positions(config: TrainConfig) -> tuple[int | None, bool]:
+    """Positions that a local config.json states, and whether the model has unscaled rotary embeddings to extend.
+
+    Not a family's default, which says nothing about a model.
+    """
+    path = base_folder(config) / _CONFIG
+    stated = load_json(path) if path.is_file() else {}
+    limit = stated.get("max_position_embeddings") or stated.get("n_positions")
+    rope = stated.get("rope_parameters") or stated.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if not isinstance(limit, int):
+        return None, False
+    if kind == "dynamic":  # it starts there
+        return int(limit * rope.get("factor", 1.0)), False
+    return limit, kind == "default" and bool(rope or stated.get("rope_theta"))
 
 
 def _hub_mistakes(config: TrainConfig) -> list[Mistake]:

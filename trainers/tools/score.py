@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from trainers.checkpoint.export_check import BASE
 from trainers.embedded import BASE_DIR, DATA_DIR
 
 Row = dict[str, Any]
@@ -45,7 +46,9 @@ def load_model(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
         adapter = Adapter.read(path)
         base = str(adapter.settings.base_model_name_or_path)
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    scaled = path / BASE
+    more = {"config": AutoConfig.from_pretrained(scaled)} if adapter is not None and scaled.is_dir() else {}
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **more)
     if adapter is not None:
         model = adapter.attach(model)
     tokenizer = AutoTokenizer.from_pretrained(path if (path / "tokenizer.json").exists() else base)
