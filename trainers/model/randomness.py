@@ -22,9 +22,9 @@ _THRESHOLDS = {"phimoe": {"router_jitter_noise"}}
 
 def drop_randomness(model_config: Any) -> list[str]:
     """Sets the model's own dropout, skipped layers and noise of routers to 0; returns a log line for each."""
-    kept, lines = _THRESHOLDS.get(model_config.model_type, set()), list[str]()
+    thresholds, lines = _THRESHOLDS.get(model_config.model_type, set()), list[str]()
     for name, value in vars(model_config).items():
-        if name not in kept and any(part in name for part in _RANDOM) and isinstance(value, float) and value > 0:
+        if name not in thresholds and any(part in name for part in _RANDOM) and isinstance(value, float) and value > 0:
             setattr(model_config, name, 0.0)
             lines.append(f"the model's own {name}={value} is set to 0 for training")
     return lines
