@@ -9,6 +9,7 @@ balance the work of causal attention.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from math import lcm
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import distributed
+from torch.utils.checkpoint import checkpoint
 
 from trainers.config.mistakes import ConfigError
 from trainers.data.layout import AttentionMetadata, DocumentLayout, SequenceShard
@@ -24,6 +26,8 @@ from trainers.model.small_model import row_sharding_problem
 from trainers.strategy.mesh import Mesh, MeshSizes, heads_mistake
 
 Kernel = Callable[..., tuple[torch.Tensor, None]]
+LARGEST_MASK = 2**23
+"""Elements of the largest mask of queries x keys: 8 MiB, which a kernel may copy to fp32."""
 
 
 class _Exchange(torch.autograd.Function):
@@ -121,27 +125,26 @@ class ContextParallel:
             metadata.pieces[window] = list(self._pieces(metadata.layout, key.shape[2], window, key.device))
         lines = []
         for rows, line in metadata.pieces[window]:
-            parts = [
-                attend_masked(kernel, stand_in, query[rows, :, start:stop], key[rows, :, first:last],
-                              value[rows, :, first:last], allowed, **kwargs)
-                for start, stop, first, last, allowed in line
-            ]  # fmt: skip
+            parts = []
+            for (start, stop, first, last), allowed, recomputes in line:
+                states = query[rows, :, start:stop], key[rows, :, first:last], value[rows, :, first:last]
+                if recomputes:
+                    attend = partial(_attend_block, kernel, stand_in, window, **kwargs)
+                    part = checkpoint(attend, *states, use_reentrant=False, preserve_rng_state=False)
+                else:
+                    part = attend_masked(kernel, stand_in, *states, allowed, **kwargs)
+                parts.append(part)
             lines.append(torch.cat(parts, 1))
         return torch.cat(lines), None
 
     def _pieces(
         self, layout: DocumentLayout | None, length: int, window: int | None, device: torch.device
     ) -> Iterator[tuple[slice, list[Any]]]:
-        """Yields rows with equal document borders, and their `pieces`, each with its mask."""
+        """Yields rows with equal document borders, and their `pieces` in blocks, as `_block` describes them."""
         spans = SequenceShard(self.rank, self.size, True).spans(length)
         for rows, borders in _lines(layout, length):
-            yield (
-                rows,
-                [
-                    (*piece, _causal(piece[1] - piece[0], piece[3] - piece[2], window, device))
-                    for piece in pieces(borders, spans, window)
-                ],
-            )
+            blocks = [block for piece in pieces(borders, spans, window) for block in in_blocks(piece, window)]
+            yield rows, [_block(block, window, device) for block in blocks]
 
     def _gathered(self, part: torch.Tensor) -> torch.Tensor:
         """Gathers `[2, batch, heads, shard, head size]` to `[2, batch, heads, sequence, head size]`, in token order."""
@@ -191,12 +194,52 @@ def pieces(borders: list[int], spans: list[tuple[int, int]], window: int | None)
         done += span_stop - span_start
 
 
+def in_blocks(piece: tuple[int, int, int, int], window: int | None) -> Iterator[tuple[int, int, int, int]]:
+    """Splits the queries of a piece whose mask would have more than `LARGEST_MASK` elements; see `pieces`.
+
+    Args:
+        piece: first and last-plus-one query, first and last-plus-one key.
+        window: sliding window; None for none.
+    """
+    start, stop, first, last = piece
+    if _is_triangle(stop - start, last - first, window):
+        yield piece
+        return
+    size = max(LARGEST_MASK // (last - first), 1)
+    for query in range(start, stop, size):
+        after = min(query + size, stop)
+        key = last - (stop - query)  # position of the first of these queries in the row
+        yield query, after, first if window is None else max(first, key - window + 1), key + after - query
+
+
+def _block(
+    block: tuple[int, int, int, int], window: int | None, device: torch.device
+) -> tuple[tuple[int, int, int, int], torch.Tensor | None, bool]:
+    """A block with its mask, and whether to make the mask in each pass instead, so that no layer keeps it."""
+    queries, keys = block[1] - block[0], block[3] - block[2]
+    recomputes = not _is_triangle(queries, keys, window) and queries * keys > LARGEST_MASK // 2
+    return block, None if recomputes else _causal(queries, keys, window, device), recomputes
+
+
+def _attend_block(
+    kernel: Kernel, module: Any, window: int | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    **kwargs: Any,
+) -> torch.Tensor:  # fmt: skip
+    """Attention of a block of queries, which makes its own mask; shapes as in `ContextParallel.attend`."""
+    allowed = _causal(query.shape[2], key.shape[2], window, query.device)
+    return attend_masked(kernel, module, query, key, value, allowed, **kwargs)
+
+
+def _is_triangle(queries: int, keys: int, window: int | None) -> bool:
+    return queries == keys and (window is None or window >= keys)
+
+
 def _causal(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor | None:
     """Mask `[queries, keys]`, True where a query may attend, with queries at the last positions of the keys.
 
     None if it is a plain lower triangle.
     """
-    if queries == keys and (window is None or window >= keys):
+    if _is_triangle(queries, keys, window):
         return None
     ahead = torch.arange(keys, device=device)[None] - torch.arange(keys - queries, keys, device=device)[:, None]
     return ahead <= 0 if window is None else (ahead <= 0) & (ahead > -window)

@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from torch import distributed, multiprocessing
 from trainers.config.mistakes import ConfigError
 from trainers.data.layout import AttentionMetadata, DocumentLayout, SequenceShard
 from trainers.model import attention
-from trainers.parallel.sequence import ContextParallel, Ulysses, pieces, refuse_unsplittable_rows
+from trainers.parallel import sequence
+from trainers.parallel.sequence import ContextParallel, Ulysses, _causal, in_blocks, pieces, refuse_unsplittable_rows
 from trainers.strategy.mesh import MeshSizes
 
 LENGTH, ROWS, SIZE = 48, 2, 8
@@ -66,6 +68,9 @@ def on_a_rank(rank: int, world: int, folder: str, port: int) -> None:
         for number, case in enumerate(CASES)
         if name == "cp" or case["heads"] % world == 0
     }
+    with mock.patch.object(sequence, "LARGEST_MASK", 24):  # queries of long documents in blocks of one or two
+        cp = ContextParallel(group), SequenceShard(rank, world, True)
+        found |= {("cp in blocks", number): outcome(case, *cp, torch.float64) for number, case in enumerate(CASES)}
     torch.save(found, Path(folder) / f"{rank}.pt")
     distributed.barrier()
     distributed.destroy_process_group()
@@ -86,12 +91,12 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
 
 
-@pytest.mark.parametrize("name", ["sp", "cp"])
+@pytest.mark.parametrize("name", ["sp", "cp", "cp in blocks"])
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_parts_of_rows_give_what_whole_rows_give(ranks: list[dict[Any, Any]], name: str, number: int) -> None:
     expected, world = outcome(CASES[number], None, SequenceShard(), torch.float64), len(ranks)
     for rank, found in enumerate(ranks):
-        columns = torch.from_numpy(SequenceShard(rank, world, name == "cp").columns(LENGTH))
+        columns = torch.from_numpy(SequenceShard(rank, world, name != "sp").columns(LENGTH))
         for axis, mine, whole in zip((1, 2, 2, 2), found[name, number], expected, strict=True):
             close = 1e-5 if "softcap" in CASES[number] else 1e-12  # whose softmax is in fp32
             torch.testing.assert_close(mine, whole.index_select(axis, columns), rtol=close, atol=close)
@@ -140,6 +145,27 @@ def test_pieces_are_queries_of_one_document_and_the_keys_they_may_see() -> None:
     assert spans == [(4, 8), (8, 12)]
     assert list(pieces([0, 6, 16], spans, None)) == [(0, 2, 0, 6), (2, 4, 6, 8), (4, 8, 6, 12)]
     assert list(pieces([0, 6, 16], spans, 3)) == [(0, 2, 2, 6), (2, 4, 6, 8), (4, 8, 6, 12)]
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_blocks_have_small_masks_and_every_query_and_key_of_their_piece(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    piece = (4, 20, 0 if window is None else 12, 32)
+    before = _causal(16, 20 if window else 32, window, torch.device("cpu"))
+    assert list(in_blocks(piece, window)) == [piece], "the control: a mask that is small enough"
+    monkeypatch.setattr(sequence, "LARGEST_MASK", 100)
+    blocks = list(in_blocks(piece, window))
+    assert len(blocks) > 3
+    assert before is not None
+    rebuilt = torch.zeros_like(before)
+    for start, stop, first, last in blocks:
+        assert (stop - start) * (last - first) <= 100
+        allowed = _causal(stop - start, last - first, window, torch.device("cpu"))
+        seen = rebuilt[start - 4 : stop - 4, first - piece[2] : last - piece[2]]
+        seen |= torch.ones_like(seen).tril() if allowed is None else allowed
+    assert torch.equal(rebuilt, before)
+    assert list(in_blocks((0, 64, 0, 64), None)) == [(0, 64, 0, 64)], "a triangle needs no mask"
 
 
 @pytest.mark.parametrize(
