@@ -3,7 +3,7 @@
     python -m benchmarks.models [--only TYPE ...] [--json FILE] [--sampled TYPE ...]
     python -m benchmarks.models --page
 
-The second writes docs/models.md from the newest of benchmarks/results/models-DATE.json.
+The second writes docs/models.md from the newest of benchmarks/results/DATE-models.json.
 
 For a small random model of each type, on the CPU:
 - a real first optimizer step, all weights and LoRA, unpacked and packed rows. Its loss, and the norm of its gradients
@@ -28,6 +28,7 @@ from datetime import date
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from benchmarks.families import in_own_process
@@ -47,6 +48,7 @@ SECONDS = 900
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 _WRONG = "WRONG"
+_FULL_LOGITS = "its logits are not a scaled or capped linear product of its decoder's output"
 _NOTHING_SEEN: Any = lambda section, step: None  # noqa: E731
 
 
@@ -95,6 +97,8 @@ def _find_row(kind: str, sampled: bool, folder: Path, changes: dict[str, Any]) -
         cells[column] = min(cells.get(column, True), verdict, key=[_WRONG, False, True].index)
         cells["chunked_loss"] = chunked if cells.get("chunked_loss") is None else cells["chunked_loss"]
         reasons |= {reason: None} if reason else {}
+    if cells["chunked_loss"] is False:
+        reasons[_FULL_LOGITS] = None
     if sampled and cells["full"] is True:
         more, found = _launched(folder, cells["packed"] is True)
         cells, reasons = cells | more, reasons | dict.fromkeys(found)
@@ -202,18 +206,19 @@ def _stock_refuses(export: Path) -> str | None:
 
 def read_results() -> dict[str, Any]:
     """The newest results in the repository."""
-    return dict(json.loads(max(RESULTS.glob("models-*.json")).read_text(encoding="utf-8")))
+    return dict(json.loads(max(RESULTS.glob("*-models.json")).read_text(encoding="utf-8")))
 
 
 def page(results: dict[str, Any]) -> str:
     """The page of the documentation."""
-    rows = results["rows"]
+    rows, newline = results["rows"], "\n"
     versions = ", ".join(f"{name} {results[name]}" for name in ("transformers", "torch", "peft"))
-    sampled = ", ".join(f"`{row['model_type']}`" for row in rows if row["export"] is not None)
+    sampled = wrap(", ".join(f"`{row['model_type']}`" for row in rows if row["export"] is not None), 118)
+    totals = wrap(f"{versions}: {summary(rows)}.", 118)
     return f"""# Which models can be trained
 
 Every causal language model type of transformers, each by a small random model on the CPU, on {results["date"]} with
-{versions}: {summary(rows)}.
+{newline.join(totals)}
 
 - **full, LoRA, packed**: a real first step. Its loss, and with all weights trained the norm of its gradients, are those
   of the stock model, which gets one document at a time. *packed* is yes where both methods train packed rows.
@@ -221,8 +226,12 @@ Every causal language model type of transformers, each by a small random model o
 - **fsdp2, tp, pp**: three steps of two processes from `accelerate launch` have the losses of one process.
 - **export**: stock transformers loads it without a missing weight.
 
-The last four were tried for {sampled}. An empty cell was not tried. A type that is not here may
-train too: the start of every run, and `--check` where a small model can be made, compare it with its stock model.
+The last four were tried for
+{newline.join(sampled)}.
+
+An empty cell was not tried. A type that is not here may train too: the start of every run, and `--check` where a small
+model can be made, compare it with its stock model. What no gradient reaches is trained with
+`ddp_find_unused_parameters=true`, which leaves it as it is.
 
 {table(rows)}
 """

@@ -34,6 +34,9 @@ FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 _VOCABULARY, _POSITIONS, _LARGEST = 1030, 1024, 16_000_000
 _LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length")
 REQUIRED: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 10000.0}
+                                                for kind in ("full_attention", "sliding_attention")}},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_shared_experts": 2, "n_routed_experts": 128, "num_experts_per_tok": 6},
     "hunyuan_v1_dense": {"head_dim": 128},
@@ -41,7 +44,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
-}
+}  # fmt: skip
 """What the default configs of these families lack, and published ones have."""
 _OK = "ok"
 _ADVICE = re.compile(r"\buse ([^;]*)$")

@@ -46,7 +46,7 @@ def test_documents_that_leak_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_a_type_without_a_small_model_or_time_is_not_judged() -> None:
-    assert judge("dbrx")["reason"].startswith("no small model: AttributeError")
+    assert judge("reformer")["reason"].startswith("no small model: AssertionError")
     late = judge("llama", seconds=0.01)
     assert late["reason"] == "not done after 0.01 s"
     assert {late[name] for name in COLUMNS} == {None}
