@@ -285,7 +285,7 @@ class Accelerating:
     """What a backend asks of an Accelerator, with the wrapper of our choice."""
 
     def __init__(self, wrap: Any = None):
-        self.device, self.num_processes, self.scaler, self.wrap = CPU, 1, None, wrap
+        self.device, self.num_processes, self.scaler, self.ddp_handler, self.wrap = CPU, 1, None, None, wrap
 
     def prepare(self, loss: nn.Module, optimizer: Any) -> Any:
         return self.wrap(loss) if self.wrap else loss, optimizer
