@@ -9,7 +9,7 @@ LABELS = {
     "num_hidden_layers": "Keep only the first layers",
     "rope_scaling": "Extend the context (RoPE scaling)",
     "rope_factor": "Context, times the original",
-    "rope_original_max_position_embeddings": "Original context",
+    "rope_original_max_positions": "Original context",
     "attn_implementation": "Attention kernel",
     # Method
     "method": "What is trained",

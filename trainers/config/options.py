@@ -131,9 +131,7 @@ class TrainConfig(BaseModel):
     """Scale the rotary position embeddings for rows longer than the model supports; none: as the model is."""
     rope_factor: Annotated[float | None, Optionally] = _option("model", None, "times", gt=1, le=1000)
     """How many times more positions than in pretraining rope_scaling makes room for."""
-    rope_original_max_position_embeddings: Annotated[int | None, Optionally] = _option(
-        "model", None, "tokens", ge=8, le=2**24
-    )
+    rope_original_max_positions: Annotated[int | None, Optionally] = _option("model", None, "tokens", ge=8, le=2**24)
     """Positions in pretraining, for rope_scaling; default: what the model's config says."""
     attn_implementation: Literal["auto", "varlen", "flex", "documents", "sdpa", "eager"] = _option("model", "auto")
     """Attention kernel; each keeps packed documents apart; auto: the fastest that supports device, dtype and model."""

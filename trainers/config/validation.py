@@ -156,7 +156,7 @@ def ignored_choices(config: TrainConfig) -> list[Mistake]:
     if config.early_stopping_threshold and config.early_stopping_patience is None:
         ignore(["early_stopping_threshold"], "early_stopping_patience is not set")
     if config.rope_scaling == "none":
-        ignore({"rope_factor", "rope_original_max_position_embeddings"} & changed, "rope_scaling=none")
+        ignore({"rope_factor", "rope_original_max_positions"} & changed, "rope_scaling=none")
     if config.lr_scaling == "none" and "lr_scaling_batch_size" in changed:
         ignore(["lr_scaling_batch_size"], "lr_scaling=none")
     return ignored

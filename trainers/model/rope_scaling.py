@@ -150,14 +150,14 @@ def _original_length(config: TrainConfig, text_config: Any, own: dict[str, Any])
     stated = own.get(_LENGTH) or (
         getattr(text_config, "max_position_embeddings", None) if own.get("rope_type") != "linear" else None
     )
-    original = config.rope_original_max_position_embeddings or stated
+    original = config.rope_original_max_positions or stated
     if not isinstance(original, int):
         has = _scaling_of(own)
         raise _refusal(
             config,
             f": {text_config.model_type} {f'has {has}, and ' if has else ''}does not say how many positions it was "
             "pretrained on",
-            "give rope_original_max_position_embeddings",
+            "give rope_original_max_positions",
         )
     return original
 

@@ -28,7 +28,7 @@ from trainers.model.probe import (
     probe_rows,
     refuse_encoder,
 )  # fmt: skip
-from trainers.model.randomness import refuse_randomness
+from trainers.model.randomness import drop_randomness, refuse_randomness
 from trainers.objectives.sft import SupervisedLoss
 
 _VOCAB_SIZE = 64
@@ -184,6 +184,7 @@ def _reference(model_config: Any, *packings: bool) -> tuple[Any, Any, dict[bool,
     """
     try:
         config = small_config(model_config)
+        drop_randomness(config)
         _refuse_large(config)
         model = _build(config, None)
         outcomes = {packed: _own_pass(model, packed) for packed in packings}

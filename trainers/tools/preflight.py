@@ -45,7 +45,7 @@ _UNREAD = "the headers of the weight files could not be read from the Hub; the s
 _MODEL_OPTIONS = ("packing", "method", "num_hidden_layers", "random_init", "trust_remote_code", "attn_implementation",
                   "mixed_precision", "torch_compile", "lora_target_modules", "lora_r", "merge_adapter", "max_length",
                   "ddp_find_unused_parameters", "rope_scaling", "rope_factor",
-                  "rope_original_max_position_embeddings")  # fmt: skip
+                  "rope_original_max_positions")  # fmt: skip
 
 
 def check(

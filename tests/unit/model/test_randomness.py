@@ -74,6 +74,11 @@ def test_routers_that_draw_choose_as_in_inference() -> None:
     assert model.train().model.layers[0].training, "all else is in training"
 
 
+def test_a_model_is_loaded_without_its_dropout(tmp_path: Path) -> None:
+    loaded = load_base(config_for(save_small(tmp_path, "gpt2"))).config
+    assert (loaded.resid_pdrop, loaded.embd_pdrop, loaded.attn_pdrop) == (0, 0, 0)
+
+
 def test_it_is_asked_before_weights_are_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     config = config_for(save_small(tmp_path, "phimoe"))
     model = load_base(config)

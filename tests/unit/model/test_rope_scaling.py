@@ -103,7 +103,7 @@ def test_the_positions_that_a_scaled_model_supports(kind: str) -> None:
     assert line == f"rope_scaling={kind}: 16 positions x 4 = 64"
     assert position_limit(shape) == FACTOR * ORIGINAL
     longer = model_config()
-    scale_rope(options(kind, rope_original_max_position_embeddings=32), longer)
+    scale_rope(options(kind, rope_original_max_positions=32), longer)
     assert position_limit(longer) == FACTOR * 32
     assert scale_rope(options("none", rope_factor=None), shape) is None
 
@@ -157,7 +157,7 @@ PHI3 = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "
 
 def test_a_family_with_a_length_beside_its_rope_parameters() -> None:
     shape = model_config("phi3", original_max_position_embeddings=16, max_position_embeddings=64, rope_parameters=PHI3)
-    scale_rope(options(rope_original_max_position_embeddings=32), shape)
+    scale_rope(options(rope_original_max_positions=32), shape)
     assert shape.original_max_position_embeddings == 32
     assert shape.rope_parameters.keys().isdisjoint({"short_factor", "long_factor"})
     shape.standardize_rope_params()
@@ -179,7 +179,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "an unknown original": (
         lambda: model_config(rope_parameters=LINEAR), {},
-        r"llama has linear scaling \(factor 8\), and does not say .*; give rope_original_max_position_embeddings",
+        r"llama has linear scaling \(factor 8\), and does not say .*; give rope_original_max_positions",
     ),
     "shorter than it is": (
         llama31, {}, r"rope_factor=4 x 8,192 positions reach 32,768, and llama has 131,072; use a rope_factor of 16",
@@ -199,7 +199,7 @@ def test_what_cannot_be_scaled_is_refused_by_name(case: str) -> None:
 
 def test_a_linear_scaling_with_a_given_original_is_replaced() -> None:
     shape = model_config(rope_parameters=LINEAR, max_position_embeddings=64)
-    scale_rope(options(rope_original_max_position_embeddings=16), shape)
+    scale_rope(options(rope_original_max_positions=16), shape)
     assert shape.rope_parameters["rope_type"] == "yarn"
 
 
@@ -229,10 +229,10 @@ def test_options_that_do_not_go_together() -> None:
         options(rope_factor=1)
     with pytest.raises(ConfigError, match=r"rope_scaling='ntk' is not one of|rope_scaling"):
         options("ntk")
-    idle = options("none", rope_original_max_position_embeddings=16)
+    idle = options("none", rope_original_max_positions=16)
     assert [str(line) for line in ignored_choices(idle)] == [
         "rope_factor is ignored: rope_scaling=none",
-        "rope_original_max_position_embeddings is ignored: rope_scaling=none",
+        "rope_original_max_positions is ignored: rope_scaling=none",
     ]
     assert not ignored_choices(options())
 
@@ -240,5 +240,5 @@ def test_options_that_do_not_go_together() -> None:
 def test_a_run_is_not_resumed_with_another_scaling() -> None:
     manifest = {"config": plain(options()), "step": 3, "versions": {}}
     assert not refusals(manifest, plain(options()), {})
-    for changed in (options("linear"), options(rope_factor=8), options(rope_original_max_position_embeddings=16)):
+    for changed in (options("linear"), options(rope_factor=8), options(rope_original_max_positions=16)):
         assert len(refusals(manifest, plain(changed), {})) == 1
