@@ -69,7 +69,7 @@ def _reach_of_empty(model_config: Any, longest: int) -> Reach:
         with torch.device("cpu"), _without_log("torch._subclasses.fake_tensor"):
             model = _empty(copy.deepcopy(model_config))
             with FakeTensorMode():
-                _as_fakes(model)
+                as_fakes(model)
                 unreached = _unreached(model, _SHORT)
                 never = set(_unreached(model, longest)) if unreached else set[str]()
     except Exception:  # families fail in any way, such as by a loop over the experts that have tokens
@@ -120,8 +120,8 @@ def _empty(model_config: Any) -> Any:
     return model.eval()
 
 
-def _as_fakes(model: nn.Module) -> None:
-    """Replaces meta tensors, which masks that depend on values do not take, by fake ones; tied weights stay tied."""
+def as_fakes(model: nn.Module) -> None:
+    """Replaces meta tensors, which have no autocast and no masks by value, by fake CPU ones; tied weights stay tied."""
     fakes: dict[int, Any] = {}
     for part in model.modules():
         for held in (part._parameters, part._buffers):

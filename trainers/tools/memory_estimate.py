@@ -45,7 +45,7 @@ from trainers.model.load import (
     matmul_parameters,
     use_checkpointing,
 )  # fmt: skip
-from trainers.model.reachability import silent_weights
+from trainers.model.reachability import as_fakes, silent_weights
 from trainers.objectives.load_balancing import LoadBalancing
 from trainers.objectives.sft import SupervisedLoss
 from trainers.parallel.pipeline_split import refuse_unsplittable_family
@@ -237,18 +237,6 @@ def decoder_layers(base: Any) -> nn.ModuleList | None:
     return getattr(base.get_decoder(), "layers", None)
 
 
-def _as_fakes(model: nn.Module) -> None:
-    """Replaces meta tensors, for which torch has no autocast, by fake CPU tensors; tied weights stay tied."""
-    fakes: dict[int, Any] = {}
-    for part in model.modules():
-        for held in (part._parameters, part._buffers):
-            for name, tensor in held.items():
-                if tensor is not None and id(tensor) not in fakes:
-                    fake = torch.empty(tensor.shape, dtype=tensor.dtype)
-                    fakes[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if held is part._parameters else fake
-                held[name] = None if tensor is None else fakes[id(tensor)]
-
-
 def count_peaks(config: TrainConfig, model: nn.Module, rows: int, length: int) -> Peaks:
     """Returns the peak bytes of a micro-batch, forward and backward, in addition to weights and gradients.
 
@@ -259,7 +247,7 @@ def count_peaks(config: TrainConfig, model: nn.Module, rows: int, length: int) -
         length: Tokens per row.
     """
     with FakeTensorMode():
-        _as_fakes(model)
+        as_fakes(model)
         loss = SupervisedLoss(model, compute_dtype(config))
         for weight in loss.parameters():
             weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
