@@ -216,14 +216,15 @@ class Nodes:
         self.links.look(facts)
         cut_off |= self.links.cut_off(facts)
         facts = {machine: known for machine, known in facts.items() if machine not in cut_off}
-        cut_off |= (blocked := self.links.blocked(facts))
-        pending = self.links.pending({machine: known for machine, known in facts.items() if machine not in blocked})
+        cut_off |= self.links.blocked(facts)
+        pending = self.links.pending(facts)
         absent = set(range(1, count)) - set(statuses) | set(cut_off) | pending
         present, missing = [0, *sorted(set(statuses) - set(refused) - absent)], sorted(absent)
-        lost = {machine: _SILENT for machine in missing if self.restarted and self.pulses.silent(machine)} | cut_off
+        silent = {machine: _SILENT for machine in missing if self.restarted and self.pulses.silent(machine)}
+        awaited = (absent - set(cut_off) | pending) - set(silent)
         is_broken = bool(cut_off) and absent <= set(cut_off) and minimum is None and not self.restarted
         late = waited >= self.timeout or self._lasts("links", is_broken)
-        if not late and (len(missing) > len(lost) or (missing and minimum is None)):
+        if not late and (awaited or (missing and minimum is None)):
             return None
         chosen = choose_participants(present, count if minimum is None else minimum, self.layouts.fits)
         if not chosen:
@@ -231,7 +232,8 @@ class Nodes:
         self.participants = chosen
         self.absent = {
             **dict.fromkeys(missing, f"it did not join within {self.timeout:g} s"),
-            **lost,
+            **silent,
+            **cut_off,
             **refused,
             **{machine: self._spare(len(chosen) + 1) for machine in present if machine not in chosen},
         }

@@ -363,6 +363,22 @@ def test_a_launch_waits_until_every_pair_was_tried(monkeypatch: pytest.MonkeyPat
     assert gathering.after(1, 1, 2) == (None, [0, 1, 2])
 
 
+@pytest.mark.parametrize("first", [1, 2])
+def test_who_reports_first_does_not_matter(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two that do not reach each other, each knows it at a time of its own."""
+    gathering, facts = Gathering(monkeypatch, 2, restarted=False), facts_of(3, (1, 2), (2, 1))
+    monkeypatch.setattr(gathering.nodes.links, "look", lambda facts: None)
+    for machine in (1, 2):
+        gathering.members[machine].facts = facts[machine] if machine == first else {**facts[machine], "links": {}}
+        gathering.members[machine].write("now")
+    assert gathering.after(4, 1, 2) == (None, None)
+    for machine in (1, 2):
+        gathering.members[machine].facts = facts[machine]
+        gathering.members[machine].write("now")
+    assert gathering.after(1, 1, 2) == (None, [0, 1])
+    assert "machine 2: machine 1 cannot reach it at there" in gathering.nodes.line()
+
+
 def test_a_member_that_reports_on_nobody_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     gathering, facts = Gathering(monkeypatch, 2, restarted=False), facts_of(3)
     monkeypatch.setattr(gathering.nodes.links, "look", lambda facts: None)
