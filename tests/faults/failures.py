@@ -199,7 +199,7 @@ FAILURES = [
     Failure("data that comes slowly", "data_wait", "slow_data", {"max_steps": 30}, state="done"),
     Failure("a pipeline with two micro-batches", "pipeline_bubble", options={"strategy": "pp", "max_steps": 12},
             applied=1, processes=2, state="done"),
-    Failure("one of two is slow", "slow_rank", "slow_rank", {"max_steps": 40}, says="Rank 1", processes=2,
+    Failure("one of two is slow", "slow_rank", "slow_rank", {"max_steps": 60}, says="Rank 1", processes=2,
             state="done"),
     Failure("a template without an end", "stop_token", make=lambda home: template(home, ALL_ROWS), state="done"),
 ]  # fmt: skip

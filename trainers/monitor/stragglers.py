@@ -31,7 +31,7 @@ class Sample(NamedTuple):
     Args:
         training: seconds of training.
         local: seconds of it in work that waits for no other rank.
-        product: seconds of all matrix products.
+        product: median of the seconds that a matrix product took, so that one that was interrupted does not count.
         rows: number of logged rows.
     """
 
@@ -52,7 +52,7 @@ class Stragglers:
     def __init__(self, device: torch.device, local_forward: bool):
         self.local_forward = local_forward and device.type == "cpu"  # on a GPU, a forward pass only queues kernels
         self.matrix = torch.ones(_SIZE, _SIZE, device=device)
-        self.measured = Sample()
+        self.measured, self.products = Sample(), list[float]()
 
     @contextmanager
     def local_work(self) -> Iterator[None]:
@@ -68,9 +68,9 @@ class Stragglers:
     def sample(self, training: float) -> Sample:
         """Adds `training` seconds of training and a matrix product; returns the measurements since the last verdict."""
         before = self.measured
-        self.measured = Sample(
-            before.training + training, before.local, before.product + self._product(), before.rows + 1
-        )
+        self.products.append(self._product())
+        product = statistics.median(self.products)
+        self.measured = Sample(before.training + training, before.local, product, before.rows + 1)
         return self.measured
 
     def _product(self) -> float:
@@ -90,7 +90,7 @@ class Stragglers:
         """
         if samples[0].training < LEAST_SECONDS or samples[0].rows < LEAST_ROWS:
             return {}
-        self.measured = Sample()
+        self.measured, self.products = Sample(), []
         return slow_ranks(samples)
 
 
@@ -98,7 +98,7 @@ def slow_ranks(samples: list[Sample]) -> dict[int, float]:
     """Slow ranks, and their time as a multiple of the median of the others."""
     ratios: dict[int, float] = {}
     for values, least in (([sample.local for sample in samples], SHARE * samples[0].training),
-                          ([sample.product for sample in samples], LEAST_PRODUCT * samples[0].rows)):  # fmt: skip
+                          ([sample.product for sample in samples], LEAST_PRODUCT)):  # fmt: skip
         for rank, value in enumerate(values):
             others = statistics.median(values[:rank] + values[rank + 1 :] or [0.0])
             if others > 0 and value > SLOW * others and value - others > least:

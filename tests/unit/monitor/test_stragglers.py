@@ -15,7 +15,7 @@ from trainers.monitor.stragglers import LEAST_ROWS, LEAST_SECONDS, Sample, Strag
         ([1.0, 1.2], [0.01, 0.012], {}),
         ([0.01, 0.03], [0.01, 0.01], {}),  # three times as long, and next to nothing of the step
         ([1.0, 1.0], [0.01, 0.04], {1: 4.0}),
-        ([1.0, 1.0], [0.0001, 0.0004], {}),  # four times next to nothing
+        ([1.0, 1.0], [0.00005, 0.0002], {}),  # four times next to nothing
         ([1.0], [0.01], {}),
     ],
 )
@@ -35,3 +35,17 @@ def test_there_is_no_verdict_before_there_is_enough_and_then_it_begins_anew() ->
         slow = stragglers.verdict([sample, other])
         assert list(slow) == [1] * (number == LEAST_ROWS - 1)
     assert stragglers.measured == Sample()
+
+
+def test_one_interrupted_product_names_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program took the processor once; a slow rank is slow each time."""
+    verdicts = []
+    for slow in (1, LEAST_ROWS):
+        ranks = [Stragglers(torch.device("cpu"), local_forward=True) for _ in range(2)]
+        seconds = [[0.01] * LEAST_ROWS, [0.1] * slow + [0.01] * (LEAST_ROWS - slow)]
+        for stragglers, times in zip(ranks, seconds, strict=True):
+            monkeypatch.setattr(stragglers, "_product", iter(times).__next__)
+        for _ in range(LEAST_ROWS):
+            samples = [stragglers.sample(LEAST_SECONDS / LEAST_ROWS) for stragglers in ranks]
+        verdicts.append(ranks[0].verdict(samples))
+    assert verdicts == [{}, {1: pytest.approx(10.0)}]
