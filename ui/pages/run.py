@@ -89,12 +89,6 @@ class _Page:
 
     def lay_out(self) -> None:
         self.head = gr.HTML(loading(), apply_default_css=False)
-        self.diagnosis = gr.HTML(apply_default_css=False, elem_id="run-diagnosis")
-        with gr.Row(elem_classes=["ts-actions", "ts-remedies"]):
-            self.remedies = [
-                gr.Button(visible=False, size="sm", scale=0, min_width=160, elem_id=f"run-remedy-{number}")
-                for number in range(1, _MAX_REMEDIES + 1)
-            ]
         with gr.Row(elem_classes="ts-actions"):
             self.buttons = {
                 name: gr.Button(
@@ -114,6 +108,7 @@ class _Page:
         self.started = gr.Textbox(visible=False)
         self.panels: dict[str, gr.Group] = {}
         self._lay_out_panels()
+        self._lay_out_diagnosis()
         with gr.Column() as self.body:
             self._lay_out_body()
         self.digest = gr.Textbox(visible=False)
@@ -122,6 +117,15 @@ class _Page:
         gr.on(None, self.refresh, self.digest, outputs, **_QUIET)
         gr.Timer(_POLL_SECONDS).tick(self.refresh, self.digest, outputs, **_QUIET)
         self._connect_buttons()
+
+    def _lay_out_diagnosis(self) -> None:
+        """Below the buttons: what is found during a run must not move the one that stops it."""
+        self.diagnosis = gr.HTML(apply_default_css=False, elem_id="run-diagnosis")
+        with gr.Row(elem_classes=["ts-actions", "ts-remedies"]):
+            self.remedies = [
+                gr.Button(visible=False, size="sm", scale=0, min_width=160, elem_id=f"run-remedy-{number}")
+                for number in range(1, _MAX_REMEDIES + 1)
+            ]
 
     def _lay_out_body(self) -> None:
         def curves(request: dict[str, Any]) -> Response:
