@@ -444,6 +444,23 @@ def test_a_cause_is_told_once_its_remedies_are_named_and_nothing_stands_empty(ne
     shutil.rmtree(run.path)
 
 
+def test_a_diagnosis_that_comes_does_not_move_the_buttons_of_a_live_run(new_page: Tabs, server: Served) -> None:
+    supervisor = Process.of("supervisor", pid=os.getpid()).as_json()
+    run = made_run(server.runs_dir, "slow-run", "running", steps=40, total_steps=90, processes=[supervisor])
+    page = new_page("/run?run=slow-run")
+    stop, clone = page.locator("#run-stop"), page.locator("#run-clone")
+    expect(stop).to_be_visible()
+    at, below = stop.bounding_box(), clone.bounding_box()
+    with run.metrics.open("a") as lines:
+        for step in range(41, 47):
+            row = {"step": step, "loss": 1.0, "elapsed_s": float(step), "slow_ranks": [1]}
+            lines.write(json.dumps({**row, "tokens": step, "attempt": 0}) + "\n")
+    expect(page.locator("#run-diagnosis")).to_contain_text("Rank 1 is slow", timeout=30_000)
+    assert stop.bounding_box() == at
+    assert clone.bounding_box() != below, "control: what stands below it is moved"
+    shutil.rmtree(run.path)
+
+
 def test_a_diagnosis_has_a_button_for_each_remedy(new_page: Tabs, server: Served) -> None:
     page = new_page("/run?run=failed-run")
     expect(page.locator(".ts-diagnosis")).to_contain_text(HOSTILE)

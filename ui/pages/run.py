@@ -37,6 +37,8 @@ _BUTTONS = {
     "resume_changed": "Resume with changes", "export": "Export", "clone": "Clone", "rename": "Rename",
     "delete": "Delete",
 }  # fmt: skip
+_WHILE_LIVE = ("stop", "save", "stop_without_saving", "cancel", "move_up", "move_down")
+"""Actions of a run that has not ended, in a row of their own."""
 _PANELS = ("stop_without_saving", "rename", "delete", "export")
 """Actions that open a panel first."""
 _NAVIGATE = "(address) => { if (address) location.assign(address); }"
@@ -89,26 +91,21 @@ class _Page:
 
     def lay_out(self) -> None:
         self.head = gr.HTML(loading(), apply_default_css=False)
-        with gr.Row(elem_classes="ts-actions"):
-            self.buttons = {
-                name: gr.Button(
-                    label, visible=False, size="sm", min_width=100 if len(label) < 14 else 160, scale=0,
-                    elem_id=f"run-{name}",
-                    variant="stop" if name == "delete" else "primary" if name == "resume" else "secondary",
-                )
-                for name, label in _BUTTONS.items()
-            }  # fmt: skip
+        self.flags = gr.Textbox(visible=False, label="remedies")
+        self.address, self.started = gr.Textbox(visible=False), gr.Textbox(visible=False)
+        self.message = gr.HTML(apply_default_css=False, render=False)
+        self.buttons, self.panels = dict[str, gr.Button](), dict[str, gr.Group]()
+        self._lay_out_buttons(_WHILE_LIVE)  # above the diagnosis, which must not move them when it comes
+        self._confirm("stop_without_saving", "Stop now", "All progress since the last checkpoint is lost.",
+                      lambda run: actions.stop(run, save=False), "stop without saving requested")  # fmt: skip
         self.watch = gr.HTML(
             html_template='<div class="ts-watch"></div>', js_on_load="Notices.control(element)", visible=False,
             apply_default_css=False, padding=False,
         )  # fmt: skip
-        self.flags = gr.Textbox(visible=False, label="remedies")
-        self.message = gr.HTML(apply_default_css=False)
-        self.address = gr.Textbox(visible=False)
-        self.started = gr.Textbox(visible=False)
-        self.panels: dict[str, gr.Group] = {}
-        self._lay_out_panels()
         self._lay_out_diagnosis()
+        self._lay_out_buttons([name for name in _BUTTONS if name not in _WHILE_LIVE])
+        self.message.render()
+        self._lay_out_panels()
         with gr.Column() as self.body:
             self._lay_out_body()
         self.digest = gr.Textbox(visible=False)
@@ -118,8 +115,19 @@ class _Page:
         gr.Timer(_POLL_SECONDS).tick(self.refresh, self.digest, outputs, **_QUIET)
         self._connect_buttons()
 
+    def _lay_out_buttons(self, names: Sequence[str]) -> None:
+        with gr.Row(elem_classes="ts-actions"):
+            self.buttons |= {
+                name: gr.Button(
+                    label, visible=False, size="sm", min_width=100 if len(label) < 14 else 160, scale=0,
+                    elem_id=f"run-{name}",
+                    variant="stop" if name == "delete" else "primary" if name == "resume" else "secondary",
+                )
+                for name, label in _BUTTONS.items()
+                if name in names
+            }  # fmt: skip
+
     def _lay_out_diagnosis(self) -> None:
-        """Below the buttons: what is found during a run must not move the one that stops it."""
         self.diagnosis = gr.HTML(apply_default_css=False, elem_id="run-diagnosis")
         with gr.Row(elem_classes=["ts-actions", "ts-remedies"]):
             self.remedies = [
@@ -286,8 +294,6 @@ class _Page:
         return handler
 
     def _lay_out_panels(self) -> None:
-        self._confirm("stop_without_saving", "Stop now", "All progress since the last checkpoint is lost.",
-                      lambda run: actions.stop(run, save=False), "stop without saving requested")  # fmt: skip
         self._confirm("delete", "Delete permanently", "", actions.delete, "")
         self._rename()
         self._export()
