@@ -44,6 +44,8 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
+    "qwen4_exp_text": {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 2048,
+                       "indexer_compress_ratio": 4},
 }  # fmt: skip
 """What the default configs of these families lack, and published ones have."""
 _OK = "ok"

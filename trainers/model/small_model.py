@@ -46,18 +46,19 @@ _SIZES: dict[int, tuple[str, ...]] = {
         "attention_chunk_size", "linear_num_value_heads", "linear_num_heads"),
     8: ("head_dim", "dim_head", "d_head", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "state_size",
         "ssm_state_size", "hidden_size_per_layer_input", "mamba_n_heads", "mamba_d_head", "mamba_num_heads",
-        "mamba_head_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "mamba_d_state"),
+        "mamba_head_dim", "mamba_headdim", "n_mamba_heads", "linear_key_head_dim", "linear_value_head_dim",
+        "linear_head_dim", "mamba_d_state"),
     16: ("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size", "q_lora_rank",
-         "kv_lora_rank", "mamba_chunk_size", "chunk_size"),
+         "kv_lora_rank", "mamba_chunk_size", "chunk_size", "qk_head_dim"),
     32: ("hidden_size", "n_embd", "d_model", "dim", "emb_dim", "word_embed_proj_dim", "embedding_size",
-         "attention_hidden_size"),
+         "embedding_dim"),
     48: ("intermediate_size", "ffn_dim", "n_inner", "dff", "decoder_ffn_dim", "encoder_ffn_dim", "dim_ff", "d_inner",
          "feed_forward_size", "ffn_hidden_size"),
     64: ("vocab_size", "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length",
          "vocab_size_per_layer_input", "mamba_d_ssm"),
     28: ("image_size",),
     14: ("patch_size",),
-    1: ("n_group", "topk_group", "first_k_dense_replace", "n_shared_experts"),
+    1: ("n_group", "num_expert_group", "topk_group", "first_k_dense_replace", "n_shared_experts"),
 }  # fmt: skip
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "unk_token_id", "sep_token_id")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -91,6 +92,8 @@ def _small(model_config: Any) -> dict[str, Any]:
         values["num_key_value_heads"] = values["num_attention_heads"]
     if known.get("expand") and {"num_heads", "head_dim", "hidden_size"} <= values.keys():  # Mamba 2: inner size / heads
         values["head_dim"] = values["hidden_size"] * values["expand"] // values["num_heads"]
+    if known.get("attention_hidden_size") and "hidden_size" in values:  # twice the width in Zamba's
+        values["attention_hidden_size"] = known["attention_hidden_size"] * values["hidden_size"] // known["hidden_size"]
     if isinstance(known.get("initializer_range"), float):
         values["initializer_range"] = 0.2  # so that every part of a narrow model affects its output
     for name in _TOKENS:
@@ -108,10 +111,17 @@ def _small_layers(known: dict[str, Any], values: dict[str, Any]) -> dict[str, An
     count = next((known[name] for name in _LAYERS if name in values), 0)
     lists = {name: value for name, value in known.items() if isinstance(value, list) and len(value) == count > 2}
     chosen = {0, max(min(1, count - 1), 0)}
+    borrowers = count - (known.get("num_kv_shared_layers") or 0)
+    # From there on, layers take the keys and values of an earlier one of their kind.
     for value in lists.values():
         kinds = value if all(isinstance(kind, str) for kind in value) else []
-        chosen |= {kinds.index(kind) for kind in kinds}
+        chosen |= {kinds.index(kind) for kind in kinds} | {kinds.index(kind, borrowers) for kind in kinds[borrowers:]}
+        chosen |= set([layer for layer, kind in enumerate(kinds) if kind == "hybrid"][:3])  # Zamba's share their weights
     small: dict[str, Any] = {name: [value[layer] for layer in sorted(chosen)] for name, value in lists.items()}
+    if 0 < borrowers < count:
+        small["num_kv_shared_layers"] = sum(layer >= borrowers for layer in chosen)
+    if known.get("hybrid_layer_ids"):
+        small["hybrid_layer_ids"] = [at for at, layer in enumerate(sorted(chosen)) if layer in known["hybrid_layer_ids"]]
     if isinstance(known.get("per_layer_config"), dict):
         layers = {str(layer): index for index, layer in enumerate(sorted(chosen))}
         small["per_layer_config"] = {
