@@ -116,12 +116,14 @@ def _small_layers(known: dict[str, Any], values: dict[str, Any]) -> dict[str, An
     for value in lists.values():
         kinds = value if all(isinstance(kind, str) for kind in value) else []
         chosen |= {kinds.index(kind) for kind in kinds} | {kinds.index(kind, borrowers) for kind in kinds[borrowers:]}
-        chosen |= set([layer for layer, kind in enumerate(kinds) if kind == "hybrid"][:3])  # Zamba's share their weights
+        shared = [layer for layer, kind in enumerate(kinds) if kind == "hybrid"]
+        chosen |= set(shared[:3])  # Zamba's hybrid layers share their weights
     small: dict[str, Any] = {name: [value[layer] for layer in sorted(chosen)] for name, value in lists.items()}
     if 0 < borrowers < count:
         small["num_kv_shared_layers"] = sum(layer >= borrowers for layer in chosen)
     if known.get("hybrid_layer_ids"):
-        small["hybrid_layer_ids"] = [at for at, layer in enumerate(sorted(chosen)) if layer in known["hybrid_layer_ids"]]
+        hybrid = known["hybrid_layer_ids"]
+        small["hybrid_layer_ids"] = [index for index, layer in enumerate(sorted(chosen)) if layer in hybrid]
     if isinstance(known.get("per_layer_config"), dict):
         layers = {str(layer): index for index, layer in enumerate(sorted(chosen))}
         small["per_layer_config"] = {

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import psutil
 
+MAPPED = 2**25
+"""Bytes from which glibc maps a block by itself and returns it when it is freed (its `DEFAULT_MMAP_THRESHOLD_MAX`)."""
+
 
 def available(root: Path = Path("/")) -> int:
     """Returns the bytes available to this process: the minimum over the machine and its control groups.

@@ -51,6 +51,7 @@ from trainers.objectives.sft import SupervisedLoss
 from trainers.parallel.pipeline_split import refuse_unsplittable_family
 from trainers.parallel.sequence import refuse_unsplittable_rows
 from trainers.run.gpus import gpu_count
+from trainers.run.host_memory import MAPPED
 from trainers.strategy.mesh import MeshSizes
 from trainers.strategy.pipeline_schedules import balance
 from trainers.strategy.tensor_plan import refusals
@@ -64,8 +65,6 @@ _FEW = 2
 _DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers")
 """Names under which families keep the number of layers before the first one with experts."""
 _MEMORY = ("fixed", "layer", "later", "heap_fixed", "heap_layer")
-MAPPED = 2**25
-"""Bytes from which glibc maps a block by itself and returns it when it is freed (its `DEFAULT_MMAP_THRESHOLD_MAX`)."""
 _NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _TIMED = 0.3
 """Seconds for which to time matrix products."""

@@ -21,11 +21,12 @@ from trainers.config.validation import build
 from trainers.model.attention import KERNELS
 from trainers.model.load import build_model, compute_dtype, load_model_config
 from trainers.objectives.sft import SupervisedLoss
+from trainers.run.host_memory import MAPPED
 from trainers.strategy.mesh import MeshSizes
 from trainers.strategy.pipeline_schedules import in_flight
 from trainers.strategy.strategy import load_strategy
 from trainers.strategy.traffic import by_layer, head_size, key_heads
-from trainers.tools.memory_estimate import MAPPED, _few, case, count_peaks, empty_model, weights
+from trainers.tools.memory_estimate import _few, case, count_peaks, empty_model, weights
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -288,6 +289,17 @@ def test_the_heap_keeps_a_hole_for_each_gathered_layer_and_the_copy_of_a_step() 
     assert overhead("fsdp2") == overhead("cp") == 7 + 0.5 * (30 + 8 * 9) + 8 * 100 * 4
     assert overhead("fsdp1") == overhead("ddp")  # control: it gathers into one tensor per layer
     assert overhead("zero1") == overhead("zero3") == overhead("ddp") + 4 * 1000 / 2
+
+
+def test_no_hole_is_kept_for_a_layer_that_is_mapped_by_itself() -> None:
+    def overhead(layer: int) -> float:
+        large = {**CASE, "trained_inside": 8.0 * layer, "parameters": 8.0 * layer + 200}
+        memory = row("fsdp2", counted={**COUNTED, "cases": dict.fromkeys(COUNTED["cases"], large)}).memory
+        assert memory
+        return memory["overhead"] - (7 + 0.5 * (30 + 8 * 9))
+
+    assert overhead(MAPPED // 4) == 0
+    assert overhead(MAPPED // 4 - 1) == 8 * (MAPPED - 4)
 
 
 def test_activations_give_way_to_gradients_where_no_earlier_ones_wait() -> None:
