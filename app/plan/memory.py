@@ -27,9 +27,9 @@ second under FSDP 2, beside one for each layer. Fitted to all strategies at 24M,
 
 FSDP 2 gathers a layer, allocates its activations behind it and frees it. The hole does not take the next layer of the
 same size, as an aligned allocation asks for 96 bytes more than its size, so the holes add up to about all layers. A
-layer of `MAPPED` and more leaves none: 360M was planned 27 % too high with them, and is 2 to 10 % low. Gaps go away if
-each tensor is mapped by itself (`MALLOC_MMAP_THRESHOLD_`), which took about 40 % more CPU time: the kernel clears every
-page again.
+layer of `MAPPED` and more is taken to leave none: 360M was planned 27 % too high with them, and is 2 to 10 % low. Gaps
+go away if each tensor is mapped by itself (`MALLOC_MMAP_THRESHOLD_`), which took about 40 % more CPU time: the kernel
+clears every page again.
 """
 
 

@@ -111,8 +111,8 @@ def _small_layers(known: dict[str, Any], values: dict[str, Any]) -> dict[str, An
     count = next((known[name] for name in _LAYERS if name in values), 0)
     lists = {name: value for name, value in known.items() if isinstance(value, list) and len(value) == count > 2}
     chosen = {0, max(min(1, count - 1), 0)}
+    # From here on, layers take the keys and values of an earlier one of their kind.
     borrowers = count - (known.get("num_kv_shared_layers") or 0)
-    # From there on, layers take the keys and values of an earlier one of their kind.
     for value in lists.values():
         kinds = value if all(isinstance(kind, str) for kind in value) else []
         chosen |= {kinds.index(kind) for kind in kinds} | {kinds.index(kind, borrowers) for kind in kinds[borrowers:]}
