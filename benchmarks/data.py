@@ -30,7 +30,7 @@ def measured_here(data: Path, cache: Path, workers: int) -> dict[str, float]:
     """Seconds of each phase, in this process; tokens are computed or read from the cache."""
     from trainers.data.batches import Rows, TrainPlan
     from trainers.data.packing import pack
-    from trainers.data.prepare import load_tokenizer, prepare
+    from trainers.data.prepare import prepare
 
     config = TrainConfig(
         model_name_or_path="embedded", dataset_name=str(data), max_length=2048, global_batch_size=16,
@@ -44,7 +44,7 @@ def measured_here(data: Path, cache: Path, workers: int) -> dict[str, float]:
     import torch  # noqa: F401 - already imported in a training run
 
     ready = time.perf_counter()
-    rows = Rows(documents, config.max_length, True, load_tokenizer(config).pad_token_id or 0)
+    rows = Rows(documents, config.max_length, True)
     plan = TrainPlan(rows, config, 1)
     plan.batch(0, 0)
     first = time.perf_counter() - ready

@@ -14,7 +14,7 @@ import numpy as np
 
 from trainers.config.options import TrainConfig
 from trainers.data.batches import Rows, TrainPlan
-from trainers.data.prepare import load_tokenizer, prepare
+from trainers.data.prepare import prepare
 
 PROMPT_WORDS, ANSWER_WORDS, SPREAD = 12, 30, 0.9
 """Median words of a prompt and of an answer, and the standard deviation of their logarithms."""
@@ -90,8 +90,7 @@ class Batches:
 def batches_of(config: TrainConfig) -> Batches:
     """The batches that a run of this config trains on, up to `max_steps`."""
     documents = prepare(config, "train")
-    pad = load_tokenizer(config).pad_token_id or 0
-    rows = Rows(documents, config.max_length, config.packing, pad)
+    rows = Rows(documents, config.max_length, config.packing)
     plan = TrainPlan(rows, config, 1)
     ids, trained, position_ids, lengths = [], [], [], []
     for step in range(plan.total_steps):

@@ -51,7 +51,7 @@ class Steps:
         self.context = TrainContext(
             config=config, run=nothing, ranks=ranks, mesh=mesh, backend=backend, bare=self.loss.model,
             buffers=[], balancing=self.loss.balancing, matmul_parameters=(0, 0), scaler=None,
-            plan=plan_training(config, prepare(config, "train"), mesh.sizes.data, 0, sequence_shard(mesh)),
+            plan=plan_training(config, prepare(config, "train"), mesh.sizes.data, sequence_shard(mesh)),
             eval_rows=None, checkpoints=_stub(written=lambda: True), heartbeat=_stub(at=at), metrics=None,
             report=nothing, show=nothing, launcher=0, clock=nothing,
             stragglers=Stragglers(made.device, local_forward=True), profiler=nothing,

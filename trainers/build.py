@@ -135,16 +135,13 @@ def _over_group(ddp: DistributedDataParallelKwargs, group: Any) -> Any:
     return narrowed
 
 
-def module(
-    config: TrainConfig, main_rank: bool, splits: Sequence[TokenSet | None] = (), pad_token_id: int = 0
-) -> SupervisedLoss:
+def module(config: TrainConfig, main_rank: bool, splits: Sequence[TokenSet | None] = ()) -> SupervisedLoss:
     """Builds the model and its loss before any strategy wraps it, and leaves the base's weights in their files.
 
     Args:
         config: the run's config.
         main_rank: whether this rank prints.
         splits: the data sets, whose token ids are checked against the size of the embedding.
-        pad_token_id: the token that fills rows; checked too.
 
     Raises:
         ConfigError: if the model cannot be loaded, or a token id has no embedding.
@@ -161,7 +158,7 @@ def module(
     loss.stored = stored
     if main_rank and (lines := adapter_lines(model) + balancing_lines(loss.balancing)):
         print("\n".join(lines), flush=True)
-    check_token_ids(config, splits, loss.vocab_size, pad_token_id)
+    check_token_ids(config, splits, loss.vocab_size)
     return loss
 
 

@@ -228,7 +228,7 @@ def train(
         from trainers import build
         from trainers.checkpoint.export import export_checkpoint, export_kind, export_seconds
         from trainers.checkpoint.weights import base_digest, persistent_buffers
-        from trainers.data.prepare import load_tokenizer, prepare, report_lines
+        from trainers.data.prepare import prepare, report_lines
         from trainers.loop import TrainContext, TrainLoop
         from trainers.model.load import used_matmul_parameters
         from trainers.monitor.heartbeat import Heartbeat
@@ -240,16 +240,16 @@ def train(
         from trainers.run.manifest import Progress
     CLOCK.ended("imports")
     # Tokenise before creating the process group: a collective would time out while one rank tokenises.
-    tokenizer, data = load_tokenizer(config), prepare(config, "train")
+    data = prepare(config, "train")
     eval_data = prepare(config, "eval") if config.has_evaluation() else None
     shard = sequence_shard(Mesh(strategy.sizes, rank_of_environment()))
-    plan = plan_training(config, data, strategy.data_parallel_size, tokenizer.pad_token_id, shard)
+    plan = plan_training(config, data, strategy.data_parallel_size, shard)
     CLOCK.ended("data")
 
     accelerator, ranks, mesh = build.accelerator(config, strategy, run)
     attempt = ranks.broadcast(attempt)
     CLOCK.ended("processes")
-    loss = build.module(config, main_rank, [data, eval_data], tokenizer.pad_token_id)
+    loss = build.module(config, main_rank, [data, eval_data])
     base = ranks.broadcast(base_digest(loss.model, loss.stored) if main_rank else "")
     checkpoints = build.checkpoints(config, strategy, run, ranks, data.fingerprint, base, attempt)
     folder = build.resume_folder(config, checkpoints)
@@ -275,7 +275,7 @@ def train(
         config=config, run=run, ranks=ranks, mesh=mesh, backend=backend,
         bare=loss.model, balancing=loss.balancing, buffers=buffers, matmul_parameters=matmul,
         scaler=accelerator.scaler, plan=plan,
-        eval_rows=make_rows(config, eval_data, tokenizer.pad_token_id, shard) if eval_data else None,
+        eval_rows=make_rows(config, eval_data, shard) if eval_data else None,
         checkpoints=checkpoints,
         heartbeat=Heartbeat(run, ranks.rank, config.hang_timeout),
         metrics=build.metrics_file(run, attempt) if main_rank else None,

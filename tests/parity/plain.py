@@ -74,7 +74,7 @@ def train(
         forget_optimizer: control: Adam's moments are lost half-way, as after a bad resume.
         build: makes the model.
     """
-    plan = plan_training(config, prepare(config, "train"), 1, pad_token_id=0)
+    plan = plan_training(config, prepare(config, "train"), 1)
     model = build(config)
     matrices = [weight for weight in model.parameters() if weight.requires_grad and weight.ndim >= 2]
     vectors = [weight for weight in model.parameters() if weight.requires_grad and weight.ndim < 2]

@@ -111,18 +111,16 @@ class Rows:
         documents: the tokenised data.
         max_length: maximum tokens per row.
         packing: whether rows hold several documents.
-        pad_token_id: token id of padding.
         fixed_length: pad every row to `max_length` (for compiled models), not to the longest in the micro-batch.
         shard: the shard of each row that micro-batches hold; `documents` still describes full rows.
     """
 
     def __init__(
-        self, documents: Documents, max_length: int, packing: bool, pad_token_id: int, fixed_length: bool = False,
+        self, documents: Documents, max_length: int, packing: bool, fixed_length: bool = False,
         shard: SequenceShard = FULL_SEQUENCE,
     ):  # fmt: skip
         self.documents = documents
         self.packing = packing
-        self.pad_token_id = pad_token_id
         self.shard = shard
         self.fixed_length = max_length if fixed_length else None
         count = len(documents.lengths)
@@ -202,13 +200,15 @@ class Rows:
     def _lay_out(self, content: list[_Row], width: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
         """Ids and mask `[batch, width]`, and where in the flattened batch each document starts, with the end.
 
-        The padding of a row is a document of its own. Rows and documents are only tens: lists are faster than arrays.
+        The padding of a row is a document of its own. It repeats the row's last token: a model may have no embedding of
+        a token for padding, or one of zeros, whose gradient is not a number where a norm divides by it (Gemma 3n).
+        Rows and documents are only tens: lists are faster than arrays.
         """
         shape = (max(len(content), 1), width)
-        ids, trained = np.full(shape, self.pad_token_id, dtype=np.int64), np.zeros(shape, dtype=bool)
+        ids, trained = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=bool)
         borders: list[int] = [] if content else [0]
         for line, (tokens, mask, lengths) in enumerate(content):
-            ids[line, : len(tokens)] = tokens
+            ids[line, : len(tokens)], ids[line, len(tokens) :] = tokens, tokens[-1]
             trained[line, : len(tokens)] = mask
             at = line * width
             for length in lengths:

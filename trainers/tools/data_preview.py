@@ -209,7 +209,7 @@ class Preview:
     def training_rows(self) -> Rows:
         """The rows of the batches: packed, or one document each."""
         if self._packed is None:
-            self._packed = Rows(self.tokens(), self.config.max_length, self.config.packing, 0)
+            self._packed = Rows(self.tokens(), self.config.max_length, self.config.packing)
         return self._packed
 
     def packed(self, index: int) -> dict[str, Any]:

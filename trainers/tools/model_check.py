@@ -53,7 +53,7 @@ def inspect_model(config: TrainConfig, headers: Headers | None, strategy: Strate
         strategy: The strategy, resolved for all processes.
 
     Returns:
-        `lines` for the user, `vocab_size`, `pad_token_id`, `positions` that the model supports with `rope_scaling`, and
+        `lines` for the user, `vocab_size`, `positions` that the model supports with `rope_scaling`, and
         for some models `adapter_weights`, their number.
 
     Raises:
@@ -64,9 +64,9 @@ def inspect_model(config: TrainConfig, headers: Headers | None, strategy: Strate
     if not config.random_init:
         _check_generation(config)
         refuse_quantised(config, model_config, {name: dtype for name, (dtype, _) in (headers or {}).items()})
-    tokenizer = load_tokenizer(config)
+    load_tokenizer(config)  # the export needs it, even where the data is cached
     text = model_config.get_text_config()
-    facts: dict[str, Any] = {"vocab_size": text.vocab_size, "pad_token_id": tokenizer.pad_token_id}
+    facts: dict[str, Any] = {"vocab_size": text.vocab_size}
     facts["positions"] = position_limit(text) if config.rope_scaling != "none" else None
     _refuse_sizes(model_config, strategy)
     if own_code(config, model_config):

@@ -80,8 +80,8 @@ def check(
     train = prepare(config, "train")
     evaluation = prepare(config, "eval") if config.has_evaluation() else None
     scaling_lines = _check_positions(config, train.report.longest, model["positions"])
-    check_token_ids(config, [train, evaluation], model["vocab_size"], model["pad_token_id"])
-    plan = plan_training(config, train, data_parallel_size, pad_token_id=0)
+    check_token_ids(config, [train, evaluation], model["vocab_size"])
+    plan = plan_training(config, train, data_parallel_size)
     if run_dir is not None:
         check_room(config, tensors_of(headers or {}), run_dir, plan.total_steps, model.get("adapter_weights"))
     unread = headers is None and not config.random_init
@@ -93,7 +93,6 @@ def plan_training(
     config: TrainConfig,
     train: TokenSet,
     data_parallel_size: int,
-    pad_token_id: int,
     shard: SequenceShard = FULL_SEQUENCE,
 ) -> TrainPlan:
     """The batches of a run.
@@ -102,24 +101,21 @@ def plan_training(
         config: the run's config.
         train: the tokenised data.
         data_parallel_size: ranks that share a global batch.
-        pad_token_id: token id of padding.
         shard: the shard of each row that this rank holds.
 
     Raises:
         ConfigError: if the global batch does not divide evenly, or is larger than the data.
     """
     try:
-        return TrainPlan(make_rows(config, train, pad_token_id, shard), config, data_parallel_size)
+        return TrainPlan(make_rows(config, train, shard), config, data_parallel_size)
     except ConfigError as error:  # too few rows: dropped rows are the likely cause
         raise ConfigError([*train.report.dropped_note(), *error.mistakes]) from None
 
 
-def make_rows(
-    config: TrainConfig, documents: TokenSet, pad_token_id: int, shard: SequenceShard = FULL_SEQUENCE
-) -> Rows:
+def make_rows(config: TrainConfig, documents: TokenSet, shard: SequenceShard = FULL_SEQUENCE) -> Rows:
     """Rows of the data: packed, or one document each."""
     fixed = config.torch_compile and config.packing  # one shape, one compiled graph
-    return Rows(documents, config.max_length, config.packing, pad_token_id, fixed, shard)
+    return Rows(documents, config.max_length, config.packing, fixed, shard)
 
 
 def describe_plan(plan: TrainPlan) -> str:
@@ -278,13 +274,13 @@ def _check_checkpoint(config: TrainConfig, run_dir: Path | None) -> None:
         raise ConfigError(f"{label}: {'; '.join(lines)}; use a checkpoint of this model, or start a new run")
 
 
-def check_token_ids(config: TrainConfig, splits: Sequence[TokenSet | None], vocab_size: int, pad_token_id: int) -> None:
+def check_token_ids(config: TrainConfig, splits: Sequence[TokenSet | None], vocab_size: int) -> None:
     """Refuses token ids that the model has no embedding for.
 
     Raises:
         ConfigError: with the token id and the size of the embedding.
     """
-    largest = max([pad_token_id, *(documents.largest_token_id() for documents in splits if documents is not None)])
+    largest = max((documents.largest_token_id() for documents in splits if documents is not None), default=0)
     if largest >= vocab_size:
         raise ConfigError.about(
             "model_name_or_path",

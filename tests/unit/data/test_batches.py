@@ -42,7 +42,7 @@ class FakeDocuments:
 def plan(lengths: list[int], world: int, packing: bool = False, **changes: Any) -> TrainPlan:
     options = {"global_batch_size": 8, "per_device_train_batch_size": 2, "num_train_epochs": 2, "max_length": 64}
     config = build({"model_name_or_path": "x", "dataset_name": "x", "packing": packing} | options | changes)
-    rows = Rows(FakeDocuments(np.array(lengths)), config.max_length, packing, pad_token_id=0)
+    rows = Rows(FakeDocuments(np.array(lengths)), config.max_length, packing)
     return TrainPlan(rows, config, world)
 
 
@@ -115,7 +115,7 @@ def test_packed_rows_restart_positions_and_predict_only_within_a_document() -> N
         flat, place = micro.input_ids.reshape(-1), micro.position_ids.reshape(-1)
         assert torch.equal(flat[micro.positions + 1], micro.labels)
         assert torch.equal(flat[micro.positions] // 1000, micro.labels // 1000)
-        real = flat > 0
+        real = micro.real.reshape(-1)
         assert torch.equal(place[real], flat[real] % 1000)
         borders = micro.documents.borders
         assert set(place[borders[:-1].long()].tolist()) == {0}
@@ -127,6 +127,16 @@ def test_padding_has_no_position_that_no_document_has() -> None:
     (micro,) = plan([30, 30, 5], 1, packing=True, global_batch_size=2).batch(0, 0).micro_batches
     assert micro.slots - micro.tokens > 30, "control: the padding is longer"
     assert int(micro.position_ids.max()) == 29
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_padding_repeats_the_last_token_of_its_row(packing: bool) -> None:
+    """The model has an embedding for it, which training fills; a token for padding may have none, or zeros."""
+    sizes = {"global_batch_size": 3, "per_device_train_batch_size": 3, "max_length": 40}
+    (micro,) = plan([30, 20, 25], 1, packing, **sizes).batch(0, 0).micro_batches
+    assert not micro.real.all(), "control: there is padding"
+    for ids, real in zip(micro.input_ids, micro.real, strict=True):
+        assert set(ids[~real].tolist()) <= {int(ids[real][-1])}
 
 
 def test_data_smaller_than_a_global_batch_is_refused_with_the_way_out() -> None:
@@ -141,7 +151,7 @@ def test_data_smaller_than_a_global_batch_is_refused_with_the_way_out() -> None:
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 5))
 @settings(max_examples=40, deadline=None)
 def test_evaluation_sees_every_row_once(count: int, world: int, size: int) -> None:
-    rows = Rows(FakeDocuments(np.full(count, 6)), 64, False, pad_token_id=0)
+    rows = Rows(FakeDocuments(np.full(count, 6)), 64, False)
     per_rank = [list(evaluation_batches(rows, size, rank, world)) for rank in range(world)]
     assert len({len(batches) for batches in per_rank}) == 1
     labels = torch.cat([micro.labels for batches in per_rank for micro in batches]).tolist()

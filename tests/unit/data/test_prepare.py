@@ -234,7 +234,7 @@ def test_a_max_length_that_drops_most_rows_is_told_before_a_batch_size_is_advise
     config = configure(tmp_path, write_jsonl(tmp_path / "data.jsonl", rows), max_length=32, packing=False)
     tokens = prepare(config, "train")
     with pytest.raises(ConfigError) as caught:
-        plan_training(config, tokens, 1, 0)
+        plan_training(config, tokens, 1)
     first, second = caught.value.lines
     assert first.startswith("148 of 157 rows are dropped")
     assert "the longest has 63 tokens); raise max_length" in first

@@ -75,7 +75,7 @@ Run = tuple[bool, int]
 def trained_rows(config: TrainConfig, look: Preview) -> dict[int, tuple[list[Run], str]]:
     """What the batches of an epoch train on, by row: stretches of trained and other tokens, and the text."""
     data = prepare(config, "train")
-    plan = TrainPlan(make_rows(config, data, 0), config, 1)
+    plan = TrainPlan(make_rows(config, data), config, 1)
     found = {}
     for step in range(plan.steps_per_epoch):
         micro = plan.batch(step, 0).micro_batches
