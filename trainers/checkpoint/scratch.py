@@ -80,7 +80,5 @@ def _mapped(source: StoredTensor, opened: dict[Path, mmap.mmap]) -> torch.Tensor
     if source.file not in opened:
         with source.file.open("rb") as file:
             opened[source.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    flat = torch.frombuffer(
-        opened[source.file], dtype=source.dtype, count=source.shape.numel(), offset=source.offset
-    )
+    flat = torch.frombuffer(opened[source.file], dtype=source.dtype, count=source.shape.numel(), offset=source.offset)
     return flat.view(source.shape)
