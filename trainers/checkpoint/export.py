@@ -12,6 +12,7 @@ import os
 import secrets
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from trainers.checkpoint.export_check import BASE, LoadedBack, Probe, held_dtype, load_back, sample, trainer_loss
+from trainers.checkpoint.scratch import Scratch, map_weights
 from trainers.checkpoint.weights import load_weights, refuse_other_base
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
@@ -29,7 +31,7 @@ from trainers.data.prepare import load_tokenizer
 from trainers.data.template import Encoder
 from trainers.model.load import (
     add_adapters,
-    build_model,
+    build_unread,
     compute_dtype,
     load_model_config,
     model_path,
@@ -65,24 +67,26 @@ def export_checkpoint(
 ) -> LoadedBack:
     """Exports the weights of a checkpoint that any strategy may have written. Every export goes through here.
 
-    The model is rebuilt on the CPU of one process, so that no wrapper of a strategy affects its names or tensors.
+    The model is rebuilt on the CPU of one process, so that no wrapper of a strategy affects its names or tensors. Its
+    weights stay in their files, where the memory for them is not needed; those that change do so in files of their own.
 
     Raises:
         TrainingError: if the export, loaded back, is not the model that was trained.
     """
-    return export(_trained(folder, config), config, target, kind, results, record)
+    return export(lambda scratch: _trained(folder, config, scratch), config, target, kind, results, record)
 
 
-def _trained(folder: Path, config: TrainConfig) -> nn.Module:
-    """The model of a checkpoint. Only `export` references it, so that it is freed before the export is loaded back."""
-    model = build_model(config)
-    refuse_other_base(read_manifest(folder), model)
-    load_weights(folder, model)
+def _trained(folder: Path, config: TrainConfig, scratch: Scratch) -> nn.Module:
+    """The model of a checkpoint, with its weights mapped from their files unless they can only be loaded whole."""
+    model, stored = build_unread(config)
+    refuse_other_base(read_manifest(folder), model, stored)
+    load_weights(folder, model, stored)
+    map_weights(model, stored, scratch)
     return model
 
 
 def export(
-    model: Any,
+    build: Callable[[Scratch], Any],
     config: TrainConfig,
     target: Path,
     kind: str,
@@ -92,7 +96,7 @@ def export(
     """Writes a model folder atomically, and checks it by loading it back.
 
     Args:
-        model: the unwrapped model with the trained weights; modified in place.
+        build: makes the unwrapped model with the trained weights, of which it keeps no reference.
         config: the run's config, which the model card includes.
         target: the folder to publish.
         kind: `adapter`, `merged` or `full`.
@@ -113,8 +117,7 @@ def export(
     try:
         tokenizer, dtype = load_tokenizer(config), _export_dtype(config)
         probes = sample(config, tokenizer, model_card(config, kind, results))
-        expected, rounding = _write_model(model, config, temporary, kind, probes, tokenizer, dtype)
-        del model  # free it before the export is loaded: both might not fit in memory
+        expected, rounding = _write_model(build, config, temporary, kind, probes, tokenizer, dtype)
         checked = load_back(temporary, config, kind, probes, expected, rounding, dtype)
         (temporary / "README.md").write_text(model_card(config, kind, results, str(checked)), encoding="utf-8")
         for path in [*temporary.rglob("*"), temporary]:
@@ -142,30 +145,44 @@ def _failed(target: Path, record: RunRecord | None) -> Path:
 
 
 def _write_model(
-    model: Any, config: TrainConfig, folder: Path, kind: str, probes: list[Probe], tokenizer: Any, dtype: torch.dtype
+    build: Callable[[Scratch], Any],
+    config: TrainConfig,
+    folder: Path,
+    kind: str,
+    probes: list[Probe],
+    tokenizer: Any,
+    dtype: torch.dtype,
 ) -> tuple[float, float]:
-    """Writes the model folder; returns the loss of the model before merging, and how much rounding changes it."""
+    """Writes the model folder; returns the loss of the model before merging, and how much rounding changes it.
+
+    Its model is freed before the export is loaded back: both might not fit in memory.
+    """
+    scratch = Scratch(folder)
+    model = build(scratch)
+    scratch.reserved = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
     if kind == "merged":
         # Merge in fp32 and round once afterwards: merging into a bf16 base would round a small adapter away.
-        model = (_unquantised(model, config) if config.method == "qlora" else model).float()
+        model = _unquantised(model, config) if config.method == "qlora" else model
+        scratch.copy_weights(model, torch.float32)  # also those in fp32: merged in place, their pages would be memory
+        model = model.float()  # its buffers
     compute = held_dtype(config, kind)
     expected = exact = trainer_loss(model, probes, compute)
     if kind == "merged":
-        _untie(inner_model(model))
+        _untie(inner_model(model), scratch)
         model = model.merge_and_unload()
         exact = trainer_loss(model, probes, compute)
     only_trained, rounding = kind == "adapter", 0.0
     if dtype != torch.float32:
-        _cast(model, dtype, only_trained, back=True)
+        _cast(model, dtype, only_trained, scratch, back=True)
         rounding = trainer_loss(model, probes, compute) - exact
-    _cast(model, dtype, only_trained)
+    _cast(model, dtype, only_trained, scratch)
     _write(model, tokenizer, folder)
     if kind == "adapter" and config.rope_scaling != "none":
         load_model_config(config).save_pretrained(folder / BASE)
     return expected, rounding
 
 
-def _untie(base: Any) -> None:
+def _untie(base: Any, scratch: Scratch) -> None:
     """Gives an output head tied to the embedding a weight of its own if an adapter changes one of them only."""
     from peft.tuners.tuners_utils import BaseTunerLayer  # takes long, and every rank imports this module
 
@@ -173,7 +190,7 @@ def _untie(base: Any) -> None:
     head, embedding = (layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer for layer in layers)
     if head is None or head.weight is not embedding.weight or layers == [head, embedding]:
         return
-    head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    head.weight = nn.Parameter(scratch.copy(head.weight, head.weight.dtype), requires_grad=False)
     for model_config in (base.config, base.config.get_text_config()):
         model_config.tie_word_embeddings = False
 
@@ -195,13 +212,14 @@ def _write(model: Any, tokenizer: Any, folder: Path) -> None:
 
 
 @torch.no_grad()
-def _cast(model: nn.Module, dtype: torch.dtype, only_trained: bool, back: bool = False) -> None:
+def _cast(model: nn.Module, dtype: torch.dtype, only_trained: bool, scratch: Scratch, back: bool = False) -> None:
     """Casts the weights to export, one by one; weights that transformers always loads in fp32 are kept in fp32.
 
     Args:
         model: the model.
         dtype: the dtype to cast to.
         only_trained: leave frozen weights as they are.
+        scratch: where the results go.
         back: cast back to the former dtype, so that the weights are only rounded.
     """
     base = inner_model(model)
@@ -210,9 +228,9 @@ def _cast(model: nn.Module, dtype: torch.dtype, only_trained: bool, back: bool =
         fp32 |= set(getattr(base, "_keep_in_fp32_modules", None) or ())
     for name, weight in model.named_parameters():
         if weight.is_floating_point() and (weight.requires_grad or not only_trained):
-            before = weight.dtype
-            weight.data = weight.data.to(torch.float32 if fp32 & set(name.split(".")) else dtype)
-            weight.data = weight.data.to(before) if back else weight.data
+            after = torch.float32 if fp32 & set(name.split(".")) else dtype
+            if after != weight.dtype:
+                weight.data = scratch.copy(weight.data.to(after), weight.dtype if back else after)
 
 
 def stop_tokens(tokenizer: Any, generation_config: GenerationConfig) -> list[int]:

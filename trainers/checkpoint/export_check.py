@@ -1,7 +1,7 @@
 """Loads an export back with plain transformers or peft, and compares its loss with the trainer's.
 
-Only one model is in memory at a time: the trainer's loss is computed before the export is written, and its model is
-freed before the export is read. Both compute in the same dtype, so that only the storage of the weights differs; what
+Only one model is there at a time: the trainer's loss is computed before the export is written, and its model is freed
+before the export is read. Both compute in the same dtype, so that only the storage of the weights differs; what
 their rounding changes is measured on the trainer's model.
 """
 
@@ -19,18 +19,23 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from trainers.checkpoint.scratch import Scratch
 from trainers.config.options import TrainConfig
 from trainers.data.prepare import cached
 from trainers.model.attention import KERNELS
 from trainers.model.load import base_dtype, element_counts, load_model_config, model_path, weight_files
 from trainers.model.quantization import keep_compute_dtype, loading_options, many_threads
+from trainers.model.stored import DTYPES
 from trainers.objectives.sft import SupervisedLoss
 from trainers.run.host_memory import available
+from trainers.run.weight_headers import read_header
 
 BASE = "base"
 """Folder in an exported adapter for the config.json of its base with scaled RoPE. Not beside the adapter: transformers
 would look for the base's weights there."""
 TOKENS = 256
+_WIDENED = {torch.float32: (torch.bfloat16, torch.float16), torch.bfloat16: (), torch.float16: ()}
+"""By dtype, the narrower ones of which it holds every value."""
 EXACT = 1e-4
 """Relative tolerance of the mean loss over `TOKENS` tokens in fp32 (absolute for losses below 1), as our attention sums
 in a different order from transformers'. In a narrower dtype, the tolerance is twice its epsilon."""
@@ -210,16 +215,33 @@ def _trained_tokens(probes: Sequence[Probe]) -> int:
 
 
 def _bytes(folder: Path, config: TrainConfig, kind: str, compute: torch.dtype) -> int:
-    """Memory of the loaded weights in bytes, including the base of an adapter."""
-    files = [*folder.glob("*.safetensors"), *(weight_files(config) if kind == "adapter" else [])]
-    return sum(element_counts(files).values()) * compute.itemsize
+    """Memory of the loaded weights in bytes, including the base of an adapter; of mapped ones, that of the largest."""
+    counts = [math.prod(shape) for file in _files(folder, config, kind) for _, shape in read_header(file).values()]
+    mapped = _mappable_dtype(folder, config, kind, compute) is not None
+    return (max if mapped else sum)(counts) * compute.itemsize
+
+
+def _files(folder: Path, config: TrainConfig, kind: str) -> list[Path]:
+    return [*folder.glob("*.safetensors"), *(weight_files(config) if kind == "adapter" else [])]
+
+
+def _mappable_dtype(folder: Path, config: TrainConfig, kind: str, compute: torch.dtype) -> torch.dtype | None:
+    """The one dtype of the files, in which transformers maps them; None if its weights must be loaded into memory.
+
+    They can be widened afterwards, which is exact.
+    """
+    files = weight_files(config) if kind == "adapter" else list(folder.glob("*.safetensors"))
+    names = set(element_counts(files))
+    held = DTYPES.get(next(iter(names))) if len(names) == 1 else None
+    return held if config.method != "qlora" and held in (compute, *_WIDENED[compute]) else None
 
 
 def _load(folder: Path, config: TrainConfig, kind: str, compute: torch.dtype) -> Any:
-    settings: dict[str, Any] = {"dtype": compute, "attn_implementation": "eager", "use_safetensors": True}
+    held = _mappable_dtype(folder, config, kind, compute) or compute
+    settings: dict[str, Any] = {"dtype": held, "attn_implementation": "eager", "use_safetensors": True}
     settings["trust_remote_code"] = config.trust_remote_code
     if kind != "adapter":
-        return AutoModelForCausalLM.from_pretrained(folder, **settings)
+        return _widened(AutoModelForCausalLM.from_pretrained(folder, **settings), held, compute, folder)
     from peft import PeftModel  # takes long, and every rank imports this module
 
     if config.method == "qlora":
@@ -231,7 +253,14 @@ def _load(folder: Path, config: TrainConfig, kind: str, compute: torch.dtype) ->
         settings["config"] = AutoConfig.from_pretrained(folder, subfolder=BASE)
     base = AutoModelForCausalLM.from_pretrained(model_path(config), revision=config.model_revision, **settings)
     keep_compute_dtype(base)
-    return PeftModel.from_pretrained(base, str(folder))
+    return PeftModel.from_pretrained(_widened(base, held, compute, folder), str(folder))
+
+
+def _widened(model: Any, held: torch.dtype, compute: torch.dtype, folder: Path) -> Any:
+    if held == compute:
+        return model
+    Scratch(folder).copy_weights(model, compute)
+    return model.to(compute)  # its buffers
 
 
 @torch.no_grad()

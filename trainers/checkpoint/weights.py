@@ -49,9 +49,9 @@ def base_digest(model: nn.Module, stored: Mapping[str, Source] = NOTHING) -> str
     return digest.hexdigest() if frozen else ""
 
 
-def refuse_other_base(manifest: dict[str, Any], model: nn.Module) -> None:
+def refuse_other_base(manifest: dict[str, Any], model: nn.Module, stored: Mapping[str, Source] = NOTHING) -> None:
     """Raises ConfigError when the frozen weights of a model are not those that a checkpoint was trained on."""
-    if manifest["base"] != base_digest(model):
+    if manifest["base"] != base_digest(model, stored):
         raise ConfigError(f"{OTHER_BASE}; restore them")
 
 

@@ -78,7 +78,7 @@ def test_an_export_has_the_dtype_of_the_base_or_the_one_asked_for(
 ) -> None:
     method = "full" if kind == "full" else "lora"
     choice = config(saved_base(tmp_path / "base", stored), method=method, export_dtype=chosen)
-    checked = export.export(trained(choice), choice, tmp_path / "model", kind, {})
+    checked = export.export(lambda _: trained(choice), choice, tmp_path / "model", kind, {})
     assert dtypes(tmp_path / "model") == {wanted}
     assert checked.deviation is not None
     assert checked.deviation <= checked.limit
@@ -97,7 +97,7 @@ def test_merged_weights_are_rounded_once(tmp_path: Path) -> None:
     layer = model.get_submodule(name)
     base, delta = layer.base_layer.weight.float(), layer.get_delta_weight("default").float()
     twice = base.bfloat16() + delta.bfloat16()
-    export.export(model, choice, tmp_path / "model", "merged", {})
+    export.export(lambda _: model, choice, tmp_path / "model", "merged", {})
     weight = load_file(tmp_path / "model" / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
     assert torch.equal(weight, (base + delta).bfloat16())
     assert not torch.equal(weight, twice)
@@ -105,7 +105,7 @@ def test_merged_weights_are_rounded_once(tmp_path: Path) -> None:
 
 def test_tied_weights_are_written_once(tmp_path: Path) -> None:
     choice = config(saved_base(tmp_path / "base", torch.bfloat16), method="full")
-    export.export(trained(choice), choice, tmp_path / "model", "full", {})
+    export.export(lambda _: trained(choice), choice, tmp_path / "model", "full", {})
     assert "lm_head.weight" not in load_file(tmp_path / "model" / "model.safetensors")
 
 
@@ -117,7 +117,7 @@ def test_an_adapter_on_one_of_two_tied_weights_is_merged_into_that_one(target: s
     model, ids = trained(choice).eval(), torch.arange(20)[None]
     assert model.get_base_model().config.tie_word_embeddings
     wanted = model(ids, attention_metadata=AttentionMetadata()).logits
-    export.export(model, choice, tmp_path / "model", "merged", {})
+    export.export(lambda _: model, choice, tmp_path / "model", "merged", {})
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     torch.testing.assert_close(again(ids).logits, wanted, rtol=1e-4, atol=1e-4)
     again.tie_weights()
@@ -128,7 +128,7 @@ def test_an_adapter_on_one_of_two_tied_weights_is_merged_into_that_one(target: s
 
 def test_the_model_card_says_how_to_load_the_stop_tokens_of_an_adapter(tmp_path: Path) -> None:
     choice = config(BASE_DIR)
-    export.export(trained(choice), choice, tmp_path / "model", "adapter", {})
+    export.export(lambda _: trained(choice), choice, tmp_path / "model", "adapter", {})
     stated = json.loads((tmp_path / "model" / "generation_config.json").read_text()) | {"eos_token_id": [0, 7]}
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(stated))
     code = re.search(r"```python\n(.*?)```", (tmp_path / "model" / "README.md").read_text(), re.DOTALL)
@@ -145,7 +145,7 @@ def test_a_model_without_stop_tokens_is_exported(tmp_path: Path) -> None:
         (base / name).write_text(json.dumps({key: value for key, value in values.items() if "eos_token" not in key}))
     (base / "generation_config.json").unlink()
     choice = config(base, method="full", packing=False)
-    export.export(trained(choice), choice, tmp_path / "model", "full", {})
+    export.export(lambda _: trained(choice), choice, tmp_path / "model", "full", {})
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").generation_config.eos_token_id is None
 
 
@@ -172,7 +172,7 @@ def test_an_export_that_is_another_model_fails(
 
     monkeypatch.setattr(export, "_write", spoil)
     with pytest.raises(TrainingError, match=r"difference .* limit .* it is not the trained model"):
-        export.export(trained(choice), choice, tmp_path / "model", kind, {})
+        export.export(lambda _: trained(choice), choice, tmp_path / "model", kind, {})
     assert not (tmp_path / "model").exists()
     assert (tmp_path / "model-failed" / "README.md").is_file()
 
@@ -185,7 +185,7 @@ def test_rounding_fails_no_export_whose_data_train_few_tokens(tmp_path: Path, mo
         ids, mask = (torch.from_numpy(np.array(values)) for values in data.document(number))
         probe = export_check.Probe(ids.long()[None], mask[1:].nonzero()[:1, 0])
         monkeypatch.setattr(export, "sample", lambda *_, probe=probe: [probe])
-        checked = export.export(trained(choice), choice, tmp_path / f"model-{number}", "full", {})
+        checked = export.export(lambda _: trained(choice), choice, tmp_path / f"model-{number}", "full", {})
         assert checked.difference is not None
         moved.append(checked.difference / export_check.tolerance(checked.trainer_loss, 1, torch.float32))
     assert max(moved) > 1, "control: without the measured rounding, the limit would be too small"
@@ -201,7 +201,7 @@ def test_an_export_that_cannot_be_loaded_fails(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(export, "_write", spoil)
     with pytest.raises(TrainingError, match="the export cannot be loaded back: "):
-        export.export(trained(choice), choice, tmp_path / "model", "full", {})
+        export.export(lambda _: trained(choice), choice, tmp_path / "model", "full", {})
 
 
 def test_a_model_with_attention_of_its_own_is_exported(tmp_path: Path) -> None:
@@ -211,29 +211,29 @@ def test_a_model_with_attention_of_its_own_is_exported(tmp_path: Path) -> None:
     for path in BASE_DIR.glob("tokenizer*"):
         shutil.copy(path, tmp_path / "base")
     choice = config(tmp_path / "base", method="full", packing=False)
-    checked = export.export(trained(choice), choice, tmp_path / "model", "full", {})
+    checked = export.export(lambda _: trained(choice), choice, tmp_path / "model", "full", {})
     assert checked.deviation is not None
     assert checked.deviation <= checked.limit
 
 
 def test_one_model_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     choice, alive = config(BASE_DIR, method="full"), list[Any]()
-    load_back, build_it = export.load_back, export.build_model
+    load_back, build_it = export.load_back, export.build_unread
 
     def build_and_watch(choice: TrainConfig) -> Any:
-        model = build_it(choice)
+        model, stored = build_it(choice)
         alive.append(weakref.ref(model))
-        return model
+        return model, stored
 
     def look(*words: Any) -> Any:
         gc.collect()
         assert alive[0]() is None, "the trainer's model is still there"
         return load_back(*words)
 
-    monkeypatch.setattr(export, "build_model", build_and_watch)
+    monkeypatch.setattr(export, "build_unread", build_and_watch)
     monkeypatch.setattr(export, "load_back", look)
     monkeypatch.setattr(export, "read_manifest", lambda folder: {"base": ""})
-    monkeypatch.setattr(export, "load_weights", lambda folder, model: None)
+    monkeypatch.setattr(export, "load_weights", lambda *_: None)
     export.export_checkpoint(tmp_path, choice, tmp_path / "model", "full", {}, None)
     assert len(alive) == 1
 
@@ -243,7 +243,7 @@ def test_a_comparison_without_the_memory_is_left_out_and_says_so(
 ) -> None:
     choice = config(BASE_DIR, method="full")
     monkeypatch.setattr(export_check, "available", lambda: 1000)
-    checked = export.export(trained(choice), choice, tmp_path / "model", "full", {})
+    checked = export.export(lambda _: trained(choice), choice, tmp_path / "model", "full", {})
     assert (checked.difference, checked.failed) == (None, False)
     assert "not loaded back, which takes 0.0 GiB of memory where 0.0 GiB are free" in capsys.readouterr().out
     assert "not loaded back" in (tmp_path / "model" / "README.md").read_text()

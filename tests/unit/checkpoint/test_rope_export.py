@@ -60,7 +60,7 @@ def test_stock_libraries_give_the_trained_models_logits(kind: str, scaling: str,
     inner_model(model).set_attn_implementation("eager")
     wanted, folder = logits(model), tmp_path / "model"
     inner_model(model).set_attn_implementation(KERNELS["eager"])
-    checked = export.export(model, choice, folder, kind, {})
+    checked = export.export(lambda _: model, choice, folder, kind, {})
     assert checked.deviation is not None
     assert checked.deviation <= checked.limit
     assert (logits(as_the_card_says(folder)) - wanted).abs().max() < 1e-4
@@ -78,6 +78,6 @@ def test_stock_libraries_give_the_trained_models_logits(kind: str, scaling: str,
 
 def test_an_adapter_without_scaling_needs_no_config_of_its_base(base: Path, tmp_path: Path) -> None:
     choice = config(base)
-    export.export(trained(choice), choice, tmp_path / "model", "adapter", {})
+    export.export(lambda _: trained(choice), choice, tmp_path / "model", "adapter", {})
     assert not (tmp_path / "model" / "base").exists()
     assert "AutoPeftModelForCausalLM.from_pretrained(folder)" in (tmp_path / "model" / "README.md").read_text()

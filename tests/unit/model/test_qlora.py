@@ -190,7 +190,7 @@ def test_merged_weights_are_the_dequantised_ones_and_the_adapters_in_fp32(tmp_pa
         for name, part in model.named_modules()
         if hasattr(part, "get_delta_weight")
     }
-    export(model, choice, tmp_path / "model", "merged", {})
+    export(lambda _: model, choice, tmp_path / "model", "merged", {})
     saved = load_file(tmp_path / "model" / "model.safetensors")
     assert len(wanted) == 28
     assert all(torch.allclose(saved[f"{name}.weight"], one, rtol=0, atol=1e-6) for name, one in wanted.items())
@@ -206,7 +206,7 @@ def test_merged_weights_give_the_same_logits(tmp_path: Path) -> None:
     wanted = logits(model)
     with reordered("backwards"):
         limit = bound(relative(logits(model), wanted))
-    export(model, choice, tmp_path / "model", "merged", {})
+    export(lambda _: model, choice, tmp_path / "model", "merged", {})
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     assert not hasattr(merged.config, "quantization_config")
     assert relative(logits(merged), wanted) <= limit
@@ -276,4 +276,4 @@ def test_an_adapter_is_loaded_back_in_its_own_dtype_on_a_cpu_with_bf16_kernels(
     choice = config()
     model: Any = build_model(choice)
     disturb(model)
-    assert not export(model, choice, tmp_path / "model", "adapter", {}).failed
+    assert not export(lambda _: model, choice, tmp_path / "model", "adapter", {}).failed
