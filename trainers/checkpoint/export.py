@@ -157,7 +157,7 @@ def _write_model(
 
     Its model is freed before the export is loaded back: both might not fit in memory.
     """
-    scratch = Scratch(folder)
+    scratch = Scratch(folder.parent)  # on NFS, a deleted file keeps a name in its folder while it is mapped
     model = build(scratch)
     scratch.reserved = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
     if kind == "merged":

@@ -217,8 +217,9 @@ def _trained_tokens(probes: Sequence[Probe]) -> int:
 def _bytes(folder: Path, config: TrainConfig, kind: str, compute: torch.dtype) -> int:
     """Memory of the loaded weights in bytes, including the base of an adapter; of mapped ones, that of the largest."""
     counts = [math.prod(shape) for file in _files(folder, config, kind) for _, shape in read_header(file).values()]
-    mapped = _mappable_dtype(folder, config, kind, compute) is not None
-    return (max if mapped else sum)(counts) * compute.itemsize
+    held, total = _mappable_dtype(folder, config, kind, compute), sum(counts) * compute.itemsize
+    mapped = held == compute or (held is not None and Scratch(folder.parent).has_room(total))
+    return max(counts) * compute.itemsize if mapped else total
 
 
 def _files(folder: Path, config: TrainConfig, kind: str) -> list[Path]:
@@ -259,7 +260,7 @@ def _load(folder: Path, config: TrainConfig, kind: str, compute: torch.dtype) ->
 def _widened(model: Any, held: torch.dtype, compute: torch.dtype, folder: Path) -> Any:
     if held == compute:
         return model
-    Scratch(folder).copy_weights(model, compute)
+    Scratch(folder.parent).copy_weights(model, compute)
     return model.to(compute)  # its buffers
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -18,6 +19,10 @@ from trainers.model.stored import Source, StoredTensor, replace
 
 SMALL = 2**16
 """Tensors of fewer bytes stay in memory: a process may have only 65,530 mappings."""
+SPARE = 2**30
+"""Bytes of the disk to leave free for what else writes to it, such as checkpoints of other runs."""
+NORESERVE = 0x4000 if sys.platform == "linux" else 0
+"""Lets a file be mapped that is larger than memory. Python 3.11 has no name for it."""
 
 
 class Scratch:
@@ -31,10 +36,14 @@ class Scratch:
     def __init__(self, folder: Path, reserved: float = 0):
         self.folder, self.reserved = folder, reserved
 
+    def has_room(self, size: float) -> bool:
+        """Whether the disk has room for so many bytes."""
+        return size + self.reserved + SPARE <= shutil.disk_usage(self.folder).free
+
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor of unspecified values."""
         size = shape.numel() * dtype.itemsize
-        if size < SMALL or size + self.reserved > shutil.disk_usage(self.folder).free:
+        if size < SMALL or not self.has_room(size):
             return torch.empty(shape, dtype=dtype)
         with tempfile.NamedTemporaryFile(dir=self.folder) as file:
             try:
@@ -78,7 +87,13 @@ def map_weights(model: nn.Module, stored: dict[str, Source], scratch: Scratch) -
 def _mapped(source: StoredTensor, opened: dict[Path, mmap.mmap]) -> torch.Tensor:
     """A stored tensor with a storage of its own, as storages that weights share would be written into one shard."""
     if source.file not in opened:
-        with source.file.open("rb") as file:
-            opened[source.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        opened[source.file] = map_file(source.file)
     flat = torch.frombuffer(opened[source.file], dtype=source.dtype, count=source.shape.numel(), offset=source.offset)
     return flat.view(source.shape)
+
+
+def map_file(path: Path) -> mmap.mmap:
+    """Maps a file of any size. What is written to the mapping stays in memory, and the file as it is."""
+    with path.open("rb") as file:
+        flags, access = mmap.MAP_PRIVATE | NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+        return mmap.mmap(file.fileno(), 0, flags=flags, prot=access)

@@ -123,6 +123,7 @@ class Rows:
         self.packing = packing
         self.shard = shard
         self.fixed_length = max_length if fixed_length else None
+        self._filler: int | None = None
         count = len(documents.lengths)
         if packing:
             packed = pack(documents.lengths, max_length)
@@ -205,8 +206,10 @@ class Rows:
         Rows and documents are only tens: lists are faster than arrays.
         """
         shape = (max(len(content), 1), width)
-        ids, trained = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=bool)
+        ids, trained = np.empty(shape, dtype=np.int64), np.zeros(shape, dtype=bool)
         borders: list[int] = [] if content else [0]
+        if not content:
+            ids[:] = self._any_token()
         for line, (tokens, mask, lengths) in enumerate(content):
             ids[line, : len(tokens)], ids[line, len(tokens) :] = tokens, tokens[-1]
             trained[line, : len(tokens)] = mask
@@ -217,6 +220,12 @@ class Rows:
             if len(tokens) < width:
                 borders.append(at)
         return ids, trained, [*borders, ids.size]
+
+    def _any_token(self) -> int:
+        """A token of the data, for rows of weight zero."""
+        if self._filler is None:
+            self._filler = int(self.documents.gather(self.members[:1])[0][0])
+        return self._filler
 
     def _split(
         self, ids: np.ndarray, position_ids: np.ndarray, real: np.ndarray, trained: np.ndarray

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -15,11 +16,42 @@ from tests.launching import ROOT, environment
 from tests.shared import once
 from tests.unit.checkpoint.exporting_rank import write_checkpoint
 from tests.unit.parallel.test_loading import MIB, large
+from trainers.checkpoint import scratch
+from trainers.checkpoint.scratch import Scratch, map_file
 from trainers.config.validation import build
 from trainers.embedded import BASE_DIR
 
 BOUND = (108 + 300) * MIB
 """The largest tensor in fp32, and what libraries and the forward pass take. The model has 513 MiB in fp32."""
+
+
+def test_a_file_larger_than_memory_is_mapped(tmp_path: Path) -> None:
+    file, memory = tmp_path / "large", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with file.open("wb") as opened:
+        opened.truncate(4 * memory)
+    mapped = map_file(file)
+    mapped[-1] = 1
+    assert len(mapped) == 4 * memory
+    assert mapped[-1] == 1
+    with file.open("rb") as opened:
+        opened.seek(-1, os.SEEK_END)
+        assert opened.read() == b"\0", "the file stays as it is"
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_a_tensor_that_the_disk_has_no_room_for_is_kept_in_memory(
+    room: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files: list[str] = []
+    real = torch.from_file
+    monkeypatch.setattr(torch, "from_file", lambda name, **options: files.append(name) or real(name, **options))
+    free = shutil.disk_usage(tmp_path).free
+    monkeypatch.setattr(scratch, "SPARE", 0 if room else free)
+    values = torch.arange(scratch.SMALL, dtype=torch.float32)
+    copy = Scratch(tmp_path).copy(values, torch.float32)
+    assert torch.equal(copy, values)
+    assert bool(files) is room
+    assert not list(tmp_path.iterdir()), "its file has no name"
 
 
 @pytest.mark.parametrize(("method", "kind"), [("lora", "merged"), pytest.param("full", "full", marks=pytest.mark.slow)])

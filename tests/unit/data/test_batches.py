@@ -139,6 +139,16 @@ def test_padding_repeats_the_last_token_of_its_row(packing: bool) -> None:
         assert set(ids[~real].tolist()) <= {int(ids[real][-1])}
 
 
+def test_a_row_of_weight_zero_has_a_token_of_the_data() -> None:
+    """A model's token 0 may be the one for padding, of zeros."""
+    rows = Rows(FakeDocuments(np.array([3, 4])), 64, packing=False)
+    rows.documents.document = lambda index: (np.array([7 + index, 8]), np.ones(2, dtype=bool))  # type: ignore[method-assign]
+    micro = rows.collate(np.array([], dtype=int))
+    assert micro.input_ids.tolist() == [[7]]
+    assert not len(micro.labels)
+    assert not micro.real.any()
+
+
 def test_data_smaller_than_a_global_batch_is_refused_with_the_way_out() -> None:
     with pytest.raises(ConfigError, match=r"global_batch_size=8 is larger than the data: 1 packed rows of 9 documents"):
         plan([5] * 9, 1, packing=True)
