@@ -33,7 +33,7 @@ from benchmarks.rows import Batches
 from benchmarks.shapes import TINY, empty_model, model_folder
 from benchmarks.throughput import check_equal_work
 from tests.launching import ROOT
-from trainers.model.load import matmul_parameters
+from trainers.model.sizes import matmul_parameters
 from trainers.monitor.mfu import attention_width, peak_flops, step_flops
 
 BUDGET = 530.0

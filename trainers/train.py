@@ -230,7 +230,7 @@ def train(
         from trainers.checkpoint.weights import base_digest, persistent_buffers
         from trainers.data.prepare import prepare, report_lines
         from trainers.loop import TrainContext, TrainLoop
-        from trainers.model.load import used_matmul_parameters
+        from trainers.model.sizes import used_matmul_parameters
         from trainers.monitor.heartbeat import Heartbeat
         from trainers.monitor.metrics import memory_gib
         from trainers.monitor.profiler import StepProfiler

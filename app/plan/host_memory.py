@@ -31,10 +31,9 @@ def host_phases(
     trained = full["trained_inside"] + full["trained_outside"]
     model = trained * weight + full["frozen_inside"] + full["frozen_outside"] + full["scales"]
     # A rank reads only what it keeps, straight to where it keeps it, but has all adapters for a moment. Random weights
-    # and 4-bit ones are made whole by every rank before they are cut.
-    made_whole = config.random_init or config.method == "qlora"
+    # are drawn by every rank before they are cut.
     adapters = 0.0 if config.method == "full" else trained * weight
-    loaded = model if made_whole else adapters + min(resident, model)
+    loaded = model if config.random_init else adapters + min(resident, model)
     # The ranks own the full tensors of a checkpoint in turn: each copies its own, and writes while training goes on.
     checkpoint = trained * (weight + state) * ranks / world
     # Rank 0 rebuilds the full model after training, in fp32 if adapters are merged into it.

@@ -31,10 +31,17 @@ from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.embedded import BASE_DIR
 from trainers.model.attention import KERNELS
 from trainers.model.config_checks import check_layers, check_values, own_code, refuse_other_tasks
-from trainers.model.experts import expert_share, router_names
+from trainers.model.experts import router_names
 from trainers.model.mixers import split_mixers
 from trainers.model.probe import in_one_line
-from trainers.model.quantization import finish, loading_options, many_threads, refuse_quantised, settle_quantisation
+from trainers.model.quantization import (
+    finish,
+    leave_quantised,
+    loading_options,
+    many_threads,
+    refuse_quantised,
+    settle_quantisation,
+)
 from trainers.model.randomness import drop_randomness, route_as_in_inference
 from trainers.model.reachability import (
     freeze_unreached,
@@ -180,7 +187,7 @@ def _load_base(config: TrainConfig, model_config: Any, left: LeftInFiles | None 
         as_stored = copy.copy(model_config)  # loading removes the quantization that it undoes
         try:
             # Safetensors only: other weight files are pickles, which run code when loaded.
-            with many_threads() if config.method == "qlora" else left.recording() if left else nullcontext():
+            with left.recording() if left else many_threads() if config.method == "qlora" else nullcontext():
                 model, report = AutoModelForCausalLM.from_pretrained(
                     model_path(config), config=model_config, use_safetensors=True, **where, **settings
                 )
@@ -291,6 +298,8 @@ def build_unread(config: TrainConfig) -> tuple[nn.Module, dict[str, Source]]:
         _say("every process loads the whole model: it is unknown where some of its weights come from")
         del base
         return build_model(config), {}
+    if config.method == "qlora":
+        sources = leave_quantised(base, sources)
     use_checkpointing(base, config)
     if config.method == "full":
         model: nn.Module = base
@@ -305,8 +314,6 @@ def _whole_reason(config: TrainConfig, model_config: Any) -> str | None:
     """Why the weights of a model cannot be read in parts; None if they can."""
     if config.random_init:
         return "random weights are drawn one after another"
-    if config.method == "qlora":
-        return "4-bit weights are quantised before they are cut"
     if getattr(model_config, "quantization_config", None):
         return "its weights are stored quantised"
     return "its code is its own" if own_code(config, model_config) else None
@@ -460,35 +467,3 @@ def compiled_blocks(base: PreTrainedModel) -> nn.ModuleList:
             "torch_compile", True, f": {base.config.model_type} has no list of layers", "use torch_compile=false"
         )
     return blocks
-
-
-def matmul_parameters(model: nn.Module, expert_share: float = 1.0) -> tuple[int, int]:
-    """Number of (trained, frozen) parameters in matrix products; includes the output head, not the embedding lookup.
-
-    Args:
-        model: the model, or a part of it.
-        expert_share: see `trainers.model.experts.expert_share`; counts that much of the experts' weights.
-    """
-    trained = frozen = 0
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and module.weight is not None:
-            # The weight may be packed or sharded.
-            counts = [(module.in_features * module.out_features, module.weight.requires_grad)]
-        elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-            continue
-        else:  # experts, stacked
-            stacks = (weight for weight in module.parameters(recurse=False) if weight.ndim == 3)
-            counts = [(round(weight.numel() * expert_share), weight.requires_grad) for weight in stacks]
-        trained += sum(count for count, trains in counts if trains)
-        frozen += sum(count for count, trains in counts if not trains)
-    return trained, frozen
-
-
-def used_matmul_parameters(model: nn.Module, model_config: Any) -> tuple[int, int]:
-    """`matmul_parameters` that a token uses: of the experts, those that it is routed to.
-
-    Args:
-        model: the model, with adapters or without.
-        model_config: its transformers config.
-    """
-    return matmul_parameters(model, expert_share(model_config.get_text_config()))

@@ -4,10 +4,10 @@ Double quantisation stores the scales of the blocks in 8 bits. Except for its li
 with `method=lora`: embeddings, output head and norms keep the compute dtype, adapters fp32. peft's
 `prepare_model_for_kbit_training` is not used, since it casts all of these to fp32.
 
-Weights are quantised on the CPU, before any strategy wraps them, so that every strategy and every later export has the
-same bits. They are stored in tensors of the compute dtype, because FSDP shards only floating-point tensors; their bits
-are not numbers of that dtype, so nothing may cast them. The scales are not parameters: every rank holds all of them
-(0.13 bits per weight).
+Weights are quantised on the CPU, each in full when it is read, so that every strategy and every later export has the
+same bits; a rank then keeps its part of them. They are stored in tensors of the compute dtype, because FSDP shards only
+floating-point tensors; their bits are not numbers of that dtype, so nothing may cast them. The scales are not
+parameters: every rank holds all of them (0.13 bits per weight).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
+from trainers.model.stored import Source, replace
 
 _DEQUANTISED = ("mxfp4", "fp8")
 """Quantisation methods whose weights transformers can dequantise to the compute dtype."""
@@ -38,7 +40,7 @@ SCALES_BLOCK = 256
 
 
 def loading_options(dtype: torch.dtype) -> dict[str, Any]:
-    """Arguments of `from_pretrained` that quantise each weight as it is read; `finish` does the rest.
+    """Arguments of `from_pretrained` that quantise each weight which it reads; `finish` does the rest.
 
     Args:
         dtype: the compute dtype, also the dtype of the tensors that store the quantised weights.
@@ -174,8 +176,70 @@ def finish(base: PreTrainedModel) -> None:
     keep_compute_dtype(base)
     for layer in four_bit_layers(base):
         layer.register_forward_pre_hook(_cast_input)
-        quantise_scales(layer.quant_state)
+        if not layer.weight.is_meta:
+            quantise_scales(layer.quant_state)
         layer.weight.compress_statistics = True
+
+
+@dataclass(frozen=True)
+class QuantisedTensor:
+    """The weight of a 4-bit layer, quantised from the one in the files when it is read.
+
+    Args:
+        source: where the weight comes from.
+        layer: the layer, which gets the scales.
+        settings: attributes of the weight: how it is quantised.
+        dtype: dtype to quantise from.
+        shape: shape of the tensor that stores the quantised weight.
+    """
+
+    source: Source
+    layer: Any
+    settings: dict[str, Any]
+    dtype: torch.dtype
+    shape: torch.Size
+
+    def mapped(self) -> torch.Tensor:
+        """The quantised weight, from all of the one in the files."""
+        from bitsandbytes.nn import Params4bit
+
+        full = torch.empty(self.source.shape, dtype=self.dtype)
+        self.source.read(full)
+        with many_threads():
+            packed: Any = Params4bit(full, requires_grad=False, **self.settings).to("cpu")
+        quantise_scales(packed.quant_state)
+        self.layer.quant_state = packed.quant_state
+        data: torch.Tensor = packed.data
+        return data
+
+    def read(self, target: torch.Tensor, part: tuple[slice, ...] = ()) -> None:
+        """Fills a tensor with a part of the quantised weight, and puts the scales of all of it onto the same device."""
+        target.detach().copy_(self.mapped()[part])
+        self.layer.quant_state.to(target.device)
+        self.layer.weight.quant_state = self.layer.quant_state
+
+
+def leave_quantised(base: nn.Module, sources: Mapping[int, Source]) -> dict[int, Source]:
+    """Gives 4-bit layers on the meta device weights of the shape that they have once they are read.
+
+    Args:
+        base: the model.
+        sources: where each weight comes from, by its id.
+
+    Returns:
+        The same after that.
+    """
+    packed_sources = dict(sources)
+    for layer in four_bit_layers(base):
+        weight = layer.weight
+        shape = torch.Size([weight.numel() // 2 // weight.quant_storage.itemsize, 1])
+        settings = {**weight.__dict__, "compress_statistics": False}  # `quantise_scales` does it
+        source = QuantisedTensor(sources[id(weight)], layer, settings, weight.dtype, shape)
+        packed = torch.empty(shape, dtype=weight.quant_storage, device="meta")
+        replace(weight, torch.Tensor._make_subclass(type(weight), packed))
+        weight.bnb_quantized = True
+        packed_sources[id(weight)] = source
+    return packed_sources
 
 
 def keep_compute_dtype(model: nn.Module) -> None:
@@ -206,7 +270,7 @@ def quantise_scales(state: Any) -> None:
 def four_bit_layers(model: nn.Module) -> list[Any]:
     """The quantised linear layers of a model, wrapped or not."""
     linear = [part for part in model.modules() if isinstance(part, nn.Linear)]
-    return [part for part in linear if getattr(part, "quant_state", None) is not None]
+    return [part for part in linear if hasattr(part, "quant_state")]
 
 
 def whole_layers(model: nn.Module, head: nn.Module | None) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -126,8 +126,17 @@ class ConvertedTensor:
             target.detach().copy_(self.mapped()[part])
 
 
-Source = StoredTensor | ConvertedTensor
-"""Where a weight comes from."""
+class Source(Protocol):
+    """Where a weight comes from."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    def read(self, target: torch.Tensor, part: tuple[slice, ...] = ()) -> None:
+        """See `StoredTensor.read`."""
+
+    def mapped(self) -> torch.Tensor:
+        """The weight."""
 
 
 def _read_full(source: StoredTensor, dtype: torch.dtype) -> torch.Tensor:

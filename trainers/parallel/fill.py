@@ -25,7 +25,7 @@ def fill(loss: Any, device: torch.device) -> None:
         TrainingError: if a file has become shorter since its header was read.
     """
     for name, weight in unread(loss):
-        replace(weight, nn.Parameter(_local(loss, name, weight, device), weight.requires_grad))
+        replace(weight, _parameter(_local(loss, name, weight, device), weight))
 
 
 def filler(loss: Any, device: torch.device) -> Callable[[nn.Module], None]:
@@ -88,6 +88,13 @@ def read_whole(loss: Any, name: str, weight: torch.Tensor, device: torch.device)
     full = torch.empty(weight.shape, dtype=weight.dtype, device=device)
     loss.stored[name].read(full, _rectangle(loss, name, weight.shape))
     return full
+
+
+def _parameter(local: torch.Tensor, weight: nn.Parameter) -> nn.Parameter:
+    """A parameter of the same kind as a weight: 4-bit ones have a class of their own, unless they are sharded."""
+    if type(weight) is nn.Parameter or isinstance(local, DTensor):
+        return nn.Parameter(local, weight.requires_grad)
+    return torch.Tensor._make_subclass(type(weight), local, weight.requires_grad)
 
 
 def _local(loss: Any, name: str, weight: Any, device: torch.device) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch.nn import functional
 from trainers.config.mistakes import ConfigError
 from trainers.data.layout import AttentionMetadata, DocumentLayout
 from trainers.model.experts import expert_share
-from trainers.model.load import matmul_parameters
+from trainers.model.sizes import matmul_parameters
 from trainers.strategy.pipeline_schedules import SCHEDULES, balance, stages_of
 
 FAMILIES = {

@@ -37,15 +37,9 @@ from trainers.config.validation import build
 from trainers.config.yaml_file import read_yaml
 from trainers.model.attention import KERNELS
 from trainers.model.experts import expert_share
-from trainers.model.load import (
-    add_adapters,
-    base_dtype,
-    compute_dtype,
-    load_model_config,
-    matmul_parameters,
-    use_checkpointing,
-)  # fmt: skip
+from trainers.model.load import add_adapters, base_dtype, compute_dtype, load_model_config, use_checkpointing
 from trainers.model.reachability import as_fakes, silent_weights
+from trainers.model.sizes import matmul_parameters
 from trainers.objectives.load_balancing import LoadBalancing
 from trainers.objectives.sft import SupervisedLoss
 from trainers.parallel.pipeline_split import refuse_unsplittable_family

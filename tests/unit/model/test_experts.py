@@ -14,7 +14,8 @@ from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.config.validation import build
 from trainers.model.experts import adapter_lines, expert_share, router_names
-from trainers.model.load import add_adapters, matmul_parameters
+from trainers.model.load import add_adapters
+from trainers.model.sizes import matmul_parameters
 
 SIZES = {
     "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from trainers.config.presets import model_presets
-from trainers.model.load import matmul_parameters
+from trainers.model.sizes import matmul_parameters
 from trainers.monitor import metrics
 from trainers.monitor.metrics import MetricsFile, RecentPace, Window
 from trainers.monitor.mfu import attention_width, peak_flops, step_flops

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from trainers import build
 from trainers.config.validation import build as build_config
 from trainers.model.load import build_model
+from trainers.model.quantization import four_bit_layers
 from trainers.model.stored import StoredTensor
 from trainers.parallel.backend import Backend
 from trainers.strategy.strategy import load_strategy, resolve
@@ -97,8 +98,10 @@ def differences(backend: Backend, loss: Any, config: Any) -> dict[str, Any]:
             value, cut = kept(name, weight, loss)
             other = cut(expected[name].detach())
             same = value.dtype == other.dtype and weight.requires_grad == expected[name].requires_grad
-            if not same or not torch.equal(value.detach().cpu().reshape(other.shape), other):
+            if not same or not _same_bits(value.detach().cpu().reshape(other.shape), other):
                 wrong.append(name)
+    pairs = zip(four_bit_layers(mine), four_bit_layers(whole), strict=True)
+    wrong += [f"scales of layer {index}" for index, pair in enumerate(pairs) if not _same_scales(*pair)]
     buffers = dict(whole.named_buffers())
     wrong += [
         name
@@ -106,6 +109,18 @@ def differences(backend: Backend, loss: Any, config: Any) -> dict[str, Any]:
         if not torch.equal(buffer, buffers[name.replace("_fsdp_wrapped_module.", "")])
     ]
     return {"wrong": wrong, "names": sorted(found), "all": sorted(expected)}
+
+
+def _same_bits(value: torch.Tensor, other: torch.Tensor) -> bool:
+    """Also where 4-bit weights look like numbers that are none."""
+    bits, other_bits = (tensor.contiguous().flatten().view(torch.uint8) for tensor in (value, other))
+    return torch.equal(bits, other_bits)
+
+
+def _same_scales(layer: Any, other: Any) -> bool:
+    one, two = layer.quant_state, other.quant_state
+    pairs = [(one.absmax, two.absmax), (one.offset, two.offset), (one.state2.absmax, two.state2.absmax)]
+    return one.shape == two.shape and all(torch.equal(*pair) for pair in pairs)
 
 
 def bytes_kept(model: Any) -> int:

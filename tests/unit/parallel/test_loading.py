@@ -37,6 +37,9 @@ ON_LOAD = [
     pytest.param(*case, method, marks=[] if case in QUICK and method == "full" else [pytest.mark.slow])
     for case in STRATEGIES
     for method in ("full", "lora")
+] + [
+    pytest.param(*case, "qlora", marks=[] if case == (2, "fsdp2") else [pytest.mark.slow])
+    for case in ((1, "single"), (2, "ddp"), (2, "fsdp2"), (4, "hsdp"), (2, "zero2"), (2, "cp"))
 ]
 
 
