@@ -1,7 +1,7 @@
 """Host memory to load and to export a model of 1.1B weights: `python -m benchmarks.host_memory [--only fsdp2 export]`.
 
 The weights are random and stored in bf16. Memory is the peak of `RssAnon` above what the process had before: while
-loading, up to the last weight read; in an export, of all of it. Weights that differ from a full load end the program.
+loading, up to the last weight read; in an export, of all of it.
 """
 
 from __future__ import annotations
@@ -55,9 +55,7 @@ def load(base: Path, strategy: str, processes: int, method: str) -> dict[str, An
     with tempfile.TemporaryDirectory() as folder:
         precision = "no" if method == "full" else "bf16"
         options = {"model_name_or_path": str(base), "method": method, "mixed_precision": precision}
-        ranks = loaded(Path(folder), processes, strategy, **options)
-    if wrong := [name for rank in ranks for name in rank["wrong"]]:
-        raise SystemExit(f"{strategy} has other weights than a full load: {', '.join(wrong[:5])}")
+        ranks = loaded(Path(folder), processes, strategy, alone=True, **options)
     fullest = max(ranks, key=lambda rank: rank["peak"])
     found = {f"{key}_gib": fullest[key] / GIB for key in ("kept", "peak")}
     return {"strategy": strategy, "processes": processes, "method": method, **found,

@@ -43,13 +43,14 @@ ON_LOAD = [
 ]
 
 
-def loaded(folder: Path, processes: int, strategy: str, **options: Any) -> list[dict[str, Any]]:
-    """What each rank found."""
+def loaded(folder: Path, processes: int, strategy: str, alone: bool = False, **options: Any) -> list[dict[str, Any]]:
+    """What each rank found; `alone`, without comparing it with the whole model."""
     chosen = {"model_name_or_path": "embedded", "dataset_name": "embedded", **options}
     file = ROOT / "accelerate_configs" / f"{strategy}.yaml"
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
     command += ["--num_processes", str(processes), *(["--main_process_port", "0"] if processes > 1 else [])]
     command += [str(ROOT / "tests/unit/parallel/loading_ranks.py"), str(folder), json.dumps(chosen), strategy]
+    command += ["alone"] if alone else []
     done = subprocess.run(
         command, env=environment(PYTHONPATH=str(ROOT)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
