@@ -32,6 +32,7 @@ from trainers.model.fp8 import convert
 from trainers.model.load import build_unread, compile_blocks, compute_dtype
 from trainers.model.probe import check_model_computes
 from trainers.model.reachability import expert_list, reach_noted
+from trainers.model.rope_scaling import scaled_positions
 from trainers.model.weight_names import first_names
 from trainers.monitor.metrics import MetricsFile
 from trainers.monitor.self_check import DtypeProbe
@@ -55,7 +56,7 @@ from trainers.run.folder import Process, RunFolder
 from trainers.run.manifest import Origin
 from trainers.strategy.mesh import Mesh
 from trainers.strategy.strategy import Strategy
-from trainers.tools.preflight import check_token_ids
+from trainers.tools.preflight import check_positions, check_token_ids
 
 _HOOKS = {
     "none": DDPCommunicationHookType.NO,
@@ -141,10 +142,10 @@ def module(config: TrainConfig, main_rank: bool, splits: Sequence[TokenSet | Non
     Args:
         config: the run's config.
         main_rank: whether this rank prints.
-        splits: the data sets, whose token ids are checked against the size of the embedding.
+        splits: the data sets, whose token ids and lengths the model must support.
 
     Raises:
-        ConfigError: if the model cannot be loaded, or a token id has no embedding.
+        ConfigError: if the model cannot be loaded, or a token id or position has no embedding.
     """
     if not main_rank:
         logging.disable_progress_bar()
@@ -159,6 +160,7 @@ def module(config: TrainConfig, main_rank: bool, splits: Sequence[TokenSet | Non
     if main_rank and (lines := adapter_lines(model) + balancing_lines(loss.balancing)):
         print("\n".join(lines), flush=True)
     check_token_ids(config, splits, loss.vocab_size)
+    check_positions(config, splits, scaled_positions(config, loss.base.config.get_text_config()))
     return loss
 
 

@@ -256,7 +256,7 @@ def train(
     progress = checkpoints.load(folder, loss.model, loss.stored) if folder else Progress()
     progress.skipped_steps = ranks.broadcast(sorted({*progress.skipped_steps, *run.read_skipped_steps()}))
     buffers, memory = persistent_buffers(loss.model), memory_gib(ranks.device)
-    matmul = used_matmul_parameters(loss.model, loss.base.config)  # before layers are split over ranks
+    matmul = used_matmul_parameters(loss.base)  # before layers are split over ranks
     CLOCK.ended("model")
     backend, dtypes = build.backend(config, strategy, accelerator, ranks, mesh, loss)
     lines = compare(strategy, config, accelerator, mesh, backend, loss, dtypes)

@@ -87,6 +87,16 @@ def position_limit(text_config: Any) -> int | None:
     return int(limit * rope.get("factor", 1.0)) if dynamic else limit
 
 
+def scaled_positions(config: TrainConfig, text_config: Any) -> int | None:
+    """Positions of a model as `rope_scaling` extends it; None without.
+
+    Args:
+        config: the run's config.
+        text_config: transformers config of the scaled language model.
+    """
+    return position_limit(text_config) if config.rope_scaling != "none" else None
+
+
 def refuse_unscaled(config: TrainConfig, model: nn.Module) -> None:
     """Raises ConfigError if no module of a built model follows the scaling in its config."""
     if config.rope_scaling != "none" and not any(config.rope_scaling in _rope_types(part) for part in model.modules()):

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from trainers.model.experts import expert_share
+from trainers.model.reachability import text_parts
 
 
 def matmul_parameters(model: nn.Module, expert_share: float = 1.0) -> tuple[int, int]:
@@ -31,11 +32,12 @@ def matmul_parameters(model: nn.Module, expert_share: float = 1.0) -> tuple[int,
     return trained, frozen
 
 
-def used_matmul_parameters(model: nn.Module, model_config: Any) -> tuple[int, int]:
-    """`matmul_parameters` that a token uses: of the experts, those that it is routed to.
+def used_matmul_parameters(base: Any) -> tuple[int, int]:
+    """`matmul_parameters` that a token of text uses: no vision tower, and of the experts those that it is routed to.
 
     Args:
-        model: the model, with adapters or without.
-        model_config: its transformers config.
+        base: the transformers model, with adapters in it or without.
     """
-    return matmul_parameters(model, expert_share(model_config.get_text_config()))
+    share = expert_share(base.config.get_text_config())
+    counts = [matmul_parameters(part, share) for part in text_parts(base)]
+    return sum(trained for trained, _ in counts), sum(frozen for _, frozen in counts)

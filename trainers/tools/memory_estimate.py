@@ -39,7 +39,7 @@ from trainers.model.attention import KERNELS
 from trainers.model.experts import expert_share
 from trainers.model.load import add_adapters, base_dtype, compute_dtype, load_model_config, use_checkpointing
 from trainers.model.reachability import as_fakes, silent_weights
-from trainers.model.sizes import matmul_parameters
+from trainers.model.sizes import matmul_parameters, used_matmul_parameters
 from trainers.objectives.load_balancing import LoadBalancing
 from trainers.objectives.sft import SupervisedLoss
 from trainers.parallel.pipeline_split import refuse_unsplittable_family
@@ -383,7 +383,7 @@ def estimate_memory(config: TrainConfig, model_config: Any, cases: list[str], ti
         raise ConfigError(f"{cannot} ({why}); use another model, or `tunesmith bench`") from None
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     share = expert_share(text)
-    trained, frozen = matmul_parameters(model, share)
+    trained, frozen = used_matmul_parameters(base)
     layers = decoder_layers(base)
     by_tp = {1: weights(config, model)}
     matrices = sum(

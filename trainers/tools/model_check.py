@@ -27,7 +27,7 @@ from trainers.model.load import (
 from trainers.model.probe import in_one_line
 from trainers.model.quantization import refuse_quantised
 from trainers.model.reachability import freeze_unreached, reach_of, refuse_unreached
-from trainers.model.rope_scaling import position_limit, refuse_unscaled
+from trainers.model.rope_scaling import refuse_unscaled, scaled_positions
 from trainers.model.weight_names import fit_lines, misfits
 from trainers.objectives.sft import SupervisedLoss
 from trainers.parallel.fsdp import refuse_wrap
@@ -67,7 +67,7 @@ def inspect_model(config: TrainConfig, headers: Headers | None, strategy: Strate
     load_tokenizer(config)  # the export needs it, even where the data is cached
     text = model_config.get_text_config()
     facts: dict[str, Any] = {"vocab_size": text.vocab_size}
-    facts["positions"] = position_limit(text) if config.rope_scaling != "none" else None
+    facts["positions"] = scaled_positions(config, text)
     _refuse_sizes(model_config, strategy)
     if own_code(config, model_config):
         return {"lines": [], **facts}

@@ -79,7 +79,7 @@ def check(
     _check_checkpoint(config, run_dir)
     train = prepare(config, "train")
     evaluation = prepare(config, "eval") if config.has_evaluation() else None
-    scaling_lines = _check_positions(config, train.report.longest, model["positions"])
+    scaling_lines = check_positions(config, [train, evaluation], model["positions"])
     check_token_ids(config, [train, evaluation], model["vocab_size"])
     plan = plan_training(config, train, data_parallel_size)
     if run_dir is not None:
@@ -320,13 +320,13 @@ def _file_problems(files: set[str], config: TrainConfig) -> list[str]:
     return mistakes
 
 
-def _check_positions(config: TrainConfig, longest: int, positions: int | None) -> list[str]:
+def check_positions(config: TrainConfig, splits: Sequence[TokenSet | None], positions: int | None) -> list[str]:
     """Refuses documents longer than the model supports, if its config says how many positions that are.
 
     Args:
         config: the run's config.
-        longest: tokens of the longest document.
-        positions: positions of the model as it is trained, with `rope_scaling`.
+        splits: the data sets.
+        positions: positions of the model as it is trained, with `rope_scaling`; None without.
 
     Returns:
         A line if the model is scaled although the data would fit without it.
@@ -334,6 +334,7 @@ def _check_positions(config: TrainConfig, longest: int, positions: int | None) -
     Raises:
         ConfigError: with the model's limit.
     """
+    longest = max((documents.report.longest for documents in splits if documents is not None), default=0)
     tokens, factor = min(longest, config.max_length), config.rope_factor
     if config.rope_scaling != "none" and factor is not None and positions is not None:
         original = round(positions / factor)

@@ -15,7 +15,7 @@ from trainers.config.options import TrainConfig
 from trainers.config.validation import build
 from trainers.model.experts import adapter_lines, expert_share, router_names
 from trainers.model.load import add_adapters
-from trainers.model.sizes import matmul_parameters
+from trainers.model.sizes import matmul_parameters, used_matmul_parameters
 
 SIZES = {
     "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -87,6 +87,14 @@ def test_flops_are_those_of_the_experts_that_a_token_uses(family: str) -> None:
     linear = sum(part.weight.numel() for part in model.modules() if isinstance(part, nn.Linear))
     assert matmul_parameters(model, share) == (linear + stacked // 2, 0)
     assert matmul_parameters(model) == (linear + stacked, 0)  # control: all of them
+
+
+def test_a_vision_tower_computes_nothing_for_text() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma3"))
+    decoder, head = (matmul_parameters(part)[0] for part in (model.get_decoder(), model.get_output_embeddings()))
+    assert used_matmul_parameters(model) == (decoder + head, 0)
+    assert matmul_parameters(model)[0] > decoder + head, "control: it has one"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from tests.families import config_for, save_small
+from trainers.build import module
 from trainers.config.mistakes import ConfigError
+from trainers.data.prepare import prepare
 from trainers.strategy.strategy import load_strategy
 from trainers.tools.preflight import check
 
@@ -35,6 +37,15 @@ def test_a_row_beyond_the_model_is_refused_with_two_ways_out(folder: Path) -> No
                                           "yarn with rope_factor=2"):  # fmt: skip
         checked(folder)
     assert checked(folder, max_length=POSITIONS)
+
+
+def test_training_itself_refuses_it_too(folder: Path) -> None:
+    """`accelerate launch` alone makes no check first."""
+    options = {"dataset_name": str(folder.parent / "long.jsonl"), "packing": False}
+    allowed, refused = (config_for(folder, max_length=length, **options) for length in (POSITIONS, LONG))
+    assert module(allowed, False, [prepare(allowed, "train")])
+    with pytest.raises(ConfigError, match="has 100 tokens, the model supports 64"):
+        module(refused, False, [prepare(refused, "train")])
 
 
 @pytest.mark.parametrize("scaling", ["linear", "dynamic", "yarn", "llama3"])
