@@ -66,7 +66,7 @@ def reach_of(config: TrainConfig, model_config: Any) -> Reach:
 
 def _reach_of_empty(model_config: Any, longest: int) -> Reach:
     try:
-        with torch.device("cpu"), _without_log("torch._subclasses.fake_tensor"):
+        with torch.device("cpu"), without_log("torch._subclasses.fake_tensor"):
             model = _empty(copy.deepcopy(model_config))
             with FakeTensorMode():
                 as_fakes(model)
@@ -80,7 +80,7 @@ def _reach_of_empty(model_config: Any, longest: int) -> Reach:
 
 
 @contextmanager
-def _without_log(name: str) -> Iterator[None]:
+def without_log(name: str) -> Iterator[None]:
     """Turns off a logger, which would show the user a traceback of an error that is caught."""
     logger = logging.getLogger(name)
     before, logger.disabled = logger.disabled, True

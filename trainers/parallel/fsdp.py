@@ -1,8 +1,8 @@
 """FSDP 1 and 2 (and HSDP): weights, gradients and optimizer state are sharded over the ranks.
 
-FSDP gets no mixed-precision policy: parameters and reductions are fp32, and autocast sets the compute dtype, as under
-every other strategy. Gradients are reduced in every micro-batch, so that they stay sharded too; groups of HSDP sum
-their shards once per step.
+Parameters and reductions are fp32, and autocast sets the compute dtype, as under every other strategy. FSDP 2 casts
+matrices which autocast would cast anyway before it gathers them, which is the same to the bit and half of the bytes.
+Gradients are reduced in every micro-batch, so that they stay sharded too; groups of HSDP sum their shards once per step.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
+from trainers.model.casts import only_cast
 from trainers.model.reachability import reach_noted
 from trainers.parallel.backend import Backend, total_numel, trained_weights, zero_missing_gradients
 from trainers.parallel.fill import fill, filler
@@ -53,9 +54,11 @@ class FullySharded(Backend):
         self.version = 2 if accelerator.is_fsdp2 else 1
         self.shapes = {name: weight.shape for name, weight in trained_weights(loss.model)}
         self.tensor = getattr(loss, "tensor", None)
-        _set_wrap_policy(plugin, loss, self.version)
+        classes = _set_wrap_policy(plugin, loss, self.version)
         self.total_numel = total_numel(loss.model, self.tensor)
         if self.version == 2:
+            if casts_before_gathers(config, loss):
+                _gather_as_cast(accelerator, loss, classes)
             # Accelerate insists on an optimizer, in which it looks for weights by address: the meta device has none.
             unused = torch.optim.SGD([trained_weights(loss.model)[-1][1]], lr=0.0)
             self.model, _ = accelerator.prepare(loss, unused)
@@ -117,8 +120,46 @@ def _plain(name: str) -> str:
     return name.replace(_WRAPPER, "").removeprefix("model.")
 
 
-def _set_wrap_policy(plugin: Any, loss: Any, version: int) -> None:
-    """Sets which layers become FSDP units; Accelerate reads `_no_split_modules` of the module it wraps."""
+def casts_before_gathers(config: TrainConfig, loss: Any) -> bool:
+    """Whether FSDP 2 gathers matrices in the compute dtype.
+
+    Of adapters, the large weights are frozen and in that dtype already. Compiled layers must be one FSDP unit each.
+    """
+    plain = loss.tensor is None and not config.torch_compile and config.mixed_precision != "fp8"
+    return config.method == "full" and loss.compute != torch.float32 and plain
+
+
+def _gather_as_cast(accelerator: Any, loss: Any, classes: Sequence[str]) -> None:
+    """Makes FSDP units of the matrices in each layer that autocast casts, which are gathered in the compute dtype.
+
+    Accelerate then makes units of what is left of the layers.
+    """
+    plugin, mesh = accelerator.state.fsdp_plugin, accelerator.torch_device_mesh
+    policy = MixedPrecisionPolicy(loss.compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    cast = {id(loss.model.get_parameter(name)) for name in only_cast(loss)}
+    for layer in reversed([module for module in loss.modules() if type(module).__name__ in classes]):
+        parts = [part for part in layer.modules() if not isinstance(part, FSDPModule) and _all_in(part, cast)]
+        if parts:
+            fully_shard(
+                parts,
+                mesh=None if mesh is None else mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)],
+                reshard_after_forward=plugin.reshard_after_forward,
+                offload_policy=plugin.cpu_offload,
+                mp_policy=policy,
+            )
+
+
+def _all_in(part: nn.Module, ids: set[int]) -> bool:
+    """Whether a module has weights of its own, all of them among those with these ids."""
+    own = [id(weight) for weight in part.parameters(recurse=False)]
+    return bool(own) and ids.issuperset(own)
+
+
+def _set_wrap_policy(plugin: Any, loss: Any, version: int) -> list[str]:
+    """Sets which layers become FSDP units, and returns their class names.
+
+    Accelerate reads `_no_split_modules` of the module it wraps.
+    """
     loss._no_split_modules = _layer_classes(loss)
     by_size = plugin.auto_wrap_policy is size_based_auto_wrap_policy
     wraps = by_size or plugin.auto_wrap_policy is transformer_auto_wrap_policy
@@ -131,6 +172,7 @@ def _set_wrap_policy(plugin: Any, loss: Any, version: int) -> None:
         # FSDP 1 flattens each unit into one tensor of one dtype: keep fp32 adapters apart from the bf16 base.
         kinds = {type(module) for module in loss.modules() if type(module).__name__ in classes}
         plugin.auto_wrap_policy = functools.partial(_layers_and_adapters, classes=tuple(kinds))
+    return classes
 
 
 def refuse_wrap(loss: Any, fsdp_config: dict[str, Any]) -> None:
