@@ -68,16 +68,21 @@ class Launches:
     Args:
         folder: for the runs.
         names: of `RUNS`.
-        at_once: runs at the same time.
+        at_once: runs at the same time; 0: each when it is first asked for, as a fork wants a process of one thread.
     """
 
     def __init__(self, folder: Path, names: Iterable[str], at_once: int):
         self.folder = folder
-        self.pool = ThreadPoolExecutor(at_once)
-        self.runs: dict[str, Future[Finished]] = {name: self.pool.submit(self._run, name) for name in names}
+        self.pool = ThreadPoolExecutor(max(at_once, 1))
+        self.runs: dict[str, Future[Finished]] = {}
+        for name in names if at_once else ():
+            self.runs[name] = self.pool.submit(self._run, name)
 
     def __call__(self, name: str) -> Finished:
         """The run of this name, which must have ended well."""
+        if name not in self.runs:
+            self.runs[name] = Future()
+            self.runs[name].set_result(self._run(name))
         finished = self.runs[name].result()
         assert finished.state.get("state") == "done", f"{name}: {finished.output[-4000:]}"
         return finished
