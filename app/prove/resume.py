@@ -100,7 +100,7 @@ class ResumeProof(Proof):
         text = f"{entry['from']} -> {entry['to']}"
         job = _moved(self._saving(row.job), checkpoint, self.plan.folder / _folder(entry))
         fault = self._trained(job, entry, self._label(text))
-        comparison = self._compared(entry, self.middle + 1)
+        comparison = self._compared(row, entry, self.middle + 1)
         entry |= {"max_loss_difference": comparison.loss, "max_grad_norm_difference": comparison.norm}
         reason = (
             fault or comparison.fault or comparison.apart or ("" if same is None else self._not_exact(entry, *same))

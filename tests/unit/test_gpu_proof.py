@@ -37,7 +37,7 @@ def test_the_whole_program_runs_in_small(tmp_path: Path) -> None:
     assert result["device"].startswith("CPU")
     tests, prove, memory, rates = (part["results"] for part in result["parts"])
     by_name = {test["name"].partition("::")[2]: test for test in tests["tests"]}
-    assert by_name["test_a_killed_run_resumes_bit_for_bit"]["outcome"] == PASSED
+    assert by_name["test_a_deterministic_rerun_is_the_same_bit_for_bit"]["outcome"] == PASSED
     assert by_name["test_fp16_trains_with_its_scaler"]["reason"] == "needs a GPU"
     assert "test_fp16_trains_with_its_scaler not run: needs a GPU" in done.stdout
     assert [(row["strategy"], row["bit_equal_steps"]) for row in prove["rows"]] == [("single", 2)]
