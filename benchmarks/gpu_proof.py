@@ -1,7 +1,7 @@
 """Proof on one GPU, in at most nine minutes: `make gpu`, or `python -m benchmarks.gpu_proof [--only PART ...]`.
 
 tests of tests/gpu -> tunesmith prove in bf16 -> plans against reserved memory -> rates (benchmarks/gpu.py)
-    -> benchmarks/results/DATE-gpu.json, written after each part -> docs/verified.md (--page)
+    -> benchmarks/results/DATE-gpu.json, written after each part -> docs/verified.md (benchmarks/gpu_verified.py)
 
 Each part is a process of its own with a time limit. What lacks a package is reported as "not run: needs NAME", and does
 not count as passed. It uses the packages of the Python that runs it and installs nothing; Tunesmith itself need not be
@@ -210,7 +210,7 @@ def _run(argv: list[str], limit: float, folder: Path, printed: Path, on_cpu: boo
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kills a process and its descendants, in any session."""
+    """Kills a process and its descendants, in any session, and waits until they have left the GPU's memory."""
     import psutil  # not at the top: without it, this program still says what is missing
 
     try:
@@ -223,6 +223,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         except psutil.NoSuchProcess:
             continue
     process.wait()
+    psutil.wait_procs(family, timeout=10)
 
 
 def _json_of(text: str) -> Any:

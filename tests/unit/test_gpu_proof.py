@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu_memory, gpu_proof
+from benchmarks import gpu_memory, gpu_proof, gpu_verified
 from benchmarks.gpu_proof import FAILED, NOT_RUN, PASSED, Part
 from tests import forked
 from tests.launching import ROOT
@@ -130,3 +130,45 @@ def test_what_every_part_needs_is_what_the_project_depends_on() -> None:
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     names = {re.split(r"[<>=]", line)[0] for line in listed} - NOT_IMPORTED
     assert {MODULES.get(name, name) for name in names} == set(gpu_proof.REQUIRED)
+
+
+# -- docs/verified.md --------------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_the_newest_result() -> None:
+    text, result = gpu_verified.PAGE.read_text(encoding="utf-8"), gpu_verified.newest()
+    assert gpu_verified.page(text, result) == text
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert ("Nothing has **run on a GPU yet**" in readme) == (result is None)
+
+
+def test_what_is_claimed_is_tested() -> None:
+    sources = "".join(file.read_text() for file in (ROOT / "tests" / "gpu").glob("test_*.py"))
+    there = set(re.findall(r"^def (test_\w+)", sources, re.MULTILINE))
+    parts = {part.name for part in gpu_proof.parts(False)}
+    named = [name for names in gpu_verified.CLAIMS.values() for name in names]
+    assert set(named) == there | (parts - {"tests"})
+    assert len(named) == len(set(named))
+
+
+def test_what_failed_or_was_not_run_is_no_yes() -> None:
+    """Each cell says what the result does; a page that was made without one says so."""
+    kernel = "test_kernels.py::test_a_kernel[{}]"
+
+    def cell(*outcomes: str, claimed: tuple[str, ...] = ("test_a_kernel",)) -> str:
+        tests = [{"name": kernel.format(at), "outcome": outcome, "reason": "needs torchao"}
+                 for at, outcome in enumerate(outcomes)]  # fmt: skip
+        parts = [{"name": "tests", "results": {"tests": tests}}, {"name": "prove", "outcome": PASSED}]
+        return gpu_verified.cell({"parts": parts}, claimed)
+
+    assert cell(PASSED, PASSED) == "yes"
+    assert cell(PASSED, FAILED) == "**failed**: 1 of 2"
+    assert cell(PASSED, NOT_RUN) == "in part; not run: needs torchao"
+    assert cell(NOT_RUN) == "not run: needs torchao"
+    assert cell() == "not yet"
+    assert cell(PASSED, claimed=("test_a_kernel", "test_another")) == "in part"
+    assert cell(claimed=("prove",)) == "yes"
+    assert cell(claimed=("memory",)) == "not yet"
+    assert "| `single`, bf16, packed, full: the losses of fp32 within rounding | not yet |" in gpu_verified.section(
+        None
+    )
