@@ -22,7 +22,7 @@ COMMON: dict[str, Any] = {
 }  # fmt: skip
 BF16: dict[str, Any] = {"mixed_precision": "bf16"}
 DEEP: dict[str, Any] = {
-    "random_init": True, "max_length": 1024, "global_batch_size": 8, "per_device_train_batch_size": 8, "max_steps": 3,
+    "random_init": True, "method": "lora", "max_length": 1024, "global_batch_size": 8, "per_device_train_batch_size": 8, "max_steps": 3,
     "gradient_checkpointing": True, "save_steps": 0, "deterministic": True,
 }  # fmt: skip
 """For the `deep` model: what its layers keep for the backward pass, their inputs, is most of its memory."""
@@ -98,7 +98,8 @@ class Launches:
             options["model_name_or_path"] = deep_model(self.folder / f"model of {name}")
         output = self.folder / name.replace(" ", "-")
         if name != "killed and resumed":
-            return launch(output, 1, options, strategy=strategy, by_hand=True)
+            port = ("--main_process_port", "0") if strategy else ()  # the default would be that of two runs at once
+            return launch(output, 1, options, strategy=strategy, launcher_flags=port, by_hand=True)
         killed = launch(output, 1, options, by_hand=True, PYTHONPATH=_killing(self.folder / "kill"))
         assert killed.state.get("state") != "done", killed.output[-2000:]
         assert len(killed.rows()) < STEPS, "it was killed on the way"

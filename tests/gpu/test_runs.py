@@ -109,7 +109,7 @@ def test_packed_rows_in_bf16_get_varlen(launched: Launches) -> None:
 def test_activations_in_host_memory_free_the_gpu(launched: Launches) -> None:
     there, away = launched("checkpointed"), launched("offloaded")
     assert curve(away) == curve(there), "only their place changes"
-    assert max(away.series("memory_gib")) < 0.85 * max(there.series("memory_gib"))
+    assert max(away.series("memory_gib")) < 0.8 * max(there.series("memory_gib"))
 
 
 @also_on_cpu
