@@ -22,8 +22,9 @@ COMMON: dict[str, Any] = {
 }  # fmt: skip
 BF16: dict[str, Any] = {"mixed_precision": "bf16"}
 DEEP: dict[str, Any] = {
-    "random_init": True, "method": "lora", "max_length": 1024, "global_batch_size": 8, "per_device_train_batch_size": 8, "max_steps": 3,
-    "gradient_checkpointing": True, "save_steps": 0, "deterministic": True,
+    "random_init": True, "method": "lora", "merge_adapter": True, "max_length": 1024, "global_batch_size": 8,
+    "per_device_train_batch_size": 8, "max_steps": 3, "gradient_checkpointing": True, "save_steps": 0,
+    "deterministic": True,
 }  # fmt: skip
 """For the `deep` model: what its layers keep for the backward pass, their inputs, is most of its memory."""
 EXACT: dict[str, Any] = {**BF16, "deterministic": True}
