@@ -6,12 +6,16 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from tests.gpu.launches import Launches
 
 OUTCOMES = {"passed": "passed", "failed": "failed", "skipped": "not run"}
 
@@ -42,6 +46,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for mark in item.iter_markers("needs"):
             if find_spec(mark.args[0]) is None:
                 item.add_marker(pytest.mark.skip(reason=f"needs {mark.args[0]}"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def launched(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, _own_state_and_cache: None
+) -> Iterator[Launches]:
+    """The runs of all tests that are not skipped; they go on while other tests use the GPU."""
+    mine = [item for item in request.session.items if item.get_closest_marker("skip") is None]
+    names = dict.fromkeys(name for item in mine for mark in item.iter_markers("runs") for name in mark.args)
+    at_once = 0 if request.config.getoption("--on_cpu") else max(2, min(8, (os.cpu_count() or 2) // 2))
+    launches = Launches(tmp_path_factory.mktemp("runs"), names, at_once)
+    yield launches
+    launches.close()
 
 
 class _Results:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,17 +11,6 @@ from tests.gpu.launches import STEPS, Launches, curve, difference, weights
 
 also_on_cpu = pytest.mark.also_on_cpu
 runs = pytest.mark.runs
-
-
-@pytest.fixture(scope="module")
-def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launches]:
-    """The runs of all tests of this file that are not skipped."""
-    mine = [item for item in request.session.items if item.get_closest_marker("skip") is None]
-    names = dict.fromkeys(name for item in mine for mark in item.iter_markers("runs") for name in mark.args)
-    at_once = 0 if request.config.getoption("--on_cpu") else max(2, min(8, (os.cpu_count() or 2) // 2))
-    launches = Launches(tmp_path_factory.mktemp("runs"), names, at_once)
-    yield launches
-    launches.close()
 
 
 @pytest.fixture
