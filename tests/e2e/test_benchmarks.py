@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from app.plan.estimate import Row
 from benchmarks import data, gpu, plan, start, throughput
 from benchmarks.contenders import Bench, Case, Measured, RunFailed, cause_of
 from benchmarks.rows import Batches, batches_of, write_chat
+from tests import forked
+from tests.launching import ROOT
 from trainers.config.options import TrainConfig
 from trainers.embedded import BASE_DIR
 
@@ -84,6 +87,28 @@ def test_the_gpu_benchmark_ends_in_time(capsys: pytest.CaptureFixture) -> None:
     gpu.main(["--tiny", "--only", "llama", "--budget", "0"])
     shown = capsys.readouterr().out
     assert shown.count("not measured: no time left") == len(re.findall(r"^\| tiny-", shown, re.MULTILINE)) > 0
+
+
+@pytest.mark.long
+def test_the_runs_of_the_gpu_tests_pass_where_a_cpu_can(tmp_path: Path) -> None:
+    """A mistake in a test that needs a GPU is seen before there is one."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "tests/gpu",
+        "--on_cpu",
+        "-o",
+        "addopts=",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+    ]
+    results = tmp_path / "results.json"
+    done = forked.run([*command, "--results", str(results)], cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout
+    outcomes = [test["outcome"] for test in json.loads(results.read_text())["tests"]]
+    assert outcomes.count("passed") == 6
 
 
 @pytest.mark.parametrize(
