@@ -24,7 +24,7 @@ NOT_IMPORTED = {"datasets", "trl"}
 """For data and templates from the Hub alone."""
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_whole_program_runs_in_small(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu_proof", "--tiny", "--out", str(tmp_path), "--budget", "300"]
     done = forked.run(command, cwd=ROOT, capture_output=True, text=True, timeout=320)
