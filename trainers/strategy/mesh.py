@@ -2,8 +2,8 @@
 
     pp x dp_replicate x dp_shard x cp x sp x tp = processes
 
-The last axis is the innermost: its ranks are adjacent, and so on the same machine. Expert parallelism (ep) is no axis of
-its own: it groups the ranks of dp_replicate. Imports torch only to build groups.
+The last axis is the innermost: its ranks are adjacent, and so on the same machine. Expert parallelism (ep) is not an
+axis: it groups neighbors along dp_replicate. Imports torch only to build groups.
 """
 
 from __future__ import annotations
