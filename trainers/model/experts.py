@@ -22,13 +22,18 @@ def has_experts(text_config: Any) -> bool:
     return largest_of(text_config, EXPERT_COUNTS) > 1
 
 
+def chosen_count(text_config: Any) -> int:
+    """The number of experts that a token uses; 0 if unknown. `text_config` as for `has_experts`."""
+    return largest_of(text_config, _CHOSEN_COUNTS)
+
+
 def expert_share(text_config: Any) -> float:
     """The share of the experts that a token uses; 1 if it uses all, or there are none.
 
     Args:
         text_config: as for `has_experts`.
     """
-    chosen, every = largest_of(text_config, _CHOSEN_COUNTS), largest_of(text_config, EXPERT_COUNTS)
+    chosen, every = chosen_count(text_config), largest_of(text_config, EXPERT_COUNTS)
     return chosen / every if 0 < chosen < every else 1.0
 
 

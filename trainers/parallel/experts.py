@@ -21,6 +21,16 @@ from trainers.strategy.expert_plan import DISPATCH, SHARD, expert_plan, expert_r
 from trainers.strategy.mesh import Mesh
 
 
+def expert_stacks(base: Any) -> list[str]:
+    """Names in the decoder of the weights that its expert-parallel plan divides; empty without one.
+
+    Args:
+        base: the transformers model.
+    """
+    plan = expert_plan(base.config.get_text_config())
+    return [name for name, _ in base.get_decoder().named_parameters() if plan.get(_pattern(name)) == SHARD]
+
+
 def planned(loss: SupervisedLoss, ep_size: int) -> dict[str, str]:
     """The style of every stack of experts and of the module that it is in, by name in the decoder.
 
@@ -35,7 +45,7 @@ def planned(loss: SupervisedLoss, ep_size: int) -> dict[str, str]:
     if mistakes := expert_refusals(text, ep_size):
         raise ConfigError(mistakes)
     plan, option = expert_plan(text), f"ep_size={ep_size}: {text.model_type}"
-    weights = [name for name, _ in decoder.named_parameters() if plan.get(_pattern(name)) == SHARD]
+    weights = expert_stacks(loss.base)
     modules = [name for name, _ in decoder.named_modules() if plan.get(_pattern(name)) == DISPATCH]
     if not weights:
         adapted = any("lora_" in name and ".experts." in name for name, _ in decoder.named_parameters())

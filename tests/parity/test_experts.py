@@ -11,11 +11,11 @@ from accelerate.state import AcceleratorState
 
 from tests import forked
 from tests.launching import ROOT, environment
+from tests.parity.expert_ranks import CASES, CLIPPED, CONTROLS, FOUR, Case, config_of, curve, model_of
+from tests.parity.plain import LOSS_TOLERANCE, NORM_TOLERANCE
 from tests.steps import Steps
-from tests.unit.parallel.expert_ranks import CASES, CLIPPED, CONTROLS, FOUR, Case, config_of, curve, model_of
 
 SCRIPT = Path(__file__).with_name("expert_ranks.py")
-LOSS_TOLERANCE, NORM_TOLERANCE = 1e-5, 1e-4
 EP = ROOT / "accelerate_configs" / "ep.yaml"
 Curves = dict[str, dict[str, list[float]]]
 
@@ -58,7 +58,6 @@ def agree(ours: dict[str, list[float]], theirs: dict[str, list[float]]) -> bool:
     return losses <= LOSS_TOLERANCE and norms <= NORM_TOLERANCE
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_divided_experts_train_as_on_one_process(case: Case, two: Curves, alone: Curves) -> None:
     """Two micro-batches a step and rank, gradients clipped; of `idle`, one rank's experts get no token."""
@@ -66,7 +65,6 @@ def test_divided_experts_train_as_on_one_process(case: Case, two: Curves, alone:
     assert min(alone[case.name]["norms"]) > CLIPPED
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", CONTROLS, ids=lambda case: case.name)
 def test_a_fault_on_purpose_is_seen(case: Case, two: Curves, alone: Curves) -> None:
     assert not agree(two[case.name], alone[Case().name])

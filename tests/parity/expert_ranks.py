@@ -59,8 +59,8 @@ def config_of(case: Case, folder: Path) -> TrainConfig:
     return build({
         "model_name_or_path": str(model_of(case, folder)), "dataset_name": "embedded", "eval_dataset_name": "none",
         "method": "full", "max_train_samples": 150, "max_length": 192, "packing": True,
-        "per_device_train_batch_size": 2, "global_batch_size": 8, "max_steps": 10, "learning_rate": 1e-3, "max_grad_norm": CLIPPED,
-        "cache_dir": str(folder / "cache"), **case.options,
+        "per_device_train_batch_size": 2, "global_batch_size": 8, "max_steps": 10, "learning_rate": 1e-3,
+        "max_grad_norm": CLIPPED, "cache_dir": str(folder / "cache"), **case.options,
     })  # fmt: skip
 
 
