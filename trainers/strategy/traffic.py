@@ -148,7 +148,7 @@ def predicted(
 def activation_terms(
     kind: str, sizes: MeshSizes, chunks: int, model: ModelSizes, steps: Sequence[Sequence[TokenCounts]], warm: int
 ) -> list[Term]:
-    """Returns the traffic of activations and their gradients along tp, sp, cp, ep and pp; arguments as in `predicted`."""
+    """Returns the traffic of activations and their gradients along all other axes; arguments as for `predicted`."""
     micro_batches = [counts for step in steps[warm:] for counts in step]
     terms = _tensor(sizes, model, micro_batches) + _rows(sizes, model, micro_batches)
     terms += _experts(sizes, model, micro_batches) if sizes.ep > 1 else []

@@ -264,7 +264,7 @@ def count_peaks(config: TrainConfig, model: nn.Module, rows: int, length: int) -
     return live.peaks
 
 
-def weights(config: TrainConfig, model: nn.Module) -> dict[str, float]:
+def weights(config: TrainConfig, model: Any) -> dict[str, float]:
     """Counts weights.
 
     Returns:
@@ -276,7 +276,7 @@ def weights(config: TrainConfig, model: nn.Module) -> dict[str, float]:
     names = ("parameters", "parameters_outside", "vectors", "trained_inside", "trained_outside", "frozen_inside",
              "frozen_outside", "scales", "experts", "experts_trained", "experts_frozen")  # fmt: skip
     sizes = dict.fromkeys(names, 0.0)
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
     stacks = {id(base.get_decoder().get_parameter(name)) for name in expert_stacks(base)}
     quantised = {id(weight) for weight in _quantised(model)} if config.method == "qlora" else set()
     for name, weight in model.named_parameters():
