@@ -11,7 +11,7 @@ from app.plan.memory import shard_counts
 from app.plan.speed import traffic_kind
 from trainers.config.options import EMBEDDED
 from trainers.config.validation import build
-from trainers.strategy.mesh import MEANS, Mesh
+from trainers.strategy.mesh import EXPERT_GROUPS, MEANS, Mesh
 from trainers.strategy.pipeline_schedules import SCHEDULES, stages_of
 from trainers.strategy.strategy import STRATEGIES_DIR, Strategy, load_strategy, strategy_names
 from trainers.strategy.traffic import ModelSizes, predicted
@@ -50,7 +50,7 @@ def describe(name: str) -> dict[str, Any]:
         "summary": strategy.summary,
         "about": _about(name),
         "world_size": sizes.world,
-        "axes": [{"axis": axis, "size": size, "meaning": MEANS[axis]}
+        "axes": [{"axis": axis, "size": size, "meaning": MEANS.get(axis, EXPERT_GROUPS)}
                  for axis, size in {**sizes.by_axis, "ep": sizes.ep}.items() if size > 1],
         "picture": list(_picture(strategy)),
         "memory": list(_memory(strategy)),

@@ -52,8 +52,8 @@ def planned(loss: SupervisedLoss, ep_size: int) -> dict[str, str]:
         problem = "has adapters on its experts" if adapted else "has no weight that its expert-parallel plan names"
         raise ConfigError(f"{option} {problem}; use {'adapters elsewhere, or ' * adapted}ddp or fsdp2")
     for name in modules:
-        whole = [f"{name}.{weight}" for weight, _ in decoder.get_submodule(name).named_parameters()]
-        if left := sorted(set(whole) - set(weights)):
+        inside = {f"{name}.{weight}" for weight, _ in decoder.get_submodule(name).named_parameters()}
+        if left := sorted(inside - set(weights)):
             raise ConfigError(f"{option} has weights at {left[0]} which its plan leaves out; use ddp or fsdp2")
     for name in weights:
         count = decoder.get_parameter(name).shape[0]

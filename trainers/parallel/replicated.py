@@ -33,7 +33,6 @@ class Replicated(Backend):
     def __init__(self, loss: Any, config: TrainConfig, accelerator: Any):
         self.accelerator, self.device = accelerator, accelerator.device
         fill(loss, self.device)
-        self.named = list(loss.model.named_parameters())
         self.trained = trained_weights(loss.model)
         self.tensor = getattr(loss, "tensor", None)
         self.shapes = {name: weight.shape for name, weight in self.trained}
@@ -43,6 +42,8 @@ class Replicated(Backend):
         if accelerator.ddp_handler is not None:  # it costs a walk through the graph of each step
             accelerator.ddp_handler.find_unused_parameters = reach_noted(loss.base).varies
         self.experts = self._own_experts()
+        slices = self.tensor.slices if self.tensor else {}
+        self.expert_numel = sum(weight.numel() for name, weight in loss.model.named_parameters() if name in slices)
         # Other ranks have other experts: DDP must neither copy rank 0's to them nor sum their gradients.
         ignored = [f"model.{name}" for name in self.tensor.slices] if self.tensor and self.tensor.by_expert else []
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(loss, ignored)
@@ -122,7 +123,7 @@ class Replicated(Backend):
         """See `Backend`; tensor parallelism shards nearly all weights here, expert parallelism the experts only."""
         if self.tensor is not None and self.tensor.by_expert:
             slices = self.tensor.slices
-            sizes = {name: weight.numel() for name, weight in self.named if name in slices}
-            return sum(sizes.values()), sum(slices[name].shape.numel() for name in sizes), self.tensor.size
+            total = sum(part.shape.numel() for part in slices.values())
+            return self.expert_numel, total, self.tensor.size
         local = sum(weight.numel() for weight in self.model.parameters())
         return local, self.total_numel, 1 if self.tensor is None else self.tensor.size

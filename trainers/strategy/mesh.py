@@ -28,8 +28,9 @@ MEANS = {
     "cp": "context: each rank has a part of every row, keys and values are gathered",
     "sp": "sequence (Ulysses): each rank has a part of every row, in attention some heads of all of it",
     "tp": "tensor: each rank has a part of every matrix",
-    "ep": "expert: neighbors along dp_replicate divide the experts of each layer, and send each other tokens",
 }
+EXPERT_GROUPS = "expert: neighbors along dp_replicate divide the experts of each layer, and send each other tokens"
+"""What ep means, which is not an axis."""
 BACKENDS = {
     "NO": frozenset[str](),
     "MULTI_GPU": frozenset({"pp", "dp_replicate", "cp", "sp", "tp"}),

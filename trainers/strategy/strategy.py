@@ -366,8 +366,7 @@ def refusal(strategy: Strategy, config: TrainConfig, has_gpu: bool) -> str | Non
         return reason
     divides = strategy.sizes.tp * strategy.sizes.pp * strategy.sizes.ep > 1
     if config.method == "qlora" and divides:
-        problem = "4-bit layers are not split by tp, pp or ep"
-        return f"method=qlora with {strategy.sizes}: {problem}; use method=lora, or fsdp2"
+        return f"method=qlora with {strategy.sizes}: 4-bit layers are not split so; use method=lora, or fsdp2"
     if config.ddp_comm_hook != "none" and divides:
         return (
             f"ddp_comm_hook={config.ddp_comm_hook} would sum over all ranks, and those of tp, pp and ep have other "
@@ -418,8 +417,7 @@ def resolve(
             f"pass --mixed_precision {written} or take it out of the YAML",
         )
         mistakes.append(Mistake("mixed_precision", written, f"in the file {problem}", remedy))
-    # Ranks would disagree on which gradients are infinite.
-    cut = mesh_sizes(values).get("tp", 1) > 1 or stages > 1 or strategy.ep_size > 1
+    cut = mesh_sizes(values).get("tp", 1) * stages * strategy.ep_size > 1  # ranks would not agree which are infinite
     if mixed_precision == "fp16" and (cut or strategy.distributed_type not in SCALED_TYPES):
         mistakes.append(FP16_UNSCALED)
     if mistakes:
