@@ -35,14 +35,13 @@ def expert_refusals(config: Any, ep_size: int) -> list[str]:
         return []
     option, kind = f"ep_size={ep_size}", config.model_type
     experts, plan = largest_of(config, EXPERT_COUNTS), expert_plan(config)
-    if experts < 2 and not plan:
-        return [f"{option}: ep divides experts, and {kind} has none; use ddp"]
+    if experts < 2:
+        this = "this " if plan else ""
+        return [f"{option}: ep divides experts, and {this}{kind} has none; use ddp"]
     if not plan:
         return [f"{option}: transformers has no expert-parallel plan for {kind}; use ddp or fsdp2"]
     if strange := sorted(set(plan.values()) - {SHARD, DISPATCH}):
         return [f"{option}: the plan of {kind} has {', '.join(strange)}, which is not supported; use ddp or fsdp2"]
-    if experts < 2:
-        return [f"{option}: ep divides experts, and this {kind} has none; use ddp"]
     if experts % ep_size:
         sizes = [str(size) for size in range(2, experts + 1) if experts % size == 0]
         return [f"{option} does not divide the {experts} experts of {kind}; use {' or '.join(sizes)}"]
