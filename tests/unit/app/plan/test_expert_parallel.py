@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from transformers import AutoConfig
 
 from app.plan.cases import split_mistake
 from app.plan.memory import shares_of
 from trainers.config.validation import build
+from trainers.strategy.mesh import MeshSizes
+from trainers.strategy.mesh_options import with_sizes
 from trainers.strategy.strategy import load_strategy, resolve
 from trainers.tools.memory_estimate import empty_model, refused, weights
-from trainers.tools.mesh_limits import mesh_limits
 
 SHAPE = AutoConfig.for_model("qwen3_moe", hidden_size=64, num_hidden_layers=4, num_experts=8, num_experts_per_tok=2,
                              moe_intermediate_size=32, vocab_size=512)  # fmt: skip
@@ -36,9 +35,9 @@ def test_a_rank_holds_its_experts_and_all_else(method: str) -> None:
 
 
 def test_sizes_that_do_not_divide_are_known() -> None:
-    limits = json.loads(json.dumps(mesh_limits(SHAPE, refused)))
-    assert [size for size, reason in limits["ep"].items() if reason is None] == ["2", "4", "8"]
-    three = resolve(load_strategy("ep"), 4, "no")
-    assert split_mistake(three, {"limits": limits, "heads": 4}) is None
-    limits["ep"]["2"] = "no"
-    assert split_mistake(three, {"limits": limits, "heads": 4}) == "no"
+    reasons = {str(size): refused(SHAPE, MeshSizes(ep=size), 1) for size in range(2, 10)}
+    assert [size for size, reason in reasons.items() if reason is None] == ["2", "4", "8"]
+    limits = {"tp": {}, "cp": {}, "sp": {}, "ep": reasons, "stages": {}}
+    for size in (2, 3):
+        strategy = resolve(with_sizes(load_strategy("ep"), {"ep": size}), 6, "no")
+        assert split_mistake(strategy, {"limits": limits, "heads": 4}) == reasons[str(size)]
