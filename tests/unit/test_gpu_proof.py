@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -15,36 +14,12 @@ import pytest
 
 from benchmarks import gpu_memory, gpu_proof, gpu_verified
 from benchmarks.gpu_proof import FAILED, NOT_RUN, PASSED, Part
-from tests import forked
 from tests.launching import ROOT
 
 MODULES = {"PyYAML": "yaml", "nvidia-ml-py": "pynvml"}
 """Where the name of a package is not that of its module."""
 NOT_IMPORTED = {"datasets", "trl"}
 """For data and templates from the Hub alone."""
-
-
-@pytest.mark.long
-def test_the_whole_program_runs_in_small(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu_proof", "--tiny", "--out", str(tmp_path), "--budget", "300"]
-    done = forked.run(command, cwd=ROOT, capture_output=True, text=True, timeout=320)
-    (file,) = tmp_path.iterdir()
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d-gpu\.json", file.name)
-    result = json.loads(file.read_text())
-    outcomes = {part["name"]: (part["outcome"], part["reason"]) for part in result["parts"]}
-    assert outcomes == dict.fromkeys(("tests", "prove", "memory", "rates"), (PASSED, None)), done.stdout + done.stderr
-    assert done.returncode == 0
-    assert result["complete"]
-    assert result["device"].startswith("CPU")
-    tests, prove, memory, rates = (part["results"] for part in result["parts"])
-    by_name = {test["name"].partition("::")[2]: test for test in tests["tests"]}
-    assert by_name["test_a_deterministic_rerun_is_the_same_bit_for_bit"]["outcome"] == PASSED
-    assert by_name["test_fp16_trains_with_its_scaler"]["reason"] == "needs a GPU"
-    assert "test_fp16_trains_with_its_scaler not run: needs a GPU" in done.stdout
-    assert [(row["strategy"], row["bit_equal_steps"]) for row in prove["rows"]] == [("single", 2)]
-    assert prove["tolerance"]["loss"] > 1e-5
-    assert memory["rows"][0]["ratio"] > 0
-    assert set(rates["cases"][0]["tools"]) == {"tunesmith", "bare"}
 
 
 def test_without_a_gpu_it_says_so_in_a_line() -> None:
