@@ -1,5 +1,6 @@
 # make demo: install and fine-tune the embedded model.  make test: set up and show each promise once (ten minutes).
 # make check: what a change must pass.  make e2e, make parity, make faults: three suites whole.
+# make gpu: proof on a GPU, with the packages of $(PYTHON).
 # TORCH=cuda|cpu chooses the build of torch; the default follows the machine (see docs/getting-started.md).
 
 PYTHON ?= python3
@@ -22,7 +23,7 @@ SSE := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE MKL_ENABLE_INSTRUCTIONS=S
 AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
 AVX512 := ATEN_CPU_CAPABILITY=avx512 MKL_ENABLE_INSTRUCTIONS=AVX512
 
-.PHONY: setup demo check test test-all test-browser slurm test-slurm test-ray test-integrations integrations test-kernels e2e parity faults docs pictures bench lint clean
+.PHONY: setup demo check gpu test test-all test-browser slurm test-slurm test-ray test-integrations integrations test-kernels e2e parity faults docs pictures bench lint clean
 
 setup: $(DEVELOPMENT)
 
@@ -102,6 +103,11 @@ check: test-all test-browser
 	$(MAKE) test-kernels NUMERIC="tests/unit/model/test_attention.py tests/unit/objectives/test_sft_loss.py"
 	@echo "NOT TESTED here: Ray (make test-ray)"
 	@$(BIN)/python -m tests.slurm.check
+
+# Nine minutes on one GPU. Without `setup`, which would put another torch in the place of the machine's own; in a clone
+# that is set up: make gpu PYTHON=.venv/bin/python
+gpu:
+	@$(PYTHON) -m benchmarks.gpu_proof
 
 e2e: setup
 	$(BIN)/python -m pytest -n 2 tests/e2e -m ""

@@ -119,6 +119,7 @@ def doctor(
     ] = None,
     cp_size: Annotated[str | None, typer.Option("--cp_size", metavar="<int>", help="Context parallelism.")] = None,
     sp_size: Annotated[str | None, typer.Option("--sp_size", metavar="<int>", help="Sequence parallelism.")] = None,
+    ep_size: Annotated[str | None, typer.Option("--ep_size", metavar="<int>", help="Expert parallelism.")] = None,
     dp_replicate_size: Annotated[
         str | None, typer.Option("--dp_replicate_size", metavar="<int>", help="Replicas of a sharded model.")
     ] = None,
@@ -152,7 +153,7 @@ def doctor(
     launch = {"strategy": strategy, "gpus": gpus, "num_processes": num_processes, "num_machines": num_machines}
     launch |= {"machine_rank": machine_rank, "main_process_ip": main_process_ip, "main_process_port": main_process_port}
     launch |= {"tp_size": tp_size, "cp_size": cp_size, "sp_size": sp_size, "dp_replicate_size": dp_replicate_size}
-    launch |= {"pp_size": pp_size}
+    launch |= {"ep_size": ep_size, "pp_size": pp_size}
     chosen = {name: value for name, value in launch.items() if value is not None}
     return doctor_verb(chosen, runs_dir, timeout, quick, json)
 

@@ -25,6 +25,7 @@ _LAUNCH_HELP = {
     "tp_size": ("<int>", "Ranks that share each matrix (tensor parallel); default: as in the strategy's file."),
     "cp_size": ("<int>", "Ranks that share each row, gathering keys and values (context parallel); default likewise."),
     "sp_size": ("<int>", "Ranks that share each row, exchanging heads (Ulysses); default likewise."),
+    "ep_size": ("<int>", "Ranks that divide the experts of each layer (expert parallel); default likewise."),
     "dp_replicate_size": ("<int>", "Copies of the weights, each sharded over the other ranks; default likewise."),
     "gpus": ("<ids>", "GPU ids, such as 0,2; default: the free GPUs, as many as divide the global batch."),
     "num_processes": ("<int>", "Number of processes across all machines; needed only without GPUs."),

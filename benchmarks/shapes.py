@@ -81,3 +81,5 @@ def _write_weights(folder: Path) -> None:
             drawn.fill_(0.0 if name.endswith("bias") else 1.0)
         weights[name] = drawn.cpu()
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # for the runs, which are other processes

@@ -49,6 +49,7 @@ MODULES = (
     *("accelerate.commands.launch", "torch.distributed.run"),
     *("app.cli", "app.launch.", "trainers.tools.", "trainers.checkpoint.export"),
     *("ui.server", "tests.unit.parallel.tensor_parallel_ranks", "tests.unit.parallel.tensor_parallel_families"),
+    *("pytest", "benchmarks.gpu", "benchmarks.gpu_memory", "benchmarks.gpu_proof"),
 )
 """Programs that are forked, beside those scripts; a name that ends in a dot stands for all below it."""
 BY_HAND = "BY_HAND"

@@ -41,6 +41,7 @@ from trainers.objectives.load_balancing import balancing_lines
 from trainers.objectives.sft import SupervisedLoss
 from trainers.parallel.backend import Backend
 from trainers.parallel.cpu import adapt_to_cpu
+from trainers.parallel.experts import divide_experts
 from trainers.parallel.fill import passing_through
 from trainers.parallel.fsdp import FullySharded
 from trainers.parallel.pipeline import Pipelined
@@ -184,6 +185,7 @@ def backend(
     if loss.base.config._attn_implementation in KERNELS.values():
         _use_kernel(config, ranks, loss)
     split_model(loss, mesh.group("tp"), mesh.index("tp"), mesh.sizes.tp)
+    divide_experts(loss, mesh)
     if config.torch_compile:
         compile_blocks(loss.base)
     if not can_fill_gradients(strategy):
@@ -200,7 +202,7 @@ def backend(
         backend = Zero(loss, config, accelerator, ranks, mesh)
     else:
         backend = Replicated(loss, config, accelerator)
-    if strategy.distributed_type in ("FSDP", "DEEPSPEED") or mesh.sizes.tp * mesh.sizes.pp > 1:
+    if strategy.distributed_type in ("FSDP", "DEEPSPEED") or strategy.splits_model:
         check_coverage(backend.shards(), ranks)
     with DtypeProbe(loss) as dtypes:
         check_model_computes(

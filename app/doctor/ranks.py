@@ -46,7 +46,8 @@ def rank_argv(devices: Devices, sizes: MeshSizes, out: Path, timeout: float, qui
     else:
         launcher += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0", "--local_addr", "127.0.0.1"]
     # The watch below ends a step that hangs; the ranks' own limit only matters if this process is gone.
-    program = ["-m", PROGRAM, "--out", str(out), "--sizes", json.dumps(sizes.by_axis), "--timeout", str(4 * timeout)]
+    mesh = json.dumps({**sizes.by_axis, "ep": sizes.ep})
+    program = ["-m", PROGRAM, "--out", str(out), "--sizes", mesh, "--timeout", str(4 * timeout)]
     return [*launcher, *program, *(["--quick"] if quick else [])]
 
 

@@ -49,7 +49,7 @@ def train_command(row: Row, strategy: Strategy, name: str, args: Args, config: T
     # What the file says, and the axis that takes the remaining processes, need no flag.
     for flag in MESH_OPTIONS:
         axis = flag.removesuffix("_size")
-        size, written = getattr(sizes, axis), strategy.mesh.get(axis, 1)
+        size, written = getattr(sizes, axis), strategy.ep_size if axis == "ep" else strategy.mesh.get(axis, 1)
         taken = axis == "dp_replicate" and (strategy.distributed_type == "MULTI_GPU" or written == -1)
         if size != written and not taken:
             argv += [f"--{flag}", str(size)]

@@ -46,7 +46,7 @@ def split_mistake(strategy: Strategy, counted: Mapping[str, Any]) -> str | None:
     """Why a model cannot be split over the strategy's mesh; None if it can."""
     limits, sizes = counted["limits"], strategy.sizes
     stages = _stages(strategy)
-    for axis, size in {"tp": sizes.tp, "cp": sizes.cp, "sp": sizes.sp, "stages": stages}.items():
+    for axis, size in {"tp": sizes.tp, "cp": sizes.cp, "sp": sizes.sp, "ep": sizes.ep, "stages": stages}.items():
         if size > 1 and (reason := limits[axis].get(str(size), f"{axis}={size} is more than this planner tries")):
             return str(reason)
     if sizes.sp > 1 and (reason := heads_mistake(sizes, counted["heads"], "the model")):

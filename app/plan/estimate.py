@@ -83,7 +83,8 @@ class Row:
         memory = {name: size / GIB for name, size in (self.memory or {}).items()} | {"total": self.total / GIB}
         host = max(self.host_phases.values(), default=None)
         return {
-            "strategy": self.strategy, "world_size": self.sizes.world, "sizes": self.sizes.by_axis,
+            "strategy": self.strategy, "world_size": self.sizes.world,
+            "sizes": self.sizes.by_axis | ({"ep": self.sizes.ep} if self.sizes.ep > 1 else {}),
             "per_device_train_batch_size": self.micro_batch,
             "memory_gib": memory if self.memory else None, "fits": self.fits,
             "host_gib": None if host is None else host / GIB,
@@ -231,7 +232,7 @@ def _by_speed(rows: Sequence[Row]) -> list[Row]:
 
 
 def _simplicity(row: Row) -> tuple[int, int, float, str]:
-    axes = sum(size > 1 for size in row.sizes.by_axis.values())
+    axes = sum(size > 1 for size in (*row.sizes.by_axis.values(), row.sizes.ep))
     return axes, row.rank, row.sent or 0.0, row.strategy
 
 

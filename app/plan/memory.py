@@ -7,7 +7,7 @@ counted by `trainers/tools/memory_estimate.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from app.plan.hardware import CUDA_GIB, GIB, NCCL_GIB
@@ -46,6 +46,7 @@ class Share:
         frozen: bytes of frozen weights; `frozen_layer` and `frozen_outside` likewise.
         scales: bytes of the scales of 4-bit weights.
         parameters: number of all parameters.
+        experts: number of trained parameters in divided experts, whose gradients DDP does not copy.
     """
 
     layers: int
@@ -61,6 +62,7 @@ class Share:
     frozen_outside: float
     scales: float
     parameters: float
+    experts: float = 0.0
 
     @classmethod
     def of(
@@ -84,7 +86,9 @@ def shares_of(
     """The share of each rank of a pipeline, split as in `trainers/parallel/pipeline_split.py`; else a single share."""
     layers, ranks, schedule = counted["layers"], strategy.pp_size, strategy.pp_schedule
     if ranks == 1:
-        return [Share.of(case, layers, layers, 1.0)]
+        divided = strategy.sizes.ep > 1
+        share = Share.of(_divided(case, strategy.sizes.ep), layers, layers, 1.0)
+        return [replace(share, experts=case["experts_trained"] / strategy.sizes.ep)] if divided else [share]
     # The first stage has the embedding, the last the head: half of what is outside the layers each, or all if tied.
     total = ranks * SCHEDULES[schedule].chunks
     layers_of_stage, shares = balance(layers, total, counted["layer_matmul"], counted["words"] * counted["hidden"]), []
@@ -99,6 +103,14 @@ def shares_of(
         )
         shares.append(Share.of(case, layers, inside, ends, held, total - 1 in stages, 0 in stages, buffers))
     return shares
+
+
+def _divided(case: Mapping[str, Any], ep_size: int) -> Mapping[str, Any]:
+    """The counts of a rank whose experts are divided over `ep_size` ranks."""
+    if ep_size == 1:
+        return case
+    parts = {"trained_inside": "experts_trained", "frozen_inside": "experts_frozen", "parameters": "experts"}
+    return {**case, **{name: case[name] - case[part] * (1 - 1 / ep_size) for name, part in parts.items()}}
 
 
 def rank_memory(
@@ -208,7 +220,8 @@ def _gathered(strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any
     if shards == 1 and not fetched and strategy.distributed_type != "DEEPSPEED":
         # DDP keeps its buckets. Until the last micro-batch, which it reduces, gradients are tensors beside them.
         beside = strategy.distributed_type == "MULTI_GPU" and strategy.pp_size == 1
-        return share.trained * weight if beside and config.accumulation_steps(strategy.data_parallel_size) > 1 else 0.0
+        accumulates = config.accumulation_steps(strategy.data_parallel_size) > 1
+        return (share.trained - share.experts) * weight if beside and accumulates else 0.0
     largest = max(share.trained_layer, share.trained_outside) * weight
     # DeepSpeed: gradient buckets, and under ZeRO 3 the parameters that it keeps gathered.
     if strategy.distributed_type == "DEEPSPEED":

@@ -75,6 +75,7 @@ class Shape:
             "cp": dict.fromkeys(map(str, sizes)),
             "sp": {str(size): None if self.heads % size == 0 else f"sp={size} does not divide the heads"
                    for size in sizes},
+            "ep": dict.fromkeys(map(str, sizes), "ep divides experts, and these models have none"),
             "stages": {str(size): None if size <= self.layers else f"{size} stages for {self.layers} layers"
                        for size in sizes},
         }  # fmt: skip

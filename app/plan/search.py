@@ -75,6 +75,7 @@ def _meshes(strategy: Strategy, request: Request) -> Iterator[dict[str, int]]:
     open_axis = next((axis for axis, size in written.items() if size == -1), data_axis(strategy.distributed_type))
     axes = [axis for axis, size in written.items() if size > 1 and axis != open_axis]
     axes += ["pp"] if strategy.pp_size > 1 else []
+    axes += ["ep"] if strategy.ep_size > 1 else []
     fixed = {**request.sizes, **({"pp": request.config.pp_size} if request.config.pp_size else {})}
     divisors = [size for size in range(2, world + 1) if world % size == 0]
     choices = {**dict.fromkeys(axes, divisors), **{axis: [size] for axis, size in fixed.items()}}

@@ -85,6 +85,9 @@ def link_speed(part: Term, sizes: MeshSizes, hardware: Hardware) -> float:
     The mesh's inner axes stay inside a machine. A collective that spans machines runs in as many rings as it has ranks
     in each machine, every ring over another rank's link to the network; an all-to-all or a send uses its own rank's.
     """
+    if part.axes == ("ep",):
+        local = hardware.machines == 1 or hardware.per_machine % sizes.ep == 0
+        return hardware.speed if local else min(hardware.speed, hardware.machine_speed)
     order = [axis for axis in AXES if axis in part.axes]
     inner = prod(getattr(sizes, axis) for axis in AXES[AXES.index(order[-1]) + 1 :])
     span = prod(getattr(sizes, axis) for axis in AXES[AXES.index(order[0]) :])
@@ -115,4 +118,6 @@ def _model_sizes(strategy: Strategy, config: TrainConfig, counted: Mapping[str, 
         counted["heads"], counted["key_heads"], counted["head_size"], counted["words"], tied,
         trained_share=trained / parameters, gradient_bytes=weight, gathered_bytes=full_weights / parameters,
         matmul_bytes=4 if config.mixed_precision == "no" else 2, hidden_bytes=activation_bytes(config),
+        experts=case.get("experts_trained", 0), expert_layers=counted.get("expert_layers", 0),
+        chosen=counted.get("chosen", 0),
     )  # fmt: skip

@@ -62,6 +62,7 @@ PROVE = Verb(
                          "checkpoint."),
         "layers": option("layers", "<int>", "Keep only the first N decoder layers, so that the reference fits in one "
                          "process."),
+        "bf16": switch("bf16", "Train all runs, the reference too, in bf16, with wider limits: its rounding grows."),
         "control": option("control", "<none|mean-of-means>", "Train every row, but not the reference, with a known "
                           "fault: the mean of the micro-batches' means. Then each row must differ; exit status 0 when "
                           "the test saw the fault in all that ran; default: none."),
@@ -177,7 +178,7 @@ def make_plan(args: Args) -> Plan:
     mistakes = _Mistakes()
     command = _read(args, mistakes)
     steps = mistakes.of(lambda: _count(command.own.get("steps", STEPS), "steps", STEPS))
-    settings = {**_known(SETTINGS), "max_steps": str(steps or STEPS), **(mistakes.of(lambda: _layers(command)) or {})}
+    settings = {**_known(SETTINGS), "max_steps": str(steps or STEPS), **(mistakes.of(lambda: _extras(command)) or {})}
     _refuse_others(args, command, mistakes)
     config = mistakes.of(command.config)
     entries = mistakes.of(lambda: _entries(command, config.method if config else "full"))
@@ -210,11 +211,11 @@ def _fill(plan: Plan, command: _Command, entries: list[_Entry], settings: dict[s
     ignored = ignored_choices(plan.reference.config)
     plan.warnings = [str(mistake) for mistake in ignored if mistake.option in command.chosen]
     plan.overrides = _overrides(command, user, plan.reference.config, settings, sizes)
+    used = settings["mixed_precision"]
     plan.overrides += [
-        {"option": "mixed_precision", "given": entry.precision, "used": "no", "why": f"written in {entry.spec}"}
-        for entry in entries
-        if entry.precision
-    ]
+        {"option": "mixed_precision", "given": entry.precision, "used": used, "why": f"written in {entry.spec}"}
+        for entry in entries if entry.precision not in (None, used)
+    ]  # fmt: skip
     for entry in entries:
         row = Row(entry.name, entry.strategy.num_processes, reason=entry.reason)
         plan.rows.append(row)
@@ -261,13 +262,14 @@ def _count(value: Any, name: str, example: int) -> int:
     return number
 
 
-def _layers(command: _Command) -> dict[str, str]:
-    """The option for `--layers`, which cuts the model; empty if not given."""
+def _extras(command: _Command) -> dict[str, str]:
+    """The options for `--bf16`, and for `--layers`, which cuts the model; empty if not given."""
+    precision = {"mixed_precision": "bf16"} if "bf16" in command.own else {}
     if "layers" not in command.own:
-        return {}
+        return precision
     if "num_hidden_layers" in command.chosen:
         raise ConfigError.about("--layers", None, "and num_hidden_layers are both given", "they are the same, keep one")
-    return {"num_hidden_layers": str(_count(command.own["layers"], "layers", 2))}
+    return {**precision, "num_hidden_layers": str(_count(command.own["layers"], "layers", 2))}
 
 
 def _refuse_others(args: Args, command: _Command, mistakes: _Mistakes) -> None:
@@ -451,9 +453,6 @@ def _devices(command: _Command, world: int) -> dict[str, str]:
     return {**(sizes if world > 1 else {}), **devices}
 
 
-# -- the batch -------------------------------------------------------------------------------------------------------
-
-
 def micro_batch(total: int, limit: int, sizes: Mapping[str, int], several: bool) -> int:
     """The largest micro-batch, up to the requested one, that divides the global batch under every strategy.
 
@@ -485,11 +484,10 @@ def _overrides(
 ) -> list[dict[str, str]]:
     """The user's choices that are replaced; values of a preset only if they would have changed the numbers."""
     reported = {*command.chosen, *_NUMBERS}
-    changed = [name for name in settings if name in reported and getattr(user, name) != getattr(used, name)]
     overrides = [
         {"option": name, "given": as_argument(getattr(user, name)), "used": as_argument(getattr(used, name))}
-        for name in changed
-    ]
+        for name in settings if name in reported and getattr(user, name) != getattr(used, name)
+    ]  # fmt: skip
     micro, before = used.per_device_train_batch_size, user.per_device_train_batch_size
     if micro != before:
         worlds = sorted({1, *sizes.values()})

@@ -17,7 +17,7 @@ from app.console import clean, say
 from app.launch.foreground import CheckBroke
 from app.launch.job import TrainJob
 from app.prove.plan import Plan, Row
-from app.prove.proof import Comparison, Curve, Proof, blank, compare, curve_of, failure
+from app.prove.proof import Curve, Proof, blank, compare, curve_of, failure
 from app.prove.report import facts, verdict
 from trainers.config.mistakes import ConfigError
 from trainers.run.folder import RunFolder
@@ -100,7 +100,7 @@ class ResumeProof(Proof):
         text = f"{entry['from']} -> {entry['to']}"
         job = _moved(self._saving(row.job), checkpoint, self.plan.folder / _folder(entry))
         fault = self._trained(job, entry, self._label(text))
-        comparison = self._tail(entry)
+        comparison = self._compared(row, entry, self.middle + 1)
         entry |= {"max_loss_difference": comparison.loss, "max_grad_norm_difference": comparison.norm}
         reason = (
             fault or comparison.fault or comparison.apart or ("" if same is None else self._not_exact(entry, *same))
@@ -121,11 +121,6 @@ class ResumeProof(Proof):
             return "; ".join(error.lines)
         except CheckBroke as error:
             return error.cause
-
-    def _tail(self, entry: Mapping[str, Any]) -> Comparison:
-        """Compares the steps after the checkpoint with the reference."""
-        curve = curve_of(RunFolder(entry["run_dir"])) if "run_dir" in entry else {}
-        return compare(self.curve, curve, self.plan.steps, self.middle + 1)
 
     def _not_exact(self, entry: Mapping[str, Any], same: Curve, weights: str) -> str:
         """Why a resume is not bitwise equal to the run that saved the checkpoint; empty if it is.

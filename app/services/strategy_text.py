@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -10,7 +11,7 @@ from app.plan.memory import shard_counts
 from app.plan.speed import traffic_kind
 from trainers.config.options import EMBEDDED
 from trainers.config.validation import build
-from trainers.strategy.mesh import MEANS, Mesh
+from trainers.strategy.mesh import EXPERT_GROUPS, MEANS, Mesh
 from trainers.strategy.pipeline_schedules import SCHEDULES, stages_of
 from trainers.strategy.strategy import STRATEGIES_DIR, Strategy, load_strategy, strategy_names
 from trainers.strategy.traffic import ModelSizes, predicted
@@ -24,6 +25,8 @@ _MOST_RANKS = 8
 _MOST_CELLS = 16
 _SIZES = ModelSizes(int(_EXAMPLE), 270_000, 262_000_000, 32, 4096, 32, 8, 128, 32_000, False)
 """A model of 7 billion parameters, for the formulas of the traffic."""
+_EXPERTS = 0.93
+"""Share of the experts in the parameters of a mixture of experts of that size, OLMoE."""
 
 
 def describe(name: str) -> dict[str, Any]:
@@ -47,8 +50,8 @@ def describe(name: str) -> dict[str, Any]:
         "summary": strategy.summary,
         "about": _about(name),
         "world_size": sizes.world,
-        "axes": [{"axis": axis, "size": size, "meaning": MEANS[axis]}
-                 for axis, size in sizes.by_axis.items() if size > 1],
+        "axes": [{"axis": axis, "size": size, "meaning": MEANS.get(axis, EXPERT_GROUPS)}
+                 for axis, size in {**sizes.by_axis, "ep": sizes.ep}.items() if size > 1],
         "picture": list(_picture(strategy)),
         "memory": list(_memory(strategy)),
         "traffic": _traffic(strategy),
@@ -61,13 +64,14 @@ def _about(name: str) -> list[str]:
         return []
     lines = (STRATEGIES_DIR / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[1:]
     head = [line.lstrip("# ").rstrip() for line in lines if line.startswith("#")]
-    return [line for line in head if line and not line.startswith(("Command:", "pp_size:", "pp_schedule:"))]
+    return [line for line in head if line and not line.startswith(("Command:", "pp_size:", "pp_schedule:", "ep_size:"))]
 
 
 def _picture(strategy: Strategy) -> Iterator[str]:
     """One line per use, one column per rank: filled cells are held by the rank, dots by others."""
     ranks, shards = range(min(strategy.sizes.world, _MOST_RANKS)), shard_counts(strategy)
     cells = _stages(strategy) * strategy.sizes.tp * max(shards.values())
+    cells = 2 * strategy.sizes.ep + 1 if strategy.sizes.ep > 1 else cells
     width = max(4, min(cells, _MOST_CELLS))
     yield "  ".join([" " * 9, *(f"rank {rank}".ljust(width) for rank in ranks)]).rstrip()
     for use, count in shards.items():
@@ -83,6 +87,9 @@ def _held(strategy: Strategy, rank: int, shards: int, width: int) -> str:
     sizes, mesh, held = strategy.sizes, Mesh(strategy.sizes, rank), set[int]()
     stages = stages_of(strategy.pp_schedule, sizes.pp, mesh.index("pp")) if sizes.pp > 1 else [0]
     shard = mesh.index("dp_shard") * sizes.sequence_shards + mesh.sequence_shard if shards > 1 else 0
+    if sizes.ep > 1:  # the first cell stands for all but the experts
+        first, end = (1 + (width - 1) * (mesh.index("ep") + more) // sizes.ep for more in (0, 1))
+        return "".join("█" if cell == 0 or first <= cell < max(first + 1, end) else "·" for cell in range(width))
     parts = _stages(strategy) * sizes.tp * shards
     for stage in stages:
         part = (stage * sizes.tp + mesh.index("tp")) * shards + shard
@@ -99,10 +106,14 @@ def _memory(strategy: Strategy) -> Iterator[dict[str, Any]]:
         axes = {"tp": sizes.tp, "pp": sizes.pp, "shards": shards[use]}
         divisors = [f"{axis} {count}" for axis, count in axes.items() if count > 1]
         formula = f"{size} bytes x parameters" + "".join(f" / {divisor}" for divisor in divisors)
+        part = 1 / prod(axes.values())
+        if sizes.ep > 1:
+            formula = f"{size} bytes x (parameters - experts + experts / ep {sizes.ep}), experts {_EXPERTS:.0%} of them"
+            part = 1 - _EXPERTS + _EXPERTS / sizes.ep
         target = "param" if use == "weights" else "optimizer"
         offloaded = strategy.offload_of(target) != "none" and (use != "weights" or strategy.sharded)
         note = f", in {'NVMe' if strategy.offload_of(target) == 'nvme' else 'host memory'}" if offloaded else ""
-        yield {"use": use, "formula": formula + note, "gb": size * _EXAMPLE / prod(axes.values()) / 1e9}
+        yield {"use": use, "formula": formula + note, "gb": size * _EXAMPLE * part / 1e9}
 
 
 def _traffic(strategy: Strategy) -> list[dict[str, str]]:
@@ -110,5 +121,7 @@ def _traffic(strategy: Strategy) -> list[dict[str, str]]:
     config = build({"model_name_or_path": EMBEDDED, "dataset_name": EMBEDDED})
     chunks = SCHEDULES[strategy.pp_schedule].chunks
     step = [(config.max_length, config.max_length)] * max(1, strategy.sizes.pp)
-    terms = predicted(traffic_kind(strategy), strategy.sizes, chunks, _SIZES, [step], 0)
+    mixture = replace(_SIZES, experts=_EXAMPLE * _EXPERTS, expert_layers=_SIZES.layers, chosen=2)
+    model = mixture if strategy.sizes.ep > 1 else _SIZES
+    terms = predicted(traffic_kind(strategy), strategy.sizes, chunks, model, [step], 0)
     return [{"collective": term.collective, "formula": term.formula} for term in terms]

@@ -64,7 +64,7 @@ SWEEP = Verb(
                      "default: local.", "Cluster"),
         **{name: option(name, "<...>", "Is set in the site file.", "Cluster", hidden=True) for name in slurm.CODE},
     },
-    launch=("strategy", "tp_size", "cp_size", "sp_size", "dp_replicate_size", "gpus", "num_processes"),
+    launch=("strategy", "tp_size", "cp_size", "sp_size", "ep_size", "dp_replicate_size", "gpus", "num_processes"),
     switches=("check", "detach"),
     hidden={"output_dir", "resume_from_checkpoint", "force_resume", "stop_at_step"},
 )  # fmt: skip

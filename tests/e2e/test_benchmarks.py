@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,10 @@ import pytest
 from app.plan.estimate import Row
 from benchmarks import data, gpu, plan, start, throughput
 from benchmarks.contenders import Bench, Case, Measured, RunFailed, cause_of
+from benchmarks.gpu_proof import PASSED
 from benchmarks.rows import Batches, batches_of, write_chat
+from tests import forked
+from tests.launching import ROOT
 from trainers.config.options import TrainConfig
 from trainers.embedded import BASE_DIR
 
@@ -84,6 +88,41 @@ def test_the_gpu_benchmark_ends_in_time(capsys: pytest.CaptureFixture) -> None:
     gpu.main(["--tiny", "--only", "llama", "--budget", "0"])
     shown = capsys.readouterr().out
     assert shown.count("not measured: no time left") == len(re.findall(r"^\| tiny-", shown, re.MULTILINE)) > 0
+
+
+@pytest.mark.long
+def test_the_proof_on_a_gpu_runs_in_small(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu_proof", "--tiny", "--out", str(tmp_path), "--budget", "300"]
+    done = forked.run(command, cwd=ROOT, capture_output=True, text=True, timeout=320)
+    (file,) = tmp_path.iterdir()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d-gpu\.json", file.name)
+    result = json.loads(file.read_text())
+    outcomes = {part["name"]: (part["outcome"], part["reason"]) for part in result["parts"]}
+    assert outcomes == dict.fromkeys(("tests", "prove", "memory", "rates"), (PASSED, None)), done.stdout + done.stderr
+    assert done.returncode == 0
+    assert result["complete"]
+    assert result["device"].startswith("CPU")
+    tests, prove, memory, rates = (part["results"] for part in result["parts"])
+    by_name = {test["name"].partition("::")[2]: test for test in tests["tests"]}
+    assert by_name["test_a_deterministic_rerun_is_the_same_bit_for_bit"]["outcome"] == PASSED
+    assert by_name["test_fp16_trains_with_its_scaler"]["reason"] == "needs a GPU"
+    assert "test_fp16_trains_with_its_scaler not run: needs a GPU" in done.stdout
+    assert [(row["strategy"], row["bit_equal_steps"]) for row in prove["rows"]] == [("single", 2)]
+    assert prove["tolerance"]["loss"] > 1e-5
+    assert memory["rows"][0]["ratio"] > 0
+    assert set(rates["cases"][0]["tools"]) == {"tunesmith", "bare"}
+
+
+@pytest.mark.long
+def test_the_runs_of_the_gpu_tests_pass_where_a_cpu_can(tmp_path: Path) -> None:
+    """A mistake in a test that needs a GPU is seen before there is one."""
+    plain = ["-o", "addopts=", "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "--on_cpu", *plain]
+    results = tmp_path / "results.json"
+    done = forked.run([*command, "--results", str(results)], cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout
+    outcomes = [test["outcome"] for test in json.loads(results.read_text())["tests"]]
+    assert outcomes.count("passed") == 6
 
 
 @pytest.mark.parametrize(

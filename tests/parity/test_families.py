@@ -28,7 +28,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "gemma2": {"sliding_window": 24, "query_pre_attn_scalar": 16},
 }
-EXPERTS = {"qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}}
+EXPERTS = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32},
+}
 HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_value_heads": 4,
                      "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16},

@@ -1,6 +1,7 @@
 """Promises P0, P2, P3, P4 and bit-exact resume for every strategy that cuts weights, gradients or optimizer state.
 
-Each Accelerate file is launched as a user would. `fsdp2_offload` needs an accelerator (tests/gpu has it).
+Each Accelerate file is launched as a user would. `fsdp2_offload` needs an accelerator (tests/gpu has it), `ep` a model
+with experts (`test_experts.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from trainers.embedded import BASE_DIR
 from trainers.strategy.pipeline_schedules import bubble
 from trainers.strategy.strategy import load_strategy, strategy_names
 
-NOT_HERE = {"fsdp2_offload"}
+NOT_HERE = {"fsdp2_offload", "ep"}
 # Under LoRA a grad_op, a stage 1 and an offload differ from these by what full training shows as well.
 WITH_LORA = ["fsdp1", "fsdp2", "zero2", "zero3", "tp", "pp"]
 STRATEGIES = [name for name in strategy_names() if name not in {"single", "ddp"} | NOT_HERE]

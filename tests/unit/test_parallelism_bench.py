@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,15 @@ def test_tensor_parallel_sums_activations() -> None:
     slots, trained = 20, 17
     activations, loss = 9 * slots * 10 * 4, trained * 13 * 4
     assert bytes_of("MULTI_GPU", tp=2) == {"all-reduce": activations + loss}
+
+
+def test_experts_get_tokens_and_their_copies_are_summed() -> None:
+    mixture = replace(SHAPE, experts=600, expert_layers=2, chosen=3)
+    for world, copies in ((2, 0), (4, 600 / 2)):
+        terms = predicted("MULTI_GPU", MeshSizes(dp_replicate=world, ep=2), 1, mixture, STEPS, 1)
+        sent = {term.collective: (term.bytes, term.calls) for term in terms}
+        assert sent["all-reduce"] == (2 * 4 * (400 + copies), 2 * (1 + (4 if copies else 0)))
+        assert sent["all-to-all"] == (4 * 2 * 20 * 3 * 10 * 4, 4 * 2 * 5)
 
 
 def test_parts_of_rows_meet_in_attention() -> None:

@@ -26,7 +26,7 @@ COLUMN_ROLES = (
     "history", "tools", "functions", "chat_template_kwargs",
 )  # fmt: skip
 MACHINE_OPTIONS = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
-MESH_OPTIONS = ("tp_size", "cp_size", "sp_size", "dp_replicate_size")
+MESH_OPTIONS = ("tp_size", "cp_size", "sp_size", "ep_size", "dp_replicate_size")
 LAUNCH_OPTIONS = ("strategy", *MESH_OPTIONS, "gpus", "num_processes", *MACHINE_OPTIONS, "min_machines")
 UNKNOWN = "is not an option"
 """`Mistake.problem` of an unknown option."""

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
+from trainers.strategy.expert_plan import EXPERT_COUNTS, largest_of
+
 _CHOSEN_COUNTS = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
 _ROUTING = {"gate", "router", "shared_expert_gate"}
 
@@ -18,7 +19,12 @@ def has_experts(text_config: Any) -> bool:
     Args:
         text_config: the transformers config of the language model.
     """
-    return _count(text_config, _EXPERT_COUNTS) > 1
+    return largest_of(text_config, EXPERT_COUNTS) > 1
+
+
+def chosen_count(text_config: Any) -> int:
+    """The number of experts that a token uses; 0 if unknown. `text_config` as for `has_experts`."""
+    return largest_of(text_config, _CHOSEN_COUNTS)
 
 
 def expert_share(text_config: Any) -> float:
@@ -27,14 +33,8 @@ def expert_share(text_config: Any) -> float:
     Args:
         text_config: as for `has_experts`.
     """
-    chosen, every = _count(text_config, _CHOSEN_COUNTS), _count(text_config, _EXPERT_COUNTS)
+    chosen, every = chosen_count(text_config), largest_of(text_config, EXPERT_COUNTS)
     return chosen / every if 0 < chosen < every else 1.0
-
-
-def _count(text_config: Any, names: tuple[str, ...]) -> int:
-    """The largest of the numbers that a config has under these names; 0 without any."""
-    counts = (getattr(text_config, name, None) for name in names)
-    return max((count for count in counts if isinstance(count, int)), default=0)
 
 
 def router_names(base: Any) -> list[str]:

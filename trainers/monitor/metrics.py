@@ -34,12 +34,13 @@ def device_values(device: torch.device) -> dict[str, float | None]:
     """What a rank uses of its machine, for a row of metrics.
 
     Returns:
-        `memory_gib` (see there); on a GPU also `memory_reserved_gib` (by torch's allocator), `host_memory_gib` (the
-        resident set), `gpu_percent` (recent use) and `gpu_power_w` (watts), both None where NVML does not report it.
+        `memory_gib` (see there); on a GPU also `memory_reserved_gib` (the peak that torch's allocator held then),
+        `host_memory_gib` (the resident set), `gpu_percent` (recent use) and `gpu_power_w` (watts), both None where NVML
+        does not report it.
     """
     if device.type != "cuda":
         return {"memory_gib": round(memory_gib(device), 4)}
-    reserved = torch.cuda.memory_reserved(device) / 2**30
+    reserved = torch.cuda.max_memory_reserved(device) / 2**30  # first: `memory_gib` begins both peaks anew
     values = {"memory_gib": memory_gib(device), "memory_reserved_gib": reserved, "host_memory_gib": _resident_gib()}
     use = gpu_use(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
     return {**{name: round(value, 4) for name, value in values.items()}, **use}

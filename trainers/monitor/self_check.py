@@ -135,7 +135,8 @@ def _layout(strategy: Strategy, mesh: Mesh, backend: Backend) -> list[Line]:
     lines = []
     if strategy.has_mesh:
         built: Any = mesh.device_mesh
-        got = MeshSizes(**dict(zip(built.mesh_dim_names, built.shape, strict=True)))
+        experts = 1 if mesh.expert_mesh is None else mesh.expert_mesh["ep"].size()
+        got = MeshSizes(**dict(zip(built.mesh_dim_names, built.shape, strict=True)), ep=experts)
         lines.append(Line("mesh", str(strategy.sizes), str(got)))
     if strategy.zero_stage:
         zero: Any = backend
@@ -152,6 +153,7 @@ def _layout(strategy: Strategy, mesh: Mesh, backend: Backend) -> list[Line]:
             lines.append(Line("second copies", f"over {strategy.second_copies}", f"over {', '.join(map(str, sizes))}"))
     if strategy.sharded or strategy.zero_stage or getattr(backend, "tensor", None) is not None:
         name = "Adam's share" if strategy.zero_stage in (1, 2) else "weights held"
+        name = "experts held" if strategy.ep_size > 1 else name
         lines.append(_share(name, *backend.local_and_total_numel()))
     return lines
 

@@ -149,7 +149,7 @@ class SupervisedLoss(nn.Module):
         adapted: list[Any] = [layer for layer in self.model.modules() if hasattr(layer, "cast_input_dtype_enabled")]
         for layer in adapted if compute != torch.float32 else ():
             layer.cast_input_dtype_enabled = False  # peft would copy each input to fp32, and autocast cast it back
-        # Tensor parallelism replaces both (`trainers.parallel.tensor.split_model`).
+        # Tensor parallelism replaces both (`trainers.parallel.tensor.split_model`); expert parallelism only the first.
         self.tensor: Any = None
         self.cross_entropy: Callable[..., tuple[torch.Tensor, torch.Tensor]] = linear_cross_entropy
 
@@ -198,7 +198,7 @@ class SupervisedLoss(nn.Module):
         half = self.compute != torch.float32
         # Autocast's cache would keep a half-precision copy of every weight until the end of the pass, sharded or not.
         with torch.autocast(input_ids.device.type, self.compute, enabled=half, cache_enabled=False):
-            if own_forward and self.tensor is None:
+            if own_forward and (self.tensor is None or self.tensor.by_expert):
                 plain = {"output_router_logits": False} if self.balancing is not None else {}
                 return self._own_forward({"input_ids": input_ids, "use_cache": False, **plain}, positions, labels)
             with self.route.hand_over(AttentionMetadata(documents, self.over_ranks)) as more:

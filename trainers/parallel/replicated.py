@@ -1,24 +1,28 @@
-"""A single process, or DistributedDataParallel: every rank holds all weights."""
+"""A single process, or DistributedDataParallel: every rank holds all weights, or under ep all but some experts."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainers.config.options import TrainConfig
 from trainers.model.reachability import reach_noted
-from trainers.parallel.backend import Backend, total_numel, trained_weights, zero_missing_gradients
+from trainers.parallel.backend import Backend, Beat, no_beat, total_numel, trained_weights, zero_missing_gradients
 from trainers.parallel.fill import fill
 from trainers.parallel.norm import clip_grad_norm
 from trainers.parallel.optimizer import build_optimizer, parameter_groups
 
+if TYPE_CHECKING:
+    from trainers.data.batches import MicroBatch
+
 
 class Replicated(Backend):
-    """`single` and `ddp`.
+    """`single`, `ddp`, `tp` and `ep`.
 
     Args:
         loss: the module that computes the loss; its `.model` is the transformers or peft model.
@@ -37,8 +41,43 @@ class Replicated(Backend):
         self.total_numel = total_numel(loss.model, self.tensor)
         if accelerator.ddp_handler is not None:  # it costs a walk through the graph of each step
             accelerator.ddp_handler.find_unused_parameters = reach_noted(loss.base).varies
+        self.experts = self._own_experts()
+        slices = self.tensor.slices if self.tensor else {}
+        self.expert_numel = sum(weight.numel() for name, weight in loss.model.named_parameters() if name in slices)
+        # Other ranks have other experts: DDP must neither copy rank 0's to them nor sum their gradients.
+        ignored = [f"model.{name}" for name in self.tensor.slices] if self.tensor and self.tensor.by_expert else []
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(loss, ignored)
         optimizer = build_optimizer(parameter_groups(self.trained, self.shapes, config), config)
         self.model, self.optimizer = accelerator.prepare(loss.to(self.device), optimizer)
+
+    def _own_experts(self) -> list[nn.Parameter]:
+        """Trained experts that ranks of other groups have as well, and those of this rank's group do not."""
+        if self.tensor is None or not self.tensor.by_expert:
+            return []
+        return [weight for name, weight in self.trained if name in self.tensor.slices]
+
+    def forward_backward(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        shares: Sequence[float],
+        beat: Beat = no_beat,
+        first_forward: AbstractContextManager[Any] | None = None,
+        expert_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `Backend`; averages the gradients of divided experts, which DDP leaves alone, once per step."""
+        total = super().forward_backward(micro_batches, shares, beat, first_forward, expert_weights)
+        self._average_experts()
+        return total
+
+    @torch.no_grad()
+    def _average_experts(self) -> None:
+        """Averages over all ranks: the gradient of an expert already sums the tokens of its group."""
+        zero_missing_gradients(("", weight) for weight in self.experts)
+        for weight in self.experts:
+            gradient: Any = weight.grad
+            gradient.div_(self.accelerator.num_processes)
+            if self.tensor is not None and self.tensor.copies is not None:
+                distributed.all_reduce(gradient, group=self.tensor.copies)
 
     def warm_up_buckets(self) -> None:
         """Runs two passes and discards their gradients, on more than two ranks.
@@ -81,6 +120,10 @@ class Replicated(Backend):
         super().skip_step()
 
     def local_and_total_numel(self) -> tuple[int, int, int]:
-        """See `Backend`; only tensor parallelism shards weights here."""
+        """See `Backend`; tensor parallelism shards nearly all weights here, expert parallelism the experts only."""
+        if self.tensor is not None and self.tensor.by_expert:
+            slices = self.tensor.slices
+            total = sum(part.shape.numel() for part in slices.values())
+            return self.expert_numel, total, self.tensor.size
         local = sum(weight.numel() for weight in self.model.parameters())
         return local, self.total_numel, 1 if self.tensor is None else self.tensor.size

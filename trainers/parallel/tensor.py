@@ -28,14 +28,16 @@ _ROW = {"rowwise", "rowwise_split_input"}
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The tensor-parallel group of this rank, and its slices of the model.
+    """The tensor-parallel or expert-parallel group of this rank, and its slices of the model.
 
     Args:
-        group: process group of the ranks that share each layer.
+        group: process group of the ranks that share each layer, or the experts of each layer.
         rank: index of this rank in the group.
         size: size of the group.
         first: False if other ranks hold the same slices and save them.
         slices: this rank's slice of each split weight, by its transformers or peft name.
+        by_expert: whether only stacks of experts are split, between experts; each rank then has other tokens.
+        copies: with `by_expert`, the process group of the ranks that hold the same experts.
     """
 
     group: Any
@@ -43,6 +45,8 @@ class TensorParallel:
     size: int
     first: bool = True
     slices: dict[str, TensorSlice] = field(default_factory=dict)
+    by_expert: bool = False
+    copies: Any = None
 
 
 class _Copy(torch.autograd.Function):

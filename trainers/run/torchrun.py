@@ -64,7 +64,7 @@ def strategy_of_environment(name_or_path: str | None, environment: Mapping[str, 
     network = {"main_process_ip": environment["MASTER_ADDR"], "main_process_port": int(environment["MASTER_PORT"])}
     values = {**strategy.values, "num_processes": ranks, "num_machines": machines}
     values |= {"machine_rank": counts["GROUP_RANK"], **network} if machines > 1 else {}
-    if mistakes := check(values, strategy.pp_size):
+    if mistakes := check(values, strategy.pp_size, strategy.ep_size):
         raise ConfigError(mistakes, f"with torchrun's {ranks} ranks")
     return replace(strategy, values=values)
 

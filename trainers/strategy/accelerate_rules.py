@@ -7,6 +7,7 @@ The values allowed for each key are defined in `trainers/strategy/accelerate_sch
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from trainers.config.mistakes import ConfigError, Mistake
@@ -32,7 +33,7 @@ FP16_UNSCALED = Mistake(
 )
 
 
-def check(values: dict[str, Any], pp_size: int = 1) -> list[Mistake]:
+def check(values: dict[str, Any], pp_size: int = 1, ep_size: int = 1) -> list[Mistake]:
     """Returns every mistake in an Accelerate config; combinations are only checked once each key is valid.
 
     Also reads and checks the DeepSpeed JSON that the config names.
@@ -40,6 +41,7 @@ def check(values: dict[str, Any], pp_size: int = 1) -> list[Mistake]:
     Args:
         values: The parsed YAML.
         pp_size: Pipeline stages, for which Accelerate has no key.
+        ep_size: Ranks that divide the experts of each layer, likewise.
     """
     try:
         config = parse(AccelerateConfig, values)
@@ -49,8 +51,8 @@ def check(values: dict[str, Any], pp_size: int = 1) -> list[Mistake]:
     mistakes = [*_type_mistakes(config), *_process_mistakes(config), *_precision_mistakes(config)]
     if kind == "FSDP":
         mistakes += _fsdp_mistakes(config)
-    if kind in MESH_TYPES or (kind in TYPES and pp_size > 1):
-        mistakes += _mesh_mistakes(config, mesh_sizes(values), pp_size)
+    if kind in MESH_TYPES or (kind in TYPES and pp_size * ep_size > 1):
+        mistakes += _mesh_mistakes(config, mesh_sizes(values), pp_size, ep_size)
     if kind == "DEEPSPEED":
         mistakes += _deepspeed_mistakes(config)
     return mistakes
@@ -181,14 +183,14 @@ def _fsdp1_mistakes(config: AccelerateConfig, fsdp: FsdpConfig) -> Iterator[Mist
         yield Mistake("fsdp_config.fsdp_version", 1, problem, "use fsdp_version: 2, or single")
 
 
-def _mesh_mistakes(config: AccelerateConfig, written: dict[str, int], pp_size: int) -> Iterator[Mistake]:
+def _mesh_mistakes(config: AccelerateConfig, written: dict[str, int], pp_size: int, ep_size: int) -> Iterator[Mistake]:
     kind, fsdp = str(config.distributed_type), config.fsdp_config or FsdpConfig()
-    if (not written and pp_size == 1) or config.num_processes is None:
+    if (not written and pp_size * ep_size == 1) or config.num_processes is None:
         return
     # Without `parallelism_config`, the data axis of the type takes all processes of a stage.
     stages = {"pp": pp_size} if pp_size > 1 else {}
     try:
-        sizes = fitted(stages | (written or {data_axis(kind): -1}), config.num_processes)
+        sizes = replace(fitted(stages | (written or {data_axis(kind): -1}), config.num_processes), ep=ep_size)
     except ConfigError as error:
         yield from error.mistakes
         return

@@ -2,7 +2,8 @@
 
     pp x dp_replicate x dp_shard x cp x sp x tp = processes
 
-The last axis is the innermost: its ranks are adjacent, and so on the same machine. Imports torch only to build groups.
+The last axis is the innermost: its ranks are adjacent, and so on the same machine. Expert parallelism (ep) is not an
+axis: it groups neighbors along dp_replicate. Imports torch only to build groups.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ MEANS = {
     "sp": "sequence (Ulysses): each rank has a part of every row, in attention some heads of all of it",
     "tp": "tensor: each rank has a part of every matrix",
 }
+EXPERT_GROUPS = "expert: neighbors along dp_replicate divide the experts of each layer, and send each other tokens"
+"""What ep means, which is not an axis."""
 BACKENDS = {
     "NO": frozenset[str](),
     "MULTI_GPU": frozenset({"pp", "dp_replicate", "cp", "sp", "tp"}),
@@ -43,7 +46,11 @@ APART = {
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """Processes along each axis."""
+    """Processes along each axis.
+
+    Args:
+        ep: Neighbors along dp_replicate that divide the experts of each layer; a factor of its size.
+    """
 
     pp: int = 1
     dp_replicate: int = 1
@@ -51,6 +58,7 @@ class MeshSizes:
     cp: int = 1
     sp: int = 1
     tp: int = 1
+    ep: int = 1
 
     @property
     def by_axis(self) -> dict[str, int]:
@@ -79,7 +87,7 @@ class MeshSizes:
 
     def __str__(self) -> str:
         used = [f"{axis} {size}" for axis, size in self.by_axis.items() if size > 1]
-        return " x ".join(used) or "1"
+        return (" x ".join(used) or "1") + (f" (ep {self.ep})" if self.ep > 1 else "")
 
 
 def fitted(sizes: Mapping[str, int], processes: int) -> MeshSizes:
@@ -118,7 +126,7 @@ def data_axis(kind: str) -> str:
 
 def size_option(axis: str) -> str:
     """Returns the option, or the Accelerate key, that sets the size of an axis."""
-    return "pp_size" if axis == "pp" else f"parallelism_config_{axis}_size"
+    return f"{axis}_size" if axis in ("pp", "ep") else f"parallelism_config_{axis}_size"
 
 
 def combination_mistakes(kind: str, sizes: MeshSizes) -> list[Mistake]:
@@ -135,7 +143,22 @@ def combination_mistakes(kind: str, sizes: MeshSizes) -> list[Mistake]:
             mistakes.append(
                 Mistake("parallelism_config", None, f": {pair[0]} and {pair[1]} {reason}", "use one of them")
             )
-    return mistakes
+    return mistakes + (_expert_mistakes(kind, sizes) if sizes.ep > 1 else [])
+
+
+def _expert_mistakes(kind: str, sizes: MeshSizes) -> list[Mistake]:
+    """Returns a mistake if experts cannot be divided over the ranks of this mesh."""
+    others = [f"{axis}={size}" for axis, size in sizes.by_axis.items() if size > 1 and axis != "dp_replicate"]
+    if kind != "MULTI_GPU":
+        problem, remedy = f"cannot be combined with distributed_type={kind}", "use --strategy ep, or leave it out"
+    elif others:
+        problem, remedy = f"cannot be combined with {', '.join(others)}", "use one of them"
+    elif sizes.dp_replicate % sizes.ep:
+        problem = f"does not divide the {sizes.dp_replicate} processes"
+        remedy = f"use a multiple of {sizes.ep} processes, or another size"
+    else:
+        return []
+    return [Mistake("ep_size", sizes.ep, problem, remedy)]
 
 
 def heads_mistake(sizes: MeshSizes, heads: int, model_type: str) -> str | None:
@@ -180,23 +203,27 @@ class Mesh:
     """
 
     def __init__(self, sizes: MeshSizes, rank: int = 0, device_type: str | None = None):
-        self.sizes, self.rank, self.device_mesh = sizes, rank, None
-        self._index: dict[str, int] = {}
+        self.sizes, self.rank, self.device_mesh, self.expert_mesh = sizes, rank, None, None
+        self._index = dict(zip(("ep_replicate", "ep"), divmod(rank, sizes.ep), strict=True))
         for axis in reversed(AXES):  # innermost first: it varies fastest with the rank
             rank, self._index[axis] = divmod(rank, getattr(sizes, axis))
         if device_type is not None:
             self.device_mesh = _device_mesh(sizes, device_type)
+            self.expert_mesh = _expert_mesh(sizes, device_type) if sizes.ep > 1 else None
 
     def index(self, axis: str) -> int:
-        """Returns the index of this process along an axis, from 0."""
+        """Returns the index of this process along an axis, in its expert group (`ep`), or of that (`ep_replicate`)."""
         return self._index[axis]
 
     def group(self, axis: str) -> ProcessGroup | None:
         """Returns the group of processes that differ from this one only along an axis; None if its size is 1.
 
         Args:
-            axis: One of `AXES`, or `grad_group` for all processes that gradients are averaged over.
+            axis: One of `AXES`; `grad_group` for all processes that gradients are averaged over; `ep` for those that
+                divide the experts, `ep_replicate` for those with the same experts.
         """
+        if axis in ("ep", "ep_replicate"):
+            return None if self.expert_mesh is None else self.expert_mesh[axis].get_group()
         if self.device_mesh is None or (axis in AXES and getattr(self.sizes, axis) == 1):
             return None
         group: ProcessGroup = self.device_mesh[axis].get_group()
@@ -235,3 +262,11 @@ def _device_mesh(sizes: MeshSizes, device_type: str) -> Any:
         if axes := tuple(axis for axis in parts if axis in used):
             mesh[axes]._flatten(name)
     return mesh
+
+
+def _expert_mesh(sizes: MeshSizes, device_type: str) -> Any:
+    """Builds the expert groups and those with the same experts; `alone` is the group of a rank with its own tokens."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    names = ("ep_replicate", "ep", "alone")
+    return init_device_mesh(device_type, (sizes.world // sizes.ep, sizes.ep, 1), mesh_dim_names=names)

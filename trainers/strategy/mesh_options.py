@@ -47,6 +47,8 @@ def with_sizes(strategy: Strategy, sizes: Mapping[str, int], pp_size: int | None
         ConfigError: If the strategy does not support an axis, or two of them exclude each other.
     """
     written = strategy.mesh
+    experts = sizes.get("ep", strategy.ep_size)
+    strategy, sizes = replace(strategy, ep_size=experts), {axis: size for axis, size in sizes.items() if axis != "ep"}
     # An axis of one process needs no entry, so that `--tp_size 1` is also valid for strategies without a mesh.
     changed = {axis: size for axis, size in sizes.items() if size > 1 or axis in written}
     if not changed:

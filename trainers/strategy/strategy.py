@@ -46,6 +46,7 @@ class Strategy:
             config from the inline keys).
         pp_size: Number of pipeline stages; read from a comment, as Accelerate has no key for it.
         pp_schedule: Pipeline schedule, a key of `SCHEDULES`; read from a comment likewise.
+        ep_size: Number of ranks that divide the experts of each layer; read from a comment likewise.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Strategy:
     deepspeed_json: dict[str, Any] = field(default_factory=dict)
     pp_size: int = 1
     pp_schedule: str = "1f1b"
+    ep_size: int = 1
 
     @property
     def distributed_type(self) -> str:
@@ -68,17 +70,17 @@ class Strategy:
     @property
     def sizes(self) -> MeshSizes:
         """Sizes of the mesh of all processes; purely data-parallel unless the file defines a mesh."""
-        return fitted(_requested_sizes(self.values, self.pp_size), self.num_processes)
+        return replace(fitted(_requested_sizes(self.values, self.pp_size), self.num_processes), ep=self.ep_size)
 
     @property
     def has_mesh(self) -> bool:
         """Whether there is more than the data parallelism of the `distributed_type`."""
-        return bool(self.mesh) or self.pp_size > 1
+        return bool(self.mesh) or self.pp_size > 1 or self.ep_size > 1
 
     @property
     def splits_model(self) -> bool:
         """Whether the model's modules determine if the strategy can split it; ZeRO shards any model."""
-        return self.distributed_type == "FSDP" or self.sizes.tp * self.sizes.pp > 1
+        return self.distributed_type == "FSDP" or self.sizes.tp * self.sizes.pp * self.sizes.ep > 1
 
     @property
     def data_parallel_size(self) -> int:
@@ -166,7 +168,7 @@ class Strategy:
         lines += [f"{key} is ignored: {reason}" for key, reason in ignored]
         local = self.num_processes // machines
         # An axis stays within machines if the processes that it spans, inner axes included, divide those of a machine.
-        inner = {"tp": sizes.tp, "sp": sizes.sp * sizes.tp, "cp": sizes.cp * sizes.sp * sizes.tp}
+        inner = {"tp": sizes.tp, "sp": sizes.sp * sizes.tp, "cp": sizes.cp * sizes.sp * sizes.tp, "ep": sizes.ep}
         return lines + [
             f"{axis}={getattr(sizes, axis)} spans machines of {local} processes each, and communicates in every layer; "
             "keep it within a machine and let pp or the data-parallel axes span machines"
@@ -178,6 +180,7 @@ class Strategy:
         """Returns the YAML that is passed to Accelerate, with the strategy's name in the first line."""
         name = "".join(letter for letter in self.name if letter.isprintable())
         pipeline = f"# pp_size: {self.pp_size}\n# pp_schedule: {self.pp_schedule}\n" if self.pp_size > 1 else ""
+        pipeline += f"# ep_size: {self.ep_size}\n" if self.ep_size > 1 else ""
         return f"{HEADER}{name}\n{pipeline}{yaml.safe_dump(self.values, sort_keys=False)}"
 
 
@@ -261,7 +264,7 @@ def load_strategy(name_or_path: str) -> Strategy:
         raise ConfigError.about("strategy", name_or_path, f": {error}") from None
     text = path.read_text(encoding="utf-8")
     pipeline, mistakes = _pipeline(text)
-    mistakes += check(values, int(pipeline.get("pp_size", 1)))
+    mistakes += check(values, int(pipeline.get("pp_size", 1)), int(pipeline.get("ep_size", 1)))
     if mistakes:
         raise ConfigError(mistakes, path.name)
     if isinstance(values.get("main_process_port"), str):  # Accelerate's check for a free port only takes numbers
@@ -286,17 +289,18 @@ def deepspeed_paths(file: str) -> dict[str, str]:
 
 
 def _pipeline(text: str) -> tuple[dict[str, Any], list[Mistake]]:
-    """Parses `pp_size` and `pp_schedule` from comment lines; also returns the mistakes in them."""
+    """Parses `pp_size`, `pp_schedule` and `ep_size` from comment lines; also returns the mistakes in them."""
     options, mistakes = dict[str, Any](), []
     for name, value in re.findall(
-        r"^[ \t]*#+[ \t]*(pp_size|pp_schedule)[ \t]*[:=][ \t]*(.*?)[ \t]*$", text, re.MULTILINE
+        r"^[ \t]*#+[ \t]*(pp_size|pp_schedule|ep_size)[ \t]*[:=][ \t]*(.*?)[ \t]*$", text, re.MULTILINE
     ):
         if name == "pp_schedule" and value not in SCHEDULES:
             mistakes.append(Mistake(name, value, "is not a schedule", f"use {', '.join(SCHEDULES)}"))
-        elif name == "pp_size" and not (re.fullmatch("[0-9]{1,9}", value) and 0 < int(value) <= MAX_PROCESSES):
-            mistakes.append(Mistake(name, value[:80], "is not a number of stages", f"write 1 to {MAX_PROCESSES}"))
+        elif name != "pp_schedule" and not (re.fullmatch("[0-9]{1,9}", value) and 0 < int(value) <= MAX_PROCESSES):
+            counted = "stages" if name == "pp_size" else "ranks"
+            mistakes.append(Mistake(name, value[:80], f"is not a number of {counted}", f"write 1 to {MAX_PROCESSES}"))
         else:
-            options[name] = int(value) if name == "pp_size" else value
+            options[name] = value if name == "pp_schedule" else int(value)
     return options, mistakes
 
 
@@ -360,16 +364,17 @@ def refusal(strategy: Strategy, config: TrainConfig, has_gpu: bool) -> str | Non
     """
     if reason := cannot_run(strategy, config.method, has_gpu, config.small_optimizer()):
         return reason
-    if config.method == "qlora" and strategy.sizes.tp * strategy.sizes.pp > 1:
-        return f"method=qlora with {strategy.sizes}: 4-bit layers are not split by tp or pp; use method=lora, or fsdp2"
-    if config.ddp_comm_hook != "none" and strategy.sizes.tp * strategy.sizes.pp > 1:
+    divides = strategy.sizes.tp * strategy.sizes.pp * strategy.sizes.ep > 1
+    if config.method == "qlora" and divides:
+        return f"method=qlora with {strategy.sizes}: 4-bit layers are not split so; use method=lora, or fsdp2"
+    if config.ddp_comm_hook != "none" and divides:
         return (
-            f"ddp_comm_hook={config.ddp_comm_hook} would sum over all ranks, and those of tp and pp have other "
+            f"ddp_comm_hook={config.ddp_comm_hook} would sum over all ranks, and those of tp, pp and ep have other "
             "weights; leave it out"
         )
     micro_batches, sizes = config.accumulation_steps(strategy.data_parallel_size), strategy.sizes
     # With torch 2.11, compiled layers sharded by tp get no gradient at all.
-    if config.torch_compile and sizes.tp * sizes.pp * sizes.sequence_shards > 1:
+    if config.torch_compile and (divides or sizes.sequence_shards > 1):
         return f"torch_compile=true is not verified with {sizes}; leave it out, or use a strategy without these axes"
     return micro_batch_mistake(strategy.pp_schedule, strategy.pp_size, micro_batches) if strategy.pp_size > 1 else None
 
@@ -404,7 +409,7 @@ def resolve(
         "pp_schedule": pp_schedule or strategy.pp_schedule,
     }
     stages = int(pipeline["pp_size"])
-    mistakes = _fit_mesh(values, num_processes, stages) or check(values, stages)
+    mistakes = _fit_mesh(values, num_processes, stages) or check(values, stages, strategy.ep_size)
     written = strategy.values.get("mixed_precision")
     if written not in (None, "no", mixed_precision):
         problem, remedy = (
@@ -412,7 +417,7 @@ def resolve(
             f"pass --mixed_precision {written} or take it out of the YAML",
         )
         mistakes.append(Mistake("mixed_precision", written, f"in the file {problem}", remedy))
-    cut = mesh_sizes(values).get("tp", 1) > 1 or stages > 1  # ranks would disagree on which gradients are infinite
+    cut = mesh_sizes(values).get("tp", 1) * stages * strategy.ep_size > 1  # ranks would not agree which are infinite
     if mixed_precision == "fp16" and (cut or strategy.distributed_type not in SCALED_TYPES):
         mistakes.append(FP16_UNSCALED)
     if mistakes:
@@ -489,7 +494,7 @@ def from_launcher(argv: Sequence[str], script: str) -> Strategy:
     strategy = load_strategy(known.config_file)
     counts = {name: getattr(known, name) for name in _COUNTS if getattr(known, name) is not None}
     values = {**strategy.values, **counts}
-    mistakes = check(values, strategy.pp_size)
+    mistakes = check(values, strategy.pp_size, strategy.ep_size)
     if mistakes:
         raise ConfigError(mistakes, "with the launcher's flags")
     return replace(strategy, values=values)

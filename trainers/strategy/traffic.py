@@ -32,6 +32,8 @@ class ModelSizes:
         gathered_bytes: Mean bytes per parameter in an all-gather of weights.
         matmul_bytes: Bytes per element of a matrix product's output.
         hidden_bytes: Bytes per element of the hidden states.
+        experts: Trained parameters that expert parallelism divides; `expert_layers`, the layers that have them.
+        chosen: Experts that each token uses.
     """
 
     parameters: int
@@ -49,6 +51,9 @@ class ModelSizes:
     gathered_bytes: float = FP32
     matmul_bytes: int = FP32
     hidden_bytes: int = FP32
+    experts: float = 0.0
+    expert_layers: int = 0
+    chosen: int = 0
 
     @classmethod
     def of(cls, model: Any) -> ModelSizes:
@@ -143,9 +148,10 @@ def predicted(
 def activation_terms(
     kind: str, sizes: MeshSizes, chunks: int, model: ModelSizes, steps: Sequence[Sequence[TokenCounts]], warm: int
 ) -> list[Term]:
-    """Returns the traffic of activations and their gradients along tp, sp, cp and pp; arguments as for `predicted`."""
+    """Returns the traffic of activations and their gradients along all other axes; arguments as for `predicted`."""
     micro_batches = [counts for step in steps[warm:] for counts in step]
     terms = _tensor(sizes, model, micro_batches) + _rows(sizes, model, micro_batches)
+    terms += _experts(sizes, model, micro_batches) if sizes.ep > 1 else []
     return terms + (_pipeline(kind, sizes, chunks, model, steps, warm) if sizes.pp > 1 else [])
 
 
@@ -174,6 +180,8 @@ def weight_terms(kind: str, sizes: MeshSizes, model: ModelSizes, steps: int, mic
     if kind not in ("FSDP", "GRAD_OP"):
         if sizes.grad_group_size == 1:
             return []
+        if sizes.ep > 1:
+            return _divided(sizes, model, reduced, steps)
         buckets = ceil(reduced / _BUCKET) * steps
         return [term("all-reduce", "weights", reduced * steps, sizes.grad_group_size, *_GRADIENTS, calls=buckets)]
     # FSDP. Default: layers are gathered twice per micro-batch (forward and backward), all other weights once. Each
@@ -198,6 +206,33 @@ def weight_terms(kind: str, sizes: MeshSizes, model: ModelSizes, steps: int, mic
         among, calls = reduced / ways * steps, (layers + 1) * steps
         terms.append(term("all-reduce", "weights / shards", among, copies, "dp_replicate", calls=calls))
     return terms
+
+
+def _divided(sizes: MeshSizes, model: ModelSizes, reduced: float, steps: int) -> list[Term]:
+    """Gradients of divided experts, among the ranks that hold the same, and those of all other weights.
+
+    Args:
+        reduced: Bytes of all gradients.
+    """
+    experts, copies = model.experts * model.gradient_bytes, sizes.dp_replicate // sizes.ep
+    others = reduced - experts
+    calls = ceil(others / _BUCKET) * steps
+    terms = [term("all-reduce", "weights but experts", others * steps, sizes.grad_group_size, *_GRADIENTS, calls=calls)]
+    if copies > 1 and experts:
+        calls = 2 * model.expert_layers * steps
+        terms.append(
+            term("all-reduce", "experts / ep", experts / sizes.ep * steps, copies, "dp_replicate", calls=calls)
+        )
+    return terms
+
+
+def _experts(sizes: MeshSizes, model: ModelSizes, micro_batches: Sequence[TokenCounts]) -> list[Term]:
+    """Tokens sent to their experts and back, and the gradients of both; as many to each rank, if routing is even."""
+    slots = sum(counts[0] for counts in micro_batches)
+    sent = 4 * model.expert_layers * slots * model.chosen * model.hidden * model.hidden_bytes
+    calls = 5 * model.expert_layers * len(micro_batches)  # the counts of tokens are sent once more
+    formula = "4 x layers x experts per token x hidden states"
+    return [term("all-to-all", formula, sent, sizes.ep, "ep", calls=calls)]
 
 
 def _zero(stage: int, held: float, ways: int, steps: int, micro_batches: int) -> list[Term]:

@@ -69,7 +69,7 @@ def mesh_groups(sizes: MeshSizes, device: torch.device) -> list[Group]:
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = Mesh(sizes, rank, device.type)
     groups = [Group("world", list(range(world)), dist.group.WORLD)]
-    for name in (*AXES, "grad_group"):
+    for name in (*AXES, "grad_group", "ep", "ep_replicate"):
         handle = mesh.group(name)
         ranks = sorted(dist.get_process_group_ranks(handle)) if handle is not None else []
         if len(ranks) > 1 and ranks not in [group.ranks for group in groups]:

@@ -36,16 +36,18 @@ from trainers.config.presets import published_config
 from trainers.config.validation import build
 from trainers.config.yaml_file import read_yaml
 from trainers.model.attention import KERNELS
-from trainers.model.experts import expert_share
+from trainers.model.experts import chosen_count, expert_share
 from trainers.model.load import add_adapters, base_dtype, compute_dtype, load_model_config, use_checkpointing
 from trainers.model.reachability import as_fakes, silent_weights
 from trainers.model.sizes import matmul_parameters, used_matmul_parameters
 from trainers.objectives.load_balancing import LoadBalancing
 from trainers.objectives.sft import SupervisedLoss
+from trainers.parallel.experts import expert_stacks
 from trainers.parallel.pipeline_split import refuse_unsplittable_family
 from trainers.parallel.sequence import refuse_unsplittable_rows
 from trainers.run.gpus import gpu_count
 from trainers.run.host_memory import MAPPED
+from trainers.strategy.expert_plan import expert_refusals
 from trainers.strategy.mesh import MeshSizes
 from trainers.strategy.pipeline_schedules import balance
 from trainers.strategy.tensor_plan import refusals
@@ -256,17 +258,20 @@ def count_peaks(config: TrainConfig, model: nn.Module, rows: int, length: int) -
     return live.peaks
 
 
-def weights(config: TrainConfig, model: nn.Module) -> dict[str, float]:
+def weights(config: TrainConfig, model: Any) -> dict[str, float]:
     """Counts weights.
 
     Returns:
         Numbers of weights: `parameters` (all), `parameters_outside` (the layers), `vectors` (in 1-d weights),
-        `trained_inside` and `trained_outside`. Bytes: `frozen_inside` and `frozen_outside`, and `scales` of 4-bit
+        `trained_inside` and `trained_outside`; `experts` that expert parallelism can divide, and `experts_trained`,
+        parts of those. Bytes, `experts_frozen` likewise: `frozen_inside` and `frozen_outside`, and `scales` of 4-bit
         weights, which no strategy shards.
     """
     names = ("parameters", "parameters_outside", "vectors", "trained_inside", "trained_outside", "frozen_inside",
-             "frozen_outside", "scales")  # fmt: skip
+             "frozen_outside", "scales", "experts", "experts_trained", "experts_frozen")  # fmt: skip
     sizes = dict.fromkeys(names, 0.0)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    stacks = {id(base.get_decoder().get_parameter(name)) for name in expert_stacks(base)}
     quantised = {id(weight) for weight in _quantised(model)} if config.method == "qlora" else set()
     for name, weight in model.named_parameters():
         where = "inside" if ".layers." in name or ".h." in name else "outside"
@@ -276,6 +281,10 @@ def weights(config: TrainConfig, model: nn.Module) -> dict[str, float]:
         sizes["vectors"] += weight.numel() if weight.ndim == 1 else 0
         sizes[f"trained_{where}"] += weight.numel() if weight.requires_grad else 0
         sizes[f"frozen_{where}"] += 0 if weight.requires_grad else weight.numel() * size
+        if id(weight) in stacks:
+            sizes["experts"] += weight.numel()
+            sizes["experts_trained"] += weight.numel() if weight.requires_grad else 0
+            sizes["experts_frozen"] += 0 if weight.requires_grad else weight.numel() * size
         sizes["scales"] += weight.numel() * _SCALES if id(weight) in quantised else 0
     return sizes
 
@@ -290,7 +299,7 @@ def _quantised(model: Any) -> list[torch.Tensor]:
 def refused(model_config: Any, sizes: MeshSizes, stages: int) -> str | None:
     """Returns why a model cannot be split in this way; None if it can."""
     text = model_config.get_text_config()
-    if lines := refusals(text, sizes.tp):
+    if lines := refusals(text, sizes.tp) + expert_refusals(text, sizes.ep):
         return "; ".join(lines)
     try:
         refuse_unsplittable_rows(text, sizes)
@@ -398,6 +407,7 @@ def estimate_memory(config: TrainConfig, model_config: Any, cases: list[str], ti
         "layers": text.num_hidden_layers, "hidden": text.hidden_size, "heads": heads, "words": text.vocab_size,
         "key_heads": key_heads(text),
         "head_size": head_size(text),
+        "expert_layers": len({name.rpartition(".")[0] for name in expert_stacks(base)}), "chosen": chosen_count(text),
         "tied": bool(text.tie_word_embeddings), "matmul_trained": trained, "matmul_frozen": frozen,
         # False if matrices are not linear layers (GPT-2).
         "all_linear": sum(matmul_parameters(model)) > 0.9 * matrices,

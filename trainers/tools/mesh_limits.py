@@ -25,7 +25,7 @@ def mesh_limits(model_config: Any, refused: Refused) -> dict[str, dict[str, str 
     """
     sizes = range(2, MOST + 1)
     limits = {axis: {str(size): refused(model_config, MeshSizes(**{axis: size}), 1) for size in sizes}
-              for axis in ("tp", "cp", "sp")}  # fmt: skip
+              for axis in ("tp", "cp", "sp", "ep")}  # fmt: skip
     return limits | {"stages": {str(size): refused(model_config, MeshSizes(), size) for size in sizes}}
 
 

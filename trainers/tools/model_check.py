@@ -30,12 +30,14 @@ from trainers.model.reachability import freeze_unreached, reach_of, refuse_unrea
 from trainers.model.rope_scaling import refuse_unscaled, scaled_positions
 from trainers.model.weight_names import fit_lines, misfits
 from trainers.objectives.sft import SupervisedLoss
+from trainers.parallel.experts import planned
 from trainers.parallel.fsdp import refuse_wrap
 from trainers.parallel.pipeline_split import refuse_tied_shards, split_layers
 from trainers.parallel.sequence import refuse_unsplittable_rows
 from trainers.parallel.tensor import split_model
 from trainers.run.disk import is_expert
 from trainers.run.weight_headers import Headers
+from trainers.strategy.expert_plan import expert_refusals
 from trainers.strategy.strategy import Strategy
 from trainers.strategy.tensor_plan import refusals
 
@@ -100,10 +102,10 @@ def inspect_model(config: TrainConfig, headers: Headers | None, strategy: Strate
 
 
 def _refuse_sizes(model_config: Any, strategy: Strategy) -> None:
-    """Raises `ConfigError` if the model config shows that rows or matrices cannot be split over the mesh."""
+    """Raises `ConfigError` if the model config shows that rows, matrices or experts cannot be split over the mesh."""
     text, sizes = model_config.get_text_config(), strategy.sizes
     refuse_unsplittable_rows(text, sizes)
-    if mistakes := refusals(text, sizes.tp):
+    if mistakes := refusals(text, sizes.tp) + expert_refusals(text, sizes.ep):
         raise ConfigError(mistakes)
 
 
@@ -122,6 +124,8 @@ def refuse_split(config: TrainConfig, model: Any, strategy: Strategy) -> None:
     """
     loss, sizes = SupervisedLoss(model, compute_dtype(config)), strategy.sizes
     split_model(loss, None, 0, sizes.tp, first=True)
+    if sizes.ep > 1:
+        planned(loss, sizes.ep)
     if config.torch_compile:
         compiled_blocks(loss.base)
     if sizes.pp > 1:

@@ -41,7 +41,8 @@ def test_they_are_no_options_of_the_config() -> None:
         ("--strategy sp --sp_size 4 --num_processes 8", {"dp_shard": 2, "sp": 4}),
         ("--strategy zero2 --cp_size 2 --num_processes 4", {"dp_shard": 2, "cp": 2}),
         ("--strategy ddp --dp_replicate_size 4 --num_processes 4", {"dp_replicate": 4}),
-        ("--strategy single --tp_size 1", {}),
+        ("--strategy ep --ep_size 4 --num_processes 8", {"dp_replicate": 8}),
+        ("--strategy single --tp_size 1 --ep_size 1", {}),
     ],
 )
 def test_the_file_of_the_run_has_the_sizes(words: str, sizes: dict[str, int], tmp_path: Path) -> None:
@@ -52,6 +53,7 @@ def test_the_file_of_the_run_has_the_sizes(words: str, sizes: dict[str, int], tm
     file.write_text(job.strategy.dump())
     kept = load_strategy(str(file))
     assert kept.sizes == job.strategy.sizes
+    assert kept.sizes.ep == (4 if "--ep_size 4" in words else 1)
     assert resolve(kept, kept.num_processes, "no").sizes == job.strategy.sizes
 
 
@@ -67,6 +69,16 @@ def test_the_file_of_the_run_has_the_sizes(words: str, sizes: dict[str, int], tm
         ("--strategy fsdp2 --tp_size 2 --num_processes 2", "nothing to shard over; use at least 4"),
         ("--strategy fsdp1 --tp_size 2 --num_processes 4", "needs fsdp_version: 2"),
         ("--strategy ddp --dp_replicate_size 2 --num_processes 4", "num_processes=4 makes it dp_replicate 4"),
+        ("--strategy ep --num_processes 3", "ep_size=2 does not divide the 3 processes; use a multiple of 2"),
+        ("--strategy ep --tp_size 2 --num_processes 4", "ep_size=2 cannot be combined with tp=2; use one of them"),
+        ("--strategy ep --pp_size 2 --num_processes 4", "ep_size=2 cannot be combined with pp=2; use one of them"),
+        ("--strategy fsdp2 --ep_size 2 --num_processes 2", "ep_size=2 cannot be combined with distributed_type=FSDP"),
+        ("--strategy zero2 --ep_size 2 --num_processes 2", "ep_size=2 cannot be combined with distributed_type=DEEPS"),
+        ("--ep_size 2 --num_processes 1", "ep_size=2 cannot be combined with distributed_type=NO"),
+        ("--strategy ep --num_processes 2 --method qlora", "4-bit layers are not split so; use method=lora"),
+        ("--strategy ep --num_processes 2 --mixed_precision fp16", "mixed_precision=fp16 needs loss scaling"),
+        ("--strategy ep --num_processes 2 --torch_compile true", "torch_compile=true is not verified"),
+        ("--strategy ep --num_processes 2 --ddp_comm_hook bf16", "those of tp, pp and ep have other weights"),
         *((f"--{name} {value}", f"{name}={value!r} is not a whole number from 1 to")
           for name in MESH_OPTIONS for value in ("0", "-1", "two", "NaN", "inf", "2.0", "9" * 30, "1_0", "²")),
     ],

@@ -36,10 +36,9 @@ def test_every_strategy_is_whole_and_documented(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     for word in ("Parameters, gradients and optimizer state", "Use it when", "Communication", "Command:"):
         assert word in text
-    command = (
-        "# Command: accelerate launch --config_file accelerate_configs/{}.yaml trainers/train.py --preset tiny-lora"
-    )
-    assert command.format(path.stem) in text
+    preset = "gpt-oss-20b-lora" if strategy.ep_size > 1 else "tiny-lora"  # the tiny model has no experts
+    command = "# Command: accelerate launch --config_file accelerate_configs/{}.yaml trainers/train.py --preset {}"
+    assert command.format(path.stem, preset) in text
     assert load_config_from_file(str(path)).num_processes == strategy.num_processes
     assert len(strategy.summary) > 20
 
@@ -319,7 +318,7 @@ def test_too_few_micro_batches_fp16_and_compiled_blocks_are_refused_for_a_pipeli
     assert refusal(load_strategy("fsdp2"), quantised, has_gpu=True) is None
     hooked = build(values | {"ddp_comm_hook": "fp16"})
     tensor = resolve(load_strategy("tp"), 2, "no")
-    assert "those of tp and pp have other weights" in str(refusal(tensor, hooked, has_gpu=False))
+    assert "those of tp, pp and ep have other weights" in str(refusal(tensor, hooked, has_gpu=False))
     assert refusal(load_strategy("ddp"), hooked, has_gpu=False) is None
     with pytest.raises(ConfigError, match="fp16 needs loss scaling"):
         resolve(load_strategy("tp"), 2, "fp16")

@@ -20,6 +20,7 @@ from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.parallel.ranks import Ranks
 from trainers.strategy.mesh import Mesh
+from trainers.strategy.mesh_options import with_sizes
 from trainers.strategy.strategy import Strategy, load_strategy, resolve
 from trainers.tools.preflight import check
 
@@ -34,9 +35,9 @@ def config_of(folder: Path, family: str, shape: dict[str, Any], options: dict[st
 
 
 def strategy_of(name: str, processes: int, **changes: Any) -> Strategy:
-    """A strategy of `processes`; changes of `fsdp_config` and `parallelism_config`, or the option `pp_schedule`."""
-    file = load_strategy(name)
-    for key in changes.keys() - {"pp_schedule"}:
+    """A strategy of `processes`; changes of `fsdp_config` and `parallelism_config`, or `pp_schedule` and `ep_size`."""
+    file = with_sizes(load_strategy(name), {"ep": changes["ep_size"]} if "ep_size" in changes else {})
+    for key in changes.keys() - {"pp_schedule", "ep_size"}:
         file.values["fsdp_config" if key.startswith("fsdp") else "parallelism_config"][key] = changes[key]
     return resolve(file, processes, "no", pp_schedule=changes.get("pp_schedule"))
 
@@ -105,6 +106,11 @@ CASES: dict[str, Case] = {
         "cohere", {"use_qk_norm": True}, {}, "tp", 2, {}, "tp_size=2: cohere has weights at .*q_norm which its plan",
     ),
     "an adapter on cut words": ("llama", {}, WORDS, "tp", 2, {}, "tp_size=2: .*an adapter on its embedding"),
+    "no experts to divide": ("llama", {}, {}, "ep", 2, {}, "ep_size=2: ep divides experts, and llama has none"),
+    "no experts in this one": ("gemma4_text", {}, {}, "ep", 2, {}, "ep divides experts, and this gemma4_text has none"),
+    "experts that do not divide": (
+        "mixtral", {}, {}, "ep", 8, {"ep_size": 8}, "ep_size=8 does not divide the 4 experts of mixtral; use 2 or 4",
+    ),
     "no blocks to compile": ("gpt2", {}, {"torch_compile": True}, "single", 1, {}, "torch_compile=true: gpt2 has no"),
 }  # fmt: skip
 
@@ -138,6 +144,7 @@ FITTING: dict[str, tuple[str, dict[str, Any], dict[str, Any], str, int, dict[str
     "parts of rows": ("qwen3", {}, {}, "cp", 2, {}),
     "parts of heads": ("llama", {}, {"packing": False}, "sp", 4, {}),
     "parts of matrices": ("cohere", {"use_qk_norm": False}, LORA, "tp", 2, {}),
+    "experts": ("mixtral", {}, LORA, "ep", 4, {}),
     "all at once": ("llama", {}, LORA, "3d", 8, {}),
     "blocks to compile": ("llama", {}, {"torch_compile": True}, "single", 1, {}),
 }  # fmt: skip

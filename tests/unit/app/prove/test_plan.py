@@ -49,6 +49,15 @@ def test_the_plan_takes_out_what_leaves_the_promise() -> None:
     assert not made.folder.exists()
 
 
+def test_bf16_is_for_all_runs(tmp_path: Path) -> None:
+    text = own_yaml("my.yaml", "mixed_precision: bf16")
+    made = plan("tiny-full", "--bf16", "--layers", "2", "--strategies", f"single,ddp,{text}")
+    for job in [made.reference, *(row.job for row in made.rows)]:
+        assert job is not None
+        assert (job.config.mixed_precision, job.config.num_hidden_layers, job.config.deterministic) == ("bf16", 2, True)
+    assert [line for line in made.overrides if line.get("why")] == [], "the file says the same"
+
+
 def test_a_config_file_is_a_choice_and_a_preset_is_none(tmp_path: Path) -> None:
     (tmp_path / "my.yaml").write_text("preset: tiny-lora\neval_steps: 5\nsave_steps: 3\n")
     assert [line["option"] for line in plan("--config", "my.yaml", "--strategies", "ddp").overrides] == [

@@ -16,7 +16,7 @@ from app.console import clean
 from app.launch.foreground import CheckBroke
 from app.launch.job import TrainJob
 from app.prove.command import exit_status
-from app.prove.proof import Curve, compare
+from app.prove.proof import BF16_TOLERANCE, TOLERANCE, Curve, compare
 from app.prove.report import markdown
 from app.runs.runs import list_runs
 from trainers.config.mistakes import ConfigError
@@ -73,6 +73,16 @@ def test_what_is_wrong_does_not_pass(curve: Curve, reason: str) -> None:
 def test_a_gradient_norm_of_zero_is_no_division() -> None:
     assert compare({1: (1.0, 0.0)}, {1: (1.0, 0.0)}, 1).passed
     assert not compare({1: (1.0, 0.0)}, {1: (1.0, 1e-9)}, 1).passed
+
+
+def test_in_bf16_the_first_step_shows_what_later_rounding_would_hide() -> None:
+    rounded = changed(s2=(1.5 + 5e-3, 0.5 * 1.05), s3=(1.0, 0.25 * 1.02))
+    assert not compare(RIGHT, rounded, 3).passed
+    assert compare(RIGHT, rounded, 3, tolerance=BF16_TOLERANCE, at_first=TOLERANCE).passed
+    fault = rounded | {1: (2.0, 1.0024)}  # of the mean of means, as measured
+    assert compare(RIGHT, fault, 3, tolerance=BF16_TOLERANCE).passed, "under tp rounding is as large"
+    found = compare(RIGHT, fault, 3, tolerance=BF16_TOLERANCE, at_first=TOLERANCE)
+    assert found.apart == "the gradient norm differs by 0.0024 at step 1, at most 0.0001"
 
 
 # -- the verb --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,121 @@
+"""Expert parallelism trains as one process does, and is refused where it cannot."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate.state import AcceleratorState
+
+from tests import forked
+from tests.launching import ROOT, Finished, environment, launch_well
+from tests.parity.checks import check_export, equal_after_resume
+from tests.parity.expert_ranks import CASES, CLIPPED, CONTROLS, FOUR, Case, config_of, curve, model_of
+from tests.parity.plain import LOSS_TOLERANCE, NORM_TOLERANCE
+from tests.parity.runs import curve as curve_of
+from tests.parity.runs import mostly_long, options, run
+from tests.parity.test_families import model as small
+from tests.steps import Steps
+
+SCRIPT = Path(__file__).with_name("expert_ranks.py")
+EP = ROOT / "accelerate_configs" / "ep.yaml"
+MIXTURE: dict[str, Any] = {"random_init": True, "learning_rate": 1e-3}
+Curves = dict[str, dict[str, list[float]]]
+
+
+def launched(folder: Path, file: Path, processes: int) -> Curves:
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
+    command += ["--num_processes", str(processes), "--main_process_port", "0", str(SCRIPT), str(file), str(folder)]
+    done = forked.run(command, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    curves: Curves = json.loads((folder / "curves.json").read_text())
+    return curves
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The models."""
+    folder = tmp_path_factory.mktemp("experts")
+    for case in CASES:
+        model_of(case, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> Curves:
+    return launched(folder, EP, 2)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Curves:
+    """One process's curves."""
+    curves = {case.name: curve(Steps(config_of(case, folder), lambda section, step: None)) for case in CASES}
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return curves
+
+
+def agree(ours: dict[str, list[float]], theirs: dict[str, list[float]]) -> bool:
+    """Within the tolerances of the parity tests."""
+    losses = max(abs(a - b) for a, b in zip(ours["losses"], theirs["losses"], strict=True))
+    norms = max(abs(a - b) / b for a, b in zip(ours["norms"], theirs["norms"], strict=True))
+    return losses <= LOSS_TOLERANCE and norms <= NORM_TOLERANCE
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_divided_experts_train_as_on_one_process(case: Case, two: Curves, alone: Curves) -> None:
+    """Two micro-batches a step and rank, gradients clipped; of `idle`, one rank's experts get no token."""
+    assert agree(two[case.name], alone[case.name])
+    assert min(alone[case.name]["norms"]) > CLIPPED
+
+
+@pytest.mark.parametrize("case", CONTROLS, ids=lambda case: case.name)
+def test_a_fault_on_purpose_is_seen(case: Case, two: Curves, alone: Curves) -> None:
+    assert not agree(two[case.name], alone[Case().name])
+
+
+def mixture(processes: int, strategy: str | None = None, **more: Any) -> Finished:
+    """Full fine-tuning of a small mixture of experts, evaluated, by the real launcher."""
+    return run(processes, "full", True, strategy, **{"model_name_or_path": small("qwen3_moe"), **MIXTURE, **more})
+
+
+def test_a_run_is_one_process_s_and_plain_libraries_load_its_export() -> None:
+    divided = mixture(2, "ep")
+    assert re.search(r"mesh +dp_replicate 2 \(ep 2\)\n +experts held +1/2\n", divided.output)
+    assert curve_of(divided).agrees(curve_of(mixture(1)))
+    assert divided.series("eval_loss") == pytest.approx(mixture(1).series("eval_loss"), abs=LOSS_TOLERANCE)
+    check_export(divided, "full", True)
+
+
+@pytest.mark.parametrize(("before", "after"), mostly_long([(2, 1), (1, 2), (2, 2)], [(2, 1), (1, 2)]))
+def test_a_checkpoint_moves(before: int, after: int, tmp_path: Path) -> None:
+    """From `ep` on two processes to one, the other way around, and to `ep` again, bit for bit."""
+    strategies = {1: None, 2: "ep"}
+    undisturbed = mixture(before, strategies[before])
+    changes = {"model_name_or_path": small("qwen3_moe"), "resume_from_checkpoint": undisturbed.checkpoints[0]}
+    again = options("full", True, **MIXTURE, **changes)
+    moved = launch_well(tmp_path / "moved", after, again, strategy=strategies[after])
+    if before == after:
+        assert equal_after_resume(undisturbed, moved)
+    losses, norms = (undisturbed.series(key)[10:] for key in ("loss", "grad_norm"))
+    assert moved.series("loss") == pytest.approx(losses, abs=LOSS_TOLERANCE)
+    assert moved.series("grad_norm") == pytest.approx(norms, rel=NORM_TOLERANCE)
+
+
+@pytest.mark.long
+def test_other_families_and_groups_with_copies_of_the_experts() -> None:
+    """Four processes in groups of two; control: a copy's tokens left out."""
+    assert curve_of(mixture(4, "ep")).agrees(curve_of(mixture(1)))
+    mixtral = {"model_name_or_path": small("mixtral")}
+    assert curve_of(mixture(2, "ep", **mixtral)).agrees(curve_of(mixture(1, **mixtral)))
+
+
+@pytest.mark.long
+def test_copies_that_are_not_summed_are_seen(folder: Path, alone: Curves) -> None:
+    four = launched(folder, EP, 4)
+    summed, apart = (four[case.name] for case in FOUR)
+    assert agree(summed, alone[Case().name])
+    assert not agree(apart, alone[Case().name])
