@@ -15,7 +15,7 @@ from trainers.config.options import TrainConfig
 from trainers.run.host_memory import MAPPED
 from trainers.strategy.pipeline_schedules import SCHEDULES, balance, in_flight, stages_of
 from trainers.strategy.strategy import Strategy
-from trainers.strategy.traffic import FP32
+from trainers.strategy.traffic import FP32, casts_before_gathers
 
 _ADAM, _ADAM_8BIT = 8.0, 2 + 8 / 256
 _LIVE, _BUCKET = 1e9, 5e8
@@ -222,7 +222,9 @@ def _gathered(strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any
         beside = strategy.distributed_type == "MULTI_GPU" and strategy.pp_size == 1
         accumulates = config.accumulation_steps(strategy.data_parallel_size) > 1
         return (share.trained - share.experts) * weight if beside and accumulates else 0.0
-    largest = max(share.trained_layer, share.trained_outside) * weight
+    casts = casts_before_gathers(strategy, config) and not counted["whole"].get("experts")
+    in_layers = FP32 / 2 if casts else weight
+    largest = max(share.trained_layer * in_layers, share.trained_outside * weight)
     # DeepSpeed: gradient buckets, and under ZeRO 3 the parameters that it keeps gathered.
     if strategy.distributed_type == "DEEPSPEED":
         bucket = _size(strategy, "reduce_bucket_size", _BUCKET, counted) * FP32
@@ -239,11 +241,11 @@ def _gathered(strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any
     if strategy.pp_size > 1:
         return every + share.trained * weight
     if keeps_gathered(strategy):
-        return every + largest
+        return every - (share.trained - share.trained_outside) * (weight - in_layers) + largest
     outside, gradient = share.trained_outside * weight + share.frozen_outside, share.trained_layer * weight
     # gloo reduces and scatters a copy of a unit's gradient; FSDP 2 has copied it into one tensor before.
     copies = 0 if on_gpu else strategy.fsdp_version
-    return outside + 2 * (gradient + share.frozen_layer) + largest + copies * gradient
+    return outside + 2 * (share.trained_layer * in_layers + share.frozen_layer) + largest + copies * gradient
 
 
 def _size(strategy: Strategy, key: str, default: float, counted: Mapping[str, Any]) -> float:

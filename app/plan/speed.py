@@ -13,7 +13,7 @@ from trainers.config.options import TrainConfig
 from trainers.strategy.mesh import AXES, MeshSizes
 from trainers.strategy.pipeline_schedules import SCHEDULES
 from trainers.strategy.strategy import Strategy
-from trainers.strategy.traffic import ModelSizes, Term, activation_terms, weight_terms
+from trainers.strategy.traffic import ModelSizes, Term, activation_terms, casts_before_gathers, weight_terms
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,7 @@ def _model_sizes(strategy: Strategy, config: TrainConfig, counted: Mapping[str, 
         parameters, int(case["vectors"]), case["parameters_outside"], counted["layers"], counted["hidden"],
         counted["heads"], counted["key_heads"], counted["head_size"], counted["words"], tied,
         trained_share=trained / parameters, gradient_bytes=weight, gathered_bytes=full_weights / parameters,
+        casts_layers=casts_before_gathers(strategy, config) and not case.get("experts"),
         matmul_bytes=4 if config.mixed_precision == "no" else 2, hidden_bytes=activation_bytes(config),
         experts=case.get("experts_trained", 0), expert_layers=counted.get("expert_layers", 0),
         chosen=counted.get("chosen", 0),

@@ -2,7 +2,7 @@
 
 Parameters and reductions are fp32, and autocast sets the compute dtype, as under every other strategy. FSDP 2 casts
 matrices which autocast would cast anyway before it gathers them, which is the same to the bit and half of the bytes.
-Gradients are reduced in every micro-batch, so that they stay sharded too; groups of HSDP sum their shards once per step.
+Gradients are reduced in every micro-batch, so that they stay sharded too; groups of HSDP sum theirs once per step.
 """
 
 from __future__ import annotations

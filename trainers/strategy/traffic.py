@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from math import ceil, lcm
 from typing import Any
 
+from trainers.config.options import TrainConfig
 from trainers.strategy.mesh import MeshSizes
+from trainers.strategy.strategy import Strategy
 
 FP32 = 4
 _BUCKET = 25 * 2**20
@@ -30,6 +32,7 @@ class ModelSizes:
         trained_share: Fraction of the parameters that get gradients.
         gradient_bytes: Bytes per gradient element.
         gathered_bytes: Mean bytes per parameter in an all-gather of weights.
+        casts_layers: FSDP 2 gathers the matrices of layers in the compute dtype, as units of their own.
         matmul_bytes: Bytes per element of a matrix product's output.
         hidden_bytes: Bytes per element of the hidden states.
         experts: Trained parameters that expert parallelism divides; `expert_layers`, the layers that have them.
@@ -49,6 +52,7 @@ class ModelSizes:
     trained_share: float = 1.0
     gradient_bytes: float = FP32
     gathered_bytes: float = FP32
+    casts_layers: bool = False
     matmul_bytes: int = FP32
     hidden_bytes: int = FP32
     experts: float = 0.0
@@ -166,6 +170,17 @@ def _together(terms: Sequence[Term]) -> Term:
     return Term(terms[0].collective, formula, sent, wire, terms[0].axes, calls)
 
 
+def casts_before_gathers(strategy: Strategy, config: TrainConfig) -> bool:
+    """Whether FSDP 2 gathers the matrices of layers in the compute dtype, if the model's layers allow it.
+
+    See `trainers/parallel/fsdp.py`. Layers with experts do not.
+    """
+    sizes = strategy.sizes
+    alone = strategy.fsdp_version == 2 and strategy.sharded and sizes.tp * sizes.pp == 1 and not config.torch_compile
+    half = config.mixed_precision in ("bf16", "fp16") and config.master_weights
+    return alone and half and config.method == "full"
+
+
 def weight_terms(kind: str, sizes: MeshSizes, model: ModelSizes, steps: int, micro_batches: int) -> list[Term]:
     """Returns the traffic of gradients and gathered weights.
 
@@ -187,13 +202,16 @@ def weight_terms(kind: str, sizes: MeshSizes, model: ModelSizes, steps: int, mic
     # FSDP. Default: layers are gathered twice per micro-batch (forward and backward), all other weights once. Each
     # layer is a unit, all other weights another.
     layers, again = model.layers / sizes.pp, 0.0
+    outside = (model.outside - model.hidden) / sizes.tp + model.hidden
+    if model.casts_layers:
+        layers *= 2
+        full -= (local - outside) * (model.gathered_bytes - model.matmul_bytes)
     if sizes.pp > 1:
         gathered, quantity, times, how = full, "weights", steps, ""
     elif kind == "GRAD_OP":
         gathered, quantity, times, how = full, "weights", micro_batches, " per micro-batch"
     else:
         again = layers
-        outside = (model.outside - model.hidden) / sizes.tp + model.hidden
         gathered, quantity = 2 * full - outside * model.gathered_bytes, "(weights + those of layers)"
         times, how = micro_batches, " per micro-batch"
     units = (layers + 1) * times
