@@ -35,6 +35,8 @@ _NARROW = ("F8_", "F6_", "F4", "I8")
 _SCALE = re.compile(r"(.+?)(?:[._]weight)?[._](?:scales?|scale_inv|qscale_weight)$")
 """A tensor of scales, which belongs to the weight of the first group."""
 
+PIECE = 2**18
+"""Weights to quantise at once, a multiple of the blocks: on a CPU bitsandbytes takes 128 bytes of memory for each."""
 SCALES_BLOCK = 256
 """Number of scales that share a second-level scale."""
 
@@ -188,7 +190,7 @@ class QuantisedTensor:
     Args:
         source: where the weight comes from.
         layer: the layer, which gets the scales.
-        settings: attributes of the weight: how it is quantised.
+        settings: how it is quantised, arguments of `quantize_4bit`.
         dtype: dtype to quantise from.
         shape: shape of the tensor that stores the quantised weight.
     """
@@ -201,16 +203,16 @@ class QuantisedTensor:
 
     def mapped(self) -> torch.Tensor:
         """The quantised weight, from all of the one in the files."""
-        from bitsandbytes.nn import Params4bit
+        from bitsandbytes.functional import quantize_4bit
 
-        full = torch.empty(self.source.shape, dtype=self.dtype)
-        self.source.read(full)
+        flat = self.source.mapped().to(self.dtype).flatten()
         with many_threads():
-            packed: Any = Params4bit(full, requires_grad=False, **self.settings).to("cpu")
-        quantise_scales(packed.quant_state)
-        self.layer.quant_state = packed.quant_state
-        data: torch.Tensor = packed.data
-        return data
+            pieces = [quantize_4bit(piece, compress_statistics=False, **self.settings) for piece in flat.split(PIECE)]
+        state: Any = pieces[0][1]
+        state.absmax, state.shape = torch.cat([piece.absmax for _, piece in pieces]), self.source.shape
+        quantise_scales(state)
+        self.layer.quant_state = state
+        return torch.cat([packed for packed, _ in pieces])
 
     def read(self, target: torch.Tensor, part: tuple[slice, ...] = ()) -> None:
         """Fills a tensor with a part of the quantised weight, and puts the scales of all of it onto the same device."""
@@ -233,7 +235,7 @@ def leave_quantised(base: nn.Module, sources: Mapping[int, Source]) -> dict[int,
     for layer in four_bit_layers(base):
         weight = layer.weight
         shape = torch.Size([weight.numel() // 2 // weight.quant_storage.itemsize, 1])
-        settings = {**weight.__dict__, "compress_statistics": False}  # `quantise_scales` does it
+        settings = {name: getattr(weight, name) for name in ("blocksize", "quant_type", "quant_storage")}
         source = QuantisedTensor(sources[id(weight)], layer, settings, weight.dtype, shape)
         packed = torch.empty(shape, dtype=weight.quant_storage, device="meta")
         replace(weight, torch.Tensor._make_subclass(type(weight), packed))
