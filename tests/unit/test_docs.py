@@ -53,6 +53,11 @@ def test_a_broken_link_is_seen(tmp_path: Path) -> None:
     assert broken_links(page) == ["gone.md", "other.md#no-heading", "#nor-here", "http://plain.example"]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_merge_was_left_undecided(page: Path) -> None:
+    assert not re.search(r"^(<{7}|>{7}) ", page.read_text(encoding="utf-8"), re.MULTILINE)
+
+
 def test_the_readme_is_a_door() -> None:
     lines = README.read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 150
