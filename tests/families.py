@@ -73,7 +73,7 @@ def save_small(folder: Path, family: str = "llama", auto: Any = AutoModelForCaus
     for name in _LENGTHS:
         if isinstance(getattr(text, name, None), int):
             setattr(text, name, _POSITIONS)
-    if getattr(text, "pad_token_id", None) is not None:  # a token that no document has
+    if getattr(text, "pad_token_id", None) == 0:  # here it ends documents
         text.pad_token_id = _VOCABULARY - 1
     for name, value in changes.items():
         setattr(model_config, name, value)

@@ -103,7 +103,7 @@ class Words:
 
 def step_micros(case: Case, step: int, count: int) -> list[MicroBatch]:
     """The micro-batches of a step, of unlike widths, the last without a row; of one shape where a mistake is made."""
-    rows = Rows(Words(), 24, case.packed, 0, fixed_length=bool(case.breaks))
+    rows = Rows(Words(), 24, case.packed, fixed_length=bool(case.breaks))
     order = np.random.Generator(np.random.PCG64(step)).permutation(len(rows))
     shares = [order[2 * number : 2 * number + 2] for number in range(count)]
     return [rows.collate(share) for share in (shares if case.breaks else [*shares[:-1], order[:0]])]
