@@ -133,7 +133,7 @@ def test_a_plan_ranks_what_train_would_start(
     assert plan_verb(["tiny-lora", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     refused = {row["strategy"] for row in rows if row["command"] is None}
-    assert refused == {"ep"} | (set() if count == 8 else {"3d", "hsdp_tp"})
+    assert refused == {"ep"} if count == 8 else refused >= {"ep", "3d", "hsdp_tp"}
     for row in rows:
         if row["command"]:
             job = job_of(*shlex.split(row["command"])[2:])

@@ -295,7 +295,7 @@ def test_each_strategy_is_described(name: str, capsys: pytest.CaptureFixture[str
         share = row["gb"] / 7 / each
         if name == "ep":  # one of five cells is not divided; of the weights, 7 %
             assert share == pytest.approx(0.07 + 0.93 / 2)
-            share = 0.2 + 0.8 / 2
+            share = 3 / 5
         assert held == {share}
         assert {cell for rank in ranks for cell in range(len(rank)) if rank[cell] == "█"} == set(range(len(ranks[0])))
     assert (about["traffic"] == []) == (name == "single")
