@@ -124,8 +124,10 @@ def casts_before_gathers(config: TrainConfig, loss: Any) -> bool:
     """Whether FSDP 2 gathers matrices in the compute dtype.
 
     Of adapters, the large weights are frozen and in that dtype already. Compiled layers must be one FSDP unit each.
+    Layers that mix tokens without attention run once for each group of a rank's documents: ranks would wait for each
+    other, and gradients of several calls would be summed in the compute dtype.
     """
-    plain = loss.tensor is None and not config.torch_compile and config.mixed_precision != "fp8"
+    plain = loss.tensor is None and not loss.mixers and not config.torch_compile and config.mixed_precision != "fp8"
     return config.method == "full" and loss.compute != torch.float32 and plain
 
 

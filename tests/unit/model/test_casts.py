@@ -10,9 +10,12 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from trainers.config.validation import build
 from trainers.model.casts import only_cast
+from trainers.model.mixers import split_mixers
 from trainers.model.small_model import small_config
 from trainers.objectives.sft import SupervisedLoss
+from trainers.parallel.fsdp import casts_before_gathers
 
 MATRICES = 7
 """Of a layer of Llama."""
@@ -39,6 +42,18 @@ def test_the_matrices_of_dense_layers_are_only_cast(family: str) -> None:
     assert {name for name in names if "norm" in name or "embed" in name or "ln_" in name} == set()
     assert {name: id(weight) for name, weight in loss.model.named_parameters()} == before, "the weights are back"
     assert not any(weight.is_meta or type(weight) is not nn.Parameter for weight in loss.parameters())
+
+
+def test_only_layers_that_run_once_on_each_rank_are_gathered_so() -> None:
+    """LFM2's convolutions run once for each group of documents."""
+    data = {"model_name_or_path": "embedded", "dataset_name": "embedded"}
+    options = {**data, "method": "full", "mixed_precision": "bf16"}
+    hybrid = small_config(AutoConfig.for_model("lfm2"))
+    hybrid.layer_types = ["conv", "full_attention"]
+    model = AutoModelForCausalLM.from_config(hybrid, attn_implementation="eager")
+    split_mixers(model)
+    assert not casts_before_gathers(build(options), SupervisedLoss(model, torch.bfloat16))
+    assert casts_before_gathers(build(options), loss_of("llama")), "control"
 
 
 def test_in_fp32_nothing_is_cast() -> None:
