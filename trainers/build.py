@@ -38,7 +38,8 @@ from trainers.monitor.metrics import MetricsFile
 from trainers.monitor.self_check import DtypeProbe
 from trainers.monitor.trackers import Trackers
 from trainers.objectives.load_balancing import balancing_lines
-from trainers.objectives.sft import SupervisedLoss
+from trainers.objectives.loss_module import LossModule
+from trainers.objectives.objective import document_loss
 from trainers.parallel.backend import Backend
 from trainers.parallel.cpu import adapt_to_cpu
 from trainers.parallel.experts import divide_experts
@@ -47,7 +48,7 @@ from trainers.parallel.fsdp import FullySharded
 from trainers.parallel.pipeline import Pipelined
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.replicated import Replicated
-from trainers.parallel.sequence import over_ranks, refuse_unsplittable_rows
+from trainers.parallel.sequence import refuse_unsplittable_rows, share_rows
 from trainers.parallel.shards import check_coverage
 from trainers.parallel.tensor import split_model
 from trainers.run.compatibility import plain, versions
@@ -137,7 +138,7 @@ def _over_group(ddp: DistributedDataParallelKwargs, group: Any) -> Any:
     return narrowed
 
 
-def module(config: TrainConfig, main_rank: bool, splits: Sequence[TokenSet | None] = ()) -> SupervisedLoss:
+def module(config: TrainConfig, main_rank: bool, splits: Sequence[TokenSet | None] = ()) -> LossModule:
     """Builds the model and its loss before any strategy wraps it, and leaves the base's weights in their files.
 
     Args:
@@ -156,7 +157,7 @@ def module(config: TrainConfig, main_rank: bool, splits: Sequence[TokenSet | Non
     if config.mixed_precision == "fp8":
         convert(model)
     offloads = config.gradient_checkpointing and config.activation_offloading
-    loss = SupervisedLoss(model, compute_dtype(config), offloads)
+    loss = LossModule(model, compute_dtype(config), offloads, document_loss(config))
     loss.stored = stored
     if main_rank and (lines := adapter_lines(model) + balancing_lines(loss.balancing)):
         print("\n".join(lines), flush=True)
@@ -166,7 +167,7 @@ def module(config: TrainConfig, main_rank: bool, splits: Sequence[TokenSet | Non
 
 
 def backend(
-    config: TrainConfig, strategy: Strategy, accelerator: Accelerator, ranks: Ranks, mesh: Mesh, loss: SupervisedLoss
+    config: TrainConfig, strategy: Strategy, accelerator: Accelerator, ranks: Ranks, mesh: Mesh, loss: LossModule
 ) -> tuple[Backend, DtypeProbe]:
     """Wraps model and optimizer for the strategy, and probes that the wrapped model computes correctly. Collective.
 
@@ -214,7 +215,7 @@ def backend(
             stock=mesh.sizes.pp == 1,
             splits_rows=mesh.sizes.sequence_shards > 1,
         )
-    loss.over_ranks = over_ranks(mesh)
+    share_rows(loss, mesh)
     backend.warm_up_buckets()
     return backend, dtypes
 
@@ -227,7 +228,7 @@ def can_fill_gradients(strategy: Strategy) -> bool:
     return not is_fsdp2 or hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # older torch lacks it
 
 
-def refuse_varying_graph(loss: SupervisedLoss) -> None:
+def refuse_varying_graph(loss: LossModule) -> None:
     """Raises ConfigError if a batch decides which trained weights get a gradient, such as those of experts in a list.
 
     Ranks would sum the gradients of different weights.
@@ -243,7 +244,7 @@ def refuse_varying_graph(loss: SupervisedLoss) -> None:
         )
 
 
-def _unequal_calls(loss: SupervisedLoss) -> ConfigError:
+def _unequal_calls(loss: LossModule) -> ConfigError:
     """ZeRO 3 gathers weights at each call, and mixing layers are called once for each group of a rank's documents."""
     return ConfigError.about(
         "packing",
@@ -254,7 +255,7 @@ def _unequal_calls(loss: SupervisedLoss) -> ConfigError:
     )
 
 
-def check_on_cpu(loss: SupervisedLoss, packing: bool, precision: torch.dtype, ranks: Ranks) -> None:
+def check_on_cpu(loss: LossModule, packing: bool, precision: torch.dtype, ranks: Ranks) -> None:
     """Probes a full model on rank 0's CPU with eager attention, as GPU kernels do not run there. Collective.
 
     Raises:
@@ -273,7 +274,7 @@ def check_on_cpu(loss: SupervisedLoss, packing: bool, precision: torch.dtype, ra
         raise ConfigError(lines)
 
 
-def _use_kernel(config: TrainConfig, ranks: Ranks, loss: SupervisedLoss) -> None:
+def _use_kernel(config: TrainConfig, ranks: Ranks, loss: LossModule) -> None:
     """Sets the model's attention kernel, the same on every rank: `sdpa` if the ranks choose differently. Collective."""
     kernel, error = "sdpa", None
     try:

@@ -6,8 +6,8 @@ for step in steps:
     take the prefetched batch, set the learning rate            -> data
     count expert routing, if the model balances their load      -> forward, all-reduce
     for each micro-batch:                                          (DDP reduces gradients in the last one only)
-        loss = sum over trained tokens                          -> forward
-        gradients of loss / trained tokens of the global batch  -> backward
+        loss = sum over trained tokens, or over examples        -> forward
+        gradients of loss / their number in the global batch    -> backward
     sum loss and requests over the ranks, clip gradients        -> all-reduce  (every rank now decides alike)
     fail before the update, if a number is not finite           -> FAILED  (or skip the update)
     update                                                      -> step
@@ -39,6 +39,7 @@ from torch import nn
 
 from trainers.checkpoint.checkpoint import Checkpoints
 from trainers.config.lr_schedule import learning_rate
+from trainers.config.objectives import HIGHER_IS_BETTER
 from trainers.config.options import TrainConfig
 from trainers.data.batches import Rows, StepBatch, TrainPlan
 from trainers.evaluation import evaluate
@@ -154,25 +155,26 @@ def train_step(context: TrainContext, batch: StepBatch, step: int, requests: Req
             context.balancing, backend.model, batch, ranks.device, ranks.sum, mesh.contributes_loss
         )
 
-    # Strategies average gradients over ranks: scale by their number to get the mean over the global batch's tokens.
-    shares = [mesh.sizes.grad_group_size / max(batch.trained_tokens, 1)] * len(batch.micro_batches)
+    # Strategies average gradients over ranks: scale by their number to get the mean over the global batch.
+    shares = [mesh.sizes.grad_group_size / max(batch.divisor, 1)] * len(batch.micro_batches)
     if config.control == "mean-of-means":
-        counts = [max(len(micro_batch.labels), 1) for micro_batch in batch.micro_batches]
+        counts = [max(micro_batch.labels_or_documents, 1) for micro_batch in batch.micro_batches]
         shares = [1 / (count * len(counts)) for count in counts]
     first_forward = context.stragglers.first_forward()
-    own_loss = backend.forward_backward(batch.micro_batches, shares, beat, first_forward, expert_weights)
+    own_loss, own_metrics = backend.forward_backward(batch.micro_batches, shares, beat, first_forward, expert_weights)
 
     # Sum loss and requests over the ranks, so that all of them make the same decision.
     beat("all-reduce")
     if not mesh.contributes_loss:
-        own_loss = torch.zeros_like(own_loss)
+        own_loss, own_metrics = torch.zeros_like(own_loss), torch.zeros_like(own_metrics)
     flags = (*requests.poll(), not context.checkpoints.written())
-    summed = ranks.sum(torch.stack([own_loss, *(torch.full_like(own_loss, float(flag)) for flag in flags)]))
+    own = torch.stack([own_loss, *(torch.full_like(own_loss, float(flag)) for flag in flags)])
+    summed = ranks.sum(torch.cat([own, own_metrics.to(own.dtype)]))
     norm = backend.clip_grad_norm(config.max_grad_norm or math.inf)
     # The only host sync of the step: transfer loss, requests, norm and load-balancing loss together.
     numbers = [scalar.to(ranks.device, torch.float32).reshape(1) for scalar in (norm, aux_loss)]
-    loss_sum, stops, discards, saves, writing, grad_norm, aux = torch.cat([summed, *numbers]).tolist()
-    loss = loss_sum / max(batch.trained_tokens, 1)
+    loss_sum, stops, discards, saves, writing, *metrics, grad_norm, aux = torch.cat([summed, *numbers]).tolist()
+    loss = loss_sum / max(batch.divisor, 1)
 
     beat("step")
     # Where the loss is finite and the norm is not, fp16's gradient scaler leaves the weights as they are.
@@ -182,7 +184,9 @@ def train_step(context: TrainContext, batch: StepBatch, step: int, requests: Req
     else:
         _report_non_finite(context, step, loss, grad_norm, own_loss)
         backend.skip_step()
-    extra = {"aux_loss": aux} if context.balancing is not None else {}
+    names = config.objective_spec.metrics
+    extra = {name: total / max(batch.divisor, 1) for name, total in zip(names, metrics, strict=False)}
+    extra |= {"aux_loss": aux} if context.balancing is not None else {}
     return StepResult(loss, grad_norm, rate, updated, stops > 0, discards > 0, saves > 0, writing > 0, extra)
 
 
@@ -394,7 +398,7 @@ class TrainLoop:
     def _evaluate(self) -> None:
         context, progress, scores = self.context, self.progress, self._score()
         name = context.config.metric_for_best_model
-        better = scores[name] if name == "eval_token_accuracy" else -scores[name]
+        better = scores[name] if name in HIGHER_IS_BETTER else -scores[name]
         before = progress.best_score
         enough = before is None or better > before + context.config.early_stopping_threshold
         progress.stale_evaluations = 0 if enough else progress.stale_evaluations + 1

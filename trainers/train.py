@@ -237,6 +237,7 @@ def train(
         from trainers.monitor.self_check import compare, refuse_differences, table
         from trainers.monitor.stragglers import Stragglers
         from trainers.parallel.sequence import sequence_shard
+        from trainers.reference import set_reference
         from trainers.run.manifest import Progress
     CLOCK.ended("imports")
     # Tokenise before creating the process group: a collective would time out while one rank tokenises.
@@ -284,6 +285,8 @@ def train(
         profiler=StepProfiler(config, run, ranks.rank),
     )  # fmt: skip
     with contextlib.closing(context.heartbeat):
+        if config.objective_spec.reference:
+            set_reference(context, folder)
         outcome = TrainLoop(context, progress, folder).run()
         del backend, loss  # the wrapper must not outlive the process group
         build.tear_down(accelerator, ranks, context)

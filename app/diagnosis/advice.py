@@ -230,7 +230,7 @@ def _mapping(value: Any) -> dict[Any, Any]:
     return value if isinstance(value, dict) else {}
 
 
-_SECTIONS = ("start", "data", "forward", "backward", "all-reduce", "step", "save", "evaluation", "export")
+_SECTIONS = ("start", "reference", "data", "forward", "backward", "all-reduce", "step", "save", "evaluation", "export")
 
 
 def _changes(remedies: Sequence[Remedy], facts: Facts, plan: Plan | None, first: int) -> list[Change]:

@@ -17,7 +17,7 @@ from tests.parity.checks import equal_after_resume, reference, resumed
 from tests.parity.runs import config, curve, long, mostly_long, options
 from trainers.config.mistakes import ConfigError
 from trainers.model.load import build_model
-from trainers.objectives.sft import SupervisedLoss
+from trainers.objectives.loss_module import LossModule
 from trainers.parallel.fsdp import _classes_by_size, _refuse_odd_adapters
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.shards import WEIGHT, Shard, check_coverage
@@ -131,7 +131,7 @@ def test_zero3_on_nvme(tmp_path: Path) -> None:
     ],
 )
 def test_units_by_size(least: int, classes: list[str]) -> None:
-    loss = SupervisedLoss(build_model(config("full", True)))
+    loss = LossModule(build_model(config("full", True)))
     assert _classes_by_size(loss, ["LlamaDecoderLayer"], least) == classes
 
 
@@ -142,7 +142,7 @@ def test_fsdp1_refuses_adapters_that_it_cannot_flatten(precision: str, fits: boo
     with (
         nullcontext() if fits else pytest.raises(ConfigError, match=r"fsdp1 cannot shard the adapter at .*embed_tokens")
     ):
-        _refuse_odd_adapters(SupervisedLoss(build_model(asked)))
+        _refuse_odd_adapters(LossModule(build_model(asked)))
 
 
 def test_weights_that_are_not_whole_are_seen() -> None:

@@ -22,7 +22,7 @@ from trainers import build
 from trainers.config.validation import build as build_config
 from trainers.model.attention import KERNELS
 from trainers.model.small_model import small_config
-from trainers.objectives.sft import SupervisedLoss
+from trainers.objectives.loss_module import LossModule
 from trainers.strategy.mesh import MeshSizes
 
 STARTED = """
@@ -78,7 +78,7 @@ def test_a_pipeline_on_gpus_is_proved_on_the_cpu_before_it_is_cut(family: str, m
     )  # fmt: skip
     mesh: Any = SimpleNamespace(sizes=MeshSizes(pp=2), group=lambda name: None, index=lambda name: 0)
     small, unused = small_config(AutoConfig.for_model(family)), SimpleNamespace()
-    loss = SupervisedLoss(AutoModelForCausalLM.from_config(small, attn_implementation=KERNELS["sdpa"]))
+    loss = LossModule(AutoModelForCausalLM.from_config(small, attn_implementation=KERNELS["sdpa"]))
     config = build_config({"model_name_or_path": "embedded", "dataset_name": "embedded"})
     with pytest.raises(Reached):
         build.backend(config, unused, unused, ranks, mesh, loss)  # type: ignore[arg-type]

@@ -38,6 +38,7 @@ from trainers.run.folder import folder_identity, write_json
 from trainers.run.manifest import FORMAT, Origin, Progress, read_manifest, remove, seal, set_aside, sha256, sync, verify
 
 _STATE = "optim.state."
+_EXTRA = "extra."
 _BAD = (ValueError, KeyError, OSError, SafetensorError, RuntimeError)
 
 
@@ -101,7 +102,8 @@ class Checkpoints:
         attempt: number of this start of the run; part of the temporary name.
         force: load even if data, options or code have changed since the checkpoint was saved.
 
-    `remote_copy`, set on rank 0, gets a copy of each published checkpoint.
+    `remote_copy`, set on rank 0, gets a copy of each published checkpoint. `extra` holds tensors by name, equal on
+    every rank, that checkpoints contain besides the state of the model.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class Checkpoints:
         self.attempt = attempt
         self.force = force
         self.remote_copy: RemoteCopy | None = None
+        self.extra: dict[str, torch.Tensor] = {}
         self.pending: Pending | None = None
 
     def path(self, step: int) -> Path:
@@ -212,6 +215,7 @@ class Checkpoints:
         if self.ranks.is_main:
             tensors |= {f"optim.state.{name}.step": torch.tensor(step) for name, step in steps.items()}
             tensors |= {f"model.{name}": _copy(buffer) for name, buffer in buffers.items()}
+            tensors |= {f"{_EXTRA}{name}": tensor for name, tensor in self.extra.items()}
         # Generator states differ between ranks: each saves its own.
         return tensors | {f"{name}.{self.ranks.rank}": state for name, state in random_state().items()}
 
@@ -374,6 +378,20 @@ class Checkpoints:
         if self.remote_copy and folder.parent == self.folder and manifest["step"] not in self.remote_copy.known:
             # The attempt that saved this checkpoint ended before copying it.
             self.remote_copy.copy(folder, manifest["progress"]["best_step"])
+
+    def extra_tensors(self, folder: Path) -> dict[str, torch.Tensor]:
+        """The tensors that `extra` held when a checkpoint was saved. Collective.
+
+        Raises:
+            TrainingError: on every rank, if the checkpoint cannot be read.
+        """
+        error, tensors = None, dict[str, torch.Tensor]()
+        try:
+            tensors = dict(_read(folder, _EXTRA))
+        except _BAD as problem:
+            error = problem
+        self.ranks.agree(error, f"loading {folder}")
+        return tensors
 
     def intact(self, step: int) -> bool:
         """Whether the checkpoint of a step, downloaded if necessary, is exactly as written. Collective."""

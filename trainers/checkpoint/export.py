@@ -39,7 +39,7 @@ from trainers.model.load import (
     weight_files,
 )
 from trainers.model.quantization import dequantise
-from trainers.objectives.sft import inner_model
+from trainers.objectives.loss_module import inner_model
 from trainers.run.compatibility import versions
 from trainers.run.errors import TrainingError
 from trainers.run.folder import RunFolder, read_json

@@ -26,7 +26,7 @@ from trainers.model.attention import KERNELS
 from trainers.model.load import base_dtype, element_counts, load_model_config, model_path, weight_files
 from trainers.model.quantization import keep_compute_dtype, loading_options, many_threads
 from trainers.model.stored import DTYPES
-from trainers.objectives.sft import SupervisedLoss
+from trainers.objectives.loss_module import LossModule
 from trainers.run.host_memory import available
 from trainers.run.weight_headers import read_header
 
@@ -143,7 +143,7 @@ def held_dtype(config: TrainConfig, kind: str) -> torch.dtype:
 @torch.no_grad()
 def trainer_loss(model: nn.Module, probes: Sequence[Probe], compute: torch.dtype) -> float:
     """Mean loss per trained token of the model before export, computed by the training code."""
-    loss = SupervisedLoss(model, compute)
+    loss = LossModule(model, compute)
     before = loss.base.config._attn_implementation
     if before in KERNELS.values():  # otherwise keep the model's own attention, which may not be plain softmax
         loss.base.set_attn_implementation(KERNELS["eager"])

@@ -13,7 +13,7 @@ from trainers.config.options import sections
 
 Kind = Literal["choice", "bool", "int", "float", "text", "list", "map"]
 TITLES = {
-    "model": "Model", "method": "Method", "data": "Data", "batch": "Batch", "optimizer": "Optimizer",
+    "model": "Model", "method": "Method", "objective": "Objective", "data": "Data", "batch": "Batch", "optimizer": "Optimizer",
     "precision": "Precision and memory", "ddp": "Data parallel", "pipeline": "Pipeline",
     "evaluation": "Evaluation", "run": "Run",
 }  # fmt: skip

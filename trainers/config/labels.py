@@ -18,6 +18,13 @@ LABELS = {
     "lora_dropout": "Adapter dropout",
     "lora_target_modules": "Modules with adapters",
     "use_rslora": "Scaling stable at high ranks",
+    # Objective
+    "objective": "What is trained for",
+    "loss_type": "Form of the loss",
+    "beta": "Scale of the rewards",
+    "label_smoothing": "Share of wrong labels",
+    "simpo_gamma": "Margin of the rewards",
+    "nll_weight": "Weight of the supervised loss",
     # Data
     "dataset_name": "Training data",
     "dataset_config_name": "Subset of the Hub data",

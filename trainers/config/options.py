@@ -17,13 +17,14 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from trainers.config.mistakes import ConfigError, Mistake, nearest
+from trainers.config.objectives import OBJECTIVES, ObjectiveSpec
 
 EMBEDDED = "embedded"
 FIXED_DATE = "2024-07-26"
 """Default date passed to chat templates: the one that Llama's templates fall back to."""
 COLUMN_ROLES = (
     "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "system", "text",
-    "history", "tools", "functions", "chat_template_kwargs",
+    "history", "tools", "functions", "chat_template_kwargs", "chosen", "rejected",
 )  # fmt: skip
 MACHINE_OPTIONS = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
 MESH_OPTIONS = ("tp_size", "cp_size", "sp_size", "ep_size", "dp_replicate_size")
@@ -150,6 +151,22 @@ class TrainConfig(BaseModel):
     use_rslora: bool = _option("method", False)
     """Rank-stabilized LoRA: scale by alpha / sqrt(r), which keeps training stable at high ranks."""
 
+    # Objective
+    objective: Literal["sft", "dpo", "simpo", "cpo", "orpo"] = _option("objective", "sft")
+    """What is trained for: sft learns the answers in the data, the others learn from chosen and rejected ones."""
+    loss_type: Annotated[Literal["sigmoid", "hinge", "ipo", "robust", "sigmoid_norm"] | None, Optionally] = _option(
+        "objective", None
+    )
+    """Loss of dpo (all of them) and cpo (the first three); robust: for noisy labels; sigmoid_norm: mean per token."""
+    beta: Annotated[float | None, Optionally] = _option("objective", None, gt=0, le=1000)
+    """Scale of the rewards: dpo stays nearer to the initial model the larger it is; default: 0.1, for simpo 2."""
+    label_smoothing: float = _option("objective", 0.0, ge=0, lt=0.5)
+    """Share of pairs that are expected to be labelled the wrong way round; dpo (sigmoid, robust), simpo and cpo."""
+    simpo_gamma: float = _option("objective", 1.0, ge=0, le=1000)
+    """Margin by which simpo wants the reward of the chosen answer to be higher."""
+    nll_weight: Annotated[float | None, Optionally] = _option("objective", None, ge=0, le=1000)
+    """Weight of the supervised loss on the chosen answers; default: 1 for cpo and orpo, otherwise 0."""
+
     # Data
     dataset_name: str = _option("data", min_length=1)
     """Training data: a file, folder, glob or Hub id; `embedded` is the data set that ships with Tunesmith."""
@@ -163,7 +180,9 @@ class TrainConfig(BaseModel):
     """Split of `eval_dataset_name` when that is a Hub data set."""
     eval_share: float = _option("data", 0.0, ge=0, lt=1)
     """Share of the training rows held out for evaluation when no `eval_dataset_name` is given."""
-    dataset_format: Literal["auto", "chat", "sharegpt", "alpaca", "prompt_completion", "text"] = _option("data", "auto")
+    dataset_format: Literal["auto", "chat", "sharegpt", "alpaca", "prompt_completion", "text", "preference"] = _option(
+        "data", "auto"
+    )
     """Row format; `auto` detects it from the columns."""
     columns: Annotated[dict[str, str], BeforeValidator(_pairs)] = _option("data", {})
     """Column names of your data by role, such as `prompt=question,completion=answer`."""
@@ -277,7 +296,9 @@ class TrainConfig(BaseModel):
     """Evaluate once before the first step."""
     load_best_model_at_end: bool = _option("evaluation", False)
     """Export the weights with the best evaluation result instead of the last ones."""
-    metric_for_best_model: Literal["eval_loss", "eval_token_accuracy"] = _option("evaluation", "eval_loss")
+    metric_for_best_model: Literal["eval_loss", "eval_token_accuracy", "eval_reward_accuracy", "eval_reward_margin"] = (
+        _option("evaluation", "eval_loss")
+    )
     """Metric that decides which checkpoint is the best."""
     early_stopping_patience: Annotated[int | None, Optionally] = _option(
         "evaluation", None, "evaluations", ge=1, le=10**9
@@ -361,6 +382,23 @@ class TrainConfig(BaseModel):
             f"= {rows}",
             ", or ".join(ways),
         )
+
+    @property
+    def objective_spec(self) -> ObjectiveSpec:
+        """What the objective needs and reports."""
+        return OBJECTIVES[self.objective]
+
+    @property
+    def row_tokens(self) -> int:
+        """Most tokens of a row: of a packed one, all documents of an example fit in it."""
+        return self.max_length * (self.objective_spec.documents if self.packing else 1)
+
+    def objective_options(self) -> dict[str, Any]:
+        """Returns the values of the options that the objective reads, with its own defaults."""
+        spec, values = self.objective_spec, dict[str, Any]()
+        for name, default in spec.defaults.items():
+            values[name] = default if getattr(self, name) is None else getattr(self, name)
+        return {"loss_type": self.loss_type or spec.loss_types[0], **values} if spec.loss_types else values
 
     def profiled_steps(self) -> tuple[int, int] | None:
         """Returns the first and the last step to profile, counted from 1; None if there are none."""

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from trainers.config.mistakes import ConfigError, Mistake
+from trainers.config.objectives import OWN_OPTIONS, evaluation_metrics
 from trainers.config.options import COLUMN_ROLES, EMBEDDED, TRACKERS, TrainConfig, unknown_option
 
 MISSING = "is missing"
@@ -112,6 +113,7 @@ def conflicting_options(config: TrainConfig) -> list[Mistake]:
     roles = [f"columns.{role}" for role in COLUMN_ROLES]
     return [
         *(Mistake(name, value, problem, remedy) for applies, name, value, problem, remedy in rules if applies),
+        *_objective_conflicts(config),
         *(unknown_option(f"columns.{role}", roles) for role in config.columns if role not in COLUMN_ROLES),
         *(
             Mistake("report_to", name, "is not a tracker", f"use {', '.join(TRACKERS)}")
@@ -119,6 +121,34 @@ def conflicting_options(config: TrainConfig) -> list[Mistake]:
             if name not in TRACKERS
         ),
     ]
+
+
+def _objective_conflicts(config: TrainConfig) -> list[Mistake]:
+    """Returns a mistake for each option that does not fit the objective."""
+    spec, objective = config.objective_spec, f"with objective={config.objective}"
+    metrics = [name for name in evaluation_metrics(spec) if name != "eval_perplexity"]
+    smooths = config.loss_type in (None, "sigmoid", "robust", "sigmoid_norm")
+    rules: list[tuple[bool, str, object, str, str]] = [
+        (config.loss_type is not None and bool(spec.loss_types) and config.loss_type not in spec.loss_types,
+         "loss_type", config.loss_type, objective, f"use {', '.join(spec.loss_types)}"),
+        (config.label_smoothing > 0 and "label_smoothing" in spec.defaults and not smooths,
+         "label_smoothing", config.label_smoothing, f"with loss_type={config.loss_type}, which has no such term",
+         "use loss_type=sigmoid or 0"),
+        (config.loss_type == "robust" and config.label_smoothing == 0,
+         "loss_type", "robust", "needs label_smoothing, the share of wrong labels", "set it, such as 0.1"),
+        (config.dataset_format not in ("auto", *spec.formats),
+         "dataset_format", config.dataset_format, f"{objective}, which takes {', '.join(spec.formats)}",
+         "use auto, or another objective"),
+        (config.metric_for_best_model not in metrics,
+         "metric_for_best_model", config.metric_for_best_model, objective, f"use {' or '.join(metrics)}"),
+        (spec.documents > 1 and config.overlong == "split",
+         "overlong", "split", f"{objective}: half an answer cannot be preferred", "use truncate, drop or refuse"),
+        (spec.name != "sft" and not config.assistant_only_loss,
+         "assistant_only_loss", False, f"{objective}, which compares the answers alone", "leave it out"),
+        (spec.name != "sft" and config.dataset_name == EMBEDDED,
+         "dataset_name", EMBEDDED, f"{objective}: these rows have one answer each", "give data with pairs of answers"),
+    ]  # fmt: skip
+    return [Mistake(name, value, problem, remedy) for applies, name, value, problem, remedy in rules if applies]
 
 
 def _holds_credentials(url: str | None) -> bool:
@@ -138,6 +168,9 @@ def ignored_choices(config: TrainConfig) -> list[Mistake]:
         ignore((name for name in changed if "lora" in name), "method=full has no adapters")
     elif config.ddp_find_unused_parameters:
         ignore(["ddp_find_unused_parameters"], f"method={config.method} trains adapters, where text reaches", True)
+    spec = config.objective_spec
+    reads = {*spec.defaults, *(["loss_type"] if spec.loss_types else [])}
+    ignore({*OWN_OPTIONS} & changed - reads, f"objective={spec.name} does not read it")
     if config.max_steps is not None and "num_train_epochs" in changed:
         ignore(["num_train_epochs"], f"max_steps={config.max_steps} decides", config.num_train_epochs)
     if config.warmup_steps and config.warmup_ratio:

@@ -8,15 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from trainers.config.mistakes import ConfigError
+from trainers.config.objectives import OBJECTIVES, ObjectiveSpec
 from trainers.config.options import TrainConfig
-from trainers.data.layout import FULL_SEQUENCE, DocumentLayout, SequenceShard
+from trainers.data.layout import FULL_SEQUENCE, DocumentLayout, ScoredDocuments, SequenceShard
 from trainers.data.packing import pack
 
 if TYPE_CHECKING:  # the pre-flight check plans batches without waiting for torch
@@ -43,12 +44,12 @@ class Documents(Protocol):
 
 
 _Row = tuple[np.ndarray, np.ndarray, list[int]]
-"""Token ids, the mask of trained tokens, and the lengths of the row's documents."""
+"""Token ids, the mask of trained tokens, and the lengths of the documents in a row of a micro-batch."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Tensors of one forward pass on one rank; the fields of `SupervisedLoss.forward`.
+    """Tensors of one forward pass on one rank; the fields of `LossModule.forward`.
 
     Args:
         input_ids: `[batch, sequence]`.
@@ -59,6 +60,7 @@ class MicroBatch:
         real: `[batch, sequence]`, False for padding.
         tokens: number of real tokens in the full rows.
         slots: number of tokens in the full rows, padding included.
+        scored: the documents whose log-probabilities the objective compares; None if it sums over tokens.
     """
 
     input_ids: torch.Tensor
@@ -69,15 +71,22 @@ class MicroBatch:
     real: torch.Tensor
     tokens: int
     slots: int
+    scored: ScoredDocuments | None = None
+
+    @property
+    def labels_or_documents(self) -> int:
+        """Number of labels on this rank; of documents, if the objective compares those."""
+        return len(self.labels) if self.scored is None else len(self.scored.numbers)
 
     def inputs(self, device: torch.device, expert_weights: torch.Tensor | None = None) -> dict[str, Any]:
-        """The arguments of `SupervisedLoss.forward`, on a device.
+        """The arguments of `LossModule.forward`, on a device.
 
         Args:
             device: the device of the model.
             expert_weights: weights of a load-balancing loss, which also needs the mask of real tokens.
         """
-        names = ("input_ids", "position_ids", "documents", "positions", "labels")
+        names = ["input_ids", "position_ids", "documents", "positions", "labels"]
+        names += ["scored"] if self.scored is not None else []
         tensors = {name: getattr(self, name) for name in names}
         moved = {
             name: None if tensor is None else tensor.to(device, non_blocking=True) for name, tensor in tensors.items()
@@ -93,43 +102,56 @@ class StepBatch:
 
     Args:
         micro_batches: the rank's micro-batches; the same number on every rank.
-        trained_tokens: trained tokens in the global batch, the divisor of the loss.
+        trained_tokens: trained tokens in the global batch.
         tokens: real tokens in the global batch.
         squared_lengths: sum of squared document lengths in the global batch, for counting FLOPs.
+        divisor: what the loss of the global batch is divided by: its trained tokens, or its examples.
     """
 
     micro_batches: list[MicroBatch]
     trained_tokens: int
     tokens: int
     squared_lengths: int
+    divisor: int
 
 
 class Rows:
-    """Training rows: several documents per row if packed, otherwise one.
+    """Training rows: several examples per row if packed, otherwise one.
+
+    The documents of an example stand side by side in a packed row. Without packing, each has a row of the micro-batch
+    to itself.
 
     Args:
         documents: the tokenised data.
         max_length: maximum tokens per row.
-        packing: whether rows hold several documents.
+        packing: whether rows hold several examples.
         fixed_length: pad every row to `max_length` (for compiled models), not to the longest in the micro-batch.
         shard: the shard of each row that micro-batches hold; `documents` still describes full rows.
+        objective: says how many documents make an example, and what the loss is divided by.
+
+    `reference`, once set, holds the log-probability `[documents]` of each document under the initial model.
     """
 
     def __init__(
         self, documents: Documents, max_length: int, packing: bool, fixed_length: bool = False,
-        shard: SequenceShard = FULL_SEQUENCE,
+        shard: SequenceShard = FULL_SEQUENCE, objective: ObjectiveSpec = OBJECTIVES["sft"],
     ):  # fmt: skip
         self.documents = documents
         self.packing = packing
         self.shard = shard
+        self.objective = objective
         self.fixed_length = max_length if fixed_length else None
+        self.reference: np.ndarray | None = None
         self._filler: int | None = None
-        count = len(documents.lengths)
+        parts = objective.documents
+        count = len(documents.lengths) // parts
         if packing:
-            packed = pack(documents.lengths, max_length)
-            self.members, self.offsets = packed.documents, packed.offsets
+            lengths = documents.lengths if parts == 1 else documents.lengths.reshape(count, parts).sum(1)
+            packed = pack(lengths, max_length)
+            members, self.offsets = packed.documents, packed.offsets * parts
         else:
-            self.members, self.offsets = np.arange(count, dtype=np.int32), np.arange(count + 1)
+            members, self.offsets = np.arange(count, dtype=np.int32), np.arange(count + 1) * parts
+        self.members = members if parts == 1 else (members[:, None] * parts + np.arange(parts)).reshape(-1)
         self.lengths = self._sums(documents.lengths)
         self.trained = self._sums(documents.trained)
         self.squared_lengths = self._sums(documents.lengths, power=2)
@@ -144,25 +166,84 @@ class Rows:
         return np.add.reduceat(picked, self.offsets[:-1]) if len(picked) else np.zeros(0, dtype=np.int64)
 
     def locations(self, rows: np.ndarray) -> list[str]:
-        """File and line of each document in the given rows."""
-        members = (self.members[self.offsets[row] : self.offsets[row + 1]] for row in rows)
+        """File and line of each example in the given rows."""
+        members = (self._members(row)[:: self.objective.documents] for row in rows)
         return [self.documents.where(int(member)) for group in members for member in group]
 
-    def collate(self, rows: np.ndarray) -> MicroBatch:
+    def divisor(self, rows: np.ndarray | None = None) -> int:
+        """What the loss of the given rows (default: all) is divided by: their trained tokens, or their examples."""
+        chosen = slice(None) if rows is None else rows
+        if self.objective.divisor == "tokens":
+            return int(self.trained[chosen].sum())
+        return int(np.diff(self.offsets)[chosen].sum()) // self.objective.documents
+
+    def nll_scale(self, rows: np.ndarray | None = None) -> float:
+        """Examples / trained tokens of their first documents, over the given rows (default: all)."""
+        members = self.members if rows is None else np.concatenate([self._members(row) for row in rows])
+        return self.divisor(rows) / max(int(self.documents.trained[members[:: self.objective.documents]].sum()), 1)
+
+    def collate(self, rows: np.ndarray, nll_scale: float = 1.0) -> MicroBatch:
         """The tensors of the given rows; if empty, one row of weight zero, as every rank must do the same passes."""
-        return self.collate_each([rows])[0]
+        return self.collate_each([rows], nll_scale)[0]
 
-    def collate_each(self, shares: Sequence[np.ndarray]) -> list[MicroBatch]:
-        """The tensors of several micro-batches; their documents are read at once."""
-        contents = self._rows([row for share in shares for row in share.tolist()])
-        ends = np.cumsum([0, *map(len, shares)]).tolist()
-        return [self._micro_batch(contents[start:end]) for start, end in pairwise(ends)]
+    def collate_each(self, shares: Sequence[np.ndarray], nll_scale: float = 1.0) -> list[MicroBatch]:
+        """The tensors of several micro-batches; their documents are read at once.
 
-    def _rows(self, rows: list[int]) -> list[_Row]:
-        """The contents of the given rows."""
-        if not rows:
+        Args:
+            shares: row numbers of each micro-batch.
+            nll_scale: see `ScoredDocuments`.
+        """
+        members = [self._members(row) for share in shares for row in share.tolist()]
+        if not self.packing and self.objective.documents > 1:  # a row of the micro-batch for each document
+            members = [members_of[part : part + 1] for members_of in members for part in range(len(members_of))]
+        contents = self._contents(members)
+        lines = 1 if self.packing else self.objective.documents
+        ends = np.cumsum([0, *(len(share) * lines for share in shares)]).tolist()
+        micro_batches = []
+        for start, end in pairwise(ends):
+            micro_batch, label_at = self._micro_batch(contents[start:end])
+            if self.objective.divisor == "examples":
+                scored = self._scored(members[start:end], contents[start:end], micro_batch, label_at, nll_scale)
+                micro_batch = replace(micro_batch, scored=scored)
+            micro_batches.append(micro_batch)
+        return micro_batches
+
+    def _members(self, row: int) -> np.ndarray:
+        """Numbers of the documents in a row."""
+        return self.members[self.offsets[row] : self.offsets[row + 1]]
+
+    def _scored(
+        self,
+        members: list[np.ndarray],
+        content: list[_Row],
+        micro_batch: MicroBatch,
+        label_at: np.ndarray,
+        nll_scale: float,
+    ) -> ScoredDocuments:
+        """The documents of a micro-batch, for objectives that compare them.
+
+        Args:
+            members: numbers of the documents in each row of the micro-batch.
+            content: its rows.
+            micro_batch: its tensors.
+            label_at: `[labels]` flat index of each label in the full rows.
+            nll_scale: see `ScoredDocuments`.
+        """
+        import torch
+
+        width = micro_batch.slots // max(len(content), 1)
+        starts = [line * width + before for line, (_, _, lengths) in enumerate(content)
+                  for before in np.cumsum([0, *lengths[:-1]]).tolist()]  # fmt: skip
+        numbers = np.concatenate(members) if members else np.zeros(0, dtype=np.int32)
+        of_label = np.searchsorted(np.array(starts, dtype=np.int64), label_at, side="right") - 1
+        reference = None if self.reference is None else torch.from_numpy(self.reference[numbers])
+        tokens = torch.from_numpy(self.documents.trained[numbers].astype(np.float32))
+        return ScoredDocuments(torch.from_numpy(of_label), tokens, reference, nll_scale, numbers)
+
+    def _contents(self, members: list[np.ndarray]) -> list[_Row]:
+        """The contents of rows with the given documents."""
+        if not members:
             return []
-        members = [self.members[self.offsets[row] : self.offsets[row + 1]] for row in rows]
         together = np.concatenate(members)
         tokens, mask = self.documents.gather(together)
         lengths = self.documents.lengths[together].tolist()
@@ -175,7 +256,8 @@ class Rows:
             start, first = span.stop, first + len(in_row)
         return contents
 
-    def _micro_batch(self, content: list[_Row]) -> MicroBatch:
+    def _micro_batch(self, content: list[_Row]) -> tuple[MicroBatch, np.ndarray]:
+        """The tensors of rows, and the flat index of each label in the full rows."""
         import torch
 
         filled = [len(tokens) for tokens, _, _ in content]
@@ -194,9 +276,10 @@ class Rows:
         *arrays, trained_at = self._split(ids, position_ids, real, mask.nonzero()[0])
         tensors = (torch.from_numpy(np.ascontiguousarray(array)) for array in (*arrays, ids.reshape(-1)[trained_at]))
         local_ids, local_position_ids, local_real, positions, labels = tensors
-        return MicroBatch(
+        micro_batch = MicroBatch(
             local_ids, local_position_ids, documents, positions, labels, local_real, sum(filled), ids.size
         )
+        return micro_batch, trained_at
 
     def _lay_out(self, content: list[_Row], width: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
         """Ids and mask `[batch, width]`, and where in the flattened batch each document starts, with the end.
@@ -326,9 +409,12 @@ class TrainPlan:
     def batch(self, step: int, rank: int) -> StepBatch:
         """The share of `rank` in the global batch of `step`."""
         chosen, rows = self.rows_of(step), self.rows
-        micro_batches = rows.collate_each(self.shares(step, rank))
-        counts = (int(values[chosen].sum()) for values in (rows.trained, rows.lengths, rows.squared_lengths))
-        return StepBatch(micro_batches, *counts)
+        scale = rows.nll_scale(chosen) if rows.objective.divisor == "examples" else 1.0
+        micro_batches = rows.collate_each(self.shares(step, rank), scale)
+        trained, tokens, squared = (
+            int(values[chosen].sum()) for values in (rows.trained, rows.lengths, rows.squared_lengths)
+        )
+        return StepBatch(micro_batches, trained, tokens, squared, rows.divisor(chosen))
 
     def batches(self, rank: int, first_step: int) -> Generator[StepBatch]:
         """Yields the batches of `rank` from `first_step` on; the next is prepared while the current step computes."""
@@ -346,6 +432,7 @@ def evaluation_batches(rows: Rows, batch_size: int, rank: int, world: int) -> It
 
     Ranks without rows left get a micro-batch of weight zero.
     """
+    scale = rows.nll_scale() if rows.objective.divisor == "examples" else 1.0
     for start in range(0, len(rows), batch_size * world):
         first = start + rank * batch_size
-        yield rows.collate(np.arange(first, min(first + batch_size, len(rows))))
+        yield rows.collate(np.arange(first, min(first + batch_size, len(rows))), scale)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainers.config.mistakes import ConfigError, Mistake
+from trainers.config.objectives import PREFERENCE, SFT_FORMATS
 from trainers.config.options import COLUMN_ROLES
 from trainers.data.messages import (
     MEDIA,
@@ -31,16 +32,18 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "prompt_completion": ("prompt", "completion"),
     "alpaca": ("instruction", "output"),
     "text": ("text",),
+    PREFERENCE: ("chosen", "rejected"),
 }
-_OF_CHATS = ("system", "tools", "functions", "chat_template_kwargs")
+OF_CHATS = ("system", "tools", "functions", "chat_template_kwargs")
 OPTIONAL: dict[str, tuple[str, ...]] = {
-    "chat": _OF_CHATS,
-    "sharegpt": _OF_CHATS,
-    "prompt_completion": _OF_CHATS,
+    "chat": OF_CHATS,
+    "sharegpt": OF_CHATS,
+    "prompt_completion": OF_CHATS,
     "alpaca": ("input", "system", "history"),
     "text": (),
+    PREFERENCE: ("prompt", "messages", "conversations", *OF_CHATS),
 }
-_SHAREGPT_ROLES = {
+SHAREGPT_ROLES = {
     "human": "user",
     "gpt": "assistant",
     "chatgpt": "assistant",
@@ -89,22 +92,26 @@ class Document:
         return len(self.prompt) + len(self.completion) + sum(len(message["content"]) for message in self.messages)
 
 
-def recognise(names: Iterable[str], columns: Mapping[str, str]) -> str | None:
+def recognise(names: Iterable[str], columns: Mapping[str, str], formats: Sequence[str] = SFT_FORMATS) -> str | None:
     """The format whose columns are all present, or None.
 
     Args:
         names: Columns of the row.
         columns: `config.columns`, the user's column for each role; only formats with these roles are considered.
+        formats: The formats of the objective, in the order in which they are tried.
     """
     have = _roles(names, columns)
-    for name, needed in NEEDED.items():
+    for name in formats:
+        needed = NEEDED[name]
         if set(columns) <= {*needed, *OPTIONAL[name]} and have.issuperset(needed):
             return name
     return None
 
 
-def unrecognised(where: str, names: Sequence[str], columns: Mapping[str, str]) -> ConfigError:
-    """The error for data whose columns belong to no format."""
+def unrecognised(
+    where: str, names: Sequence[str], columns: Mapping[str, str], formats: Sequence[str] = SFT_FORMATS
+) -> ConfigError:
+    """The error for data whose columns belong to no format of the objective."""
     listed = ", ".join(list(names)[:20]) or "none"
     mapped = f" with columns={dict(columns)}" if columns else ""
     mistakes: list[str | Mistake] = [f"{where}: the columns {listed}{mapped} match no known format"]
@@ -112,7 +119,11 @@ def unrecognised(where: str, names: Sequence[str], columns: Mapping[str, str]) -
     mistakes += [
         Mistake("columns", None, f"names {column!r}, which does not exist{near(column, names)}") for column in missing
     ]
-    known = "; ".join(f"{name}: {', '.join(needed)}" for name, needed in NEEDED.items())
+    known = "; ".join(f"{name}: {', '.join(NEEDED[name])}" for name in formats)
+    others = [name for name in NEEDED if name not in formats]
+    if other := recognise(names, columns, others):
+        remedy = "sft" if other in SFT_FORMATS else "dpo, simpo, cpo or orpo"
+        mistakes.append(f"these are columns of the format {other}, which other objectives take: set objective={remedy}")
     return ConfigError([*mistakes, f"map yours with --columns role=column, such as prompt=question ({known})"])
 
 
@@ -122,7 +133,7 @@ def wanted_columns(columns: Mapping[str, str]) -> list[str]:
 
 
 def canonical(row: Mapping[str, Any], format_name: str, columns: Mapping[str, str], chat: bool) -> Document:
-    """Converts a row to a `Document`.
+    """Converts a row with one answer to a `Document`.
 
     Args:
         row: Columns and values.
@@ -134,10 +145,25 @@ def canonical(row: Mapping[str, Any], format_name: str, columns: Mapping[str, st
         RowError: if the row does not fit the format.
     """
     name = recognise(row, columns) if format_name == "auto" else format_name
-    if name is None:
+    values, fields = values_by_role(row, name, columns)
+    document = _BUILDERS[str(name)](values, chat, fields)
+    refuse_too_large([document])
+    return document
+
+
+def values_by_role(
+    row: Mapping[str, Any], format_name: str | None, columns: Mapping[str, str]
+) -> tuple[dict[str, Any], Fields]:
+    """The row's values by role of its format (None if it lacks an optional one), and the fields that are left.
+
+    Raises:
+        RowError: if the format is None, or the row lacks a column that it needs or holds images, audio or video.
+    """
+    if format_name is None:
         raise RowError("missing key", f"the columns {', '.join(list(row)[:10]) or 'none'} match no known format")
-    values = {role: row.get(columns.get(role, role)) for role in (*NEEDED[name], *OPTIONAL[name])}
-    for role in NEEDED[name]:
+    needed = NEEDED[format_name]
+    values = {role: row.get(columns.get(role, role)) for role in (*needed, *OPTIONAL[format_name])}
+    for role in needed:
         column = columns.get(role, role)
         if column not in row:
             raise RowError("missing key", f"{column!r} is missing{near(column, list(row))}")
@@ -147,10 +173,13 @@ def canonical(row: Mapping[str, Any], format_name: str, columns: Mapping[str, st
         others = {column: value for column, value in row.items() if column not in used}
         refuse_media(others)
         fields.add_unused(others)
-    document = _BUILDERS[name](values, chat, fields)
-    if document.size > ROW_BYTES:
+    return values, fields
+
+
+def refuse_too_large(documents: Iterable[Document]) -> None:
+    """Raises RowError if the documents of a row hold more characters than a row may."""
+    if sum(document.size for document in documents) > ROW_BYTES:
         raise RowError("row too large", f"over {ROW_BYTES:,} characters; split it into several rows")
-    return document
 
 
 def _roles(names: Iterable[str], columns: Mapping[str, str]) -> set[str]:
@@ -160,11 +189,12 @@ def _roles(names: Iterable[str], columns: Mapping[str, str]) -> set[str]:
     return own | {role for role, column in columns.items() if column in have}
 
 
-def _optional_text(value: Any, location: str) -> str:
+def optional_text(value: Any, location: str) -> str:
+    """Text, empty if the value is null."""
     return "" if value is None else text_of(value, location)
 
 
-def _conversation(
+def conversation(
     messages: list[Message], trained: list[bool], values: dict[str, Any], fields: Fields, untrained: int = 0
 ) -> Document:
     """A document of the messages and the row's other fields.
@@ -176,7 +206,7 @@ def _conversation(
         fields: Collects the unused and optional fields.
         untrained: Number of messages at the start that are context.
     """
-    system = _optional_text(values.get("system"), "system")
+    system = optional_text(values.get("system"), "system")
     if system and messages[0]["role"] in ("system", "developer"):
         fields.unused.add("system")  # the conversation has its own
     elif system:
@@ -240,24 +270,24 @@ def _tools(value: Any, location: str) -> list[dict[str, Any]]:
 
 def _from_chat(values: dict[str, Any], chat: bool, fields: Fields) -> Document:
     messages, trained = parse_messages(values["messages"], "messages", ("role", "content"), {}, fields)
-    return _conversation(messages, trained, values, fields)
+    return conversation(messages, trained, values, fields)
 
 
 def _from_sharegpt(values: dict[str, Any], chat: bool, fields: Fields) -> Document:
     messages, trained = parse_messages(
-        values["conversations"], "conversations", ("from", "value"), _SHAREGPT_ROLES, fields
+        values["conversations"], "conversations", ("from", "value"), SHAREGPT_ROLES, fields
     )
-    return _conversation(messages, trained, values, fields)
+    return conversation(messages, trained, values, fields)
 
 
 def _from_alpaca(values: dict[str, Any], chat: bool, fields: Fields) -> Document:
-    instruction, input_text = text_of(values["instruction"], "instruction"), _optional_text(values["input"], "input")
-    answer, system = _answer(values["output"], "output"), _optional_text(values["system"], "system")
+    instruction, input_text = text_of(values["instruction"], "instruction"), optional_text(values["input"], "input")
+    answer, system = answer_text(values["output"], "output"), optional_text(values["system"], "system")
     history = _turns(values["history"])
     if chat:
         question = "\n\n".join(text for text in (instruction, input_text) if text.strip()) or instruction
         messages = [*history, {"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        return _conversation(messages, [True] * len(messages), values, fields)
+        return conversation(messages, [True] * len(messages), values, fields)
     if history:
         raise RowError("wrong type", "history needs a chat template, which the model lacks; give --chat_template FILE")
     parts = [
@@ -266,7 +296,7 @@ def _from_alpaca(values: dict[str, Any], chat: bool, fields: Fields) -> Document
         f"### Input\n{input_text}" if input_text.strip() else "",
         "### Answer\n",
     ]
-    return _plain("\n\n".join(part for part in parts if part), answer, fields)
+    return plain_text("\n\n".join(part for part in parts if part), answer, fields)
 
 
 def _turns(value: Any) -> list[Message]:
@@ -285,28 +315,30 @@ def _from_prompt_completion(values: dict[str, Any], chat: bool, fields: Fields) 
     if isinstance(prompt, list) and isinstance(completion, list) and not all(map(is_text_part, prompt)):
         prompt_messages, _ = parse_messages(prompt, "prompt", ("role", "content"), {}, fields)
         replies, trained = parse_messages(completion, "completion", ("role", "content"), {}, fields)
-        return _conversation(
+        return conversation(
             [*prompt_messages, *replies], [True] * len(prompt_messages) + trained, values, fields, len(prompt_messages)
         )
     listed = prompt if isinstance(prompt, list) else completion
     if {type(prompt), type(completion)} == {str, list} and not all(map(is_text_part, listed)):
         problem = "one of prompt and completion is text, the other a list of messages"
         raise RowError("wrong type", f"{problem}; make both lists of messages")
-    fields.add_unused({role: values[role] for role in _OF_CHATS if role != "system"})
-    system = _optional_text(values["system"], "system")
+    fields.add_unused({role: values[role] for role in OF_CHATS if role != "system"})
+    system = optional_text(values["system"], "system")
     before = f"{system}\n\n" if system else ""
-    return _plain(before + text_of(prompt, "prompt", fields), _answer(completion, "completion", fields), fields)
+    return plain_text(before + text_of(prompt, "prompt", fields), answer_text(completion, "completion", fields), fields)
 
 
 def _from_text(values: dict[str, Any], chat: bool, fields: Fields) -> Document:
-    return _plain("", _answer(values["text"], "text", fields), fields)
+    return plain_text("", answer_text(values["text"], "text", fields), fields)
 
 
-def _plain(prompt: str, completion: str, fields: Fields) -> Document:
+def plain_text(prompt: str, completion: str, fields: Fields) -> Document:
+    """A document of plain text, of which the completion is trained."""
     return Document(prompt=prompt, completion=completion, unused=tuple(fields.unused))
 
 
-def _answer(value: Any, location: str, fields: Fields | None = None) -> str:
+def answer_text(value: Any, location: str, fields: Fields | None = None) -> str:
+    """Text of an answer; raises RowError if it is empty."""
     text = text_of(value, location, fields)
     if not text.strip():
         raise RowError("no trained token", f"{location} is empty")

@@ -61,6 +61,30 @@ class DocumentLayout:
 
 
 @dataclass(frozen=True)
+class ScoredDocuments:
+    """The documents of a micro-batch, example after example, for objectives that compare their log-probabilities.
+
+    Args:
+        of_label: `[labels]` number of the document, among these, that each label belongs to.
+        tokens: `[documents]` fp32, trained tokens of each; of the full document, where ranks share rows.
+        reference: `[documents]` fp32, log-probability of each under the initial model; None without a reference.
+        nll_scale: examples / trained tokens of the first documents of all examples, over the global batch.
+        numbers: `[documents]` their numbers in the data set, in host memory.
+    """
+
+    of_label: torch.Tensor
+    tokens: torch.Tensor
+    reference: torch.Tensor | None
+    nll_scale: float
+    numbers: np.ndarray
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> ScoredDocuments:
+        """A copy whose tensors are on `device`."""
+        names = ("of_label", "tokens", *(["reference"] if self.reference is not None else []))
+        return replace(self, **{name: getattr(self, name).to(device, non_blocking=non_blocking) for name in names})
+
+
+@dataclass(frozen=True)
 class SequenceShard:
     """The shard of every row that one rank holds.
 

@@ -21,6 +21,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from trainers.config.mistakes import ConfigError
+from trainers.config.objectives import SFT_FORMATS
 from trainers.config.options import TrainConfig
 from trainers.data.cache import FORMAT_VERSION, CacheWriter, TokenSet, open_cache
 from trainers.data.files import DataFile, identity, ignored_files, resolve
@@ -95,6 +96,7 @@ def data_fingerprint(config: TrainConfig, split: Split, files: list[DataFile] | 
     """
     files = resolve(config, split) if files is None else files
     held_out = config.eval_share > 0
+    formats = config.objective_spec.formats
     ingredients = {
         "version": FORMAT_VERSION,
         "data": identity(files),
@@ -104,6 +106,7 @@ def data_fingerprint(config: TrainConfig, split: Split, files: list[DataFile] | 
         "length": [config.max_length, config.overlong],
         "limit": _limit(config, split),
         "held_out": [split, config.eval_share, config.seed] if held_out else None,
+        **({} if formats == SFT_FORMATS else {"formats": formats}),
     }
     return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()
 
@@ -182,7 +185,10 @@ def report_lines(train: TokenSet, evaluation: TokenSet | None) -> list[str]:
 def options_of(config: TrainConfig, encoder: Encoder, selection: Selection) -> Options:
     """The options that determine how rows become documents."""
     chat = encoder.options.chat_template is not None
-    return Options(config.sample_by, config.columns, config.max_length, config.overlong, chat, selection)
+    spec = config.objective_spec
+    return Options(
+        config.sample_by, config.columns, config.max_length, config.overlong, chat, selection, spec.formats, spec.parts
+    )
 
 
 def _dataset(config: TrainConfig, split: Split) -> str:
@@ -225,10 +231,11 @@ def formats_of(config: TrainConfig, shards: list[FileShard]) -> dict[str, str]:
 def _sniff(shard: FileShard, config: TrainConfig) -> str:
     """The format of a file, from its first shard; `auto` (row by row) if none of its first rows can be read."""
     first: tuple[str, list[str]] | None = None
+    formats = config.objective_spec.formats
     wanted = wanted_columns(config.columns)
     for count, (line, row) in enumerate(read(shard, config.sample_by, wanted)):
         if isinstance(row, dict):
-            format_name = recognise(row, config.columns)
+            format_name = recognise(row, config.columns, formats)
             if format_name:
                 return format_name
             first = first or (f"{shard.file.display_name}:{line}", [*row, *unread_columns(shard.file, wanted)])
@@ -236,7 +243,7 @@ def _sniff(shard: FileShard, config: TrainConfig) -> str:
             break
     if first is None:
         return "auto"
-    raise unrecognised(*first, config.columns)
+    raise unrecognised(*first, config.columns, formats)
 
 
 def _first_rows(shards: list[FileShard], selection: Selection, limit: int | None) -> list[FileShard]:

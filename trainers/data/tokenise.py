@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trainers.config.objectives import SFT_FORMATS
 from trainers.data.files import DataFile
-from trainers.data.formats import Document, RowError, canonical, wanted_columns
+from trainers.data.formats import Document, RowError, wanted_columns
+from trainers.data.preferences import example
 from trainers.data.report import TOO_LONG, Report
 from trainers.data.shards import BadRow, FileShard, changed
 from trainers.data.sources import read, unread_columns
@@ -73,6 +75,8 @@ class Options:
         overlong: `truncate`, `drop`, `split` or `refuse`.
         chat: Whether there is a chat template.
         selection: Which rows belong to the split.
+        formats: Row formats that the objective takes.
+        parts: Names of the documents of an example.
     """
 
     sample_by: str
@@ -81,6 +85,8 @@ class Options:
     overlong: str
     chat: bool
     selection: Selection
+    formats: tuple[str, ...] = SFT_FORMATS
+    parts: tuple[str, ...] = ("",)
 
 
 @dataclass(frozen=True)
@@ -154,7 +160,8 @@ def run_task(
     return report
 
 
-_Row = tuple[int, Document | BadRow]
+_Row = tuple[int, tuple[Document, ...] | BadRow]
+"""The line of a row, and its documents, or what is wrong with it."""
 
 
 def _batches(shard: FileShard, format_name: str, options: Options) -> Iterator[list[_Row]]:
@@ -168,9 +175,9 @@ def _batches(shard: FileShard, format_name: str, options: Options) -> Iterator[l
         read_rows += 1
         if not wanted:
             continue
-        document = item if isinstance(item, BadRow) else document_of(item, format_name, options)
-        batch.append((line, document))
-        size += document.size if isinstance(document, Document) else 0
+        documents = item if isinstance(item, BadRow) else example_of(item, format_name, options)
+        batch.append((line, documents))
+        size += 0 if isinstance(documents, BadRow) else sum(document.size for document in documents)
         if len(batch) == _BATCH or size > _BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0
@@ -179,15 +186,16 @@ def _batches(shard: FileShard, format_name: str, options: Options) -> Iterator[l
     yield batch
 
 
-def document_of(row: dict[str, Any], format_name: str, options: Options) -> Document | BadRow:
-    """A row as a document, or what is wrong with it."""
+def example_of(row: dict[str, Any], format_name: str, options: Options) -> tuple[Document, ...] | BadRow:
+    """The documents of a row, or what is wrong with it."""
     try:
-        return canonical(row, format_name, options.columns, options.chat)
+        return example(row, format_name, options.columns, options.chat, options.formats)
     except RowError as error:
         return error.bad
 
 
-_Piece = tuple[int, Encoded]
+_Piece = tuple[int, list[Encoded]]
+"""The line of a row, and the documents of one example of it."""
 
 
 def encode_rows(
@@ -196,44 +204,55 @@ def encode_rows(
     """Encodes rows, limits them to `max_length` tokens, and counts the outcome of each in the report."""
     pieces: list[_Piece] = []
     report.rows += len(rows)
-    done = iter(encoder.encode([item for _, item in rows if isinstance(item, Document)]))  # bad rows are skipped
+    done = iter(encoder.encode([document for _, item in rows if not isinstance(item, BadRow) for document in item]))
     for line, item in rows:
-        encoded = next(done) if isinstance(item, Document) else item
-        if isinstance(encoded, BadRow):
-            report.add_bad(f"{display_name}:{line}", encoded)
+        encoded: list[Encoded | BadRow] = [item] if isinstance(item, BadRow) else [next(done) for _ in item]
+        usable = [document for document in encoded if isinstance(document, Encoded)]
+        if len(usable) < len(encoded):
+            report.add_bad(f"{display_name}:{line}", _first_bad(encoded, options.parts))
             continue
-        for path in dict.fromkeys(encoded.unused):
+        for path in dict.fromkeys(path for document in usable for path in document.unused):
             report.add_unused(path)
-        report.longest = max(report.longest, len(encoded.input_ids))
-        if options.overlong == "refuse" and len(encoded.input_ids) > options.max_length:
-            detail = f"{len(encoded.input_ids):,} tokens, over max_length={options.max_length}"
+        longest = max(len(document.input_ids) for document in usable)
+        report.longest = max(report.longest, longest)
+        if options.overlong == "refuse" and longest > options.max_length:
+            detail = f"{longest:,} tokens, over max_length={options.max_length}"
             report.add_bad(f"{display_name}:{line}", BadRow(TOO_LONG, detail))
             continue
-        pieces += [(line, piece) for piece in fit(encoded, options.max_length, options.overlong, report)]
-    report.documents += len(pieces)
+        pieces += [(line, piece) for piece in fit(usable, options.max_length, options.overlong, report)]
+    report.documents += sum(len(piece) for _, piece in pieces)
     return pieces
 
 
-def fit(encoded: Encoded, max_length: int, overlong: str, report: Report) -> list[Encoded]:
-    """Splits, truncates or drops a document over `max_length`; counts the lost tokens.
+def _first_bad(encoded: list[Encoded | BadRow], parts: tuple[str, ...]) -> BadRow:
+    """The first mistake in a row, with the name of the document that has it."""
+    index, bad = next((index, item) for index, item in enumerate(encoded) if isinstance(item, BadRow))
+    name = parts[index] if len(encoded) == len(parts) else ""
+    return BadRow(bad.kind, f"{name}: {bad.detail}") if name else bad
 
-    Pieces without a trained token are dropped.
+
+def fit(documents: list[Encoded], max_length: int, overlong: str, report: Report) -> list[list[Encoded]]:
+    """Splits, truncates or drops an example with a document over `max_length`; counts the lost tokens.
+
+    A single document is split into several examples. Examples with a document without a trained token are dropped.
     """
-    length = len(encoded.input_ids)
-    if length <= max_length:
-        pieces = [encoded]
+    over = any(len(document.input_ids) > max_length for document in documents)
+    if not over:
+        pieces = [documents]
     elif overlong == "split":
-        pieces = [_piece(encoded, start, start + max_length) for start in range(0, length, max_length)]
+        (document,) = documents
+        starts = range(0, len(document.input_ids), max_length)
+        pieces = [[_piece(document, start, start + max_length)] for start in starts]
         report.split_rows += 1
     else:
-        pieces = [] if overlong == "drop" else [_piece(encoded, 0, max_length)]
-    trainable = [piece for piece in pieces if piece.mask.any()]
-    tokens = sum(len(piece.input_ids) for piece in trainable)
-    report.truncated += overlong == "truncate" and length > max_length and bool(trainable)
+        pieces = [] if overlong == "drop" else [[_piece(document, 0, max_length) for document in documents]]
+    trainable = [piece for piece in pieces if all(document.mask.any() for document in piece)]
+    tokens = sum(len(document.input_ids) for piece in trainable for document in piece)
+    report.truncated += overlong == "truncate" and over and bool(trainable)
     report.dropped += not trainable
     report.tokens += tokens
-    report.trained_tokens += sum(int(piece.mask.sum()) for piece in trainable)
-    report.cut_tokens += length - tokens
+    report.trained_tokens += sum(int(document.mask.sum()) for piece in trainable for document in piece)
+    report.cut_tokens += sum(len(document.input_ids) for document in documents) - tokens
     return trainable
 
 
@@ -246,12 +265,13 @@ def _piece(encoded: Encoded, start: int, end: int) -> Encoded:
 def _arrays(pieces: list[_Piece], number: int) -> dict[str, npt.NDArray[Any]]:
     if not pieces:
         return {}
-    documents = [piece for _, piece in pieces]
+    documents = [document for _, piece in pieces for document in piece]
+    lines = [line for line, piece in pieces for _ in piece]
     return {
         "input_ids": np.concatenate([piece.input_ids for piece in documents]),
         "mask": np.concatenate([piece.mask for piece in documents]),
         "lengths": np.array([len(piece.input_ids) for piece in documents], dtype=np.int64),
         "trained": np.array([piece.mask.sum() for piece in documents], dtype=np.int64),
         "files": np.full(len(documents), number, dtype=np.int32),
-        "lines": np.array([line for line, _ in pieces], dtype=np.int64),
+        "lines": np.array(lines, dtype=np.int64),
     }

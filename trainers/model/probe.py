@@ -93,7 +93,7 @@ def check_model_computes(
             own = own_pass(wrapped, base, packed, device) if stock else None
             compare(our_pass(wrapped, base, packed, device), own, base.config.model_type, packed, compute)
     except ProbeError as error:
-        under = "" if type(wrapped).__name__ == "SupervisedLoss" else f" (under {type(wrapped).__name__})"
+        under = "" if type(wrapped).__name__ == "LossModule" else f" (under {type(wrapped).__name__})"
         if splits_rows:
             remedy = "a strategy without cp and sp, or another model"
         else:

@@ -29,7 +29,7 @@ from trainers.model.probe import (
     refuse_encoder,
 )  # fmt: skip
 from trainers.model.randomness import drop_randomness, refuse_randomness
-from trainers.objectives.sft import SupervisedLoss
+from trainers.objectives.loss_module import LossModule
 
 _VOCAB_SIZE = 64
 _COUNTED = "tunesmith_counted"
@@ -250,7 +250,7 @@ def _failing_line(error: BaseException | None) -> tuple[str, int] | None:
 
 @torch.no_grad()
 def _own_pass(model: Any, packing: bool) -> ForwardPass:
-    return own_pass(SupervisedLoss(model).eval(), model, packing, torch.device("cpu"))
+    return own_pass(LossModule(model).eval(), model, packing, torch.device("cpu"))
 
 
 @torch.no_grad()
@@ -283,7 +283,7 @@ def _problem(
         except Exception:
             return f"{kind} models support only their own attention, which cannot keep packed documents apart"
         split_mixers(model)
-        loss = SupervisedLoss(model).eval()
+        loss = LossModule(model).eval()
         if splits_rows and loss.mixers:
             return f"{kind} models have layers that mix the tokens of a row without attention"
         outcome = our_pass(loss, model, packing, torch.device("cpu"))

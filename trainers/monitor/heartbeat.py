@@ -30,7 +30,7 @@ LONG_LIMIT = 1800.0
 EXIT_HUNG = 86
 """Exit status of a rank that ended because some rank hung."""
 _LONG_SECTIONS = ("start", "save", "export")
-_BETWEEN_STEPS = ("save", "evaluation", "export")
+_BETWEEN_STEPS = ("reference", "save", "evaluation", "export")
 
 
 class Position(NamedTuple):

@@ -19,7 +19,7 @@ from trainers.model.fp8 import fitting_layers
 from trainers.model.load import base_dtype, compute_dtype
 from trainers.model.quantization import four_bit_layers, whole_layers
 from trainers.model.reachability import reach_noted, silent_weights
-from trainers.objectives.sft import SupervisedLoss
+from trainers.objectives.loss_module import LossModule
 from trainers.parallel.backend import Backend
 from trainers.parallel.ranks import Ranks
 from trainers.run.errors import TrainingError
@@ -43,7 +43,7 @@ class DtypeProbe:
         loss: the loss module, unwrapped.
     """
 
-    def __init__(self, loss: SupervisedLoss):
+    def __init__(self, loss: LossModule):
         self.linear: set[str] = set()
         self.norms: set[str] = set()
         self._hooks: list[Any] = []
@@ -77,7 +77,7 @@ def _dtype_names(weights: list[nn.Parameter]) -> str:
 
 
 def compare(
-    strategy: Strategy, config: TrainConfig, accelerator: Any, mesh: Mesh, backend: Backend, loss: SupervisedLoss,
+    strategy: Strategy, config: TrainConfig, accelerator: Any, mesh: Mesh, backend: Backend, loss: LossModule,
     dtypes: DtypeProbe,
 ) -> list[Line]:  # fmt: skip
     """Compares what was requested with what this rank got."""
@@ -90,7 +90,7 @@ def compare(
     return [
         Line("processes", str(strategy.num_processes), str(accelerator.num_processes)),
         Line("distributed type", strategy.distributed_type, accelerator.distributed_type.value),
-        Line("wrapper", strategy.wrapped_class or "none", "none" if wrapper == "SupervisedLoss" else wrapper),
+        Line("wrapper", strategy.wrapped_class or "none", "none" if wrapper == "LossModule" else wrapper),
         *_layout(strategy, mesh, backend),
         Line("trained weights", "float32" if config.master_weights else "bfloat16", _dtype_names(trained)),
         Line("frozen weights", frozen_dtype, _dtype_names(frozen)),
@@ -102,13 +102,13 @@ def compare(
     ]
 
 
-def _float8(loss: SupervisedLoss) -> Line:
+def _float8(loss: LossModule) -> Line:
     """Whether every linear layer of the decoder that float8 kernels support is torchao's."""
     kinds = [type(module).__name__ for module in loss.base.get_decoder().modules()]
     return Line("float8 layers", str(len(fitting_layers(loss.base))), str(kinds.count("Float8Linear")))
 
 
-def _four_bits(strategy: Strategy, backend: Backend, loss: SupervisedLoss) -> list[Line]:
+def _four_bits(strategy: Strategy, backend: Backend, loss: LossModule) -> list[Line]:
     """Checks for half a byte per weight in every linear layer but the output head, sharded if weights are sharded.
 
     Accelerate leaves 4-bit weights of an integer dtype unsharded on every rank, with only a warning.

@@ -123,14 +123,14 @@ def count_routing(
 
     Args:
         balancing: the loss that the model's config requests.
-        model: the wrapped `SupervisedLoss`.
+        model: the wrapped `LossModule`.
         batch: this rank's micro-batches.
         device: device of the model.
         all_reduce: sums a tensor over all ranks.
         contributes: False if another rank counts the same tokens.
 
     Returns:
-        The term of the global batch as an fp64 scalar, and the `expert_weights` for `SupervisedLoss.forward`.
+        The term of the global batch as an fp64 scalar, and the `expert_weights` for `LossModule.forward`.
     """
     counted = torch.zeros((), dtype=torch.float64, device=device)
     with _same_random_numbers(device):  # so that the pass with gradients routes equally, even with dropout
@@ -139,8 +139,8 @@ def count_routing(
             counts, _ = model(**micro_batch.inputs(device), real_tokens=real)
             counted = counted + counts
     term, weights = balancing.balance_term(all_reduce(counted if contributes else torch.zeros_like(counted)))
-    # Scale by the trained tokens, as the caller divides the loss by them.
-    return term, weights * balancing.coefficient * max(batch.trained_tokens, 1)
+    # Scale by the divisor, as the caller divides the loss by it.
+    return term, weights * balancing.coefficient * max(batch.divisor, 1)
 
 
 def _same_random_numbers(device: torch.device) -> AbstractContextManager[Any]:

@@ -6,10 +6,11 @@ Implementations: `replicated`, `fsdp`, `zero` and `pipeline`, one file each.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -61,7 +62,7 @@ class Backend(ABC):
         beat: Beat = no_beat,
         first_forward: AbstractContextManager[Any] | None = None,
         expert_weights: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs forward and backward for this rank's share of a step; averages gradients over the `grad_group`.
 
         Args:
@@ -72,19 +73,22 @@ class Backend(ABC):
             expert_weights: `[experts]` weights of a load-balancing loss.
 
         Returns:
-            The summed loss of the micro-batches, without the factors: an fp32 scalar. Does not synchronize with the
-            host.
+            The summed loss of the micro-batches, without the factors (an fp32 scalar), and their summed metrics
+            `[metrics]`, if the objective has any in training. Does not synchronize with the host.
         """
         total = torch.zeros((), dtype=torch.float32, device=self.device)
+        metrics = torch.zeros(0, device=self.device)
         for index, (micro_batch, share) in enumerate(zip(micro_batches, shares, strict=True)):
             with self.accumulate(last=index == len(micro_batches) - 1):
                 beat("forward")
                 with first_forward if first_forward and index == 0 else nullcontext():
-                    loss, _ = self.model(**micro_batch.inputs(self.device, expert_weights))
+                    loss, values = self.model(**micro_batch.inputs(self.device, expert_weights))
                 total += loss.detach()
+                if micro_batch.scored is not None:
+                    metrics = values if index == 0 else metrics + values
                 beat("backward")
                 self.backward(loss * share)
-        return total
+        return total, metrics
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         """Context manager around forward and backward of one micro-batch. Default: reduce gradients in every one.
@@ -127,14 +131,33 @@ class Backend(ABC):
             beat: called with `evaluation` before each micro-batch.
 
         Returns:
-            `[2]` in fp64: summed loss and number of correctly predicted tokens.
+            `[1 + metrics]` in fp64: summed loss and summed metrics, such as the number of correctly predicted tokens.
         """
-        sums = torch.zeros(2, dtype=torch.float64)
+        sums = torch.zeros(1, dtype=torch.float64)
         for micro_batch in micro_batches:
             beat("evaluation")
-            loss, correct = self.model(**micro_batch.inputs(self.device))
-            sums += torch.stack([loss.double().cpu(), correct.double().cpu()])
+            loss, metrics = self.model(**micro_batch.inputs(self.device))
+            sums = sums + torch.cat([loss.double().reshape(1).cpu(), metrics.double().reshape(-1).cpu()])
         return sums
+
+    @torch.no_grad()
+    def log_probs(
+        self, micro_batches: Iterable[MicroBatch], beat: Beat = no_beat
+    ) -> Iterator[tuple[np.ndarray, torch.Tensor]]:
+        """Computes the log-probability of each document, summed over its trained tokens on this rank.
+
+        Args:
+            micro_batches: this rank's share of the data.
+            beat: called with `reference` before each micro-batch.
+
+        Yields:
+            For each micro-batch: `[documents]` their numbers in the data set, and `[documents]` fp32 on the CPU.
+        """
+        for micro_batch in micro_batches:
+            beat("reference")
+            summed, _ = self.model(**micro_batch.inputs(self.device), only_log_probs=True)
+            assert micro_batch.scored is not None
+            yield micro_batch.scored.numbers, summed.float().cpu()
 
     def extra_metrics(self, seconds: float) -> dict[str, float]:
         """Metrics specific to this strategy, such as a pipeline's bubble. Collective.

@@ -14,7 +14,7 @@ from torch import nn
 from transformers.distributed.expert_parallel import apply_expert_parallelism
 
 from trainers.config.mistakes import ConfigError
-from trainers.objectives.sft import SupervisedLoss
+from trainers.objectives.loss_module import LossModule
 from trainers.parallel.shards import TensorSlice
 from trainers.parallel.tensor import TensorParallel
 from trainers.strategy.expert_plan import DISPATCH, SHARD, expert_plan, expert_refusals
@@ -31,7 +31,7 @@ def expert_stacks(base: Any) -> list[str]:
     return [name for name, _ in base.get_decoder().named_parameters() if plan.get(_pattern(name)) == SHARD]
 
 
-def planned(loss: SupervisedLoss, ep_size: int) -> dict[str, str]:
+def planned(loss: LossModule, ep_size: int) -> dict[str, str]:
     """The style of every stack of experts and of the module that it is in, by name in the decoder.
 
     Args:
@@ -67,7 +67,7 @@ def _pattern(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
-def divide_experts(loss: SupervisedLoss, mesh: Mesh) -> dict[str, TensorSlice]:
+def divide_experts(loss: LossModule, mesh: Mesh) -> dict[str, TensorSlice]:
     """Leaves this rank its experts of a full, unwrapped model, and has tokens sent to the others. Collective.
 
     Args:

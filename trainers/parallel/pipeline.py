@@ -110,7 +110,7 @@ class Pipelined(Backend):
     """A pipeline; its schedule orders the forward and backward passes of a step's micro-batches.
 
     Args:
-        loss: the `SupervisedLoss` on the CPU, with its weights; split in place.
+        loss: the `LossModule` on the CPU, with its weights; split in place.
         config: the run's config.
         device: the device of this rank.
         group: the ranks of this pipeline, first stage first.
@@ -201,7 +201,7 @@ class Pipelined(Backend):
         beat: Beat = no_beat,
         first_forward: AbstractContextManager[Any] | None = None,
         expert_weights: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Backend`. Collective; micro-batches and the returned loss are equal on every rank of the pipeline.
 
         Raises:
@@ -220,7 +220,7 @@ class Pipelined(Backend):
         self._average()
         self._sum_tied()
         distributed.all_reduce(self.work.loss, group=self.group)  # 0 on all ranks but the last stage's
-        return self.work.loss
+        return self.work.loss, torch.zeros(0, device=self.device)
 
     def _make_room(self, count: int, slots: int) -> None:
         """Rebuilds stages and schedule if the number of micro-batches changed or `slots` exceed the buffers.

@@ -85,7 +85,7 @@ class Chunk(nn.Module):
     """One pipeline stage.
 
     Args:
-        loss: the `SupervisedLoss` whose model is split.
+        loss: the `LossModule` whose model is split.
         decoder: the stage's copy of the decoder.
         head: the output head on the last stage, otherwise None.
         first: whether this is the first stage, which takes token ids instead of hidden states.
@@ -214,7 +214,7 @@ class LocalStages:
 
 
 def split_model(loss: Any, schedule: str, ranks: int, rank: int, work: Work) -> LocalStages:
-    """Splits the model of a `SupervisedLoss` in place and returns this rank's stages.
+    """Splits the model of a `LossModule` in place and returns this rank's stages.
 
     Args:
         loss: the unwrapped loss module with its weights; tensor parallelism may have split it already.
@@ -261,7 +261,7 @@ def split_layers(loss: Any, schedule: str, ranks: int) -> list[range]:
     """Assigns decoder layers to stages, balanced by their matrix products.
 
     Args:
-        loss: the `SupervisedLoss`; its weights may be on the meta device.
+        loss: the `LossModule`; its weights may be on the meta device.
         schedule: one of `SCHEDULES`.
         ranks: number of ranks in the pipeline.
 
@@ -382,7 +382,7 @@ class PipelineStages(nn.Module):
         positions: torch.Tensor,
         labels: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns a meaningless loss; for arguments and results, see `SupervisedLoss.forward`."""
+        """Returns a meaningless loss; for arguments and results, see `LossModule.forward`."""
         waves = torch.arange(1, self.hidden_size + 1, device=input_ids.device)
         stand_in = torch.sin(input_ids.reshape(-1, 1) * waves).to(self.dtype)
         names = ("input_ids", "position_ids", "documents", "positions", "labels")

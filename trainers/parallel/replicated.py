@@ -63,11 +63,11 @@ class Replicated(Backend):
         beat: Beat = no_beat,
         first_forward: AbstractContextManager[Any] | None = None,
         expert_weights: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Backend`; averages the gradients of divided experts, which DDP leaves alone, once per step."""
-        total = super().forward_backward(micro_batches, shares, beat, first_forward, expert_weights)
+        sums = super().forward_backward(micro_batches, shares, beat, first_forward, expert_weights)
         self._average_experts()
-        return total
+        return sums
 
     @torch.no_grad()
     def _average_experts(self) -> None:

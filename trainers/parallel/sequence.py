@@ -23,6 +23,7 @@ from trainers.config.mistakes import ConfigError
 from trainers.data.layout import AttentionMetadata, DocumentLayout, SequenceShard
 from trainers.model.attention import attend_masked
 from trainers.model.small_model import row_sharding_problem
+from trainers.objectives.loss_module import LossModule
 from trainers.strategy.mesh import Mesh, MeshSizes, heads_mistake
 
 Kernel = Callable[..., tuple[torch.Tensor, None]]
@@ -66,6 +67,23 @@ class _GatherSequence(torch.autograd.Function):
         part = gradient.new_empty(*upstream[0].shape[1:])
         distributed.reduce_scatter_tensor(part, gradient, group=ctx.group)
         return part.to(ctx.dtype), None
+
+
+class SumOverShards(torch.autograd.Function):
+    """Sums over ranks that share rows, each of which computes the same result from the sum.
+
+    Each backpropagates to its own part alone; the strategy adds up the gradients of the weights.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parts: torch.Tensor, group: Any) -> torch.Tensor:
+        summed = parts.clone()
+        distributed.all_reduce(summed, group=group)
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
+        return upstream[0], None
 
 
 class Ulysses:
@@ -255,6 +273,19 @@ def over_ranks(mesh: Mesh) -> Ulysses | ContextParallel | None:
     if mesh.sizes.sp > 1:
         return Ulysses(mesh.group("sp"))
     return ContextParallel(mesh.group("cp")) if mesh.sizes.cp > 1 else None
+
+
+def share_rows(loss: LossModule, mesh: Mesh) -> None:
+    """Lets attention and the objective see the parts of each row that other ranks hold."""
+    loss.over_ranks = over_ranks(mesh)
+    if loss.over_ranks is not None:
+        loss.sum_over_shards = partial(_sum_over_shards, loss.over_ranks.group)
+        loss.counts_documents = mesh.sequence_shard == 0
+
+
+def _sum_over_shards(group: Any, parts: torch.Tensor) -> torch.Tensor:
+    summed: torch.Tensor = SumOverShards.apply(parts, group)
+    return summed
 
 
 def refuse_unsplittable_rows(model_config: Any, sizes: MeshSizes) -> None:

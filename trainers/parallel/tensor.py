@@ -17,7 +17,8 @@ from torch import distributed, nn
 from torch.nn import functional
 
 from trainers.config.mistakes import ConfigError
-from trainers.objectives.sft import SupervisedLoss
+from trainers.objectives.log_probs import VocabularyShard
+from trainers.objectives.loss_module import LossModule
 from trainers.parallel.shards import TensorSlice
 from trainers.parallel.tensor_loss import vocabulary_cross_entropy
 from trainers.strategy.tensor_plan import BY_HEADS, GATHERED, layer_plan, refusals
@@ -329,7 +330,7 @@ class _Splitter:
 
 
 def split_model(
-    loss: SupervisedLoss, group: Any, rank: int, size: int, first: bool | None = None
+    loss: LossModule, group: Any, rank: int, size: int, first: bool | None = None
 ) -> dict[str, TensorSlice]:
     """Splits a full, unwrapped model in place, leaving this rank's slice of each layer.
 
@@ -381,7 +382,7 @@ def split_model(
     weights = loss.model.named_parameters(remove_duplicate=False)  # in the last pipeline stage, a tied head has its own
     tp.slices.update({name: splitter.slices[id(weight)] for name, weight in weights if id(weight) in splitter.slices})
     loss.tensor = tp
-    loss.cross_entropy = partial(
-        vocabulary_cross_entropy, group=group, start=rows.slices[0].start, vocab_size=rows.shape[0]
-    )
+    start, vocab_size = rows.slices[0].start, rows.shape[0]
+    loss.vocabulary = VocabularyShard(start, vocab_size, group)
+    loss.cross_entropy = partial(vocabulary_cross_entropy, group=group, start=start, vocab_size=vocab_size)
     return tp.slices

@@ -145,7 +145,7 @@ class Strategy:
         if self.pp_size > 1:
             return "PipelineStages"
         if self.distributed_type == "FSDP":
-            return "FullyShardedDataParallel" if self.fsdp_version == 1 else "FSDPSupervisedLoss"
+            return "FullyShardedDataParallel" if self.fsdp_version == 1 else "FSDPLossModule"
         return {"MULTI_GPU": "DistributedDataParallel", "DEEPSPEED": "DeepSpeedEngine"}.get(self.distributed_type)
 
     def outside_parity(self) -> list[str]:
@@ -365,6 +365,8 @@ def refusal(strategy: Strategy, config: TrainConfig, has_gpu: bool) -> str | Non
     if reason := cannot_run(strategy, config.method, has_gpu, config.small_optimizer()):
         return reason
     divides = strategy.sizes.tp * strategy.sizes.pp * strategy.sizes.ep > 1
+    if strategy.sizes.pp > 1 and config.objective_spec.divisor == "examples":
+        return f"objective={config.objective} with {strategy.sizes}: a pipeline's last stage sums over tokens only"
     if config.method == "qlora" and divides:
         return f"method=qlora with {strategy.sizes}: 4-bit layers are not split so; use method=lora, or fsdp2"
     if config.ddp_comm_hook != "none" and divides:

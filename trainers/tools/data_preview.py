@@ -29,9 +29,10 @@ from trainers.data.report import Report
 from trainers.data.shards import SHARD_BYTES, BadRow, FileShard
 from trainers.data.sources import iter_shards, read
 from trainers.data.template import training_encoder
-from trainers.data.tokenise import Selection, document_of, encode_rows
+from trainers.data.tokenise import Selection, encode_rows, example_of
 from trainers.data.tokenizer import read_chat_template
 from trainers.run.process_limits import encoding_bytes, encoding_seconds, expect_death, memory_limit, time_limit
+from trainers.tools.preflight import make_rows
 from trainers.tools.rpc_server import send, serve
 
 HUB_ROW_BYTES = 1000
@@ -126,9 +127,9 @@ class Preview:
 
     def _row(self, shard: FileShard, number: int, line: int, item: Any) -> dict[str, Any]:
         options, report = self.options, Report()
-        raw = item if isinstance(item, BadRow) else document_of(item, self._format(shard.file), options)
+        raw = item if isinstance(item, BadRow) else example_of(item, self._format(shard.file), options)
         pieces = encode_rows([(line, raw)], shard.file.display_name, self.encoder, options, report)
-        documents = [self.segments(piece.input_ids, piece.mask) for _, piece in pieces]
+        documents = [self.segments(part.input_ids, part.mask) for _, piece in pieces for part in piece]
         return {
             "number": number,
             "where": f"{shard.file.display_name}:{line}",
@@ -209,7 +210,7 @@ class Preview:
     def training_rows(self) -> Rows:
         """The rows of the batches: packed, or one document each."""
         if self._packed is None:
-            self._packed = Rows(self.tokens(), self.config.max_length, self.config.packing)
+            self._packed = make_rows(self.config, self.tokens())
         return self._packed
 
     def packed(self, index: int) -> dict[str, Any]:
@@ -229,14 +230,14 @@ class Preview:
             position += len(ids)
         return {
             "index": index, "total": len(rows), "packing": self.config.packing, "documents": documents,
-            "tokens": position, "room": self.config.max_length, "trained_tokens": int(rows.trained[index]),
+            "tokens": position, "room": self.config.row_tokens, "trained_tokens": int(rows.trained[index]),
         }  # fmt: skip
 
     def statistics(self) -> dict[str, Any]:
         """Statistics of the full data set: counts, shares, lengths, packing, bad rows, steps."""
         data, rows = self.tokens(), self.training_rows()
         report = data.report
-        slots = len(rows) * self.config.max_length
+        slots = len(rows) * self.config.row_tokens
         mistakes = _mistakes(lambda: refuse_bad(report, self.config))
         steps: dict[str, int | None] = {"steps_per_epoch": None, "total_steps": None}
         try:

@@ -41,7 +41,7 @@ from trainers.model.load import add_adapters, base_dtype, compute_dtype, load_mo
 from trainers.model.reachability import as_fakes, silent_weights
 from trainers.model.sizes import matmul_parameters, used_matmul_parameters
 from trainers.objectives.load_balancing import LoadBalancing
-from trainers.objectives.sft import SupervisedLoss
+from trainers.objectives.loss_module import LossModule
 from trainers.parallel.experts import expert_stacks
 from trainers.parallel.pipeline_split import refuse_unsplittable_family
 from trainers.parallel.sequence import refuse_unsplittable_rows
@@ -243,7 +243,7 @@ def count_peaks(config: TrainConfig, model: nn.Module, rows: int, length: int) -
     """
     with FakeTensorMode():
         as_fakes(model)
-        loss = SupervisedLoss(model, compute_dtype(config))
+        loss = LossModule(model, compute_dtype(config))
         for weight in loss.parameters():
             weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
         known = [tensor for weight in loss.parameters() for tensor in (weight, weight.grad) if tensor is not None]

@@ -29,7 +29,7 @@ from trainers.model.quantization import refuse_quantised
 from trainers.model.reachability import freeze_unreached, reach_of, refuse_unreached
 from trainers.model.rope_scaling import refuse_unscaled, scaled_positions
 from trainers.model.weight_names import fit_lines, misfits
-from trainers.objectives.sft import SupervisedLoss
+from trainers.objectives.loss_module import LossModule
 from trainers.parallel.experts import planned
 from trainers.parallel.fsdp import refuse_wrap
 from trainers.parallel.pipeline_split import refuse_tied_shards, split_layers
@@ -122,7 +122,7 @@ def refuse_split(config: TrainConfig, model: Any, strategy: Strategy) -> None:
     Raises:
         ConfigError: If it cannot.
     """
-    loss, sizes = SupervisedLoss(model, compute_dtype(config)), strategy.sizes
+    loss, sizes = LossModule(model, compute_dtype(config)), strategy.sizes
     split_model(loss, None, 0, sizes.tp, first=True)
     if sizes.ep > 1:
         planned(loss, sizes.ep)

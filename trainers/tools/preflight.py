@@ -113,9 +113,9 @@ def plan_training(
 
 
 def make_rows(config: TrainConfig, documents: TokenSet, shard: SequenceShard = FULL_SEQUENCE) -> Rows:
-    """Rows of the data: packed, or one document each."""
+    """Rows of the data: packed, or one example each."""
     fixed = config.torch_compile and config.packing  # one shape, one compiled graph
-    return Rows(documents, config.max_length, config.packing, fixed, shard)
+    return Rows(documents, config.row_tokens, config.packing, fixed, shard, config.objective_spec)
 
 
 def describe_plan(plan: TrainPlan) -> str:

@@ -129,16 +129,16 @@ def to_infinite_gradient(loss: Any) -> Any:
 def memory(rows: int) -> None:
     import torch
 
-    from trainers.objectives.sft import SupervisedLoss
+    from trainers.objectives.loss_module import LossModule
 
-    forward = SupervisedLoss.forward
+    forward = LossModule.forward
 
     def in_little_memory(self, input_ids, *args, **kwargs):
         if torch.is_grad_enabled() and len(input_ids) > rows:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more than there is")
         return forward(self, input_ids, *args, **kwargs)
 
-    SupervisedLoss.forward = in_little_memory
+    LossModule.forward = in_little_memory
 
 
 def hang(step: int) -> None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from tests.unit.checkpoint.test_export import config, saved_base, trained
 from trainers.checkpoint import export
 from trainers.model.attention import KERNELS
-from trainers.objectives.sft import inner_model
+from trainers.objectives.loss_module import inner_model
 from trainers.tools.chat import _full_model
 from trainers.tools.score import load_model
 

@@ -15,7 +15,7 @@ from trainers.config.mistakes import ConfigError
 from trainers.data.layout import AttentionMetadata, DocumentLayout, MetadataRoute
 from trainers.model.attention import KERNELS
 from trainers.model.small_model import choose_attention, small_config
-from trainers.objectives.sft import SupervisedLoss
+from trainers.objectives.loss_module import LossModule
 
 DROPS = {"stablelm"}
 """Families whose layers do not hand the arguments of the model call on to attention."""
@@ -27,7 +27,7 @@ SAMPLE = ("llama", "gpt2", "gemma3_text", "qwen3_moe", "stablelm")
 BORDERS = (0, 5, 12, 20)
 
 
-def small_loss(family: str) -> SupervisedLoss:
+def small_loss(family: str) -> LossModule:
     """Of a small random model with our plain attention.
 
     Raises:
@@ -36,7 +36,7 @@ def small_loss(family: str) -> SupervisedLoss:
     config = small_config(AutoConfig.for_model(family))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=KERNELS["eager"])
-    return SupervisedLoss(model).eval()
+    return LossModule(model).eval()
 
 
 def inputs(first_token: int = 1, packed: bool = True, borders: tuple[int, ...] = BORDERS) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def inputs(first_token: int = 1, packed: bool = True, borders: tuple[int, ...] =
             "positions": positions, "labels": ids[0, positions + 1]}  # fmt: skip
 
 
-def outcome(loss: SupervisedLoss, by_argument: bool | None, **changes: Any) -> list[torch.Tensor]:
+def outcome(loss: LossModule, by_argument: bool | None, **changes: Any) -> list[torch.Tensor]:
     """Loss and gradients, with the documents handed over in one way."""
     loss.route.by_argument = by_argument
     loss.zero_grad()
@@ -114,7 +114,7 @@ def test_both_ways_give_the_same_loss_in_every_family() -> None:
     assert len(held) >= LEAST_HELD, f"held: {sorted(held)}; refused: {sorted(refused)}; no small copy: {unsized}"
 
 
-def drop_argument(loss: SupervisedLoss) -> None:
+def drop_argument(loss: LossModule) -> None:
     """Gives a model a layer that takes any argument and does not hand it on."""
     for layer in loss.base.get_decoder().layers[1:]:
         layer.register_forward_pre_hook(_without_metadata, with_kwargs=True)
@@ -150,7 +150,7 @@ def test_a_model_that_takes_no_further_arguments_is_given_none(monkeypatch: pyte
         return forward(input_ids=input_ids, position_ids=position_ids, use_cache=use_cache)
 
     monkeypatch.setattr(decoder, "forward", strict)
-    strict_loss = SupervisedLoss(loss.model).eval()
+    strict_loss = LossModule(loss.model).eval()
     assert strict_loss.route.by_argument is False
     assert same(expected, outcome(strict_loss, False))
 

@@ -14,16 +14,16 @@ from trainers.config.validation import build
 from trainers.model.casts import only_cast
 from trainers.model.mixers import split_mixers
 from trainers.model.small_model import small_config
-from trainers.objectives.sft import SupervisedLoss
+from trainers.objectives.loss_module import LossModule
 from trainers.parallel.fsdp import casts_before_gathers
 
 MATRICES = 7
 """Of a layer of Llama."""
 
 
-def loss_of(family: str, compute: torch.dtype = torch.bfloat16) -> SupervisedLoss:
+def loss_of(family: str, compute: torch.dtype = torch.bfloat16) -> LossModule:
     model_config = small_config(AutoConfig.for_model(family))
-    return SupervisedLoss(AutoModelForCausalLM.from_config(model_config, attn_implementation="eager"), compute)
+    return LossModule(AutoModelForCausalLM.from_config(model_config, attn_implementation="eager"), compute)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "phi3", "gpt2", "lfm2"])
@@ -52,7 +52,7 @@ def test_only_layers_that_run_once_on_each_rank_are_gathered_so() -> None:
     hybrid.layer_types = ["conv", "full_attention"]
     model = AutoModelForCausalLM.from_config(hybrid, attn_implementation="eager")
     split_mixers(model)
-    assert not casts_before_gathers(build(options), SupervisedLoss(model, torch.bfloat16))
+    assert not casts_before_gathers(build(options), LossModule(model, torch.bfloat16))
     assert casts_before_gathers(build(options), loss_of("llama")), "control"
 
 

@@ -22,7 +22,8 @@ from trainers.model.attention import KERNELS
 from trainers.model.config_checks import check_values
 from trainers.model.load import add_adapters, build_model, load_base
 from trainers.model.probe import check_model_computes
-from trainers.objectives.sft import SupervisedLoss, linear_cross_entropy
+from trainers.objectives.loss_module import LossModule
+from trainers.objectives.sft import linear_cross_entropy
 
 TINY = {
     "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -42,7 +43,7 @@ def config(**changes: Any) -> TrainConfig:
 
 
 def probe(base: Any, packing: bool) -> None:
-    check_model_computes(SupervisedLoss(base), base, packing, torch.device("cpu"), torch.float32)
+    check_model_computes(LossModule(base), base, packing, torch.device("cpu"), torch.float32)
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -57,7 +58,7 @@ def test_models_that_would_train_on_the_future_are_refused(family: str, packing:
     """They never ask for the attention they are given, and run without any mask."""
     base = tiny(family)
     with pytest.raises(ConfigError, match=r"see later tokens.*through their own attention or layers"):
-        check_model_computes(SupervisedLoss(base), base, packing, torch.device("cpu"), torch.float32, stock=False)
+        check_model_computes(LossModule(base), base, packing, torch.device("cpu"), torch.float32, stock=False)
 
 
 def seeing(folder: Path) -> str:
@@ -143,7 +144,7 @@ def test_a_bf16_gradient_is_scaled_exactly() -> None:
 
 def adapted(casts: bool) -> tuple[int, list[torch.Tensor]]:
     """Bytes kept for the backward pass of a micro-batch in bf16, and the adapters' gradients."""
-    loss = SupervisedLoss(
+    loss = LossModule(
         build_model(config(method="lora", lora_dropout=0.0, mixed_precision="bf16")), torch.bfloat16
     ).train()
     made = torch.Generator().manual_seed(1)
@@ -185,7 +186,7 @@ class Products(TorchDispatchMode):
 
 def gradients_and_products(**changes: Any) -> tuple[dict[str, torch.Tensor], int]:
     """Of one pass forward and back of the embedded model."""
-    loss = SupervisedLoss(build_model(config(method="full", **changes))).train()
+    loss = LossModule(build_model(config(method="full", **changes))).train()
     place = torch.arange(12)[None]
     with Products() as products:
         total, _ = loss(place + 5, place, None, place[0, :-1], place[0, 1:] + 5)
@@ -202,7 +203,7 @@ def compiled_gradients(order: str | None = None, **changes: Any) -> torch.Tensor
         order: of sums, for a control that is not compiled.
     """
     settings = config(method="full", attn_implementation="sdpa", **changes)
-    loss = SupervisedLoss(build_model(settings)).train()
+    loss = LossModule(build_model(settings)).train()
     loss.base.set_attn_implementation(KERNELS["sdpa"])
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -257,9 +258,7 @@ def test_what_waits_elsewhere_for_the_backward_pass_is_one_tensor_a_layer(monkey
     monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", elsewhere)
     gradients = {}
     for offloads in (False, True):
-        loss = SupervisedLoss(
-            build_model(config(method="full", gradient_checkpointing=True)), offloads=offloads
-        ).train()
+        loss = LossModule(build_model(config(method="full", gradient_checkpointing=True)), offloads=offloads).train()
         place = torch.arange(12)[None]
         loss(place + 5, place, None, place[0, :-1], place[0, 1:] + 5)[0].backward()
         gradients[offloads] = {name: weight.grad for name, weight in loss.model.named_parameters()}

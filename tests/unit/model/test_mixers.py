@@ -15,7 +15,7 @@ from trainers.config.mistakes import ConfigError
 from trainers.model import mixers, small_model
 from trainers.model.attention import KERNELS
 from trainers.model.small_model import choose_attention, small_config
-from trainers.objectives.sft import SupervisedLoss
+from trainers.objectives.loss_module import LossModule
 from trainers.parallel.sequence import refuse_unsplittable_rows
 from trainers.strategy.mesh import MeshSizes
 
@@ -36,13 +36,13 @@ def model_of(family: str, **settings: Any) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32, **settings).eval()
 
 
-def packed_loss(family: str, checkpointing: bool = False) -> SupervisedLoss:
+def packed_loss(family: str, checkpointing: bool = False) -> LossModule:
     model = model_of(family, attn_implementation=KERNELS["sdpa"])
     mixers.split_mixers(model)
     if checkpointing:
         model.train()
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    return SupervisedLoss(model)
+    return LossModule(model)
 
 
 def stock_loss(family: str) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
@@ -56,7 +56,7 @@ def stock_loss(family: str) -> tuple[torch.Tensor, dict[str, torch.Tensor | None
     return total.detach(), {name: weight.grad for name, weight in stock.named_parameters()}
 
 
-def far(ours: SupervisedLoss, family: str) -> float:
+def far(ours: LossModule, family: str) -> float:
     """The largest difference of loss and gradients, relative to the largest of their kind."""
     loss, _ = ours(**packed_inputs(DOCUMENTS))
     loss.backward()

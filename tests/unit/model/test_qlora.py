@@ -22,7 +22,7 @@ from trainers.embedded import BASE_DIR
 from trainers.model.load import build_model, load_base
 from trainers.model.quantization import four_bit_layers, many_threads, quantise_scales, refuse_unfit, whole_layers
 from trainers.model.sizes import matmul_parameters
-from trainers.objectives.sft import inner_model
+from trainers.objectives.loss_module import inner_model
 from trainers.strategy.strategy import cannot_run, load_strategy
 from trainers.tools.preflight import machine_mistakes
 

@@ -28,7 +28,7 @@ from trainers.model.reachability import (
     silent_weights,
 )
 from trainers.model.small_model import small_config
-from trainers.objectives.sft import SupervisedLoss
+from trainers.objectives.loss_module import LossModule
 from trainers.strategy.strategy import load_strategy
 from trainers.tools.preflight import check
 
@@ -165,14 +165,14 @@ def test_an_option_without_effect_is_told() -> None:
 def test_a_graph_that_varies_is_refused_where_ranks_would_part() -> None:
     """By the names of the experts in a list, or of what long rows alone reach. Control: of a dense model, nothing."""
     dense, mixture = LlamaForCausalLM(LlamaConfig(**TINY)), routed_model()
-    refuse_varying_graph(SupervisedLoss(dense))
+    refuse_varying_graph(LossModule(dense))
     with pytest.raises(ConfigError, match=r"others of 8 weights \(.*experts\.0\.weight.* such as ddp or fsdp2"):
-        refuse_varying_graph(SupervisedLoss(mixture))
+        refuse_varying_graph(LossModule(mixture))
     freeze_unreached(dense, Reach(sometimes=("model.layers.0.mlp.up_proj.weight",), varies=True))
     with pytest.raises(ConfigError, match=r"others of 1 weights \(model\.layers\.0\.mlp\.up_proj\.weight\)"):
-        refuse_varying_graph(SupervisedLoss(dense))
+        refuse_varying_graph(LossModule(dense))
     dense.requires_grad_(False)
-    refuse_varying_graph(SupervisedLoss(dense))
+    refuse_varying_graph(LossModule(dense))
 
 
 def test_it_is_refused_under_zero_and_pipelines_alone() -> None:

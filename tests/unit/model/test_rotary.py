@@ -18,7 +18,7 @@ from trainers.config.validation import build
 from trainers.model.attention import KERNELS
 from trainers.model.load import compile_blocks, use_checkpointing
 from trainers.model.rotary import choose_by_document, document_lengths
-from trainers.objectives.sft import SupervisedLoss
+from trainers.objectives.loss_module import LossModule
 
 CONTEXT = 16
 LENGTHS = (5, 20, 30, 16, 17)
@@ -90,7 +90,7 @@ def padded_inputs() -> dict[str, Any]:
 
 def together(model: Any, packed: bool) -> tuple[float, torch.Tensor]:
     model.set_attn_implementation(KERNELS["eager"])
-    loss, _ = SupervisedLoss(model)(**(packed_inputs(documents()) if packed else padded_inputs()))
+    loss, _ = LossModule(model)(**(packed_inputs(documents()) if packed else padded_inputs()))
     loss.backward()
     return loss.item(), gradients(model)
 

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from tests.unit.objectives.test_sft_loss import packed_inputs, some_documents
 from trainers.model.attention import KERNELS
 from trainers.model.small_model import small_config
+from trainers.objectives.loss_module import LossModule, inner_model
 from trainers.objectives.output_head import HeadRule, find_head_rule
-from trainers.objectives.sft import SupervisedLoss, inner_model
 
 PLAIN = HeadRule()
 RULES = {
@@ -100,7 +100,7 @@ def test_nothing_of_the_model_changes() -> None:
 
 @pytest.mark.parametrize("family", TRAINED)
 def test_the_loss_and_its_gradients_are_the_models_own(family: str) -> None:
-    ours = SupervisedLoss(model_of(family, "cpu", attn_implementation=KERNELS["sdpa"], dtype=torch.float32).eval())
+    ours = LossModule(model_of(family, "cpu", attn_implementation=KERNELS["sdpa"], dtype=torch.float32).eval())
     assert ours.chunked
     stock = model_of(family, "cpu", dtype=torch.float32).eval()
     inputs = packed_inputs([[token % 64 for token in one] for one in some_documents()])
@@ -122,7 +122,7 @@ def test_the_loss_and_its_gradients_are_the_models_own(family: str) -> None:
 
 def test_a_wrong_scale_would_be_seen() -> None:
     """Control of the test above."""
-    ours = SupervisedLoss(model_of("cohere2", "cpu", attn_implementation=KERNELS["sdpa"]).eval())
+    ours = LossModule(model_of("cohere2", "cpu", attn_implementation=KERNELS["sdpa"]).eval())
     right, _ = ours(**packed_inputs([[1, 2, 3], [4, 5]]))
     ours.rule = HeadRule(0.065)
     wrong, _ = ours(**packed_inputs([[1, 2, 3], [4, 5]]))
@@ -131,7 +131,7 @@ def test_a_wrong_scale_would_be_seen() -> None:
 
 def test_full_logits_are_never_made() -> None:
     """For a family that no list names: the head is called in chunks by the loss, never by the model."""
-    ours = SupervisedLoss(model_of("gpt_neox", "cpu", attn_implementation=KERNELS["sdpa"]).eval())
+    ours = LossModule(model_of("gpt_neox", "cpu", attn_implementation=KERNELS["sdpa"]).eval())
     called: list[nn.Module] = []
     ours.base.get_output_embeddings().register_forward_hook(lambda module, inputs, output: called.append(module))
     ours(**packed_inputs([[1, 2, 3], [4, 5]]))

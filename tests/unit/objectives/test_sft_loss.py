@@ -16,7 +16,8 @@ from tests.rounding import bound, relative, reordered
 from trainers.data.layout import AttentionMetadata, DocumentLayout
 from trainers.model.attention import KERNELS
 from trainers.objectives import sft
-from trainers.objectives.sft import SupervisedLoss, linear_cross_entropy
+from trainers.objectives.loss_module import LossModule
+from trainers.objectives.sft import linear_cross_entropy
 from trainers.parallel.pipeline_split import FAMILIES
 
 TINY = {
@@ -80,7 +81,7 @@ def stock_pass(family: str, order: str | None = None) -> tuple[torch.Tensor, dic
 
 @pytest.mark.parametrize(("family", "kernel"), CASES)
 def test_equals_the_models_own_forward_pass(family: str, kernel: str) -> None:
-    ours = SupervisedLoss(tiny_model(family, kernel))
+    ours = LossModule(tiny_model(family, kernel))
     assert ours.chunked
     loss, _ = ours(**packed_inputs(some_documents()))
     loss.backward()
@@ -93,7 +94,7 @@ def test_equals_the_models_own_forward_pass(family: str, kernel: str) -> None:
 
 
 def test_own_forward_of_other_models_is_the_same_number() -> None:
-    module = SupervisedLoss(tiny_model("llama", KERNELS["sdpa"]))
+    module = LossModule(tiny_model("llama", KERNELS["sdpa"]))
     chunked, _ = module(**packed_inputs(some_documents()))
     module.chunked = False
     own, _ = module(**packed_inputs(some_documents()))
@@ -104,7 +105,7 @@ def logits_of_second(documents: list[list[int]], family: str, kernel: str, numbe
     model = tiny_model(family, kernel)
     inputs = packed_inputs(documents)
     metadata = AttentionMetadata(inputs["documents"] if numbers else None)
-    with SupervisedLoss(model).route.hand_over(metadata) as more, torch.no_grad():
+    with LossModule(model).route.hand_over(metadata) as more, torch.no_grad():
         logits = model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], **more).logits
     start = len(documents[0])
     return logits[0, start : start + len(documents[1])]
@@ -156,7 +157,7 @@ def test_gradients_by_finite_differences(cap: float | None, bias: bool, monkeypa
 
 def test_a_row_of_weight_zero_has_zero_gradients() -> None:
     """A rank without rows still takes part in the backward pass, and adds nothing."""
-    module = SupervisedLoss(tiny_model("llama", KERNELS["sdpa"]))
+    module = LossModule(tiny_model("llama", KERNELS["sdpa"]))
     nothing = torch.zeros(0, dtype=torch.int64)
     one = torch.zeros(1, 1, dtype=torch.int64)
     loss, _ = module(one, one, None, nothing, nothing)
@@ -166,7 +167,7 @@ def test_a_row_of_weight_zero_has_zero_gradients() -> None:
 
 
 def test_predicted_right_is_counted_in_evaluation() -> None:
-    module = SupervisedLoss(tiny_model("llama", KERNELS["sdpa"]))
+    module = LossModule(tiny_model("llama", KERNELS["sdpa"]))
     inputs = packed_inputs(some_documents())
     with torch.no_grad():
         _, correct = module(**inputs)
@@ -194,7 +195,7 @@ class HostSyncs(TorchDispatchMode):
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_micro_batch_never_waits_for_the_device(packed: bool) -> None:
-    module = SupervisedLoss(tiny_model("llama", KERNELS["sdpa"]))
+    module = LossModule(tiny_model("llama", KERNELS["sdpa"]))
     inputs = packed_inputs(some_documents()) | ({} if packed else {"documents": None})
     with HostSyncs() as seen:
         loss, _ = module(**inputs)

@@ -24,7 +24,7 @@ from trainers.data.layout import AttentionMetadata
 from trainers.model.attention import KERNELS
 from trainers.model.load import add_adapters
 from trainers.model.rotary import choose_by_document
-from trainers.objectives.sft import SupervisedLoss
+from trainers.objectives.loss_module import LossModule
 from trainers.parallel.backend import trained_weights
 from trainers.parallel.optimizer import build_optimizer, parameter_groups
 from trainers.parallel.pipeline import Pipelined
@@ -115,7 +115,7 @@ def config_of(case: Case) -> TrainConfig:
     return TrainConfig(model_name_or_path="embedded", dataset_name="none", weight_decay=0.1, **STEADY, **extra)
 
 
-def make_loss(case: Case, layers: int, broken: bool = False) -> SupervisedLoss:
+def make_loss(case: Case, layers: int, broken: bool = False) -> LossModule:
     torch.manual_seed(0)
     tied = case.family in ("qwen3", "gemma2", "gemma3_text")
     more = {**TINY, **MORE.get(case.family, {}), "num_hidden_layers": layers, "tie_word_embeddings": tied}
@@ -136,7 +136,7 @@ def make_loss(case: Case, layers: int, broken: bool = False) -> SupervisedLoss:
         for name, weight in model.named_parameters():
             if "lora_B" in name:
                 nn.init.normal_(weight, std=0.2)
-    return SupervisedLoss(model.train(), torch.bfloat16 if case.half else torch.float32)
+    return LossModule(model.train(), torch.bfloat16 if case.half else torch.float32)
 
 
 class Alone:
@@ -284,7 +284,7 @@ class Place:
         self.mesh = Mesh(sizes, distributed.get_rank(), "cpu")
         self.replicas = self.mesh.group("grad_group")
 
-    def backend(self, loss: SupervisedLoss) -> Pipelined:
+    def backend(self, loss: LossModule) -> Pipelined:
         split_model(loss, self.mesh.group("tp"), self.mesh.index("tp"), self.case.tensor)
         return Pipelined.on(self.mesh, loss, config_of(self.case), torch.device("cpu"), self.case.schedule)
 
@@ -292,7 +292,7 @@ class Place:
         """Forward and backward of this rank's micro-batches; the loss of all of them."""
         share = self.case.replicas / sum(len(micro.labels) for micro in micros)
         mine = micros[self.mesh.data_rank :: self.case.replicas]
-        total = backend.forward_backward(mine, [share] * self.count)
+        total, _ = backend.forward_backward(mine, [share] * self.count)
         if self.replicas is not None:
             distributed.all_reduce(total, group=self.replicas)
         return float(total)

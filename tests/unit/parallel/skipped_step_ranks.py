@@ -42,7 +42,12 @@ def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> 
 def infinite_loss(backend: Backend) -> Iterator[None]:
     """The gradients stay finite."""
     plain = backend.forward_backward
-    backend.forward_backward = lambda *args: plain(*args) + math.inf  # type: ignore[method-assign]
+
+    def spoiled(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        loss, metrics = plain(*args)
+        return loss + math.inf, metrics
+
+    backend.forward_backward = spoiled  # type: ignore[method-assign]
     yield
     backend.forward_backward = plain  # type: ignore[method-assign]
 

@@ -21,20 +21,20 @@ from tests.rounding import relative
 from tests.unit.parallel.tensor_parallel_ranks import broken, together
 from trainers.config.mistakes import ConfigError
 from trainers.model.small_model import small_config
-from trainers.objectives.sft import SupervisedLoss
+from trainers.objectives.loss_module import LossModule
 from trainers.parallel import tensor as tensor_parallel
 from trainers.strategy.tensor_plan import refusals
 
 CONTROL = "qwen3, a block's input is not copied"
 
 
-def models() -> Iterator[tuple[str, SupervisedLoss]]:
+def models() -> Iterator[tuple[str, LossModule]]:
     """Small models of the families whose config alone does not refuse tensor parallelism, the same on every rank."""
     for family in FAMILIES:
         if (model := small_model(family)) is not None:
             for name, weight in model.named_parameters():  # biases are zero otherwise
                 nn.init.normal_(weight, mean=1.0 if "norm" in name else 0.0, std=0.15)
-            yield family, SupervisedLoss(model).eval()
+            yield family, LossModule(model).eval()
 
 
 def small_model(family: str) -> Any:
@@ -56,7 +56,7 @@ def batch(vocab_size: int) -> dict[str, Any]:
             "positions": chosen, "labels": rows.flatten()[chosen + 1]}  # fmt: skip
 
 
-def compare(loss: SupervisedLoss, rank: int) -> str | float:
+def compare(loss: LossModule, rank: int) -> str | float:
     """The largest relative difference of loss and gradients; or why the model is refused. Collective."""
     expected, inputs = copy.deepcopy(loss), batch(loss.base.config.get_text_config().vocab_size)
     try:

@@ -32,7 +32,7 @@ from trainers.data.layout import AttentionMetadata, DocumentLayout
 from trainers.model.attention import KERNELS
 from trainers.model.load import _keep_products
 from trainers.model.rotary import choose_by_document
-from trainers.objectives.sft import SupervisedLoss
+from trainers.objectives.loss_module import LossModule
 from trainers.parallel import tensor as tensor_parallel
 from trainers.parallel import tensor_loss
 from trainers.parallel.fsdp import FullySharded
@@ -74,7 +74,7 @@ CONFIG = build({"model_name_or_path": "embedded", "dataset_name": "embedded", **
 CPU = torch.device("cpu")
 
 
-def whole_loss(family: str, lora: bool = False, dtype: torch.dtype = torch.float32, **more: Any) -> SupervisedLoss:
+def whole_loss(family: str, lora: bool = False, dtype: torch.dtype = torch.float32, **more: Any) -> LossModule:
     """A small random model with its loss, the same on every rank."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**SHAPE, **EXTRA.get(family, {}), **more})
@@ -86,7 +86,7 @@ def whole_loss(family: str, lora: bool = False, dtype: torch.dtype = torch.float
         model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
     for name, weight in model.named_parameters():  # biases and second factors of adapters are zero otherwise
         nn.init.normal_(weight, mean=1.0 if "norm" in name else 0.0, std=0.15)
-    return SupervisedLoss(model.to(dtype))
+    return LossModule(model.to(dtype))
 
 
 def batches(seed: int = 0) -> list[dict[str, Any]]:
@@ -105,7 +105,7 @@ def batches(seed: int = 0) -> list[dict[str, Any]]:
     return [first, second]
 
 
-def gradients(module: nn.Module, loss: SupervisedLoss, micro: list[dict[str, Any]]) -> tuple[float, dict[str, Any]]:
+def gradients(module: nn.Module, loss: LossModule, micro: list[dict[str, Any]]) -> tuple[float, dict[str, Any]]:
     """Summed loss and accumulated gradients by name."""
     total = 0.0
     for one in micro:
@@ -131,7 +131,7 @@ def together(parts: dict[str, torch.Tensor], cuts: dict[str, TensorSlice], group
     return made, alike
 
 
-def one_process(loss: SupervisedLoss, micro: list[dict[str, Any]], limit: float | None = None) -> dict[str, Any]:
+def one_process(loss: LossModule, micro: list[dict[str, Any]], limit: float | None = None) -> dict[str, Any]:
     """Loss, gradients, their norm, and what clipping leaves of them.
 
     Args:
@@ -158,7 +158,7 @@ def model_inputs(batch: dict[str, Any]) -> dict[str, Any]:
     return {**inputs, "attention_metadata": AttentionMetadata(batch["documents"])}
 
 
-def compared(whole: SupervisedLoss, group: Any) -> dict[str, Any]:
+def compared(whole: LossModule, group: Any) -> dict[str, Any]:
     """One model, whole and cut: loss, gradients, what is counted in evaluation, norm and clipped gradients."""
     rank, size = distributed.get_rank(group), distributed.get_world_size(group)
     loss = copy.deepcopy(whole)
@@ -406,7 +406,7 @@ class Alone(Ranks):
     rank, world, grouped, device = 0, 1, False, CPU
 
 
-def spread(loss: SupervisedLoss, mesh: DeviceMesh, how: str) -> Any:
+def spread(loss: LossModule, mesh: DeviceMesh, how: str) -> Any:
     """A backend as a run would have it, built without an Accelerator."""
     place = mesh["tp"]
     tensor_parallel.split_model(loss, place.get_group(), place.get_local_rank(), place.size())
@@ -418,7 +418,7 @@ def spread(loss: SupervisedLoss, mesh: DeviceMesh, how: str) -> Any:
 
     parts = mesh["dp_shard"] if how == "tp_fsdp2" else mesh["dp_replicate", "dp_shard"]
 
-    def shard(one: SupervisedLoss) -> None:
+    def shard(one: LossModule) -> None:
         for layer in one.base.get_decoder().layers:
             fully_shard(layer, mesh=parts)
         fully_shard(one, mesh=parts)

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainers.config.mistakes import ConfigError
-from trainers.objectives.sft import SupervisedLoss
+from trainers.objectives.loss_module import LossModule
 from trainers.parallel.experts import expert_stacks, planned
 
 SIZES = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -24,7 +24,7 @@ def mixture(**changes: Any) -> Any:
 
 def test_stacks_come_before_the_modules_that_they_are_in() -> None:
     """A module's forward is built from the number of experts that are left in it."""
-    plan = list(planned(SupervisedLoss(mixture()), 2))
+    plan = list(planned(LossModule(mixture()), 2))
     weights = [f"layers.{layer}.mlp.experts.{name}" for layer in (0, 1) for name in ("gate_up_proj", "down_proj")]
     assert plan == [*weights, "layers.0.mlp.experts", "layers.1.mlp.experts"]
     assert expert_stacks(mixture()) == weights
@@ -32,10 +32,10 @@ def test_stacks_come_before_the_modules_that_they_are_in() -> None:
 
 def test_adapters_on_experts_are_refused_and_others_are_not() -> None:
     plain = LoraConfig(r=2, target_modules=["q_proj"])
-    assert len(planned(SupervisedLoss(get_peft_model(mixture(), plain)), 2)) == 6
+    assert len(planned(LossModule(get_peft_model(mixture(), plain)), 2)) == 6
     stacked = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
     with pytest.raises(ConfigError, match="ep_size=2: mixtral has adapters on its experts; use adapters elsewhere, or"):
-        planned(SupervisedLoss(get_peft_model(mixture(), stacked)), 2)
+        planned(LossModule(get_peft_model(mixture(), stacked)), 2)
 
 
 def test_a_weight_that_the_plan_leaves_out_is_refused() -> None:
@@ -44,4 +44,4 @@ def test_a_weight_that_the_plan_leaves_out_is_refused() -> None:
         name: style for name, style in model.config.base_model_ep_plan.items() if not name.endswith("down_proj")
     }
     with pytest.raises(ConfigError, match=r"has weights at layers\.0\.mlp\.experts\.down_proj which its plan leaves"):
-        planned(SupervisedLoss(model), 2)
+        planned(LossModule(model), 2)

@@ -19,7 +19,7 @@ from trainers.config.mistakes import ConfigError
 from trainers.data.layout import AttentionMetadata
 from trainers.model.load import add_adapters
 from trainers.model.probe import check_model_computes
-from trainers.objectives.sft import SupervisedLoss
+from trainers.objectives.loss_module import LossModule
 from trainers.parallel import pipeline_split
 from trainers.parallel.pipeline_split import FAMILIES, PipelineStages, Work, split_model
 from trainers.strategy.pipeline_schedules import SCHEDULES
@@ -151,11 +151,11 @@ def test_what_cannot_be_cut_is_refused_with_the_way_out() -> None:
         split_model(make_loss(Case("llama", "interleaved"), 3), "interleaved", 4, 0, Work())
     shape = AutoConfig.for_model("gpt2", n_embd=32, n_head=4, n_layer=2, vocab_size=97)
     with pytest.raises(ConfigError, match="gpt2 models cannot be split into pipeline stages"):
-        split_model(SupervisedLoss(AutoModelForCausalLM.from_config(shape)), "1f1b", 2, 0, Work())
+        split_model(LossModule(AutoModelForCausalLM.from_config(shape)), "1f1b", 2, 0, Work())
     base: Any = make_loss(Case("llama", "1f1b"), 3).model
     config = config_of(Case("llama", "1f1b", lora=True)).model_copy(update={"lora_target_modules": ["lm_head"]})
     with pytest.raises(ConfigError, match="leave lm_head out of lora_target_modules"):
-        split_model(SupervisedLoss(add_adapters(base, config)), "1f1b", 2, 0, Work())
+        split_model(LossModule(add_adapters(base, config)), "1f1b", 2, 0, Work())
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -28,7 +28,7 @@ from trainers.model.load import build_model, load_base
 from trainers.model.probe import ForwardPass, ProbeError, check_model_computes, compare, probe_rows
 from trainers.model.reachability import silent_weights
 from trainers.model.small_model import _reference, choose_attention, small_config
-from trainers.objectives.sft import SupervisedLoss
+from trainers.objectives.loss_module import LossModule
 from trainers.run.disk import bytes_needed, local_tensors
 from trainers.run.errors import RollBack
 from trainers.run.weight_headers import read_headers
@@ -427,7 +427,7 @@ def test_a_loss_that_is_not_the_models_own_is_refused_with_numbers(packing: bool
     """As it was for encoders; a head rule that is off by a little is one more way to it."""
     model = AutoModelForCausalLM.from_config(small_config(AutoConfig.for_model("llama")), attn_implementation="eager")
     model.set_attn_implementation("tunesmith_fused")
-    loss, cpu = SupervisedLoss(model), torch.device("cpu")
+    loss, cpu = LossModule(model), torch.device("cpu")
     check_model_computes(loss, model, packing, cpu, torch.float32)
     loss.rule = (1.001, None)
     with pytest.raises(ConfigError, match=r"our loss is \d\.\d+ and the model's own forward pass gives \d\.\d+"):
@@ -447,7 +447,7 @@ def test_the_remedy_is_one_that_applies(packing: bool, splits_rows: bool, remedy
     """Where ranks share a row, packing=false changes nothing."""
     model = AutoModelForCausalLM.from_config(small_config(AutoConfig.for_model("llama")), attn_implementation="eager")
     model.set_attn_implementation("tunesmith_fused")
-    loss = SupervisedLoss(model)
+    loss = LossModule(model)
     loss.rule = (1.001, None)
     with pytest.raises(ConfigError) as caught:
         check_model_computes(loss, model, packing, torch.device("cpu"), torch.float32, splits_rows=splits_rows)
@@ -459,7 +459,7 @@ def test_a_model_that_overflows_is_not_taken_for_an_encoder() -> None:
     with torch.no_grad():
         model.get_decoder().norm.weight.fill_(torch.inf)
     with pytest.raises(ConfigError, match="llama models give NaN or infinity in float32"):
-        check_model_computes(SupervisedLoss(model), model, False, torch.device("cpu"), torch.float32)
+        check_model_computes(LossModule(model), model, False, torch.device("cpu"), torch.float32)
 
 
 @pytest.mark.parametrize(("loss", "fits"), [(0.055, True), (0.08, False)])

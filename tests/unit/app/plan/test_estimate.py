@@ -20,7 +20,7 @@ from trainers.config.presets import find_preset, preset_names, published_config
 from trainers.config.validation import build
 from trainers.model.attention import KERNELS
 from trainers.model.load import build_model, compute_dtype, load_model_config
-from trainers.objectives.sft import SupervisedLoss
+from trainers.objectives.loss_module import LossModule
 from trainers.run.host_memory import MAPPED
 from trainers.strategy.mesh import MeshSizes
 from trainers.strategy.pipeline_schedules import in_flight
@@ -44,7 +44,7 @@ def config(**values: Any) -> TrainConfig:
 
 def allocated(settings: TrainConfig, rows: int, kernel: str = "sdpa") -> int:
     """Bytes that a forward and backward pass of the real model has allocated at most, as torch's profiler saw them."""
-    model = SupervisedLoss(build_model(settings), compute_dtype(settings))
+    model = LossModule(build_model(settings), compute_dtype(settings))
     model.base.set_attn_implementation(KERNELS[kernel])
     model.train()
     for weight in model.parameters():

@@ -1,0 +1,108 @@
+"""What can be trained for: the data, options and metrics of each objective, without its loss. Imports no torch.
+
+The losses are in `trainers/objectives/`. The loop, the batch plan and the pages know an objective only by what stands
+here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+SFT_FORMATS = ("chat", "sharegpt", "prompt_completion", "alpaca", "text")
+PREFERENCE = "preference"
+_REWARDS = ("reward_accuracy", "reward_margin", "reward_chosen", "reward_rejected")
+
+
+@dataclass(frozen=True)
+class ObjectiveSpec:
+    """What an objective needs and reports.
+
+    Attributes:
+        name: Value of the option `objective`.
+        title: Its name in words.
+        summary: One sentence.
+        parts: Documents of an example, in order: a preference is a chosen and a rejected one.
+        formats: Row formats that it takes (`trainers/data/formats.py`), in the order in which they are tried.
+        divisor: What the summed loss of a global batch is divided by: its trained tokens, or its examples.
+        metrics: What it reports besides the loss, each a mean over the same divisor.
+        reports_in_training: Whether it reports the metrics at each step too, not only of the evaluation data.
+        defaults: The options that only some objectives read, with their defaults for this one.
+        loss_types: Values of `loss_type` that it takes, the first by default; empty if it has one loss.
+        reference: Whether it compares with the log-probabilities of the initial model.
+        source: The paper that defines it.
+    """
+
+    name: str
+    title: str
+    summary: str
+    parts: tuple[str, ...] = ("",)
+    formats: tuple[str, ...] = SFT_FORMATS
+    divisor: Literal["tokens", "examples"] = "examples"
+    metrics: tuple[str, ...] = ()
+    reports_in_training: bool = True
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    loss_types: tuple[str, ...] = ()
+    reference: bool = False
+    source: str = ""
+
+    @property
+    def documents(self) -> int:
+        """Documents of an example."""
+        return len(self.parts)
+
+
+def _preference(name: str, title: str, summary: str, source: str, **more: Any) -> ObjectiveSpec:
+    """An objective that learns from pairs of a chosen and a rejected answer."""
+    return ObjectiveSpec(
+        name, title, summary, ("chosen", "rejected"), (PREFERENCE,), metrics=_REWARDS, source=source, **more
+    )
+
+
+OBJECTIVES: dict[str, ObjectiveSpec] = {
+    spec.name: spec
+    for spec in (
+        ObjectiveSpec(
+            "sft", "Supervised fine-tuning", "Learn to give the answers in the data.",
+            divisor="tokens", metrics=("token_accuracy",), reports_in_training=False,
+        ),
+        _preference(
+            "dpo", "Direct preference optimization",
+            "Learn from pairs to prefer the chosen answer over the rejected one, held near the initial model.",
+            "https://arxiv.org/abs/2305.18290",
+            defaults={"beta": 0.1, "label_smoothing": 0.0, "nll_weight": 0.0},
+            loss_types=("sigmoid", "hinge", "ipo", "robust", "sigmoid_norm"), reference=True,
+        ),
+        _preference(
+            "simpo", "Simple preference optimization",
+            "Like DPO without the initial model: compares mean log-probabilities per token, with a margin.",
+            "https://arxiv.org/abs/2405.14734",
+            defaults={"beta": 2.0, "simpo_gamma": 1.0, "label_smoothing": 0.0, "nll_weight": 0.0},
+        ),
+        _preference(
+            "cpo", "Contrastive preference optimization",
+            "Like DPO without the initial model, and learns the chosen answers as supervised fine-tuning does.",
+            "https://arxiv.org/abs/2401.08417",
+            defaults={"beta": 0.1, "label_smoothing": 0.0, "nll_weight": 1.0},
+            loss_types=("sigmoid", "hinge", "ipo"),
+        ),
+        _preference(
+            "orpo", "Odds ratio preference optimization",
+            "Supervised fine-tuning on the chosen answers, and a penalty on the odds of the rejected ones.",
+            "https://arxiv.org/abs/2403.07691",
+            defaults={"beta": 0.1, "nll_weight": 1.0},
+        ),
+    )
+}  # fmt: skip
+OWN_OPTIONS = ("loss_type", *dict.fromkeys(name for spec in OBJECTIVES.values() for name in spec.defaults))
+"""Options that only some objectives read."""
+LOSS_TYPES = tuple(dict.fromkeys(name for spec in OBJECTIVES.values() for name in spec.loss_types))
+HIGHER_IS_BETTER = ("eval_token_accuracy", "eval_reward_accuracy", "eval_reward_margin")
+"""Metrics of an evaluation of which more is better; of all others, such as the loss, less is."""
+
+
+def evaluation_metrics(spec: ObjectiveSpec) -> tuple[str, ...]:
+    """Names of all metrics of an evaluation, the loss first."""
+    perplexity = ("eval_perplexity",) if spec.divisor == "tokens" else ()
+    return ("eval_loss", *perplexity, *(f"eval_{name}" for name in spec.metrics))

@@ -1,0 +1,163 @@
+"""Rows of every objective as examples: one document, or a chosen and a rejected one. Imports no torch.
+
+Preferences come in the columns of TRL: `chosen` and `rejected`, each text, a message or messages, with their `prompt`
+in a column of its own or at their start. The conversation before them may also stand in `messages` or `conversations`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+from trainers.config.objectives import PREFERENCE
+from trainers.config.strict_json import STRICT
+from trainers.data.formats import (
+    OF_CHATS,
+    SHAREGPT_ROLES,
+    Document,
+    answer_text,
+    canonical,
+    conversation,
+    optional_text,
+    plain_text,
+    recognise,
+    refuse_too_large,
+    values_by_role,
+)
+from trainers.data.messages import (
+    Fields,
+    Message,
+    RowError,
+    is_text_part,
+    parse_messages,
+    text_of,
+)
+
+_BEFORE = ("prompt", "messages", "conversations")
+_SIDES = ("chosen", "rejected")
+_Side = tuple[list[Message], list[bool]]
+"""Messages, and whether each may be trained."""
+
+
+def example(
+    row: Mapping[str, Any], format_name: str, columns: Mapping[str, str], chat: bool, formats: Sequence[str]
+) -> tuple[Document, ...]:
+    """Converts a row to its documents: one, or a chosen and a rejected one.
+
+    Args:
+        row: Columns and values.
+        format_name: One of `formats`, or `auto` to go by the row's columns.
+        columns: `config.columns`.
+        chat: Whether there is a chat template.
+        formats: The formats of the objective, in the order in which they are tried.
+
+    Raises:
+        RowError: if the row does not fit the format.
+    """
+    name = recognise(row, columns, formats) if format_name == "auto" else format_name
+    if name != PREFERENCE:
+        return (canonical(row, format_name, columns, chat),)
+    values, fields = values_by_role(row, name, columns)
+    pair = _pair(values, fields)
+    refuse_too_large(pair)
+    return pair
+
+
+def _pair(values: dict[str, Any], fields: Fields) -> tuple[Document, ...]:
+    for role in _SIDES:
+        if values[role] is None:
+            raise RowError("wrong type", f"{role} is null, not text or messages")
+        values[role] = _parsed(values[role])
+    listed = [_is_conversation(values[role]) for role in _SIDES]
+    if listed[0] != listed[1]:
+        raise RowError("wrong type", "one of chosen and rejected is text, the other messages; make both the same")
+    pair = (_conversations if listed[0] else _texts)(values, fields)
+    if pair[0] == pair[1]:
+        raise RowError("no preference", "chosen and rejected are the same")
+    return pair
+
+
+def _parsed(value: Any) -> Any:
+    """Messages that a table holds as JSON text; any other value as it is."""
+    text = value.strip() if isinstance(value, str) else ""
+    if not (text.startswith("[{") and text.endswith("}]")):
+        return value
+    try:
+        parsed = STRICT.decode(text)
+    except (ValueError, RecursionError):
+        return value
+    return parsed if all({"role", "from"} & set(message) for message in parsed) else value
+
+
+def _is_conversation(value: Any) -> bool:
+    if isinstance(value, dict):
+        return not is_text_part(value)
+    return isinstance(value, list | tuple) and not all(map(is_text_part, value))
+
+
+def _messages(value: Any, role: str, fields: Fields) -> _Side:
+    listed = [value] if isinstance(value, dict) else value
+    return parse_messages(listed, role, ("from", "value"), SHAREGPT_ROLES, fields)
+
+
+def _conversations(values: dict[str, Any], fields: Fields) -> tuple[Document, ...]:
+    """The chosen and the rejected conversation, of which the messages after their common start are trained."""
+    chosen, rejected = (_messages(values[role], role, fields) for role in _SIDES)
+    before = _messages_before(values, fields, chosen[0])
+    shared = 0
+    for one, other in zip(chosen[0], rejected[0], strict=False):
+        if one != other:
+            break
+        shared += 1
+    return tuple(
+        conversation(
+            [*before, *messages], [True] * len(before) + trained, values, fields, untrained=len(before) + shared
+        )
+        for messages, trained in (chosen, rejected)
+    )
+
+
+def _messages_before(values: dict[str, Any], fields: Fields, chosen: list[Message]) -> list[Message]:
+    """The conversation that the answers continue, unless they repeat it themselves."""
+    present = [role for role in _BEFORE if values[role]]
+    if len(present) > 1:
+        raise RowError("wrong type", f"{' and '.join(present)} both hold what comes before the answers; keep one")
+    if not present:
+        return []
+    (role,) = present
+    value = values[role]
+    if isinstance(value, str) and role == "prompt":
+        before: list[Message] = [{"role": "user", "content": text_of(value, role)}]
+    else:
+        before = _messages(value, role, fields)[0]
+    repeated = [message for message in chosen if message["role"] not in ("system", "developer")][: len(before)]
+    return [] if repeated == before or chosen[: len(before)] == before else before
+
+
+def _texts(values: dict[str, Any], fields: Fields) -> tuple[Document, ...]:
+    """The chosen and the rejected text after a prompt; without one, after the words at which both start."""
+    for role in ("messages", "conversations"):
+        if values[role]:
+            raise RowError("wrong type", f"{role} holds messages, and chosen and rejected text; make them messages too")
+    prompt = values["prompt"]
+    if prompt is not None and _is_conversation(prompt):
+        raise RowError("wrong type", "prompt holds messages, and chosen and rejected text; make them messages too")
+    fields.add_unused({role: values[role] for role in OF_CHATS if role != "system"})
+    system = optional_text(values["system"], "system")
+    before = f"{system}\n\n" if system else ""
+    answers = [answer_text(values[role], role, fields) for role in _SIDES]
+    if prompt is None:
+        shared = _shared_words(answers)
+        prompt, answers = answers[0][:shared], [answer[shared:] for answer in answers]
+        for role, answer in zip(_SIDES, answers, strict=True):
+            answer_text(answer, f"{role}, without the words at which both start,")
+    return tuple(plain_text(before + text_of(prompt, "prompt", fields), answer, fields) for answer in answers)
+
+
+def _shared_words(texts: list[str]) -> int:
+    """Length of the common start of texts, up to the end of a word; the space after it belongs to what follows."""
+    alike = takewhile(lambda letters: letters[0] == letters[1], zip(*texts, strict=False))
+    length = sum(1 for _ in alike)
+    ends = [index for index in range(1, length + 1) if all(text[index : index + 1].isspace() for text in texts)]
+    return max(ends, default=0)

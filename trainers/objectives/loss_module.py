@@ -1,0 +1,203 @@
+"""The model and its loss as one module, which the strategy wraps.
+
+The loss is computed inside the wrapped module, where FSDP or ZeRO have gathered the weights of the output head. It is
+summed over the micro-batch in fp32; the caller divides by the tokens or examples of the global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from trainers.data.layout import AttentionMetadata, DocumentLayout, MetadataRoute, ScoredDocuments
+from trainers.objectives.load_balancing import LoadBalancing, weighted_probabilities
+from trainers.objectives.log_probs import VocabularyShard, scored_log_probs
+from trainers.objectives.objective import DocumentLoss
+from trainers.objectives.output_head import HeadRule, find_head_rule
+from trainers.objectives.sft import linear_cross_entropy
+
+
+def inner_model(model: Any) -> Any:
+    """The transformers model, unwrapped from peft if necessary."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+class LossModule(nn.Module):
+    """The model and its loss as one module, which the strategy wraps.
+
+    Args:
+        model: a transformers or peft causal language model, which provides all parameters.
+        compute: dtype of matrix products. For every strategy it is applied only here, by autocast: parameters, norms,
+            softmax, logits, loss and gradient reduction stay fp32.
+        offloads: keep the activations saved for the backward pass in CPU memory.
+        objective: the loss of documents; None for supervised fine-tuning.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        compute: torch.dtype = torch.float32,
+        offloads: bool = False,
+        objective: DocumentLoss | None = None,
+    ):
+        super().__init__()
+        self.model, self.compute, self.offloads = model, compute, offloads
+        self.objective = objective
+        self.over_ranks: Any = None  # set if rows are sharded: see trainers/parallel/sequence.py
+        self.sum_over_shards: Callable[[torch.Tensor], torch.Tensor] | None = None  # the same
+        self.counts_documents = True  # False if another rank with a shard of the same rows counts their loss
+        self.stored: dict[str, Any] = {}  # where weights on the meta device are: see trainers/model/stored.py
+        rule = find_head_rule(self.base)
+        self.chunked = rule is not None
+        self.rule = rule or HeadRule()
+        self.route = MetadataRoute(self.base, self.base.get_decoder() if self.chunked else self.base)
+        self.needs_positions = any(getattr(module, "needs_positions", False) for module in self.base.modules())
+        self.mixers = [layer for layer in self.base.modules() if getattr(layer, "sees_documents", False)]
+        if self.mixers:  # see trainers/model/mixers.py; they do not get the arguments of attention layers
+            self.route.by_argument = False
+        self.balancing = LoadBalancing.of(self.base.config.get_text_config())  # the language part, if multimodal
+        adapted: list[Any] = [layer for layer in self.model.modules() if hasattr(layer, "cast_input_dtype_enabled")]
+        for layer in adapted if compute != torch.float32 else ():
+            layer.cast_input_dtype_enabled = False  # peft would copy each input to fp32, and autocast cast it back
+        # Tensor parallelism replaces these (`trainers.parallel.tensor.split_model`); expert parallelism only the first.
+        self.tensor: Any = None
+        self.vocabulary = VocabularyShard(0, self.vocab_size)
+        self.cross_entropy: Callable[..., tuple[torch.Tensor, torch.Tensor]] = linear_cross_entropy
+
+    @property
+    def base(self) -> Any:
+        """The transformers model."""
+        return inner_model(self.model)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens in the model's vocabulary."""
+        return int(self.base.config.get_text_config().vocab_size)
+
+    def tie_weights(self) -> None:
+        """Ties embedding and head again; Accelerate calls this after replacing weights for FSDP 2."""
+        self.base.tie_weights()
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        documents: DocumentLayout | None,
+        positions: torch.Tensor,
+        labels: torch.Tensor,
+        own_forward: bool = False,
+        real_tokens: torch.Tensor | None = None,
+        expert_weights: torch.Tensor | None = None,
+        scored: ScoredDocuments | None = None,
+        only_log_probs: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Summed loss over the trained tokens, or over the examples that `scored` holds.
+
+        Args:
+            input_ids: `[batch, sequence]`.
+            position_ids: `[batch, sequence]`, restarting at each document.
+            documents: boundaries of the documents in packed rows; None for one document per row.
+            positions: `[trained]` index into the flattened batch of the token before each trained one.
+            labels: `[trained]` the trained tokens.
+            own_forward: call the model with the token ids only, as the reference of the probe.
+            real_tokens: `[batch, sequence]`, False for padding; given if the load of experts is balanced.
+            expert_weights: `[experts]` from `trainers.objectives.load_balancing`; None to count the routing.
+            scored: the documents that the objective compares; None for the supervised loss.
+            only_log_probs: return this rank's part of the documents' log-probabilities in place of the loss.
+
+        Returns:
+            The summed loss (fp32 scalar), and the number of correctly predicted tokens (int64 scalar; the chunked loss
+            counts 0 with gradients) or the metrics `[metrics]` of the objective. Gradients include those of the
+            load-balancing loss, the loss does not. With `real_tokens` but no `expert_weights`: routing counts
+            (`LoadBalancing.count`) in place of the loss.
+        """
+        half = self.compute != torch.float32
+        # Autocast's cache would keep a half-precision copy of every weight until the end of the pass, sharded or not.
+        with torch.autocast(input_ids.device.type, self.compute, enabled=half, cache_enabled=False):
+            if own_forward and (self.tensor is None or self.tensor.by_expert):
+                plain = {"output_router_logits": False} if self.balancing is not None else {}
+                return self._own_forward({"input_ids": input_ids, "use_cache": False, **plain}, positions, labels)
+            with self.route.hand_over(AttentionMetadata(documents, self.over_ranks)) as more:
+                inputs: dict[str, Any] = {"input_ids": input_ids, "use_cache": False, **more}
+                # Otherwise let the model number the positions of its row itself: RoBERTa's do not start at 0.
+                if documents is not None or self.over_ranks is not None or self.needs_positions:
+                    inputs["position_ids"] = position_ids
+                if self.balancing is not None:
+                    inputs["output_router_logits"] = real_tokens is not None
+                if self.balancing is not None and real_tokens is not None and expert_weights is None:
+                    routed = self.base.get_decoder()(**inputs).router_logits  # counting needs no head
+                    return self.balancing.count(routed, real_tokens), labels.new_zeros(())
+                score = None if scored is None else partial(self._score, scored, only_log_probs)
+                if not self.chunked:
+                    return self._own_forward(inputs, positions, labels, real_tokens, expert_weights, score)
+                with self._resting(input_ids.device):
+                    output = self.base.get_decoder()(**inputs)
+            picked = output.last_hidden_state.flatten(0, 1).index_select(0, positions).to(self.compute)
+        head = self.base.get_output_embeddings()
+        with torch.autocast(input_ids.device.type, enabled=False):  # with fp16, Accelerate wraps all of this in one
+            if score is None:
+                loss, metrics = self.cross_entropy(picked, head.weight, head.bias, labels, *self.rule)
+            else:
+                rule, part = self.rule, self.vocabulary
+                loss, metrics = scored_log_probs(picked, head.weight, head.bias, labels, rule, part, score)
+        return _with_balance(loss, output, real_tokens, expert_weights), metrics
+
+    def _score(
+        self, scored: ScoredDocuments, only_log_probs: bool, log_probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss and metrics of the objective, or the documents' log-probabilities and no metrics.
+
+        Args:
+            scored: the documents.
+            only_log_probs: which of the two.
+            log_probs: `[labels]` of the labels on this rank.
+        """
+        summed = log_probs.new_zeros(len(scored.tokens)).index_add(0, scored.of_label, log_probs)
+        if only_log_probs:
+            return summed, log_probs.new_zeros(0)
+        assert self.objective is not None
+        summed = summed if self.sum_over_shards is None else self.sum_over_shards(summed)
+        loss, metrics = self.objective(summed, scored)
+        if self.counts_documents:
+            return loss, metrics
+        return loss - loss.detach(), torch.zeros_like(metrics)
+
+    def _resting(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Context manager that keeps saved activations in CPU memory if `offloads` is set."""
+        pinned = device.type == "cuda"
+        return torch.autograd.graph.save_on_cpu(pin_memory=pinned) if self.offloads else nullcontext()
+
+    def _own_forward(
+        self,
+        inputs: dict[str, Any],
+        positions: torch.Tensor,
+        labels: torch.Tensor,
+        real: torch.Tensor | None = None,
+        expert_weights: torch.Tensor | None = None,
+        score: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with self._resting(positions.device):
+            output = self.model(**inputs)
+        picked = output.logits.flatten(0, 1).index_select(0, positions).float()
+        if score is not None:
+            loss, metrics = score(-functional.cross_entropy(picked, labels, reduction="none"))
+        else:
+            metrics = (picked.detach().argmax(-1) == labels).sum()
+            loss = functional.cross_entropy(picked, labels, reduction="sum")
+        return _with_balance(loss, output, real, expert_weights), metrics
+
+
+def _with_balance(
+    loss: torch.Tensor, output: Any, real: torch.Tensor | None, expert_weights: torch.Tensor | None
+) -> torch.Tensor:
+    """Adds the gradient of the load-balancing loss, if any, but not its value, which is not part of the logged loss."""
+    if real is None or expert_weights is None:
+        return loss
+    balance = weighted_probabilities(output.router_logits, real, expert_weights)
+    return loss + (balance - balance.detach())
