@@ -18,7 +18,7 @@ _PORT = "29500"
 
 def run_tokens(config: TrainConfig) -> int | None:
     """Tokens of the run; None if they depend on the data."""
-    return config.max_steps * config.global_batch_size * config.max_length if config.max_steps else None
+    return config.max_steps * config.global_batch_size * config.example_tokens if config.max_steps else None
 
 
 def set_price(row: Row, config: TrainConfig, price: float | None) -> None:

@@ -162,7 +162,7 @@ def _heap_beyond_tensors(strategy: Strategy, config: TrainConfig, share: Share, 
 
 def token_slots(strategy: Strategy, config: TrainConfig) -> int:
     """Token slots of a micro-batch on a rank."""
-    return -(-config.per_device_train_batch_size * config.max_length // strategy.sizes.sequence_shards)
+    return -(-config.per_device_train_batch_size * config.example_tokens // strategy.sizes.sequence_shards)
 
 
 def weight_and_state_bytes(config: TrainConfig) -> tuple[float, float]:

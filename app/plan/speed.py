@@ -56,7 +56,7 @@ def step_time(
     trained, frozen = counted["matmul_trained"], counted["matmul_frozen"]
     repeats = config.gradient_checkpointing and not config.selective_checkpointing
     again = 2 * counted["layer_matmul"] * counted["layers"] if repeats else 0
-    tokens = config.global_batch_size * config.max_length
+    tokens = config.global_batch_size * config.example_tokens
     devices = sizes.world
     if hardware.kind == "cpu":  # however few processes share the cores of a machine, they use all
         devices = counted.get("timed_processes", hardware.per_machine) * ceil(sizes.world / hardware.per_machine)

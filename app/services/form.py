@@ -358,7 +358,7 @@ def numbers_of(job: TrainJob) -> Numbers:
         micro_batch=config.per_device_train_batch_size,
         accumulation_steps=config.accumulation_steps(ranks),
         global_batch_size=config.global_batch_size,
-        tokens_per_step=config.global_batch_size * config.max_length,
+        tokens_per_step=config.global_batch_size * config.example_tokens,
         learning_rate=config.scaled_learning_rate(),
         epochs=None if config.max_steps else config.num_train_epochs,
         steps_per_epoch=per_epoch,

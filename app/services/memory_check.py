@@ -133,7 +133,7 @@ def _surely_fits(job: TrainJob) -> bool:
 
 def _activations(config: TrainConfig, model_config: dict[str, Any]) -> float:
     rows = max(config.per_device_train_batch_size, config.per_device_eval_batch_size)
-    tokens, layers = rows * config.max_length, int(model_config["num_hidden_layers"])
+    tokens, layers = rows * config.example_tokens, int(model_config["num_hidden_layers"])
     width = max(int(model_config["hidden_size"]), int(model_config.get("intermediate_size") or 0))
     scores = tokens * config.max_length * int(model_config["num_attention_heads"]) * layers
     return (

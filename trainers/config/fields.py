@@ -13,8 +13,8 @@ from trainers.config.options import sections
 
 Kind = Literal["choice", "bool", "int", "float", "text", "list", "map"]
 TITLES = {
-    "model": "Model", "method": "Method", "objective": "Objective", "data": "Data", "batch": "Batch", "optimizer": "Optimizer",
-    "precision": "Precision and memory", "ddp": "Data parallel", "pipeline": "Pipeline",
+    "model": "Model", "method": "Method", "objective": "Objective", "data": "Data", "batch": "Batch",
+    "optimizer": "Optimizer", "precision": "Precision and memory", "ddp": "Data parallel", "pipeline": "Pipeline",
     "evaluation": "Evaluation", "run": "Run",
 }  # fmt: skip
 _KINDS: dict[Any, Kind] = {bool: "bool", int: "int", float: "float", list: "list", dict: "map"}

@@ -389,9 +389,14 @@ class TrainConfig(BaseModel):
         return OBJECTIVES[self.objective]
 
     @property
+    def example_tokens(self) -> int:
+        """Most tokens of an example, over all of its documents."""
+        return self.max_length * self.objective_spec.documents
+
+    @property
     def row_tokens(self) -> int:
-        """Most tokens of a row: of a packed one, all documents of an example fit in it."""
-        return self.max_length * (self.objective_spec.documents if self.packing else 1)
+        """Most tokens of a row: an example fits in a packed one, and a document in one without packing."""
+        return self.example_tokens if self.packing else self.max_length
 
     def objective_options(self) -> dict[str, Any]:
         """Returns the values of the options that the objective reads, with its own defaults."""

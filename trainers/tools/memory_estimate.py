@@ -330,7 +330,7 @@ def case(
     tp, cp, sp, stages, rows = map(int, name.split(":"))
     if why := refused(model_config, MeshSizes(cp=cp, sp=sp, tp=tp), stages):
         return {"refused": why}
-    length = -(-config.max_length // (cp * sp))
+    length = -(-config.example_tokens // (cp * sp))
     counted = {} if counted is None else counted
     if tp not in counted:
         counted[tp] = weights(config, empty_model(config, model_config, tp))

@@ -41,7 +41,7 @@ def basis_cases(limits: dict[str, dict[str, str | None]], config: TrainConfig, m
         most_tp: The largest tp to plan for.
     """
     splits = [int(size) for size, reason in limits["tp"].items() if reason is None and int(size) <= most_tp]
-    large = min(config.global_batch_size, _LARGE // config.max_length)
+    large = min(config.global_batch_size, _LARGE // config.example_tokens)
     rows = sorted({1, config.per_device_train_batch_size, max(2, large)})
     parts = [f"{_PART}:1:1:1", *(f"1:1:1:{count}" for count in rows)]
     return [f"{tp}:{part}" for tp in (1, *splits[-1:]) for part in parts]

@@ -121,9 +121,9 @@ def make_rows(config: TrainConfig, documents: TokenSet, shard: SequenceShard = F
 def describe_plan(plan: TrainPlan) -> str:
     """One line with rows, steps, accumulation and tokens per step."""
     rows, config = plan.rows, plan.config
-    kind = f"packed rows of {config.max_length}" if config.packing else "rows"
+    kind = f"packed rows of {config.row_tokens}" if config.packing else "rows"
     tokens = int(rows.lengths.sum())
-    fill = f" ({tokens / (len(rows) * config.max_length):.1%} full)" if config.packing else ""
+    fill = f" ({tokens / (len(rows) * config.row_tokens):.1%} full)" if config.packing else ""
     return (
         f"{len(rows)} {kind}{fill}; {plan.total_steps} steps of {config.global_batch_size} rows = {plan.accumulation} "
         f"micro-batches x {config.per_device_train_batch_size} rows x {plan.world} ranks; "
