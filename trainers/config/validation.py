@@ -145,8 +145,6 @@ def _objective_conflicts(config: TrainConfig) -> list[Mistake]:
          "overlong", "split", f"{objective}: half an answer cannot be preferred", "use truncate, drop or refuse"),
         (spec.name != "sft" and not config.assistant_only_loss,
          "assistant_only_loss", False, f"{objective}, which compares the answers alone", "leave it out"),
-        (spec.name != "sft" and config.dataset_name == EMBEDDED,
-         "dataset_name", EMBEDDED, f"{objective}: these rows have one answer each", "give data with pairs of answers"),
     ]  # fmt: skip
     return [Mistake(name, value, problem, remedy) for applies, name, value, problem, remedy in rules if applies]
 

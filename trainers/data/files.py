@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trainers.config.mistakes import ConfigError
+from trainers.config.objectives import PREFERENCE
 from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.data.folders import files_of_split, list_folder
 
@@ -78,7 +79,7 @@ def _resolve(config: TrainConfig, split: str) -> tuple[list[DataFile], list[str]
     part = config.eval_split if own_eval else config.dataset_split
     option, split_option = ("eval_dataset_name", "eval_split") if own_eval else ("dataset_name", "dataset_split")
     if name == EMBEDDED:
-        return [_embedded(part, split_option)], []
+        return [_embedded(part, split_option, PREFERENCE in config.objective_spec.formats)], []
     path = Path(name).expanduser()
     if os.path.lexists(path) and not path.is_dir():
         return [_file(path, str(path), path.name, option)], []
@@ -122,12 +123,13 @@ def unreadable(display_name: str, error: BaseException) -> ConfigError:
     return ConfigError(f"cannot read {display_name}: {reason}; check the file and its permissions")
 
 
-def _embedded(part: str, option: str) -> DataFile:
-    from trainers.embedded import DATA_DIR
+def _embedded(part: str, option: str, preferences: bool) -> DataFile:
+    from trainers.embedded import DATA_DIR, PREFERENCES_DIR
 
-    path = DATA_DIR / f"{part}.jsonl"
+    folder = PREFERENCES_DIR if preferences else DATA_DIR
+    path = folder / f"{part}.jsonl"
     if not path.is_file():
-        known = ", ".join(sorted(file.stem for file in DATA_DIR.glob("*.jsonl")))
+        known = ", ".join(sorted(file.stem for file in folder.glob("*.jsonl")))
         raise ConfigError(f"{option}={part} is not a split of the embedded data; use one of {known}")
     return _file(path, f"embedded/{path.name}", path.name, option)
 
