@@ -25,7 +25,13 @@ from trainers.data.prepare import prepare
 from trainers.strategy.strategy import load_strategy
 from trainers.tools.preflight import plan_training
 
-PAIRS = {"learning_rate": 2e-4, "max_train_samples": 61}
+PAIRS = {
+    "learning_rate": 2e-4,
+    "max_train_samples": 61,
+    "max_length": 96,
+    "global_batch_size": 4,
+    "per_device_train_batch_size": 1,
+}
 STRATEGIES = ["ddp", "fsdp1", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "tp", "sp", "cp", "fsdp2_tp"]
 IN_CHECK = ["fsdp2", "zero3", "tp", "sp"]
 
@@ -60,15 +66,18 @@ def plain_dpo(
     vectors = [weight for weight in model.parameters() if weight.requires_grad and weight.ndim < 2]
     groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=0.0)
-    curve = plain.Curve()
+    curve, references = plain.Curve(), dict[tuple[int, ...], list[torch.Tensor]]()
     for step in range(plan.total_steps):
         losses = []
         for row in plan.rows_of(step):
             members = plan.rows.members[plan.rows.offsets[row] : plan.rows.offsets[row + 1]]
             for pair in members.reshape(-1, 2):
                 documents = [plan.rows.documents.document(int(member)) for member in pair]
-                with torch.no_grad():
-                    before = [log_prob(model if moves else initial, *document) for document in documents]
+                if moves or tuple(pair) not in references:
+                    with torch.no_grad():
+                        before = [log_prob(model if moves else initial, *document) for document in documents]
+                    references[tuple(pair)] = before
+                before = references[tuple(pair)]
                 now = [log_prob(model, *document) for document in documents]
                 losses.append(loss(now[0] - before[0], now[1] - before[1]))
         total = torch.stack(losses).mean()

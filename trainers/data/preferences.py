@@ -36,6 +36,7 @@ from trainers.data.messages import (
 
 _BEFORE = ("prompt", "messages", "conversations")
 _SIDES = ("chosen", "rejected")
+_ALIKE = "chosen and rejected are the same"
 _Side = tuple[list[Message], list[bool]]
 """Messages, and whether each may be trained."""
 
@@ -72,10 +73,7 @@ def _pair(values: dict[str, Any], fields: Fields) -> tuple[Document, ...]:
     listed = [_is_conversation(values[role]) for role in _SIDES]
     if listed[0] != listed[1]:
         raise RowError("wrong type", "one of chosen and rejected is text, the other messages; make both the same")
-    pair = (_conversations if listed[0] else _texts)(values, fields)
-    if pair[0] == pair[1]:
-        raise RowError("no preference", "chosen and rejected are the same")
-    return pair
+    return (_conversations if listed[0] else _texts)(values, fields)
 
 
 def _parsed(value: Any) -> Any:
@@ -104,6 +102,8 @@ def _messages(value: Any, role: str, fields: Fields) -> _Side:
 def _conversations(values: dict[str, Any], fields: Fields) -> tuple[Document, ...]:
     """The chosen and the rejected conversation, of which the messages after their common start are trained."""
     chosen, rejected = (_messages(values[role], role, fields) for role in _SIDES)
+    if chosen == rejected:
+        raise RowError("no preference", _ALIKE)
     before = _messages_before(values, fields, chosen[0])
     shared = 0
     for one, other in zip(chosen[0], rejected[0], strict=False):
@@ -147,6 +147,8 @@ def _texts(values: dict[str, Any], fields: Fields) -> tuple[Document, ...]:
     system = optional_text(values["system"], "system")
     before = f"{system}\n\n" if system else ""
     answers = [answer_text(values[role], role, fields) for role in _SIDES]
+    if answers[0] == answers[1]:
+        raise RowError("no preference", _ALIKE)
     if prompt is None:
         shared = _shared_words(answers)
         prompt, answers = answers[0][:shared], [answer[shared:] for answer in answers]

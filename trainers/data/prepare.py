@@ -159,7 +159,7 @@ def _build(config: TrainConfig, split: Split, files: list[DataFile], folder: Pat
         try:
             tasks = _tasks(shards, files, formats, writer.temporary)
             _tokenise(tasks, encoder, options, config, writer, report)
-            _refuse_nothing(report)
+            _refuse_nothing(report, splits=config.objective_spec.documents == 1)
             writer.publish(fingerprint, report, [file.display_name for file in files])
         finally:
             writer.discard()
@@ -308,16 +308,21 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _refuse_nothing(report: Report) -> None:
-    """Raises `ConfigError` with the counts if no document is left."""
+def _refuse_nothing(report: Report, splits: bool) -> None:
+    """Raises `ConfigError` with the counts if no document is left.
+
+    Args:
+        report: The counts.
+        splits: Whether the objective takes documents that are split.
+    """
     if report.documents:
         return
+    remedy = "repair the data or raise max_length" + (", or set overlong=split" if splits else "")
     raise ConfigError(
         [
             *report.examples()[:20],
             f"no document is left of {report.dataset} ({report.split}): {report.rows:,} rows read, {report.bad:,} bad, "
-            f"{report.dropped:,} dropped (longest {report.longest:,} tokens); repair the data, raise max_length, or "
-            "set overlong=split",
+            f"{report.dropped:,} dropped (longest {report.longest:,} tokens); {remedy}",
         ]
     )
 

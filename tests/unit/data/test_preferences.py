@@ -1,0 +1,205 @@
+"""Rows of preferences as people have them: every key is used, refused or named, and only the answers are trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import TrainConfig
+from trainers.config.validation import build
+from trainers.data.formats import Document, RowError
+from trainers.data.preferences import example
+from trainers.data.prepare import TokenSet, load_tokenizer, prepare
+from trainers.tools.preflight import make_rows
+
+USER, RIGHT, WRONG = (
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "2"},
+    {"role": "assistant", "content": "3"},
+)
+PLAIN = (Document(prompt="1+1?", completion=" 2"), Document(prompt="1+1?", completion=" 3"))
+
+
+def read(row: dict[str, Any], **columns: str) -> tuple[Document, ...]:
+    return example(row, "auto", columns, True, ("preference",))
+
+
+def sides(row: dict[str, Any]) -> tuple[tuple[str, ...], int]:
+    """The contents of the chosen conversation, and how many of its messages are context."""
+    chosen, rejected = read(row)
+    assert chosen.untrained == rejected.untrained
+    assert [message["content"] for message in rejected.messages][-1] == "3"
+    return tuple(message["content"] for message in chosen.messages), chosen.untrained
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [USER], "chosen": [RIGHT], "rejected": [WRONG]},
+        {"chosen": [USER, RIGHT], "rejected": [USER, WRONG]},
+        {"prompt": "1+1?", "chosen": [USER, RIGHT], "rejected": [USER, WRONG]},  # UltraFeedback's
+        {"prompt": [USER], "chosen": [USER, RIGHT], "rejected": [USER, WRONG]},
+        {"prompt": "1+1?", "chosen": [RIGHT], "rejected": [WRONG]},
+        {"messages": [USER], "chosen": RIGHT, "rejected": WRONG},
+        {  # LLaMA-Factory's
+            "conversations": [{"from": "human", "value": "1+1?"}],
+            "chosen": {"from": "gpt", "value": "2"},
+            "rejected": {"from": "gpt", "value": "3"},
+        },
+        {"chosen": json.dumps([USER, RIGHT]), "rejected": json.dumps([USER, WRONG])},  # a table's
+    ],
+)
+def test_conversations_in_every_form(row: dict[str, Any]) -> None:
+    assert sides(row) == (("1+1?", "2"), 1)
+
+
+def test_the_turns_that_both_share_are_context() -> None:
+    more = {"role": "user", "content": "and 1+2?"}
+    row = {"chosen": [USER, RIGHT, more, RIGHT], "rejected": [USER, RIGHT, more, WRONG]}
+    assert sides(row) == (("1+1?", "2", "and 1+2?", "2"), 3)
+
+
+def test_system_and_tools_reach_both() -> None:
+    row = {"system": "Be brief.", "prompt": [USER], "chosen": [RIGHT], "rejected": [WRONG]}
+    assert sides(row) == (("Be brief.", "1+1?", "2"), 2)
+
+
+def test_texts_with_their_prompt_or_after_the_words_that_they_share() -> None:
+    assert read({"prompt": "1+1?", "chosen": " 2", "rejected": " 3"}) == PLAIN
+    assert read({"chosen": "1+1? 2", "rejected": "1+1? 3"}) == PLAIN
+    words = read({"chosen": "So it is yes", "rejected": "So it is yet to be seen"})
+    assert [document.prompt for document in words] == ["So it is"] * 2
+    assert [document.completion for document in words] == [" yes", " yet to be seen"]
+    assert read({"question": "1+1?", "chosen": " 2", "rejected": " 3"}, prompt="question") == PLAIN
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"chosen": "a b", "rejected": "a b"}, "chosen and rejected are the same"),
+        ({"chosen": [USER, RIGHT], "rejected": [USER, RIGHT]}, "chosen and rejected are the same"),
+        ({"chosen": "a", "rejected": [USER, WRONG]}, "one of chosen and rejected is text"),
+        ({"chosen": None, "rejected": "b"}, "chosen is null"),
+        ({"chosen": "a b", "rejected": "a "}, "rejected, without the words at which both start, is empty"),
+        ({"chosen": [USER, RIGHT], "rejected": [USER]}, "no message of the assistant has any text"),
+        ({"prompt": [USER], "messages": [USER], "chosen": [RIGHT], "rejected": [WRONG]}, "keep one"),
+        ({"prompt": [USER], "chosen": "2", "rejected": "3"}, "prompt holds messages, and chosen and rejected text"),
+        ({"messages": [USER], "chosen": "2", "rejected": "3"}, "messages holds messages"),
+        ({"chosen": 3, "rejected": "b"}, "chosen is int, not text"),
+        ({"chosen": [{"role": "critic", "content": "x"}], "rejected": [WRONG]}, "has role 'critic'"),
+        ({"chosen": [], "rejected": []}, "chosen is an empty list, not text"),
+        ({"chosen": "a"}, "'rejected' is missing"),
+    ],
+)
+def test_rows_that_hold_no_preference_are_refused(row: dict[str, Any], problem: str) -> None:
+    with pytest.raises(RowError, match=problem):
+        example(row, "preference", {}, True, ("preference",))
+
+
+def test_fields_that_nothing_uses_are_named() -> None:
+    row = {"prompt": "a", "chosen": " b", "rejected": " c", "margin": 1.5, "tools": [{"name": "x"}], "id": 3}
+    assert {path for document in read(row) for path in document.unused} == {"margin", "tools", "id"}
+
+
+def written(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    path = folder / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def config(path: Path, **options: Any) -> TrainConfig:
+    needed = {"model_name_or_path": "embedded", "dataset_name": str(path), "objective": "dpo", "global_batch_size": 1}
+    return build({**needed, "per_device_train_batch_size": 1, "cache_dir": str(path.parent / "cache"), **options})
+
+
+def pair(index: int, length: int = 1) -> dict[str, Any]:
+    question = {"role": "user", "content": f"Number {index}?"}
+    right, wrong = ({"role": "assistant", "content": f"{word} {index}" * length} for word in ("yes", "no"))
+    return {"prompt": [question], "chosen": [right], "rejected": [wrong]}
+
+
+def test_chosen_and_rejected_lie_side_by_side_and_train_the_answers_alone(tmp_path: Path) -> None:
+    settings = config(written(tmp_path, [pair(index) for index in range(20)]), max_length=64)
+    tokens, tokenizer = prepare(settings, "train"), load_tokenizer(settings)
+    assert len(tokens) == 40
+    for index in range(20):
+        texts = [tokens.document(2 * index + side) for side in (0, 1)]
+        trained = [tokenizer.decode(ids[mask].tolist()) for ids, mask in texts]
+        assert [text.split()[0] for text in trained] == ["yes", "no"]
+        assert all(f"Number {index}?" not in text for text in trained)
+        assert tokens.where(2 * index) == tokens.where(2 * index + 1)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_each_label_belongs_to_its_document(packing: bool, tmp_path: Path) -> None:
+    """Over a batch: the labels of a document, in order, are its trained tokens. Control: of the other side, not."""
+    path = written(tmp_path, [pair(index, 1 + index % 3) for index in range(12)])
+    settings = config(path, max_length=64, packing=packing)
+    tokens = prepare(settings, "train")
+    rows = make_rows(settings, tokens)
+    assert rows.divisor() == 12
+    assert rows.divisor(np.array([0])) == np.diff(rows.offsets)[0] // 2
+    batch = rows.collate(np.arange(len(rows)))
+    scored = batch.scored
+    assert scored is not None
+    assert sorted(scored.numbers.tolist()) == list(range(24))
+    assert all(second == first + 1 for first, second in scored.numbers.reshape(-1, 2))
+    agree = []
+    for place, number in enumerate(scored.numbers):
+        labels = batch.labels[scored.of_label == place].tolist()
+        ids, mask = tokens.document(int(number))
+        assert labels == ids[mask].tolist()
+        assert scored.tokens[place] == len(labels)
+        other = tokens.document(int(number) ^ 1)
+        agree.append(labels == other[0][other[1]].tolist())
+    assert not all(agree)
+
+
+def test_a_pair_of_the_longest_documents_fits_in_a_packed_row(tmp_path: Path) -> None:
+    path = written(tmp_path, [pair(1, 40), pair(2)])
+    settings = config(path, max_length=24)
+    tokens = prepare(settings, "train")
+    assert tokens.lengths.tolist()[:2] == [24, 24]
+    assert tokens.report.truncated == 1
+    assert make_rows(settings, tokens).lengths.max() == 48
+    dropped: TokenSet = prepare(config(path, max_length=24, overlong="drop"), "train")
+    assert (len(dropped), dropped.report.dropped) == (2, 1)
+
+
+def test_a_mistake_names_the_answer_that_has_it(tmp_path: Path) -> None:
+    rows = [pair(0), {**pair(1), "rejected": [{"role": "assistant", "content": ""}]}]
+    with pytest.raises(ConfigError) as refused:
+        prepare(config(written(tmp_path, rows)), "train")
+    assert "pairs.jsonl:2" in str(refused.value)
+
+
+def test_data_of_another_objective_says_which(tmp_path: Path) -> None:
+    path = written(tmp_path, [pair(0)])
+    with pytest.raises(ConfigError, match=r"format preference.*set objective=dpo"):
+        prepare(config(path, objective="sft"), "train")
+    chats = written(tmp_path, [{"messages": [USER, RIGHT]}])
+    with pytest.raises(ConfigError, match=r"format chat.*set objective=sft"):
+        prepare(config(chats), "train")
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"overlong": "split"}, "half an answer cannot be preferred"),
+        ({"assistant_only_loss": False}, "compares the answers alone"),
+        ({"metric_for_best_model": "eval_token_accuracy"}, "use eval_loss or eval_reward_accuracy"),
+        ({"objective": "cpo", "loss_type": "robust"}, "use sigmoid, hinge, ipo"),
+        ({"loss_type": "robust"}, "needs label_smoothing"),
+        ({"loss_type": "hinge", "label_smoothing": 0.1}, "has no such term"),
+        ({"dataset_format": "chat"}, "which takes preference"),
+        ({"objective": "sft", "metric_for_best_model": "eval_reward_accuracy"}, "use eval_loss or eval_token_accuracy"),
+    ],
+)
+def test_options_that_do_not_fit_the_objective_are_refused(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        config(Path("/nowhere/pairs.jsonl"), **options)
