@@ -114,8 +114,8 @@ def dpo(name: str, method: str = "full", packing: bool = True, processes: int | 
 def test_p2_equals_a_plain_page_of_pytorch(name: str) -> None:
     finished = dpo(name)
     assert curve(finished).agrees(wanted("full", True))
-    assert finished.series("reward_accuracy")[-1] > 0.5
-    assert finished.series("eval_reward_margin")[-1] > 0
+    assert finished.series("reward_margin")[0] == pytest.approx(0, abs=1e-4)  # it starts as the initial model
+    assert finished.series("eval_reward_margin")[-1] > 0.01
 
 
 @pytest.mark.parametrize("name", mostly_long(["single", "ddp", "fsdp2", "zero3"], ["ddp"]))

@@ -234,7 +234,8 @@ def _first_bad(encoded: list[Encoded | BadRow], parts: tuple[str, ...]) -> BadRo
 def fit(documents: list[Encoded], max_length: int, overlong: str, report: Report) -> list[list[Encoded]]:
     """Splits, truncates or drops an example with a document over `max_length`; counts the lost tokens.
 
-    A single document is split into several examples. Examples with a document without a trained token are dropped.
+    A single document is split into several examples. Examples with a document without a trained token are dropped, and
+    those whose documents are the same once truncated.
     """
     over = any(len(document.input_ids) > max_length for document in documents)
     if not over:
@@ -246,7 +247,7 @@ def fit(documents: list[Encoded], max_length: int, overlong: str, report: Report
         report.split_rows += 1
     else:
         pieces = [] if overlong == "drop" else [[_piece(document, 0, max_length) for document in documents]]
-    trainable = [piece for piece in pieces if all(document.mask.any() for document in piece)]
+    trainable = [piece for piece in pieces if all(document.mask.any() for document in piece) and _differ(piece)]
     tokens = sum(len(document.input_ids) for piece in trainable for document in piece)
     report.truncated += overlong == "truncate" and over and bool(trainable)
     report.dropped += not trainable
@@ -254,6 +255,11 @@ def fit(documents: list[Encoded], max_length: int, overlong: str, report: Report
     report.trained_tokens += sum(int(document.mask.sum()) for piece in trainable for document in piece)
     report.cut_tokens += sum(len(document.input_ids) for document in documents) - tokens
     return trainable
+
+
+def _differ(documents: list[Encoded]) -> bool:
+    """Whether no two documents of an example have the same tokens."""
+    return len({document.input_ids.tobytes() for document in documents}) == len(documents)
 
 
 def _piece(encoded: Encoded, start: int, end: int) -> Encoded:

@@ -162,13 +162,22 @@ def test_each_label_belongs_to_its_document(packing: bool, tmp_path: Path) -> No
 
 def test_a_pair_of_the_longest_documents_fits_in_a_packed_row(tmp_path: Path) -> None:
     path = written(tmp_path, [pair(1, 40), pair(2)])
-    settings = config(path, max_length=24)
+    settings = config(path, max_length=32)
     tokens = prepare(settings, "train")
-    assert tokens.lengths.tolist()[:2] == [24, 24]
+    assert tokens.lengths.tolist()[:2] == [32, 32]
     assert tokens.report.truncated == 1
-    assert make_rows(settings, tokens).lengths.max() == 48
-    dropped: TokenSet = prepare(config(path, max_length=24, overlong="drop"), "train")
+    assert make_rows(settings, tokens).lengths.max() == 64
+    dropped: TokenSet = prepare(config(path, max_length=32, overlong="drop"), "train")
     assert (len(dropped), dropped.report.dropped) == (2, 1)
+
+
+def test_a_pair_that_is_the_same_once_truncated_is_dropped(tmp_path: Path) -> None:
+    """It would have a gradient of zero. Control: the other pair, whose answers differ from their start."""
+    late = {**pair(0), "chosen": [{"role": "assistant", "content": "a " * 40 + "x"}],
+            "rejected": [{"role": "assistant", "content": "a " * 40 + "y"}]}  # fmt: skip
+    tokens = prepare(config(written(tmp_path, [late, pair(1, 40)]), max_length=32), "train")
+    assert (len(tokens), tokens.report.dropped, tokens.report.truncated) == (2, 1, 1)
+    assert tokens.where(0).endswith(":2")
 
 
 def test_a_mistake_names_the_answer_that_has_it(tmp_path: Path) -> None:
