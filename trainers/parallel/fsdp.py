@@ -65,7 +65,8 @@ class FullySharded(Backend):
             # Accelerate insists on an optimizer, in which it looks for weights by address: the meta device has none.
             unused = torch.optim.SGD([trained_weights(loss.model)[-1][1]], lr=0.0)
             self.model, _ = accelerator.prepare(loss, unused)
-            prefetch_layers(loss, layers)
+            if not config.torch_compile:  # not tried with compiled layers
+                prefetch_layers(loss, layers)
             # Ranks would otherwise reduce the gradients of different weights, those of the experts that each has used.
             if reach_noted(loss.base).varies and hasattr(self.model, "set_reduce_scatter_unused_params"):
                 self.model.set_reduce_scatter_unused_params(True)
