@@ -2,13 +2,11 @@
 
 Bytes are the payload that a rank passes to a collective, not what the algorithm then moves: the full tensor of an
 all-reduce, a reduce-scatter or an all-to-all, the rank's own shard of an all-gather, the tensor of a broadcast on its
-source, a message on its sender; nothing in a group of one. They are counted (see `benchmarks/traffic.py`) per step and
-rank: the mean over the ranks and over the steps after the first two. "control" is the loop's own sum of loss and
+source, a message on its sender; nothing in a group of one. They are counted (see `benchmarks/collectives.py`) per step
+and rank: the mean over the ranks and over the steps after the first two. "control" is the loop's own sum of loss and
 requests; communication between steps (metrics, saves) is not counted. Memory is that of each rank in the last step.
 
-The second table compares them with formulas (`trainers/strategy/traffic.py`) where these exist. The formulas leave out
-the gradient norm and, under tp, the sums of shared norms' gradients (Qwen3), which are small, and ZeRO 3's gathers,
-which depend on how much it can keep in memory.
+`python -m benchmarks.traffic` compares the bytes with formulas.
 """
 
 from __future__ import annotations
@@ -24,8 +22,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from app.plan.speed import traffic_kind
+from benchmarks.collectives import SITE
 from benchmarks.shapes import NAMES, empty_model, model_folder
-from benchmarks.traffic import SITE
 from tests.launching import ROOT, launch_well
 from trainers.config.mistakes import ConfigError
 from trainers.strategy.pipeline_schedules import SCHEDULES
@@ -37,9 +36,6 @@ STRATEGIES = (
     "zero2_tp", "pp", "pp_interleaved", "pp_dp", "pp_fsdp2",
 )  # fmt: skip
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "send")
-COMPARED = (
-    "strategy", "collective", "formula", "predicted", "counted", "counted / predicted", "calls", "counted calls",
-)  # fmt: skip
 STEPS, WARM = 8, 2
 OPTIONS = {
     "dataset_name": "embedded", "method": "full", "max_length": 128, "packing": True, "global_batch_size": 16,
@@ -72,6 +68,11 @@ class Measured:
         """Bytes per step, the mean over the ranks."""
         return statistics.mean(rank["sent"].get(collective, 0) for rank in self.ranks) / self.steps
 
+    def wire(self) -> float:
+        """Bytes per step that a rank sends as a result, in rings and without the loop's own sums: the mean."""
+        wires = [sum(rank["wire"].values()) - rank["wire"].get("control", 0) for rank in self.ranks]
+        return statistics.mean(wires) / self.steps
+
     def calls(self, collective: str) -> float:
         """Calls per step, the mean over the ranks."""
         return statistics.mean(rank["calls"].get(collective, 0) for rank in self.ranks) / self.steps
@@ -79,11 +80,12 @@ class Measured:
     def expected(self, sizes: ModelSizes) -> list[Term]:
         """What the formulas predict per step, as the mean over the ranks."""
         strategy = self.strategy
-        kind = f"ZERO{strategy.zero_stage}" if strategy.zero_stage else strategy.distributed_type
         chunks = SCHEDULES[strategy.pp_schedule].chunks
-        by_rank = [predicted(kind, strategy.sizes, chunks, sizes, rank["steps"], WARM) for rank in self.ranks]
+        by_rank = [predicted(traffic_kind(strategy), strategy.sizes, chunks, sizes, rank["steps"], WARM)
+                   for rank in self.ranks]  # fmt: skip
         return [
-            Term(alike[0].collective, alike[0].formula, statistics.mean(term.bytes for term in alike) / self.steps,
+            Term(alike[0].collective, alike[0].formula,
+                 *(statistics.mean(getattr(term, name) for term in alike) / self.steps for name in ("bytes", "wire")),
                  calls=statistics.mean(term.calls for term in alike) / self.steps)
             for alike in zip(*by_rank, strict=True)
         ]  # fmt: skip
@@ -130,7 +132,7 @@ def format_bytes(size: float) -> str:
 
 
 def first_row(measured: Measured) -> list[str]:
-    """A row of the first table: traffic, memory and step time of a strategy."""
+    """A row of the table: traffic, memory and step time of a strategy."""
     kinds = {kind for rank in measured.ranks for kind in rank["sent"]}
     others = sum(measured.sent(kind) for kind in kinds - {*COLLECTIVES, "control"})
     return [
@@ -138,17 +140,6 @@ def first_row(measured: Measured) -> list[str]:
         *(format_bytes(measured.sent(collective)) for collective in COLLECTIVES), format_bytes(others),
         format_bytes(measured.sent("control")), " ".join(f"{gib:.2f}" for gib in measured.memory),
         f"{measured.seconds:.2f}",
-    ]  # fmt: skip
-
-
-def second_rows(measured: Measured, sizes: ModelSizes) -> list[list[str]]:
-    """Rows of the second table: predicted and counted bytes of each collective that has a formula."""
-    return [
-        [measured.strategy.name, term.collective, term.formula, format_bytes(term.bytes),
-         format_bytes(measured.sent(term.collective)),
-         f"{measured.sent(term.collective) / term.bytes:.3f}" if term.bytes else "none",
-         f"{term.calls:g}", f"{measured.calls(term.collective):g}"]
-        for term in measured.expected(sizes)
     ]  # fmt: skip
 
 
@@ -163,7 +154,7 @@ def head(cells: Sequence[str]) -> str:
 
 
 def main() -> None:
-    """Prints two Markdown tables; the second one after all runs."""
+    """Prints a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES, metavar="NAME",
                         help=f"some of {', '.join(STRATEGIES)}; default: all")  # fmt: skip
@@ -180,7 +171,6 @@ def main() -> None:
         strategies = [sized(name, args.num_processes) for name in args.strategies]
     except ConfigError as error:
         parser.error(str(error))
-    rows: list[list[str]] = []
     with tempfile.TemporaryDirectory() as folder:
         model = model_folder(args.model, Path(folder))
         sizes = ModelSizes.of(empty_model(model))
@@ -189,9 +179,6 @@ def main() -> None:
         for strategy in strategies:
             measured = measure(Path(folder) / strategy.name, strategy, model, share_gpus=args.share_gpus)
             print(line(first_row(measured)), flush=True)
-            rows += second_rows(measured, sizes)
-    print(f"\n{head(COMPARED)}")
-    print("\n".join(map(line, rows)))
 
 
 if __name__ == "__main__":

@@ -1,156 +1,181 @@
-"""Counts the bytes that one rank passes to torch's collectives, in training steps only.
+"""What each rank sends, counted against formulas and papers: `python -m benchmarks.traffic [--only ddp] [--save FILE]`.
 
-Every collective, from Python or C++ (DDP's reducer, FSDP, DeepSpeed, pipelines), on any thread and backend, is an
-operator `c10d::...` of torch's dispatcher. A kernel registered ahead of all backends sees each call.
+Every strategy that runs on a CPU trains a few steps of four micro-batches, and its collectives are counted (see
+`benchmarks/collectives.py`): bytes per step and rank that are sent as a result, by algorithms that send the least, the
+mean over ranks and steps. The formulas (`trainers/strategy/traffic.py`) leave out the sums of the gradient norm. The
+papers' formulas are in `published`.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import os
-from collections import Counter
-from collections.abc import Callable, Sequence
+import platform
+import tempfile
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-PAYLOAD = {
-    "allreduce_": ("all-reduce", 0),
-    "allreduce_coalesced_": ("all-reduce", 0),
-    "allgather_": ("all-gather", 1),
-    "_allgather_base_": ("all-gather", 1),
-    "allgather_coalesced_": ("all-gather", 1),
-    "allgather_into_tensor_coalesced_": ("all-gather", 1),
-    "reduce_scatter_": ("reduce-scatter", 1),
-    "_reduce_scatter_base_": ("reduce-scatter", 1),
-    "reduce_scatter_tensor_coalesced_": ("reduce-scatter", 1),
-    "alltoall_": ("all-to-all", 1),
-    "alltoall_base_": ("all-to-all", 1),
-    "broadcast_": ("broadcast", 0),
-    "reduce_": ("reduce", 0),
-    "gather_": ("gather", 1),
-    "gather_into_tensor_": ("gather", 1),  # since torch 2.15
-    "scatter_": ("scatter", 1),
-    "send": ("send", 0),
-}
-"""The collective of each operator, and the index of the argument with this rank's input; the group comes next."""
-SILENT = {"recv_", "recv_any_source_", "barrier", "monitored_barrier_", "check_for_nan"}
-"""Operators without input from the calling rank."""
-SITE = "import os\nif 'RANK' in os.environ:\n    from benchmarks.traffic import start\n    start({folder!r}, {warm})\n"
-"""A `sitecustomize.py` that counts in every rank, after the first `{warm}` steps."""
+from benchmarks.parallelism import OPTIONS, Measured, format_bytes, head, line, measure, sized
+from benchmarks.shapes import empty_model
+from tests.families import save_small
+from trainers.embedded import BASE_DIR
+from trainers.model.experts import chosen_count
+from trainers.parallel.experts import expert_stacks
+from trainers.strategy.pipeline_schedules import SCHEDULES
+from trainers.strategy.strategy import Strategy, strategy_names
+from trainers.strategy.traffic import FP32, ModelSizes, wire_bytes
+
+STEPS, MICRO_BATCHES = 4, 4
+MIXTURE = "olmoe"
+"""Family of the small model for expert parallelism; all others train the embedded one."""
+NAMES = [name for name in strategy_names() if name not in ("single", "fsdp2_offload")]
+"""One process sends nothing, and the memory to which FSDP 2 offloads needs a GPU."""
+COLUMNS = ("strategy", "ranks", "counted", "predicted", "ratio", "papers", "ratio", "formula of the papers")
 
 
-def payload(value: Any) -> int:
-    """Bytes of a tensor, or of all tensors in nested lists."""
-    if isinstance(value, (list, tuple)):
-        return sum(payload(item) for item in value)
-    return int(value.numel() * value.element_size())
+def mixture(folder: Path) -> Path:
+    """A folder with a small mixture of experts."""
+    return save_small(folder / MIXTURE, MIXTURE)
 
 
-def sent_bytes(operator: str, arguments: Sequence[Any], rank_and_size: Callable[[Any], tuple[int, int]]) -> int:
-    """Bytes that this rank passes to one call; zero for a broadcast from another rank, and in a group of one.
+def sizes_of(folder: Path) -> ModelSizes:
+    """Sizes of the model in a folder, with its experts."""
+    model = empty_model(folder)
+    stacks, text = expert_stacks(model), model.config.get_text_config()
+    if not stacks:
+        return ModelSizes.of(model)
+    weights = dict(model.get_decoder().named_parameters())
+    layers = len({name.rpartition(".")[0] for name in stacks})
+    experts = sum(weights[name].numel() for name in stacks)
+    return replace(ModelSizes.of(model), experts=experts, expert_layers=layers, chosen=chosen_count(text))
+
+
+def counted(folder: Path, strategy: Strategy, model: Path) -> Measured:
+    """Trains `STEPS` steps of `MICRO_BATCHES` micro-batches and counts; arguments as for `measure`."""
+    rows = OPTIONS["global_batch_size"] // (strategy.sizes.data * MICRO_BATCHES)
+    return measure(folder, strategy, model, steps=STEPS, per_device_train_batch_size=rows)
+
+
+def published(strategy: Strategy, model: ModelSizes, slots: int) -> tuple[float, str]:
+    """Bytes per step that the papers say each rank sends, and how.
+
+    W: weights of a rank before it shards them over n ranks, in bytes; a: micro-batches; A: hidden states of a
+    micro-batch on a rank; L: layers.
+
+    Data parallelism, ZeRO (https://arxiv.org/abs/1910.02054, section 7) and FSDP (https://arxiv.org/abs/2304.11277,
+    section 3.2); tensor parallelism: Megatron-LM (https://arxiv.org/abs/1909.08053); Ulysses
+    (https://arxiv.org/abs/2309.14509); keys and values gathered: Llama 3 (https://arxiv.org/abs/2407.21783, section
+    3.3.2); pipelines: GPipe (https://arxiv.org/abs/1811.06965); experts: GShard (https://arxiv.org/abs/2006.16668).
 
     Args:
-        operator: name of the operator, without `c10d::`.
-        arguments: its arguments.
-        rank_and_size: returns this process's rank in a process group (as the operator gets it), and its size.
+        slots: tokens of a micro-batch on a rank.
     """
-    index = PAYLOAD[operator][1]
-    rank, size = rank_and_size(arguments[index + 1])
-    if size == 1 or (operator == "broadcast_" and arguments[2] != rank):
-        return 0
-    return payload(arguments[index])
+    sizes, micro_batches = strategy.sizes, MICRO_BATCHES
+    kind = "hsdp" if sizes.dp_replicate > 1 and strategy.sharded else _kind(strategy)
+    weights = FP32 * (model.parameters - model.experts) / sizes.tp / sizes.pp
+    ways = sizes.grad_group_size if kind in ("ddp", "zero1") else sizes.dp_shard * sizes.sequence_shards
+    times, formula = {
+        "ddp": (2, "2W"), "zero1": (2, "2W"), "zero2": (micro_batches + 1, "(a + 1) W"),
+        "grad_op": (2 * micro_batches, "2aW"), "sharded": (3 * micro_batches, "3aW"),
+        "hsdp": (3 * micro_batches, "3aW"),
+    }[kind]  # fmt: skip
+    parts = [(times * weights * (ways - 1) / ways, f"{formula} (n - 1) / n")] if ways > 1 else []
+    if kind == "hsdp":
+        among = wire_bytes("all-reduce", weights / ways, sizes.dp_replicate)
+        parts.append((among, "2 (W / n) (groups - 1) / groups"))
+    # Activations of all layers of a rank.
+    hidden = FP32 * slots * model.hidden * micro_batches
+    every = hidden * model.layers / sizes.pp
+    keys = every * model.key_heads / model.heads / sizes.tp
+    if sizes.tp > 1:
+        parts.append((4 * wire_bytes("all-reduce", every, sizes.tp), "8aLA (tp - 1) / tp"))
+    if sizes.sp > 1:
+        exchanged = 2 * wire_bytes("all-to-all", 2 * (every / sizes.tp + keys), sizes.sp)
+        parts.append((exchanged, "8aLA (sp - 1) / sp"))
+    if sizes.cp > 1:
+        parts.append((4 * keys * (sizes.cp - 1), "4aLA (cp - 1)"))
+    if sizes.pp > 1:
+        borders = sizes.pp * SCHEDULES[strategy.pp_schedule].chunks - 1
+        parts.append((2 * hidden * borders / sizes.pp, "2aA x borders / pp"))
+    if sizes.ep > 1:
+        chosen = FP32 * slots * model.hidden * micro_batches * model.expert_layers * model.chosen
+        parts.append((4 * wire_bytes("all-to-all", chosen, sizes.ep), "4aLA x experts per token (ep - 1) / ep"))
+    return sum(size for size, _ in parts), " + ".join(text for _, text in parts)
 
 
-class Traffic:
-    """The totals of one rank.
-
-    Args:
-        folder: folder in which `rank-N.json` is written after each step.
-        warm: number of warm-up steps, which are not counted.
-    """
-
-    def __init__(self, folder: Path, warm: int):
-        self.file = folder / f"rank-{os.environ['RANK']}.json"
-        self.warm = warm
-        self.sent = Counter[str]()
-        self.calls = Counter[str]()
-        self.steps: list[list[list[int]]] = []
-        self.counting = self.controlling = False
-
-    def register(self) -> None:
-        """Registers a counting kernel for every collective.
-
-        Raises:
-            RuntimeError: if this version of torch has a collective that is missing in `PAYLOAD`.
-        """
-        import torch
-
-        library = torch.library.Library("c10d", "IMPL")
-        self.library = library  # its kernels are unregistered when it is freed
-        every = torch._C._dispatch_get_all_op_names()
-        names = {name.removeprefix("c10d::") for name in every if name.startswith("c10d::")}
-        if unknown := sorted(names - PAYLOAD.keys() - SILENT):
-            raise RuntimeError(f"torch {torch.__version__} has collectives {', '.join(unknown)}; add them to PAYLOAD")
-        for name in sorted(names & PAYLOAD.keys()):
-            library.impl(name, self._kernel(name), "BackendSelect", with_keyset=True)
-
-    def _kernel(self, name: str) -> Callable[..., Any]:
-        import torch
-        from torch.distributed import ProcessGroup
-
-        operator = getattr(torch.ops.c10d, name).default
-        below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
-
-        def rank_and_size(group: Any) -> tuple[int, int]:
-            process_group: Any = ProcessGroup.unbox(group)
-            return process_group.rank(), process_group.size()
-
-        def counted(keys: Any, *arguments: Any, **kwargs: Any) -> Any:
-            if self.counting:
-                size = sent_bytes(name, arguments, rank_and_size)
-                kind = "control" if self.controlling else PAYLOAD[name][0]
-                self.sent[kind] += size
-                self.calls[kind] += 1
-            return operator.redispatch(keys & below, *arguments, **kwargs)
-
-        return counted
-
-    def step(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps `train_step` to count its traffic."""
-
-        def stepped(job: Any, batch: Any, step: int, requests: Any) -> Any:
-            self.steps.append([[micro.input_ids.numel(), len(micro.labels)] for micro in batch.micro_batches])
-            self.counting = len(self.steps) > self.warm
-            try:
-                return inner(job, batch, step, requests)
-            finally:
-                self.counting = False
-                totals = {"sent": self.sent, "calls": self.calls, "steps": self.steps}
-                self.file.write_text(json.dumps(totals))
-
-        return stepped
-
-    def control(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps `Ranks.sum`, the loop's own communication of loss and requests, to count it separately."""
-
-        def counted_sum(ranks: Any, values: Any) -> Any:
-            self.controlling = True
-            try:
-                return inner(ranks, values)
-            finally:
-                self.controlling = False
-
-        return counted_sum
+def _kind(strategy: Strategy) -> str:
+    """Which paper's formula holds for weights and gradients."""
+    if strategy.zero_stage in (1, 2):
+        return f"zero{strategy.zero_stage}"
+    kept = strategy.fsdp.get("fsdp_sharding_strategy") == "SHARD_GRAD_OP"
+    kept |= strategy.fsdp_version == 2 and not strategy.fsdp.get("fsdp_reshard_after_forward", True)
+    return "ddp" if not strategy.sharded else "grad_op" if kept else "sharded"
 
 
-def start(folder: str, warm: int) -> None:
-    """Starts counting in this rank."""
-    from trainers import loop
-    from trainers.parallel.ranks import Ranks
+def compared(measured: Measured, model: ModelSizes) -> dict[str, Any]:
+    """What was counted, what was predicted, and what the papers say: bytes and calls per step and rank."""
+    terms = measured.expected(model)
+    # Rows are split alike, so that every micro-batch of a rank has as many slots.
+    steps = [counts[0] for step in measured.ranks[0]["steps"] for counts in step]
+    paper, formula = published(measured.strategy, model, round(sum(steps) / len(steps)))
+    return {
+        "strategy": measured.strategy.name,
+        "ranks": measured.strategy.num_processes,
+        "mesh": str(measured.strategy.sizes),
+        "sent": measured.wire(),
+        "predicted": sum(term.wire for term in terms),
+        "papers": paper,
+        "formula": formula,
+        "collectives": [
+            {
+                "collective": term.collective,
+                "formula": term.formula,
+                "predicted": term.bytes,
+                "counted": measured.sent(term.collective),
+                "predicted_calls": term.calls,
+                "counted_calls": measured.calls(term.collective),
+            }
+            for term in terms
+        ],
+        "without_formula": {
+            name: measured.sent(name)
+            for name in sorted({name for rank in measured.ranks for name in rank["sent"]} - {"control"})
+            if name not in {term.collective for term in terms}
+        },
+    }
 
-    traffic = Traffic(Path(folder), warm)
-    traffic.register()
-    module: Any = loop
-    module.train_step = traffic.step(loop.train_step)
-    sums: Any = Ranks
-    sums.sum = traffic.control(Ranks.sum)
+
+def row(result: dict[str, Any]) -> list[str]:
+    """A row of the table."""
+    sent, expected, paper = (result[name] for name in ("sent", "predicted", "papers"))
+    return [
+        f"`{result['strategy']}`", str(result["ranks"]), format_bytes(sent), format_bytes(expected),
+        f"{sent / expected:.3f}", format_bytes(paper), f"{sent / paper:.2f}", result["formula"],
+    ]  # fmt: skip
+
+
+def main() -> None:
+    """Prints a Markdown table, and saves all of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="STRATEGY", help="default: all")
+    parser.add_argument("--save", type=Path, help="JSON file for the results")
+    args = parser.parse_args()
+    results: list[dict[str, Any]] = []
+    about = {"date": datetime.now(UTC).date().isoformat(), "torch": version("torch"), "machine": platform.machine(),
+             "micro_batches": MICRO_BATCHES}  # fmt: skip
+    print(head(COLUMNS), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in args.only:
+            strategy = sized(name)
+            model = mixture(Path(folder)) if strategy.sizes.ep > 1 else BASE_DIR
+            results.append(compared(counted(Path(folder) / name, strategy, model), sizes_of(model)))
+            print(line(row(results[-1])), flush=True)
+            if args.save:
+                args.save.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -158,8 +158,7 @@ def train_step(context: TrainContext, batch: StepBatch, step: int, requests: Req
     # Strategies average gradients over ranks: scale by their number to get the mean over the global batch.
     shares = [mesh.sizes.grad_group_size / max(batch.divisor, 1)] * len(batch.micro_batches)
     if config.control == "mean-of-means":
-        counts = [max(micro_batch.labels_or_documents, 1) for micro_batch in batch.micro_batches]
-        shares = [1 / (count * len(counts)) for count in counts]
+        shares = [1 / (max(part.labels_or_documents, 1) * len(shares)) for part in batch.micro_batches]
     first_forward = context.stragglers.first_forward()
     own_loss, own_metrics = backend.forward_backward(batch.micro_batches, shares, beat, first_forward, expert_weights)
 
@@ -184,8 +183,7 @@ def train_step(context: TrainContext, batch: StepBatch, step: int, requests: Req
     else:
         _report_non_finite(context, step, loss, grad_norm, own_loss)
         backend.skip_step()
-    names = config.objective_spec.metrics
-    extra = {name: total / max(batch.divisor, 1) for name, total in zip(names, metrics, strict=False)}
+    extra = dict(zip(config.objective_spec.metrics, (total / max(batch.divisor, 1) for total in metrics), strict=False))
     extra |= {"aux_loss": aux} if context.balancing is not None else {}
     return StepResult(loss, grad_norm, rate, updated, stops > 0, discards > 0, saves > 0, writing > 0, extra)
 
@@ -319,9 +317,8 @@ class TrainLoop:
         if context.ranks.is_main:
             context.run.write_skipped_steps(spike.skipped_steps)
         context.checkpoints.forget_after(step - 2)
-        target = context.ranks.broadcast(["the beginning", *(path.name for path in context.checkpoints.published())])[
-            -1
-        ]
+        published = ["the beginning", *(path.name for path in context.checkpoints.published())]
+        target = context.ranks.broadcast(published[-1])
         batches = f"the batches of steps {max(step - 1, 1)} and {step}"
         raise RollBack(f"step {step}: {spike.description}; it rolls back to {target} and skips {batches}")
 
@@ -486,9 +483,8 @@ class TrainLoop:
         self._until(self.context.checkpoints.copied)
         published = self.context.checkpoints.published()
         last = f"the last checkpoint is {published[-1].name}" if published else "there is no checkpoint"
-        step = self.progress.step
-        cause = f"stopped without saving at step {step} of {self.context.plan.total_steps}; {last}"
-        return Outcome(Ending("stopped", cause, step=step), self.progress, self.results)
+        cause = f"stopped without saving at step {self.progress.step} of {self.context.plan.total_steps}; {last}"
+        return Outcome(Ending("stopped", cause, step=self.progress.step), self.progress, self.results)
 
     def _finish(self, cause: str | None) -> Outcome:
         context, progress = self.context, self.progress

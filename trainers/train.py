@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":
     # Python puts trainers/ first on the path (unless PYTHONSAFEPATH is set); the packages are one folder above.
@@ -63,6 +63,9 @@ from trainers.strategy.micro_batch import OPTION, fit_micro_batch, micro_batch_l
 from trainers.strategy.pipeline_schedules import bubble_line
 from trainers.strategy.strategy import Strategy, load_strategy, refusal
 from trainers.tools.preflight import check, describe_plan, machine_mistakes, make_rows, plan_training
+
+if TYPE_CHECKING:
+    from trainers.loop import Outcome, TrainContext
 
 
 def main(argv: list[str]) -> int:
@@ -226,7 +229,6 @@ def train(
 
     with gc_paused():
         from trainers import build
-        from trainers.checkpoint.export import export_checkpoint, export_kind, export_seconds
         from trainers.checkpoint.weights import base_digest, persistent_buffers
         from trainers.data.prepare import prepare, report_lines
         from trainers.loop import TrainContext, TrainLoop
@@ -293,13 +295,21 @@ def train(
 
         ending = outcome.ending
         if ending.state == "done" and main_rank:
-            run.refuse_lost()
-            chosen = checkpoints.path(outcome.results["exported_step"])
-            context.heartbeat.at("export", outcome.progress.step, export_seconds(chosen, config))
-            export_checkpoint(chosen, config, run.model, export_kind(config), outcome.results, run.record)
-            ending = replace(ending, export_dir=str(run.model))
+            ending = export(context, outcome)
     reporter.close(ending, launch.supervised)
     return 1 if ending.state == "failed" else 0
+
+
+def export(context: TrainContext, outcome: Outcome) -> Ending:
+    """Exports the model of a finished run; rank 0 only. Returns how the run ends."""
+    from trainers.checkpoint.export import export_checkpoint, export_kind, export_seconds
+
+    config, run = context.config, context.run
+    run.refuse_lost()
+    chosen = context.checkpoints.path(outcome.results["exported_step"])
+    context.heartbeat.at("export", outcome.progress.step, export_seconds(chosen, config))
+    export_checkpoint(chosen, config, run.model, export_kind(config), outcome.results, run.record)
+    return replace(outcome.ending, export_dir=str(run.model))
 
 
 def begin(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launch) -> int:

@@ -98,9 +98,9 @@ def link_speed(part: Term, sizes: MeshSizes, hardware: Hardware) -> float:
 
 
 def traffic_kind(strategy: Strategy) -> str:
-    """The strategy's name for `predicted`; ZeRO 3 gathers as FSDP does, except for what it keeps."""
+    """The strategy's name for `predicted`."""
     if strategy.zero_stage:
-        return "FSDP" if strategy.zero_stage == 3 else f"ZERO{strategy.zero_stage}"
+        return f"ZERO{strategy.zero_stage}"
     if strategy.distributed_type == "FSDP":
         return "MULTI_GPU" if not strategy.sharded else "GRAD_OP" if keeps_gathered(strategy) else "FSDP"
     return strategy.distributed_type
@@ -120,5 +120,6 @@ def _model_sizes(strategy: Strategy, config: TrainConfig, counted: Mapping[str, 
         casts_layers=casts_before_gathers(strategy, config) and not case.get("experts"),
         matmul_bytes=4 if config.mixed_precision == "no" else 2, hidden_bytes=activation_bytes(config),
         experts=case.get("experts_trained", 0), expert_layers=counted.get("expert_layers", 0),
-        chosen=counted.get("chosen", 0),
+        chosen=counted.get("chosen", 0), persistent=case.get("persistent", 0),
+        persistent_weights=case.get("persistent_weights", 0),
     )  # fmt: skip

@@ -1,7 +1,8 @@
-"""FSDP 2 gathers matrices in the compute dtype: half of the bytes, and the same bits in everything that comes of it."""
+"""FSDP 2 gathers matrices in the compute dtype, and the next layer ahead: half of the bytes, and the same bits."""
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,46 @@ IN_FP32 = """import os
 if "RANK" in os.environ:
     from trainers.parallel import fsdp
     fsdp.casts_before_gathers = lambda *_: False
+    fsdp.prefetch_layers = lambda *_: None
 """
+ORDER = """import os
+if "RANK" in os.environ:
+    import json, re
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from trainers.parallel import fsdp
+    steps, events, plain, prefetch, step = [], [], FSDPParamGroup.unshard, fsdp.prefetch_layers, fsdp.FullySharded.step
+
+    def unshard(group, *args):
+        found = re.search(r"layers[.](\\d+)[.]", group._module_fqn or "")
+        if found and not group.is_unsharded and group._all_gather_result is None:
+            events.append(f"gather {found[1]}")
+        plain(group, *args)
+
+    def watched(loss, layers):
+        prefetch(loss, layers)
+        for index, layer in enumerate(layers):
+            def forward(module, inputs, output, index=index):
+                events.append(f"forward {index}")
+                if output[0].requires_grad:  # not when the kernel is tried, before the first step
+                    output[0].register_hook(lambda gradient: events.append(f"backward {index}"))
+            layer.self_attn.register_forward_hook(forward)
+
+    def stepped(backend):
+        step(backend)
+        if os.environ["RANK"] == "0":
+            with open(FILE, "a") as file:
+                print(json.dumps(events), file=file)
+        events.clear()
+        steps.append(1)
+        for module in backend.model.modules():  # control: in the third step, nothing is asked for
+            if len(steps) == 2 and isinstance(module, FSDPModule):
+                module.set_modules_to_forward_prefetch([])
+                module.set_modules_to_backward_prefetch([])
+
+    FSDPParamGroup.unshard, fsdp.prefetch_layers, fsdp.FullySharded.step = unshard, watched, stepped
+"""
+"""Writes in which order rank 0 gathers the matrices of layers and computes their attention, a line for each step."""
 
 
 @pytest.mark.parametrize("name", mostly_long(["fsdp2", "hsdp", "cp", "sp"], ["fsdp2"]))
@@ -36,6 +76,35 @@ def test_matrices_gathered_in_bf16_change_no_bit(name: str, tmp_path: Path) -> N
     cast = run(ranks, "full", True, name, **BF16)
     assert same_bits(cast, whole)
     assert not same_bits(cast, run(ranks, "full", True, name)), "control: in fp32 they are others"
+
+
+@pytest.mark.parametrize("checkpointing", mostly_long([False, True], [True]))
+def test_the_next_layer_is_gathered_before_one_computes(tmp_path: Path, checkpointing: bool) -> None:
+    """Of four layers; recomputed ones are gathered no more often. Without, each is gathered as it is needed."""
+    (tmp_path / "inject").mkdir()
+    file = tmp_path / "events"
+    (tmp_path / "inject/sitecustomize.py").write_text(ORDER.replace("FILE", repr(str(file))))
+    more = {
+        "max_steps": 3,
+        "global_batch_size": 4,
+        "eval_dataset_name": "none",
+        "gradient_checkpointing": checkpointing,
+    }
+    launch_well(tmp_path / "run", 2, options("full", True, **BF16, **more), strategy="fsdp2", by_hand=True,
+                PYTHONPATH=f"{tmp_path / 'inject'}{os.pathsep}{ROOT}")  # fmt: skip
+    _, ahead, needed = (json.loads(line) for line in file.read_text().splitlines())
+    assert without_recomputed(ahead) == spelled("g0 g1 f0 g2 f1 g3 f2 f3 g3 g2 b3 g1 b2 g0 b1 b0")
+    assert without_recomputed(needed) == spelled("g0 f0 g1 f1 g2 f2 g3 f3 g3 b3 g2 b2 g1 b1 g0 b0")
+
+
+def spelled(short: str) -> list[str]:
+    names = {"g": "gather", "f": "forward", "b": "backward"}
+    return [f"{names[one[0]]} {one[1:]}" for one in short.split()]
+
+
+def without_recomputed(events: list[str]) -> list[str]:
+    """Without the second forward pass of a layer."""
+    return [one for at, one in enumerate(events) if not one.startswith("forward") or one not in events[:at]]
 
 
 def test_half_of_the_bytes_of_the_layers_are_gathered(tmp_path: Path) -> None:

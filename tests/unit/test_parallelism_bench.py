@@ -1,4 +1,4 @@
-"""`benchmarks/parallelism.py`: its formulas and tables, and that its counter hears what DDP's C++ sends."""
+"""`benchmarks/parallelism.py` and `traffic.py`: formulas, tables, and that real runs send what the formulas say."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.collectives import PAYLOAD, SILENT, Traffic, payload, sent_bytes
 from benchmarks.parallelism import (
     COLLECTIVES,
     STRATEGIES,
@@ -18,10 +19,10 @@ from benchmarks.parallelism import (
     head,
     line,
     measure,
-    second_rows,
     sized,
 )  # fmt: skip
-from benchmarks.traffic import PAYLOAD, SILENT, Traffic, payload, sent_bytes
+from benchmarks.traffic import MICRO_BATCHES, NAMES, compared, counted, mixture, published, row, sizes_of
+from tests.parity.runs import mostly_long
 from trainers.config.mistakes import ConfigError
 from trainers.embedded import BASE_DIR
 from trainers.strategy.mesh import MeshSizes
@@ -92,7 +93,20 @@ def test_pipelines_send_hidden_states_in_full_buffers() -> None:
 def test_zero_sums_gradients_and_gathers_what_was_updated() -> None:
     assert bytes_of("ZERO1", dp_shard=2) == {"all-reduce": 2 * 4000, "all-gather": 2 * 4000 / 2}
     assert bytes_of("ZERO2", dp_shard=2) == {"all-reduce": 4 * 4000, "all-gather": 2 * 4000 / 2}
-    assert bytes_of("ZERO3", dp_shard=2) == {"reduce-scatter": 4 * 4000}
+    assert bytes_of("ZERO3", dp_shard=2) == {"all-gather": 4 * 4000 / 2, "reduce-scatter": 4 * 4000}
+
+
+def test_zero_3_gathers_small_weights_once_a_step_and_what_it_cannot_keep_twice() -> None:
+    def gathered(shape: ModelSizes) -> tuple[float, float]:
+        terms = predicted("ZERO3", MeshSizes(dp_shard=2), 1, shape, STEPS, 1)
+        return next((term.bytes, term.calls) for term in terms if term.collective == "all-gather")
+
+    assert gathered(replace(SHAPE, persistent=300, persistent_weights=7)) == (
+        (2 * 300 + 4 * 700) * 4 / 2,
+        2 * 7 + 4 * 2,
+    )
+    large = replace(SHAPE, parameters=2_000_000_000)
+    assert gathered(large) == (4 * (2e9 + 1.5e9) * 4 / 2, 4 * (1 + 3500 / 50))
 
 
 @pytest.mark.parametrize(
@@ -133,13 +147,40 @@ def test_sizes_are_short(size: float, text: str) -> None:
 
 def test_tables_have_a_cell_for_each_column() -> None:
     ranks = [
-        {"sent": {"all-reduce": sent, "reduce": 4, "control": 40}, "calls": {"all-reduce": 6}, "steps": [[[8, 5]]] * 4}
+        {"sent": {"all-reduce": sent, "reduce": 4, "control": 40}, "calls": {"all-reduce": 6}, "steps": [[[8, 5]]] * 4,
+         "wire": {"all-reduce": sent, "control": 40}}
         for sent in (7000, 9000)
-    ]
+    ]  # fmt: skip
     found = Measured(load_strategy("ddp"), ranks, [0.5, 0.25], 0.125)
     assert first_row(found) == ["ddp", "2", "4 kB", "0", "0", "0", "0", "0", "2 B", "20 B", "0.50 0.25", "0.12"]
-    assert second_rows(found, SHAPE) == [["ddp", "all-reduce", "weights", "4 kB", "4 kB", "1.000", "1", "3"]]
+    result = compared(found, SHAPE)
+    assert row(result) == ["`ddp`", "2", "4 kB", "4 kB", "1.000", "4 kB", "1.00", "2W (n - 1) / n"]
+    [part] = result["collectives"]
+    assert (part["collective"], part["predicted"], part["counted"], part["counted_calls"]) == (
+        "all-reduce",
+        4e3,
+        4e3,
+        3,
+    )
+    assert result["without_formula"] == {"reduce": 2}
     assert head(["a", "b"]).splitlines() == [line(["a", "b"]), "|---|---|"]
+
+
+@pytest.mark.parametrize(
+    ("name", "sent"),
+    [
+        ("zero2", 5 * 4000 / 2),
+        ("zero3", 12 * 4000 / 2),
+        ("fsdp1_grad_op", 8 * 4000 / 2),
+        ("hsdp", 12 * 4000 / 2 + 4000 / 2),
+        ("tp", 4 * 4 * 2 * 80 * 4),
+        ("pp", 2 * 4 * 80 * 4 / 2),
+        ("cp", 12 * 4000 / 2 + 4 * 4 * 2 * 40 * 4),
+        ("sp", 12 * 4000 / 2 + 4 * 2 * (80 + 40) * 4 * 2),
+    ],
+)
+def test_what_the_papers_say_for_four_micro_batches_of_8_tokens(name: str, sent: float) -> None:
+    assert published(sized(name), SHAPE, 8)[0] == pytest.approx(sent)
 
 
 def test_every_collective_of_this_torch_is_known() -> None:
@@ -194,14 +235,16 @@ def test_ddp_sends_its_gradients_and_nothing_else(tmp_path: Path, method: str) -
         assert term.bytes == 4 * trained
 
 
-def test_hsdp_sums_its_groups_once_a_step_of_two_micro_batches(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    strategy = sized("hsdp")
-    found = measure(tmp_path / "hsdp", strategy, BASE_DIR, steps=4, per_device_train_batch_size=2)
-    sizes = ModelSizes.of(AutoModelForCausalLM.from_pretrained(BASE_DIR))
-    assert all(len(rank["steps"][0]) == 2 for rank in found.ranks)
-    predictions = {term.collective: term for term in found.expected(sizes)}
-    for collective in ("all-reduce", "reduce-scatter"):
-        assert found.sent(collective) == pytest.approx(predictions[collective].bytes, rel=0.02)
-    assert found.sent("reduce-scatter") == pytest.approx(2 * 2 * found.sent("all-reduce"), rel=0.02)
+@pytest.mark.parametrize("name", mostly_long(NAMES, ["hsdp", "zero3", "tp"]))
+def test_what_is_sent_is_what_the_formulas_say(tmp_path: Path, name: str) -> None:
+    """Four micro-batches a step, so that what is sent in each differs from what is sent once."""
+    strategy = sized(name)
+    model = mixture(tmp_path) if strategy.sizes.ep > 1 else BASE_DIR
+    found, sizes = counted(tmp_path / name, strategy, model), sizes_of(model)
+    assert all(len(step) == MICRO_BATCHES for rank in found.ranks for step in rank["steps"])
+    result = compared(found, sizes)
+    for part in result["collectives"]:
+        assert part["counted"] == pytest.approx(part["predicted"], rel=0.05), part["collective"]
+    assert result["sent"] == pytest.approx(result["predicted"], rel=0.05)
+    if name == "hsdp":  # groups sum their shards once a step
+        assert found.sent("reduce-scatter") == pytest.approx(4 * 2 * found.sent("all-reduce"), rel=0.01)

@@ -106,9 +106,7 @@ def _conversations(values: dict[str, Any], fields: Fields) -> tuple[Document, ..
         raise RowError("no preference", _ALIKE)
     before = _messages_before(values, fields, chosen[0])
     shared = 0
-    for one, other in zip(chosen[0], rejected[0], strict=False):
-        if one != other:
-            break
+    while shared < min(len(chosen[0]), len(rejected[0])) and chosen[0][shared] == rejected[0][shared]:
         shared += 1
     return tuple(
         conversation(

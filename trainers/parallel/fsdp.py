@@ -2,6 +2,7 @@
 
 Parameters and reductions are fp32, and autocast sets the compute dtype, as under every other strategy. FSDP 2 casts
 matrices which autocast would cast anyway before it gathers them, which is the same to the bit and half of the bytes.
+It gathers the next layer before it computes one, and the preceding layer in the backward pass.
 Gradients are reduced in every micro-batch, so that they stay sharded too; groups of HSDP sum theirs once per step.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -57,11 +59,14 @@ class FullySharded(Backend):
         classes = _set_wrap_policy(plugin, loss, self.version)
         self.total_numel = total_numel(loss.model, self.tensor)
         if self.version == 2:
+            layers = _layers_in_order(loss, classes)  # FSDP changes their classes
             if casts_before_gathers(config, loss):
                 _gather_as_cast(accelerator, loss, classes)
             # Accelerate insists on an optimizer, in which it looks for weights by address: the meta device has none.
             unused = torch.optim.SGD([trained_weights(loss.model)[-1][1]], lr=0.0)
             self.model, _ = accelerator.prepare(loss, unused)
+            if not config.torch_compile:  # not tried with compiled layers
+                prefetch_layers(loss, layers)
             # Ranks would otherwise reduce the gradients of different weights, those of the experts that each has used.
             if reach_noted(loss.base).varies and hasattr(self.model, "set_reduce_scatter_unused_params"):
                 self.model.set_reduce_scatter_unused_params(True)
@@ -149,6 +154,35 @@ def _gather_as_cast(accelerator: Any, loss: Any, classes: Sequence[str]) -> None
                 offload_policy=plugin.cpu_offload,
                 mp_policy=policy,
             )
+
+
+def _layers_in_order(loss: Any, classes: Sequence[str]) -> list[nn.Module]:
+    """The layers of the text decoder that a text reaches and that become FSDP units, in the order of their use."""
+    unreached = set(reach_noted(loss.base).unreached)
+    names = {id(part): name for name, part in loss.base.named_modules()}
+    layers = [part for part in (loss.base.get_decoder() or loss.base).modules() if type(part).__name__ in classes]
+    weights = [{f"{names[id(layer)]}.{name}" for name, _ in layer.named_parameters()} for layer in layers]
+    return [layer for layer, own in zip(layers, weights, strict=True) if unreached.isdisjoint(own)]
+
+
+def prefetch_layers(loss: Any, layers: Sequence[nn.Module]) -> None:
+    """Gathers a layer while the one before it computes, in the forward and in the backward pass.
+
+    At most two layers are gathered at once. By itself, FSDP would gather the matrices of a layer, which may be a unit
+    of their own, only when its backward pass has begun. A layer's unit asks for its matrices too, which must not ask
+    for others: with activation checkpointing they run forward within the backward pass.
+
+    Args:
+        loss: the wrapped loss module, the root of all units.
+        layers: modules of the loss in the order of their use; empty if the model is one unit.
+    """
+    units: list[Any] = [[part for part in layer.modules() if isinstance(part, FSDPModule)] for layer in layers]
+    units = [own for own in units if own]
+    ahead, back = [[loss], *units], [[loss], *reversed(units)]
+    for own, following in pairwise(ahead):
+        own[0].set_modules_to_forward_prefetch([*own[1:], *following])
+    for own, following in pairwise(back):
+        own[0].set_modules_to_backward_prefetch([*own[1:], *following])
 
 
 def _all_in(part: nn.Module, ids: set[int]) -> bool:

@@ -370,10 +370,8 @@ def refusal(strategy: Strategy, config: TrainConfig, has_gpu: bool) -> str | Non
     if config.method == "qlora" and divides:
         return f"method=qlora with {strategy.sizes}: 4-bit layers are not split so; use method=lora, or fsdp2"
     if config.ddp_comm_hook != "none" and divides:
-        return (
-            f"ddp_comm_hook={config.ddp_comm_hook} would sum over all ranks, and those of tp, pp and ep have other "
-            "weights; leave it out"
-        )
+        hook = config.ddp_comm_hook
+        return f"ddp_comm_hook={hook} would sum over all ranks, whose weights differ under tp, pp and ep; leave it out"
     micro_batches, sizes = config.accumulation_steps(strategy.data_parallel_size), strategy.sizes
     # With torch 2.11, compiled layers sharded by tp get no gradient at all.
     if config.torch_compile and (divides or sizes.sequence_shards > 1):

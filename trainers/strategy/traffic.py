@@ -14,6 +14,12 @@ from trainers.strategy.strategy import Strategy
 FP32 = 4
 _BUCKET = 25 * 2**20
 """Bytes of gradients that DDP sums at once."""
+PERSISTENT_BELOW = 100_000
+"""Most elements of a weight that ZeRO 3 keeps gathered; DeepSpeed's default of `stage3_param_persistence_threshold`."""
+_REUSED = 500_000_000
+"""Weights that ZeRO 3 keeps from forward to backward: half of DeepSpeed's default `stage3_max_reuse_distance`."""
+_PREFETCHED = 50_000_000
+"""Elements that ZeRO 3 gathers at once, DeepSpeed's default of `stage3_prefetch_bucket_size`."""
 _SHARDS = ("dp_shard", "cp", "sp")
 _GRADIENTS = ("dp_replicate", *_SHARDS)
 TokenCounts = Sequence[int]
@@ -37,6 +43,8 @@ class ModelSizes:
         hidden_bytes: Bytes per element of the hidden states.
         experts: Trained parameters that expert parallelism divides; `expert_layers`, the layers that have them.
         chosen: Experts that each token uses.
+        persistent: Parameters in weights of at most `PERSISTENT_BELOW` elements.
+        persistent_weights: Number of those weights.
     """
 
     parameters: int
@@ -58,18 +66,21 @@ class ModelSizes:
     experts: float = 0.0
     expert_layers: int = 0
     chosen: int = 0
+    persistent: float = 0.0
+    persistent_weights: int = 0
 
     @classmethod
     def of(cls, model: Any) -> ModelSizes:
         """Returns the sizes of a transformers model, assuming that all of it is trained in fp32."""
         weights, config = dict(model.named_parameters()), model.config.get_text_config()
+        persistent = [weight.numel() for weight in weights.values() if weight.numel() <= PERSISTENT_BELOW]
         return cls(
             sum(weight.numel() for weight in weights.values()),
             sum(weight.numel() for weight in weights.values() if weight.ndim == 1),
             sum(weight.numel() for name, weight in weights.items() if ".layers." not in name),
             config.num_hidden_layers, config.hidden_size, config.num_attention_heads, key_heads(config),
             head_size(config), config.vocab_size,
-            bool(config.tie_word_embeddings),
+            bool(config.tie_word_embeddings), persistent=sum(persistent), persistent_weights=len(persistent),
         )  # fmt: skip
 
     def local_parameters(self, sizes: MeshSizes) -> float:
@@ -125,8 +136,13 @@ class Term:
 
 def term(collective: str, formula: str, size: float, ways: int, *axes: str, calls: float = 1.0) -> Term:
     """Returns the component for a collective over `ways` ranks along `axes`, of which each passes `size` bytes."""
+    return Term(collective, formula, size, wire_bytes(collective, size, ways), axes, calls)
+
+
+def wire_bytes(collective: str, size: float, ways: int) -> float:
+    """Returns the bytes that each of `ways` ranks sends for the `size` that it passes to a collective, in a ring."""
     shares = {"all-reduce": 2 * (ways - 1) / ways, "all-gather": ways - 1, "send": 1.0}
-    return Term(collective, formula, size, size * shares.get(collective, (ways - 1) / ways), axes, calls)
+    return size * shares.get(collective, (ways - 1) / ways)
 
 
 def predicted(
@@ -191,6 +207,8 @@ def weight_terms(kind: str, sizes: MeshSizes, model: ModelSizes, steps: int, mic
     local = model.local_parameters(sizes)
     reduced, full = local * model.trained_share * model.gradient_bytes, local * model.gathered_bytes
     if kind.startswith("ZERO"):
+        if kind == "ZERO3":
+            return _zero3(model, reduced, full, ways, steps, micro_batches)
         return _zero(int(kind[-1]), reduced, ways, steps, micro_batches)
     if kind not in ("FSDP", "GRAD_OP"):
         if sizes.grad_group_size == 1:
@@ -254,15 +272,34 @@ def _experts(sizes: MeshSizes, model: ModelSizes, micro_batches: Sequence[TokenC
 
 
 def _zero(stage: int, held: float, ways: int, steps: int, micro_batches: int) -> list[Term]:
-    """Gradients, per step or per micro-batch, and updated weights; the gathers of stage 3 have no formula."""
-    if stage == 3:
-        reduced = held * micro_batches
-        return [term("reduce-scatter", "weights per micro-batch", reduced, ways, *_SHARDS, calls=micro_batches)]
+    """Gradients, per step or per micro-batch, and updated weights.
+
+    The paper's reduce-scatter is an all-reduce in DeepSpeed, of which each rank keeps its share.
+    """
     times, how = (steps, "") if stage == 1 else (micro_batches, " per micro-batch")
     return [
         term("all-reduce", f"weights{how}", held * times, ways, *_SHARDS, calls=times),
         # The weights with and those without weight decay.
         term("all-gather", "weights / shards", held / ways * steps, ways, *_SHARDS, calls=2 * steps),
+    ]
+
+
+def _zero3(model: ModelSizes, reduced: float, full: float, ways: int, steps: int, micro_batches: int) -> list[Term]:
+    """Small weights are gathered after the update, all others before their use: once, if the backward pass is near.
+
+    Args:
+        reduced: Bytes of all gradients.
+        full: Bytes of all weights on a rank, gathered.
+    """
+    persistent = full * model.persistent / model.parameters
+    again = max(0.0, full - persistent - _REUSED * model.gathered_bytes)
+    gathered = (persistent * steps + (full - persistent + again) * micro_batches) / ways
+    buckets = 1 + ceil((full - persistent + again) / model.gathered_bytes / _PREFETCHED)
+    formula = "(" + "2 x " * (again > 0) + "large weights per micro-batch + small weights) / shards"
+    calls = model.persistent_weights * steps + buckets * micro_batches
+    return [
+        term("all-gather", formula, gathered, ways, *_SHARDS, calls=calls),
+        term("reduce-scatter", "weights per micro-batch", reduced * micro_batches, ways, *_SHARDS, calls=micro_batches),
     ]
 
 

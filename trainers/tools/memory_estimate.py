@@ -51,7 +51,7 @@ from trainers.strategy.expert_plan import expert_refusals
 from trainers.strategy.mesh import MeshSizes
 from trainers.strategy.pipeline_schedules import balance
 from trainers.strategy.tensor_plan import refusals
-from trainers.strategy.traffic import by_layer, head_size, key_heads
+from trainers.strategy.traffic import PERSISTENT_BELOW, by_layer, head_size, key_heads
 from trainers.tools.mesh_limits import basis_cases, mesh_limits
 from trainers.tools.preflight import check_model, machine_mistakes
 
@@ -264,11 +264,13 @@ def weights(config: TrainConfig, model: Any) -> dict[str, float]:
     Returns:
         Numbers of weights: `parameters` (all), `parameters_outside` (the layers), `vectors` (in 1-d weights),
         `trained_inside` and `trained_outside`; `experts` that expert parallelism can divide, and `experts_trained`,
-        parts of those. Bytes, `experts_frozen` likewise: `frozen_inside` and `frozen_outside`, and `scales` of 4-bit
-        weights, which no strategy shards.
+        parts of those; `persistent`, in the `persistent_weights` that ZeRO 3 always keeps gathered. Bytes,
+        `experts_frozen` likewise: `frozen_inside` and `frozen_outside`, and `scales` of 4-bit weights, which no
+        strategy shards.
     """
     names = ("parameters", "parameters_outside", "vectors", "trained_inside", "trained_outside", "frozen_inside",
-             "frozen_outside", "scales", "experts", "experts_trained", "experts_frozen")  # fmt: skip
+             "frozen_outside", "scales", "experts", "experts_trained", "experts_frozen", "persistent",
+             "persistent_weights")  # fmt: skip
     sizes = dict.fromkeys(names, 0.0)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     stacks = {id(base.get_decoder().get_parameter(name)) for name in expert_stacks(base)}
@@ -281,6 +283,9 @@ def weights(config: TrainConfig, model: Any) -> dict[str, float]:
         sizes["vectors"] += weight.numel() if weight.ndim == 1 else 0
         sizes[f"trained_{where}"] += weight.numel() if weight.requires_grad else 0
         sizes[f"frozen_{where}"] += 0 if weight.requires_grad else weight.numel() * size
+        if weight.numel() <= PERSISTENT_BELOW:
+            sizes["persistent"] += weight.numel()
+            sizes["persistent_weights"] += 1
         if id(weight) in stacks:
             sizes["experts"] += weight.numel()
             sizes["experts_trained"] += weight.numel() if weight.requires_grad else 0

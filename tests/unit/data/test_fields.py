@@ -18,6 +18,7 @@ from tests.unit.data.test_training_templates import SPECIAL, TRL
 from trainers.config.mistakes import ConfigError
 from trainers.data.formats import NEEDED, OPTIONAL, Document, RowError, canonical
 from trainers.data.messages import MEDIA, THOUGHT_KEYS
+from trainers.data.preferences import example
 from trainers.data.prepare import prepare
 from trainers.data.shards import BadRow
 from trainers.data.template import training_encoder
@@ -70,7 +71,7 @@ USED_IN_MESSAGES = {
 
 def _document_or_reason(row, format_name):
     try:
-        return canonical(row, format_name, {}, True)
+        return example(row, format_name, {}, True, (format_name,))[0]
     except RowError as error:
         return error.bad.detail
 
@@ -90,6 +91,7 @@ def test_every_field_is_used_refused_or_listed(format_name, row_keys, message_ke
         "prompt_completion": {"prompt": [first], "completion": [last]},
         "alpaca": {"instruction": "a", "output": "b"},
         "text": {"text": [part]},
+        "preference": {"prompt": [first], "chosen": [last], "rejected": [{**last, keys[1]: "c"}]},
     }[format_name]
     row = {**row_keys, **contents}
     document = _document_or_reason(row, format_name)
@@ -103,13 +105,17 @@ def test_every_field_is_used_refused_or_listed(format_name, row_keys, message_ke
     assert not expected.intersection(MEDIA) or not any(row[name] for name in expected.intersection(MEDIA))
     if document.messages:
         listed = {*document.unused, *document.optional}
-        path = {"chat": "messages", "sharegpt": "conversations", "prompt_completion": "completion"}.get(format_name)
+        path = {"chat": "messages", "sharegpt": "conversations", "prompt_completion": "completion",
+                "preference": "chosen"}.get(format_name)  # fmt: skip
         if path:
             others = set(message_keys) - USED_IN_MESSAGES - set(keys)
             assert others <= {name.removeprefix(f"{path}[].") for name in listed}
             calls = {f"{path}[].tool_calls[].{key}" for key in call_keys if key not in ("type", "function")}
             assert calls <= listed
-            parts = {f"{path.replace('completion', 'prompt')}[].{keys[1]}[].{key}" for key in part_keys}
+            parts = {
+                f"{path.replace('completion', 'prompt').replace('chosen', 'prompt')}[].{keys[1]}[].{key}"
+                for key in part_keys
+            }
             assert parts - {name for name in parts if name.endswith(("].type", "].text"))} <= listed
 
 

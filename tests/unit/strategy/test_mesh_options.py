@@ -78,7 +78,7 @@ def test_the_file_of_the_run_has_the_sizes(words: str, sizes: dict[str, int], tm
         ("--strategy ep --num_processes 2 --method qlora", "4-bit layers are not split so; use method=lora"),
         ("--strategy ep --num_processes 2 --mixed_precision fp16", "mixed_precision=fp16 needs loss scaling"),
         ("--strategy ep --num_processes 2 --torch_compile true", "torch_compile=true is not verified"),
-        ("--strategy ep --num_processes 2 --ddp_comm_hook bf16", "those of tp, pp and ep have other weights"),
+        ("--strategy ep --num_processes 2 --ddp_comm_hook bf16", "whose weights differ under tp, pp and ep"),
         *((f"--{name} {value}", f"{name}={value!r} is not a whole number from 1 to")
           for name in MESH_OPTIONS for value in ("0", "-1", "two", "NaN", "inf", "2.0", "9" * 30, "1_0", "²")),
     ],
