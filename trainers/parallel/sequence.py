@@ -241,8 +241,10 @@ def _causal(queries: int, keys: int, window: int | None, device: torch.device) -
     """
     if _is_triangle(queries, keys, window):
         return None
-    ahead = torch.arange(keys, device=device)[None] - torch.arange(keys - queries, keys, device=device)[:, None]
-    return ahead <= 0 if window is None else (ahead <= 0) & (ahead > -window)
+    # Compared without a matrix of differences, which would take eight bytes per element.
+    rows = torch.arange(keys - queries, keys, device=device)[:, None]
+    columns = torch.arange(keys, device=device)[None]
+    return columns <= rows if window is None else (columns <= rows) & (columns > rows - window)
 
 
 def sequence_shard(mesh: Mesh) -> SequenceShard:
