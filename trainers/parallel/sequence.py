@@ -128,7 +128,7 @@ class ContextParallel:
             parts = []
             for (start, stop, first, last), allowed, recomputes in line:
                 states = query[rows, :, start:stop], key[rows, :, first:last], value[rows, :, first:last]
-                attend = partial(attend_masked, kernel, stand_in, **kwargs)
+                attend: Callable[..., torch.Tensor] = partial(attend_masked, kernel, stand_in, **kwargs)
                 if recomputes:
                     attend = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
                 parts.append(attend(*states, allowed))
@@ -222,7 +222,7 @@ def masked_blocks(
     blocks = list(in_blocks(piece, window))
     sizes = [(stop - start, last - first) for start, stop, first, last in blocks]
     # Queries are at the last positions of their keys, so the masks are equal as seen from the lower right corner.
-    shared = _causal(*(max(counts) for counts in zip(*sizes, strict=True)), window, device)
+    shared = _causal(max(queries for queries, _ in sizes), max(keys for _, keys in sizes), window, device)
     masked = []
     for block, (queries, keys) in zip(blocks, sizes, strict=True):
         plain = _is_triangle(queries, keys, window)

@@ -209,7 +209,6 @@ def test_masks_of_blocks_are_views_of_one(window: int | None, monkeypatch: pytes
     sizes = [(block[1] - block[0], block[3] - block[2]) for block, _, _ in blocks]
     shared = _causal(max(queries for queries, _ in sizes), max(keys for _, keys in sizes), window, device)
     assert shared is not None
-    queries, keys = min(sizes)
-    wrong, right = shared[:queries, :keys], _causal(queries, keys, window, device)
-    assert right is not None
-    assert not torch.equal(wrong, right), "control: from the upper left corner"
+    corners = [shared[:queries, :keys] for queries, keys in sizes]
+    if window is None:  # with one, these blocks are equally large
+        assert not all(map(torch.equal, corners, masks)), "control: from the upper left corner"
