@@ -1,9 +1,11 @@
-"""Memory per rank as rows are split over more ranks: `python -m benchmarks.long_rows [--length 8192] [--ways sp cp]`.
+"""Memory per rank as rows are split over more ranks: `python -m benchmarks.long_rows [--lengths 8192] [--ways sp cp]`.
 
 All weights of a random model are trained on one packed row per step; the 6 heads of `24M` allow 2 or 3 ranks under sp.
-Memory is the peak resident memory of each rank's process. The losses show that the work is equal. With `--document`,
-the row is made of documents of about that many tokens, and a model with fewer positions is extended by YaRN:
-`python -m benchmarks.long_rows --model tiny-135M --length 131072 --document 4096 --steps 2 --ranks 1 2 --ways cp sp`.
+Memory is the peak of `RssAnon` of each rank's process while it trains, less what it had before the model was loaded, as
+`benchmarks.plan` measures it. Rows of one length must have equal losses. With `--document`, the row is made of
+documents of about that many tokens, and a model with fewer positions is extended by YaRN. 0 stands for one document
+per row, here in a model of one layer, as attention to 131,072 tokens takes minutes per layer on a CPU:
+`python -m benchmarks.long_rows --model tiny-135M --layers 1 --lengths 131072 --document 0 --steps 1 --ways cp sp`.
 """
 
 from __future__ import annotations
@@ -13,12 +15,15 @@ import json
 import os
 import random
 import tempfile
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from importlib.metadata import version
 from math import ceil
 from pathlib import Path
 from typing import Any
 
+from app.plan.hardware import GIB
+from benchmarks.plan import SITE
 from benchmarks.rows import write_chat
 from benchmarks.shapes import ARCHITECTURES, NAMES, TINY, model_folder
 from tests.launching import ROOT, launch_well
@@ -27,16 +32,8 @@ from trainers.strategy.strategy import STRATEGIES_DIR
 
 STEPS = 3
 RESULTS = Path(__file__).parent / "results"
-SITE = """
-import atexit, json, os, resource, sys
-words = sys.orig_argv
-if any(word.endswith("trainers/train.py") for word in words) and "accelerate.commands.launch" not in words:
-    def tell():
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        with open(os.path.join({folder!r}, os.environ.get("RANK", "0") + ".json"), "w") as file:
-            json.dump(peak, file)
-    atexit.register(tell)
-"""
+SAME_LOSS = 1e-5
+"""Largest difference of the losses of rows of one length."""
 
 
 def strategy_file(name: str, ranks: int, folder: Path) -> str:
@@ -79,29 +76,62 @@ def rope_options(model: Path, document: int) -> dict[str, Any]:
     return {"rope_scaling": "yarn", "rope_factor": factor} if factor > 1 else {}
 
 
-def measure(name: str, ranks: int, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """One row of the table."""
-    inject, peaks = folder / "inject", folder / f"{name}-{ranks}"
-    inject.mkdir(exist_ok=True)
+def measure(name: str, ranks: int, length: int, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """One row of the table; `gib` is each rank's peak above its baseline."""
+    peaks = folder / f"{name}-{ranks}"
     peaks.mkdir()
-    (inject / "sitecustomize.py").write_text(SITE.format(folder=str(peaks)))
-    model = model_folder(args.model, folder)
+    (peaks / "sitecustomize.py").write_text(SITE.format(folder=str(peaks)))
+    model = model_folder(args.model, folder, args.layers)
     options = {
-        "model_name_or_path": model, "dataset_name": folder / "train.jsonl", "method": "full",
-        "max_length": args.length, "global_batch_size": 1, "max_steps": args.steps, "logging_steps": 1, "save_steps": 0,
-        "hang_timeout": 0, "learning_rate": 1e-4, "cache_dir": folder / "cache",
-        **(rope_options(model, args.document) if args.document else {}),
+        "model_name_or_path": model, "dataset_name": folder / "train.jsonl",
+        "method": "full", "max_length": length, "global_batch_size": 1, "max_steps": args.steps, "logging_steps": 1,
+        "save_steps": 0, "hang_timeout": 0, "learning_rate": 1e-4, "cache_dir": folder / "cache",
+        **rope_options(model, document_tokens(args, length) or 1),
     }  # fmt: skip
     run = launch_well(folder / f"run-{name}-{ranks}", ranks, options, strategy=strategy_file(name, ranks, folder),
-                      timeout=3000, by_hand=True, PYTHONPATH=f"{inject}{os.pathsep}{ROOT}")  # fmt: skip
+                      timeout=3000, by_hand=True, PYTHONPATH=f"{peaks}{os.pathsep}{ROOT}")  # fmt: skip
+    ranked = [json.loads((peaks / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
     return {
         "strategy": name if ranks > 1 else "single",
         "ranks": ranks,
-        "tokens": args.length,
-        "gib": [round(json.loads((peaks / f"{rank}.json").read_text()) / 2**20, 3) for rank in range(ranks)],
+        "tokens": length,
+        "gib": [round(phases["train"][0] / GIB, 3) for phases in ranked],
         "seconds_per_step": round(run.rows("loss")[-1]["elapsed_s"] / args.steps, 1),
         "losses": run.series("loss"),
     }
+
+
+def document_tokens(args: argparse.Namespace, length: int) -> int | None:
+    """Tokens of a document in rows of this length; None for short chats."""
+    return length if args.document == 0 else args.document
+
+
+def measure_length(length: int, args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    """Yields all rows of one length, each printed when it is measured.
+
+    Raises:
+        SystemExit: if their losses differ.
+    """
+    folder.mkdir()
+    if document := document_tokens(args, length):
+        write_documents(folder / "train.jsonl", document, args.steps * length // document)
+    else:
+        write_chat(folder / "train.jsonl", 4000, seed=1)
+    rows: list[dict[str, Any]] = []
+    for ranks in args.ranks:
+        for strategy in args.ways if ranks > 1 else args.ways[:1]:
+            rows.append(measure(strategy, ranks, length, args, folder))
+            refuse_unequal(rows)
+            print(line(rows[-1]), flush=True)
+            yield rows[-1]
+
+
+def refuse_unequal(rows: list[dict[str, Any]]) -> None:
+    """Raises SystemExit if the losses of a row differ from those of the first: its work would not be comparable."""
+    for row in rows:
+        pairs = zip(row["losses"], rows[0]["losses"], strict=True)
+        if not all(abs(loss - expected) <= SAME_LOSS for loss, expected in pairs):
+            raise SystemExit(f"{row['strategy']} on {row['ranks']} has losses {row['losses']}, not {rows[0]['losses']}")
 
 
 def line(row: dict[str, Any]) -> str:
@@ -110,37 +140,38 @@ def line(row: dict[str, Any]) -> str:
     return f"| {row['strategy']} | {row['ranks']} | {row['tokens']} | {peaks} | {row['seconds_per_step']} | {losses} |"
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Prints a Markdown table, and writes it as JSON if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=[*NAMES, *(TINY + name for name in ARCHITECTURES)], default="24M")
-    parser.add_argument("--length", type=int, default=8192, help="tokens in a row")
-    parser.add_argument("--document", type=int, help="tokens in a document; default: short chats")
+    parser.add_argument("--layers", type=int, help="number of layers; default: the model's")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8192], help="tokens in a row")
+    parser.add_argument("--document", type=int, help="tokens in a document, 0 for all of a row; default: short chats")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--ways", nargs="+", choices=["sp", "cp"], default=["cp"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--json", action="store_true", help="also write a dated file to benchmarks/results")
-    args = parser.parse_args()
+    parser.add_argument("--json", action="store_true", help="also write a dated file")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="its folder; default: benchmarks/results")
+    args = parser.parse_args(argv)
     print("| strategy | ranks | tokens in a row | GiB of each rank | s per step | losses |\n|---|---|---|---|---|---|",
           flush=True)  # fmt: skip
-    rows = []
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        if args.document:
-            write_documents(folder / "train.jsonl", args.document, args.steps * args.length // args.document)
-        else:
-            write_chat(folder / "train.jsonl", 4000, seed=1)
-        single = [(args.ways[0], 1)] if 1 in args.ranks else []
-        for strategy, ranks in single + [(way, ranks) for way in args.ways for ranks in args.ranks if ranks > 1]:
-            rows.append(measure(strategy, ranks, args, folder))
-            print(line(rows[-1]), flush=True)
-    if args.json:
-        now, versions = datetime.now(UTC), {name: version(name) for name in ("torch", "accelerate", "transformers")}
-        document = {"at": f"{now:%F %T}", "options": vars(args), **versions, "cores": os.cpu_count(), "rows": rows}
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{now:%F}-long-rows-{args.length}.json").write_text(
-            json.dumps(document, indent=1) + "\n", encoding="utf-8"
-        )
+        for length in args.lengths:
+            for row in measure_length(length, args, Path(name) / str(length)):
+                rows.append(row)
+                if args.json:
+                    write_result(args, rows)
+
+
+def write_result(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """Writes the dated file, after each row, as one may take long."""
+    now, versions = datetime.now(UTC), {name: version(name) for name in ("torch", "accelerate", "transformers")}
+    options = {name: value for name, value in vars(args).items() if name not in ("json", "out")}
+    document = {"at": f"{now:%F %T}", "options": options, **versions, "cores": os.cpu_count(), "rows": rows}
+    kind = "long-context" if args.document == 0 else f"long-rows-{'-'.join(map(str, args.lengths))}"
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / f"{now:%F}-{kind}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

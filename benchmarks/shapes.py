@@ -23,7 +23,7 @@ _TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "n
          "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 2048}  # fmt: skip
 
 
-def model_folder(name: str, folder: Path) -> Path:
+def model_folder(name: str, folder: Path, layers: int | None = None) -> Path:
     """The folder of a model that any tool can load: the embedded one, one of 24M parameters, or a real shape.
 
     Weights are fp32, or bf16 in models of more than half a billion parameters.
@@ -31,14 +31,16 @@ def model_folder(name: str, folder: Path) -> Path:
     Args:
         name: one of `NAMES`, or `TINY` and one of `ARCHITECTURES`.
         folder: parent folder, in which it is created once.
+        layers: number of layers instead of its own; not for the embedded model, whose weights are stored.
     """
     if name == "embedded":
         return BASE_DIR
-    target = folder / name
+    target = folder / (name if layers is None else f"{name}-{layers}")
     if not target.exists():
-        unfinished = folder / f"{name}.unfinished"
+        unfinished = target.with_name(f"{target.name}.unfinished")
         shutil.copytree(BASE_DIR, unfinished, ignore=shutil.ignore_patterns("model.safetensors"))
-        (unfinished / "config.json").write_text(json.dumps(_config(name)))
+        config = _config(name) | ({} if layers is None else {"num_hidden_layers": layers})
+        (unfinished / "config.json").write_text(json.dumps(config))
         _write_weights(unfinished)
         unfinished.rename(target)
     return target

@@ -146,23 +146,21 @@ class ContextParallel:
             parts = []
             for (start, stop, first, last), allowed, recomputes in line:
                 states = query[rows, :, start:stop], key[rows, :, first:last], value[rows, :, first:last]
+                attend: Callable[..., torch.Tensor] = partial(attend_masked, kernel, stand_in, **kwargs)
                 if recomputes:
-                    attend = partial(_attend_block, kernel, stand_in, window, **kwargs)
-                    part = checkpoint(attend, *states, use_reentrant=False, preserve_rng_state=False)
-                else:
-                    part = attend_masked(kernel, stand_in, *states, allowed, **kwargs)
-                parts.append(part)
+                    attend = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
+                parts.append(attend(*states, allowed))
             lines.append(torch.cat(parts, 1))
         return torch.cat(lines), None
 
     def _pieces(
         self, layout: DocumentLayout | None, length: int, window: int | None, device: torch.device
     ) -> Iterator[tuple[slice, list[Any]]]:
-        """Yields rows with equal document borders, and their `pieces` in blocks, as `_block` describes them."""
+        """Yields rows with equal document borders, and their `pieces` in `masked_blocks`."""
         spans = SequenceShard(self.rank, self.size, True).spans(length)
         for rows, borders in _lines(layout, length):
-            blocks = [block for piece in pieces(borders, spans, window) for block in in_blocks(piece, window)]
-            yield rows, [_block(block, window, device) for block in blocks]
+            local = pieces(borders, spans, window)
+            yield rows, [block for piece in local for block in masked_blocks(piece, window, device)]
 
     def _gathered(self, part: torch.Tensor) -> torch.Tensor:
         """Gathers `[2, batch, heads, shard, head size]` to `[2, batch, heads, sequence, head size]`, in token order."""
@@ -230,22 +228,25 @@ def in_blocks(piece: tuple[int, int, int, int], window: int | None) -> Iterator[
         yield query, after, first if window is None else max(first, key - window + 1), key + after - query
 
 
-def _block(
-    block: tuple[int, int, int, int], window: int | None, device: torch.device
-) -> tuple[tuple[int, int, int, int], torch.Tensor | None, bool]:
-    """A block with its mask, and whether to make the mask in each pass instead, so that no layer keeps it."""
-    queries, keys = block[1] - block[0], block[3] - block[2]
-    recomputes = not _is_triangle(queries, keys, window) and queries * keys > LARGEST_MASK // 2
-    return block, None if recomputes else _causal(queries, keys, window, device), recomputes
+def masked_blocks(
+    piece: tuple[int, int, int, int], window: int | None, device: torch.device
+) -> list[tuple[tuple[int, int, int, int], torch.Tensor | None, bool]]:
+    """The blocks of a piece, each with its mask, and whether it is run again in the backward pass.
 
-
-def _attend_block(
-    kernel: Kernel, module: Any, window: int | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    **kwargs: Any,
-) -> torch.Tensor:  # fmt: skip
-    """Attention of a block of queries, which makes its own mask; shapes as in `ContextParallel.attend`."""
-    allowed = _causal(query.shape[2], key.shape[2], window, query.device)
-    return attend_masked(kernel, module, query, key, value, allowed, **kwargs)
+    A kernel may copy a mask to the dtype of the queries and keep it for the backward pass, in every layer: large blocks
+    run again instead. All masks are views of one, as thousands that each grow a little leave holes in the heap that the
+    next does not fit in.
+    """
+    blocks = list(in_blocks(piece, window))
+    sizes = [(stop - start, last - first) for start, stop, first, last in blocks]
+    # Queries are at the last positions of their keys, so the masks are equal as seen from the lower right corner.
+    shared = _causal(max(queries for queries, _ in sizes), max(keys for _, keys in sizes), window, device)
+    masked = []
+    for block, (queries, keys) in zip(blocks, sizes, strict=True):
+        plain = _is_triangle(queries, keys, window)
+        allowed = None if plain or shared is None else shared[-queries:, -keys:]
+        masked.append((block, allowed, not plain and queries * keys > LARGEST_MASK // 2))
+    return masked
 
 
 def _is_triangle(queries: int, keys: int, window: int | None) -> bool:
@@ -259,8 +260,10 @@ def _causal(queries: int, keys: int, window: int | None, device: torch.device) -
     """
     if _is_triangle(queries, keys, window):
         return None
-    ahead = torch.arange(keys, device=device)[None] - torch.arange(keys - queries, keys, device=device)[:, None]
-    return ahead <= 0 if window is None else (ahead <= 0) & (ahead > -window)
+    # Compared without a matrix of differences, which would take eight bytes per element.
+    rows = torch.arange(keys - queries, keys, device=device)[:, None]
+    columns = torch.arange(keys, device=device)[None]
+    return columns <= rows if window is None else (columns <= rows) & (columns > rows - window)
 
 
 def sequence_shard(mesh: Mesh) -> SequenceShard:

@@ -18,7 +18,15 @@ from trainers.config.mistakes import ConfigError
 from trainers.data.layout import AttentionMetadata, DocumentLayout, SequenceShard
 from trainers.model import attention
 from trainers.parallel import sequence
-from trainers.parallel.sequence import ContextParallel, Ulysses, _causal, in_blocks, pieces, refuse_unsplittable_rows
+from trainers.parallel.sequence import (
+    ContextParallel,
+    Ulysses,
+    _causal,
+    in_blocks,
+    masked_blocks,
+    pieces,
+    refuse_unsplittable_rows,
+)
 from trainers.strategy.mesh import MeshSizes
 
 LENGTH, ROWS, SIZE = 48, 2, 8
@@ -182,3 +190,25 @@ def test_models_whose_rows_cannot_be_cut_are_refused(shape: dict[str, Any], part
     with pytest.raises(ConfigError, match=part):
         refuse_unsplittable_rows(SimpleNamespace(**fitting | shape), MeshSizes(sp=4))
     refuse_unsplittable_rows(SimpleNamespace(**fitting | shape), MeshSizes(dp_shard=4))
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_masks_of_blocks_are_views_of_one(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last 16 of 32 positions, in blocks that do not divide them evenly."""
+    monkeypatch.setattr(sequence, "LARGEST_MASK", 100)
+    device, piece = torch.device("cpu"), (0, 16, 12 if window else 0, 32)
+    blocks = masked_blocks(piece, window, device)
+    assert len(blocks) > 1
+    masks = [allowed for _, allowed, _ in blocks if allowed is not None]
+    assert len({mask.untyped_storage().data_ptr() for mask in masks}) == 1
+    for (start, stop, first, last), allowed, _ in blocks:
+        assert allowed is not None
+        expected = _causal(stop - start, last - first, window, device)
+        assert expected is not None
+        assert torch.equal(allowed, expected)
+    sizes = [(block[1] - block[0], block[3] - block[2]) for block, _, _ in blocks]
+    shared = _causal(max(queries for queries, _ in sizes), max(keys for _, keys in sizes), window, device)
+    assert shared is not None
+    corners = [shared[:queries, :keys] for queries, keys in sizes]
+    if window is None:  # with one, these blocks are equally large
+        assert not all(map(torch.equal, corners, masks)), "control: from the upper left corner"
