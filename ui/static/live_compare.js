@@ -11,7 +11,9 @@ Live.compare = (element, server) => {
   const root = element.querySelector(".ts-charts");
   const METRICS = { loss: "Loss", eval_loss: "Evaluation loss", learning_rate: "Learning rate", grad_norm: "Gradient norm",
     tokens_per_second: "Tokens per second", memory_gib: "Memory, GiB", eval_token_accuracy: "Evaluation accuracy",
-    mfu: "Peak speed used (MFU)", aux_loss: "Load balancing loss" };
+    mfu: "Peak speed used (MFU)", aux_loss: "Load balancing loss",
+    reward_accuracy: "Preference accuracy", eval_reward_accuracy: "Evaluation preference accuracy",
+    reward_margin: "Reward margin", eval_reward_margin: "Evaluation reward margin" };
   const params = new URLSearchParams(location.search);
   const ids = [...new Set((params.get("runs") || "").split(",").filter(Boolean))].slice(0, 8);
   if (!ids.length) { root.hidden = true; return; }

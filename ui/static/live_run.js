@@ -15,6 +15,12 @@ Live.run = (element, server) => {
   const CHARTS = [
     ["Loss", "How far the predictions are from the data; lower is better.",
       [["train", "loss", "train"], ["eval", "eval_loss", "evaluation"]], true],
+    ["Preference accuracy", "Share of the pairs whose chosen answer has the higher reward.",
+      [["train", "reward_accuracy", "train"], ["eval", "eval_reward_accuracy", "evaluation"]], false],
+    ["Reward margin", "By how much the reward of the chosen answer is above that of the rejected one.",
+      [["train", "reward_margin", "train"], ["eval", "eval_reward_margin", "evaluation"]], false],
+    ["Rewards", "How much more likely than before training the model finds each answer.",
+      [["train", "reward_chosen", "chosen"], ["train", "reward_rejected", "rejected"]], false],
     ["Load balancing loss", "Lowest when all experts get as much work.", [["train", "aux_loss", "of all experts, without its coefficient"]], false],
     ["Learning rate", "How far a step may move the weights.", [["train", "learning_rate", "learning rate"]], false],
     ["Gradient norm", "How hard a step pulls at the weights; a jump is a warning.", [["train", "grad_norm", "gradient norm"]], true],
