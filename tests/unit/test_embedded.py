@@ -11,12 +11,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from benchmarks.embedded import chat_data, documents
+from benchmarks.embedded import chat_data, documents, preference_data
 from benchmarks.embedded.records import (
     KINDS,
     make_record,
@@ -27,7 +28,7 @@ from benchmarks.embedded.records import (
     to_json,
     to_xml,
 )
-from trainers.embedded import BASE_DIR, DATA_DIR
+from trainers.embedded import BASE_DIR, DATA_DIR, PREFERENCES_DIR
 from trainers.tools import score
 
 SPLITS = tuple(chat_data.SIZES)
@@ -213,3 +214,29 @@ def test_score_reads_an_adapter_and_a_copy_that_answers_is_right(tmp_path: Path,
 
     monkeypatch.setattr(score, "answers", lambda *given: [r["messages"][-1]["content"] for r in given[-1]])
     assert score.score_model(BASE_DIR, "test", limit=2)["exact_match"] == 1.0
+
+
+def test_the_shipped_preferences_are_what_the_program_writes(tmp_path: Path) -> None:
+    preference_data.write_splits(tmp_path)
+    for split in SPLITS:
+        assert (tmp_path / f"{split}.jsonl").read_bytes() == (PREFERENCES_DIR / f"{split}.jsonl").read_bytes()
+    first, second = (next(preference_data.pairs("eval", seed)) for seed in (1, 2))
+    assert first != second
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_each_preference_has_one_right_and_one_wrong_answer(split):
+    """The right one is the chat data's; the wrong one is not, and no record can be read from it that is the same."""
+    answers = {row["messages"][0]["content"]: (row["messages"][1]["content"], record)
+               for row, record in chat_data.rows(split)}  # fmt: skip
+    pairs = [json.loads(line) for line in (PREFERENCES_DIR / f"{split}.jsonl").read_text().splitlines()]
+    assert len(pairs) == preference_data.SIZES[split]
+    assert {pair["mistake"] for pair in pairs} == set(preference_data.MISTAKES)
+    for pair in pairs:
+        right, record = answers[pair["prompt"][0]["content"]]
+        assert pair["chosen"][0]["content"] == right
+        try:
+            read = chat_data.read_answer(pair["task"], pair["rejected"][0]["content"])
+        except (ValueError, ElementTree.ParseError):
+            continue
+        assert read != record
