@@ -98,8 +98,8 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
 OWN_OPTIONS = ("loss_type", *dict.fromkeys(name for spec in OBJECTIVES.values() for name in spec.defaults))
 """Options that only some objectives read."""
 LOSS_TYPES = tuple(dict.fromkeys(name for spec in OBJECTIVES.values() for name in spec.loss_types))
-HIGHER_IS_BETTER = ("eval_token_accuracy", "eval_reward_accuracy", "eval_reward_margin")
-"""Metrics of an evaluation of which more is better; of all others, such as the loss, less is."""
+HIGHER_IS_BETTER = ("eval_token_accuracy", "eval_reward_accuracy")
+"""Metrics besides the loss by which the best checkpoint can be chosen; of these more is better, of the loss less."""
 
 
 def evaluation_metrics(spec: ObjectiveSpec) -> tuple[str, ...]:
