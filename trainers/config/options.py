@@ -296,8 +296,8 @@ class TrainConfig(BaseModel):
     """Evaluate once before the first step."""
     load_best_model_at_end: bool = _option("evaluation", False)
     """Export the weights with the best evaluation result instead of the last ones."""
-    metric_for_best_model: Literal["eval_loss", "eval_token_accuracy", "eval_reward_accuracy", "eval_reward_margin"] = (
-        _option("evaluation", "eval_loss")
+    metric_for_best_model: Literal["eval_loss", "eval_token_accuracy", "eval_reward_accuracy"] = _option(
+        "evaluation", "eval_loss"
     )
     """Metric that decides which checkpoint is the best."""
     early_stopping_patience: Annotated[int | None, Optionally] = _option(

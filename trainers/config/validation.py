@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from trainers.config.mistakes import ConfigError, Mistake
-from trainers.config.objectives import OWN_OPTIONS, evaluation_metrics
+from trainers.config.objectives import HIGHER_IS_BETTER, OWN_OPTIONS, evaluation_metrics
 from trainers.config.options import COLUMN_ROLES, EMBEDDED, TRACKERS, TrainConfig, unknown_option
 
 MISSING = "is missing"
@@ -126,7 +126,7 @@ def conflicting_options(config: TrainConfig) -> list[Mistake]:
 def _objective_conflicts(config: TrainConfig) -> list[Mistake]:
     """Returns a mistake for each option that does not fit the objective."""
     spec, objective = config.objective_spec, f"with objective={config.objective}"
-    metrics = [name for name in evaluation_metrics(spec) if name != "eval_perplexity"]
+    metrics = [name for name in evaluation_metrics(spec) if name in ("eval_loss", *HIGHER_IS_BETTER)]
     smooths = config.loss_type in (None, "sigmoid", "robust", "sigmoid_norm")
     rules: list[tuple[bool, str, object, str, str]] = [
         (config.loss_type is not None and bool(spec.loss_types) and config.loss_type not in spec.loss_types,
