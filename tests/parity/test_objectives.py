@@ -97,8 +97,8 @@ def wanted(method: str, packing: bool) -> plain.Curve:
     """The curve of the plain page."""
 
     def train(folder: Path) -> None:
-        found = plain_dpo(config(method, packing, objective="dpo", **PAIRS))
-        (folder / "curve.json").write_text(json.dumps(asdict(found)))
+        trained = plain_dpo(config(method, packing, objective="dpo", **PAIRS))
+        (folder / "curve.json").write_text(json.dumps(asdict(trained)))
 
     folder = once(f"plain-dpo-{method}-{packing}", train)
     return plain.Curve(**json.loads((folder / "curve.json").read_text()))
@@ -138,8 +138,8 @@ def test_what_is_wrong_does_not_agree(control: str) -> None:
 def test_evaluation_is_the_same_on_any_number_of_ranks() -> None:
     """37 pairs in batches of 4 on one and two ranks: none is lost or counted twice."""
     for key in ("eval_loss", "eval_reward_accuracy", "eval_reward_margin"):
-        one, two = (dpo(name).series(key)[-1] for name in ("single", "fsdp2"))
-        assert one == pytest.approx(two, abs=1e-5)
+        single, sharded = (dpo(name).series(key)[-1] for name in ("single", "fsdp2"))
+        assert single == pytest.approx(sharded, abs=1e-5)
 
 
 def test_a_resumed_run_keeps_the_initial_model_as_its_reference(tmp_path: Path) -> None:
