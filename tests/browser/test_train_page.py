@@ -156,7 +156,7 @@ def test_every_field_has_words_and_its_option_beside_them(new_page: Tabs) -> Non
     page = opened(new_page)
     page.get_by_role("button", name="All options").click()
     headings = page.locator("#all-options #all-options button, #all-options .label-wrap")
-    wait_for(lambda: headings.count() == 11, "the headings of the form and of its ten sections")
+    wait_for(lambda: headings.count() == 12, "the headings of the form and of its eleven sections")
     for heading in headings.all()[1:]:
         heading.click()
     wait_for(lambda: page.locator(".ts-field").count() > 80, "all options")
