@@ -110,9 +110,9 @@ def _kind(strategy: Strategy) -> str:
     """Which paper's formula holds for weights and gradients."""
     if strategy.zero_stage in (1, 2):
         return f"zero{strategy.zero_stage}"
-    kept = strategy.fsdp.get("fsdp_sharding_strategy") == "SHARD_GRAD_OP"
-    kept |= strategy.fsdp_version == 2 and not strategy.fsdp.get("fsdp_reshard_after_forward", True)
-    return "ddp" if not strategy.sharded else "grad_op" if kept else "sharded"
+    stays_gathered = strategy.fsdp.get("fsdp_sharding_strategy") == "SHARD_GRAD_OP"
+    stays_gathered |= strategy.fsdp_version == 2 and not strategy.fsdp.get("fsdp_reshard_after_forward", True)
+    return "ddp" if not strategy.sharded else "grad_op" if stays_gathered else "sharded"
 
 
 def compared(measured: Measured, model: ModelSizes) -> dict[str, Any]:

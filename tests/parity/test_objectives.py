@@ -165,9 +165,9 @@ def test_other_evaluation_data_on_resume_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("objective", ["simpo", "cpo", "orpo"])
 @pytest.mark.long
 def test_objectives_without_a_reference_agree_over_strategies(objective: str) -> None:
-    one, *others = (run(count, "full", True, name, objective=objective, **PAIRS)
+    single, *others = (run(count, "full", True, name, objective=objective, **PAIRS)
                     for count, name in ((1, "single"), (2, "fsdp2"), (2, "tp"), (2, "cp")))  # fmt: skip
-    assert all(curve(other).agrees(curve(one)) for other in others)
+    assert all(curve(other).agrees(curve(single)) for other in others)
 
 
 @pytest.mark.long

@@ -89,7 +89,7 @@ def ours(**options: Any) -> Curve:
 )
 def test_losses_and_gradient_norms_equal_those_of_trl(loss: dict[str, Any], tmp_path: Path) -> None:
     theirs = trl_curve(tmp_path, trl_rows(), **loss)
-    mine = ours(**loss)
-    assert mine.agrees(theirs)
+    trained = ours(**loss)
+    assert trained.agrees(theirs)
     if loss["loss_type"] == "sigmoid":  # control: another beta is another curve
         assert not ours(beta=0.3, **loss).agrees(theirs)

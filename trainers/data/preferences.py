@@ -36,6 +36,7 @@ from trainers.data.messages import (
 
 _BEFORE = ("prompt", "messages", "conversations")
 _SIDES = ("chosen", "rejected")
+_EMPTY: tuple[Any, ...] = (None, "", [])
 _ALIKE = "chosen and rejected are the same"
 _Side = tuple[list[Message], list[bool]]
 """Messages, and whether each may be trained."""
@@ -85,7 +86,8 @@ def _parsed(value: Any) -> Any:
         parsed = STRICT.decode(text)
     except (ValueError, RecursionError):
         return value
-    return parsed if all({"role", "from"} & set(message) for message in parsed) else value
+    are_messages = all(isinstance(message, dict) and ("role" in message or "from" in message) for message in parsed)
+    return parsed if are_messages else value
 
 
 def _is_conversation(value: Any) -> bool:
@@ -118,7 +120,7 @@ def _conversations(values: dict[str, Any], fields: Fields) -> tuple[Document, ..
 
 def _messages_before(values: dict[str, Any], fields: Fields, chosen: list[Message]) -> list[Message]:
     """The conversation that the answers continue, unless they repeat it themselves."""
-    present = [role for role in _BEFORE if values[role]]
+    present = [role for role in _BEFORE if values[role] not in _EMPTY]
     if len(present) > 1:
         raise RowError("wrong type", f"{' and '.join(present)} both hold what comes before the answers; keep one")
     if not present:
@@ -136,7 +138,7 @@ def _messages_before(values: dict[str, Any], fields: Fields, chosen: list[Messag
 def _texts(values: dict[str, Any], fields: Fields) -> tuple[Document, ...]:
     """The chosen and the rejected text after a prompt; without one, after the words at which both start."""
     for role in ("messages", "conversations"):
-        if values[role]:
+        if values[role] not in _EMPTY:
             raise RowError("wrong type", f"{role} holds messages, and chosen and rejected text; make them messages too")
     prompt = values["prompt"]
     if prompt is not None and _is_conversation(prompt):

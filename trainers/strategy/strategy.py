@@ -366,7 +366,7 @@ def refusal(strategy: Strategy, config: TrainConfig, has_gpu: bool) -> str | Non
         return reason
     divides = strategy.sizes.tp * strategy.sizes.pp * strategy.sizes.ep > 1
     if strategy.sizes.pp > 1 and config.objective_spec.divisor == "examples":
-        return f"objective={config.objective} with {strategy.sizes}: a pipeline's last stage sums over tokens only"
+        return f"objective={config.objective} with {strategy.sizes}: pipelines sum over tokens; use fsdp2, for instance"
     if config.method == "qlora" and divides:
         return f"method=qlora with {strategy.sizes}: 4-bit layers are not split so; use method=lora, or fsdp2"
     if config.ddp_comm_hook != "none" and divides:

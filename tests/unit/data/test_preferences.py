@@ -94,11 +94,22 @@ def test_texts_with_their_prompt_or_after_the_words_that_they_share() -> None:
         ({"chosen": [{"role": "critic", "content": "x"}], "rejected": [WRONG]}, "has role 'critic'"),
         ({"chosen": [], "rejected": []}, "chosen is an empty list, not text"),
         ({"chosen": "a"}, "'rejected' is missing"),
+        ({"prompt": 0, "chosen": [USER, RIGHT], "rejected": [USER, WRONG]}, "prompt is int and not a list"),
+        ({"prompt": 0, "chosen": "a", "rejected": "b"}, "prompt is int, not text"),
+        ({"messages": 0, "chosen": "a", "rejected": "b"}, "messages holds messages"),
     ],
 )
 def test_rows_that_hold_no_preference_are_refused(row: dict[str, Any], problem: str) -> None:
     with pytest.raises(RowError, match=problem):
         example(row, "preference", {}, True, ("preference",))
+
+
+@pytest.mark.parametrize(
+    "text", ['[{"role": "user"}, 3, {}]', '[{"a": 1}]', "[{not JSON}]", '[{"from": 1}, "from", {"b": 2}]']
+)
+def test_text_that_only_looks_like_messages_stays_text(text: str) -> None:
+    chosen, _ = read({"prompt": "a", "chosen": text, "rejected": "b"})
+    assert chosen.completion == text
 
 
 def test_fields_that_nothing_uses_are_named() -> None:
